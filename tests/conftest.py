@@ -1,0 +1,52 @@
+"""What every test runs under: shapes checked at run time, a fixed seed, no network.
+
+The shape checker. jaxtyping's import hook rewrites the functions of `headwise` as they are imported, so that
+beartype holds each public annotation (`query: Float[Tensor, "B H T D"]`) against what is passed and returned.
+Users never pay for it: the hook exists only here. Two kinds of test want it off, and say so with a marker:
+
+    @pytest.mark.unchecked          # one test, or pytestmark = pytest.mark.unchecked for a file
+
+- tests of `torch.compile(fullgraph=True)`: the checker's wrapper is Python that the compiler cannot trace;
+- tests of our own error texts: the checker would raise its own error before ours is reached.
+
+Off means off at call time; the import stays as it is. Doctests show what a user sees, so they run unchecked too.
+`HEADWISE_UNCHECKED=1 pytest ...` leaves the hook out altogether.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network is a defect
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subprocess tests do not mix
+
+import jaxtyping
+import pytest
+import torch
+
+CHECKED = os.environ.get("HEADWISE_UNCHECKED", "") in ("", "0")
+
+if CHECKED:
+    early = sorted(name for name in sys.modules if name.split(".")[0] == "headwise")
+    if early:
+        raise RuntimeError(f"the shape checker came too late: {', '.join(early)} was imported before tests/conftest.py")
+    jaxtyping.install_import_hook("headwise", "beartype.beartype")
+
+jaxtyping.config.update("jaxtyping_disable", True)  # until a test asks for it: see `shape_checker`
+
+
+@pytest.fixture(autouse=True)
+def shape_checker(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Switch the shape checker on for this test, unless it is marked `unchecked`; the value tells which."""
+    on = CHECKED and request.node.get_closest_marker("unchecked") is None
+    jaxtyping.config.update("jaxtyping_disable", not on)
+    yield on
+    jaxtyping.config.update("jaxtyping_disable", True)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test starts from the same random state, whatever ran before it and in whichever process."""
+    torch.manual_seed(20)
