@@ -1,0 +1,152 @@
+"""See every attention call of a model while it runs, and leave the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, singledispatch
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..ops.masks import Mask
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One call of attention, as the kernel got it: the very tensors, not copies of them.
+
+    `module` is the qualified name of the attention module (``""`` for the model itself) and `order` the running number
+    of the call since the probe began; the two together are unique even where one module runs several times.
+    `query` is (B, H, T, D), `key` (B, K, S, D), `value` (B, K, S, V), after every norm and rotation. `scale` None stands
+    for ``D ** -0.5``. A field left None was not in use.
+    """
+
+    module: str
+    order: int
+    query: Tensor
+    key: Tensor
+    mask: Mask | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    value: Tensor | None = None
+    dropout: float = 0.0
+    gate: Tensor | None = None
+
+    def __repr__(self) -> str:
+        shapes = f"query={tuple(self.query.shape)}, key={tuple(self.key.shape)}"
+        return f"AttentionCall({self.module!r}, order={self.order}, {shapes}, mask={self.mask})"
+
+
+@dataclass(eq=False)
+class Probe:
+    """What a running probe has seen.
+
+    `expected` names the modules that have to be called before the probe ends. Without `each` the calls are kept in
+    `calls`; with it they are handed over one by one and forgotten, so that memory stays that of one call.
+    """
+
+    expected: tuple[str, ...]
+    each: Callable[[AttentionCall], None] | None = None
+    calls: list[AttentionCall] = field(default_factory=list)
+    seen: int = 0
+    called: set[str] = field(default_factory=set)
+
+    def record(self, module: str, **fields: Any) -> None:
+        """Take one call of `module`; `fields` are those of `AttentionCall` after ``order``."""
+        call = AttentionCall(module, self.seen, **fields)
+        self.seen += 1
+        self.called.add(module)
+        if self.each is None:
+            self.calls.append(call)
+        else:
+            self.each(call)
+
+    def check_complete(self) -> None:
+        """Raise RuntimeError naming the expected modules that were never called."""
+        silent = [name for name in self.expected if name not in self.called]
+        if silent:
+            raise RuntimeError(
+                f"{len(silent)} of {len(self.expected)} attention modules were not called while the probe was open: "
+                f"{_listed(silent)}; run the whole model inside the with block"
+            )
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    """The first names, quoted, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(repr(name) for name in names[:most]) + more
+
+
+@singledispatch
+@contextmanager
+def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None) -> Iterator[Probe]:
+    """Watch every attention call of `model` while the with block runs.
+
+    This implementation sees each `headwise.MultiHeadAttention` inside any module; other rooms register theirs for other
+    kinds of model with ``probe.register(type)``. Nothing is paid while no probe is open. A compiled model runs uncompiled
+    inside the block. The model is left as it was, also after an exception.
+
+    Args:
+        model: The module to watch.
+        each: Called at once with every `AttentionCall`; the calls are then not kept.
+
+    Yields:
+        The `Probe`, whose ``calls`` fill up as the model runs.
+
+    Raises:
+        TypeError: `model` has no attention module that headwise knows, or one whose inner part cannot be described.
+        RuntimeError: an attention module of the model was never called.
+
+    Example:
+        >>> import torch, headwise
+        >>> mha = headwise.MultiHeadAttention(12, 3)
+        >>> with headwise.nn.probe(mha) as seen:
+        ...     out = mha(torch.randn(2, 5, 12))
+        >>> seen.calls[0].query.shape
+        torch.Size([2, 3, 5, 4])
+    """
+    found = _attention_modules(model)
+    for name, mha in found.items():
+        _describe(name, mha)  # an inner part that cannot tell what it computes is refused before anything runs
+    seen = Probe(tuple(found), each)
+    with ExitStack() as undo:
+        # A compiled graph was traced without the hooks and would run past them.
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, mha in found.items():
+            hook = mha.inner.register_forward_pre_hook(partial(_before_inner, seen, name), with_kwargs=True)
+            undo.callback(hook.remove)
+        yield seen
+    seen.check_complete()
+
+
+def _attention_modules(model: object) -> dict[str, nn.Module]:
+    from .multihead import MultiHeadAttention
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"probe needs a torch.nn.Module, got {type(model).__name__}")
+    found = {name: part for name, part in model.named_modules() if isinstance(part, MultiHeadAttention)}
+    if not found:
+        raise TypeError(
+            f"{type(model).__name__} holds no headwise.MultiHeadAttention, so there is nothing to probe; "
+            "for a transformers model, import headwise.hf first"
+        )
+    return found
+
+
+def _describe(name: str, mha: Any) -> dict[str, Any]:
+    try:
+        return dict(mha.inner.options())
+    except NotImplementedError as unknown:
+        raise TypeError(f"cannot probe module {name!r}: {unknown}") from None
+
+
+def _before_inner(seen: Probe, name: str, inner: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+    query, key, value = args
+    known = {"scale", "softcap", "sinks", "dropout", "gate", "mask"}
+    given = {**inner.options(), **kwargs}
+    seen.record(name, query=query, key=key, value=value, **{k: v for k, v in given.items() if k in known})
