@@ -1,0 +1,305 @@
+"""What a look yields: plain frozen records that print, and that travel as JSON.
+
+Nothing here holds a tensor, so a record can be compared, stored and sent. Every number is a Python float, int or
+None; ``None`` means "not measured", never "zero".
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+    import rich.table
+
+FORMAT = 1
+"""Version of the dictionary that :meth:`Look.to_dict` writes; :meth:`Look.from_dict` refuses others."""
+
+_NO_ROLE = "-"
+
+
+@dataclass(frozen=True)
+class RoleScore:
+    """A role that a head was found to play.
+
+    Attributes:
+        name: the role, such as ``"previous-token"`` or ``"induction"``.
+        score: the measured number, between 0 and 1.
+        threshold: the least score that counts, from ``source``.
+        source: where the definition comes from.
+        baseline: the score that uniform attention gets on the same tokens; a role needs twice this much as well.
+    """
+
+    name: str
+    score: float
+    threshold: float
+    source: str
+    baseline: float = 0.0
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """One head: what it did on the text, and on repeated random tokens.
+
+    Attributes:
+        module: qualified name of the attention module.
+        call: how often that module had been called before in the same forward (0 unless layers share it).
+        layer: running index of the attention call in the forward, from 0.
+        head: index of the query head, from 0.
+        entropy: mean entropy of a row, in nats.
+        largest: mean of the largest weight of a row.
+        distance: mean distance between a query and the keys it attends, in tokens.
+        sink: mean mass on the first key, over the queries after the first.
+        delimiter: mean mass on delimiter keys (the first key is not counted among them); 0 where none is known.
+        self_mass: mean mass on the query's own position, ``offsets[0]``.
+        offsets: mean mass on the key 0, 1, ... k positions back, over the queries that may attend it.
+        duplicate: mean mass on earlier copies of the query's own token; None where it was not measured.
+        induction: mean mass on the tokens that followed those copies; None where it was not measured.
+        roles: the roles found, strongest first.
+        map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 where nothing was attended.
+        evenness: mean of entropy / ln(number of keys, at most 128) over rows of 8 keys or more; 1 is uniform.
+        queries: number of queries of the call.
+        keys: number of keys of the call.
+    """
+
+    module: str
+    call: int
+    layer: int
+    head: int
+    entropy: float
+    largest: float
+    distance: float
+    sink: float
+    delimiter: float
+    self_mass: float
+    offsets: tuple[float, ...]
+    duplicate: float | None
+    induction: float | None
+    roles: tuple[RoleScore, ...]
+    map: tuple[tuple[float, ...], ...]
+    evenness: float = 0.0
+    queries: int = 0
+    keys: int = 0
+
+    @property
+    def role(self) -> str:
+        """Name of the strongest role, ``"-"`` where the head plays none."""
+        return self.roles[0].name if self.roles else _NO_ROLE
+
+    def score(self, name: str) -> RoleScore | None:
+        """The score of a found role by name; None where the head does not play it."""
+        return next((role for role in self.roles if role.name == name), None)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
+        """The record that ``dataclasses.asdict`` (or JSON) wrote."""
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        known["offsets"] = tuple(data["offsets"])
+        known["roles"] = tuple(RoleScore(**role) for role in data["roles"])
+        known["map"] = tuple(tuple(row) for row in data["map"])
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """The large map of one head, a byte a cell.
+
+    A byte is ``round(255 * sqrt(weight))``: the root keeps small weights apart (1 / 128 becomes 23, not 2), and is
+    what a colour scale wants anyhow.
+
+    Attributes:
+        rows: number of (pooled) queries.
+        columns: number of (pooled) keys.
+        data: the bytes, row after row.
+    """
+
+    rows: int
+    columns: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) != self.rows * self.columns:
+            raise ValueError(
+                f"a map of {self.rows} x {self.columns} cells needs {self.rows * self.columns} bytes, got "
+                f"{len(self.data)}; give one byte a cell"
+            )
+
+    def weights(self) -> tuple[tuple[float, ...], ...]:
+        """The weights, to within 0.002 (half a byte's step, at weight 1 where the step is widest, is 0.004).
+
+        >>> HeadMap(rows=1, columns=2, data=bytes([255, 0])).weights()
+        ((1.0, 0.0),)
+        """
+        values = [(byte / 255) ** 2 for byte in self.data]
+        return tuple(tuple(values[i * self.columns : (i + 1) * self.columns]) for i in range(self.rows))
+
+    def base64(self) -> str:
+        """The bytes as base64 text, for JSON and for a page."""
+        return base64.b64encode(self.data).decode("ascii")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What every head of a model did on a text: :func:`headwise.look.at` makes it.
+
+    Printing it gives the table of heads; a notebook shows it as HTML.
+
+    Attributes:
+        model: name of the model.
+        num_layers: number of attention calls in one forward.
+        num_heads: number of query heads of a layer (of the widest, where they differ).
+        length: number of tokens of the text.
+        tokens: the tokens as text. They come from the user's text: escape them wherever markup is read.
+        heads: one record a head, by layer, then head.
+        kind: ``"decoder"``, ``"encoder"`` or ``"encoder-decoder"``.
+        seconds: what the look took.
+        version: the version of headwise that looked.
+        maps: the large maps, parallel to ``heads``; empty where they were not asked for.
+    """
+
+    model: str
+    num_layers: int
+    num_heads: int
+    length: int
+    tokens: tuple[str, ...]
+    heads: tuple[HeadRecord, ...]
+    kind: str
+    seconds: float
+    version: str
+    maps: tuple[HeadMap, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.maps and len(self.maps) != len(self.heads):
+            raise ValueError(
+                f"maps run parallel to heads: got {len(self.maps)} maps for {len(self.heads)} heads; "
+                "give one map a head, or none"
+            )
+
+    def with_role(self, name: str) -> tuple[HeadRecord, ...]:
+        """The heads that play a role, the highest score first."""
+        found = [(head.score(name), head) for head in self.heads]
+        scored = [(role.score, head) for role, head in found if role is not None]
+        return tuple(head for _, head in sorted(scored, key=lambda pair: -pair[0]))
+
+    def to_dict(self, *, maps: bool = True) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers; ``maps`` says whether the large maps come along (base64)."""
+        data: dict[str, Any] = {"format": FORMAT}
+        for field in fields(self):
+            if field.name not in ("heads", "maps", "tokens"):
+                data[field.name] = getattr(self, field.name)
+        data["tokens"] = list(self.tokens)
+        data["heads"] = [asdict(head) for head in self.heads]
+        if maps:
+            data["maps"] = [{"rows": m.rows, "columns": m.columns, "data": m.base64()} for m in self.maps]
+        return data
+
+    def to_json(self, *, maps: bool = False, indent: int | None = None) -> str:
+        """The dictionary as JSON text; without the large maps unless asked."""
+        return json.dumps(self.to_dict(maps=maps), indent=indent, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Look:
+        """The look that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: the dictionary is of another format than this version reads.
+        """
+        if data.get("format") != FORMAT:
+            raise ValueError(
+                f"a look is read from format {FORMAT}, got {data.get('format')!r}; write it again with this version"
+            )
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        known["tokens"] = tuple(data["tokens"])
+        known["heads"] = tuple(HeadRecord.from_dict(head) for head in data["heads"])
+        known["maps"] = tuple(
+            HeadMap(m["rows"], m["columns"], base64.b64decode(m["data"])) for m in data.get("maps", ())
+        )
+        return cls(**known)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a head, one column a number; offsets as ``offset_0`` ... ``offset_k``.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "to_frame() needs pandas, which is not installed; pip install pandas, or use to_dict()"
+            ) from error
+        return pandas.DataFrame([_flat(head) for head in self.heads])
+
+    def table(self) -> rich.table.Table:
+        """The table of heads for a Rich console.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        try:
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError as error:
+            raise ImportError(
+                "table() needs rich, which is not installed; pip install rich, or print the look itself"
+            ) from error
+        table = Table(title=Text(self._title()), header_style="bold")
+        for i, name in enumerate(_COLUMNS):
+            table.add_column(name, justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
+        layer = None
+        for head in self.heads:
+            if layer is not None and head.layer != layer:
+                table.add_section()
+            layer = head.layer
+            style = "" if head.roles else "dim"
+            table.add_row(*(Text(cell) for cell in _cells(head)), style=style)
+        return table
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *(_cells(head) for head in self.heads)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS) - 1)]
+        lines = (
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+        )
+        return "\n".join([self._title(), *lines])
+
+    def _repr_html_(self) -> str:
+        def row(cells: Iterable[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "".join(row(_cells(head), "td") for head in self.heads)
+        return f"<table><caption>{html.escape(self._title())}</caption>{row(_COLUMNS, 'th')}{body}</table>"
+
+    def _title(self) -> str:
+        return f"{self.model}: {self.num_layers} layers x {self.num_heads} heads, {self.kind}, {self.length} tokens"
+
+
+_COLUMNS = ("layer", "head", "entropy", "largest", "distance", "sink", "prev", "self", "delim", "dup", "induct", "role")
+
+
+def _cells(head: HeadRecord) -> Sequence[str]:
+    previous = head.offsets[1] if len(head.offsets) > 1 else None
+    masses = (head.sink, previous, head.self_mass, head.delimiter, head.duplicate, head.induction)
+    roles = ", ".join(f"{role.name} {role.score:.2f}" for role in head.roles) or _NO_ROLE
+    return (
+        str(head.layer),
+        str(head.head),
+        f"{head.entropy:.2f}",
+        f"{head.largest:.2f}",
+        f"{head.distance:.1f}",
+        *("-" if mass is None else f"{mass:.2f}" for mass in masses),
+        roles,
+    )
+
+
+def _flat(head: HeadRecord) -> dict[str, Any]:
+    row = {field.name: getattr(head, field.name) for field in fields(head) if field.name not in ("map", "offsets")}
+    row["roles"] = ", ".join(role.name for role in head.roles)
+    row["role"] = head.role
+    row.update({f"offset_{k}": mass for k, mass in enumerate(head.offsets)})
+    return row
