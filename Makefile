@@ -1,0 +1,73 @@
+# headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
+#   make look            run `headwise look` on the packaged model; writes headwise-report.html
+#   make test            lint, types, docs and the whole test suite
+#   make bench           the benchmarks; rows land in benchmarks/results
+#   make docs            the documentation, in site/
+#   make clean           remove everything that make made
+#   make PYTHON=python3.12 look     another Python (3.11 or newer)
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -c constraints.txt --disable-pip-version-check
+# Two test processes, one thread each: on two cores faster than one process with two. PYTEST_ARGS="-x tests/test_masks.py" runs what you name.
+PYTEST_ARGS ?= -n 2
+SHELL  := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help look test lint types docs pytest bench clean
+
+help:
+	@sed -n '2,7s/^# //p' Makefile
+
+look: $(VENV)/.package
+	@$(BIN)/headwise look --out headwise-report.html
+
+test: lint types docs pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+docs: $(VENV)/.test
+	$(BIN)/mkdocs build --strict --quiet
+
+pytest: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build dist site headwise-report.html .pytest_cache .mypy_cache .ruff_cache
+
+# The environment, in four stamps, so that running again costs nothing. pip is quiet where nobody watches; on a terminal
+# it shows how far the one large download (torch) has come.
+QUIET = $$([ -t 1 ] || echo --quiet)
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo 'headwise needs Python 3.11 or newer, and "$(PYTHON)" is' "$$($(PYTHON) --version 2>&1 || true)." >&2; \
+	  echo 'Name another one: make PYTHON=/path/to/python3.12 $(or $(MAKECMDGOALS),look)' >&2; exit 1; }
+	@echo "==> an environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo '"$(PYTHON) -m venv" failed; on Debian and Ubuntu the package python3-venv has what is missing.' >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.python constraints.txt
+	@echo "==> $$(grep '^torch==' constraints.txt), once (a few minutes on a slow line)"
+	@$(PIP) $(QUIET) torch
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.torch pyproject.toml
+	@echo "==> headwise and what it needs"
+	@$(PIP) --quiet -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.package
+	@echo "==> the test tools"
+	@$(PIP) --quiet -e '.[test]'
+	@touch $@
