@@ -1,0 +1,321 @@
+"""The ratchets: what may import what, how large a part may grow, what is exported.
+
+Each rule is a function from a tree, `{path below src/headwise: source}`, to a list of faults. The real tree must have
+none, and for each rule a planted fault must be found, so that no rule can go blind.
+"""
+
+import ast
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "headwise"
+Tree = dict[str, str]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+TIERS = (
+    {"shapes"},
+    {"ops"},
+    {"cache", "nn"},
+    {"look", "reshape", "hf", "parallel"},
+    {"report"},
+    {"cli"},
+)
+TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
+ALONE = {"plan", "models"}  # import nothing of headwise; any room from tier 2 up may import them
+BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
+ARCHITECTURES = """
+    albert bart bert blip bloom codegen cohere dbrx deberta deepseek distilbert electra falcon gemma glm gpt-2 gpt-j
+    gpt-neo gpt-neox gpt-oss granite jamba llama mistral mixtral mpt olmo pegasus phi-3 pythia qwen roberta siglip
+    starcoder t5 vicuna whisper xglm
+"""
+NAMES = "|".join(name.replace("-", "[-_ ]?") for name in ARCHITECTURES.split())
+SHORT_NAMES = "CLIP|OPT|Phi|ViT"  # only as they are written: in lower case they are words of their own
+ARCHITECTURE = re.compile(rf"(?<![a-z])(?:(?i:{NAMES})|{SHORT_NAMES})(?![a-z])")
+
+
+@functools.cache
+def real_tree() -> Tree:
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text("utf8") for path in PACKAGE.rglob("*.py")}
+
+
+def with_planted(path: str, source: str) -> Tree:
+    return {**real_tree(), path: real_tree().get(path, "") + "\n" + source}
+
+
+# --- reading the tree -----------------------------------------------------------------------------------------------
+
+
+def module_of(path: str) -> str:
+    """`nn/rotary.py` -> `headwise.nn.rotary`, `nn/__init__.py` -> `headwise.nn`."""
+    return ".".join(["headwise", *Path(path).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    """`headwise.nn.rotary` -> `nn`; the package's own `__init__` is the room ''."""
+    return [*module.split("."), ""][1]
+
+
+def imports(path: str, source: str) -> Iterator[str]:
+    """Every dotted name a file imports, wherever in the file; `from a import b` is a.b."""
+    package = module_of(path).split(".")
+    if not path.endswith("__init__.py"):
+        package = package[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def inside(path: str, source: str) -> set[str]:
+    """The imports of a file that are ours."""
+    return {name for name in imports(path, source) if name.split(".")[0] == "headwise"}
+
+
+def functions(source: str) -> Iterator[tuple[str, Function]]:
+    """Every function with its qualified name, methods and inner functions included."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
+        for child in ast.iter_child_nodes(node):
+            name = prefix + getattr(child, "name", "")
+            if isinstance(child, Function):
+                yield name, child
+            is_scope = isinstance(child, Function | ast.ClassDef)
+            yield from walk(child, name + "." if is_scope else prefix)
+
+    yield from walk(ast.parse(source), "")
+
+
+def code_lines(function: Function) -> int:
+    """Lines from `def` to the end, less the docstring: what a reader must hold, not what explains it."""
+    first = function.body[0]
+    is_doc = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
+    doc = (first.end_lineno or 0) - first.lineno + 1 if is_doc else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - doc
+
+
+def options(function: Function) -> int:
+    """How many parameters a caller may leave out: those with a default. `*args` and `**kwargs` are not counted."""
+    return len(function.args.defaults) + sum(default is not None for default in function.args.kw_defaults)
+
+
+# --- the rules ------------------------------------------------------------------------------------------------------
+
+
+def may_import(room: str, target: str) -> bool:
+    if target in ("hf", "report"):
+        return room == "cli"
+    if room in ("", "testing"):  # the table of contents and the oracles look down on everything
+        return True
+    if room in ALONE or target not in TIER.keys() | ALONE:
+        return False
+    return TIER[room] >= 2 if target in ALONE else TIER[target] < TIER[room]
+
+
+def arrows(tree: Tree) -> list[str]:
+    """shapes <- ops <- {cache, nn} <- {look, reshape, hf, parallel} <- report <- cli; siblings keep apart."""
+    return [
+        f"{path} imports {name}: {room or 'the top'} may not import {room_of(name) or 'the top'}"
+        for path, source in tree.items()
+        for room in [room_of(module_of(path))]
+        for name in sorted(inside(path, source))
+        if room_of(name) != room and not may_import(room, room_of(name))
+    ]
+
+
+def backends_apart(tree: Tree) -> list[str]:
+    """A backend imports no other backend, and only the chooser and the oracles import the reference."""
+    may_see_the_reference = ("ops/attention.py", "ops/__init__.py", "testing.py", "__init__.py")
+    faults = []
+    for path, source in tree.items():
+        me = module_of(path).removeprefix("headwise.ops.")
+        targets = {name.split(".")[2] for name in inside(path, source) if name.startswith("headwise.ops.")}
+        if me in BACKENDS:
+            faults += [f"{path}: backend imports backend {other}" for other in sorted(targets & BACKENDS - {me})]
+        elif "reference" in targets and path not in may_see_the_reference:
+            faults.append(f"{path} imports the reference: it is the oracle, not a part")
+    return faults
+
+
+def rooms_known(tree: Tree) -> list[str]:
+    """A new room is a decision: it is named here, with its place in the order."""
+    known = {room for rooms in TIERS for room in rooms} | ALONE | {"testing", ""}
+    return [
+        f"{path}: room {room_of(module_of(path))!r} has no tier"
+        for path in tree
+        if room_of(module_of(path)) not in known
+    ]
+
+
+def small_files(tree: Tree) -> list[str]:
+    sizes = {path: source.count("\n") + 1 for path, source in tree.items()}
+    return [f"{path} has {size} lines, at most {MAX_FILE}" for path, size in sizes.items() if size > MAX_FILE]
+
+
+def small_functions(tree: Tree) -> list[str]:
+    found = [(path, name, code_lines(node)) for path, source in tree.items() for name, node in functions(source)]
+    faults = [f"{path}: {name} has {n} lines, at most {MAX_FUNCTION}" for path, name, n in found if n > MAX_FUNCTION]
+    lengths = sorted(n for _, _, n in found)
+    p90 = lengths[int(0.9 * (len(lengths) - 1))] if lengths else 0
+    return faults + [f"nine functions of ten must have at most {P90_FUNCTION} lines, not {p90}"] * (p90 > P90_FUNCTION)
+
+
+def small_forwards(tree: Tree) -> list[str]:
+    found = [(path, name, code_lines(node)) for path, source in tree.items() for name, node in functions(source)]
+    return [
+        f"{path}: {name} has {n} lines, at most {MAX_FORWARD}"
+        for path, name, n in found
+        if name.split(".")[-1] == "forward" and n > MAX_FORWARD
+    ]
+
+
+def few_options(tree: Tree) -> list[str]:
+    """Public: no part of the path or the qualified name starts with one underscore; `__init__` is public."""
+    private = re.compile(r"(^|[./])_(?!_)")
+    return [
+        f"{path}: {name} has {options(node)} options, at most {MAX_OPTIONS}"
+        for path, source in tree.items()
+        for name, node in functions(source)
+        if not private.search(path) and not private.search(name) and options(node) > MAX_OPTIONS
+    ]
+
+
+def no_architecture_names(tree: Tree) -> list[str]:
+    """Differences between models are data in hf/, and nowhere else is a model known by name."""
+    faults = []
+    for path, source in tree.items():
+        for number, line in enumerate(source.splitlines(), 1):
+            found = ARCHITECTURE.search(line)
+            if found and not path.startswith("hf/"):
+                faults.append(f"{path}:{number} names {found.group()!r}")
+    return faults
+
+
+def exports(tree: Tree) -> list[str]:
+    """`__init__.py` is the table of contents: all it imports is in `__all__`, in order, and nothing else is."""
+    body = ast.parse(tree["__init__.py"])
+    listed: list[str] = []
+    for node in ast.walk(body):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = ast.literal_eval(node.value)
+    imported = {
+        alias.asname or alias.name
+        for node in body.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "__future__"
+        for alias in node.names
+    }
+    missing = sorted(name for name in imported if not name.startswith("_") and name not in listed)
+    faults = [f"{name} is imported but not in __all__" for name in missing]
+    faults += [f"__all__ holds {name} twice" for name in sorted({n for n in listed if listed.count(n) > 1})]
+    return faults + ["__all__ is not sorted"] * (listed != sorted(listed)) + ["__all__ is empty"] * (not listed)
+
+
+LONG = "def long():\n" + "    x = 0\n" * MAX_FUNCTION
+NINE = ", ".join(f"a{i}=0" for i in range(9))
+PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
+    arrows: [
+        ("ops/masks.py", "from headwise import nn", "ops may not import nn"),
+        ("ops/masks.py", "from ..nn import probe", "ops may not import nn"),
+        ("ops/masks.py", "def f():\n    import headwise.cli", "ops may not import cli"),
+        ("shapes.py", "from .ops import masks", "shapes may not import ops"),
+        ("nn/planted.py", "import headwise.cache", "nn may not import cache"),
+        ("look/planted.py", "import headwise.hf", "look may not import hf"),
+        ("report/planted.py", "from headwise.hf import load", "report may not import hf"),
+        ("__init__.py", "from . import report", "the top may not import report"),
+        ("plan/planted.py", "from headwise import shapes", "plan may not import shapes"),
+        ("models/planted.py", "from ..plan import kv_bytes_per_token", "models may not import plan"),
+        ("ops/planted.py", "import headwise.plan", "ops may not import plan"),
+        ("nn/planted.py", "from headwise import attention", "nn may not import attention"),
+        ("nn/planted.py", "import headwise", "nn may not import the top"),
+        ("nn/planted.py", "import headwise.testing", "nn may not import testing"),
+    ],
+    backends_apart: [
+        ("ops/sdpa.py", "from .reference import reference", "backend imports backend reference"),
+        ("ops/flex.py", "from headwise.ops import sdpa", "backend imports backend sdpa"),
+        ("nn/planted.py", "from headwise.ops.reference import reference", "nn/planted.py imports the reference"),
+    ],
+    rooms_known: [("utils/things.py", "", "room 'utils' has no tier")],
+    small_files: [("shapes.py", "\n" * MAX_FILE, "shapes.py has")],
+    small_functions: [
+        ("shapes.py", LONG, "shapes.py: long has 81 lines"),
+        ("shapes.py", "class A:\n" + re.sub("^", "    ", LONG, flags=re.M), "shapes.py: A.long has 81 lines"),
+        ("shapes.py", LONG.replace("x = 0", "pass", 1).replace("    x = 0\n", "", 30) * 500, "nine functions of ten"),
+    ],
+    small_forwards: [("nn/planted.py", "class A:\n  def forward(self):\n" + "    x = 0\n" * 40, "A.forward has 41")],
+    few_options: [
+        ("nn/planted.py", f"def f(x, *, {NINE}): ...", "f has 9 options"),
+        (
+            "nn/planted.py",
+            f"class A:\n    def __init__(self, {', '.join(f'a{i}=0' for i in range(9))}): ...",
+            "has 9 options",
+        ),
+    ],
+    no_architecture_names: [
+        ("nn/planted.py", "# as Llama does", "nn/planted.py:2 names 'Llama'"),
+        ("ops/planted.py", "x = 'gpt2'", "names 'gpt2'"),
+        ("look/planted.py", "if isinstance(model, OPTModel): ...", "names 'OPT'"),
+        ("look/planted.py", "MixtralAttention = None", "names 'Mixtral'"),
+    ],
+    exports: [
+        ("__init__.py", "from .shapes import PlantedThing", "PlantedThing is imported but not in __all__"),
+        ("__init__.py", "__all__ = ['b', 'a']", "__all__ is not sorted"),
+        ("__init__.py", "__all__ = ['a', 'a']", "holds a twice"),
+    ],
+}
+
+
+@pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
+    assert rule(real_tree()) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "fault"),
+    [(rule, *planted) for rule, plants in PLANTED.items() for planted in plants],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_rule_finds_a_planted_fault(rule: Callable[[Tree], list[str]], path: str, source: str, fault: str) -> None:
+    found = rule(with_planted(path, source))
+    assert any(fault in line for line in found), f"planted {source[:60]!r} in {path}; found only {found}"
+
+
+def test_what_is_allowed_is_not_a_fault() -> None:
+    allowed = {
+        "nn/a.py": "import headwise.ops.masks\nfrom .. import shapes\nfrom headwise.plan import kv_bytes_per_token",
+        "cli.py": "from headwise import hf, look, models, plan, report",
+        "ops/attention.py": "from . import flex, reference, sdpa",
+        "ops/weights.py": f"def _f({NINE}): ...\n# clip, opted, vital, alberta",
+    }
+    for rule in (arrows, backends_apart, rooms_known, few_options, no_architecture_names):
+        assert rule(allowed) == []
+
+
+def test_files_outside_the_package_are_small_too() -> None:
+    rooms = ("tests", "examples", "benchmarks", "scripts")
+    tree = {p.relative_to(ROOT).as_posix(): p.read_text("utf8") for room in rooms for p in (ROOT / room).rglob("*.py")}
+    assert "tests/test_architecture.py" in tree
+    assert small_files(tree) + small_functions(tree) == []
+
+
+@pytest.mark.parametrize("path", sorted(real_tree()))
+def test_every_module_can_be_imported(path: str) -> None:
+    importlib.import_module(module_of(path))
+
+
+def test_every_exported_name_is_there() -> None:
+    import headwise
+
+    assert headwise.__all__ == sorted(set(headwise.__all__))
+    for name in headwise.__all__:
+        assert getattr(headwise, name) is not None
