@@ -1,0 +1,400 @@
+"""For those who test an attention of their own: inputs, oracles, error budgets, poison and odd layouts.
+
+headwise holds its own kernels to what is in this file, so a kernel that passes here means the same as
+`headwise.attention`. Four kinds of tool:
+
+- inputs: `make_qkv` (plain and realistic), `strided` (the same values in another memory layout);
+- answers: `oracle` (float64, row by row, reads only what a row may attend) and `naive` (what one would write in
+  PyTorch, in the tensors' own dtype: the yardstick);
+- comparisons: `assert_close_like_torch`, whose budget comes from the data, and `assert_same_bits`;
+- traps: `poison`, which puts NaN where nothing may look, and `largest_tensor`, which sees a hidden T x S matrix.
+
+>>> import torch, torch.nn.functional as F
+>>> from headwise.testing import assert_close_like_torch, make_qkv, naive, oracle
+>>> q, k, v = make_qkv(2, 3, 3, 5, 7, 11, 13)
+>>> exact, lse = oracle(q, k, v)
+>>> seen = assert_close_like_torch(F.scaled_dot_product_attention(q, k, v), exact, naive(q, k, v), values=v)
+>>> seen.ours <= seen.budget
+True
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headwise.ops.masks import Mask
+
+KINDS = ("normal", "outlier", "sink", "duplicates")
+
+
+def make_qkv(
+    B: int,
+    H: int,
+    K: int,
+    T: int,
+    S: int,
+    D: int,
+    V: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    kind: str = "normal",
+    scale: float = 1.0,
+    device: torch.device | str = "cpu",
+    requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query (B, H, T, D), key (B, K, S, D) and value (B, K, S, V), the same on every machine for the same seed.
+
+    Gaussian inputs hide faults that real activations show, so `kind` is one of
+
+    - "normal": independent standard normal entries;
+    - "outlier": one channel of the keys is 50 times as large, as in trained decoders;
+    - "sink": all queries lean towards key 0, which takes most of the mass and whose value is small;
+    - "duplicates": keys are near-copies (1e-3) of three vectors, so that many scores nearly tie.
+
+    `scale` multiplies queries and keys: logits grow with its square. Raises ValueError for an unknown kind.
+
+    >>> q, k, v = make_qkv(2, 6, 3, 5, 7, 11, 13, kind="sink")
+    >>> q.shape, k.shape, v.shape
+    (torch.Size([2, 6, 5, 11]), torch.Size([2, 3, 7, 11]), torch.Size([2, 3, 7, 13]))
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is one of {', '.join(KINDS)}, got {kind!r}")
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source, dtype=torch.float64)
+
+    query, key, value = normal(B, H, T, D), normal(B, K, S, D), normal(B, K, S, V)
+    if kind == "outlier":
+        key[..., D // 2 : D // 2 + 1] *= 50
+    elif kind == "sink":
+        towards = normal(1, 1, 1, D)
+        towards = towards / towards.norm()
+        query = query + 3 * towards
+        key[:, :, :1] = 3 * math.sqrt(D) * towards  # a logit of about 9 against 0 +- 1
+        value[:, :, :1] *= 0.01
+    elif kind == "duplicates":
+        key = key[:, :, torch.arange(S) % 3 % max(S, 1)] + 1e-3 * normal(B, K, S, D)
+    made = (scale * query, scale * key, value)
+    q, k, v = (x.to(device=device, dtype=dtype).requires_grad_(requires_grad) for x in made)
+    return q, k, v
+
+
+# Memory orders: "0213" keeps dimension 3 innermost and swaps 1 and 2, which is what a fused projection hands over.
+_ORDERS = tuple("".join(order) for order in itertools.permutations("0123"))[1:]
+STRIDES = (
+    *(f"order {order}" for order in _ORDERS),
+    *(f"step {step} in {dim}" for dim, step in enumerate((2, 2, 2, 3))),
+    *(f"expanded {dim}" for dim in range(3)),
+    "rows padded by 3",
+    "odd offset",
+    "overlapping rows",
+)
+
+
+def strided(tensor: Shaped[Tensor, "A B C D"], pattern: str, *, slack: float = math.nan) -> Shaped[Tensor, "A B C D"]:
+    """The same values, laid out in memory by `pattern` (one of STRIDES), with `slack` in every gap and around.
+
+    Two kinds cannot keep the values, since entries share a memory cell: "expanded n" repeats index 0 along dimension
+    n with stride 0, "overlapping rows" slides over the rows' entries one by one. So compare with
+    `strided(x, pattern).contiguous()`. Raises ValueError for an unknown pattern.
+
+    >>> x = torch.arange(24.0).view(1, 2, 3, 4)
+    >>> strided(x, "order 0213").stride(), strided(x, "step 2 in 2").stride(), strided(x, "odd offset").storage_offset()
+    ((24, 4, 8, 1), (48, 24, 8, 1), 7)
+    """
+    if pattern not in STRIDES:
+        raise ValueError(f"pattern is one of headwise.testing.STRIDES ({len(STRIDES)} of them), got {pattern!r}")
+    tensor = tensor.detach()
+    kind, *words = pattern.split()
+    if kind == "expanded":
+        dim = int(words[0])
+        return strided(tensor.narrow(dim, 0, min(1, tensor.shape[dim])), "odd offset", slack=slack).expand(tensor.shape)
+    order = [int(d) for d in words[0]] if kind == "order" else [0, 1, 2, 3]
+    step = {int(words[2]): int(words[0])} if kind == "step" else {}
+    strides, stride = [0] * 4, 1
+    for dim in reversed(order):
+        stride *= step.get(dim, 1)
+        strides[dim] = stride
+        stride *= max(1, tensor.shape[dim])
+        if kind == "rows" and dim == 3:
+            stride += 3
+    if kind == "overlapping":
+        strides[2] = 1
+    offset = 7 if kind == "odd" else 16
+    length = offset + 1 + sum(max(0, n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
+    memory = torch.full((length + 16,), slack, dtype=torch.float64).to(device=tensor.device, dtype=tensor.dtype)
+    view = memory.as_strided(tensor.shape, strides, offset)
+    if kind == "overlapping":  # row i, entry d shares its cell with row i + 1, entry d - 1: write the cells instead
+        memory[offset:length].copy_(torch.arange(length - offset).mul(7).remainder(11).sub(5).div(4))
+        return view
+    return view.copy_(tensor)
+
+
+POISONS = (math.nan, math.inf, -math.inf, 1e30)
+
+
+def poison(tensor: Shaped[Tensor, "..."], where: Shaped[Tensor, "..."], what: float = math.nan) -> Tensor:
+    """A copy with `what` wherever `where` (bool, right-aligned broadcastable to the tensor's shape) is True.
+
+    >>> poison(torch.zeros(2, 3), torch.tensor([False, False, True]), 1e30)[:, 1:]
+    tensor([[0.0000e+00, 1.0000e+30],
+            [0.0000e+00, 1.0000e+30]])
+    """
+    what = what if abs(what) != 1e30 else math.copysign(min(1e30, torch.finfo(tensor.dtype).max), what)
+    copy = tensor.detach().masked_fill(where, what)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+@dataclass
+class _Largest:
+    """The element count and shape of the largest tensor that an operation returned."""
+
+    numel: int = 0
+    shape: tuple[int, ...] = ()
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, seen: _Largest) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            held = x.untyped_storage().nbytes() // max(1, x.element_size()) if isinstance(x, Tensor) else 0
+            if held > self.seen.numel:
+                self.seen.numel, self.seen.shape = held, tuple(x.shape)
+        return result
+
+
+@contextmanager
+def largest_tensor() -> Iterator[_Largest]:
+    """Watch every tensor that operations in the block return, backward's too: `.numel` and `.shape` of the largest.
+
+    Counts elements in memory: a view that repeats one row counts as that row. A fused kernel's inside is not seen.
+
+    >>> with largest_tensor() as seen:
+    ...     _ = torch.ones(3, 5) @ torch.ones(5, 7)
+    >>> seen.numel
+    35
+    """
+    seen = _Largest()
+    with _Watch(seen):
+        yield seen
+
+
+def oracle(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition in float64, one row after the other: out (B, H, T, V) and lse (B, H, T).
+
+    Written apart from `headwise.ops`, on purpose: two answers that agree say more than one. It gathers the keys that
+    a row may attend and computes with those alone, so what is masked cannot matter, forward or backward. Slow (0.1 ms
+    a row), differentiable. A mask given as a tensor: bool, True = attend; or a bias whose -inf may not be attended.
+
+    >>> q, k, v = make_qkv(1, 1, 1, 1, 1, 4, 4)
+    >>> torch.equal(oracle(q, k, v)[0], v.double())   # one key: its weight is 1
+    True
+    """
+    (B, H, T, D), S, V = query.shape, key.shape[2], value.shape[3]
+    group = H // key.shape[1]
+    scale = D**-0.5 if scale is None else scale
+    allowed, added = _dense(mask, (B, H, T, S), query.device)
+    q, k, v = query.double(), key.double(), value.double()
+    outs, lses = [], []
+    for b, h, i in itertools.product(range(B), range(H), range(T)):
+        j = allowed[b, h, i].nonzero()[:, 0]
+        scores = scale * (k[b, h // group, j] @ q[b, h, i])
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores + added[b, h, i, j]
+        logits = scores if sinks is None else torch.cat([scores, sinks.double()[h : h + 1]])
+        total = torch.logsumexp(logits, 0) if len(j) else scores.new_tensor(-math.inf)
+        outs.append((scores - total).exp() @ v[b, h // group, j] if len(j) else v.new_zeros(V))
+        lses.append(total)
+    out = torch.stack(outs).view(B, H, T, V) if outs else q.new_zeros(B, H, T, V)
+    lse = torch.stack(lses).view(B, H, T) if lses else q.new_zeros(B, H, T)
+    return (out if gate is None else out * _as_BHTV(gate.double())), lse
+
+
+def naive(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """What one would write in PyTorch, in the inputs' own dtype: the yardstick of `assert_close_like_torch`.
+
+    >>> naive(*make_qkv(1, 2, 1, 3, 5, 4, 6, dtype=torch.bfloat16)).shape
+    torch.Size([1, 2, 3, 6])
+    """
+    (B, H, T, D), S = query.shape, key.shape[2]
+    allowed, added = _dense(mask, (B, H, T, S), query.device)
+    k, v = (x.repeat_interleave(H // key.shape[1], 1) for x in (key, value))
+    scores = (query @ k.transpose(-1, -2)) * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = (scores + added.to(query.dtype)).masked_fill(~allowed, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(query.dtype).view(1, H, 1, 1).expand(B, H, T, 1)], -1)
+    weights = torch.softmax(scores, -1)[..., :S].masked_fill(~allowed.any(-1, keepdim=True), 0)
+    out = weights @ v
+    return out if gate is None else out * _as_BHTV(gate.to(query.dtype))
+
+
+def _dense(mask: Mask | Tensor | None, full: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What may be attended (bool) and what is added (float64, finite where -inf was), both (B, H, T, S)."""
+    allowed: Tensor | None = None
+    added: Tensor | None = None
+    if isinstance(mask, Tensor):
+        allowed, added = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
+    elif mask is not None:
+        allowed, added = mask.allowed(*full[2:], device=device), mask.added(*full[2:], device=device)
+    allowed = torch.ones(1, dtype=torch.bool, device=device) if allowed is None else allowed
+    added = torch.zeros(1, dtype=torch.float64, device=device) if added is None else added.double()
+    return allowed.expand(full), added.masked_fill(added == -math.inf, 0).expand(full)
+
+
+def _as_BHTV(gate: Tensor) -> Tensor:
+    """A gate of (H,), (B, H), (B, H, T) or (B, H, T, V), shaped to multiply (B, H, T, V)."""
+    gate = gate[None] if gate.ndim == 1 else gate
+    return gate[(...,) + (None,) * (4 - gate.ndim)]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Largest absolute errors against float64: ours, naive PyTorch's, that of rounding the exact answer; the budget."""
+
+    ours: float
+    naive: float
+    floor: float
+    ulp: float
+    budget: float
+    where: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"ours {self.ours:.3e}, naive {self.naive:.3e}, rounding floor {self.floor:.3e}; "
+            f"budget {self.budget:.3e} (with 1 ulp = {self.ulp:.3e}); worst at {self.where}"
+        )
+
+
+def ulp(largest: float, dtype: torch.dtype) -> float:
+    """The spacing of `dtype` just above `largest`.
+
+    >>> ulp(1.0, torch.float32) == 2**-23, ulp(3.0, torch.bfloat16) == 2**-6, ulp(0.0, torch.float32)
+    (True, True, 0.0)
+    """
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
+
+
+def accuracy(
+    ours: Float[Tensor, "*shape"],
+    exact: Float[Tensor, "*shape"],
+    naive: Float[Tensor, "*shape"],
+    *,
+    values: Float[Tensor, "..."] | None = None,
+    gradient: bool = False,
+) -> Accuracy:
+    """Measure `ours` and `naive` against `exact` (float64), and work out the budget; see `assert_close_like_torch`."""
+    if ours.shape != exact.shape or naive.shape != exact.shape:
+        raise ValueError(f"shapes differ: ours {ours.shape}, exact {exact.shape}, naive {naive.shape}")
+    if ours.dtype != naive.dtype or exact.dtype != torch.float64:
+        dtypes = f"{ours.dtype}, {naive.dtype}, {exact.dtype}"
+        raise ValueError(f"ours and naive share a dtype, exact is float64; got {dtypes}")
+    dtype, half = ours.dtype, ours.dtype in (torch.float16, torch.bfloat16)
+    if exact.numel() == 0:
+        return Accuracy(0.0, 0.0, 0.0, 0.0, 0.0, ())
+    errors = _errors(ours, exact)
+    error_of_naive, floor = float(_errors(naive, exact).max()), float(_errors(exact.to(dtype), exact).max())
+    if not math.isfinite(error_of_naive):
+        raise ValueError(f"the yardstick is broken: naive's error is {error_of_naive}; give inputs that it can compute")
+    finite = (exact if values is None else values.detach().double()).abs()
+    spacing = ulp(float(torch.where(finite.isfinite(), finite, 0).max()), dtype)
+    budget = 2 * error_of_naive if gradient else 1.5 * floor if half else 1.25 * error_of_naive
+    place = tuple(int(n) for n in torch.unravel_index(errors.argmax(), errors.shape))
+    return Accuracy(float(errors.max()), error_of_naive, floor, spacing, budget + spacing, place)
+
+
+def assert_close_like_torch(
+    ours: Float[Tensor, "*shape"],
+    exact: Float[Tensor, "*shape"],
+    naive: Float[Tensor, "*shape"],
+    *,
+    values: Float[Tensor, "..."] | None = None,
+    gradient: bool = False,
+    what: str = "output",
+) -> Accuracy:
+    """Fail unless `ours` is as close to the exact answer as the data and the dtype allow.
+
+    The budget for the largest absolute error, plus one ulp of the largest entry of `values` (of `exact` if None):
+
+    - float32 and float64: 1.25 times the error of `naive`, PyTorch written out in the same dtype;
+    - float16 and bfloat16: 1.5 times the error made by merely rounding the exact answer;
+    - gradients: 2 times the error of naive PyTorch's gradient, in every dtype.
+
+    NaN or infinity where the exact answer has none is an infinite error. The message of a failure carries the numbers
+    that are returned. Raises AssertionError, or ValueError where the comparison makes no sense.
+
+    >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> assert_close_like_torch(exact.float() + 1e-3, exact, exact.float())   # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    AssertionError: output: ours 1.000e-03, naive 0.000e+00, rounding floor 0.000e+00; budget 2.384e-07 (...
+    """
+    seen = accuracy(ours, exact, naive, values=values, gradient=gradient)
+    if not seen.ours <= seen.budget:
+        raise AssertionError(f"{what}: {seen}")
+    return seen
+
+
+def _errors(approximate: Tensor, exact: Tensor) -> Tensor:
+    """|approximate - exact| in float64; 0 where both are the same infinity or both NaN, infinite for any other NaN."""
+    left, right = approximate.detach().double(), exact.detach()
+    same = (left == right) | (left.isnan() & right.isnan())
+    return torch.where(same, 0.0, (left - right).abs().nan_to_num(nan=math.inf))
+
+
+def assert_same_bits(ours: Tensor, other: Tensor, *, what: str = "output") -> None:
+    """Fail unless shape, dtype and every bit agree (a NaN equals any NaN; 0.0 and -0.0 differ).
+
+    >>> assert_same_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    Traceback (most recent call last):
+    AssertionError: output: 1 of 2 entries differ in their bits, first at (0,): 0.0 and -0.0
+    """
+    if ours.shape != other.shape or ours.dtype != other.dtype:
+        raise AssertionError(f"{what}: {ours.dtype} {tuple(ours.shape)} and {other.dtype} {tuple(other.shape)}")
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+    left, right = (x.detach().contiguous() for x in (ours, other))
+    differ = left.view(bits) != right.view(bits)
+    if ours.dtype.is_floating_point:
+        differ = differ & ~(left.isnan() & right.isnan())
+    if bool(differ.any()):
+        first = tuple(differ.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(differ.sum())} of {differ.numel()} entries differ in their bits, "
+            f"first at {first}: {left[first].item()} and {right[first].item()}"
+        )
