@@ -37,7 +37,7 @@ ARCHITECTURES = """
 """
 NAMES = "|".join(name.replace("-", "[-_ ]?") for name in ARCHITECTURES.split())
 SHORT_NAMES = "CLIP|OPT|Phi|ViT"  # only as they are written: in lower case they are words of their own
-ARCHITECTURE = re.compile(rf"(?<![a-z])(?:(?i:{NAMES})|{SHORT_NAMES})(?![a-z])")
+ARCHITECTURE = re.compile(rf"(?<![A-Za-z])(?:(?i:{NAMES})(?![a-z])|(?:{SHORT_NAMES})(?=[A-Z][a-z]|[^A-Za-z]|$))")
 
 
 @functools.cache
@@ -295,7 +295,7 @@ def test_what_is_allowed_is_not_a_fault() -> None:
         "nn/a.py": "import headwise.ops.masks\nfrom .. import shapes\nfrom headwise.plan import kv_bytes_per_token",
         "cli.py": "from headwise import hf, look, models, plan, report",
         "ops/attention.py": "from . import flex, reference, sdpa",
-        "ops/weights.py": f"def _f({NINE}): ...\n# clip, opted, vital, alberta",
+        "ops/weights.py": f"def _f({NINE}): ...\n# clip, OPTIONS, EMPTY, vital, alberta",
     }
     for rule in (arrows, backends_apart, rooms_known, few_options, no_architecture_names):
         assert rule(allowed) == []
