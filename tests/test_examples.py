@@ -1,0 +1,28 @@
+"""Each example runs, on its own, in a fresh interpreter, and prints something."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
+SOURCE = EXAMPLES[0].parent.parent / "src"
+
+
+def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    start = f"import sys, runpy; sys.path.insert(0, {str(SOURCE)!r}); runpy.run_path({str(path)!r}, run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, cwd=folder, timeout=300)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path, tmp_path: Path) -> None:
+    done = run(path, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_broken_example_is_seen(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import headwise\nheadwise.no_such_thing\n")
+    assert run(broken, tmp_path).returncode != 0
