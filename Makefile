@@ -44,9 +44,9 @@ bench: $(VENV)/.test
 clean:
 	rm -rf $(VENV) build dist site headwise-report.html .pytest_cache .mypy_cache .ruff_cache
 
-# The environment, in four stamps, so that running again costs nothing. pip is quiet where nobody watches; on a terminal
-# it shows how far the one large download (torch) has come.
-QUIET = $$([ -t 1 ] || echo --quiet)
+# The environment, in four stamps, so that running again costs nothing. pip is quiet but for errors; on a terminal
+# it shows how far the one large download (torch) is.
+QUIET = $$([ -t 1 ] || echo -qq)
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -64,10 +64,10 @@ $(VENV)/.torch: $(VENV)/.python constraints.txt
 
 $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@echo "==> headwise and what it needs"
-	@$(PIP) --quiet -e .
+	@$(PIP) -qq -e .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.package
 	@echo "==> the test tools"
-	@$(PIP) --quiet -e '.[test]'
+	@$(PIP) -qq -e '.[test]'
 	@touch $@
