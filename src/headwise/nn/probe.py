@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, singledispatch
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ..ops.masks import Mask
+from ..ops.masks import Mask, as_mask
+from .inner import Inner
+from .multihead import MultiHeadAttention
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +22,8 @@ class AttentionCall:
 
     `module` is the qualified name of the attention module (``""`` for the model itself) and `order` the running number
     of the call since the probe began; the two together are unique even where one module runs several times.
-    `query` is (B, H, T, D), `key` (B, K, S, D), `value` (B, K, S, V), after every norm and rotation. `scale` None stands
-    for ``D ** -0.5``. A field left None was not in use.
+    `query` is (B, H, T, D), `key` (B, K, S, D), `value` (B, K, S, V), after every norm and rotation. `scale` None
+    stands for ``D ** -0.5``. A field left None was not in use.
     """
 
     module: str
@@ -88,8 +89,8 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
     """Watch every attention call of `model` while the with block runs.
 
     This implementation sees each `headwise.MultiHeadAttention` inside any module; other rooms register theirs for other
-    kinds of model with ``probe.register(type)``. Nothing is paid while no probe is open. A compiled model runs uncompiled
-    inside the block. The model is left as it was, also after an exception.
+    kinds of model with ``probe.register(type)``. Nothing is paid while no probe is open. A compiled model runs
+    uncompiled inside the block. The model is left as it was, also after an exception.
 
     Args:
         model: The module to watch.
@@ -112,21 +113,23 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
     """
     found = _attention_modules(model)
     for name, mha in found.items():
-        _describe(name, mha)  # an inner part that cannot tell what it computes is refused before anything runs
+        _options(name, mha.inner)  # one that cannot tell what it computes is refused before anything runs
     seen = Probe(tuple(found), each)
+    running = [""]  # the attention module that was entered last: modules may share one inner part
     with ExitStack() as undo:
         # A compiled graph was traced without the hooks and would run past them.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         for name, mha in found.items():
-            hook = mha.inner.register_forward_pre_hook(partial(_before_inner, seen, name), with_kwargs=True)
+            undo.callback(mha.register_forward_pre_hook(partial(_before_module, running, name)).remove)
+        for inner in {id(mha.inner): mha.inner for mha in found.values()}.values():
+            hook = inner.register_forward_pre_hook(partial(_before_inner, running, seen), with_kwargs=True)
             undo.callback(hook.remove)
         yield seen
     seen.check_complete()
 
 
-def _attention_modules(model: object) -> dict[str, nn.Module]:
-    from .multihead import MultiHeadAttention
-
+def _attention_modules(model: object) -> dict[str, MultiHeadAttention]:
+    """The attention modules inside `model`, by their qualified names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"probe needs a torch.nn.Module, got {type(model).__name__}")
     found = {name: part for name, part in model.named_modules() if isinstance(part, MultiHeadAttention)}
@@ -138,15 +141,27 @@ def _attention_modules(model: object) -> dict[str, nn.Module]:
     return found
 
 
-def _describe(name: str, mha: Any) -> dict[str, Any]:
+def _options(name: str, inner: nn.Module) -> dict[str, Any]:
+    """What the inner part says of itself; TypeError naming the module where it says nothing."""
+    if not isinstance(inner, Inner):
+        raise TypeError(
+            f"cannot probe module {name!r}: its inner part {type(inner).__name__} does not say what it computes; "
+            "derive it from headwise.nn.Inner and define options()"
+        )
     try:
-        return dict(mha.inner.options())
+        return inner.options()
     except NotImplementedError as unknown:
         raise TypeError(f"cannot probe module {name!r}: {unknown}") from None
 
 
-def _before_inner(seen: Probe, name: str, inner: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+def _before_module(running: list[str], name: str, mha: nn.Module, args: object) -> None:
+    running[0] = name
+
+
+def _before_inner(
+    running: list[str], seen: Probe, inner: nn.Module, args: tuple[Tensor, ...], given: dict[str, Any]
+) -> None:
     query, key, value = args
-    known = {"scale", "softcap", "sinks", "dropout", "gate", "mask"}
-    given = {**inner.options(), **kwargs}
-    seen.record(name, query=query, key=key, value=value, **{k: v for k, v in given.items() if k in known})
+    told = {option: what for option, what in _options(running[0], inner).items() if option != "backend"}
+    mask, gate = as_mask(given.get("mask")), given.get("gate")
+    seen.record(running[0], query=query, key=key, value=value, mask=mask, gate=gate, **told)

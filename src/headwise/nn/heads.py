@@ -1,0 +1,119 @@
+"""One head at a time: the textbook's small matrices, as views of the fused ones, and the way back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..shapes import check_head_counts
+
+if TYPE_CHECKING:
+    from .multihead import MultiHeadAttention
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The matrices of one head: ``head = Attention(x W_Q, m W_K, m W_V)``, which adds ``head W_O`` to the output.
+
+    Oriented for ``x @ W_Q``, as in Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, section 3.2.2.
+    `m` is the memory (`x` itself in self-attention), of width N.
+
+    Attributes:
+        W_Q: (M, D).
+        W_K: (N, D).
+        W_V: (N, V).
+        W_O: (V, M).
+        b_Q: (D,) or None; added to ``x W_Q``.
+        b_K: (D,) or None.
+        b_V: (V,) or None.
+    """
+
+    W_Q: Float[Tensor, "M D"]
+    W_K: Float[Tensor, "N_key D"]
+    W_V: Float[Tensor, "N_value V"]
+    W_O: Float[Tensor, "V M"]
+    b_Q: Float[Tensor, " D"] | None = None
+    b_K: Float[Tensor, " D"] | None = None
+    b_V: Float[Tensor, " V"] | None = None
+
+    def __repr__(self) -> str:
+        sizes = (f"{n}={tuple(t.shape)}" for n, t in vars(self).items() if t is not None)
+        return f"Head({', '.join(sizes)})"
+
+
+def rows_of(projection: nn.Linear, index: int, size: int) -> tuple[Tensor, Tensor | None]:
+    """The part of a fused projection that makes head `index`, turned for ``x @ W + b``: views."""
+    rows = slice(index * size, (index + 1) * size)
+    return projection.weight[rows].T, None if projection.bias is None else projection.bias[rows]
+
+
+def check_heads(heads: Sequence[Head], num_kv_heads: int) -> None:
+    """Heads that can be fused: equal shapes throughout, and one K and V a group.
+
+    Raises:
+        TypeError: something other than a `Head`.
+        ValueError: no heads, unequal shapes, or a group whose heads do not share W_K and W_V.
+    """
+    if not heads:
+        raise ValueError("from_heads needs at least one Head; got none")
+    for n, head in enumerate(heads):
+        if not isinstance(head, Head):
+            raise TypeError(f"from_heads takes headwise.nn.Head objects; item {n} is {type(head).__name__}")
+        if repr(head) != repr(heads[0]):
+            raise ValueError(
+                f"heads of one module have equal shapes and biases; head 0 is {heads[0]}, head {n} is {head}"
+            )
+    sizes = heads[0]
+    fits = (
+        sizes.W_Q.shape[1] == sizes.W_K.shape[1]
+        and sizes.W_V.shape[1] == sizes.W_O.shape[0]
+        and sizes.W_O.shape[1] == sizes.W_Q.shape[0]
+    )
+    if not fits:
+        raise ValueError(f"a head has W_Q (M, D), W_K (N, D), W_V (N, V), W_O (V, M); got {sizes}")
+    check_head_counts(len(heads), num_kv_heads)
+    group = len(heads) // num_kv_heads
+    for n, head in enumerate(heads):
+        first = heads[n // group * group]
+        if not (_same(head.W_K, first.W_K) and _same(head.W_V, first.W_V)):
+            raise ValueError(
+                f"with {len(heads)} heads and num_kv_heads = {num_kv_heads}, heads {n // group * group} to "
+                f"{n // group * group + group - 1} share W_K and W_V, but head {n} differs from the first; "
+                "leave num_kv_heads out to give each head its own"
+            )
+        if not (_same(head.b_K, first.b_K) and _same(head.b_V, first.b_V)):
+            raise ValueError(
+                f"heads that share W_K and W_V share b_K and b_V too; head {n} differs from its group's first"
+            )
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Equal to the last bit (and without a look at the numbers where they are the same memory)."""
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other)
+
+
+@torch.no_grad()
+def fill(mha: "MultiHeadAttention", heads: Sequence[Head], output_bias: Tensor | None) -> None:
+    """Give a module of the right sizes the numbers of `heads`; each group's first head stands for its K and V."""
+    like = heads[0].W_Q
+    mha.to(device=like.device, dtype=like.dtype)
+    owners = heads[:: len(heads) // mha.num_kv_heads]
+    mha.q_proj.weight.copy_(torch.cat([head.W_Q.T for head in heads]))
+    mha.k_proj.weight.copy_(torch.cat([head.W_K.T for head in owners]))
+    mha.v_proj.weight.copy_(torch.cat([head.W_V.T for head in owners]))
+    mha.o_proj.weight.copy_(torch.cat([head.W_O for head in heads]).T)
+    for projection, biases in (
+        (mha.q_proj, [head.b_Q for head in heads]),
+        (mha.k_proj, [head.b_K for head in owners]),
+        (mha.v_proj, [head.b_V for head in owners]),
+        (mha.o_proj, [output_bias]),
+    ):
+        if projection.bias is not None and biases[0] is not None:
+            projection.bias.copy_(torch.cat([bias for bias in biases if bias is not None]))
+        elif projection.bias is not None:
+            projection.bias.zero_()  # a bias that these heads lack

@@ -1,0 +1,154 @@
+"""The inner attention: what stands between the projections. A part that a module is given, never a flag on it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ..ops.attention import attention
+from ..ops.masks import Mask
+from ..shapes import check_gate
+
+
+class Inner(nn.Module):
+    """Base of the parts that stand between the projections: ``inner(query, key, value, *, mask, gate)``.
+
+    Takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V) and returns (B, H, T, V). Derive from it a part of
+    your own and tell in `options` what it computes: then `headwise.nn.probe` and `headwise.trace` can read it.
+    """
+
+    def options(self) -> dict[str, Any]:
+        """The keywords with which `headwise.attention` gives what this part gives now (``scale``, ``softcap``, ...).
+
+        Raises:
+            NotImplementedError: no such keywords are known.
+        """
+        raise NotImplementedError(
+            f"the inner part {type(self).__name__} does not say what it computes; "
+            "define options() to return the keywords of the headwise.attention call it stands for"
+        )
+
+
+class InnerAttention(Inner):
+    """`headwise.attention` with its options fixed.
+
+    Args:
+        scale: Factor on the scores; None stands for ``D ** -0.5``.
+        softcap: Scores become ``softcap * tanh(score / softcap)``.
+        sinks: (H,) logits that take part in each row's softmax without a value; they become a parameter.
+        dropout: Probability with which a weight is dropped in training; nothing is dropped in eval.
+        backend: Which kernel has to run; ``"auto"`` chooses.
+
+    Example:
+        >>> import torch
+        >>> inner = InnerAttention(softcap=50.0)
+        >>> inner(torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 8)).shape
+        torch.Size([2, 6, 5, 8])
+    """
+
+    def __init__(
+        self,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.softcap = softcap
+        self.sinks = None if sinks is None else nn.Parameter(sinks)
+        self.dropout = dropout
+        self.backend = backend
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """(B, H, T, V) from query (B, H, T, D), key (B, K, S, D), value (B, K, S, V): see `headwise.attention`."""
+        out = attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **self.options())
+        return cast(Tensor, out)  # and no pair, as no lse is asked for
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of the call as it would run now; dropout is 0 in eval."""
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "dropout": self.dropout if self.training else 0.0,
+        }
+
+    def extra_repr(self) -> str:
+        """The options that differ from the defaults."""
+        told: dict[str, object] = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout or None}
+        told["sinks"] = None if self.sinks is None else len(self.sinks)
+        told["backend"] = None if self.backend == "auto" else self.backend
+        return ", ".join(f"{name}={value!r}" for name, value in told.items() if value is not None)
+
+
+class InnerFunction(Inner):
+    """Any callable ``(query, key, value, *, mask) -> out`` as an inner part; a gate multiplies its output."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """What the function gives, times the gate."""
+        out = self.function(query, key, value, mask=mask)
+        return out if gate is None else out * check_gate(gate, out.shape).to(out.dtype)
+
+    def options(self) -> dict[str, Any]:
+        """Unknown: a bare function cannot be asked."""
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        raise NotImplementedError(
+            f"the inner part {name} is a bare function and cannot say what it computes; derive one from "
+            "headwise.nn.Inner, or give headwise.nn.InnerAttention(...)"
+        )
+
+    def extra_repr(self) -> str:
+        """The function."""
+        return repr(self.function)
+
+
+def as_inner(inner: Callable[..., Tensor] | None) -> nn.Module:
+    """An inner part as a module: modules stay, ``partial(headwise.attention, ...)`` becomes an `InnerAttention`.
+
+    Raises:
+        TypeError: `inner` cannot be called.
+        ValueError: the partial fixes something that is not an option of the module (its mask, say).
+    """
+    if inner is None or inner is attention:
+        return InnerAttention()
+    if isinstance(inner, nn.Module):
+        return inner
+    if isinstance(inner, partial) and inner.func is attention:
+        allowed = ("scale", "softcap", "sinks", "dropout", "backend")
+        wrong = [f"argument {n}" for n in range(len(inner.args))] + [k for k in inner.keywords if k not in allowed]
+        if wrong:
+            raise ValueError(
+                f"inner=partial(headwise.attention, ...) may fix {', '.join(allowed)}; it fixes {', '.join(wrong)}; "
+                "give mask and gate to the module's call instead"
+            )
+        return InnerAttention(**inner.keywords)
+    if not callable(inner):
+        raise TypeError(
+            f"inner is a callable (query, key, value, *, mask) such as headwise.nn.InnerAttention(softcap=50.0); "
+            f"got {type(inner).__name__}"
+        )
+    return InnerFunction(inner)

@@ -1,0 +1,236 @@
+"""Multi-head attention: project once for all heads, attend in each, mix them with W_O."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..ops.masks import Mask
+from ..plan.shape import Bias
+from .checks import check_input, check_memory, check_sizes
+from .heads import Head, check_heads, fill, rows_of
+from .inner import as_inner
+from .rotary import Positions
+
+Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
+Memory = Float[Tensor, "B S N"] | tuple[Float[Tensor, "B S N_key"], Float[Tensor, "B S N_value"]]
+
+
+class MultiHeadAttention(nn.Module):
+    r"""Multi-head attention (MHA), with keys and values shared by groups of query heads (GQA) or by all (MQA).
+
+    $$\text{MultiHead}(X) = \text{Concat}(\text{head}_1, \dots, \text{head}_h)\, W_O, \qquad
+    \text{head}_i = \text{Attention}(X W_Q^i, X W_K^i, X W_V^i)$$
+
+    $$\text{Attention}(Q, K, V) = \text{softmax}(Q K^T / \sqrt{d_k})\, V, \qquad d_k = d_{\text{model}} / h$$
+
+    MHA: Vaswani et al. 2017, arXiv 1706.03762. MQA: Shazeer 2019, arXiv 1911.02150. GQA: Ainslie et al. 2023, arXiv
+    2305.13245. The h small projections are one big one and a reshape: q_proj, k_proj, v_proj, o_proj are
+    `torch.nn.Linear` and start as those start; `head` shows the small ones. Query head i reads key-value head
+    ``i // (H / K)``.
+
+    What is not the same in every model plugs in as a part: `rotary` (positions), `qk_norm`, `inner` (scores to values).
+
+    Args:
+        d_model: Width M of input and output.
+        num_heads: Query heads H.
+        num_kv_heads: Key-value heads K, a divisor of H; H by default (MHA), 1 is MQA.
+        head_dim: Size D of a query or key; ``d_model / num_heads`` by default.
+        value_dim: Size V of a value; `head_dim` by default.
+        memory_dim: Width of the memory in cross-attention, or a pair (of what keys, of what values come from). With it
+            a memory is required; without it one of width `d_model` may be given.
+        bias: False, True (all four projections), or ``"qkv"`` (all but o_proj).
+        rotary: A part ``(query, key, positions) -> (query, key)``, such as `headwise.nn.Rotary`.
+        qk_norm: A factory ``head_dim -> module``, such as ``torch.nn.RMSNorm``, for q_norm and k_norm over each head.
+        inner: A part ``(query, key, value, *, mask) -> out``; by default `headwise.nn.InnerAttention()`. Also
+            ``functools.partial(headwise.attention, softcap=50.0)``.
+
+    Raises:
+        TypeError: a size that is no int, or an inner part that cannot be called.
+        ValueError: sizes that do not divide, or an unknown `bias`.
+
+    Example:
+        >>> import headwise
+        >>> mha = MultiHeadAttention(12, 6, num_kv_heads=2, bias="qkv")
+        >>> x = torch.randn(2, 5, 12)
+        >>> mha(x, mask=headwise.causal()).shape                          # shape in equals shape out
+        torch.Size([2, 5, 12])
+        >>> cross = MultiHeadAttention(12, 3, memory_dim=7)
+        >>> cross(x, memory=torch.randn(2, 11, 7)).shape
+        torch.Size([2, 5, 12])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        memory_dim: int | tuple[int, int] | None = None,
+        bias: Bias = False,
+        rotary: Rotate | None = None,
+        qk_norm: Callable[[int], nn.Module] | None = None,
+        inner: Callable[..., Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        shape, self.memory_widths = check_sizes(
+            memory_dim, d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, bias=bias
+        )
+        self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, shape.num_kv_heads
+        self.head_dim, self.value_dim = shape.head_dim, shape.value_dim
+        self.memory_dim = memory_dim
+        key_width, value_width = self.memory_widths
+        self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bool(bias))
+        self.k_proj = nn.Linear(key_width, self.num_kv_heads * self.head_dim, bias=bool(bias))
+        self.v_proj = nn.Linear(value_width, self.num_kv_heads * self.value_dim, bias=bool(bias))
+        self.o_proj = nn.Linear(num_heads * self.value_dim, d_model, bias=bias is True)
+        self.q_norm = qk_norm(self.head_dim) if qk_norm else None
+        self.k_norm = qk_norm(self.head_dim) if qk_norm else None
+        self.rotary = rotary
+        self.inner = as_inner(inner)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        memory: Memory | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions = None,
+        gate: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "B T M"]:
+        """Attend from `x` to `memory`, or to `x` itself.
+
+        Args:
+            x: (B, T, M).
+            memory: (B, S, N) for keys and values, or a pair of such tensors for each; `x` by default.
+            mask: What may be attended (`headwise.causal()`, a bool tensor with True = attend, ...); all by default.
+            positions: For the rotary part: (T,) or (B, T), or a pair of those for queries and keys.
+            gate: Factor on the heads before W_O: (H,), (B, H), (B, H, T) or (B, H, T, V); 0 switches a head off.
+
+        Returns:
+            (B, T, M). A row that may attend nothing gives the bias of o_proj, or 0.
+
+        Raises:
+            ValueError: wrong shapes, a memory that is missing, or positions without a rotary part.
+        """
+        check_input(x, self.d_model)
+        for_keys, for_values = check_memory(x, memory, self.memory_widths, required=self.memory_dim is not None)
+        q_BHTD = self.split(self.q_proj(x), self.num_heads)
+        k_BKSD = self.split(self.k_proj(for_keys), self.num_kv_heads)
+        v_BKSV = self.split(self.v_proj(for_values), self.num_kv_heads)
+        q_BHTD, k_BKSD = self.normalize(q_BHTD, k_BKSD)
+        q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, positions)
+        gated = {} if gate is None else {"gate": gate}
+        heads_BHTV = self.inner(q_BHTD, k_BKSD, v_BKSV, mask=mask, **gated)
+        return self.o_proj(self.concatenate(heads_BHTV))
+
+    @staticmethod
+    def split(fused: Tensor, heads: int) -> Tensor:
+        """(B, T, heads * size) -> (B, heads, T, size): a view."""
+        return fused.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    @staticmethod
+    def concatenate(heads_BHTV: Tensor) -> Tensor:
+        """(B, H, T, V) -> (B, T, H * V): head h fills columns h * V to (h + 1) * V."""
+        return heads_BHTV.transpose(1, 2).flatten(2)
+
+    def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """q_norm and k_norm over the last axis, where the module has them; the dtype stays."""
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
+
+    def rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """The rotary part, where the module has one."""
+        if self.rotary is not None:
+            return self.rotary(query, key, positions)
+        if positions is not None:
+            raise ValueError(
+                "positions are for the rotary part and this module has none; build it with "
+                "rotary=headwise.nn.Rotary(head_dim), or leave positions out"
+            )
+        return query, key
+
+    def head(self, index: int) -> Head:
+        """The small matrices of head `index`, as views: a change in place changes the module.
+
+        Heads of one group (GQA, MQA) show the same W_K and W_V. The bias of o_proj belongs to no head.
+
+        Raises:
+            IndexError: no such head.
+
+        Example:
+            >>> mha = MultiHeadAttention(12, 3)
+            >>> x = torch.randn(2, 5, 12)
+            >>> def attend(Q, K, V):
+            ...     return torch.softmax(Q @ K.mT / 4**0.5, dim=-1) @ V
+            >>> heads = [mha.head(i) for i in range(3)]
+            >>> small = sum(attend(x @ h.W_Q, x @ h.W_K, x @ h.W_V) @ h.W_O for h in heads)
+            >>> torch.allclose(small, mha(x), atol=1e-6)
+            True
+        """
+        if not 0 <= index < self.num_heads:
+            raise IndexError(f"heads are numbered 0 to {self.num_heads - 1}; got {index}")
+        kv = index // (self.num_heads // self.num_kv_heads)
+        W_Q, b_Q = rows_of(self.q_proj, index, self.head_dim)
+        W_K, b_K = rows_of(self.k_proj, kv, self.head_dim)
+        W_V, b_V = rows_of(self.v_proj, kv, self.value_dim)
+        W_O = self.o_proj.weight[:, index * self.value_dim : (index + 1) * self.value_dim].T
+        return Head(W_Q, W_K, W_V, W_O, b_Q, b_K, b_V)
+
+    @classmethod
+    def from_heads(
+        cls,
+        heads: Sequence[Head],
+        *,
+        num_kv_heads: int | None = None,
+        output_bias: Tensor | None = None,
+        **parts: Any,
+    ) -> "MultiHeadAttention":
+        """The fused module of the given small heads; their numbers are copied.
+
+        Args:
+            heads: One `Head` a query head, all of equal shapes.
+            num_kv_heads: With K < H, each H/K heads in a row must hold equal W_K and W_V, which are then stored once.
+                By default each head keeps its own (K = H), which is never wrong, only larger.
+            output_bias: (M,) bias of o_proj.
+            **parts: `rotary`, `qk_norm`, `inner`, as for the class. A norm made by `qk_norm` starts fresh.
+
+        Raises:
+            TypeError: something other than a `Head`.
+            ValueError: unequal shapes, or a group whose heads do not share W_K and W_V.
+
+        Example:
+            >>> mha = MultiHeadAttention(12, 6, num_kv_heads=2)
+            >>> pruned = MultiHeadAttention.from_heads([mha.head(h) for h in (0, 1, 4, 5)], num_kv_heads=2)
+            >>> pruned.q_proj.weight.shape
+            torch.Size([8, 12])
+        """
+        heads = list(heads)
+        num_kv_heads = len(heads) if num_kv_heads is None else num_kv_heads
+        check_heads(heads, num_kv_heads)
+        first = heads[0]
+        d_model, head_dim = first.W_Q.shape
+        widths = (first.W_K.shape[0], first.W_V.shape[0])
+        biased = any(bias is not None for bias in (first.b_Q, first.b_K, first.b_V))
+        made = cls(
+            d_model,
+            len(heads),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=first.W_O.shape[0],
+            memory_dim=None if widths == (d_model, d_model) else widths,
+            bias=True if output_bias is not None else "qkv" if biased else False,
+            **parts,
+        )
+        fill(made, heads, output_bias)
+        return made
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        sizes = f"{self.d_model}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        sizes += "" if self.value_dim == self.head_dim else f", value_dim={self.value_dim}"
+        return sizes + ("" if self.memory_dim is None else f", memory_dim={self.memory_dim}")

@@ -1,0 +1,149 @@
+"""Rotary position embedding: pairs of numbers of a query or key turn by an angle that grows with the position.
+
+Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864. Scores then depend on
+positions only through their difference.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+Positions = Tensor | tuple[Tensor, Tensor] | None
+
+
+def rotate(
+    x: Float[Tensor, "*batch D"],
+    cos: Float[Tensor, "*angles R"],
+    sin: Float[Tensor, "*angles R"],
+    *,
+    interleaved: bool = False,
+) -> Float[Tensor, "*batch D"]:
+    """Turn the first 2R numbers of `x` by angles given as their cosines and sines; the other D - 2R stay.
+
+    Which two numbers form a pair: n and n + R (the halves), or with `interleaved` 2n and 2n + 1, as in the paper.
+
+    Args:
+        x: (..., D); any float dtype. Half precision is turned in float32 and rounded once.
+        cos: (..., R) with 2R <= D, its leading sizes broadcast against those of `x`.
+        sin: As `cos`.
+        interleaved: Pairs are neighbours.
+
+    Raises:
+        ValueError: `cos` and `sin` differ in shape, or turn more numbers than `x` has.
+
+    Example:
+        >>> quarter = torch.tensor([0.0]), torch.tensor([1.0])                 # cos and sin of 90 degrees
+        >>> rotate(torch.tensor([1.0, 2.0, 7.0]), *quarter)                   # the 7 is beyond the turned part
+        tensor([-2.,  1.,  7.])
+    """
+    half = cos.shape[-1]
+    if cos.shape != sin.shape or 2 * half > x.shape[-1]:
+        raise ValueError(
+            f"cos and sin share one shape (..., R) and turn 2R of the D numbers of x; got cos {tuple(cos.shape)}, "
+            f"sin {tuple(sin.shape)}, x {tuple(x.shape)}"
+        )
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    turned, kept = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned.to(x.dtype), kept), dim=-1)
+
+
+class Rotary(nn.Module):
+    """Rotary positions as a part of `headwise.MultiHeadAttention`: ``rotary(query, key, positions)``.
+
+    Pair n turns by ``position * base ** (-2n / rotary_dim)``. Angles are computed at every call in float32 (float64 for
+    float64 queries) and never stored: there is no table to outgrow, to round to half precision, or to lose on the meta
+    device.
+
+    Args:
+        head_dim: Size D of a query or key.
+        base: Wavelengths grow from 2 pi to ``2 pi * base``.
+        rotary_dim: How many of the D numbers turn, even; all by default.
+        interleaved: Pairs are neighbours (2n, 2n + 1) instead of halves (n, n + rotary_dim / 2).
+
+    Raises:
+        ValueError: `rotary_dim` is odd, below 2 or above `head_dim`; `base` is not positive.
+
+    Example:
+        >>> query, key = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 5, 8)
+        >>> turned, _ = Rotary(8)(query, key)
+        >>> torch.equal(turned[:, :, 0], query[:, :, 0])          # position 0 does not turn
+        True
+    """
+
+    def __init__(
+        self, head_dim: int, *, base: float = 10000.0, rotary_dim: int | None = None, interleaved: bool = False
+    ) -> None:
+        super().__init__()
+        rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+            raise ValueError(
+                f"rotary positions turn pairs, so rotary_dim is even with 2 <= rotary_dim <= head_dim; got rotary_dim "
+                f"{rotary_dim}, head_dim {head_dim}; give an even rotary_dim to turn a part of each head"
+            )
+        if not base > 0:
+            raise ValueError(f"base sets the wavelengths 2 pi * base ** (2n / rotary_dim), so base > 0; got {base}")
+        self.head_dim = head_dim
+        self.base = base
+        self.rotary_dim = rotary_dim
+        self.interleaved = interleaved
+
+    def forward(
+        self,
+        query: Float[Tensor, "B H T D"],
+        key: Float[Tensor, "B K S D"],
+        positions: Positions = None,
+    ) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B K S D"]]:
+        """Query and key, turned.
+
+        Args:
+            query: (B, H, T, D).
+            key: (B, K, S, D).
+            positions: (T,) or (B, T) numbers for queries and keys alike; a pair of such tensors where the keys have
+                positions of their own; 0 .. T - 1 by default.
+
+        Raises:
+            ValueError: another head dim, positions of another length, or none given although T and S differ.
+        """
+        if query.shape[-1] != self.head_dim or key.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"Rotary({self.head_dim}) turns heads of {self.head_dim} numbers; got query {tuple(query.shape)}, "
+                f"key {tuple(key.shape)}; build it with the module's head_dim"
+            )
+        if positions is None:
+            if query.shape[2] != key.shape[2]:
+                raise ValueError(
+                    f"queries and keys of unequal length need positions of their own: got T = {query.shape[2]}, "
+                    f"S = {key.shape[2]}; pass positions=(query_positions, key_positions)"
+                )
+            positions = torch.arange(query.shape[2], device=query.device)
+        for_query, for_key = positions if isinstance(positions, tuple) else (positions, positions)
+        return self._turn(query, for_query, "query"), self._turn(key, for_key, "key")
+
+    def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (..., rotary_dim / 2) of the angles at `positions` (...), for `rotate`."""
+        pair = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=dtype)
+        angle = positions.to(dtype)[..., None] * self.base ** (-pair / self.rotary_dim)
+        return angle.cos(), angle.sin()
+
+    def _turn(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
+        if positions.shape not in ((x.shape[2],), (x.shape[0], x.shape[2]), (1, x.shape[2])):
+            raise ValueError(
+                f"positions are (T,) or (B, T), one for each {name}: (B, T) = {(x.shape[0], x.shape[2])}; "
+                f"got {tuple(positions.shape)}; keys of another length take positions=(query_positions, key_positions)"
+            )
+        cos, sin = self.angles(positions, torch.promote_types(x.dtype, torch.float32))
+        if positions.ndim == 2:
+            cos, sin = cos[:, None], sin[:, None]  # one angle for all heads
+        return rotate(x, cos, sin, interleaved=self.interleaved)
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        part = "" if self.rotary_dim == self.head_dim else f", rotary_dim={self.rotary_dim}"
+        return f"{self.head_dim}, base={self.base:g}{part}" + (", interleaved=True" if self.interleaved else "")

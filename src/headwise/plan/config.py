@@ -1,0 +1,133 @@
+"""The attention shape out of a model's config.json: a strict reader of a few known fields.
+
+A config comes from strangers. Only the fields below are read, each must be what it claims to be, and whatever else the
+file says is neither believed nor run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .shape import AttentionShape
+
+MAX_BYTES = 1_000_000
+
+# What a size is called in the configs in use, the first being the field's usual name.
+ALIASES = {
+    "d_model": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads"),
+    "head_dim": ("head_dim", "d_kv"),
+    "value_dim": ("v_head_dim",),
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+}
+LARGEST = {
+    "d_model": 1_000_000,
+    "num_heads": 10_000,
+    "num_kv_heads": 10_000,
+    "head_dim": 100_000,
+    "value_dim": 100_000,
+    "num_layers": 100_000,
+}
+NESTED = ("text_config",)
+
+
+def read_config(path: str | Path) -> AttentionShape:
+    """The attention shape that a config.json (or the folder that holds one) describes.
+
+    Read are the sizes in `ALIASES`, ``attention_bias`` and ``multi_query``, at the top or in a nested ``text_config``.
+
+    Raises:
+        ValueError: with one line that names the file: no such file, more than 1 MB, no JSON object, a field that is no
+            whole number or out of range, fields that contradict one another, or a kind of attention that has no such
+            shape (latent attention).
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return shape_of(parse(path))
+    except ValueError as wrong:
+        raise ValueError(f"{str(path)!r}: {wrong}") from None
+
+
+def parse(path: Path) -> dict[str, Any]:
+    """The file's JSON object; raises ValueError for anything else."""
+    if path.exists() and not path.is_file():
+        raise ValueError("is no regular file")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror or type(error).__name__})") from None
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"is larger than {MAX_BYTES} bytes, so it is no model's config.json")
+    try:
+        found = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_twins)
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON (line {error.lineno}: {error.msg})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"holds a JSON {type(found).__name__}, not an object")
+    return found
+
+
+def shape_of(config: dict[str, Any]) -> AttentionShape:
+    """The attention shape in a parsed config; raises ValueError."""
+    for name in NESTED:
+        if isinstance(config.get(name), dict):
+            config = config[name]
+    if config.get("kv_lora_rank") is not None:
+        raise ValueError("kv_lora_rank: latent attention has no such shape; give the sizes yourself")
+    sizes = {name: _size(config, name) for name in ALIASES}
+    for name in ("d_model", "num_heads"):
+        if sizes[name] is None:
+            raise ValueError(f"has no {name}: none of {', '.join(ALIASES[name])}")
+    if _flag(config, "multi_query"):
+        if sizes["num_kv_heads"] is not None:
+            raise ValueError("says both multi_query and a number of key-value heads; give the sizes yourself")
+        sizes["num_kv_heads"] = 1
+    return AttentionShape.of(**sizes, bias=_flag(config, "attention_bias"))  # type: ignore[arg-type]
+
+
+def _size(config: dict[str, Any], name: str) -> int | None:
+    """A size under whichever of its names the config uses; None where it is absent or null."""
+    found = {alias: config[alias] for alias in ALIASES[name] if config.get(alias) is not None}
+    for alias, value in found.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{alias} is a whole number; got {_short(value)}")
+        if not 1 <= value <= LARGEST[name]:
+            raise ValueError(f"{alias} is between 1 and {LARGEST[name]}; got {_short(value)}")
+    if len(set(found.values())) > 1:
+        raise ValueError(f"contradicts itself: {', '.join(f'{a} = {v}' for a, v in found.items())}")
+    return next(iter(found.values()), None)
+
+
+def _flag(config: dict[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} is true or false; got {_short(value)}")
+    return bool(value)
+
+
+def _short(value: object) -> str:
+    """A value as it may be shown: on one line, not long."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of more than 20 digits"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"holds {name}, which is no JSON")
+
+
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"has {_short(name)} twice in one object")
+        found[name] = value
+    return found

@@ -1,0 +1,159 @@
+"""Parameters, cache bytes and floating-point operations as plain functions of the shape.
+
+One multiply and one add are two operations (FLOPs), as everywhere in the field.
+"""
+
+from __future__ import annotations
+
+from .shape import AttentionShape, Bias, check_size
+
+
+def parameter_counts(
+    d_model: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    memory_dim: int | tuple[int, int] | None = None,
+    bias: Bias = False,
+) -> dict[str, int]:
+    """Parameters of each projection, biases included; arguments as for `headwise.MultiHeadAttention`.
+
+    Example:
+        >>> parameter_counts(512, 8, num_kv_heads=2)
+        {'q_proj': 262144, 'k_proj': 65536, 'v_proj': 65536, 'o_proj': 262144}
+    """
+    shape = AttentionShape.of(
+        d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, bias=bias
+    )
+    key_width, value_width = memory_dim if isinstance(memory_dim, tuple) else (memory_dim, memory_dim)
+    check_size("memory_dim", key_width, optional=True)
+    check_size("memory_dim", value_width, optional=True)
+    H, K, D, V = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
+    matrices = {
+        "q_proj": (d_model, H * D),
+        "k_proj": (key_width or d_model, K * D),
+        "v_proj": (value_width or d_model, K * V),
+        "o_proj": (H * V, d_model),
+    }
+    biased = {False: (), True: tuple(matrices), "qkv": ("q_proj", "k_proj", "v_proj")}[bias]
+    return {name: m * n + (n if name in biased else 0) for name, (m, n) in matrices.items()}
+
+
+def parameter_count(
+    d_model: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    memory_dim: int | tuple[int, int] | None = None,
+    bias: Bias = False,
+) -> int:
+    """Parameters of one attention layer's four projections: 4 d_model^2 for plain multi-head attention.
+
+    Example:
+        >>> parameter_count(512, 8) == 4 * 512**2
+        True
+        >>> parameter_count(512, 8) == parameter_count(512, 64)          # however d_model is split
+        True
+    """
+    counts = parameter_counts(
+        d_model,
+        num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        memory_dim=memory_dim,
+        bias=bias,
+    )
+    return sum(counts.values())
+
+
+def kv_bytes_per_token(
+    d_model: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    num_layers: int = 1,
+    bytes_per_number: float = 2,
+) -> float:
+    """Bytes that one more token takes in the key-value cache: ``layers * K * (D + V) * bytes_per_number``.
+
+    Args:
+        d_model: Width of the model.
+        num_heads: Query heads H.
+        num_kv_heads: Key-value heads K; H by default.
+        head_dim: D; ``d_model / num_heads`` by default.
+        value_dim: V; D by default.
+        num_layers: Layers that keep a cache.
+        bytes_per_number: 2 for float16 and bfloat16, 4 for float32, 0.5 for 4-bit numbers.
+
+    Returns:
+        Bytes; an int where `bytes_per_number` is one.
+
+    Example:
+        >>> kv_bytes_per_token(4096, 32, num_layers=32), kv_bytes_per_token(4096, 32, num_kv_heads=8, num_layers=32)
+        (524288, 131072)
+    """
+    shape = AttentionShape.of(
+        d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, num_layers=num_layers
+    )
+    if not bytes_per_number > 0:
+        raise ValueError(f"bytes_per_number is above 0; got {bytes_per_number}")
+    return num_layers * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * bytes_per_number
+
+
+def attention_flops(
+    d_model: int,
+    num_heads: int,
+    *,
+    queries: int,
+    keys: int | None = None,
+    batch: int = 1,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+) -> int:
+    """FLOPs of scores and weighted sum, ``2 B H T S (D + V)``, every key attended; projections not included.
+
+    With ``D = V = d_model / H`` that is ``4 B T S d_model``: it does not depend on how d_model is split into heads.
+    Sharing K and V (GQA, MQA) changes what is stored and read, not this number.
+
+    Example:
+        >>> attention_flops(512, 1, queries=16) == attention_flops(512, 64, queries=16) == 4 * 16 * 16 * 512
+        True
+    """
+    shape = AttentionShape.of(d_model, num_heads, head_dim=head_dim, value_dim=value_dim)
+    keys = queries if keys is None else keys
+    for name, size in (("queries", queries), ("keys", keys), ("batch", batch)):
+        check_size(name, size)
+    return 2 * batch * num_heads * queries * keys * (shape.head_dim + shape.value_dim)
+
+
+def projection_flops(
+    d_model: int,
+    num_heads: int,
+    *,
+    tokens: int,
+    memory_tokens: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    memory_dim: int | tuple[int, int] | None = None,
+) -> int:
+    """FLOPs of the four projections: two a matrix entry and token; `memory_tokens` pass k_proj and v_proj.
+
+    Example:
+        >>> projection_flops(512, 8, tokens=16) == 2 * 16 * 4 * 512**2
+        True
+    """
+    memory_tokens = tokens if memory_tokens is None else memory_tokens
+    for name, size in (("tokens", tokens), ("memory_tokens", memory_tokens)):
+        check_size(name, size)
+    counts = parameter_counts(
+        d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, memory_dim=memory_dim
+    )
+    return 2 * (tokens * (counts["q_proj"] + counts["o_proj"]) + memory_tokens * (counts["k_proj"] + counts["v_proj"]))

@@ -1,0 +1,87 @@
+"""The shape of an attention: every size that its cost depends on, with the defaults filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Bias = bool | Literal["qkv"]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The sizes of one attention layer, and how many such layers a model has where that is known.
+
+    Made by `of`, which fills in the defaults and refuses what does not fit.
+    """
+
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    bias: Bias = False
+    num_layers: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        d_model: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        bias: Bias = False,
+        num_layers: int | None = None,
+    ) -> AttentionShape:
+        """The shape with its defaults: K = H, D = d_model / H, V = D.
+
+        Raises:
+            TypeError: a size is no int.
+            ValueError: a size below 1, sizes that do not divide, or an unknown bias.
+
+        Example:
+            >>> AttentionShape.of(512, 8, num_kv_heads=2).head_dim
+            64
+        """
+        given = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        given |= {"value_dim": value_dim, "num_layers": num_layers}
+        for name, size in given.items():
+            check_size(name, size, optional=name not in ("d_model", "num_heads"))
+        if bias is not True and bias is not False and bias != "qkv":
+            raise ValueError(f'bias is False, True (all four projections) or "qkv" (all but o_proj); got {bias!r}')
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads: H = {num_heads}, K = {num_kv_heads} leave "
+                f"{num_heads % num_kv_heads} over; query head h reads key-value head h // (H / K)"
+            )
+        if head_dim is None and d_model % num_heads:
+            raise ValueError(
+                f"d_model must be a multiple of num_heads: {d_model} = {num_heads} x {d_model // num_heads} + "
+                f"{d_model % num_heads}; give head_dim to choose the size of a head yourself"
+            )
+        head_dim = d_model // num_heads if head_dim is None else head_dim
+        value_dim = head_dim if value_dim is None else value_dim
+        return cls(d_model, num_heads, num_kv_heads, head_dim, value_dim, bias, num_layers)
+
+    def arguments(self) -> dict[str, Any]:
+        """The sizes as keyword arguments of `headwise.MultiHeadAttention` and `headwise.nn.trace_shape`.
+
+        Example:
+            >>> AttentionShape.of(12, 3).arguments()
+            {'d_model': 12, 'num_heads': 3, 'num_kv_heads': 3, 'head_dim': 4, 'value_dim': 4, 'bias': False}
+        """
+        names = ("d_model", "num_heads", "num_kv_heads", "head_dim", "value_dim", "bias")
+        return {name: getattr(self, name) for name in names}
+
+
+def check_size(name: str, size: object, *, optional: bool = False) -> None:
+    """An int of at least 1, or None where it is optional; raises TypeError or ValueError that names it."""
+    if size is None and optional:
+        return
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{name} is an int; got {size!r}")
+    if size < 1:
+        raise ValueError(f"{name} is at least 1; got {size}")
