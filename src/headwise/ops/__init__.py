@@ -1,0 +1,1 @@
+"""What attention is: pure functions of query, key and value."""

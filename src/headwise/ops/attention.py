@@ -1,0 +1,238 @@
+"""The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..shapes import check_attention, check_gate, check_options
+from . import blocks, flex, sdpa
+from .call import Call, Limit, refusal
+from .fence import fence, show, surely_finite
+from .masks import Mask, as_mask
+from .reference import reference
+
+
+def attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    dropout: float = 0.0,
+    gate: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Float[Tensor, "B H T V"] | tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]:
+    """Scaled dot-product attention: `softmax(scale * Q K^T) V`, head by head (Vaswani et al. 2017, arXiv 1706.03762).
+
+    Query head h reads key-value head h // (H / K): K = H is MHA, 1 < K < H is GQA, K = 1 is MQA.
+
+    Args:
+        query: (B, H, T, D), float32, bfloat16, float16 or float64; any strides. One dtype and device for all three.
+        key: (B, K, S, D).
+        value: (B, K, S, V).
+        mask: what may be attended: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with `&`; or a bool
+            tensor (True = attend), or a float tensor (added), that broadcasts to (B, H, T, S).
+        scale: factor of the scores; D ** -0.5 by default.
+        softcap: bounds the scores by `softcap * tanh(score / softcap)`.
+        sinks: (H,) logits that join the softmax's denominator and carry no value.
+        dropout: probability of zeroing a weight; always active, so pass 0 outside of training.
+        gate: (H,), (B, H), (B, H, T) or (B, H, T, V); multiplies the output.
+        return_lse: also return the log of the softmax's denominator (sink included), float32 (B, H, T).
+        backend: `auto`, or one by name: `sdpa`, `flex`, `blocks`, `reference`.
+
+    Returns:
+        out (B, H, T, V) in the query's dtype; with `return_lse`, (out, lse).
+        A row that may attend nothing is 0, its lse -inf, its gradient 0.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or values that do not fit, or a backend asked for by name that cannot
+            honour an argument; the text says why and what to do.
+        TypeError: an argument of a wrong type.
+
+    >>> from headwise.ops.masks import causal, window
+    >>> q, k, v = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
+    >>> attention(q, k, v, mask=causal() & window(4)).shape
+    torch.Size([2, 8, 5, 16])
+    """
+    query, key, value = _autocast(query, key, value)
+    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, return_lse)
+    with _no_autocast(call):
+        out, lse = _run(call, _choose(call, backend)[0])
+    if gate is not None:
+        out = out * check_gate(gate, out.shape).to(out.dtype)
+    if not return_lse:
+        return out
+    assert lse is not None
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend runs a call, why, and why each other does not. Prints as text."""
+
+    backend: str
+    why: str
+    others: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: {self.why}"]
+        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.others.items()])
+
+
+def explain(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    dropout: float = 0.0,
+    gate: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend `attention` would run with these arguments, why, and why not each other. Computes nothing.
+
+    Raises what `attention` would raise.
+
+    >>> q = torch.randn(1, 4, 9, 16)
+    >>> print(explain(q, q, q, softcap=30.0))
+    blocks: plain torch ops, a block of query rows at a time: honours everything in O(n) memory
+      not sdpa: torch's SDPA has no softcap
+      not flex: able, but fused on CUDA only, and worth its tiles from 128 x 128 on
+      not reference: able, but it builds the whole T x S matrix
+    """
+    query, key, value = _autocast(query, key, value)
+    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, return_lse)
+    if gate is not None:
+        check_gate(gate, (*query.shape[:3], value.shape[3]))
+    chosen, why = _choose(call, backend)
+    others = {name: refusal(other.limits, call) or other.aside for name, other in _BACKENDS.items() if name != chosen}
+    return Explanation(chosen, why, others)
+
+
+class _Backend(NamedTuple):
+    run: Callable[[Call], tuple[Tensor, Tensor | None]]
+    limits: tuple[Limit, ...]
+    aside: str  # what `explain` says where it could serve and is not chosen
+
+
+def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
+    return reference(
+        call.query,
+        call.key,
+        call.value,
+        mask=call.mask,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        dropout=call.dropout,
+    )
+
+
+_BACKENDS = {
+    "sdpa": _Backend(sdpa.run, sdpa.LIMITS, "able, but it computes the tiles that the mask leaves out"),
+    "flex": _Backend(flex.run, flex.LIMITS, "able, but fused on CUDA only, and worth its tiles from 128 x 128 on"),
+    "blocks": _Backend(blocks.run, blocks.LIMITS, "able, but slower than a fused kernel"),
+    "reference": _Backend(_run_reference, (), "able, but it builds the whole T x S matrix"),
+}
+
+
+class _Preference(NamedTuple):
+    backend: str
+    when: Callable[[Call], bool]
+    why: str
+
+
+# The first line whose case holds and whose backend has no limit against it decides.
+_PREFERENCES = (
+    _Preference("reference", lambda c: c.is_empty, "no batch, no query or no key: nothing to be fast at"),
+    _Preference("reference", lambda c: c.query.dtype == torch.float64, "float64 runs on the definition"),
+    _Preference(
+        "reference", lambda c: c.is_transformed, "inside torch.func or forward-mode AD: the definition has every rule"
+    ),
+    _Preference("flex", flex.pays, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
+    _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),
+    _Preference(
+        "blocks",
+        lambda c: True,
+        "plain torch ops, a block of query rows at a time: honours everything in O(n) memory",
+    ),
+)
+
+
+def _choose(call: Call, name: str) -> tuple[str, str]:
+    """The backend that serves the call, and why."""
+    if name == "auto":
+        return next(
+            (p.backend, p.why)
+            for p in _PREFERENCES
+            if p.when(call) and refusal(_BACKENDS[p.backend].limits, call) is None
+        )
+    if name not in _BACKENDS:
+        raise ValueError(f"backend is auto, {', '.join(_BACKENDS)}; got {name!r}")
+    why_not = refusal(_BACKENDS[name].limits, call)
+    if why_not is not None:
+        able = [other for other in _BACKENDS if refusal(_BACKENDS[other].limits, call) is None]
+        raise ValueError(f"backend {name!r} cannot serve this call: {why_not}; use 'auto' or {' or '.join(able)}")
+    return name, "asked for by name"
+
+
+def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
+    """Run a backend behind the fence that keeps NaN and Inf where they belong."""
+    run = _BACKENDS[name].run
+    if name == "reference" or call.is_empty or surely_finite(call.query, call.key, call.value):
+        return run(call)
+    query, key, value, rows_BHT = fence(call.query, call.key, call.value, call.mask)
+    out, lse = run(replace(call, query=query, key=key, value=value))
+    return show(out, rows_BHT[..., None]), None if lse is None else show(lse, rows_BHT)
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+    return_lse: bool,
+) -> Call:
+    check_attention(query, key, value)
+    check_options(query, scale, softcap, sinks, dropout)
+    (B, H, T, D), S = query.shape, key.shape[2]
+    mask = as_mask(mask)
+    if mask is not None:
+        mask.check(B, H, T, S, query.device)
+        mask = mask.trimmed(T, S)
+    scale = D**-0.5 if scale is None else scale
+    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the op runs in its lower precision, as torch's own SDPA does."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _no_autocast(call: Call):  # type: ignore[no-untyped-def]
+    """A backend's own float32 matmuls are not autocast's to lower."""
+    device = call.device_type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()

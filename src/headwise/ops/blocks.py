@@ -1,0 +1,49 @@
+"""Backend `blocks`: a block of query rows at a time in plain torch ops. Honours every argument, memory O(n)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .call import Call, Limit
+from .scores import compute_dtype, lse_rows, mask_scores, row_blocks, score_rows, softmax_rows
+
+LIMITS: tuple[Limit, ...] = ()
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
+    B, H, _, T, S = call.sizes
+    blocks = list(row_blocks(T, S))
+    outs: list[Tensor] = []
+    lses: list[Tensor | None] = []
+    for rows in blocks:
+        if len(blocks) > 1 and call.needs_grad:  # recomputed in backward: else every block's scores would be kept
+            out, lse = checkpoint(_block, call, rows, use_reentrant=False)
+        else:
+            out, lse = _block(call, rows)
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        outs, lses = [call.query.new_zeros(B, H, 0, call.value.shape[-1])], [call.query.new_zeros(B, H, 0).float()]
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if call.return_lse else None  # type: ignore[arg-type]
+
+
+def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
+    B, H, K, T, S = call.sizes
+    k0, k1 = (0, S) if call.mask is None else call.mask.reach(rows.start, rows.stop, T, S)
+    cols = slice(k0, k1)
+    dtype = compute_dtype(call.query)
+    allowed = added = None
+    if call.mask is not None:
+        allowed = call.mask.allowed(T, S, rows=rows, cols=cols, device=call.query.device)
+        added = call.mask.added(T, S, rows=rows, cols=cols, device=call.query.device)
+    scores_BHRC = score_rows(call.query[:, :, rows], call.key[:, :, cols], call.scale, call.softcap)
+    scores_BHRC = mask_scores(scores_BHRC, allowed, added)
+    weights_BHRC = softmax_rows(scores_BHRC, allowed, call.sinks)
+    weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=call.dropout > 0)
+    R, C = weights_BHRC.shape[2:]
+    out_BKGRV = weights_BHRC.view(B, K, H // K * R, C) @ call.value[:, :, cols].to(dtype)
+    out_BHRV = out_BKGRV.view(B, H, R, call.value.shape[-1]).to(call.query.dtype)
+    return out_BHRV, lse_rows(scores_BHRC, allowed, call.sinks) if call.return_lse else None

@@ -1,0 +1,83 @@
+"""One checked call of the op, and what a backend says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .masks import Mask
+from .rules import Bias
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Arguments that have passed every check; `mask` is trimmed to the rules that forbid something."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask | None
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+    return_lse: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """B, H, K, T, S."""
+        B, H, T, _ = self.query.shape
+        return B, H, self.key.shape[1], T, self.key.shape[2]
+
+    @property
+    def device_type(self) -> str:
+        """`cpu`, `cuda`, ..."""
+        return self.query.device.type
+
+    @property
+    def is_empty(self) -> bool:
+        """No batch, no query or no key."""
+        B, _, _, T, S = self.sizes
+        return B == 0 or T == 0 or S == 0
+
+    @property
+    def needs_grad(self) -> bool:
+        """A gradient will be asked of query, key, value, sinks or the mask's biases."""
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (self.query, self.key, self.value, self.sinks)
+        return any(t is not None and t.requires_grad for t in tensors) or self.bias_needs_grad
+
+    @property
+    def bias_needs_grad(self) -> bool:
+        """A gradient will be asked of a bias or of ALiBi's slopes."""
+        if self.mask is None or not torch.is_grad_enabled():
+            return False
+        return any(
+            (part.tensor if isinstance(part, Bias) else part.slopes).requires_grad  # type: ignore[attr-defined]
+            for part in self.mask.parts
+            if part.biases
+        )
+
+    @property
+    def is_transformed(self) -> bool:
+        """Inside torch.func (vmap, grad, jvp) or forward-mode AD: only plain differentiable torch ops serve."""
+        if torch.compiler.is_compiling():
+            return False
+        return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+class Limit(NamedTuple):
+    """What a backend cannot honour: the case and, in words, why and what to do."""
+
+    met: Callable[[Call], bool]
+    why: str
+
+
+def refusal(limits: tuple[Limit, ...], call: Call) -> str | None:
+    """The first limit that the call meets, in words; None where the backend can serve it."""
+    return next((limit.why for limit in limits if limit.met(call)), None)

@@ -1,0 +1,98 @@
+"""The definition: softmax(scale * Q K^T) V, written to be read. The oracle; no backend imports it.
+
+Quadratic in memory, any dtype up to float64 (half dtypes are computed in float32), differentiable twice.
+Order: scale, softcap, bias, mask, sinks, softmax, dropout, values, gate.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .fence import show
+from .masks import Mask
+
+
+def reference_weights(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+) -> tuple[Float[Tensor, "B H T S"], Float[Tensor, "B H T"]]:
+    """The attention weights and the log of their denominator (lse), in float32 or float64.
+
+    A row that may attend nothing has weights 0 and lse -inf. With `sinks` the weights of a row sum to less than 1.
+
+    >>> q, k = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 4, 2)
+    >>> reference_weights(q, k)[0].flatten().tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    (T, D), (K, S) = query.shape[2:], key.shape[1:3]
+    q_BHTD = query.to(dtype)
+    k_BHSD = key.to(dtype).repeat_interleave(query.shape[1] // K, dim=1)  # head h reads key-value head h // G
+
+    scores_BHTS = q_BHTD @ k_BHSD.mT * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
+    added = None if mask is None else mask.added(T, S, device=query.device)
+    if added is not None:
+        scores_BHTS = scores_BHTS + added.to(dtype)
+
+    allowed = None if mask is None else mask.allowed(T, S, device=query.device)
+    if allowed is None:
+        allowed = torch.ones(1, 1, T, S, dtype=torch.bool, device=query.device)
+    empty = ~allowed.any(-1, keepdim=True)
+    # An empty row is given finite scores and zeroed below: -inf minus -inf would be NaN, in the gradient too.
+    scores_BHTS = scores_BHTS.masked_fill(~allowed, -torch.inf).masked_fill(empty, 0.0)
+
+    logits = scores_BHTS if sinks is None else torch.cat([scores_BHTS, _column(sinks, scores_BHTS)], dim=-1)
+    weights_BHTS = torch.softmax(logits, dim=-1)[..., :S].masked_fill(~allowed, 0.0)
+    lse_BHT = torch.logsumexp(logits, dim=-1).masked_fill(empty[..., 0], -torch.inf)
+    return weights_BHTS, lse_BHT
+
+
+def reference(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    dropout: float = 0.0,
+) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]:
+    """(out, lse): what every backend must give.
+
+    What may not be attended cannot influence: a NaN or Inf there is taken out first, for 0 * NaN is NaN.
+    What may be attended is honest: a row that may attend a NaN or Inf, or holds one itself, comes out NaN.
+
+    >>> v = torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
+    >>> reference(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2, 2), v)[0].item()
+    2.0
+    """
+    (B, H, T), (K, S) = query.shape[:3], key.shape[1:3]
+    bad_BKS = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    bad_BHT = ~query.isfinite().all(-1)
+    seen = None if mask is None else mask.allowed(T, S, device=query.device)
+    met = bad_BKS.repeat_interleave(H // K, dim=1)[:, :, None, :].expand(B, H, T, S)
+    met = (met if seen is None else met & seen).any(-1)
+    alive = True if seen is None else seen.any(-1)
+
+    key, value = (x.masked_fill(bad_BKS[..., None], 0.0) for x in (key, value))
+    query = query.masked_fill(bad_BHT[..., None], 0.0)
+    weights_BHTS, lse_BHT = reference_weights(query, key, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
+    weights_BHTS = torch.dropout(weights_BHTS, dropout, train=dropout > 0)
+    out_BHTV = weights_BHTS @ value.to(weights_BHTS.dtype).repeat_interleave(H // K, dim=1)
+
+    shown_BHT = met | (bad_BHT & alive)
+    return show(out_BHTV, shown_BHT[..., None]).to(query.dtype), show(lse_BHT, shown_BHT)
+
+
+def _column(sinks: Tensor, scores_BHTS: Tensor) -> Tensor:
+    """The sink logits as one more key: a (B, H, T, 1) column of the scores."""
+    B, H, T, _ = scores_BHTS.shape
+    return sinks.to(scores_BHTS.dtype).view(1, H, 1, 1).expand(B, H, T, 1)

@@ -1,0 +1,221 @@
+"""The rules a mask is made of: each a small frozen object that knows its own (query, key) pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from ..shapes import check_index_tensor, check_mask_tensor
+
+Rows: TypeAlias = "slice | Tensor | None"
+
+
+def _index(pick: Rows, length: int, device: torch.device | None) -> Tensor:
+    """The chosen indices of an axis as a 1-D integer tensor."""
+    if isinstance(pick, Tensor):
+        return pick
+    return torch.arange(*(pick or slice(None)).indices(length), device=device)
+
+
+def count(pick: Rows, length: int) -> int:
+    """How many of an axis are chosen."""
+    if isinstance(pick, Tensor):
+        return pick.shape[0]
+    return len(range(*(pick or slice(None)).indices(length)))
+
+
+def _per_batch(value: Any) -> Any:
+    """A (B,) tensor made to broadcast against (B, H, R, C); an int is left alone."""
+    return value.view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One rule. `restricts`: it can forbid keys; `biases`: it adds to the scores."""
+
+    restricts: ClassVar[bool] = True
+    biases: ClassVar[bool] = False
+
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        """The rule at gathered places: i, j integer tensors that broadcast to (B, H, R, C)."""
+        raise NotImplementedError
+
+    def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
+        """The rule on chosen rows and columns, (B|1, H|1, R, C)."""
+        i, j = _index(rows, T, device), _index(cols, S, device)
+        return self.at(i[:, None], j[None, :], T, S)
+
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        """Raise ValueError where the rule's tensors do not fit the call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Band(Part):
+    """Query i stands at pos = i + offset and sees the keys pos - left < j <= pos + right."""
+
+    left: int | None
+    right: int | None
+    offset: int | Tensor | None = None
+
+    def shift(self, T: int, S: int) -> int | Tensor:
+        """The position of query 0 among the keys."""
+        return S - T if self.offset is None else self.offset
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        pos = i + _per_batch(self.shift(T, S))
+        if self.right is None and self.left is None:
+            return torch.ones_like(pos + j, dtype=torch.bool)
+        if self.right is None:
+            return j > pos - self.left
+        seen = j <= pos + self.right
+        return seen if self.left is None else seen & (j > pos - self.left)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        if isinstance(self.offset, Tensor):
+            check_index_tensor("offset of the mask", self.offset, [(B,), (1,)], device)
+
+    def trimmed(self, T: int, S: int) -> Band | None:
+        """The same rule without the sides that cut nothing; None where nothing is cut at all."""
+        shift = self.shift(T, S)
+        if isinstance(shift, Tensor) or T == 0 or S == 0:
+            return self
+        left = None if self.left is None or T - 1 + shift - self.left < 0 else self.left
+        right = None if self.right is None or shift + self.right >= S - 1 else self.right
+        return None if left is None and right is None else Band(left, right, shift)
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(Part):
+    """Row b of the batch may attend the keys start[b] <= j < stop[b]."""
+
+    stop: Tensor
+    start: Tensor | None = None
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        seen = j < _per_batch(self.stop)
+        return seen if self.start is None else seen & (j >= _per_batch(self.start))
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        for name, ends in (("lengths", self.stop), ("start of the lengths", self.start)):
+            if ends is not None:
+                check_index_tensor(name, ends, [(B,), (1,)], device)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments(Part):
+    """A query attends the keys that carry its own id: packed documents, chunks."""
+
+    query_ids: Tensor
+    key_ids: Tensor
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        return _pick(self.query_ids, i) == _pick(self.key_ids, j)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        check_index_tensor("query_ids of the segments", self.query_ids, [(T,), (1, T), (B, T)], device)
+        check_index_tensor("key_ids of the segments", self.key_ids, [(S,), (1, S), (B, S)], device)
+
+
+def _pick(ids: Tensor, index: Tensor) -> Tensor:
+    """ids[b, index] for ids (n,) or (B, n) and an index that broadcasts to (B, H, R, C)."""
+    if ids.ndim == 1 or ids.shape[0] == 1:
+        return ids.reshape(-1)[index]
+    batch = torch.arange(ids.shape[0], device=ids.device).view(-1, 1, 1, 1)
+    return ids[batch, index.view((1,) * (4 - index.ndim) + tuple(index.shape))]
+
+
+@dataclass(frozen=True, eq=False)
+class _Dense(Part):
+    tensor: Tensor
+
+    @property
+    def full(self) -> Tensor:
+        """(B|1, H|1, T|1, S|1)."""
+        return self.tensor.view((1,) * (4 - self.tensor.ndim) + tuple(self.tensor.shape))
+
+    @override
+    def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
+        out = self.full
+        if rows is not None and out.shape[2] > 1:
+            out = out[:, :, rows]
+        if cols is not None and out.shape[3] > 1:
+            out = out[..., cols]
+        return out
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        full = self.full
+        b, h, t, s = full.shape
+        batch = torch.arange(b, device=full.device).view(-1, 1, 1, 1)
+        head = torch.arange(h, device=full.device).view(1, -1, 1, 1)
+        return full[batch, head, i if t > 1 else torch.zeros_like(i), j if s > 1 else torch.zeros_like(j)]
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        check_mask_tensor(self.tensor, (B, H, T, S), device)
+
+
+@dataclass(frozen=True, eq=False)
+class Keep(_Dense):
+    """A boolean tensor, True = attend, that broadcasts to (B, H, T, S) from the right."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(_Dense):
+    """A float tensor added to the scores; -inf forbids."""
+
+    biases: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi(Part):
+    """Adds -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
+
+    slopes: Tensor
+    offset: int | Tensor | None = None
+
+    restricts: ClassVar[bool] = False
+    biases: ClassVar[bool] = True
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        shift = S - T if self.offset is None else _per_batch(self.offset)
+        slopes = self.slopes.view(-1, self.slopes.shape[-1], 1, 1)
+        return -slopes * (i + shift - j).abs().to(slopes.dtype)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
+        if self.slopes.shape[-1] != H:
+            raise ValueError(f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}")
+        if isinstance(self.offset, Tensor):
+            check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
+
+
+def register(cls: type) -> None:
+    """Make a frozen dataclass of rules a pytree: tensors (and rules) are leaves, the rest is its shape."""
+
+    def flatten(rule: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        values = {f.name: getattr(rule, f.name) for f in fields(cls)}
+        leaves = {k: v for k, v in values.items() if isinstance(v, (Tensor, tuple))}
+        return list(leaves.values()), (tuple(leaves), tuple((k, v) for k, v in values.items() if k not in leaves))
+
+    def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
+        return cls(**dict(zip(context[0], leaves, strict=True)), **dict(context[1]))
+
+    pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"headwise.{cls.__name__}")
+
+
+for _cls in (Band, Lengths, Segments, Keep, Bias, Alibi):
+    register(_cls)

@@ -1,0 +1,72 @@
+"""Scores of some query rows against all their keys: what blocks, weights and statistics share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
+BLOCK_ELEMENTS = 1 << 18
+MIN_ROWS = 16
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Scores and softmax are computed in float32, in float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def row_blocks(T: int, S: int) -> Iterator[slice]:
+    """Blocks of query rows whose R x S scores stay within a fixed budget: memory linear in S.
+
+    R depends on S alone, never on the batch, so a row has the same bits whatever it shares a batch with.
+    """
+    R = max(MIN_ROWS, BLOCK_ELEMENTS // max(S, 1) // MIN_ROWS * MIN_ROWS)
+    for first in range(0, T, R):
+        yield slice(first, min(first + R, T))
+
+
+def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """Scaled (and softcapped) scores (B, H, R, C), keys read once a group: nothing is repeated."""
+    B, H, R, D = q_BHRD.shape
+    K = k_BKCD.shape[1]
+    dtype = compute_dtype(q_BHRD)
+    q_BKGRD = (q_BHRD.to(dtype) * scale).reshape(B, K, H // K * R, D)
+    scores_BHRC = (q_BKGRD @ k_BKCD.to(dtype).mT).view(B, H, R, k_BKCD.shape[2])
+    return scores_BHRC if softcap is None else softcap * torch.tanh(scores_BHRC / softcap)
+
+
+def mask_scores(scores_BHRC: Tensor, allowed: Tensor | None, added: Tensor | None) -> Tensor:
+    """Bias added, and -inf where nothing may be attended."""
+    if added is not None:
+        scores_BHRC = scores_BHRC + added.to(scores_BHRC.dtype)
+    return scores_BHRC if allowed is None else scores_BHRC.masked_fill(~allowed, -torch.inf)
+
+
+def softmax_rows(scores_BHRC: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Weights of masked scores; 0 in a row that may attend nothing; `sinks` (H,) joins the denominator."""
+    C = scores_BHRC.shape[-1]
+    if allowed is not None:
+        # Finite scores in an empty row: its weights are zeroed below, and no NaN is born on the way.
+        scores_BHRC = scores_BHRC.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    if sinks is not None:
+        scores_BHRC = torch.cat([scores_BHRC, sink_column(scores_BHRC, sinks)], dim=-1)
+    weights_BHRC = torch.softmax(scores_BHRC, dim=-1)[..., :C]
+    return weights_BHRC if allowed is None else weights_BHRC.masked_fill(~allowed, 0.0)
+
+
+def lse_rows(scores_BHRC: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Log of the softmax's denominator (B, H, R), the sink included; -inf in a row that may attend nothing."""
+    empty = None if allowed is None else ~allowed.any(-1)
+    if empty is not None:
+        scores_BHRC = scores_BHRC.masked_fill(empty[..., None], 0.0)
+    lse_BHR = torch.logsumexp(scores_BHRC, dim=-1)
+    if sinks is not None:
+        lse_BHR = torch.logaddexp(lse_BHR, sinks.to(lse_BHR.dtype).view(1, -1, 1))
+    return lse_BHR if empty is None else lse_BHR.masked_fill(empty, -torch.inf)
+
+
+def sink_column(scores_BHRC: Tensor, sinks: Tensor) -> Tensor:
+    """The sink logits as one more key: (B, H, R, 1)."""
+    return sinks.to(scores_BHRC.dtype).view(1, -1, 1, 1).expand(*scores_BHRC.shape[:3], 1)

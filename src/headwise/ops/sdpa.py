@@ -1,0 +1,107 @@
+"""Backend `sdpa`: torch's fused scaled_dot_product_attention, kept to our meaning.
+
+Its faults (torch 2.13, CPU) are fenced: `is_causal` is top-left, so it is used only where that is what is meant; key
+and value of unequal length are refused before; d_v != d_k would leave the fused kernel, so the shorter is padded
+with zeros (exact); masks go in as four axes, a strip of rows at a time, never T x S; NaN and Inf: see `fence`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from .call import Call, Limit
+from .masks import Mask
+from .rules import Band
+
+# Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
+STRIP = 512
+# Up to this many query rows, the query heads of a group are laid into the query axis, so that their keys and values
+# are read once and not G times (benchmarks/attention.py, cases `fold`).
+FOLD_ROWS = 16
+
+LIMITS = (
+    Limit(lambda c: c.softcap is not None, "torch's SDPA has no softcap"),
+    Limit(lambda c: c.sinks is not None, "torch's SDPA has no sinks"),
+    Limit(lambda c: c.return_lse, "torch's SDPA does not return the lse"),
+    Limit(
+        lambda c: c.dropout > 0 and c.device_type == "cpu", "torch's SDPA with dropout leaves its fused kernel on CPU"
+    ),
+    Limit(lambda c: c.bias_needs_grad, "torch's SDPA leaves its fused kernel where a bias needs a gradient"),
+    Limit(lambda c: c.is_transformed, "torch's fused kernel has no torch.func rules (vmap, jvp)"),
+)
+
+
+def run(call: Call) -> tuple[Tensor, None]:
+    """out (B, H, T, V)."""
+    B, H, K, T, _ = call.sizes
+    V = call.value.shape[-1]
+    query, key, value = _equal_head_dims(call.query, call.key, call.value)
+    if call.mask is None or _is_top_left(call.mask):
+        causal = call.mask is not None
+        if not causal and _folds(call):
+            folded = query.reshape(B, K, H // K * T, -1)
+            out = scaled_dot_product_attention(folded, key, value, scale=call.scale).view(B, H, T, -1)
+        else:
+            out = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=call.scale, enable_gqa=H != K)
+        return out[..., :V], None
+    strips = [_strip(call, query, key, value, slice(first, min(first + STRIP, T))) for first in range(0, T, STRIP)]
+    return torch.cat(strips, dim=2)[..., :V], None
+
+
+def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -> Tensor:
+    """Some query rows against the keys that they can reach, with those rows of the mask."""
+    assert call.mask is not None
+    B, H, K, T, S = call.sizes
+    k0, k1 = call.mask.reach(rows.start, rows.stop, T, S)
+    cols = slice(k0, k1)
+    R, device = rows.stop - rows.start, query.device
+    allowed = call.mask.allowed(T, S, rows=rows, cols=cols, device=device)
+    added = call.mask.added(T, S, rows=rows, cols=cols, device=device)
+    empty = None
+    if allowed is not None:
+        # An empty row is let in everywhere and zeroed after: not every kernel gives 0 for it.
+        empty = ~allowed.any(-1, keepdim=True)
+        allowed = allowed | empty
+    mask = allowed
+    if added is not None:
+        mask = added.to(query.dtype if query.dtype == torch.float64 else torch.float32)
+        mask = mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
+        mask = mask if empty is None else mask.masked_fill(empty, 0.0)
+    assert mask is not None
+    query, key, value = query[:, :, rows], key[:, :, cols], value[:, :, cols]
+    if k1 == k0:
+        return query.new_zeros(B, H, R, value.shape[-1])
+    if _folds(call):
+        mask = mask.expand(-1, H if mask.shape[1] > 1 else H // K, -1, -1)
+        mask = mask.reshape(mask.shape[0], -1, H // K * R, k1 - k0)
+        folded = query.reshape(B, K, H // K * R, -1)
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=call.scale).view(B, H, R, -1)
+    else:
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale, enable_gqa=H != K)
+    return out if empty is None else out.masked_fill(empty, 0.0)
+
+
+def _is_top_left(mask: Mask) -> bool:
+    """The mask is exactly what `is_causal` means: j <= i."""
+    if len(mask.parts) != 1 or not isinstance(mask.parts[0], Band):
+        return False
+    band = mask.parts[0]
+    return band.left is None and band.right == 0 and isinstance(band.offset, int) and band.offset == 0
+
+
+def _folds(call: Call) -> bool:
+    _, H, K, T, _ = call.sizes
+    return H != K and T <= FOLD_ROWS
+
+
+def _equal_head_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros behind the shorter of D and V change nothing, and the last axis is made contiguous."""
+    D, V = query.shape[-1], value.shape[-1]
+    if V > D:
+        query, key = pad(query, (0, V - D)), pad(key, (0, V - D))
+    elif V < D:
+        value = pad(value, (0, D - V))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    return query, key, value

@@ -1,0 +1,88 @@
+"""Exact scores of chosen rows and heads, at any stage of the softmax, without the rest of the matrix."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..shapes import check_options, check_query_key
+from .masks import Mask, as_mask
+from .scores import mask_scores, score_rows, softmax_rows
+
+STAGES = ("raw", "softcapped", "biased", "probabilities")
+
+
+def weights(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    *,
+    rows: Sequence[int] | Tensor | slice | int | None = None,
+    heads: Sequence[int] | Tensor | slice | int | None = None,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    stage: Literal["raw", "softcapped", "biased", "probabilities"] = "probabilities",
+) -> Float[Tensor, "B h r S"]:
+    """What the chosen query rows of the chosen heads give to each key.
+
+    Args:
+        query: (B, H, T, D); key: (B, K, S, D), as for `attention`.
+        rows: query positions (negative counts from the end); all by default. An int keeps its axis.
+        heads: query heads, likewise.
+        mask, scale, softcap, sinks: as for `attention`.
+        stage: `raw` = scaled scores, `softcapped`, `biased` = with biases added and -inf where nothing may be
+            attended, `probabilities` = the weights (0 where nothing may be attended; with `sinks` a row sums to < 1).
+
+    Returns:
+        float32 (float64 for float64) (B, heads, rows, S). Memory: that of the result.
+
+    Raises:
+        ValueError, IndexError: shapes that do not fit, an unknown stage, a row or head that does not exist.
+
+    >>> from headwise.ops.masks import causal
+    >>> q = k = torch.eye(3).view(1, 1, 3, 3) * 100
+    >>> weights(q, k, rows=-1, mask=causal())
+    tensor([[[[0., 0., 1.]]]])
+    """
+    check_query_key(query, key)
+    check_options(query, scale, softcap, sinks, 0.0)
+    if stage not in STAGES:
+        raise ValueError(f"stage is one of {', '.join(STAGES)}; got {stage!r}")
+    (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
+    mask = as_mask(mask)
+    if mask is not None:
+        mask.check(B, H, T, S, query.device)
+    row_index = _chosen("rows", rows, T, query.device)
+    head_index = _chosen("heads", heads, H, query.device)
+
+    # One group of heads after another would read each key once; the chosen few are simply picked.
+    q_BhrD = query[:, head_index][:, :, row_index]
+    k_BhSD = key[:, head_index // (H // K)]
+    scores = score_rows(q_BhrD, k_BhSD, D**-0.5 if scale is None else scale, None if stage == "raw" else softcap)
+    if stage in ("raw", "softcapped"):
+        return scores
+    allowed = added = None
+    if mask is not None:
+        allowed = _of_heads(mask.allowed(T, S, rows=row_index, device=query.device), head_index)
+        added = _of_heads(mask.added(T, S, rows=row_index, device=query.device), head_index)
+    scores = mask_scores(scores, allowed, added)
+    if stage == "biased":
+        return scores
+    return softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])
+
+
+def _of_heads(rule: Tensor | None, head_index: Tensor) -> Tensor | None:
+    return rule if rule is None or rule.shape[1] == 1 else rule[:, head_index]
+
+
+def _chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int, device: torch.device) -> Tensor:
+    """The chosen indices of an axis, counted from the start."""
+    if pick is None or isinstance(pick, slice):
+        return torch.arange(length, device=device)[pick or slice(None)]
+    index = torch.as_tensor(pick, dtype=torch.long, device=device).reshape(-1)
+    if index.numel() and not torch.compiler.is_compiling() and not bool(((index >= -length) & (index < length)).all()):
+        raise IndexError(f"{name} lie in -{length} <= index < {length} here; got {index.tolist()}")
+    return index % max(length, 1)

@@ -1,0 +1,165 @@
+"""The legend of shapes, every shape check, and the text of every error a check raises.
+
+| letter | size                                      |
+|--------|-------------------------------------------|
+| B      | batch                                     |
+| T      | query length                              |
+| S      | key length                                |
+| H      | query heads                               |
+| K      | key-value heads                           |
+| G      | query heads a key-value head: G = H / K   |
+| D      | head dim of queries and keys (d_k)        |
+| V      | head dim of values (d_v)                  |
+| M      | d_model                                   |
+
+query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), out (B, H, T, V). Query head h reads key-value head h // G.
+Inside `ops/` a tensor carries its shape as a suffix: `q_BHTD`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
+MASK_RULE = "mask is a Mask (causal(), window(), ...), a bool tensor with True = attend, or a float bias"
+
+
+def describe(tensor: Tensor) -> str:
+    """dtype, shape and device in one short phrase, for error texts."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Ranks, sizes, head counts, dtypes, devices of query, key and value.
+
+    Raises TypeError for what is no tensor, ValueError for the rest.
+    """
+    check_query_key(query, key)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{LAYOUT} as tensors; value is {type(value).__name__}")
+    got = f"got query {describe(query)}, key {describe(key)}, value {describe(value)}"
+    if value.ndim != 4:
+        raise ValueError(f"{LAYOUT}: four axes each; {got}")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"key and value share batch, key-value heads and length: key {tuple(key.shape[:3])}, "
+            f"value {tuple(value.shape[:3])}; project or slice them alike"
+        )
+    if value.dtype != query.dtype:
+        raise ValueError(f"query, key and value share one dtype; {got}; cast with .to(query.dtype)")
+    if value.device != query.device:
+        raise ValueError(f"query, key and value live on one device; {got}; move with .to(query.device)")
+    if value.shape[3] == 0:
+        raise ValueError(f"the value dim V is at least 1; {got}")
+
+
+def check_query_key(query: Tensor, key: Tensor) -> None:
+    """As `check_attention`, for what scores need: query (B, H, T, D) and key (B, K, S, D)."""
+    for name, tensor in (("query", query), ("key", key)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{LAYOUT} as tensors; {name} is {type(tensor).__name__}")
+    got = f"got query {describe(query)}, key {describe(key)}"
+    if query.ndim != 4 or key.ndim != 4:
+        raise ValueError(f"{LAYOUT}: four axes each; {got}; split heads with .unflatten(-1, (H, D)).transpose(1, 2)")
+    if query.dtype not in DTYPES:
+        raise ValueError(f"attention runs in float32, bfloat16, float16 or float64; {got}")
+    if key.dtype != query.dtype:
+        raise ValueError(f"query, key and value share one dtype; {got}; cast with .to(query.dtype)")
+    if key.device != query.device:
+        raise ValueError(f"query, key and value live on one device; {got}; move with .to(query.device)")
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"query and key share the batch size: query B = {query.shape[0]}, key B = {key.shape[0]}; "
+            f"expand the smaller with .expand({query.shape[0]}, -1, -1, -1)"
+        )
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"query and key share the head dim D: query D = {query.shape[3]}, key D = {key.shape[3]}; "
+            f"is the layout (B, heads, length, D)? {got}"
+        )
+    if query.shape[3] == 0:
+        raise ValueError(f"the head dim D is at least 1; {got}")
+    check_head_counts(query.shape[1], key.shape[1])
+
+
+def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError unless num_kv_heads divides num_heads and both are positive."""
+    if num_heads < 1 or num_kv_heads < 1:
+        raise ValueError(f"num_heads and num_kv_heads are at least 1; got H = {num_heads}, K = {num_kv_heads}")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads: H = {num_heads}, K = {num_kv_heads} leave "
+            f"{num_heads % num_kv_heads} over; query head h reads key-value head h // (H / K)"
+        )
+
+
+def check_options(
+    query: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
+) -> None:
+    """Values of the options; raises TypeError or ValueError that names the option."""
+    for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
+        if number is not None and not isinstance(number, (Real, torch.SymFloat, torch.SymInt)):
+            raise TypeError(f"{name} is a number or None; got {type(number).__name__}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0; got {softcap}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is a probability 0 <= dropout < 1; got {dropout}")
+    H = query.shape[1]
+    if sinks is not None and (not sinks.is_floating_point() or sinks.shape != (H,)):
+        raise ValueError(f"sinks are float logits, one a query head: (H,) = ({H},); got {describe(sinks)}")
+    if sinks is not None and sinks.device != query.device:
+        raise ValueError(f"sinks live on the query's device; query is on {query.device}, sinks on {sinks.device}")
+
+
+def check_gate(gate: Tensor, out_shape: Sequence[int]) -> Tensor:
+    """A gate (H,), (B, H), (B, H, T) or (B, H, T, V), made to broadcast against out (B, H, T, V)."""
+    B, H, T, V = out_shape
+    forms = {1: (H,), 2: (B, H), 3: (B, H, T), 4: (B, H, T, V)}
+    form = forms.get(gate.ndim)
+    if (
+        form is None
+        or not gate.is_floating_point()
+        or any(g not in (1, f) for g, f in zip(gate.shape, form, strict=True))
+    ):
+        raise ValueError(
+            f"gate is a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V) with B, H, T, V = {B}, {H}, {T}, {V} "
+            f"(1 broadcasts); got {describe(gate)}"
+        )
+    if gate.ndim == 1:
+        return gate.view(1, -1, 1, 1)
+    return gate.view(tuple(gate.shape) + (1,) * (4 - gate.ndim))
+
+
+def check_index_tensor(name: str, tensor: Tensor, forms: list[tuple[int, ...]], device: torch.device) -> None:
+    """An integer tensor of one of the given shapes, on the call's device."""
+    if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"{name}: an integer tensor; got {describe(tensor)}")
+    if tuple(tensor.shape) not in forms:
+        wanted = " or ".join(str(form) for form in forms)
+        raise ValueError(f"{name}: shape {wanted} for this call; got {describe(tensor)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: on the query's device {device}; got {describe(tensor)}; move with mask.to(device)")
+
+
+def check_mask_tensor(tensor: Tensor, full: tuple[int, int, int, int], device: torch.device) -> None:
+    """A mask tensor must broadcast to (B, H, T, S) from the right."""
+    sizes = tuple(tensor.shape)
+    wanted = full[4 - len(sizes) :]
+    if any(size not in (1, want) for size, want in zip(sizes, wanted, strict=True)):
+        raise ValueError(
+            f"a mask tensor broadcasts to (B, H, T, S) = {full} from the right; got {sizes}; "
+            f"a per-row mask (B, S) becomes one by mask[:, None, None, :]"
+        )
+    if tensor.device != device:
+        raise ValueError(f"the mask lives on the query's device {device}; got {describe(tensor)}; use mask.to(device)")
+
+
+def fits(name: str, tensor: Tensor) -> None:
+    """A mask tensor has one to four axes."""
+    if not 1 <= tensor.ndim <= 4:
+        raise ValueError(f"{name} takes 1 to 4 axes, broadcast to (B, H, T, S) from the right; got {describe(tensor)}")
