@@ -8,6 +8,7 @@ import ast
 import functools
 import importlib
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +31,11 @@ TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
 ALONE = {"plan", "models"}  # import nothing of headwise; any room from tier 2 up may import them
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
+PUBLIC = """
+    alibi alibi_slopes attention bias causal causal_top_left explain Explanation HeadStatistics keep lengths Mask
+    MultiHeadAttention segments statistics trace weights window
+"""
+EXPORTS = PUBLIC.split()
 ARCHITECTURES = """
     albert bart bert blip bloom codegen cohere dbrx deberta deepseek distilbert electra falcon gemma glm gpt-2 gpt-j
     gpt-neo gpt-neox gpt-oss granite jamba llama mistral mixtral mpt olmo pegasus phi-3 pythia qwen roberta siglip
@@ -86,11 +92,12 @@ def functions(source: str) -> Iterator[tuple[str, Function]]:
 
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
         for child in ast.iter_child_nodes(node):
-            name = prefix + getattr(child, "name", "")
+            inner = prefix
             if isinstance(child, Function):
-                yield name, child
-            is_scope = isinstance(child, Function | ast.ClassDef)
-            yield from walk(child, name + "." if is_scope else prefix)
+                yield prefix + child.name, child
+            if isinstance(child, Function | ast.ClassDef):
+                inner = f"{prefix}{child.name}."
+            yield from walk(child, inner)
 
     yield from walk(ast.parse(source), "")
 
@@ -159,7 +166,7 @@ def rooms_known(tree: Tree) -> list[str]:
 
 
 def small_files(tree: Tree) -> list[str]:
-    sizes = {path: source.count("\n") + 1 for path, source in tree.items()}
+    sizes = {path: len(source.splitlines()) for path, source in tree.items()}
     return [f"{path} has {size} lines, at most {MAX_FILE}" for path, size in sizes.items() if size > MAX_FILE]
 
 
@@ -203,22 +210,17 @@ def no_architecture_names(tree: Tree) -> list[str]:
 
 
 def exports(tree: Tree) -> list[str]:
-    """`__init__.py` is the table of contents: all it imports is in `__all__`, in order, and nothing else is."""
-    body = ast.parse(tree["__init__.py"])
-    listed: list[str] = []
-    for node in ast.walk(body):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            listed = ast.literal_eval(node.value)
-    imported = {
-        alias.asname or alias.name
-        for node in body.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "__future__"
-        for alias in node.names
-    }
-    missing = sorted(name for name in imported if not name.startswith("_") and name not in listed)
-    faults = [f"{name} is imported but not in __all__" for name in missing]
-    faults += [f"__all__ holds {name} twice" for name in sorted({n for n in listed if listed.count(n) > 1})]
-    return faults + ["__all__ is not sorted"] * (listed != sorted(listed)) + ["__all__ is empty"] * (not listed)
+    """`__init__.py` is the table of contents: a docstring, re-exports `from .room import name as name`, the version."""
+    faults = []
+    names: list[str] = []
+    for node in ast.parse(tree["__init__.py"]).body:
+        if isinstance(node, ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+            faults += [f"{a.name} is imported without `as {a.name}`" for a in node.names if a.asname != a.name]
+        elif not ast.unparse(node).startswith(("__version__ = ", "'", '"')):
+            faults.append(f"the table of contents holds {ast.unparse(node).splitlines()[0]!r}")
+    faults += [f"{name} is exported twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    return faults + [f"{name} is not in the list of exports" for name in sorted(set(names) - set(EXPORTS))]
 
 
 LONG = "def long():\n" + "    x = 0\n" * MAX_FUNCTION
@@ -268,9 +270,10 @@ PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
         ("look/planted.py", "MixtralAttention = None", "names 'Mixtral'"),
     ],
     exports: [
-        ("__init__.py", "from .shapes import PlantedThing", "PlantedThing is imported but not in __all__"),
-        ("__init__.py", "__all__ = ['b', 'a']", "__all__ is not sorted"),
-        ("__init__.py", "__all__ = ['a', 'a']", "holds a twice"),
+        ("__init__.py", "from .shapes import Planted as Planted", "Planted is not in the list of exports"),
+        ("__init__.py", "from .ops.masks import causal", "causal is imported without `as causal`"),
+        ("__init__.py", "from .ops.masks import causal as causal", "causal is exported twice"),
+        ("__init__.py", "def planted(): ...", "the table of contents holds 'def planted():'"),
     ],
 }
 
@@ -313,9 +316,17 @@ def test_every_module_can_be_imported(path: str) -> None:
     importlib.import_module(module_of(path))
 
 
-def test_every_exported_name_is_there() -> None:
+def test_the_exports_are_these() -> None:
     import headwise
 
-    assert headwise.__all__ == sorted(set(headwise.__all__))
-    for name in headwise.__all__:
-        assert getattr(headwise, name) is not None
+    found = [name for name in vars(headwise) if not name.startswith("_")]
+    rooms = {path.split("/")[0].removesuffix(".py") for path in real_tree()}
+    assert sorted(set(found) - rooms) == sorted(set(EXPORTS) - rooms)
+    assert sorted(EXPORTS, key=str.lower) == EXPORTS
+    assert set(EXPORTS) <= set(found)
+
+
+def test_the_version_is_one() -> None:
+    import headwise
+
+    assert headwise.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]["version"]

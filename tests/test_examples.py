@@ -11,7 +11,9 @@ SOURCE = EXAMPLES[0].parent.parent / "src"
 
 
 def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    start = f"import sys, runpy; sys.path.insert(0, {str(SOURCE)!r}); runpy.run_path({str(path)!r}, run_name='__main__')"
+    start = (
+        f"import sys, runpy; sys.path.insert(0, {str(SOURCE)!r}); runpy.run_path({str(path)!r}, run_name='__main__')"
+    )
     return subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, cwd=folder, timeout=300)
 
 
