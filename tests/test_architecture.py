@@ -68,18 +68,21 @@ def room_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def imports(path: str, source: str) -> Iterator[str]:
+@functools.cache
+def imports(path: str, source: str) -> list[str]:
     """Every dotted name a file imports, wherever in the file; `from a import b` is a.b."""
+    found: list[str] = []
     package = module_of(path).split(".")
     if not path.endswith("__init__.py"):
         package = package[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            found += [f"{module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def inside(path: str, source: str) -> set[str]:
@@ -87,7 +90,8 @@ def inside(path: str, source: str) -> set[str]:
     return {name for name in imports(path, source) if name.split(".")[0] == "headwise"}
 
 
-def functions(source: str) -> Iterator[tuple[str, Function]]:
+@functools.cache
+def functions(source: str) -> list[tuple[str, Function]]:
     """Every function with its qualified name, methods and inner functions included."""
 
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
@@ -99,7 +103,7 @@ def functions(source: str) -> Iterator[tuple[str, Function]]:
                 inner = f"{prefix}{child.name}."
             yield from walk(child, inner)
 
-    yield from walk(ast.parse(source), "")
+    return list(walk(ast.parse(source), ""))
 
 
 def code_lines(function: Function) -> int:
