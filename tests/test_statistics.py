@@ -1,0 +1,318 @@
+"""`headwise.ops.statistics`: every number against the float64 matrix, and the memory that it must not take."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mask_cases import FEW, MASKS, SIZES, SQUARE, TILED, Sizes, dense
+from torch import Tensor
+
+import headwise
+from headwise.ops import scores
+from headwise.ops.reference import reference_weights
+from headwise.ops.statistics import HeadStatistics, statistics
+from headwise.testing import assert_same_bits, make_qkv, poison
+
+TOLERANCE = 1e-5  # what the statistics promise, against the float64 matrix
+
+
+def inputs(n: Sizes, dtype: torch.dtype = torch.float32, kind: str = "normal") -> tuple[Tensor, Tensor]:
+    query, key, _ = make_qkv(*n, dtype=dtype, kind=kind)
+    return query, key
+
+
+def extras(n: Sizes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Features of each kind and targets with rows that have none, two, or the same key as another row."""
+    make = torch.Generator().manual_seed(7)
+    features = {
+        "first": torch.arange(n.S) == 0,
+        "real (B, S)": torch.randn(n.B, n.S, generator=make),
+        "integer": torch.arange(n.S) % 3,
+    }
+    targets = {
+        "two": torch.randint(-1, n.S, (n.B, n.T, 2), generator=make),
+        "few": torch.where(torch.arange(n.T) % 3 == 1, torch.arange(n.T) % n.S, -1)[:, None],
+        "none": torch.full((n.T, 3), -1),
+    }
+    return features, targets
+
+
+def mean(total: Tensor, count: Tensor) -> Tensor:
+    return torch.where(count > 0, total / count.clamp(min=1), 0.0)
+
+
+def expected(
+    p: Tensor, seen: Tensor, sink: Tensor, offsets: int, pool: int, n: Sizes
+) -> dict[str, Tensor | dict[str, Tensor]]:
+    """The definitions, written on the whole matrix p (B, H, T, S); `seen` says what may be attended."""
+    T, S = p.shape[2:]
+    features, targets = extras(n)
+    alive = seen.any(-1)
+    pos, j = torch.arange(T)[:, None] + S - T, torch.arange(S)[None]
+    on_keys = p.sum(-1)
+    share = torch.where(on_keys[..., None] > 0, p / on_keys.clamp(min=1e-300)[..., None], 0.0)
+    back = [torch.where(pos - j == k, 1.0, 0.0).double() for k in range(offsets + 1)]
+    rows_in = torch.nn.functional.one_hot(torch.arange(T) * min(T, pool) // T, min(T, pool)).double()
+    keys_in = torch.nn.functional.one_hot(torch.arange(S) * min(S, pool) // S, min(S, pool)).double()
+    per_bin = alive.double() @ rows_in
+    want: dict[str, Tensor | dict[str, Tensor]] = {
+        "entropy": -(torch.xlogy(p, p).sum(-1) + torch.xlogy(sink, sink)),
+        "largest": p.max(-1).values,
+        "distance": (share * (pos - j).abs()).sum(-1),
+        "keys": seen.sum(-1),
+        "sink": sink,
+        "offsets": torch.stack([mean((p * d).sum((-1, -2)), (seen * d).sum((-1, -2))) for d in back], -1),
+        "received": mean(p.sum(-2), seen.sum(-2)),
+        "pooled": mean(rows_in.mT @ share @ keys_in, per_bin[..., None]),
+        "pooled_rows": per_bin,
+        "rows": alive.sum(-1),
+    }
+    want["features"] = {
+        name: mean((p * f.double().view(-1, 1, 1, S)).sum((-1, -2)), alive.sum(-1)) for name, f in features.items()
+    }
+    aims: dict[str, Tensor] = {}
+    for name, keys in targets.items():
+        lists = keys.expand(n.B, *keys.shape[-2:])
+        hits = torch.nn.functional.one_hot(lists + 1, S + 1)[..., 1:].sum(-2).double()[:, None]
+        has = alive & (lists >= 0).any(-1)[:, None]
+        aims[name] = mean((p * hits).sum((-1, -2)), has.sum(-1))
+    want["targets"] = aims
+    return want
+
+
+def worst(found: HeadStatistics, want: dict[str, Tensor | dict[str, Tensor]]) -> dict[str, float]:
+    """The largest error of each statistic, relative where numbers exceed 1; shapes must agree."""
+    errors = {}
+    for name, truth in want.items():
+        ours = getattr(found, name)
+        pairs = [(ours, truth)] if isinstance(truth, Tensor) else [(ours[key], truth[key]) for key in truth]
+        for mine, exact in pairs:
+            assert mine.shape == exact.shape, (name, mine.shape, exact.shape)
+            off = (mine.double() - exact).abs() / exact.double().abs().clamp(min=1)
+            errors[name] = max(errors.get(name, 0.0), float(off.nan_to_num(nan=math.inf).max()) if off.numel() else 0.0)
+    return errors
+
+
+def check(
+    n: Sizes, query: Tensor, key: Tensor, allowed: Tensor, tolerance: float = TOLERANCE, **options: object
+) -> None:
+    """Statistics against the float64 matrix of the same (rounded) inputs."""
+    features, targets = extras(n)
+    found = statistics(query, key, offsets=3, features=features, targets=targets, pool=5, **options)  # type: ignore[arg-type]
+    mask = options.pop("mask", None)
+    sinks = options.pop("sinks", None)
+    exact = {name: x.double() if isinstance(x, Tensor) else x for name, x in (("sinks", sinks), *options.items())}
+    p, _ = reference_weights(query.double(), key.double(), mask=mask, **exact)  # type: ignore[arg-type]
+    sink = (1 - p.sum(-1)).masked_fill(~allowed.any(-1), 0.0) if sinks is not None else torch.zeros_like(p[..., 0])
+    errors = worst(found, expected(p, allowed, sink, 3, 5, n))
+    assert max(errors.values()) <= tolerance, errors
+    top = found.largest_key
+    assert torch.equal(top == -1, ~allowed.any(-1))
+    held = p.gather(-1, top.clamp(min=0)[..., None])[..., 0]
+    assert ((held - p.max(-1).values).abs() <= tolerance).all()  # ties may go either way
+    assert found.entropy.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
+
+
+def everything(n: Sizes) -> Tensor:
+    return torch.ones(n.B, n.H, n.T, n.S, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("n", SIZES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name: str, n: Sizes) -> None:
+    query, key = inputs(n)
+    check(n, query, key, dense(name, n)[0], mask=MASKS[name](n).mask)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_all_options_at_once_across_tiles(name: str) -> None:
+    n = TILED
+    query, key = inputs(n)
+    check(n, 2 * query, key, dense(name, n)[0], mask=MASKS[name](n).mask, scale=0.7, softcap=3.0,
+          sinks=torch.tensor([0.5, 4.0]))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["outlier", "sink", "duplicates"])
+def test_inputs_as_trained_models_have_them(kind: str) -> None:
+    n = TILED
+    query, key = inputs(n, kind=kind)
+    # Logits reach hundreds here; float32 scores of that size carry 1e-5 of their own, whoever computes them.
+    logits = (query.double() @ key.double().repeat_interleave(n.H // n.K, 1).mT / n.D**0.5).abs().max()
+    check(n, query, key, everything(n), tolerance=max(TOLERANCE, float(logits) * 2**-22))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    n = SQUARE
+    query, key = inputs(n, dtype)
+    allowed = dense("causal", n)[0]
+    check(n, query, key, allowed, tolerance=1e-13 if dtype == torch.float64 else TOLERANCE, mask=headwise.causal())
+
+
+@pytest.mark.parametrize("T", [15, 16, 17, 31, 32, 33, 47])
+@pytest.mark.parametrize("mask", ["causal", "window 3", "keep BHTS"])
+def test_edges_of_row_blocks(T: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "BLOCK_ELEMENTS", 1)
+    assert next(scores.row_blocks(T, 41)).stop == min(T, 16)  # blocks of 16 rows, so these T lie at their edges
+    n = Sizes(2, 2, 1, T, 41, 5, 3)
+    query, key = inputs(n)
+    check(n, query, key, dense(mask, n)[0], mask=MASKS[mask](n).mask)
+
+
+@pytest.mark.parametrize("T", [255, 256, 257])
+def test_edges_of_row_blocks_of_the_usual_size(T: int) -> None:
+    n = Sizes(1, 1, 1, T, 1021, 3, 3)
+    assert next(scores.row_blocks(T, n.S)).stop == min(T, 256)
+    query, key = inputs(n)
+    allowed = headwise.causal().allowed(T, n.S)
+    assert allowed is not None
+    check(n, query, key, allowed.expand(1, 1, T, n.S), mask=headwise.causal())
+
+
+def test_bool_and_float_tensors_are_masks() -> None:
+    n = SQUARE
+    query, key = inputs(n)
+    allowed = dense("keep BHTS", n)[0]
+    from_mask = statistics(query, key, mask=headwise.keep(allowed))
+    from_bool = statistics(query, key, mask=allowed)
+    from_float = statistics(query, key, mask=torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf))
+    for other in (from_bool, from_float):
+        assert torch.equal(from_mask.entropy, other.entropy)
+        assert torch.equal(from_mask.pooled, other.pooled)
+        assert torch.equal(from_mask.keys, other.keys)
+
+
+def test_masses_with_sinks_leave_what_the_sink_took() -> None:
+    query = key = torch.zeros(1, 2, 3, 5)
+    found = statistics(query, key, sinks=torch.tensor([0.0, math.log(3.0)]))
+    assert torch.allclose(found.sink, torch.tensor([[[1 / 4], [1 / 2]]]).expand(1, 2, 3))  # 3 keys and the column
+    assert torch.allclose(found.received, 1 - found.sink.mean(-1, keepdim=True).expand(1, 2, 3) - found.received * 2)
+    assert torch.allclose(found.pooled.sum(-1), torch.ones(()))
+    assert found.entropy[0, 0, 0].item() == pytest.approx(math.log(4))
+    assert found.distance[0, 1].tolist() == pytest.approx([1.0, 2 / 3, 1.0])
+
+
+def test_a_sink_that_takes_all() -> None:
+    found = statistics(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), sinks=torch.tensor([1e4]))
+    assert found.sink.eq(1).all() and found.largest.eq(0).all() and found.entropy.eq(0).all()
+    assert found.pooled.eq(0).all() and found.distance.eq(0).all() and found.rows.eq(2).all()
+
+
+def test_huge_logits_stay_finite_and_exact() -> None:
+    query = torch.tensor([1e3, -1e3]).view(1, 1, 2, 1)
+    found = statistics(query, torch.tensor([1.0, 1.0, 0.0]).view(1, 1, 3, 1))
+    assert found.entropy[0, 0].tolist() == pytest.approx([math.log(2), 0.0])
+    assert found.largest[0, 0].tolist() == pytest.approx([0.5, 1.0])
+
+
+def test_what_may_not_be_attended_cannot_influence() -> None:
+    n = Sizes(2, 3, 3, 37, 37, 5, 5)
+    query, key = inputs(n)
+    mask = headwise.causal() & headwise.lengths(torch.tensor([31, 37]))
+    want = statistics(query, key, mask=mask)
+    hidden = (torch.arange(n.S) >= 31)[:, None] & torch.tensor([True, False]).view(2, 1, 1, 1)
+    for what in (math.nan, math.inf, 1e30):
+        found = statistics(query, poison(key, hidden, what), mask=mask)
+        for name in ("entropy", "largest", "distance", "received", "pooled", "offsets"):
+            assert_same_bits(getattr(found, name), getattr(want, name), what=name)
+
+
+def test_a_nan_shows_where_it_may_be_attended_and_nowhere_else() -> None:
+    n = Sizes(1, 1, 1, 13, 13, 5, 5)
+    query, key = inputs(n)
+    key[0, 0, 7] = math.nan
+    found = statistics(query, key, mask=headwise.causal(), pool=13)
+    rows = torch.arange(13) >= 7
+    for name in ("entropy", "largest", "distance"):
+        assert torch.equal(getattr(found, name)[0, 0].isnan(), rows), name
+    assert torch.equal(found.pooled[0, 0].isnan().any(-1), rows)
+
+
+def test_same_bits_whatever_shares_the_batch() -> None:
+    n = Sizes(3, 2, 1, 67, 67, 5, 5)
+    query, key = inputs(n)
+    together = statistics(query, key, mask=headwise.causal())
+    alone = statistics(query[1:2], key[1:2], mask=headwise.causal())
+    for name in ("entropy", "distance", "received", "pooled"):
+        assert_same_bits(getattr(together, name)[1:2], getattr(alone, name), what=name)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 1, 3, 5), (2, 2, 1, 0, 5), (2, 2, 1, 3, 0)], ids=["B", "T", "S"])
+def test_zero_sizes(sizes: tuple[int, ...]) -> None:
+    B, H, K, T, S = sizes
+    found = statistics(torch.zeros(B, H, T, 4), torch.zeros(B, K, S, 4), mask=headwise.causal(), pool=2)
+    assert found.entropy.shape == (B, H, T) and found.pooled.shape == (B, H, min(T, 2), min(S, 2))
+    assert found.rows.sum() == 0 and found.received.sum() == 0
+
+
+def test_no_gradient_is_kept() -> None:
+    query = torch.randn(1, 1, 3, 4, requires_grad=True)
+    found = statistics(query, torch.randn(1, 1, 3, 4))
+    assert not found.entropy.requires_grad and not found.pooled.requires_grad
+
+
+Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"offsets": -1}, ValueError, "offsets >= 0 and pool >= 1; got offsets=-1, pool=32"),
+        ({"pool": 0}, ValueError, "offsets >= 0 and pool >= 1; got offsets=8, pool=0"),
+        ({"features": {"dot": torch.zeros(3)}}, ValueError, "feature 'dot' is a number a key: (S,) or (B, S)"),
+        ({"features": {"dot": [1]}}, TypeError, "feature 'dot' is a tensor (S,) or (B, S), a number a key; got list"),
+        ({"targets": {"dup": torch.zeros(3, 1)}}, TypeError, "targets 'dup' are key positions, an integer tensor"),
+        ({"targets": {"dup": [0]}}, TypeError, "an integer tensor (T, n) or (B, T, n); got list"),
+        ({"targets": {"dup": torch.zeros(4, 1).long()}}, ValueError, "n keys a row: (T, n) or (B, T, n) with B = 2"),
+        ({"targets": {"dup": torch.full((3, 1), 5)}}, ValueError, "0 <= j < S = 5, or -1 for none; got 5 to 5"),
+        ({"targets": {"dup": torch.full((3, 1), -2)}}, ValueError, "or -1 for none; got -2 to -2"),
+        ({"mask": headwise.keep(torch.ones(3, 4) > 0)}, ValueError, "(2, 2, 3, 5) from the right; got (3, 4)"),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks are float logits, one a query head"),
+        ({"softcap": 0.0}, ValueError, "softcap > 0; got 0.0"),
+    ],
+)  # fmt: skip
+def test_errors(options: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        statistics(Q, KEY, **options)  # type: ignore[arg-type]
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def benchmark() -> Any:
+    path = Path(__file__).parent.parent / "benchmarks" / "statistics_memory.py"
+    spec = importlib.util.spec_from_file_location("statistics_memory", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+
+
+@pytest.mark.parametrize("mask", [headwise.causal(), headwise.window(512)], ids=["causal", "window"])
+def test_memory_grows_linearly(mask: headwise.Mask) -> None:
+    bench = benchmark()
+    runs = {n: bench.peak_bytes(partial(statistics, mask=mask), n) for n in LENGTHS}
+    peaks = [runs[n][0] for n in LENGTHS]
+    assert bench.slope(LENGTHS, peaks) <= 1.1, peaks
+    assert peaks[-1] <= 2.2 * peaks[-2], peaks  # the last doubling, where constants weigh least
+    for n in LENGTHS[1:]:
+        assert runs[n][1] < n * n * 4 / 2, f"a tensor of {runs[n][1]} bytes at n = {n}: is it T x S?"
+
+
+def test_the_memory_test_sees_a_matrix() -> None:
+    bench = benchmark()
+    lengths = (256, 512, 1024)
+    runs = [bench.peak_bytes(lambda q, k: torch.softmax(q @ k.mT, -1), n) for n in lengths]
+    assert bench.slope(lengths, [peak for peak, _ in runs]) > 1.9
+    assert all(largest >= n * n * 4 for n, (_, largest) in zip(lengths, runs, strict=True))
