@@ -5,6 +5,8 @@ from .inner import Inner, InnerAttention
 from .multihead import MultiHeadAttention
 from .probe import AttentionCall, Probe, probe
 from .rotary import Rotary, rotate
+from .torch_mha import from_torch, mask_from_torch, mask_to_torch, to_torch
+from .trace import Stage, Trace, trace, trace_shape
 
 __all__ = [
     "AttentionCall",
@@ -14,6 +16,14 @@ __all__ = [
     "MultiHeadAttention",
     "Probe",
     "Rotary",
+    "Stage",
+    "Trace",
+    "from_torch",
+    "mask_from_torch",
+    "mask_to_torch",
     "probe",
     "rotate",
+    "to_torch",
+    "trace",
+    "trace_shape",
 ]

@@ -1,0 +1,269 @@
+"""Every stage of multi-head attention by name, with its formula, shape and numbers: for learning and debugging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..ops import masks
+from ..ops.masks import Mask
+from ..ops.weights import weights
+from ..plan import AttentionShape, parameter_count
+from ..plan.shape import Bias, check_size
+from .checks import check_input, check_memory
+from .inner import Inner
+from .mixing import Mixing, measure_mixing
+from .multihead import MultiHeadAttention
+from .rotary import Positions
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
+
+# trace_shape computes with real numbers up to this many (weights and largest activation); beyond it, shapes only.
+MAX_NUMBERS = 1 << 26
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One step: its name, the formula, what came out, and what a reader should notice."""
+
+    name: str
+    formula: str
+    tensor: Tensor
+    note: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        return tuple(self.tensor.shape)
+
+    def __repr__(self) -> str:
+        return f"Stage({self.name!r}, {self.formula!r}, shape={list(self.shape)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The stages in order, the parameters by projection, and what W_O did. Prints as a table.
+
+    Attributes:
+        stages: From the input to the output.
+        parameters: Numbers that each part of the module has learned, by its name in the state dict.
+        mixing: How much of the output each head made; None where nothing was computed (shapes only).
+    """
+
+    stages: tuple[Stage, ...]
+    parameters: dict[str, int]
+    mixing: Mixing | None = None
+
+    @property
+    def parameter_count(self) -> int:
+        """All of them: 4 d_model^2 for plain multi-head attention without biases."""
+        return sum(self.parameters.values())
+
+    def __getitem__(self, name: str) -> Stage:
+        """The stage of that name; KeyError tells which there are."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(f"no stage {name!r}; there are {', '.join(stage.name for stage in self.stages)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Shapes and numbers for JSON; no tensors."""
+        return {
+            "stages": [
+                {"name": s.name, "formula": s.formula, "shape": list(s.shape), "note": s.note} for s in self.stages
+            ],
+            "parameters": dict(self.parameters),
+            "parameter_count": self.parameter_count,
+            "mixing": None if self.mixing is None else self.mixing.to_dict(),
+        }
+
+    def table(self) -> Table:
+        """The stages as a rich table."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("stage", "formula", "shape", "note", title="Multi-head attention, stage by stage")
+        for stage in self.stages:
+            table.add_row(*(Text(cell) for cell in (stage.name, stage.formula, str(list(stage.shape)), stage.note)))
+        return table
+
+    def summary(self) -> str:
+        """The parameters, and what W_O changes, as text."""
+        counts = " + ".join(f"{name} {count:,}" for name, count in self.parameters.items())
+        told = f"parameters: {self.parameter_count:,} = {counts}{self._as_squares()}"
+        if self.mixing is None:
+            return f"{told}\nwhat W_O changes: not measured, for sizes this large are traced without numbers"
+        return f"{told}\n{self.mixing}"
+
+    def _as_squares(self) -> str:
+        d_model = self.stages[-1].shape[-1]
+        times, rest = divmod(self.parameter_count, d_model * d_model)
+        return f" = {times} d_model^2" if times and not rest else ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        yield self.table()
+        yield Text(self.summary())
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=120, color_system=None, force_terminal=False)
+        with console.capture() as text:
+            console.print(self)
+        return text.get().rstrip("\n")
+
+
+def trace(
+    mha: MultiHeadAttention,
+    x: Tensor,
+    memory: Tensor | tuple[Tensor, Tensor] | None = None,
+    *,
+    mask: Mask | Tensor | None = None,
+    positions: Positions = None,
+) -> Trace:
+    """Run `mha` step by step and keep every stage; the last one is what ``mha(x, memory, ...)`` returns.
+
+    Arguments and errors are those of `headwise.MultiHeadAttention`. Scores and weights are whole (B, H, T, S) tensors:
+    this is for looking at small inputs. Where the inner part is a bare function, its scores and weights are unknown and
+    the table says so.
+
+    Example:
+        >>> mha = MultiHeadAttention(12, 3)
+        >>> found = trace(mha, torch.randn(2, 5, 12))
+        >>> [(stage.name, stage.shape) for stage in found.stages[-4:]]
+        [('weights', (2, 3, 5, 5)), ('heads', (2, 3, 5, 4)), ('concatenation', (2, 5, 12)), ('output', (2, 5, 12))]
+    """
+    check_input(x, mha.d_model)
+    for_keys, for_values = check_memory(x, memory, mha.memory_widths, required=mha.memory_dim is not None)
+    stages = [Stage("x", "X", x, "batch, tokens, d_model")]
+    if memory is not None:
+        stages.append(Stage("memory", "M", for_keys, "keys and values come from here"))
+    source = "X" if memory is None else "M"
+    made = {}
+    for letter, projection, given, heads in (
+        ("q", mha.q_proj, x, mha.num_heads),
+        ("k", mha.k_proj, for_keys, mha.num_kv_heads),
+        ("v", mha.v_proj, for_values, mha.num_kv_heads),
+    ):
+        fused = projection(given)
+        made[letter] = mha.split(fused, heads)
+        stages += _projected(letter, fused, made[letter], "X" if letter == "q" else source, heads)
+    query, key, value = made["q"], made["k"], made["v"]
+    if mha.q_norm is not None:
+        query, key = mha.normalize(query, key)
+        stages += [Stage("q_norm", "norm(Q)", query, "each head vector"), Stage("k_norm", "norm(K)", key)]
+    query, key = mha.rotate(query, key, positions)
+    if mha.rotary is not None:
+        stages += [
+            Stage("q_rotary", "R_i q_i", query, "turned by its position"),
+            Stage("k_rotary", "R_j k_j", key, "scores now know j - i"),
+        ]
+    known = _options(mha.inner)
+    if known is not None:
+        stages += _scores(known, query, key, mask)
+    heads_BHTV = mha.inner(query, key, value, mask=mask)
+    alone = "each head on its own"
+    unknown = f"the inner part {type(mha.inner).__name__} does not show its scores and weights"
+    stages.append(Stage("heads", "head_i = P_i V_i", heads_BHTV, unknown if known is None else alone))
+    joined = mha.concatenate(heads_BHTV)
+    V = mha.value_dim
+    stages.append(
+        Stage("concatenation", "Concat(head_1 .. head_h)", joined, f"columns {V} i .. {V} i + {V - 1}: head i")
+    )
+    stages.append(Stage("output", "Concat(head_1 .. head_h) W_O", mha.o_proj(joined), "W_O mixes the heads"))
+    mixing = None if joined.is_meta or not joined.numel() else measure_mixing(mha, joined)
+    return Trace(tuple(stages), _parameters(mha), mixing)
+
+
+def trace_shape(
+    d_model: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    bias: Bias = False,
+    batch: int = 1,
+    length: int = 16,
+    causal: bool = False,
+) -> Trace:
+    """The trace of a module of these sizes, with random weights, on a random input (batch, length, d_model).
+
+    Always the same numbers for the same sizes. Sizes that would take more than about half a GB are traced without
+    numbers: shapes and parameters alone.
+
+    Raises:
+        TypeError, ValueError: as for `headwise.MultiHeadAttention`; `batch` or `length` is no int above 0.
+
+    Example:
+        >>> found = trace_shape(512, 4, batch=4)
+        >>> [stage.shape for stage in found.stages[:4]]
+        [(4, 16, 512), (4, 16, 512), (4, 16, 4, 128), (4, 4, 16, 128)]
+        >>> found.parameter_count == 4 * 512**2
+        True
+    """
+    check_size("batch", batch)
+    check_size("length", length)
+    sizes: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim, "bias": bias}
+    shape = AttentionShape.of(d_model, num_heads, **sizes)
+    widest = max(d_model, num_heads * max(shape.head_dim, shape.value_dim, length))
+    numbers = parameter_count(d_model, num_heads, **sizes) + batch * length * widest
+    device = "meta" if numbers > MAX_NUMBERS else "cpu"
+    with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
+        torch.manual_seed(0)
+        mha = MultiHeadAttention(d_model, num_heads, **sizes)
+        return trace(mha, torch.randn(batch, length, d_model), mask=masks.causal() if causal else None)
+
+
+def _projected(letter: str, fused: Tensor, split: Tensor, source: str, heads: int) -> list[Stage]:
+    """One projection: all heads at once, cut into heads, heads before tokens."""
+    size = split.shape[-1]
+    name = letter.upper()
+    return [
+        Stage(f"{letter}_proj", f"{name} = {source} W_{name}", fused, "all heads in one matrix product"),
+        Stage(
+            f"{letter}_split", f"{heads} heads of {size}", split.transpose(1, 2), f"{heads} x {size} = {heads * size}"
+        ),
+        Stage(f"{letter}_heads", f"{name}_i", split, "heads before tokens"),
+    ]
+
+
+def _scores(known: dict[str, Any], query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> list[Stage]:
+    """The scores at each stage that this call has, and the weights."""
+    scale, softcap, sinks = (known.get(name) for name in ("scale", "softcap", "sinks"))
+    H, K = query.shape[1], key.shape[1]
+    shared = "" if H == K else f"query head i reads key head i // {H // K}"
+    product = "Q_i K_i^T / sqrt(d_k)" if scale is None else f"{scale:g} Q_i K_i^T"
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "mask": mask}
+    stages = [Stage("scores", f"S_i = {product}", weights(query, key, stage="raw", **options), shared or "query x key")]
+    if softcap is not None:
+        capped = weights(query, key, stage="softcapped", **options)
+        stages.append(Stage("softcapped", f"{softcap:g} tanh(S_i / {softcap:g})", capped, f"within +-{softcap:g}"))
+    if mask is not None:
+        masked = weights(query, key, stage="biased", **options)
+        stages.append(Stage("masked", "S_i + mask", masked, "-inf: may not be attended"))
+    sums = "rows sum to 1" if sinks is None else "rows sum to less than 1: the sink takes the rest"
+    stages.append(Stage("weights", "P_i = softmax(S_i)", weights(query, key, **options), sums))
+    return stages
+
+
+def _options(inner: object) -> dict[str, Any] | None:
+    """What the inner part says of itself; None where it says nothing."""
+    try:
+        return inner.options() if isinstance(inner, Inner) else None
+    except NotImplementedError:
+        return None
+
+
+def _parameters(mha: MultiHeadAttention) -> dict[str, int]:
+    """Learned numbers by part; parts without any are left out."""
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in mha.named_children()}
+    return {name: count for name, count in counts.items() if count}
