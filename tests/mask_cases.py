@@ -1,0 +1,219 @@
+"""Every mask beside its definition, a Python predicate of (batch, head, query, key): one list for all tests."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import headwise
+from headwise import Mask
+
+Sees = Callable[[int, int, int, int], bool]
+Adds = Callable[[int, int, int, int], float]
+
+
+class Sizes(NamedTuple):
+    """The letters of the legend."""
+
+    B: int
+    H: int
+    K: int
+    T: int
+    S: int
+    D: int
+    V: int
+
+
+SHORT = Sizes(2, 6, 3, 5, 7, 11, 13)  # fewer queries than keys
+LONG = Sizes(3, 4, 2, 7, 5, 13, 11)  # more queries than keys: bottom-right rows that see nothing
+SQUARE = Sizes(2, 3, 1, 7, 7, 5, 7)
+TILED = Sizes(1, 2, 1, 67, 131, 19, 17)  # across the edges of tiles of 16, 32, 64, 128
+SIZES = (SHORT, LONG, SQUARE)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A mask for one shape and what it means, cell by cell."""
+
+    mask: Mask
+    sees: Sees
+    adds: Adds | None = None
+    interval: bool = True
+
+
+def _random(n: Sizes, *shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(n) + len(shape)))
+
+
+def _ids(n: Sizes, *shape: int) -> Tensor:
+    return (_random(n, *shape) * 3).long()
+
+
+def _stops(n: Sizes) -> Tensor:
+    return torch.tensor([0, n.S, n.S - 2, 3])[[1, 2, 0, 3][: n.B]]
+
+
+def _at(x: Tensor, *index: int) -> float:
+    """x[index] as it broadcasts from the right."""
+    kept = index[len(index) - x.ndim :]
+    return x[tuple(0 if size == 1 else i for size, i in zip(x.shape, kept, strict=True))].item()
+
+
+def _band(left: float, right: float, offset: Callable[[Sizes, int], int]) -> Callable[[Sizes], Sees]:
+    def of(n: Sizes) -> Sees:
+        return lambda b, h, i, j: i + offset(n, b) - left < j <= i + offset(n, b) + right
+
+    return of
+
+
+_END = lambda n, b: n.S - n.T  # noqa: E731
+_BATCH = lambda n, b: (2, -1, 0)[b]  # noqa: E731
+
+
+def _kept(*axes: str) -> Callable[[Sizes], Built]:
+    def build(n: Sizes) -> Built:
+        x = _random(n, *(1 if a == "1" else getattr(n, a) for a in axes)) > 0.4
+        return Built(headwise.keep(x), lambda *cell: bool(_at(x, *cell)), interval=False)
+
+    return build
+
+
+def _biased(*axes: str, forbid: float) -> Callable[[Sizes], Built]:
+    def build(n: Sizes) -> Built:
+        x = 3 * _random(n, *(1 if a == "1" else getattr(n, a) for a in axes)) - 1
+        x = x.masked_fill(x < 3 * forbid - 1, -math.inf)
+        return Built(
+            headwise.bias(x),
+            lambda *cell: _at(x, *cell) != -math.inf,
+            lambda *cell: _at(x, *cell),
+            interval=False,
+        )
+
+    return build
+
+
+def _simple(make: Callable[[Sizes], Mask], sees: Callable[[Sizes], Sees]) -> Callable[[Sizes], Built]:
+    return lambda n: Built(make(n), sees(n))
+
+
+def _lengths(n: Sizes) -> Built:
+    stop = _stops(n)
+    return Built(headwise.lengths(stop), lambda b, h, i, j: j < stop[b])
+
+
+def _between(n: Sizes) -> Built:
+    stop, start = _stops(n), torch.tensor([2, 0, 4])[: n.B]
+    return Built(headwise.lengths(stop, start), lambda b, h, i, j: bool(start[b] <= j < stop[b]))
+
+
+def _segments(n: Sizes) -> Built:
+    q, k = _ids(n, n.T), _ids(n, 1, n.S)[0]
+    return Built(headwise.segments(q, k), lambda b, h, i, j: bool(q[i] == k[j]), interval=False)
+
+
+def _batch_segments(n: Sizes) -> Built:
+    q, k = _ids(n, n.B, n.T), _ids(n, n.B, n.S).flip(1)
+    return Built(headwise.segments(q, k), lambda b, h, i, j: bool(q[b, i] == k[b, j]), interval=False)
+
+
+def _alibi(n: Sizes) -> Built:
+    slopes = headwise.alibi_slopes(n.H)
+    return Built(headwise.alibi(slopes), lambda *_: True, lambda b, h, i, j: -slopes[h].item() * abs(i + n.S - n.T - j))
+
+
+def _batch_alibi(n: Sizes) -> Built:
+    slopes = _random(n, n.B, n.H)
+    return Built(
+        headwise.alibi(slopes), lambda *_: True, lambda b, h, i, j: -slopes[b, h].item() * abs(i + n.S - n.T - j)
+    )
+
+
+def _joined(*names: str) -> Callable[[Sizes], Built]:
+    def build(n: Sizes) -> Built:
+        parts = [MASKS[name](n) for name in names]
+        mask = parts[0].mask
+        for part in parts[1:]:
+            mask = mask & part.mask
+        adding = [part.adds for part in parts if part.adds]
+        return Built(
+            mask,
+            lambda *cell: all(part.sees(*cell) for part in parts),
+            (lambda *cell: sum(adds(*cell) for adds in adding)) if adding else None,
+            interval=all(part.interval for part in parts),
+        )
+
+    return build
+
+
+MASKS: dict[str, Callable[[Sizes], Built]] = {
+    "causal": _simple(lambda n: headwise.causal(), _band(math.inf, 0, _END)),
+    "causal_top_left": _simple(lambda n: headwise.causal_top_left(), _band(math.inf, 0, lambda n, b: 0)),
+    "causal +2": _simple(lambda n: headwise.causal(offset=2), _band(math.inf, 0, lambda n, b: 2)),
+    "causal -3": _simple(lambda n: headwise.causal(offset=-3), _band(math.inf, 0, lambda n, b: -3)),
+    "causal (B,)": _simple(
+        lambda n: headwise.causal(offset=torch.tensor([2, -1, 0])[: n.B]), _band(math.inf, 0, _BATCH)
+    ),
+    "window 1": _simple(lambda n: headwise.window(1), _band(1, 0, _END)),
+    "window 3": _simple(lambda n: headwise.window(3), _band(3, 0, _END)),
+    "window 3 2": _simple(lambda n: headwise.window(3, 2), _band(3, 2, _END)),
+    "window 2 None": _simple(lambda n: headwise.window(2, None), _band(2, math.inf, _END)),
+    "window None 1": _simple(lambda n: headwise.window(None, 1), _band(math.inf, 1, _END)),
+    "window None None": _simple(lambda n: headwise.window(None, None), _band(math.inf, math.inf, _END)),
+    "window 2 +1": _simple(lambda n: headwise.window(2, offset=1), _band(2, 0, lambda n, b: 1)),
+    "window 2 (B,)": _simple(
+        lambda n: headwise.window(2, 1, offset=torch.tensor([2, -1, 0])[: n.B]), _band(2, 1, _BATCH)
+    ),
+    "window far": _simple(lambda n: headwise.window(2, offset=1000), lambda n: lambda *_: False),
+    "lengths": _lengths,
+    "lengths start": _between,
+    "segments": _segments,
+    "segments (B,)": _batch_segments,
+    "keep S": _kept("S"),
+    "keep TS": _kept("T", "S"),
+    "keep HTS": _kept("H", "T", "S"),
+    "keep B11S": _kept("B", "1", "1", "S"),
+    "keep B1T1": _kept("B", "1", "T", "1"),
+    "keep BHTS": _kept("B", "H", "T", "S"),
+    "bias TS": _biased("T", "S", forbid=0.0),
+    "bias H1S": _biased("H", "1", "S", forbid=0.3),
+    "bias BHTS": _biased("B", "H", "T", "S", forbid=0.6),
+    "alibi": _alibi,
+    "alibi (B,)": _batch_alibi,
+}
+MASKS |= {
+    "causal & lengths": _joined("causal", "lengths"),
+    "window & segments": _joined("window 3", "segments (B,)"),
+    "causal & alibi": _joined("causal", "alibi"),
+    "keep & bias": _joined("keep BHTS", "bias H1S"),
+    "bias & bias": _joined("bias TS", "bias BHTS", "alibi"),
+    "all kinds": _joined("window 3 2", "lengths", "segments", "keep HTS", "bias TS", "alibi"),
+    "window & window": _joined("window 3", "causal -3", "lengths start"),
+}
+# A few that between them hold every kind of rule, and rows that see nothing: for tests that cost more.
+FEW = ("causal", "window 3", "lengths start", "segments (B,)", "keep BHTS", "bias BHTS", "all kinds")
+
+
+@cache
+def dense(name: str, n: Sizes) -> tuple[Tensor, Tensor]:
+    """The brute-force matrix: allowed (bool) and added (float64; 0 where nothing may be attended), (B, H, T, S)."""
+    built = MASKS[name](n)
+    allowed = torch.zeros(n.B, n.H, n.T, n.S, dtype=torch.bool)
+    added = torch.zeros(n.B, n.H, n.T, n.S, dtype=torch.float64)
+    for cell in itertools.product(range(n.B), range(n.H), range(n.T), range(n.S)):
+        allowed[cell] = built.sees(*cell)
+        if built.adds and allowed[cell]:
+            added[cell] = built.adds(*cell)
+    return allowed, added
+
+
+def as_tensor(name: str, n: Sizes) -> Tensor:
+    """The brute-force matrix as one mask tensor for `oracle` and `naive`: bool, or float64 with -inf."""
+    allowed, added = dense(name, n)
+    return added.masked_fill(~allowed, -math.inf) if MASKS[name](n).adds else allowed
