@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .masks import Mask
 from .rules import Bias
@@ -68,7 +69,7 @@ class Call:
         """Inside torch.func (vmap, grad, jvp) or forward-mode AD: only plain differentiable torch ops serve."""
         if torch.compiler.is_compiling():
             return False
-        return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class Limit(NamedTuple):

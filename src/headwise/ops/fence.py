@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .masks import Mask
+from .scores import row_blocks
 
 
 def surely_finite(*tensors: Tensor) -> bool:
@@ -53,8 +55,8 @@ def _rows_that_meet(bad_BKS: Tensor, mask: Mask | None, H: int, T: int) -> tuple
     else:
         bad_BH1S = bad_BKS.repeat_interleave(H // K, dim=1)[:, :, None]
         pairs = []
-        for first in range(0, T, 128):
-            seen = mask.allowed(T, S, rows=slice(first, min(first + 128, T)), device=device)
+        for rows in row_blocks(T, S):
+            seen = mask.allowed(T, S, rows=rows, device=device)
             if seen is None:  # a mask of biases that forbid nothing
                 return _rows_that_meet(bad_BKS, None, H, T)
             pairs.append(((seen & bad_BH1S).any(-1), seen.any(-1)))
@@ -74,18 +76,15 @@ class _Show(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         return grads[0].masked_fill(rows & (grads[0] != 0), torch.nan), None
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return tangents[0].masked_fill(ctx.saved_tensors[0], torch.nan)
-
 
 def show(x: Tensor, rows: Tensor) -> Tensor:
     """x with NaN in the rows shown; `rows` broadcasts to x. A row that the loss leaves out gets gradient 0."""
+    if forward_ad._current_level >= 0:  # the Function has no jvp: one that had could not be compiled
+        return x.masked_fill(rows, torch.nan)
     return _Show.apply(x, rows)

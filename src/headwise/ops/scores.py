@@ -17,14 +17,27 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def strips(T: int, rows: int) -> Iterator[slice]:
+    """T query rows, so many at a time.
+
+    One strip where T is a symbol of torch.compile or torch.export: a loop over it could not be traced.
+    """
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        rows = rows if has_static_value(T) else T
+    for first in range(0, T, rows):
+        yield slice(first, min(first + rows, T))
+
+
 def row_blocks(T: int, S: int) -> Iterator[slice]:
     """Blocks of query rows whose R x S scores stay within a fixed budget: memory linear in S.
 
     R depends on S alone, never on the batch, so a row has the same bits whatever it shares a batch with.
     """
-    R = max(MIN_ROWS, BLOCK_ELEMENTS // max(S, 1) // MIN_ROWS * MIN_ROWS)
-    for first in range(0, T, R):
-        yield slice(first, min(first + R, T))
+    if torch.compiler.is_compiling():
+        return strips(T, 512)
+    return strips(T, max(MIN_ROWS, BLOCK_ELEMENTS // max(S, 1) // MIN_ROWS * MIN_ROWS))
 
 
 def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float, softcap: float | None = None) -> Tensor:

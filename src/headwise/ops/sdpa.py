@@ -14,6 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from .call import Call, Limit
 from .masks import Mask
 from .rules import Band
+from .scores import strips
 
 # Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
 STRIP = 512
@@ -46,8 +47,8 @@ def run(call: Call) -> tuple[Tensor, None]:
         else:
             out = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=call.scale, enable_gqa=H != K)
         return out[..., :V], None
-    strips = [_strip(call, query, key, value, slice(first, min(first + STRIP, T))) for first in range(0, T, STRIP)]
-    return torch.cat(strips, dim=2)[..., :V], None
+    outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
+    return torch.cat(outs, dim=2)[..., :V], None
 
 
 def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -> Tensor:
@@ -69,7 +70,7 @@ def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -
         mask = added.to(query.dtype if query.dtype == torch.float64 else torch.float32)
         mask = mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
         mask = mask if empty is None else mask.masked_fill(empty, 0.0)
-    assert mask is not None
+    assert mask is not None  # `trimmed` has left no mask that says nothing
     query, key, value = query[:, :, rows], key[:, :, cols], value[:, :, cols]
     if k1 == k0:
         return query.new_zeros(B, H, R, value.shape[-1])
@@ -88,12 +89,12 @@ def _is_top_left(mask: Mask) -> bool:
     if len(mask.parts) != 1 or not isinstance(mask.parts[0], Band):
         return False
     band = mask.parts[0]
-    return band.left is None and band.right == 0 and isinstance(band.offset, int) and band.offset == 0
+    return band.left is None and band.right == 0 and not isinstance(band.offset, Tensor) and band.offset == 0
 
 
 def _folds(call: Call) -> bool:
     _, H, K, T, _ = call.sizes
-    return H != K and T <= FOLD_ROWS
+    return H != K and not torch.compiler.is_exporting() and T <= FOLD_ROWS
 
 
 def _equal_head_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
