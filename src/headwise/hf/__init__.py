@@ -1,0 +1,25 @@
+"""headwise for transformers models: `import headwise.hf`, then `attn_implementation="headwise"`.
+
+>>> import headwise.hf
+>>> from transformers import GPT2Config, GPT2LMHeadModel
+>>> config = GPT2Config(n_embd=24, n_head=4, n_layer=1, vocab_size=11, n_positions=13)
+>>> model = GPT2LMHeadModel._from_config(config, attn_implementation="headwise")
+
+Every model on transformers' attention interface runs, without code that knows it: masks arrive as structural masks
+(causal, windows, chunks, padding, packed sequences), with caches, softcaps, sinks and position biases. What cannot be
+honoured raises. The only room of the package that imports transformers.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import headwise_attention
+from .errors import ModelError
+from .interface import NAME
+from .loading import Loaded, load
+from .masks import StructuralMask, headwise_mask
+from .probing import probe
+
+AttentionInterface.register(NAME, headwise_attention)
+AttentionMaskInterface.register(NAME, headwise_mask)
+
+__all__ = ["Loaded", "ModelError", "StructuralMask", "load", "probe"]

@@ -1,0 +1,173 @@
+"""The attention function that transformers calls, for every model on its attention interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.attention import attention
+from ..ops.masks import Mask, bias, causal, keep, segments
+from ..ops.rules import Segments
+from ..ops.weights import weights
+from .masks import StructuralMask
+from .probing import watchers
+
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "deterministic",  # asks flash attention for a reproducible backward pass
+        "encoder_attention_mask",  # for the cross-attention beside this call, which gets it as its attention_mask
+        "encoder_hidden_states",
+        "logits_to_keep",
+        "max_length_k",  # restate cu_seq_lens_k, cu_seq_lens_q
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",  # key and value already hold what is cached
+        "position_ids",  # query and key are rotated already
+        "return_dict",
+        "sliding_window",  # the mask says it, in full; this number counts differently from model to model
+        "use_cache",
+    }
+)
+"""Arguments that reach an attention function and do not change its result. Any other raises: see `_refuse_unknown`."""
+
+
+def headwise_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: StructuralMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool | None = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The function registered with transformers' AttentionInterface.
+
+    query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), after rotation and cache; gives out (B, T, H, V), and the
+    weights (B, H, T, S) where the caller asked for attentions, None else. A query that may attend nothing gives 0.
+    The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
+    """
+    _refuse_unknown(module, kwargs)
+    S_given = key.shape[2]
+    query, key, value = _one_batch(query, key, value)
+    if attention_mask is None and _is_causal(module, is_causal, query):
+        # Without a mask, "causal" is aligned top-left: the keys past the queries (a static cache's unused room) are
+        # not there yet.
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : key.shape[2]]
+        mask = causal(offset=None if key.shape[2] == query.shape[2] else 0)
+    else:
+        mask = mask_of(module, attention_mask)
+    mask = _with_sequences(mask, kwargs, module, query, key)
+    if position_bias is not None:
+        mask = mask & bias(position_bias)
+    options: dict[str, Any] = {
+        "mask": mask if mask.parts else None,
+        "scale": scaling,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    for record in watchers(module):
+        record(query=query, key=key, value=value, dropout=dropout, **options)
+    out = attention(query, key, value, dropout=dropout, **options)
+    out = out.transpose(1, 2).contiguous()  # type: ignore[union-attr]  # no lse was asked for
+    if not (output_attentions or _attentions_are_collected()):
+        return out, None
+    seen = weights(query, key, **options).to(query.dtype)
+    return out, nn.functional.pad(seen, (0, S_given - key.shape[2]))
+
+
+def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """What is not known to be harmless may change the result: raise rather than drop it."""
+    unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS | _SEQUENCES]
+    if unknown:
+        names = ", ".join(repr(name) for name in sorted(unknown))
+        raise ValueError(
+            f"{type(module).__name__} passes {names} to its attention function, which headwise does not know and which "
+            'may change the result; run this model with model.set_attn_implementation("eager"), or leave the argument '
+            "out if it came from your own call"
+        )
+
+
+def _one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of 1 (learned queries, a shared prefix) is repeated for the batch beside it."""
+    B = max(query.shape[0], key.shape[0])
+    query, key, value = (x.expand(B, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
+    return query, key, value
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor) -> bool:
+    """What transformers means where it passes no mask; a single query sees all there is."""
+    return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def mask_of(module: nn.Module, attention_mask: StructuralMask | Tensor | None) -> Mask:
+    """What transformers, or its user, passes as a mask; bool tensors keep, float tensors are added."""
+    if attention_mask is None:
+        return Mask(())
+    if isinstance(attention_mask, StructuralMask):
+        return attention_mask.mask
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
+        got = tuple(getattr(attention_mask, "shape", ())) or type(attention_mask).__name__
+        raise ValueError(
+            f"{type(module).__name__} passes an attention mask {got}; headwise takes what it registered for, or a "
+            "(B, 1|H, T, S) bool or float tensor; give the model a (B, S) padding mask, or set_attn_implementation"
+            '("eager")'
+        )
+    if attention_mask.dtype == torch.bool:
+        return keep(attention_mask)
+    if not attention_mask.is_floating_point():
+        raise ValueError(
+            f"{type(module).__name__} passes a 4-D attention mask of {attention_mask.dtype}; a bool tensor says what "
+            "may be attended, a float tensor is added to the scores: convert it with .bool()"
+        )
+    # The field writes "may not be attended" as the lowest finite number; read so, a row without keys gives 0, no mean.
+    lowest = torch.finfo(attention_mask.dtype).min
+    return bias(attention_mask.masked_fill(attention_mask <= lowest, -torch.inf))
+
+
+_SEQUENCES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
+
+
+def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query: Tensor, key: Tensor) -> Mask:
+    """Keeps apart the sequences that `cu_seq_lens_*` (as for flash attention) or `seq_idx` name in a packed batch."""
+    given = {name: kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None}
+    if not given or any(isinstance(part, Segments) for part in mask.parts):
+        return mask
+    if query.shape[0] != 1 or (given.keys() == {"seq_idx"} and query.shape[2] != key.shape[2]):
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(sorted(given))} with query {tuple(query.shape)} and key "
+            f"{tuple(key.shape)}: packed sequences come as one row (B = 1) and without a cache; pass position_ids "
+            "alone with use_cache=False, or unpack the batch"
+        )
+    if "cu_seq_lens_q" not in given and "cu_seq_lens_k" not in given:
+        return mask & segments(given["seq_idx"].view(1, -1))
+    ends_q = given.get("cu_seq_lens_q", given.get("cu_seq_lens_k"))
+    ends_k = given.get("cu_seq_lens_k", ends_q)
+    return mask & segments(_sequence_of(ends_q, query), _sequence_of(ends_k, key))
+
+
+def _sequence_of(ends: Any, tensor: Tensor) -> Tensor:
+    """The running number of the sequence each position lies in; ends: (n + 1,), beginning with 0."""
+    at = torch.arange(tensor.shape[2], device=tensor.device)
+    return torch.searchsorted(ends[1:].to(at), at, right=True)
+
+
+def _attentions_are_collected() -> bool:
+    """Whether a caller up the stack asked for attentions; most models tell their layers through this collector only."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:  # private: a version without it passes output_attentions down as an argument
+        return False
+    wanted = _active_collector.get()
+    return bool(wanted) and any("attentions" in key for key in wanted)

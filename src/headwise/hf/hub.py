@@ -1,0 +1,61 @@
+"""From a folder or a hub name to a folder on this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import ModelError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
+
+
+def find_folder(name_or_path: str | Path, check: Callable[[Path], object]) -> tuple[Path, str]:
+    """(folder, name to show). A folder that is there comes first; then the local cache; then the hub itself.
+
+    `check` is called with a folder that holds config.json alone, before anything large is fetched; it may raise.
+    """
+    given = str(name_or_path)
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return path, path.resolve().name if given in (".", "..") else given
+    if path.exists():
+        raise ModelError(
+            f"{given}: a file, and a model is a folder with config.json and *.safetensors; give the folder"
+        )
+    if isinstance(name_or_path, Path) or not HUB_NAME.fullmatch(given):
+        raise ModelError(
+            f"{given}: no such folder; give one with config.json and *.safetensors, or a hub name such as 'org/model'"
+        )
+    return _cached(given) or _fetched(given, check), given
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # not there, or not whole: then it is fetched
+        return None
+    return folder if (folder / "config.json").exists() and any(folder.glob("*.safetensors")) else None
+
+
+def _fetched(name: str, check: Callable[[Path], object]) -> Path:
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        first = Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # offline, no such name, gated, a proxy ...: to the user all one
+        raise ModelError(
+            f"{name}: no such folder, no such model in the local cache, and it could not be fetched "
+            f"({type(error).__name__}); connect, log in if the model is gated, or give a local folder"
+        ) from None
+    check(first.parent)
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=["*/*"]))
+    except Exception as error:
+        raise ModelError(
+            f"{name}: the download broke off ({type(error).__name__}); try again, or give a local folder"
+        ) from None

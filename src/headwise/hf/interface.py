@@ -1,0 +1,103 @@
+"""What of a model runs through transformers' attention interface: read from its classes, never from its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .architectures import OUTSIDE, SPARSE, SUPPORTED_EXAMPLES
+from .errors import ModelError
+
+NAME = "headwise"
+"""The name under which `headwise.hf` registers: `attn_implementation="headwise"`."""
+
+_MARK = "ALL_ATTENTION_FUNCTIONS"
+
+
+def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
+    """Raise ModelError unless this class of model hands its attention to transformers' attention interface."""
+    reason = OUTSIDE.get(model_type) or SPARSE.get(model_type)
+    # A private method, and the only word transformers has on it; a version without it leaves the check to the calls.
+    can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
+    if reason is None and can_set():
+        return
+    raise ModelError(outside_text(model.__name__, model_type, reason or "its attention is code of its own"))
+
+
+def outside_text(model: str, model_type: str, reason: str) -> str:
+    """The refusal of a model that is not on the interface, in one line."""
+    return (
+        f"{model} (model_type {model_type!r}) is not on transformers' attention interface, so its heads cannot be seen "
+        f'or run by headwise: {reason}; use attn_implementation="eager" with output_attentions=True in transformers, '
+        f"or a model on the interface, such as {SUPPORTED_EXAMPLES}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def dispatches(cls: type[nn.Module]) -> bool:
+    """Whether a module class calls the attention interface: its own source, or that of the forward it inherits.
+
+    transformers itself decides by the text of the source (`_can_set_attn_implementation`); this asks the same of one
+    class instead of the whole file.
+    """
+    for base in cls.__mro__:
+        if base is nn.Module:
+            return False
+        if "forward" not in vars(base):
+            continue
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # made at run time: no text to read
+            return False
+        if _MARK in source:
+            return True
+        if "super().forward" not in source:
+            return False
+    return False
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Qualified name -> each module of the model that calls the attention interface."""
+    return {name: module for name, module in model.named_modules() if dispatches(module.__class__)}
+
+
+def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that by their class's name are attention, yet neither call the interface nor hold one that does."""
+    seen = attention_modules(model)
+
+    def related(name: str) -> bool:
+        return any(name == other or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in seen)
+
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if name
+        and "Attention" in type(module).__name__
+        and not related(name)
+        and any(True for _ in module.parameters())
+    }
+    return {name: module for name, module in found.items() if not any(name.startswith(f"{up}.") for up in found)}
+
+
+def configs(model: nn.Module) -> list[PreTrainedConfig]:
+    """Every config object that a module of the model reads, each once, with the sub-configs of each.
+
+    Encoder-decoders give each half a copy, so writing to `model.config` alone would reach neither.
+    """
+    found: dict[int, PreTrainedConfig] = {}
+
+    def walk(config: Any) -> Iterator[PreTrainedConfig]:
+        if isinstance(config, PreTrainedConfig):
+            yield config
+            for key in getattr(config, "sub_configs", None) or {}:
+                yield from walk(getattr(config, key, None))
+
+    for module in model.modules():
+        for config in walk(getattr(module, "config", None)):
+            found[id(config)] = config
+    return list(found.values())

@@ -1,0 +1,255 @@
+"""Load a model to look at: a local folder or a hub name, safetensors only, no code of the folder's ever run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .errors import ModelError
+from .folder import Weights, check_numbers, find_weights, read_config
+from .hub import find_folder
+from .interface import attention_modules, require_interface
+from .tokens import bos_id, delimiters, load_tokenizer
+
+TEXT_MODELS = "headwise look reads text models that are decoder-only or encoder-only"
+DROPPED = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model with what `headwise look` needs to know of it.
+
+    `kind` is "decoder" (each token sees those before it) or "encoder". `max_positions`: how many tokens it takes, None
+    where it does not say. `delimiters`: ids of punctuation, line ends and separators. `bos_id`: what begins a text, if
+    anything does.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    name: str
+    max_positions: int | None
+    kind: str
+    delimiters: tuple[int, ...]
+    bos_id: int | None
+
+
+def load(name_or_path: str | Path, *, device: str = "cpu", dtype: torch.dtype | str | None = None) -> Loaded:
+    """Load a text model and its tokenizer, in eval mode.
+
+    Args:
+        name_or_path: A folder with config.json, *.safetensors and a tokenizer, or the name of a model on the hub, taken
+            from the local cache where it is there and fetched else.
+        device: Where to put it, as torch names devices.
+        dtype: The dtype of the weights, as torch.float32 or "float32". None: float32 on the CPU, where statistics gain
+            from it and half precision is slow; elsewhere that of the files.
+
+    Raises:
+        ModelError: one line with the rule, the values and a way out: no such folder or name; weights as pickle, or
+            quantised; a config.json that is no plain description of a model; a model outside transformers' attention
+            interface, or no text model; weights or tokenizer that are missing or do not fit. Code in the folder
+            (`auto_map`) is never run, and fields of config.json that choose code are not read.
+    """
+    where, kind_of_number = _device(device), _dtype(dtype)
+    folder, name = find_folder(name_or_path, describe)
+    config, cls = describe(folder)
+    weights = find_weights(folder)
+    _check_size(cls, config, weights, folder)
+    if kind_of_number is None:
+        kind_of_number = torch.float32 if where.type == "cpu" else _dtype_of(weights)
+    tokenizer = load_tokenizer(folder, config)
+    model = _fill(cls, config, weights, kind_of_number, folder).to(where).eval()
+    model.config.name_or_path = name
+    vocabulary = int(config.vocab_size)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        max_positions=_max_positions(model),
+        kind=_kind(model),
+        delimiters=delimiters(tokenizer, vocabulary),
+        bos_id=bos_id(tokenizer, vocabulary),
+    )
+
+
+def _device(device: str) -> torch.device:
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} cannot be used here ({_first_line(error)}); use 'cpu'") from None
+    return where
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
+        return found
+    raise ModelError(f"dtype {dtype!r} is no dtype for weights; use float32, bfloat16, float16 or float64")
+
+
+def _dtype_of(weights: Weights) -> torch.dtype:
+    names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return next((dtype for name, dtype in names.items() if name in weights.dtypes), torch.float32)
+
+
+# -- what is in the folder --------------------------------------------------------------------------------------------
+
+
+def describe(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """The config and the class of the model; refuses what headwise cannot see before any weight is read."""
+    raw = read_config(folder)
+    model_type, where = raw["model_type"], f"{folder}/config.json"
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{where}: transformers {transformers.__version__} knows no model_type {model_type[:60]!r}; headwise runs "
+            "no code from a model folder, so upgrade transformers, or use a checkpoint in its own format"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class.sub_configs_defaults or raw.get("is_encoder_decoder") is True:
+        raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
+    names = config_class.attribute_map
+    check_numbers(raw, lambda key: names.get(key, key), where)
+    try:
+        config = config_class(**{key: raw[key] for key in _known_keys(config_class) & raw.keys()})
+    except Exception as error:  # transformers' validation raises many kinds, one a field
+        raise ModelError(
+            f"{where}: no valid {config_class.__name__} ({_first_line(error)}); correct it or download it anew"
+        ) from None
+    cls = _class_of(raw, config)
+    require_interface(cls, model_type)
+    if config.is_encoder_decoder:
+        raise _no_text_model(model_type, "it is an encoder-decoder")
+    if cls.main_input_name != "input_ids":
+        raise _no_text_model(model_type, f"its input is {cls.main_input_name!r}")
+    return config, cls
+
+
+def _no_text_model(model_type: str, why: str) -> ModelError:
+    return ModelError(
+        f"{TEXT_MODELS}; this one (model_type {model_type!r}) is not: {why}; load it with transformers and use "
+        "headwise.hf.probe(model) in Python"
+    )
+
+
+def _known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
+    """The keys that a config class declares, or reads by name in its own file (old spellings); all others are dropped.
+
+    So nothing in config.json can name code, kernels, further files or another attention implementation.
+    """
+    declared = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
+    source = inspect.getsource(inspect.getmodule(config_class) or config_class) + inspect.getsource(modeling_rope_utils)
+    read = set(re.findall(r'"([a-z][a-z0-9_]*)"', source))
+    chooses = {
+        key for key in read if key.endswith(("_implementation", "_map", "_plan", "_path", "_file")) or "kernel" in key
+    }
+    return {key for key in (declared | read) - chooses if not key.startswith("_")} - {*DROPPED}
+
+
+def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that config.json names, if transformers has it for this model_type; else its causal or plain model."""
+    named = raw.get("architectures")
+    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    auto = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
+    for candidate in (name, *(names.get(config.model_type, "") for names in auto)):
+        cls = (
+            getattr(transformers, candidate, None) if isinstance(candidate, str) and candidate.isidentifier() else None
+        )
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, PreTrainedModel)
+            and getattr(cls, "config_class", None) is type(config)
+        ):
+            return cls
+    raise _no_text_model(config.model_type, f"transformers has no language model of it (architectures: {name[:60]!r})")
+
+
+# -- the weights ------------------------------------------------------------------------------------------------------
+
+
+def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: Weights, folder: Path) -> None:
+    """Compare what config.json wants allocated with what the files hold, before allocating it."""
+    experts = max(getattr(config, key, 0) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if config.num_hidden_layers * experts > 200_000:
+        raise ModelError(
+            f"{folder}: {config.num_hidden_layers} layers of {experts} experts; such a model does not exist"
+        )
+    try:
+        with torch.device("meta"):
+            empty = cls(config)
+    except Exception as error:  # any size that does not fit another one shows here, in as many ways as there are models
+        raise ModelError(
+            f"{folder}: config.json describes no {cls.__name__} that can be built ({_first_line(error)})"
+        ) from None
+    wanted = sum(p.numel() for p in empty.parameters())
+    buffers = sum(b.numel() for b in empty.buffers())
+    if wanted > 2 * weights.numel + 4_000_000 or buffers > weights.numel + 100_000_000:
+        raise ModelError(
+            f"{folder}: config.json describes {wanted + buffers:,} numbers, the safetensors files hold {weights.numel:,}; "
+            "they do not belong together: download both anew"
+        )
+
+
+def _fill(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, weights: Weights, dtype: torch.dtype, folder: Path
+) -> PreTrainedModel:
+    """The model with its weights. transformers is handed tensors, not the folder, so it reads nothing else in there."""
+    try:
+        state = {name: tensor for file in weights.files for name, tensor in load_file(file).items()}
+        model, report = cls.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{folder}: the weights cannot be loaded ({_first_line(error)}); download them anew") from None
+    faults = {kind: sorted(map(str, report.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
+    for kind, names in faults.items():
+        if names:
+            raise ModelError(
+                f"{folder}: {len(names)} {kind.replace('_', ' ')}, {names[0][:80]!r} first, so those weights would be "
+                f"random; the files do not hold a whole {cls.__name__}: download them anew"
+            )
+    return model
+
+
+# -- what `look` wants to know ----------------------------------------------------------------------------------------
+
+
+def _kind(model: PreTrainedModel) -> str:
+    causal = [bool(getattr(module, "is_causal", True)) for module in attention_modules(model).values()]
+    return "decoder" if any(causal) and getattr(model.config, "is_causal", True) else "encoder"
+
+
+def _max_positions(model: PreTrainedModel) -> int | None:
+    """How many tokens fit. Tables that begin to count after the padding id hold that many rows fewer."""
+    declared = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
+            declared = module.num_embeddings - module.padding_idx - 1
+    return declared if isinstance(declared, int) and declared > 0 else None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (" ".join(lines[:2]) if lines else type(error).__name__)[:200]

@@ -1,0 +1,167 @@
+"""See every attention call of a transformers model while it runs, and leave the model as it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..nn.probe import AttentionCall, Probe
+from ..nn.probe import probe as probe_any
+from .errors import ModelError
+from .interface import NAME, attention_modules, configs, outside_text, require_interface, unseen_modules
+
+
+class _Session:
+    """One open probe: which modules are watched, and what ran."""
+
+    def __init__(self, model: PreTrainedModel, seen: Probe, names: dict[nn.Module, str]) -> None:
+        self.model, self.seen, self.names = model, seen, names
+        self.ran: set[nn.Module] = set()
+        self.before: dict[nn.Module, int] = {}
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """A module begins its forward."""
+        self.ran.add(module)
+        self.before[module] = self.seen.seen
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        """An attention module has ended its forward; unless it called us, it computed attention by itself."""
+        if self.seen.seen == self.before[module]:
+            raise self.fault([self.names[module]], "ran without calling the attention function it is set to")
+
+    def check_complete(self) -> None:
+        """Every attention module was called, but for those of a part of the model (an encoder, say) that never ran."""
+        silent = [
+            name
+            for module, name in self.names.items()
+            if name not in self.seen.called and _owner(self.model, name) in self.ran | {self.model}
+        ]
+        if silent:
+            raise self.fault(
+                silent, "was not called while the probe was open; run the whole model inside the with block"
+            )
+
+    def fault(self, names: list[str], what: str) -> ModelError:
+        more = f" (and {len(names) - 1} more attention modules)" if len(names) > 1 else ""
+        return ModelError(f"{_title(self.model)}: module {names[0]!r}{more} {what}")
+
+
+_sessions: tuple[_Session, ...] = ()
+
+
+def watchers(module: nn.Module) -> list[Callable[..., None]]:
+    """What to call with the fields of an attention call of this module: one function an open probe of its model."""
+    if not _sessions:
+        return []
+    return [partial(session.seen.record, session.names[module]) for session in _sessions if module in session.names]
+
+
+@contextmanager
+def probe(model: PreTrainedModel, each: Callable[[AttentionCall], None] | None = None) -> Iterator[Probe]:
+    """Watch every attention call of a transformers model while the with block runs.
+
+    The model is switched to headwise's attention and back. Calls are told apart by the qualified name of the module and
+    their order, never by `layer_idx`, which encoder-decoders give twice and shared layers once. The model is left
+    bit-identical, also after an exception; a compiled model runs uncompiled inside the block.
+
+    Args:
+        model: Any model on transformers' attention interface, in any mode and dtype.
+        each: Called at once with every `headwise.nn.AttentionCall`; the calls are then not kept.
+
+    Yields:
+        The `headwise.nn.Probe`, whose ``calls`` fill up as the model runs.
+
+    Raises:
+        ModelError: the model, or a part of it, is not on the interface; or an attention module that should have run did
+            not call; the text names the model and the module.
+
+    Warns:
+        UserWarning: the model holds further modules of attention that do not go through the interface (a pooling head,
+            say); they run as always, unseen.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8, vocab_size=11)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
+        >>> with probe(model) as seen:
+        ...     out = model(torch.tensor([[1, 2, 3]]))
+        >>> seen.calls[1]
+        AttentionCall('model.layers.1.self_attn', order=1, query=(1, 4, 3, 6), key=(1, 4, 3, 6), mask=Mask(...
+    """
+    names = _watched(model)
+    seen = Probe(tuple(names.values()), each)
+    session = _Session(model, seen, names)
+    with ExitStack() as undo:
+        undo.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph holds the attention it met
+        for module in {*names, *(part for part in model.modules() if isinstance(part, PreTrainedModel))}:
+            undo.callback(module.register_forward_pre_hook(session.enter).remove)
+        for module in names:
+            undo.callback(module.register_forward_hook(session.leave).remove)
+        for config in configs(model):
+            undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
+            config._attn_implementation_internal = NAME
+        _open(session)
+        undo.callback(_close, session)
+        yield seen
+    session.check_complete()
+
+
+probe_any.register(PreTrainedModel, probe)
+
+
+def _watched(model: object) -> dict[nn.Module, str]:
+    """The attention modules of a model and their names, once it is sure that all of its attention is among them."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"headwise.hf.probe takes a transformers PreTrainedModel, got {type(model).__name__}; for a module made of "
+            "headwise.MultiHeadAttention use headwise.nn.probe; of a wrapped model pass what it wraps"
+        )
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            require_interface(type(part), part.config.model_type)
+    names = {module: name for name, module in attention_modules(model).items()}
+    if not names:
+        reason = "no module of it calls the interface"
+        raise ModelError(outside_text(type(model).__name__, model.config.model_type, reason))
+    unseen = unseen_modules(model)
+    if unseen:
+        listed = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in list(unseen.items())[:3])
+        warnings.warn(
+            f"{_title(model)}: {len(unseen)} module(s) of attention outside transformers' attention interface run unseen: "
+            f"{listed}",
+            stacklevel=4,
+        )
+    return names
+
+
+def _title(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} (model_type {model.config.model_type!r})"
+
+
+def _owner(model: PreTrainedModel, name: str) -> nn.Module:
+    """The smallest whole model around a module: the encoder or decoder it belongs to."""
+    path = name.split(".")[:-1]
+    while path:
+        part = model.get_submodule(".".join(path))
+        if isinstance(part, PreTrainedModel):
+            return part
+        path.pop()
+    return model
+
+
+def _open(session: _Session) -> None:
+    global _sessions
+    _sessions = (*_sessions, session)
+
+
+def _close(session: _Session) -> None:
+    global _sessions
+    _sessions = tuple(other for other in _sessions if other is not session)
