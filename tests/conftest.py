@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network is a defect
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subprocess tests do not mix
@@ -32,7 +33,12 @@ if CHECKED:
     early = sorted(name for name in sys.modules if name.split(".")[0] == "headwise")
     if early:
         raise RuntimeError(f"the shape checker came too late: {', '.join(early)} was imported before tests/conftest.py")
-    jaxtyping.install_import_hook("headwise", "beartype.beartype")
+    src = Path(__file__).parents[1] / "src"
+    names = [".".join(path.relative_to(src).with_suffix("").parts) for path in src.glob("headwise/**/*.py")]
+    # FlexAttention traces the functions it is given, even uncompiled: the checker's wrappers would stop it.
+    hooked = [name.removesuffix(".__init__") for name in names if name != "headwise.ops.flex"]
+    hooked = [name for name in hooked if name not in ("headwise", "headwise.ops")]  # a package hooks all below it
+    jaxtyping.install_import_hook(hooked, "beartype.beartype")
 
 jaxtyping.config.update("jaxtyping_disable", True)  # until a test asks for it: see `shape_checker`
 

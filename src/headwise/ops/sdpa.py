@@ -17,7 +17,7 @@ from .rules import Band
 from .scores import strips
 
 # Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
-STRIP = 512
+STRIP = 256
 # Up to this many query rows, the query heads of a group are laid into the query axis, so that their keys and values
 # are read once and not G times (benchmarks/attention.py, cases `fold`).
 FOLD_ROWS = 16
