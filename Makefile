@@ -33,7 +33,7 @@ types: $(VENV)/.test
 	$(BIN)/mypy
 
 docs: $(VENV)/.test
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pytest: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)

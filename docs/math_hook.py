@@ -9,9 +9,9 @@ from latex2mathml.converter import convert
 FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>', re.S)
 
 
-def on_page_content(page: str, **_: Any) -> str:
+def on_page_content(content: str, **_: Any) -> str:
     """Replace each formula that the arithmatex extension has set apart."""
-    return FORMULA.sub(lambda found: _mathml(found[2], found[1] == "div"), page)
+    return FORMULA.sub(lambda found: _mathml(found[2], found[1] == "div"), content)
 
 
 def _mathml(formula: str, block: bool) -> str:
