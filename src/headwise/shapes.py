@@ -42,20 +42,21 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_query_key(query, key)
     if not isinstance(value, Tensor):
         raise TypeError(f"{LAYOUT} as tensors; value is {type(value).__name__}")
-    got = f"got query {describe(query)}, key {describe(key)}, value {describe(value)}"
     if value.ndim != 4:
-        raise ValueError(f"{LAYOUT}: four axes each; {got}")
+        raise ValueError(f"{LAYOUT}: four axes each; {_got(query, key, value)}")
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
             f"key and value share batch, key-value heads and length: key {tuple(key.shape[:3])}, "
             f"value {tuple(value.shape[:3])}; project or slice them alike"
         )
     if value.dtype != query.dtype:
-        raise ValueError(f"query, key and value share one dtype; {got}; cast with .to(query.dtype)")
+        raise ValueError(f"query, key and value share one dtype; {_got(query, key, value)}; cast with .to(query.dtype)")
     if value.device != query.device:
-        raise ValueError(f"query, key and value live on one device; {got}; move with .to(query.device)")
+        raise ValueError(
+            f"query, key and value live on one device; {_got(query, key, value)}; move with .to(query.device)"
+        )
     if value.shape[3] == 0:
-        raise ValueError(f"the value dim V is at least 1; {got}")
+        raise ValueError(f"the value dim V is at least 1; {_got(query, key, value)}")
 
 
 def check_query_key(query: Tensor, key: Tensor) -> None:
@@ -63,15 +64,16 @@ def check_query_key(query: Tensor, key: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{LAYOUT} as tensors; {name} is {type(tensor).__name__}")
-    got = f"got query {describe(query)}, key {describe(key)}"
     if query.ndim != 4 or key.ndim != 4:
-        raise ValueError(f"{LAYOUT}: four axes each; {got}; split heads with .unflatten(-1, (H, D)).transpose(1, 2)")
+        raise ValueError(
+            f"{LAYOUT}: four axes each; {_got(query, key)}; split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
+        )
     if query.dtype not in DTYPES:
-        raise ValueError(f"attention runs in float32, bfloat16, float16 or float64; {got}")
+        raise ValueError(f"attention runs in float32, bfloat16, float16 or float64; {_got(query, key)}")
     if key.dtype != query.dtype:
-        raise ValueError(f"query, key and value share one dtype; {got}; cast with .to(query.dtype)")
+        raise ValueError(f"query, key and value share one dtype; {_got(query, key)}; cast with .to(query.dtype)")
     if key.device != query.device:
-        raise ValueError(f"query, key and value live on one device; {got}; move with .to(query.device)")
+        raise ValueError(f"query, key and value live on one device; {_got(query, key)}; move with .to(query.device)")
     if key.shape[0] != query.shape[0]:
         raise ValueError(
             f"query and key share the batch size: query B = {query.shape[0]}, key B = {key.shape[0]}; "
@@ -80,11 +82,16 @@ def check_query_key(query: Tensor, key: Tensor) -> None:
     if key.shape[3] != query.shape[3]:
         raise ValueError(
             f"query and key share the head dim D: query D = {query.shape[3]}, key D = {key.shape[3]}; "
-            f"is the layout (B, heads, length, D)? {got}"
+            f"is the layout (B, heads, length, D)? {_got(query, key)}"
         )
     if query.shape[3] == 0:
-        raise ValueError(f"the head dim D is at least 1; {got}")
+        raise ValueError(f"the head dim D is at least 1; {_got(query, key)}")
     check_head_counts(query.shape[1], key.shape[1])
+
+
+def _got(query: Tensor, key: Tensor, value: Tensor | None = None) -> str:
+    told = f"got query {describe(query)}, key {describe(key)}"
+    return told if value is None else f"{told}, value {describe(value)}"
 
 
 def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
