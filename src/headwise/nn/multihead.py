@@ -51,7 +51,7 @@ class MultiHeadAttention(nn.Module):
         ValueError: sizes that do not divide, or an unknown `bias`.
 
     Example:
-        >>> import headwise
+        >>> import torch, headwise
         >>> mha = MultiHeadAttention(12, 6, num_kv_heads=2, bias="qkv")
         >>> x = torch.randn(2, 5, 12)
         >>> mha(x, mask=headwise.causal()).shape                          # shape in equals shape out
@@ -163,6 +163,7 @@ class MultiHeadAttention(nn.Module):
             IndexError: no such head.
 
         Example:
+            >>> import torch
             >>> mha = MultiHeadAttention(12, 3)
             >>> x = torch.randn(2, 5, 12)
             >>> def attend(Q, K, V):
