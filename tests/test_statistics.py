@@ -203,6 +203,13 @@ def test_a_sink_that_takes_all() -> None:
     found = statistics(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), sinks=torch.tensor([1e4]))
     assert found.sink.eq(1).all() and found.largest.eq(0).all() and found.entropy.eq(0).all()
     assert found.pooled.eq(0).all() and found.distance.eq(0).all() and found.rows.eq(2).all()
+    assert found.pooled_rows.eq(0).all()
+
+
+def test_a_sink_that_takes_nothing() -> None:
+    query, key = inputs(SQUARE)
+    without, found = statistics(query, key), statistics(query, key, sinks=torch.full((SQUARE.H,), -math.inf))
+    assert torch.equal(found.entropy, without.entropy) and torch.equal(found.pooled, without.pooled)
 
 
 def test_huge_logits_stay_finite_and_exact() -> None:
@@ -233,6 +240,9 @@ def test_a_nan_shows_where_it_may_be_attended_and_nowhere_else() -> None:
     for name in ("entropy", "largest", "distance"):
         assert torch.equal(getattr(found, name)[0, 0].isnan(), rows), name
     assert torch.equal(found.pooled[0, 0].isnan().any(-1), rows)
+    query[0, 0, 3] = math.nan
+    received = statistics(query, key.nan_to_num(), mask=headwise.window(2)).received[0, 0]
+    assert torch.equal(received.isnan(), (torch.arange(13) == 2) | (torch.arange(13) == 3))
 
 
 def test_same_bits_whatever_shares_the_batch() -> None:
@@ -308,6 +318,13 @@ def test_memory_grows_linearly(mask: headwise.Mask) -> None:
     assert peaks[-1] <= 2.2 * peaks[-2], peaks  # the last doubling, where constants weigh least
     for n in LENGTHS[1:]:
         assert runs[n][1] < n * n * 4 / 2, f"a tensor of {runs[n][1]} bytes at n = {n}: is it T x S?"
+
+
+def test_a_window_is_not_scored_outside() -> None:
+    n = 4096
+    rows = next(scores.row_blocks(n, n)).stop
+    _, largest = benchmark().peak_bytes(partial(statistics, mask=headwise.window(512), pool=1), n)
+    assert largest <= 8 * rows * (512 + rows)  # distances are counted in int64 before they are float
 
 
 def test_the_memory_test_sees_a_matrix() -> None:

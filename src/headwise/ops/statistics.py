@@ -242,7 +242,7 @@ class _Sums:
         weight_BHR = torch.where(mass == 0, 0.0, 1 / mass)
         # Bin by bin: one product with zeros outside of the bin would carry a row's NaN into its neighbours.
         for i in range(first * bins // self.T, (last - 1) * bins // self.T + 1):
-            rows = slice(max(-(-i * self.T // bins), first) - first, min(-(-(i + 1) * self.T // bins), last) - first)
+            rows = slice(max(-(-i * self.T // bins) - first, 0), -(-(i + 1) * self.T // bins) - first)
             sums_BHC = (weight_BHR[:, :, None, rows] @ p_BHRC[:, :, rows]).squeeze(2)
             self.pooled[:, :, i] += sums_BHC @ self.column_bins[block.keys]
             self.pooled_rows[:, :, i] += (alive & (mass > 0))[:, :, rows].sum(-1)
