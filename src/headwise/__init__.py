@@ -1,18 +1,10 @@
-"""Multi-head attention, head by head: run it, look at it, reshape it, plan it."""
+"""Multi-head attention, head by head: run it, look at it, reshape it, plan it.
 
-from .ops.attention import Explanation as Explanation
-from .ops.attention import attention as attention
-from .ops.attention import explain as explain
-from .ops.masks import Mask as Mask
-from .ops.masks import alibi as alibi
-from .ops.masks import alibi_slopes as alibi_slopes
-from .ops.masks import bias as bias
-from .ops.masks import causal as causal
-from .ops.masks import causal_top_left as causal_top_left
-from .ops.masks import keep as keep
-from .ops.masks import lengths as lengths
-from .ops.masks import segments as segments
-from .ops.masks import window as window
-from .ops.weights import weights as weights
+The table of contents is `__init__.pyi`; each name is imported when it is first used, so that `import headwise` is
+light and the planner starts without torch.
+"""
+
+import lazy_loader
 
 __version__ = "0.1.0"
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,25 @@
+"""The table of contents."""
+
+from . import look as look
+from . import nn as nn
+from . import plan as plan
+from .nn.multihead import MultiHeadAttention as MultiHeadAttention
+from .nn.trace import trace as trace
+from .ops.attention import Explanation as Explanation
+from .ops.attention import attention as attention
+from .ops.attention import explain as explain
+from .ops.masks import Mask as Mask
+from .ops.masks import alibi as alibi
+from .ops.masks import alibi_slopes as alibi_slopes
+from .ops.masks import bias as bias
+from .ops.masks import causal as causal
+from .ops.masks import causal_top_left as causal_top_left
+from .ops.masks import keep as keep
+from .ops.masks import lengths as lengths
+from .ops.masks import segments as segments
+from .ops.masks import window as window
+from .ops.statistics import HeadStatistics as HeadStatistics
+from .ops.statistics import statistics as statistics
+from .ops.weights import weights as weights
+
+__version__: str
