@@ -1,0 +1,211 @@
+"""What may not be attended changes no bit; what may be attended is honest: a NaN there shows. Forward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from backends import MUST, attend
+from mask_cases import LONG, MASKS, SHORT, SIZES, Sizes, dense
+from test_meaning import options_of
+from torch import Tensor
+
+import headwise
+from headwise.testing import POISONS, STRIDES, assert_same_bits, make_qkv, poison, strided
+
+quick = pytest.mark.parametrize("backend", [*MUST, "sdpa"])
+each_poison = pytest.mark.parametrize("what", POISONS, ids=["NaN", "Inf", "-Inf", "1e30"])
+# NaN everywhere; the other poisons each at one shape
+SIZED_POISONS = [(n, what) for n, other in zip(SIZES, POISONS[1:], strict=True) for what in (math.nan, other)]
+
+
+def split_rows(sees: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows that may attend one of the keys, rows that may attend anything), both (B, H, T); keys is (B, K, S)."""
+    group = sees.shape[1] // keys.shape[1]
+    return (sees & keys.repeat_interleave(group, 1)[:, :, None]).any(-1), sees.any(-1)
+
+
+def compare(ours: Any, clean: Any, spoiled: Tensor, what: float) -> None:
+    """Rows that do not meet the poison keep every bit; the others show NaN (or, for 1e30, at least are not hidden)."""
+    for x, y in zip(ours, clean, strict=True):
+        assert_same_bits(x[~spoiled], y[~spoiled])
+        if what != 1e30:
+            assert bool(x[spoiled].isnan().all()), "a NaN or Inf that is attended does not show"
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa"])  # auto is one of these
+def test_poisoned_keys_and_values(backend: str, mask: str) -> None:
+    """Poison a third of all keys and values: rows that may attend none of those must not notice."""
+    for n, what in SIZED_POISONS:
+        check_poisoned_keys_and_values(backend, mask, n, what)
+
+
+def check_poisoned_keys_and_values(backend: str, mask: str, n: Sizes, what: float) -> None:
+    q, k, v = make_qkv(*n)
+    made, (sees, _) = MASKS[mask](n).mask, dense(mask, n)
+    source = torch.Generator().manual_seed(len(mask))
+    for poisoned in (torch.rand(n.B, n.K, n.S, generator=source) < 0.3, _unseen(sees, n.K)):
+        met, _ = split_rows(sees, poisoned)
+        bad = {"key": (poison(k, poisoned[..., None], what), v), "value": (k, poison(v, poisoned[..., None], what))}
+        clean = attend(backend, q, k, v, mask=made)
+        for pair in bad.values():
+            compare([attend(backend, q, *pair, mask=made)], [clean], met, what)
+        if backend != "sdpa":
+            clean = attend(backend, q, k, v, mask=made, return_lse=True, **options_of("everything", n))
+            for pair in bad.values():
+                both = attend(backend, q, *pair, mask=made, return_lse=True, **options_of("everything", n))
+                compare(both, clean, met, what)
+
+
+def _unseen(sees: Tensor, K: int) -> Tensor:
+    """The keys that no query of the group may attend: beyond the lengths, in the future of all, masked for all."""
+    return ~sees.unflatten(1, (K, -1)).any(2).any(2)
+
+
+def test_the_masks_leave_keys_unseen() -> None:
+    """Else the second half of the test above tests nothing."""
+    unseen = {mask for mask in MASKS for n in SIZES if _unseen(dense(mask, n)[0], n.K).any()}
+    assert len(unseen) >= 19
+
+
+@each_poison
+@pytest.mark.parametrize("mask", ["causal", "lengths", "keep BHTS", "bias BHTS", "all kinds"])
+@quick
+def test_poisoned_queries(backend: str, mask: str, what: float) -> None:
+    """A bad query row spoils itself alone; one that may attend nothing stays 0."""
+    n = LONG
+    q, k, v = make_qkv(*n)
+    made, (sees, _) = MASKS[mask](n).mask, dense(mask, n)
+    rows = torch.rand(n.B, n.H, n.T, generator=torch.Generator().manual_seed(1)) < 0.4
+    bad = poison(q, rows[..., None], what)
+    spoiled = rows & sees.any(-1)
+    compare([attend(backend, bad, k, v, mask=made)], [attend(backend, q, k, v, mask=made)], spoiled, what)
+    for x in (attend(backend, bad, k, v, mask=made), headwise.weights(bad, k, mask=made)):
+        assert bool((x[~sees.any(-1)] == 0).all())
+
+
+@each_poison
+@quick
+def test_poisoned_biases(backend: str, what: float) -> None:
+    """A bias that is NaN where another rule forbids is never met; where nothing forbids it, it shows."""
+    n = SHORT
+    qkv = make_qkv(*n)
+    seen = torch.rand(n.T, n.S, generator=torch.Generator().manual_seed(2)) > 0.4
+    forbids = headwise.bias(torch.zeros(n.T, n.S).masked_fill(~seen, -math.inf))
+    clean = torch.randn(n.T, n.S, generator=torch.Generator().manual_seed(3))
+    for rule in (headwise.keep(seen), forbids):
+        expected = attend(backend, *qkv, mask=rule & headwise.bias(clean))
+        assert_same_bits(attend(backend, *qkv, mask=rule & headwise.bias(poison(clean, ~seen, what))), expected)
+        assert_same_bits(attend(backend, *qkv, mask=headwise.bias(poison(clean, ~seen, what)) & rule), expected)
+    if math.isnan(what):
+        shown = attend(backend, *qkv, mask=headwise.bias(poison(clean, seen, what)))
+        assert bool(shown[:, :, seen.any(-1)].isnan().all())
+
+
+@pytest.mark.parametrize("case", ["one key", "every key", "every value", "everything", "one of many", "a query"])
+@pytest.mark.parametrize("what", [math.nan, math.inf])
+@quick
+def test_nan_that_is_attended_shows(backend: str, case: str, what: float) -> None:
+    """Also where a whole row is NaN, which torch's fused kernel takes for an empty row and answers with 0."""
+    q, k, v = make_qkv(1, 4, 2, 3, 1 if case == "one key" else 67, 8, 5)
+    if case in ("every key", "everything", "one key"):
+        k = torch.full_like(k, what)
+    if case in ("every value", "everything"):
+        v = torch.full_like(v, what)
+    if case == "one of many":
+        v[:, :, 66, 4] = what
+    if case == "a query":
+        q[:, :, 1] = what
+    for mask in (None, headwise.causal(offset=66), headwise.keep(torch.ones(k.shape[2], dtype=torch.bool))):
+        out = attend(backend, q, k, v, mask=mask)
+        if case == "a query":
+            assert bool(out[:, :, 1].isnan().all()) and bool(out[:, :, [0, 2]].isfinite().all())
+        elif case == "one of many":
+            assert bool(out[..., 4].isnan().all())
+        else:
+            assert bool(out.isnan().all())
+
+
+@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("which", ["sinks", "gate"])
+def test_nan_in_sinks_and_gates_shows(backend: str, which: str) -> None:
+    n = SHORT
+    options = options_of(which, n)
+    options[which][0] = math.nan  # head 0, or batch row 0
+    out = headwise.attention(*make_qkv(*n), **options, backend=backend)
+    bad, good = (out[:, 0], out[:, 1:]) if which == "sinks" else (out[0], out[1:])
+    assert bool(bad.isnan().all()) and bool(good.isfinite().all())
+
+
+@pytest.mark.parametrize("pattern", STRIDES)
+@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa"])
+def test_gaps_between_and_around_rows(backend: str, pattern: str) -> None:
+    """Thirty-three memory layouts: the answer is that of the contiguous copy, and what lies in the gaps is not read."""
+    n = SHORT
+    given = dict(zip(("query", "key", "value"), make_qkv(*n), strict=True))
+    for name, x in given.items():
+        results = [
+            attend(backend, **{**given, name: strided(x, pattern, slack=slack)}, mask=headwise.causal())
+            for slack in (0.0, math.nan, 1e30)
+        ]
+        assert_same_bits(results[1], results[0], what=f"{name}, NaN in the gaps")
+        assert_same_bits(results[2], results[0], what=f"{name}, 1e30 in the gaps")
+        same = attend(backend, **{**given, name: strided(x, pattern).contiguous()}, mask=headwise.causal())
+        torch.testing.assert_close(results[1], same, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pattern", STRIDES)
+@quick
+def test_layouts_of_mask_tensors(backend: str, pattern: str) -> None:
+    n = SHORT
+    qkv = make_qkv(*n)
+    seen, added = dense("keep BHTS", n)[0], make_qkv(n.B, n.H, 1, n.T, 1, n.S, 1)[0]
+    for make, x in ((headwise.keep, seen), (headwise.bias, added)):
+        odd = strided(x, pattern)
+        assert_same_bits(
+            attend(backend, *qkv, mask=make(odd)), attend(backend, *qkv, mask=make(odd.contiguous())), what=pattern
+        )
+
+
+def test_there_are_thirty_layouts_and_they_differ() -> None:
+    x = make_qkv(2, 3, 1, 5, 1, 7, 1)[0]
+    laid = {(odd.stride(), odd.storage_offset()) for odd in (strided(x, pattern) for pattern in STRIDES)}
+    assert len(laid) == len(STRIDES) >= 30
+    for pattern in STRIDES:
+        odd = strided(x, pattern)
+        assert odd.shape == x.shape and not odd.isnan().any()
+        if not pattern.startswith(("expanded", "overlapping")):
+            assert_same_bits(odd, x)
+
+
+@each_poison
+def test_dropout_and_poison(what: float) -> None:
+    """The same seed drops the same weights, whatever lies where nothing may look."""
+    n = SHORT
+    q, k, v = make_qkv(*n)
+    made = headwise.lengths(torch.tensor([4, 5]))
+    beyond = (torch.arange(n.S) >= torch.tensor([[4], [5]]))[:, None, :, None]
+    for backend in MUST:
+        results = []
+        for pair in ((k, v), (poison(k, beyond, what), v), (k, poison(v, beyond, what))):
+            torch.manual_seed(4)
+            results.append(headwise.attention(q, *pair, mask=made, dropout=0.3, backend=backend))
+        assert_same_bits(results[1], results[0])
+        assert_same_bits(results[2], results[0])
+
+
+def test_the_traps_can_fail() -> None:
+    """torch's own kernel, unfenced, leaks the NaN of a masked key; the comparison sees it."""
+    q, k, v = make_qkv(1, 1, 1, 4, 5, 8, 8)
+    seen = torch.arange(5) < 4
+    bad = poison(v, ~seen[:, None])
+    naive = [
+        torch.nn.functional.scaled_dot_product_attention(q, k, x, attn_mask=seen[None, None, None]) for x in (v, bad)
+    ]
+    with pytest.raises(AssertionError, match="differ in their bits"):
+        compare(naive[1:], naive[:1], torch.zeros(1, 1, 4, dtype=torch.bool), math.nan)
+    with pytest.raises(AssertionError, match="does not show"):
+        compare([torch.zeros(1, 1, 4, 8)], [torch.zeros(1, 1, 4, 8)], torch.ones(1, 1, 4, dtype=torch.bool), math.nan)
