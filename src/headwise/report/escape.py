@@ -1,0 +1,45 @@
+"""The rendering boundary: every string of a look is hostile, and passes here before it reaches a page or a terminal."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from typing import Any
+
+_HTML_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+
+
+def json_for_html(value: Any) -> str:
+    r"""JSON that may stand inside a ``<script>`` element, whatever strings it carries.
+
+    It is pure ASCII, so a lone surrogate or a bidi control cannot upset the file either; ``<``, ``>`` and ``&`` are
+    escaped, so no string can close the element or open a comment.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON cannot say.
+
+    >>> print(json_for_html({"token": "</script>\u2028"}))
+    {"token":"\u003c/script\u003e\u2028"}
+    """
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.translate(_HTML_UNSAFE)
+
+
+def visible(text: str, *, limit: int = 200) -> str:
+    r"""The text with nothing in it that acts: what a terminal or a title bar may print.
+
+    Controls (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates and all else of
+    Unicode category C become a visible ``\x1b``; a text longer than ``limit`` is cut, and says so.
+
+    >>> print(visible("\x1b[2Jmodel\u202e"))
+    \x1b[2Jmodel\u202e
+    """
+    shown = "".join(_escape(c) if unicodedata.category(c) in _ACTING else c for c in text[:limit])
+    return shown if len(text) <= limit else f"{shown}... ({len(text):,} characters)"
+
+
+_ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -1,0 +1,63 @@
+// Two charts: one number of every head by layer; one head's mass by distance.
+
+function buildStatistics() {
+  const select = byId("statistic");
+  for (const statistic of look.statistics) {
+    if (heads.some((head) => head[statistic.key] !== null)) select.append(el("option", { value: statistic.key }, statistic.label));
+  }
+  select.value = state.statistic;
+  select.addEventListener("change", () => {
+    state.statistic = select.value;
+    drawChart();
+  });
+}
+
+function drawChart() {
+  const place = byId("chart");
+  const statistic = look.statistics.find((s) => s.key === state.statistic);
+  byId("meaning").textContent = statistic.meaning;
+  const width = Math.max(place.clientWidth, 260);
+  const [height, left, bottom] = [190, 42, 34];
+  const layers = [...new Set(heads.map((head) => head.layer))];
+  const x = d3.scaleBand(layers, [left, width - 6]).paddingInner(0.12);
+  const values = heads.map((head) => head[statistic.key]).filter((value) => value !== null);
+  const highest = Math.max(0, ...values);
+  const y = d3.scaleLinear([0, highest || 1], [height - bottom, 10]).nice(4);
+  const svg = drawing(width, height).attr("aria-hidden", "true");
+  const every = Math.ceil(layers.length / (width / 26));
+  svg.append("g").attr("class", "grid").attr("transform", `translate(${left},0)`).call(d3.axisLeft(y).ticks(4).tickSize(left + 6 - width));
+  svg.append("g").attr("transform", `translate(0,${height - bottom})`).call(d3.axisBottom(x).tickSize(0).tickPadding(7).tickValues(layers.filter((_, i) => i % every === 0)));
+  svg.append("text").attr("class", "name").attr("x", width - 6).attr("y", height - 3).attr("text-anchor", "end").text("layer");
+  const most = Math.max(1, ...heads.map((head) => head.head + 1));
+  const radius = Math.max(2.5, Math.min(5, x.bandwidth() / most / 1.6));
+  for (const head of heads) {
+    if (head[statistic.key] === null) continue;
+    const dot = svg.append("circle").attr("r", radius).attr("cy", y(head[statistic.key]));
+    dot.attr("cx", x(head.layer) + ((head.head + 0.5) / most) * x.bandwidth());
+    dot.classed("dot", true).classed("off", !matches(head)).classed("now", head.index === state.head);
+    dot.style("--role", roleColour(head.roles[0]?.[0])).on("click", () => selectHead(head.index));
+    dot.append("title").text(`${head.name}: ${number(head[statistic.key], statistic.digits)} ${rolesText(head)}`);
+  }
+  place.replaceChildren(svg.node());
+}
+
+function drawOffsets(head) {
+  const place = byId("offsets");
+  byId("offsets-of").textContent = `head ${head.name}: mean over the queries`;
+  const width = Math.max(place.clientWidth, 200);
+  const [height, left, bottom] = [190, 42, 34];
+  const x = d3.scaleBand(head.offsets.map((_, i) => i), [left, width - 4]).padding(0.25);
+  const highest = Math.max(0, ...head.offsets);
+  const y = d3.scaleLinear([0, Math.max(highest, 0.1)], [height - bottom, 8]).nice(3);
+  const svg = drawing(width, height).attr("role", "img");
+  svg.attr("aria-label", head.offsets.map((mass, i) => `${i} back: ${number(mass, 2)}`).join(", "));
+  svg.append("g").attr("class", "grid").attr("transform", `translate(${left},0)`).call(d3.axisLeft(y).ticks(3).tickSize(left + 4 - width));
+  svg.append("g").attr("transform", `translate(0,${height - bottom})`).call(d3.axisBottom(x).tickSize(0).tickPadding(6));
+  svg.append("text").attr("class", "name").attr("x", width - 4).attr("y", height - 3).attr("text-anchor", "end").text("tokens back from the query");
+  head.offsets.forEach((mass, i) => {
+    if (mass === null) return;
+    const bar = svg.append("rect").attr("class", "mass").attr("x", x(i)).attr("width", x.bandwidth());
+    bar.attr("y", y(mass)).attr("height", Math.max(0, y(0) - y(mass))).append("title").text(number(mass, 3));
+  });
+  place.replaceChildren(svg.node());
+}

@@ -1,0 +1,116 @@
+// Weights and their colours. A code is levels - 1 times the square root of the weight.
+
+const LEVELS = look.maps.levels;
+let codes = null; // Uint8Array: all maps, one after the other
+const starts = [];
+
+async function inflate(base64) {
+  const packed = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+async function loadMaps() {
+  codes = await inflate(look.maps.data);
+  let start = 0;
+  for (const head of heads) {
+    starts.push(start);
+    start += head.rows * head.columns;
+    head.causal = isCausal(head);
+  }
+}
+
+function codeAt(head, row, column) {
+  return codes[starts[head.index] + row * head.columns + column];
+}
+
+function weightAt(head, row, column) {
+  return (codeAt(head, row, column) / (LEVELS - 1)) ** 2;
+}
+
+// Half a step of the coding at that weight: how far off the number shown may be.
+function errorAt(weight) {
+  return Math.sqrt(weight) / (LEVELS - 1);
+}
+
+// Does no query attend a later key? Then that triangle is left bare, so that the shape is seen.
+function isCausal(head) {
+  if (head.rows !== head.columns || head.rows < 2) return false;
+  for (let i = 0; i < head.rows; i++) {
+    for (let j = i + 1; j < head.columns; j++) if (codeAt(head, i, j)) return false;
+  }
+  return true;
+}
+
+// 256 colours; the lightness of viridis rises evenly, for every kind of colour vision and in grey print.
+const RAMP = Uint8ClampedArray.from(
+  Array.from({ length: 256 }, (_, i) => {
+    const rgb = d3.interpolateViridis(i / 255);
+    return [1, 3, 5].map((at) => parseInt(rgb.slice(at, at + 2), 16));
+  }).flat(),
+);
+
+// Position on the colour scale, 0 to 1, of each code in a row.
+function shadeOf(code, rowLargest) {
+  const root = code / (LEVELS - 1);
+  if (state.shade === "plain") return root * root;
+  if (state.shade === "row") return rowLargest ? (code / rowLargest) ** 2 : 0;
+  return root;
+}
+
+function largestCode(head, row) {
+  const from = starts[head.index] + row * head.columns;
+  return codes.subarray(from, from + head.columns).reduce((a, b) => Math.max(a, b), 0);
+}
+
+// Draws a head's map, one pixel a cell; with `side`, pooled by the largest cell, so that thin lines stay seen.
+function drawMap(canvas, head, side = Infinity) {
+  const rows = Math.min(head.rows, side);
+  const columns = Math.min(head.columns, side);
+  canvas.width = Math.max(columns, 1);
+  canvas.height = Math.max(rows, 1);
+  if (!rows || !columns) return;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(columns, rows);
+  for (let i = 0; i < head.rows; i++) {
+    const largest = state.shade === "row" ? largestCode(head, i) : 0;
+    const y = Math.floor((i * rows) / head.rows);
+    for (let j = 0; j < head.columns; j++) {
+      if (head.causal && j > i) break;
+      const at = 4 * (y * columns + Math.floor((j * columns) / head.columns));
+      paint(image.data, at, Math.round(255 * shadeOf(codeAt(head, i, j), largest)));
+    }
+  }
+  context.putImageData(image, 0, 0);
+}
+
+// Keeps the higher of two colours that fall on one pixel: viridis rises in green all the way.
+function paint(pixels, at, colour) {
+  if (pixels[at + 3] && pixels[at + 1] > RAMP[3 * colour + 1]) return;
+  pixels.set(RAMP.subarray(3 * colour, 3 * colour + 3), at);
+  pixels[at + 3] = 255;
+}
+
+function drawing(width, height) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  return d3.select(node).attr("width", width).attr("height", height);
+}
+
+function legend(node) {
+  const width = 150;
+  const canvas = el("canvas", { width: 256, height: 1 });
+  const image = canvas.getContext("2d").createImageData(256, 1);
+  for (let i = 0; i < 256; i++) {
+    image.data.set(RAMP.subarray(3 * i, 3 * i + 3), 4 * i);
+    image.data[4 * i + 3] = 255;
+  }
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  const root = state.shade === "root";
+  const place = d3.scaleLinear([0, 1], [0, width]);
+  const ticks = root ? [0, 0.05, 0.25, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
+  const axis = d3.axisBottom(place).tickValues(ticks.map((w) => (root ? Math.sqrt(w) : w)));
+  axis.tickFormat((_, i) => String(ticks[i])).tickSize(4).tickPadding(2);
+  const svg = drawing(width + 20, 20);
+  svg.append("g").attr("transform", "translate(10,0)").call(axis);
+  node.replaceChildren(el("span", {}, state.shade === "row" ? "share" : "weight"), el("div", {}, canvas, svg.node()));
+}

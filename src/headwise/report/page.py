@@ -1,0 +1,58 @@
+"""The page: template, script and style joined under a content security policy."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from .escape import json_for_html, visible
+
+if TYPE_CHECKING:
+    from headwise.look.records import Look
+
+_SCRIPTS = ("data.js", "text.js", "heat.js", "grid.js", "chart.js", "map.js", "tokens.js", "table.js", "main.js")
+"""In order: each uses only what stands before it."""
+
+
+def render(look: Look) -> str:
+    """The report as one HTML text: pure data and code, no address of anything outside.
+
+    The same look gives the same text. Strings of the look enter at two places only: as escaped JSON (see
+    :func:`headwise.report.escape.json_for_html`), and, made visible and autoescaped, as the page's title.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    from .pack import page_data
+
+    library = _read("vendor", "d3.min.js")
+    script = "(() => {\n" + "\n".join(_read("js", name) for name in _SCRIPTS) + "\n})();\n"
+    style = _read("report.css")
+    policy = (
+        f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    environment = Environment(
+        loader=PackageLoader("headwise.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("template.html.j2").render(
+        title=visible(look.model, limit=100),
+        policy=policy,
+        data=Markup(json_for_html(page_data(look))),
+        library=Markup(library),
+        script=Markup(script),
+        style=Markup(style),
+    )
+
+
+def _hash(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") + "'"
+
+
+def _read(*parts: str) -> str:
+    return resources.files(__package__).joinpath(*parts).read_text(encoding="utf-8")

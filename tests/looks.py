@@ -1,0 +1,107 @@
+"""Looks made by hand for the tests of the report and the command line: no model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headwise.look.records import HeadMap, HeadRecord, Look, RoleScore
+
+SENTENCE = " The quick fox saw the lazy dog.\n The quick fox saw the lazy cat, and the quick dog saw it too.\n"
+
+
+def words(length: int) -> tuple[str, ...]:
+    """Tokens of running text, as many as asked."""
+    found: list[str] = []
+    while len(found) < length:
+        for word in SENTENCE.replace(".", " .").replace(",", " ,").split(" ")[1:]:
+            found.extend(part for part in (word.rstrip("\n"), "\n" if word.endswith("\n") else "") if part)
+    return tuple(w if w in ".,\n" else f" {w}" for w in found[:length])
+
+
+def weights(kind: str, size: int, generator: np.random.Generator) -> npt.NDArray[np.float64]:
+    """A causal attention matrix of a kind: previous, sink, induction, self or broad."""
+    logits = generator.normal(scale=0.7, size=(size, size))
+    i, j = np.indices((size, size))
+    strength = 6 + np.log(size)
+    logits += (
+        strength
+        * {
+            "previous": i - j == 1,
+            "sink": j == 0,
+            "induction": (i - j) % 11 == 10,
+            "self": i == j,
+            "broad": np.zeros((size, size)),
+        }[kind]
+    )
+    logits[j > i] = -np.inf
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    matrix: npt.NDArray[np.float64] = shares / shares.sum(axis=1, keepdims=True)
+    return matrix
+
+
+def codes(matrix: npt.NDArray[np.float64]) -> HeadMap:
+    """A matrix of weights as the large map of a look."""
+    return HeadMap(*matrix.shape, np.rint(255 * np.sqrt(matrix)).astype(np.uint8).tobytes())
+
+
+ROLE_OF = {"previous": "previous-token", "sink": "first-token sink", "induction": "induction", "self": "self"}
+
+
+def make_look(
+    *,
+    layers: int = 3,
+    heads: int = 5,
+    tokens: Sequence[str] | None = None,
+    model: str = "synthetic/llama-3x5",
+    seed: int = 0,
+) -> Look:
+    """A look with clear roles, over the tokens (default: 41 words), the large map a cell a token."""
+    generator = np.random.default_rng(seed)
+    shown = tuple(words(41) if tokens is None else tokens)
+    kinds = ("previous", "sink", "broad", "induction", "self")
+    records, maps = [], []
+    for layer in range(layers):
+        for head in range(heads):
+            kind = kinds[(layer * 2 + head) % len(kinds)]
+            matrix = weights(kind, len(shown), generator)
+            maps.append(codes(matrix))
+            records.append(_record(layer, head, kind, matrix, float(generator.uniform(0.5, 0.95))))
+    return Look(model, layers, heads, len(shown), shown, tuple(records), "decoder", 1.25, "0.1.0", tuple(maps))
+
+
+def _record(layer: int, head: int, kind: str, matrix: npt.NDArray[np.float64], score: float) -> HeadRecord:
+    size = len(matrix)
+    role = ROLE_OF.get(kind)
+    distance = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = float(-np.nansum(matrix * np.log(matrix)) / size)
+    return HeadRecord(
+        module=f"model.layers.{layer}.self_attn",
+        call=0,
+        layer=layer,
+        head=head,
+        entropy=entropy,
+        largest=float(matrix.max(axis=1).mean()),
+        distance=float((matrix * distance).sum() / size),
+        sink=float(matrix[1:, 0].mean()) if size > 1 else 0.0,
+        delimiter=0.031,
+        self_mass=float(np.diag(matrix).mean()),
+        offsets=tuple(float(np.diag(matrix, -k).mean()) if k < size else 0.0 for k in range(9)),
+        duplicate=0.04,
+        induction=score if kind == "induction" else 0.01,
+        roles=(RoleScore(role, score, 0.4, "Elhage et al. 2021"),) if role else (),
+        map=tuple(map(tuple, matrix[: min(size, 8), : min(size, 8)].tolist())),
+        queries=size,
+        keys=size,
+    )
+
+
+def random_look(layers: int = 12, heads: int = 12, size: int = 128) -> Look:
+    """The worst case for the size of a report: every byte of every map is random."""
+    small = make_look(layers=layers, heads=heads, tokens=words(size))
+    generator = np.random.default_rng(1)
+    maps = tuple(HeadMap(size, size, generator.bytes(size * size)) for _ in small.heads)
+    return Look(**{**{name: getattr(small, name) for name in small.__dataclass_fields__}, "maps": maps})

@@ -1,0 +1,323 @@
+"""The report as a file: inert whatever the strings, small whatever the look, on disk whole or not at all."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import stat
+import zlib
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile import HUGE, PAYLOADS
+from looks import make_look, random_look, words
+
+from headwise import report
+from headwise.look import HeadMap, HeadRecord, Look, RoleScore
+from headwise.report import pack
+from headwise.report.escape import json_for_html, visible
+
+LIMIT = 2_000_000
+SHORT = [f"{i}-{ascii(payload)[1:25]}" for i, payload in enumerate(PAYLOADS)]
+
+
+class Elements(HTMLParser):
+    """The start tags with their attributes, and the text of each script and style."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.code: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("style", "script"):
+            self.code.append(("json" if attrs else tag, ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem:
+            kind, before = self.code.pop()
+            self.code.append((kind, before + data))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(next(code for kind, code in self.code if kind == "json"))
+        return found
+
+
+def hostile_look(text: str) -> Look:
+    """The text wherever a look holds a string."""
+    look = make_look(layers=1, heads=2, tokens=(text, "plain"), model=text)
+    role = RoleScore(text, 0.9, 0.4, text)
+    heads = tuple(replace(head, module=text, roles=(role,)) for head in look.heads)
+    return replace(look, heads=heads, kind=text, version=text)
+
+
+def inflated(data: dict[str, Any]) -> bytes:
+    return zlib.decompress(base64.b64decode(data["maps"]["data"]), -zlib.MAX_WBITS)
+
+
+# --- nothing in it acts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=SHORT)
+def test_a_hostile_string_adds_no_element_and_comes_back_to_the_letter(payload: str) -> None:
+    found = Elements(report.render(hostile_look(payload)))
+    plain = Elements(report.render(hostile_look("plain")))
+    assert found.tags == plain.tags
+    assert [kind for kind, _ in found.code] == ["style", "json", "script", "script"]
+    data = found.data
+    assert data["model"] == data["cells"][0]["text"] == data["heads"]["module"][0] == payload
+    assert data["roles"][0] == {"name": payload, "formula": "", "source": payload}
+
+
+def test_there_are_enough_payloads() -> None:
+    assert len(set(PAYLOADS)) == len(PAYLOADS) >= 60
+
+
+def test_the_inertness_test_would_see_markup() -> None:
+    html = report.render(hostile_look("plain"))
+    planted = html.replace("plain", PAYLOADS[1], 1)
+    assert Elements(planted).tags != Elements(html).tags
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=SHORT)
+def test_json_cannot_leave_its_element(payload: str) -> None:
+    text = json_for_html({payload: [payload]})
+    assert text.isascii()
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {payload: [payload]}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=SHORT)
+def test_visible_text_cannot_steer_a_terminal(payload: str) -> None:
+    assert visible(payload).isprintable() or set(visible(payload)) <= {"\u00a0"}
+    visible(payload).encode()  # no lone surrogate either
+
+
+def test_the_policy_names_exactly_what_is_there() -> None:
+    elements = Elements(report.render(make_look()))
+    policy = next(a["content"] for tag, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+
+    def hashes(kind: str) -> list[str]:
+        texts = [code for k, code in elements.code if k == kind]
+        return ["'sha256-" + base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() + "'" for t in texts]
+
+    assert rules.pop("script-src").split() == hashes("script")
+    assert rules.pop("style-src").split() == hashes("style")
+    assert rules == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+
+
+def test_no_element_points_outside() -> None:
+    for tag, attributes in Elements(report.render(make_look())).tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on") and name not in ("style", "srcdoc", "action"), (tag, name)
+            assert name not in ("src", "href") or str(value).startswith("data:"), (tag, name, value)
+
+
+def test_our_script_makes_no_markup_of_strings() -> None:
+    scripts = {file.name: file.read_text() for file in (resources.files(report) / "js").iterdir()}
+    assert len(scripts) > 5
+    forbidden = (
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|Function\(|\.html\(|DOMParser|fetch\(|https?:"
+    )
+    for name, source in scripts.items():
+        assert not re.search(forbidden, source.replace("http://www.w3.org/2000/svg", "")), name
+        assert len(source.splitlines()) <= 400
+        assert "</script" not in source and "<!--" not in source
+
+
+def test_the_library_is_the_one_that_was_checked() -> None:
+    vendor = resources.files(report) / "vendor"
+    digest = hashlib.sha256((vendor / "d3.min.js").read_bytes()).hexdigest()
+    assert digest in (vendor / "README.md").read_text()
+    assert "Permission to use, copy, modify" in (vendor / "LICENSE-d3.txt").read_text()
+
+
+# --- what it says ---------------------------------------------------------------------------------------------------
+
+
+def test_the_same_look_gives_the_same_bytes() -> None:
+    assert report.render(make_look(seed=3)) == report.render(make_look(seed=3)) != report.render(make_look(seed=4))
+
+
+def test_numbers_and_maps_are_those_of_the_look() -> None:
+    look = make_look(layers=2, heads=3)
+    data = Elements(report.render(look)).data
+    assert data["maps"]["levels"] == 256
+    assert inflated(data) == b"".join(m.data for m in look.maps)
+    for key, value in {
+        "entropy": lambda h: h.entropy,
+        "previous": lambda h: h.offsets[1],
+        "self": lambda h: h.self_mass,
+    }.items():
+        assert data["heads"][key] == pytest.approx([value(h) for h in look.heads], rel=1e-3)
+    assert [[(data["roles"][i]["name"], s, t, b) for i, s, t, b in roles] for roles in data["heads"]["roles"]] == [
+        [(r.name, pytest.approx(r.score, rel=1e-3), r.threshold, r.baseline) for r in h.roles] for h in look.heads
+    ]
+    assert [cell["text"] for cell in data["cells"]] == list(look.tokens)
+
+
+def test_without_large_maps_the_pooled_ones_are_shown() -> None:
+    look = replace(make_look(), maps=())
+    data = Elements(report.render(look)).data
+    weights = (np.frombuffer(inflated(data), np.uint8).reshape(-1, 8, 8) / 255.0) ** 2
+    np.testing.assert_allclose(weights, np.array([h.map for h in look.heads]), atol=0.004)
+    assert len(data["cells"]) == 8 and "".join(c["text"] for c in data["cells"]) == "".join(look.tokens)
+
+
+def test_cells_are_those_of_the_pooled_statistics() -> None:
+    tokens = [f"<{i}>" for i in range(131)]
+    cells = pack._cells(tokens, 17)
+    for t in range(131):
+        cell = cells[t * 17 // 131]
+        assert cell["start"] <= t < cell["start"] + cell["count"]
+        assert f"<{t}>" in cell["text"]
+
+
+def test_a_number_that_is_none_is_said_so() -> None:
+    look = make_look(layers=1, heads=1)
+    head: HeadRecord = replace(look.heads[0], entropy=float("nan"), largest=float("inf"), induction=None)
+    data = Elements(report.render(replace(look, heads=(head,)))).data["heads"]
+    assert data["entropy"] == data["largest"] == data["induction"] == [None]
+
+
+def test_a_huge_token_is_cut_and_its_length_told() -> None:
+    look = make_look(layers=1, heads=1, tokens=(HUGE, "b"), model=HUGE)
+    html = report.render(look)
+    data = Elements(html).data
+    assert data["cells"][0] == {"start": 0, "count": 1, "text": HUGE[:200], "full": len(HUGE)}
+    assert data["model"] == HUGE[:300] + "\u2026"
+    assert len(html) < 200_000
+
+
+def test_a_look_of_no_heads_is_a_page_too() -> None:
+    look = Look("empty", 0, 0, 0, (), (), "decoder", 0.0, "0")
+    assert Elements(report.render(look)).data["cells"] == []
+
+
+# --- how large it gets ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(12, 12), (32, 32)])
+def test_incompressible_maps_keep_below_two_megabytes(layers: int, heads: int, tmp_path: Path) -> None:
+    size = report.write(random_look(layers, heads), tmp_path / "r.html")
+    assert size < LIMIT
+    data = Elements((tmp_path / "r.html").read_text()).data
+    assert sum(a * b for a, b in zip(data["maps"]["rows"], data["maps"]["columns"], strict=True)) == len(inflated(data))
+
+
+def test_twelve_by_twelve_keeps_its_cells_at_the_worst() -> None:
+    data = Elements(report.render(random_look())).data
+    assert data["maps"]["rows"] == data["maps"]["columns"] == [128] * 144
+    codes = np.frombuffer(inflated(data), np.uint8).astype(float)
+    given = np.frombuffer(b"".join(m.data for m in random_look().maps), np.uint8)
+    np.testing.assert_allclose(
+        codes / (data["maps"]["levels"] - 1), given / 255.0, atol=0.5001 / (data["maps"]["levels"] - 1)
+    )
+
+
+def test_a_plain_look_of_that_size_is_small_and_exact(tmp_path: Path) -> None:
+    look = make_look(layers=12, heads=12, tokens=words(128))
+    assert report.write(look, tmp_path / "r.html") < 1_400_000
+    assert Elements((tmp_path / "r.html").read_text()).data["maps"]["levels"] == 256
+
+
+@pytest.mark.parametrize("rows", [41, 128, 97])
+@pytest.mark.parametrize("side", [16, 37])
+def test_pooling_keeps_the_mass_of_a_row(rows: int, side: int) -> None:
+    matrix = np.random.default_rng(0).dirichlet(np.ones(61), size=rows)
+    large = HeadMap(rows, 61, np.rint(255 * np.sqrt(matrix)).astype(np.uint8).tobytes())
+    small = pack._pool(large, side)
+    weights = np.array(small.weights())
+    assert weights.shape == (side, side)
+    np.testing.assert_allclose(weights.sum(1), 1, atol=0.05)
+    edges = [-(-i * 61 // side) for i in range(side + 1)]
+    row_edges = [-(-i * rows // side) for i in range(side + 1)]
+    wanted = matrix[row_edges[3] : row_edges[4], edges[5] : edges[6]].sum(1).mean()
+    assert weights[3, 5] == pytest.approx(wanted, abs=0.01)
+
+
+# --- how it is put on disk ------------------------------------------------------------------------------------------
+
+
+def test_write_returns_the_bytes_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("old")
+    assert report.write(make_look(), target) == target.stat().st_size
+    assert target.read_text() == report.render(make_look())
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_file_has_the_mode_any_new_file_has(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        report.write(make_look(), tmp_path / "r.html")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "r.html").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_fault_leaves_the_old_file_and_nothing_half_written(
+    step: str, fault: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("old")
+
+    def broken(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(os, step, broken)
+    with pytest.raises(type(fault)):
+        report.write(make_look(), target)
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.html").symlink_to(tmp_path / "there" / "real.html")
+    report.write(make_look(), tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "there" / "real.html").is_file()
+
+
+def test_where_it_cannot_be_written_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, error, words_of_it in (
+        (tmp_path / "none" / "r.html", FileNotFoundError, "its folder does not exist; make it first"),
+        (tmp_path, IsADirectoryError, "it is a folder; give a file name"),
+        (Path(os.devnull), OSError, "it is not a plain file"),
+    ):
+        for function in (report.check_destination, lambda p: report.write(make_look(), p)):
+            with pytest.raises(error, match=words_of_it):
+                function(path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PermissionError, match="no permission to write in its folder"):
+        report.check_destination(tmp_path / "r.html")
+
+
+def test_a_hostile_path_is_shown_harmless(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        report.check_destination(tmp_path / "\x1b[2J" / "r.html")
+    assert "\\x1b[2J" in str(caught.value) and "\x1b" not in str(caught.value)

@@ -1,0 +1,353 @@
+"""The report in a real browser: it draws, it answers, and nothing hostile in it acts.
+
+Needs Playwright (from PyPI) and a Chromium of the system; Playwright's own browser is never downloaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import HUGE, PAYLOADS
+from looks import make_look, words
+
+from headwise import report
+from headwise.look import Look, RoleScore
+from headwise.report import page as page_module
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+]
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip install playwright)")
+pytestmark = [
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (apt-get install chromium)"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Playwright's own pipes
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        yield found
+        found.close()
+
+
+class Opened:
+    """A page with a report in it, and all that it did that a report may not do."""
+
+    def __init__(self, browser: Any, look: Look, folder: Path, *, ready: bool = True, **options: Any) -> None:
+        path = folder / "report.html"
+        report.write(look, path)
+        self.faults: list[str] = []
+        self.context = browser.new_context(**{"viewport": {"width": 1400, "height": 1000}, **options})
+        self.page = page = self.context.new_page()
+        page.on("console", lambda m: self.faults.append(f"console {m.type}: {m.text}"))
+        page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (self.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("popup", lambda popup: self.faults.append(f"popup: {popup.url}"))
+        page.on("request", lambda r: r.url == path.as_uri() or self.faults.append(f"request: {r.url}"))
+        page.add_init_script(
+            "window.violations = []; document.addEventListener('securitypolicyviolation', "
+            "(e) => window.violations.push(`${e.violatedDirective} ${e.blockedURI}`));"
+        )
+        page.goto(path.as_uri())
+        if ready:
+            page.wait_for_selector("html[data-ready]", timeout=20_000)
+
+    def check_calm(self) -> None:
+        """Nothing was said, asked, fetched or blocked; no address but the file's own."""
+        assert self.page.evaluate("window.violations") == []
+        assert self.faults == []
+        assert self.page.url.startswith("file://")
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    pages: list[Opened] = []
+
+    def open_look(look: Look, **options: Any) -> Opened:
+        pages.append(Opened(browser, look, tmp_path, **options))
+        return pages[-1]
+
+    yield open_look
+    for page in pages:
+        page.check_calm()
+        page.context.close()
+
+
+def units(text: str) -> list[int]:
+    """UTF-16 code units: what a JavaScript string is made of, lone surrogates included."""
+    raw = text.encode("utf-16-le", "surrogatepass")
+    return [int.from_bytes(raw[i : i + 2], "little") for i in range(0, len(raw), 2)]
+
+
+CODES = "(nodes) => nodes.map((n) => Array.from({length: n.textContent.length}, (_, i) => n.textContent.charCodeAt(i)))"
+
+
+def test_the_grid_shows_every_head(opened: Any) -> None:
+    page = opened(make_look(layers=3, heads=5)).page
+    assert page.locator("#grid .tile").count() == 15
+    assert page.locator("#table tbody tr").count() == 15
+    assert page.locator("#chart circle").count() == 15
+    assert page.locator("#model").text_content() == "synthetic/llama-3x5"
+    drawn = page.evaluate(
+        "[...document.querySelectorAll('.tile canvas')].map((c) => new Set(c.getContext('2d')"
+        ".getImageData(0, 0, c.width, c.height).data).size)"
+    )
+    assert min(drawn) > 3  # colours, not one flat square
+
+
+def test_a_click_opens_the_large_map_with_the_weights_of_that_head(opened: Any) -> None:
+    look = make_look(layers=3, heads=5)
+    page = opened(look).page
+    page.locator("#grid .tile").nth(7).click()
+    assert page.locator("#head-title").text_content() == "Layer 1, head 2"
+    assert page.locator(".tile[aria-current]").count() == 1
+    size = look.maps[7].rows
+    box = page.locator("#map .cells").bounding_box()
+    cell = box["width"] / size
+    for row, column in ((30, 20), (12, 12), (40, 0)):
+        page.mouse.move(box["x"] + (column + 0.5) * cell, box["y"] + (row + 0.5) * cell)
+        said = page.locator("#readout").text_content()
+        weight = (look.maps[7].data[row * size + column] / 255) ** 2
+        assert f"query {row} " in said and f"key {column} " in said and f"weight {weight:.3f}" in said
+    page.mouse.move(box["x"] + 30.5 * cell, box["y"] + 3.5 * cell)
+    assert "not allowed" in page.locator("#readout").text_content()
+
+
+def test_the_map_draws_the_weights(opened: Any) -> None:
+    """Lightness rises with the weight: the rank of each cell's green must be the rank of its weight."""
+    look = make_look(layers=1, heads=2)
+    page = opened(look).page
+    page.locator("#grid .tile").nth(0).click()
+    pixels = page.evaluate(
+        "(() => { const c = document.querySelector('#map .cells');"
+        " return [c.width, ...c.getContext('2d').getImageData(0, 0, c.width, c.height).data]; })()"
+    )
+    size, data = pixels[0], pixels[1:]
+    assert size == 41
+    codes = look.maps[0].data
+    for i in range(size):
+        for j in range(size):
+            at = 4 * (i * size + j)
+            assert data[at + 3] == (255 if j <= i else 0)
+    lower = [(codes[i * size + j], data[4 * (i * size + j) + 1]) for i in range(size) for j in range(i + 1)]
+    greens = [green for _, green in sorted(lower)]
+    assert greens == sorted(greens)
+    assert len(set(greens)) == pytest.approx(len({code for code, _ in lower}), abs=1)
+
+
+def test_filter_by_role(opened: Any) -> None:
+    look = make_look(layers=3, heads=5)
+    page = opened(look).page
+    wanted = [h.role == "induction" for h in look.heads]
+    page.locator("#roles .chip", has_text="induction").click()
+    off = page.evaluate("[...document.querySelectorAll('#grid .tile')].map((t) => t.classList.contains('off'))")
+    assert off == [not w for w in wanted]
+    assert page.locator("#table tbody tr").count() == sum(wanted)
+    assert page.locator("#count").text_content() == f"{sum(wanted)} of 15 heads"
+    page.locator("#roles .chip", has_text="no role").click()
+    assert page.locator("#table tbody tr").count() == sum(wanted) + sum(h.role == "-" for h in look.heads)
+    page.locator("#roles .chip", has_text="all heads").click()
+    assert page.locator("#grid .tile.off").count() == 0
+
+
+def test_keys_walk_over_the_heads_and_over_the_map(opened: Any) -> None:
+    look = make_look(layers=3, heads=5)
+    page = opened(look).page
+    page.locator("#grid .tile").nth(0).click()
+    for key, title in (
+        ("ArrowRight", "Layer 0, head 1"),
+        ("ArrowDown", "Layer 1, head 1"),
+        ("End", "Layer 1, head 4"),
+        ("ArrowRight", "Layer 1, head 4"),
+        ("ArrowUp", "Layer 0, head 4"),
+        ("ArrowLeft", "Layer 0, head 3"),
+        ("PageDown", "Layer 2, head 3"),
+        ("Home", "Layer 2, head 0"),
+    ):
+        page.keyboard.press(key)
+        assert page.locator("#head-title").text_content() == title, key
+        assert page.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
+    assert page.locator("#grid .tile[tabindex='0']").count() == 1  # one stop for Tab
+    page.locator("#map").focus()
+    page.keyboard.press("Home")
+    row = int(page.locator("#readout").text_content().split()[1])
+    for key, (query, column) in (
+        ("ArrowUp", (row - 1, 0)),
+        ("ArrowRight", (row - 1, 1)),
+        ("Shift+ArrowRight", (row - 1, 9)),
+        ("ArrowDown", (row, 9)),
+        ("End", (row, 40)),
+        ("ArrowRight", (row, 40)),
+    ):
+        page.keyboard.press(key)
+        said = page.locator("#readout").text_content()
+        assert f"query {query} " in said and f"key {column} " in said, key
+
+
+def test_the_text_is_tinted_by_the_weights_of_the_token_pointed_at(opened: Any) -> None:
+    look = make_look(layers=1, heads=5)
+    page = opened(look).page
+    page.locator("#grid .tile").nth(0).click()  # the previous-token head
+    page.locator("#tokens .token").nth(17).hover()
+    tints = page.evaluate(
+        "[...document.querySelectorAll('#tokens .token')].map((t) => parseFloat(t.style.getPropertyValue('--weight')))"
+    )
+    codes = look.maps[0].data[17 * 41 : 18 * 41]
+    assert tints == pytest.approx([100 * c / 255 for c in codes], abs=0.06)
+    assert max(range(41), key=tints.__getitem__) == 16
+    assert page.locator("#strongest li").first.text_content().startswith("16 ")
+    page.locator("#attended").click()
+    page.locator("#tokens .token").nth(17).hover()
+    tints = page.evaluate(
+        "[...document.querySelectorAll('#tokens .token')].map((t) => parseFloat(t.style.getPropertyValue('--weight')))"
+    )
+    assert max(range(41), key=tints.__getitem__) == 18
+
+
+def test_the_table_sorts(opened: Any) -> None:
+    look = make_look(layers=3, heads=5)
+    page = opened(look).page
+    header = page.locator("#table th[data-key=entropy]")
+    for direction in ("descending", "ascending"):
+        header.locator("button").click()
+        assert header.get_attribute("aria-sort") == direction
+        order = page.evaluate("[...document.querySelectorAll('#table tbody tr')].map((r) => Number(r.dataset.head))")
+        entropies = [float(f"{look.heads[i].entropy:.4g}") for i in order]
+        assert entropies == sorted(entropies, reverse=direction == "descending")
+    page.locator("#table tbody tr").nth(3).click()
+    assert (
+        page.locator("#head-title").text_content()
+        == f"Layer {look.heads[order[3]].layer}, head {look.heads[order[3]].head}"
+    )
+
+
+def test_other_colours_and_zoom(opened: Any) -> None:
+    page = opened(make_look()).page
+    flat = "document.querySelector('#map .cells').toDataURL()"
+    before = page.evaluate(flat)
+    page.locator("#shade").select_option("plain")
+    assert page.evaluate(flat) != before
+    page.locator("#shade").select_option("row")
+    width = page.locator("#map .cells").bounding_box()["width"]
+    page.locator("#larger").click()
+    assert page.locator("#map .cells").bounding_box()["width"] == pytest.approx(1.5 * width, rel=0.01)
+    page.locator("#fit").click()
+    assert page.locator("#map .cells").bounding_box()["width"] == pytest.approx(width, rel=0.01)
+
+
+def hostile_look() -> Look:
+    """Every payload as a token, and as role, source, module, kind and name as far as there are heads."""
+    look = make_look(layers=4, heads=26, tokens=PAYLOADS, model="".join(PAYLOADS[:6]))
+    heads = tuple(
+        replace(head, module=text, roles=(RoleScore(text or "empty", 0.9, 0.4, text),))
+        for head, text in zip(look.heads, PAYLOADS * 2, strict=False)
+    )
+    return replace(look, heads=heads, kind=PAYLOADS[1], version=PAYLOADS[2])
+
+
+def test_hostile_text_is_shown_to_the_letter_and_does_nothing(opened: Any) -> None:
+    page = opened(hostile_look(), offline=True).page
+    shown = page.eval_on_selector_all("#tokens .token", CODES)
+    assert shown == [units(payload) for payload in PAYLOADS]
+    assert page.eval_on_selector_all("#model", CODES) == [units("".join(PAYLOADS[:6])[:300])]
+    for i in range(0, len(PAYLOADS), 9):  # hover, focus and click what might answer
+        page.locator("#grid .tile").nth(i).click()
+        page.locator("#tokens .token").nth(i).dispatch_event("click")
+        page.locator("#map").focus()
+        page.keyboard.press("ArrowUp")
+    page.locator("#roles .chip").nth(3).click()
+    wrong = "img, iframe, object, embed, form, video, a, base, math, style ~ style, script ~ script ~ script ~ script"
+    assert page.locator(wrong).count() == 0
+    assert (
+        page.evaluate("document.querySelectorAll('[onerror], [onload], [onfocus], [href]:not([rel=icon])').length") == 0
+    )
+
+
+def test_what_hides_or_turns_text_is_made_visible(opened: Any) -> None:
+    look = make_look(layers=1, heads=1, tokens=("\u202egnp.exe", "\0", "\u200b", "\x1b[2J", "\ud800", "ok"))
+    page = opened(look).page
+    names = page.evaluate("[...document.querySelectorAll('#tokens .acting')].map((n) => n.dataset.show)")
+    assert names == ["U+202E", "\u2400", "U+200B", "\u241b", "U+D800"]
+    widths = page.evaluate(
+        "[...document.querySelectorAll('#tokens .acting')].map((n) => n.getBoundingClientRect().width)"
+    )
+    assert min(widths) > 4
+    labels = page.evaluate("[...document.querySelectorAll('#map .queries text')].map((n) => n.textContent)")
+    assert labels == ["U+202Egnp.exe", "\u2400", "U+200B", "\u241b[2J", "U+D800", "ok"]
+    assert (
+        page.evaluate("getComputedStyle(document.querySelector('#tokens .acting')).unicodeBidi") == "isolate-override"
+    )
+
+
+@pytest.mark.parametrize("policy", [True, False])
+def test_the_checks_of_this_file_can_fail(
+    policy: bool, browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the escaping the policy must stop it, and be seen to; without both the script is seen to run."""
+    attack = "1</script><img src=https://example.invalid/x.png><script>alert(1)</script>"
+    monkeypatch.setattr(page_module, "json_for_html", lambda value: attack)
+    if not policy:
+        monkeypatch.setattr(page_module, "_hash", lambda text: "'unsafe-inline'")
+    opened = Opened(browser, make_look(), tmp_path, ready=False)
+    opened.page.wait_for_timeout(200)
+    assert any("img-src" in violation for violation in opened.page.evaluate("window.violations"))
+    assert ("dialog: 1" in opened.faults) is not policy
+    with pytest.raises(AssertionError):
+        opened.check_calm()
+    opened.context.close()
+
+
+def test_long_text_is_shown_in_cells(opened: Any) -> None:
+    look = make_look(layers=1, heads=2, tokens=words(128))
+    tokens = words(1280)
+    heads = tuple(replace(head, queries=1280, keys=1280) for head in look.heads)
+    page = opened(replace(look, length=1280, tokens=tokens, heads=heads)).page
+    assert page.locator("#tokens .token").count() == 128
+    assert page.locator("#tokens").text_content() == "".join(tokens)
+    assert "cells stands for several tokens" in page.locator("#precision").text_content()
+    page.locator("#map").focus()
+    page.keyboard.press("Home")
+    assert "key 0\u20139 " in page.locator("#readout").text_content()
+
+
+def test_a_megabyte_of_a_token_is_cut(opened: Any) -> None:
+    page = opened(make_look(layers=1, heads=1, tokens=(HUGE, "b"), model=HUGE)).page
+    assert page.locator("#tokens .token").first.text_content() == HUGE[:200]
+    assert page.locator("#tokens .more").first.get_attribute("data-show") == "\u2026 (1,000,003 characters)"
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("dark", 1400), ("light", 390)])
+def test_it_fits_the_screen(opened: Any, scheme: str, width: int) -> None:
+    options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
+    page = opened(make_look(layers=4, heads=12, tokens=words(128)), **options).page
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    lightness = sum(map(int, background[4:-1].split(",")))
+    assert lightness < 200 if scheme == "dark" else lightness > 700
+
+
+def test_heads_that_do_not_run_over_the_text(opened: Any) -> None:
+    """Cross-attention: other keys than the text, positions in the place of tokens."""
+    look = make_look(layers=1, heads=2)
+    map_ = replace(look.maps[0], columns=7, rows=41, data=bytes(range(7)) * 41)
+    head = replace(look.heads[0], keys=7)
+    page = opened(replace(look, heads=(head, look.heads[1]), maps=(map_, look.maps[1]))).page
+    page.locator("#grid .tile").nth(0).click()
+    assert page.locator("#map .keys text").all_text_contents() == [f"#{i}" for i in range(7)]
+    assert "does not run over this text" in page.locator("#strongest-title").text_content()
