@@ -330,10 +330,10 @@ def real_rows(row: Row, side: str) -> Tensor:
     return padding(side, 7 if row.kind in ("seq2seq", "speech") else T).bool()
 
 
-def logits(model: PreTrainedModel, given: dict[str, Tensor]) -> Tensor:
+def logits(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     """The model's main output."""
     dtype = next(model.parameters()).dtype
-    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+    given = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in given.items()}
     with torch.no_grad():
         out = model(**given)
     return out.logits_per_image if "logits_per_image" in out else out.logits

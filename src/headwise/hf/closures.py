@@ -145,7 +145,8 @@ Reader: TypeAlias = Callable[[Cells, Frame, Readers], Rules | None]
 
 def _read(function: MaskFunction, frame: Frame, readers: Readers) -> Rules | None:
     code = getattr(function, "__code__", None)  # a callable object has none
-    return readers[code](_cells(function), frame, readers) if code in readers else None
+    reader = None if code is None else readers.get(code)
+    return None if reader is None else reader(_cells(function), frame, readers)
 
 
 def _cells(function: MaskFunction) -> Cells:

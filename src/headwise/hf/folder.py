@@ -172,7 +172,8 @@ def _no_weights(folder: Path) -> ModelError:
         )
     return ModelError(
         f"{folder}: the weights are in {pickles[0]!r} only, and opening such a file can run code hidden in it; "
-        'headwise reads safetensors. If you trust the source, convert once: python -c "from transformers import AutoModel as A; '
+        "headwise reads safetensors. If you trust the source, convert once: "
+        'python -c "from transformers import AutoModel as A; '
         f"A.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
     )
 

@@ -207,8 +207,8 @@ def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: W
     buffers = sum(b.numel() for b in empty.buffers())
     if wanted > 2 * weights.numel + 4_000_000 or buffers > weights.numel + 100_000_000:
         raise ModelError(
-            f"{folder}: config.json describes {wanted + buffers:,} numbers, the safetensors files hold {weights.numel:,}; "
-            "they do not belong together: download both anew"
+            f"{folder}: config.json describes {wanted + buffers:,} numbers, the safetensors files hold "
+            f"{weights.numel:,}; they do not belong together: download both anew"
         )
 
 

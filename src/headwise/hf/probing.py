@@ -135,8 +135,8 @@ def _watched(model: object) -> dict[nn.Module, str]:
     if unseen:
         listed = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in list(unseen.items())[:3])
         warnings.warn(
-            f"{_title(model)}: {len(unseen)} module(s) of attention outside transformers' attention interface run unseen: "
-            f"{listed}",
+            f"{_title(model)}: {len(unseen)} module(s) of attention outside transformers' attention interface run "
+            f"unseen: {listed}",
             stacklevel=4,
         )
     return names
