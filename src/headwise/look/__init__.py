@@ -1,5 +1,12 @@
-"""Look: what every head of a model does, as plain records."""
+"""Look: what every head of a model does, as plain records.
 
+`at` runs the model and measures; `ROLES` says what heads are called and by whose definition; the records print as a
+table and travel as JSON.
+"""
+
+from .collect import at
 from .records import HeadMap, HeadRecord, Look, RoleScore
+from .repeats import Repeats
+from .roles import ROLES, Role
 
-__all__ = ["HeadMap", "HeadRecord", "Look", "RoleScore"]
+__all__ = ["ROLES", "HeadMap", "HeadRecord", "Look", "Repeats", "Role", "RoleScore", "at"]

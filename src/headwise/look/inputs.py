@@ -1,0 +1,155 @@
+"""What goes into a look: ids checked against the model, and how the model wants to be called.
+
+Models are read by the names that are common to most: ``config.vocab_size``, ``config.max_position_embeddings``,
+``use_cache`` and the like, wherever they are there. No library of models is imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
+MARKS = frozenset(".,;:!?\n")
+
+
+def as_row(ids: object) -> list[int]:
+    """The ids of one text from a tensor (T,) or (1, T), an array, or a list of ints.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: no token, or more than one text.
+    """
+    try:
+        row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"ids are the integers a tokenizer gives, (T,) or (1, T); got {type(ids).__name__}; "
+            "pass tokenizer(text)['input_ids']"
+        ) from None
+    if row.numel() == 0:
+        raise ValueError(f"look needs at least one token, got ids of shape {tuple(row.shape)}; give a longer text")
+    if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+        raise TypeError(f"ids are the integers a tokenizer gives; got {row.dtype}; convert with .long()")
+    if row.ndim == 0 or row.ndim > 2 or (row.ndim == 2 and row.shape[0] > 1):
+        raise ValueError(
+            f"look reads one text at a time, ids (T,) or (1, T); got {tuple(row.shape)}; look at each row by itself"
+        )
+    return [int(i) for i in row.reshape(-1).tolist()]
+
+
+def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None) -> None:
+    """Raise ValueError where an id is none of the model's, or the text is longer than its positions."""
+    if vocabulary is not None:
+        wrong = [(place, i) for place, i in enumerate(ids) if not 0 <= i < vocabulary]
+        if wrong:
+            raise ValueError(
+                f"ids of this model are 0 to {vocabulary - 1}; got {wrong[0][1]} at place {wrong[0][0]} "
+                f"({len(wrong)} of {len(ids)} ids do not fit); use the tokenizer that belongs to the model"
+            )
+    if positions is not None and len(ids) > positions:
+        raise ValueError(
+            f"the text has {len(ids)} tokens, but the model takes {positions} positions; give a shorter text"
+        )
+
+
+def text_config(model: nn.Module) -> Any:
+    """The model's configuration of its text part, an empty object where it has none."""
+    config = getattr(model, "config", None)
+    nested = getattr(config, "get_text_config", None)
+    return nested() if callable(nested) else config
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a model tells of its ids.
+
+    Attributes:
+        vocabulary: how many ids it knows: its config's word, else the rows of its first embedding; None without both.
+        positions: how many tokens it takes; None where it does not say.
+        special: the ids its config names, by ``bos``, ``eos``, ``pad``, ...
+        first: what the text began with.
+        last: what the text ended with.
+    """
+
+    vocabulary: int | None
+    positions: int | None
+    special: dict[str, int]
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, model: nn.Module, ids: Sequence[int]) -> Known:
+        """Read from the model's config, and from the text."""
+        config = text_config(model)
+        vocabulary = getattr(config, "vocab_size", None)
+        if not isinstance(vocabulary, int):
+            tables = (part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding))
+            vocabulary = next(tables, None)
+        positions = getattr(config, "max_position_embeddings", None)
+        special = {}
+        for name in SPECIAL:
+            value = getattr(config, f"{name}_token_id", None)
+            value = value[0] if isinstance(value, (list, tuple)) and value else value
+            if isinstance(value, int) and value >= 0:
+                special[name] = value
+        known = positions if isinstance(positions, int) and positions > 0 else None
+        return cls(vocabulary, known, special, ids[0], ids[-1])
+
+    @property
+    def opener(self) -> int:
+        """What begins a text: the id the text began with if it is a special one, else BOS, else that id all the same."""
+        return self.first if self.first in self.special.values() else self.special.get("bos", self.first)
+
+    @property
+    def start(self) -> int:
+        """What a decoder beside an encoder begins with."""
+        return self.special.get("decoder_start", self.opener)
+
+
+def model_name(model: nn.Module) -> str:
+    """What the model calls itself: the path or name it was loaded from, or its class."""
+    name = getattr(getattr(model, "config", None), "name_or_path", None)
+    return name if isinstance(name, str) and name else type(model).__name__
+
+
+def as_tokens(ids: Sequence[int], tokens: Sequence[str] | None) -> tuple[str, ...]:
+    """The tokens as text, one an id; the ids' digits where none were given."""
+    if tokens is None:
+        return tuple(str(i) for i in ids)
+    if len(tokens) != len(ids):
+        raise ValueError(f"tokens are the text of each id: got {len(tokens)} tokens for {len(ids)} ids; give one each")
+    return tuple(str(token) for token in tokens)
+
+
+def delimiter_ids(ids: Sequence[int], tokens: Sequence[str], given: Collection[int] | None) -> frozenset[int]:
+    """The ids that count as delimiters: those given, or those whose text is a punctuation mark or a line's end."""
+    if given is not None:
+        return frozenset(int(i) for i in given)
+    return frozenset(i for i, token in zip(ids, tokens, strict=True) if token.strip(" ") in MARKS)
+
+
+def rows(model: nn.Module, ids_BT: Tensor, known: Known) -> tuple[Tensor, ...]:
+    """What the model reads: the ids, and for an encoder-decoder those of its decoder.
+
+    The decoder reads the same ids behind its start, one fewer than the encoder: so its length tells which is which.
+    """
+    if "decoder_input_ids" not in inspect.signature(model.forward).parameters:
+        return (ids_BT,)
+    start = torch.full_like(ids_BT[:, :1], known.start)
+    return ids_BT, torch.cat([start, ids_BT[:, : max(ids_BT.shape[1] - 2, 0)]], dim=1)
+
+
+def run(model: nn.Module, given: tuple[Tensor, ...]) -> None:
+    """One lean forward pass: where the model lets us, no cache is filled and only the last token's logits are made."""
+    wanted: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
+    named = inspect.signature(model.forward).parameters
+    options = {name: value for name, value in wanted.items() if name in named}
+    if len(given) > 1:
+        options["decoder_input_ids"] = given[1]
+    model(given[0], **options)

@@ -1,0 +1,207 @@
+"""One attention call, reduced to numbers as it happens: those of its heads, and those of uniform attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..nn.probe import AttentionCall
+from ..ops.masks import Mask
+from ..ops.rules import Bias, Keep
+from ..ops.statistics import HeadStatistics, statistics
+from .records import HeadMap, HeadRecord
+from .roles import CLARK_KEYS, FEW_KEYS
+
+OFFSETS = 8
+
+Map = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A call's numbers: a record a head (without roles), the record of uniform attention, the large maps."""
+
+    heads: tuple[HeadRecord, ...]
+    uniform: HeadRecord
+    maps: tuple[HeadMap, ...]
+    ahead: bool | None  # whether a query may attend what comes after it; None in cross-attention
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Cells a side of the two maps; the large one is a multiple of the small one, so the one pools into the other."""
+
+    small: int
+    large: int
+
+
+@dataclass
+class Uniform:
+    """What uniform attention would get under a mask: measured once for each mask that holds no tensor.
+
+    One instance serves one text, so features and targets are the same wherever lengths are.
+    """
+
+    known: dict[tuple[str, int, int, int], HeadStatistics] = field(default_factory=dict)
+
+    def of(self, call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor]) -> HeadStatistics:
+        """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
+        (B, _, T, _), S = call.query.shape, call.key.shape[2]
+        mask = forbids(call.mask)
+        told = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
+        about = (repr(mask), B, T, S)
+        if told and about in self.known:
+            return self.known[about]
+        zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
+        found = statistics(
+            zero[:, :, :T], zero[:, :, :S], mask=mask, offsets=OFFSETS, features=features, targets=targets, pool=1
+        )
+        if told:
+            self.known[about] = found
+        return found
+
+
+def forbids(mask: Mask | None) -> Mask | None:
+    """What a mask forbids to every head, its biases left out."""
+    parts = []
+    for part in mask.parts if mask is not None else ():
+        if isinstance(part, (Bias, Keep)):
+            seen = part.tensor != -torch.inf if isinstance(part, Bias) else part.tensor
+            if not bool(seen.all()):
+                parts.append(Keep(seen.any(dim=-3, keepdim=True) if seen.ndim > 2 else seen))
+        elif part.restricts:
+            parts.append(part)
+    return Mask(tuple(parts)) if parts else None
+
+
+def looks_ahead(call: AttentionCall) -> bool | None:
+    """Whether some query may attend a later position, asked of two rows; None in cross-attention (T != S)."""
+    T, S = call.query.shape[2], call.key.shape[2]
+    if T != S:
+        return None
+    for i in {0, T // 2}:
+        rows, later = slice(i, i + 1), slice(i + 1, S)
+        seen = None if call.mask is None else call.mask.allowed(T, S, rows=rows, cols=later, device=call.query.device)
+        if i + 1 < S and (seen is None or bool(seen.any())):
+            return True
+    return False
+
+
+def of_call(call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor], pool: int) -> HeadStatistics:
+    """The statistics of a call as it was made."""
+    return statistics(
+        call.query,
+        call.key,
+        mask=call.mask,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        offsets=OFFSETS,
+        features=features,
+        targets=targets,
+        pool=pool,
+    )
+
+
+def measure(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, uniform: Uniform) -> Measured:
+    """The text's numbers of one call.
+
+    Args:
+        call: the call, of one text.
+        again: how often its module had been called before.
+        delimiters: (S,) bool, the keys that count as delimiters.
+        sizes: of the maps; a large one of 0 cells makes none.
+        uniform: what is known of uniform attention.
+
+    Raises:
+        ValueError: a batch of several rows, or numbers that are not finite.
+    """
+    (B, _, T, _), S = call.query.shape, call.key.shape[2]
+    if B != 1:
+        raise ValueError(
+            f"module {call.module!r} made {B} rows of one text; look reads models that keep a text in one row"
+        )
+    features = {"delimiter": delimiters}
+    targets = {"first": torch.zeros(T, 1, dtype=torch.long, device=call.query.device)}
+    targets["first"][0] = -1
+    found = of_call(call, features, targets, max(sizes.small, sizes.large))
+    if not bool(found.entropy.isfinite().all()):
+        raise ValueError(
+            f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
+            f"{str(call.query.dtype).removeprefix('torch.')}; load the model in a wider dtype, such as float32"
+        )
+    small = pooled(found, sizes.small)
+    place = {"module": call.module, "call": again, "layer": call.order, "queries": T, "keys": S}
+    heads = records(found, small, place, sinks=call.sinks is not None)
+    level = uniform.of(call, features, targets)
+    [null] = records(level, pooled(level, 1), place, sinks=False)
+    maps = tuple(quantised(m) for m in found.pooled[0]) if sizes.large else ()
+    return Measured(tuple(heads), null, maps, looks_ahead(call))
+
+
+def records(found: HeadStatistics, maps: list[Map], place: dict[str, Any], *, sinks: bool) -> list[HeadRecord]:
+    """A record a head of the first row of the batch."""
+    count = found.rows.clamp(min=1)
+    means = {
+        "entropy": found.entropy.sum(-1) / count,
+        "largest": found.largest.sum(-1) / count,
+        "distance": found.distance.sum(-1) / count,
+        "sink": found.targets["first"],
+        "delimiter": found.features["delimiter"],
+        "self_mass": found.offsets[..., 0],
+        "evenness": evenness(found, sinks=sinks),
+    }
+    columns = {name: _numbers(values[0]) for name, values in means.items()}
+    offsets = [tuple(_numbers(row)) for row in found.offsets[0]]
+    return [
+        HeadRecord(
+            **place,
+            head=h,
+            **{name: values[h] for name, values in columns.items()},
+            offsets=offsets[h],
+            duplicate=None,
+            induction=None,
+            roles=(),
+            map=maps[h],
+        )
+        for h in range(len(maps))
+    ]
+
+
+def evenness(found: HeadStatistics, *, sinks: bool) -> Tensor:
+    """(B, H): mean of entropy / ln(number of choices, at most 128) over rows of 8 keys and more, at most 1."""
+    choices = (found.keys + int(sinks)).clamp(max=CLARK_KEYS)
+    told = found.keys >= FEW_KEYS
+    ratio = (found.entropy / choices.clamp(min=2).log()).clamp(max=1.0)
+    return torch.where(told, ratio, 0.0).sum(-1) / told.sum(-1).clamp(min=1)
+
+
+def pooled(found: HeadStatistics, size: int) -> list[Map]:
+    """The map of each head at `size` cells a side, pooled from the statistics' own."""
+    large, weight = found.pooled[0].double(), found.pooled_rows[0, :, :, None].double()
+    _, R, C = large.shape
+    rows, columns = (_bins(n, min(n, size), large.device) for n in (R, C))
+    sums = rows.mT @ (weight * large) @ columns
+    means = sums / (rows.mT @ weight).clamp(min=1)
+    return [tuple(tuple(round(x, 5) for x in row) for row in head) for head in means.tolist()]
+
+
+def quantised(weights: Tensor) -> HeadMap:
+    """A byte a cell, as `HeadMap` defines it."""
+    levels = (255 * weights.clamp(0, 1).sqrt()).round().to(torch.uint8)
+    return HeadMap(*levels.shape, bytes(levels.flatten().tolist()))
+
+
+def _bins(n: int, size: int, device: torch.device) -> Tensor:
+    """(n, size) one-hot: index i falls into bin i * size // n."""
+    bins = torch.arange(n, device=device) * size // max(n, 1)
+    return (bins[:, None] == torch.arange(size, device=device)).double()
+
+
+def _numbers(values: Tensor) -> list[float]:
+    return [round(value, 6) if math.isfinite(value) else value for value in values.double().tolist()]

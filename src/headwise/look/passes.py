@@ -1,0 +1,149 @@
+"""The two forward passes of a look: the text, and random tokens repeated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.probe import AttentionCall, probe
+from . import inputs
+from .inputs import Known
+from .measure import Measured, Sizes, Uniform, looks_ahead, measure, of_call
+from .records import HeadRecord
+from .repeats import Repeated, Repeats, as_tensors, draw
+
+Progress = Callable[[int, int], object]
+
+
+@dataclass
+class Steps:
+    """Tells the user's callback how far the passes have come."""
+
+    tell: Progress | None
+    passes: int
+    total: int = 0
+    done: int = 0
+
+    def expect(self, modules: int) -> None:
+        """A pass begins in which so many modules will be called once (those of shared layers more often)."""
+        self.total = max(self.total, modules * self.passes)
+
+    def step(self) -> None:
+        """An attention call was measured."""
+        self.done += 1
+        self.total = max(self.total, self.done)
+        if self.tell is not None:
+            self.tell(self.done, self.total)
+
+
+@contextmanager
+def resting(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode and without gradients; each module's own mode is put back at the end.
+
+    Not `torch.inference_mode`: what a model keeps of its first forward (tables of rotary angles, say) would then be
+    inference tensors, and training it later would fail.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def read_text(
+    model: nn.Module, row: Sequence[int], known: Known, marks: Collection[int], sizes: Sizes, steps: Steps
+) -> list[Measured]:
+    """The first pass: every attention call on the text, in order."""
+    given = inputs.rows(model, _as_ids(model, [row]), known)
+    delimiters = {ids.shape[1]: _delimiters(ids[0], marks) for ids in given}
+    again: Counter[str] = Counter()
+    uniform = Uniform()
+    measured: list[Measured] = []
+
+    def each(call: AttentionCall) -> None:
+        S = call.key.shape[2]
+        at_keys = delimiters.get(S)
+        if at_keys is None:
+            at_keys = torch.zeros(S, dtype=torch.bool)
+        measured.append(measure(call, again[call.module], at_keys.to(call.query.device), sizes, uniform))
+        again[call.module] += 1
+        steps.step()
+
+    with probe(model, each) as seen:
+        steps.expect(len(seen.expected))
+        inputs.run(model, given)
+    return measured
+
+
+def random_copies(repeats: Repeats, known: Known, marks: Collection[int], *, ahead: bool) -> list[Repeated]:
+    """The sequences of the second pass, begun (and, where the model looks ahead, ended) as the text was."""
+    if repeats.vocabulary is not None:
+        inputs.check_fits(repeats.vocabulary, known.vocabulary, None)
+    avoided = {*known.special.values(), *marks, known.first}
+    every = range(known.vocabulary or 0) if repeats.vocabulary is None else repeats.vocabulary
+    vocabulary = [i for i in every if repeats.vocabulary is not None or i not in avoided]
+    length = min(repeats.length, known.positions or repeats.length)
+    after = [known.last] if ahead and known.last in {*known.special.values(), *marks} else []
+    return draw(repeats, vocabulary, length, before=[known.opener], after=after)
+
+
+def read_copies(
+    model: nn.Module, drawn: Sequence[Repeated], known: Known, calls: list[Measured], steps: Steps
+) -> list[Measured]:
+    """The second pass: the calls again, now with duplicate-token and induction; unchanged where nothing was drawn."""
+    if not drawn:
+        return calls
+    given = inputs.rows(model, _as_ids(model, [sequence.ids for sequence in drawn]), known)
+    read = {ids.shape[1]: [replace(s, ids=row) for s, row in zip(drawn, ids.tolist(), strict=True)] for ids in given}
+    uniform = Uniform()
+    measured: list[Measured] = []
+
+    def each(call: AttentionCall) -> None:
+        before = calls[call.order]
+        ahead = looks_ahead(call)
+        T = call.query.shape[2]
+        if ahead is None or T not in read:
+            measured.append(before)
+        else:
+            targets = {name: keys.to(call.query.device) for name, keys in as_tensors(read[T], ahead=ahead).items()}
+            measured.append(_with_copies(before, call, targets, uniform))
+        steps.step()
+
+    with probe(model, each) as seen:
+        steps.expect(len(seen.expected))
+        inputs.run(model, given)
+    return measured
+
+
+def _with_copies(before: Measured, call: AttentionCall, targets: dict[str, Tensor], uniform: Uniform) -> Measured:
+    """The call's records with their scores on copies; induction stays None where no row has a target for it."""
+    asked = {name: keys for name, keys in targets.items() if bool((keys >= 0).any())}
+    heads = of_call(call, {}, asked, pool=1)
+    null = uniform.of(call, {}, asked)
+    scores = {name: mass.double().mean(0).tolist() for name, mass in heads.targets.items()}
+    level = {name: round(float(mass.double().mean()), 6) for name, mass in null.targets.items()}
+    filled: list[HeadRecord] = [
+        replace(head, **{name: round(scores[name][head.head], 6) for name in scores}) for head in before.heads
+    ]
+    return replace(before, heads=tuple(filled), uniform=replace(before.uniform, **level))
+
+
+def _delimiters(ids: Tensor, marks: Collection[int]) -> Tensor:
+    """(S,) bool: which keys are delimiters; the first never is, it is the sink's."""
+    found = torch.isin(ids.cpu(), torch.tensor(sorted(marks), dtype=ids.dtype))
+    found[:1] = False
+    return found
+
+
+def _as_ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
+    """(B, T) long on the model's device."""
+    weight = next(model.parameters(), None)
+    return torch.tensor(rows, dtype=torch.long, device=None if weight is None else weight.device)
