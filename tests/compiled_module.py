@@ -97,3 +97,15 @@ def test_the_module_exports_with_a_length_that_varies() -> None:
     for other in (T, 5, 31):
         x = torch.randn(B, other, M)
         assert like(program.module()(x), model(x))
+
+
+def test_a_probe_sees_a_module_that_was_compiled_before_and_leaves_it_compiled() -> None:
+    mha, x = make(), torch.randn(B, T, M)
+    compiled = torch.compile(mha, fullgraph=True, backend="aot_eager")
+    before = compiled(x, mask=headwise.causal())
+    with headwise.nn.probe(compiled) as seen:
+        compiled(x, mask=headwise.causal())
+    assert [call.module for call in seen.calls] == ["_orig_mod"]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(compiled(x, mask=headwise.causal()), before)
+    assert len(seen.calls) == 1

@@ -79,8 +79,8 @@ def kv_bytes_per_token(
     head_dim: int | None = None,
     value_dim: int | None = None,
     num_layers: int = 1,
-    bytes_per_number: float = 2,
-) -> float:
+    bytes_per_number: int | float = 2,
+) -> int | float:
     """Bytes that one more token takes in the key-value cache: ``layers * K * (D + V) * bytes_per_number``.
 
     Args:

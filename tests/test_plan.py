@@ -1,0 +1,241 @@
+"""The plan's arithmetic against what modules hold and do, the strict reader of configs, and that no torch is needed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise
+from headwise import plan
+from headwise.nn import MultiHeadAttention
+from headwise.plan import AttentionShape, read_config
+from headwise.plan.config import ALIASES, MAX_BYTES
+
+SHAPES: list[dict[str, Any]] = [
+    {"num_heads": 6, "d_model": 42},
+    {"num_heads": 6, "d_model": 13, "head_dim": 7, "num_kv_heads": 3},
+    {"num_heads": 6, "d_model": 13, "head_dim": 7, "num_kv_heads": 1, "value_dim": 11, "bias": True},
+    {"num_heads": 5, "d_model": 13, "head_dim": 7, "value_dim": 11, "bias": "qkv"},
+    {"num_heads": 5, "d_model": 13, "head_dim": 7, "memory_dim": 17, "bias": True},
+    {"num_heads": 5, "d_model": 13, "head_dim": 7, "memory_dim": (17, 19), "bias": "qkv"},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parameters_are_those_a_module_has(shape: dict[str, Any]) -> None:
+    mha = MultiHeadAttention(**shape)
+    assert plan.parameter_count(**shape) == sum(p.numel() for p in mha.parameters())
+    counts = plan.parameter_counts(**shape)
+    assert counts == {name: sum(p.numel() for p in getattr(mha, name).parameters()) for name in counts}
+
+
+def test_plain_multi_head_attention_has_four_squares() -> None:
+    for d_model, num_heads in ((512, 8), (512, 64), (768, 12), (4096, 32)):
+        assert plan.parameter_count(d_model, num_heads) == 4 * d_model**2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if "memory_dim" not in s], ids=str)
+def test_cache_bytes_are_those_of_the_keys_and_values_of_a_token(shape: dict[str, Any], dtype: torch.dtype) -> None:
+    mha, layers, tokens = MultiHeadAttention(**shape).to(dtype), 3, 5
+    with headwise.nn.probe(mha) as seen:
+        mha(torch.zeros(1, tokens, mha.d_model, dtype=dtype))
+    (call,) = seen.calls
+    assert call.value is not None
+    held = sum(t.numel() * t.element_size() for t in (call.key, call.value)) * layers // tokens
+    sizes = {name: size for name, size in shape.items() if name != "bias"}
+    assert plan.kv_bytes_per_token(**sizes, num_layers=layers, bytes_per_number=dtype.itemsize) == held
+
+
+def test_sharing_keys_and_values_shrinks_the_cache_by_the_group() -> None:
+    whole = plan.kv_bytes_per_token(4096, 32, num_layers=32)
+    assert plan.kv_bytes_per_token(4096, 32, num_kv_heads=8, num_layers=32) * 4 == whole == 512 * 1024
+    assert plan.kv_bytes_per_token(4096, 32, num_kv_heads=1, num_layers=32) * 32 == whole
+    assert plan.kv_bytes_per_token(4096, 32, bytes_per_number=0.5) * 4 == plan.kv_bytes_per_token(4096, 32)
+
+
+def test_flops() -> None:
+    """By hand: 6 heads of 7 and 11, 5 queries, 19 keys, batch 2. (Modules are counted in test_nn_multihead.)"""
+    assert plan.attention_flops(13, 6, head_dim=7, value_dim=11, queries=5, keys=19, batch=2) == 2 * 2 * 6 * 5 * 19 * 18
+    assert plan.attention_flops(12, 6, queries=5) == 2 * 6 * 5 * 5 * 4
+    expected = 2 * (5 * (13 * 42 + 66 * 13) + 19 * (17 * 21 + 23 * 33))
+    assert expected == plan.projection_flops(
+        13, 6, num_kv_heads=3, head_dim=7, value_dim=11, memory_dim=(17, 23), tokens=5, memory_tokens=19
+    )
+    assert len({plan.attention_flops(64, h, queries=9) for h in (1, 2, 4, 8, 16, 32, 64)}) == 1
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "text"),
+    [
+        (plan.attention_flops, {"queries": 0}, ValueError, "queries is at least 1; got 0"),
+        (plan.attention_flops, {"queries": 3, "keys": 2.5}, TypeError, "keys is an int; got 2.5"),
+        (plan.projection_flops, {"tokens": True}, TypeError, "tokens is an int; got True"),
+        (plan.kv_bytes_per_token, {"num_layers": 0}, ValueError, "num_layers is at least 1; got 0"),
+        (plan.kv_bytes_per_token, {"bytes_per_number": 0}, ValueError, "bytes_per_number is above 0; got 0"),
+        (plan.parameter_count, {"memory_dim": -1}, ValueError, "memory_dim is at least 1; got -1"),
+    ],
+)
+def test_wrong_numbers(function: Any, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        function(12, 3, **arguments)
+    assert str(caught.value) == text
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, config: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config), "utf8")
+    return path
+
+
+READ: dict[str, tuple[dict[str, Any], AttentionShape]] = {
+    "the usual names": (
+        {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+         "num_hidden_layers": 48, "attention_bias": False, "rope_theta": 1e6, "architectures": ["X"]},
+        AttentionShape(2048, 32, 4, 128, 128, False, 48),
+    ),
+    "n_ names": ({"n_embd": 768, "n_head": 12, "n_layer": 12}, AttentionShape(768, 12, 12, 64, 64, False, 12)),
+    "d_model, d_kv": (
+        {"d_model": 512, "num_heads": 6, "d_kv": 64, "num_layers": 8}, AttentionShape(512, 6, 6, 64, 64, False, 8),
+    ),
+    "encoder and decoder": (
+        {"d_model": 1024, "encoder_attention_heads": 8, "decoder_attention_heads": 16, "decoder_layers": 12},
+        AttentionShape(1024, 16, 16, 64, 64, False, 12),
+    ),
+    "dim": ({"dim": 768, "n_heads": 12, "n_layers": 6}, AttentionShape(768, 12, 12, 64, 64, False, 6)),
+    "nested": (
+        {"text_config": {"hidden_size": 96, "num_attention_heads": 4, "attention_bias": True}, "vision_config": {}},
+        AttentionShape(96, 4, 4, 24, 24, True, None),
+    ),
+    "null is absent": (
+        {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": None, "head_dim": None},
+        AttentionShape(96, 4, 4, 24, 24),
+    ),
+    "multi-query": (
+        {"hidden_size": 96, "num_attention_heads": 4, "multi_query": True}, AttentionShape(96, 4, 1, 24, 24),
+    ),
+    "two names, one truth": (
+        {"hidden_size": 96, "d_model": 96, "num_attention_heads": 4}, AttentionShape(96, 4, 4, 24, 24),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_configs_are_read(kind: str, tmp_path: Path) -> None:
+    config, shape = READ[kind]
+    assert read_config(write(tmp_path, config)) == shape
+    assert read_config(tmp_path) == shape  # the folder of a model
+    assert read_config(str(tmp_path / "config.json")) == shape
+
+
+def test_a_shape_becomes_a_module_and_a_trace() -> None:
+    shape = AttentionShape.of(96, 4, num_kv_heads=2, bias=True)
+    assert MultiHeadAttention(**shape.arguments()).num_kv_heads == 2
+    assert headwise.nn.trace_shape(**shape.arguments(), length=3).parameter_count == plan.parameter_count(
+        **shape.arguments()
+    )
+
+
+def test_the_package_s_own_config_is_read() -> None:
+    import headwise.models
+
+    path = headwise.models.tiny_path()
+    if not (path / "config.json").exists():
+        pytest.skip("no model in the package yet")
+    shape = read_config(path)
+    assert shape.num_heads == 8 and shape.num_layers == 4
+
+
+PLAIN = {"hidden_size": 96, "num_attention_heads": 4}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "is no JSON (line 1: "),
+    "a list": ([1], "holds a JSON list, not an object"),
+    "NaN": ('{"hidden_size": NaN}', "holds NaN, which is no JSON"),
+    "Infinity": ('{"hidden_size": 96, "x": -Infinity}', "holds -Infinity, which is no JSON"),
+    "twice": ('{"hidden_size": 96, "hidden_size": 97}', "has 'hidden_size' twice in one object"),
+    "no width": ({"num_attention_heads": 4}, "has no d_model: none of hidden_size, n_embd, d_model, dim"),
+    "no heads": ({"hidden_size": 4}, "has no num_heads: none of num_attention_heads, n_head, "),
+    "a bool": (PLAIN | {"num_attention_heads": True}, "num_attention_heads is a whole number; got True"),
+    "a float": (PLAIN | {"hidden_size": 96.0}, "hidden_size is a whole number; got 96.0"),
+    "a text": (PLAIN | {"head_dim": "24\n\x1b[31m"}, r"head_dim is a whole number; got '24\n\x1b[31m'"),
+    "a long text": (PLAIN | {"head_dim": "9" * 900}, "head_dim is a whole number; got '" + "9" * 36 + "..."),
+    "zero": (PLAIN | {"num_key_value_heads": 0}, "num_key_value_heads is between 1 and 10000; got 0"),
+    "negative": (PLAIN | {"hidden_size": -96}, "hidden_size is between 1 and 1000000; got -96"),
+    "many heads": (PLAIN | {"num_attention_heads": 10001}, "num_attention_heads is between 1 and 10000; got 10001"),
+    "huge": (PLAIN | {"num_hidden_layers": 10**50}, "got a number of more than 20 digits"),
+    "too many digits": ('{"hidden_size": 1' + "0" * 5000 + "}", "Exceeds the limit"),
+    "contradiction": (PLAIN | {"d_model": 97}, "contradicts itself: hidden_size = 96, d_model = 97"),
+    "no split": (PLAIN | {"num_attention_heads": 5}, "d_model must be a multiple of num_heads: 96 = 5 x 19 + 1"),
+    "groups": (PLAIN | {"num_key_value_heads": 3}, "num_heads must be a multiple of num_kv_heads: H = 4, K = 3"),
+    "bias": (PLAIN | {"attention_bias": "no"}, "attention_bias is true or false; got 'no'"),
+    "latent": (PLAIN | {"kv_lora_rank": 512}, "kv_lora_rank: latent attention has no such shape"),
+    "both": (PLAIN | {"multi_query": True, "num_kv_heads": 4}, "says both multi_query and a number of key-value heads"),
+    "deep": ("[" * 100_000, "is nested too deeply"),
+    "large": ('{"x": "' + "x" * MAX_BYTES + '"}', "is larger than 1000000 bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_config_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    config, text = REFUSED[kind]
+    path = write(tmp_path, config)
+    with pytest.raises(ValueError) as caught:
+        read_config(path)
+    message = str(caught.value)
+    assert message.startswith(f"{str(path)!r}: ") and text in message
+    assert (
+        message.isprintable() and caught.value.__cause__ is None
+    )  # one line, and none of the file's own control codes
+
+
+def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    for name, text in (
+        ("absent.json", "cannot be read (No such file or directory)"),
+        ("bytes", "is not UTF-8 text"),
+        ("folder", "is no regular file"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            read_config(tmp_path / name)
+        assert text in str(caught.value)
+
+
+def test_only_the_listed_fields_are_read(tmp_path: Path) -> None:
+    noise = {"auto_map": {"AutoConfig": "evil.Config"}, "torch_dtype": 3, "num_heads_": "x", "hidden_sizes": [1]}
+    assert read_config(write(tmp_path, PLAIN | noise)) == AttentionShape(96, 4, 4, 24, 24)
+    assert all(len(set(names)) == len(names) for names in ALIASES.values())
+
+
+# --- no torch ---------------------------------------------------------------------------------------------------------
+
+# The package's own __init__ imports torch, so the room is imported below a bare package of the same name.
+ALONE = """
+import sys, types
+bare = types.ModuleType("headwise"); bare.__path__ = [{root!r}]; sys.modules["headwise"] = bare
+{planted}
+import headwise.plan as plan
+assert plan.parameter_count(512, 8) == 4 * 512**2
+heavy = [name for name in ("torch", "numpy", "transformers", "jaxtyping") if name in sys.modules]
+sys.exit(", ".join(heavy))
+"""
+
+
+def imported_by_plan(planted: str = "") -> str:
+    code = ALONE.format(root=str(Path(plan.__file__).parent.parent), planted=planted)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode in (0, 1) and "Traceback" not in ran.stderr, ran.stderr
+    return ran.stderr.strip()
+
+
+def test_the_plan_needs_no_torch_and_the_test_can_fail() -> None:
+    assert imported_by_plan() == ""
+    assert imported_by_plan("import numpy") == "numpy"
