@@ -31,7 +31,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
-    B, H, K, T, S = call.sizes
+    _, H, K, T, S = call.sizes
     k0, k1 = (0, S) if call.mask is None else call.mask.reach(rows.start, rows.stop, T, S)
     cols = slice(k0, k1)
     dtype = compute_dtype(call.query)
@@ -43,7 +43,7 @@ def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     scores_BHRC = mask_scores(scores_BHRC, allowed, added)
     weights_BHRC = softmax_rows(scores_BHRC, allowed, call.sinks)
     weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=call.dropout > 0)
-    R, C = weights_BHRC.shape[2:]
-    out_BKGRV = weights_BHRC.view(B, K, H // K * R, C) @ call.value[:, :, cols].to(dtype)
-    out_BHRV = out_BKGRV.view(B, H, R, call.value.shape[-1]).to(call.query.dtype)
+    weights_BKGRC = weights_BHRC.unflatten(1, (K, H // K)).flatten(2, 3)
+    out_BKGRV = weights_BKGRC @ call.value[:, :, cols].to(dtype)
+    out_BHRV = out_BKGRV.unflatten(2, (H // K, -1)).flatten(1, 2).to(call.query.dtype)
     return out_BHRV, lse_rows(scores_BHRC, allowed, call.sinks) if call.return_lse else None

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from ..shapes import check_index_tensor, check_mask_tensor
+from .symbols import known
 
 Rows: TypeAlias = "slice | Tensor | None"
 
@@ -19,14 +20,23 @@ def _index(pick: Rows, length: int, device: torch.device | None) -> Tensor:
     """The chosen indices of an axis as a 1-D integer tensor."""
     if isinstance(pick, Tensor):
         return pick
-    return torch.arange(*(pick or slice(None)).indices(length), device=device)
+    return torch.arange(*_ends(pick, length), device=device)
+
+
+def _ends(pick: slice | None, length: int) -> tuple[int, int, int]:
+    """start, stop, step of a slice of an axis."""
+    pick = slice(None) if pick is None else pick
+    if torch.compiler.is_compiling():  # `indices` would pin a symbolic length down
+        return pick.start or 0, length if pick.stop is None else pick.stop, 1
+    return pick.indices(length)
 
 
 def count(pick: Rows, length: int) -> int:
     """How many of an axis are chosen."""
     if isinstance(pick, Tensor):
         return pick.shape[0]
-    return len(range(*(pick or slice(None)).indices(length)))
+    start, stop, step = _ends(pick, length)
+    return stop - start if torch.compiler.is_compiling() else len(range(start, stop, step))
 
 
 def _per_batch(value: Any) -> Any:
@@ -86,8 +96,8 @@ class Band(Part):
         shift = self.shift(T, S)
         if isinstance(shift, Tensor) or T == 0 or S == 0:
             return self
-        left = None if self.left is None or T - 1 + shift - self.left < 0 else self.left
-        right = None if self.right is None or shift + self.right >= S - 1 else self.right
+        left = None if self.left is None or known(T - 1 + shift - self.left < 0) else self.left
+        right = None if self.right is None or known(shift + self.right >= S - 1) else self.right
         return None if left is None and right is None else Band(left, right, shift)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .symbols import is_symbol
+
 # Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
 BLOCK_ELEMENTS = 1 << 18
 MIN_ROWS = 16
@@ -22,10 +24,9 @@ def strips(T: int, rows: int) -> Iterator[slice]:
 
     One strip where T is a symbol of torch.compile or torch.export: a loop over it could not be traced.
     """
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import has_static_value
-
-        rows = rows if has_static_value(T) else T
+    if is_symbol(T):
+        yield slice(0, T)
+        return
     for first in range(0, T, rows):
         yield slice(first, min(first + rows, T))
 
@@ -42,11 +43,10 @@ def row_blocks(T: int, S: int) -> Iterator[slice]:
 
 def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Scaled (and softcapped) scores (B, H, R, C), keys read once a group: nothing is repeated."""
-    B, H, R, D = q_BHRD.shape
-    K = k_BKCD.shape[1]
+    (H, R), K = q_BHRD.shape[1:3], k_BKCD.shape[1]
     dtype = compute_dtype(q_BHRD)
-    q_BKGRD = (q_BHRD.to(dtype) * scale).reshape(B, K, H // K * R, D)
-    scores_BHRC = (q_BKGRD @ k_BKCD.to(dtype).mT).view(B, H, R, k_BKCD.shape[2])
+    q_BKGRD = (q_BHRD.to(dtype) * scale).unflatten(1, (K, H // K)).flatten(2, 3)
+    scores_BHRC = (q_BKGRD @ k_BKCD.to(dtype).mT).unflatten(2, (H // K, R)).flatten(1, 2)
     return scores_BHRC if softcap is None else softcap * torch.tanh(scores_BHRC / softcap)
 
 

@@ -15,6 +15,7 @@ from .call import Call, Limit
 from .masks import Mask
 from .rules import Band
 from .scores import strips
+from .symbols import known
 
 # Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
 STRIP = 256
@@ -45,7 +46,9 @@ def run(call: Call) -> tuple[Tensor, None]:
             folded = query.reshape(B, K, H // K * T, -1)
             out = scaled_dot_product_attention(folded, key, value, scale=call.scale).view(B, H, T, -1)
         else:
-            out = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=call.scale, enable_gqa=H != K)
+            out = scaled_dot_product_attention(
+                query, key, value, is_causal=causal, scale=call.scale, enable_gqa=_is_grouped(call)
+            )
         return out[..., :V], None
     outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
     return torch.cat(outs, dim=2)[..., :V], None
@@ -80,7 +83,9 @@ def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -
         folded = query.reshape(B, K, H // K * R, -1)
         out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=call.scale).view(B, H, R, -1)
     else:
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale, enable_gqa=H != K)
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=call.scale, enable_gqa=_is_grouped(call)
+        )
     return out if empty is None else out.masked_fill(empty, 0.0)
 
 
@@ -89,12 +94,17 @@ def _is_top_left(mask: Mask) -> bool:
     if len(mask.parts) != 1 or not isinstance(mask.parts[0], Band):
         return False
     band = mask.parts[0]
-    return band.left is None and band.right == 0 and not isinstance(band.offset, Tensor) and band.offset == 0
+    return band.left is None and band.right == 0 and not isinstance(band.offset, Tensor) and known(band.offset == 0)
+
+
+def _is_grouped(call: Call) -> bool:
+    # Not `return H != K`: under torch.compile that is a symbol, and SDPA wants a bool.
+    return True if call.sizes[1] != call.sizes[2] else False  # noqa: SIM210
 
 
 def _folds(call: Call) -> bool:
     _, H, K, T, _ = call.sizes
-    return H != K and not torch.compiler.is_exporting() and T <= FOLD_ROWS
+    return H != K and known(T <= FOLD_ROWS)
 
 
 def _equal_head_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,23 @@
+"""Sizes that torch.compile and torch.export hold as symbols: no decision here may pin one down."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_symbol(size: int) -> bool:
+    """Whether a size stands for many while a graph is traced; a loop over it could not be traced."""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(size)
+
+
+def known(condition: bool) -> bool:
+    """The condition; False where it hangs on a symbol, so the graph stays right for every size."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
