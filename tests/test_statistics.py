@@ -41,6 +41,7 @@ def extras(n: Sizes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         "few": torch.where(torch.arange(n.T) % 3 == 1, torch.arange(n.T) % n.S, -1)[:, None],
         "none": torch.full((n.T, 3), -1),
     }
+    targets["empty list"] = torch.zeros(n.B, n.T, 0, dtype=torch.long)
     return features, targets
 
 

@@ -46,7 +46,7 @@ def at(
             `headwise.hf` is imported.
         ids: (T,) or (1, T), integers: one text, special tokens included.
         tokens: the T tokens as text; the ids' digits by default.
-        delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line's end.
+        delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line end.
         name: of the model, for the table; what the model calls itself by default.
         map_size: most cells a side of the map in each record.
         full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells a side.

@@ -103,7 +103,7 @@ class Known:
 
     @property
     def opener(self) -> int:
-        """What begins a text: the id the text began with if it is a special one, else BOS, else that id all the same."""
+        """What begins a text: what this one began with, unless that is no special id and the model has a BOS."""
         return self.first if self.first in self.special.values() else self.special.get("bos", self.first)
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
 from ..ops.masks import Mask
-from ..ops.rules import Bias, Keep
+from ..ops.rules import Bias, Keep, Part
 from ..ops.statistics import HeadStatistics, statistics
 from .records import HeadMap, HeadRecord
 from .roles import CLARK_KEYS, FEW_KEYS
@@ -68,7 +69,7 @@ class Uniform:
 
 def forbids(mask: Mask | None) -> Mask | None:
     """What a mask forbids to every head, its biases left out."""
-    parts = []
+    parts: list[Part] = []
     for part in mask.parts if mask is not None else ():
         if isinstance(part, (Bias, Keep)):
             seen = part.tensor != -torch.inf if isinstance(part, Bias) else part.tensor
@@ -135,17 +136,18 @@ def measure(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, u
             f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
             f"{str(call.query.dtype).removeprefix('torch.')}; load the model in a wider dtype, such as float32"
         )
-    small = pooled(found, sizes.small)
-    place = {"module": call.module, "call": again, "layer": call.order, "queries": T, "keys": S}
-    heads = records(found, small, place, sinks=call.sinks is not None)
+    place = partial(HeadRecord, module=call.module, call=again, layer=call.order, queries=T, keys=S)
+    heads = records(found, pooled(found, sizes.small), place, sinks=call.sinks is not None)
     level = uniform.of(call, features, targets)
     [null] = records(level, pooled(level, 1), place, sinks=False)
     maps = tuple(quantised(m) for m in found.pooled[0]) if sizes.large else ()
     return Measured(tuple(heads), null, maps, looks_ahead(call))
 
 
-def records(found: HeadStatistics, maps: list[Map], place: dict[str, Any], *, sinks: bool) -> list[HeadRecord]:
-    """A record a head of the first row of the batch."""
+def records(
+    found: HeadStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool
+) -> list[HeadRecord]:
+    """A record a head of the first row of the batch; `place` makes one from its numbers."""
     count = found.rows.clamp(min=1)
     means = {
         "entropy": found.entropy.sum(-1) / count,
@@ -159,8 +161,7 @@ def records(found: HeadStatistics, maps: list[Map], place: dict[str, Any], *, si
     columns = {name: _numbers(values[0]) for name, values in means.items()}
     offsets = [tuple(_numbers(row)) for row in found.offsets[0]]
     return [
-        HeadRecord(
-            **place,
+        place(
             head=h,
             **{name: values[h] for name, values in columns.items()},
             offsets=offsets[h],
@@ -194,7 +195,7 @@ def pooled(found: HeadStatistics, size: int) -> list[Map]:
 def quantised(weights: Tensor) -> HeadMap:
     """A byte a cell, as `HeadMap` defines it."""
     levels = (255 * weights.clamp(0, 1).sqrt()).round().to(torch.uint8)
-    return HeadMap(*levels.shape, bytes(levels.flatten().tolist()))
+    return HeadMap(levels.shape[0], levels.shape[1], bytes(levels.flatten().tolist()))
 
 
 def _bins(n: int, size: int, device: torch.device) -> Tensor:

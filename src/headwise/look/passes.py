@@ -103,18 +103,14 @@ def read_copies(
         return calls
     given = inputs.rows(model, _as_ids(model, [sequence.ids for sequence in drawn]), known)
     read = {ids.shape[1]: [replace(s, ids=row) for s, row in zip(drawn, ids.tolist(), strict=True)] for ids in given}
+    targets = {(T, ahead): as_tensors(rows, ahead=ahead) for T, rows in read.items() for ahead in (False, True)}
     uniform = Uniform()
     measured: list[Measured] = []
 
     def each(call: AttentionCall) -> None:
-        before = calls[call.order]
-        ahead = looks_ahead(call)
-        T = call.query.shape[2]
-        if ahead is None or T not in read:
-            measured.append(before)
-        else:
-            targets = {name: keys.to(call.query.device) for name, keys in as_tensors(read[T], ahead=ahead).items()}
-            measured.append(_with_copies(before, call, targets, uniform))
+        before, ahead = calls[call.order], looks_ahead(call)
+        asked = None if ahead is None else targets.get((call.query.shape[2], ahead))
+        measured.append(before if asked is None else _with_copies(before, call, asked, uniform))
         steps.step()
 
     with probe(model, each) as seen:
@@ -124,16 +120,24 @@ def read_copies(
 
 
 def _with_copies(before: Measured, call: AttentionCall, targets: dict[str, Tensor], uniform: Uniform) -> Measured:
-    """The call's records with their scores on copies; induction stays None where no row has a target for it."""
-    asked = {name: keys for name, keys in targets.items() if bool((keys >= 0).any())}
-    heads = of_call(call, {}, asked, pool=1)
-    null = uniform.of(call, {}, asked)
-    scores = {name: mass.double().mean(0).tolist() for name, mass in heads.targets.items()}
-    level = {name: round(float(mass.double().mean()), 6) for name, mass in null.targets.items()}
-    filled: list[HeadRecord] = [
-        replace(head, **{name: round(scores[name][head.head], 6) for name in scores}) for head in before.heads
-    ]
-    return replace(before, heads=tuple(filled), uniform=replace(before.uniform, **level))
+    """The call's records with their scores on copies; None where no row may attend a target (a short window, say)."""
+    null = uniform.of(call, {}, targets)
+    level = {name: _mean(mass) for name, mass in null.targets.items() if bool(mass.any())}
+    heads = of_call(call, {}, {name: targets[name] for name in level}, pool=1)
+    scores = [{name: _mean(mass[:, h]) for name, mass in heads.targets.items()} for h in range(len(before.heads))]
+
+    def filled(head: HeadRecord, score: Callable[[str], float | None]) -> HeadRecord:
+        return replace(head, duplicate=score("duplicate"), induction=score("induction"))
+
+    return replace(
+        before,
+        heads=tuple(filled(head, scores[head.head].get) for head in before.heads),
+        uniform=filled(before.uniform, level.get),
+    )
+
+
+def _mean(mass: Tensor) -> float:
+    return round(float(mass.double().mean()), 6)
 
 
 def _delimiters(ids: Tensor, marks: Collection[int]) -> Tensor:

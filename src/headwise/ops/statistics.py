@@ -314,7 +314,7 @@ def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: i
             raise ValueError(
                 f"feature {name!r} is a number a key: (S,) or (B, S) with B = {B}, S = {S}; got {describe(feature)}"
             )
-        out[name] = feature.to(query.device).view(-1, S).expand(B, S)
+        out[name] = feature.to(query.device).expand(B, S)
     return out
 
 
@@ -335,5 +335,5 @@ def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int
                 f"targets {name!r} are positions 0 <= j < S = {S}, or -1 for none; "
                 f"got {int(keys.min())} to {int(keys.max())}"
             )
-        out[name] = keys.to(query.device, torch.long).view(-1, T, keys.shape[-1]).expand(B, T, keys.shape[-1])
+        out[name] = keys.to(query.device, torch.long).expand(B, T, keys.shape[-1])
     return out
