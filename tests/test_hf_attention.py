@@ -127,9 +127,9 @@ def test_packed_sequences_by_their_ends_or_numbers() -> None:
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "head_mask", "cache", "anything_new"])
 def test_an_argument_that_may_change_the_result_is_refused(name: str) -> None:
     text = (
-        f"SomeAttention passes '{name}' to its attention function, which headwise does not know and which may change the "
-        'result; run this model with model.set_attn_implementation("eager"), or leave the argument out if it came from '
-        "your own call"
+        f"SomeAttention passes '{name}' to its attention function, which headwise does not know and which may change "
+        'the result; run this model with model.set_attn_implementation("eager"), or leave the argument out if it '
+        "came from your own call"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         call(*qkv(), None, **{name: torch.ones(1)})
@@ -181,7 +181,7 @@ def test_a_model_outside_the_interface_refuses_the_name(model_type: str) -> None
     built = getattr(transformers, model)._from_config(getattr(transformers, config)(**sizes))
     built.config._attn_implementation_internal = "headwise"
     for given in (dict(input_ids=token_ids()), dict(input_ids=token_ids(), attention_mask=torch.ones(B, 11))):
-        with pytest.raises((ModelError, KeyError), match="is not on transformers' attention interface|headwise"):
+        with pytest.raises((ModelError, KeyError), match=r"is not on transformers' attention interface|headwise"):
             built(**given)
 
 

@@ -100,7 +100,8 @@ def test_positions_of_other_sequences_are_not_read() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1]]).expand(B, -1)
     function = theirs.packed_sequence_compatibility_function(FUNCTIONS["causal"], positions, torch.zeros(B, 7).long())
     assert read_mask(function, FRAMES["square"]) is None
-    assert read_mask(theirs.remap_positions_for_packed_sequence(FUNCTIONS["causal"], positions), FRAMES["square"]) is None
+    alone = theirs.remap_positions_for_packed_sequence(FUNCTIONS["causal"], positions)
+    assert read_mask(alone, FRAMES["square"]) is None
 
 
 def test_padding_of_one_run_a_row_is_two_numbers() -> None:

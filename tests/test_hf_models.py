@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from hf_measure import counted, distance, forward_distance
-from hf_models import BY_NAME, ROWS, T, Row, inputs, logits, padding, real_rows
+from hf_models import BY_NAME, ROWS, Row, T, inputs, logits, padding, real_rows
 from torch import Tensor
 from transformers import PreTrainedModel
 

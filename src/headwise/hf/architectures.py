@@ -12,7 +12,6 @@ _DISENTANGLED = "its attention mixes content and position terms in code of its o
 _SPARSE = "it picks single keys for each query (sparse attention), which the interface hands over as indices"
 
 OUTSIDE: dict[str, str] = {
-    "bigbird_pegasus": _OWN,
     "big_bird": _OWN,
     "bloom": _ALIBI,
     "codegen": _OWN,

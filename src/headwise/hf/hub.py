@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import ModelError
+from .folder import PICKLES
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
@@ -39,7 +40,8 @@ def _cached(name: str) -> Path | None:
         folder = Path(snapshot_download(name, local_files_only=True))
     except Exception:  # not there, or not whole: then it is fetched
         return None
-    return folder if (folder / "config.json").exists() and any(folder.glob("*.safetensors")) else None
+    holds_weights = any(path for pattern in ("*.safetensors", *PICKLES) for path in folder.glob(pattern))
+    return folder if (folder / "config.json").exists() and holds_weights else None
 
 
 def _fetched(name: str, check: Callable[[Path], object]) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ def load(name_or_path: str | Path, *, device: str = "cpu", dtype: torch.dtype | 
     tokenizer = load_tokenizer(folder, config)
     model = _fill(cls, config, weights, kind_of_number, folder).to(where).eval()
     model.config.name_or_path = name
-    vocabulary = int(config.vocab_size)
+    vocabulary = model.get_input_embeddings().num_embeddings
     return Loaded(
         model=model,
         tokenizer=tokenizer,
@@ -218,9 +220,10 @@ def _fill(
     """The model with its weights. transformers is handed tensors, not the folder, so it reads nothing else in there."""
     try:
         state = {name: tensor for file in weights.files for name, tensor in load_file(file).items()}
-        model, report = cls.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-        )
+        with _quietly():
+            model, report = cls.from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            )
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{folder}: the weights cannot be loaded ({_first_line(error)}); download them anew") from None
     faults = {kind: sorted(map(str, report.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
@@ -231,6 +234,21 @@ def _fill(
                 f"random; the files do not hold a whole {cls.__name__}: download them anew"
             )
     return model
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' progress bar and report of keys: what matters of it becomes an error of ours."""
+    talk = transformers.utils.logging
+    level, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity_error()
+    talk.disable_progress_bar()
+    try:
+        yield
+    finally:
+        talk.set_verbosity(level)
+        if bars:
+            talk.enable_progress_bar()
 
 
 # -- what `look` wants to know ----------------------------------------------------------------------------------------

@@ -38,10 +38,9 @@ class _Session:
 
     def check_complete(self) -> None:
         """Every attention module was called, but for those of a part of the model (an encoder, say) that never ran."""
+        ran = self.ran | {self.model} if self.seen.seen else set(self.model.modules())
         silent = [
-            name
-            for module, name in self.names.items()
-            if name not in self.seen.called and _owner(self.model, name) in self.ran | {self.model}
+            name for name in self.seen.expected if name not in self.seen.called and _owner(self.model, name) in ran
         ]
         if silent:
             raise self.fault(

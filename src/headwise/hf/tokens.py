@@ -12,6 +12,7 @@ from .folder import read_json
 
 MAX_TOKENIZER = 256 << 20
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model", ".tiktoken")
 MARKS = (".", ",", ";", ":", "!", "?", "\n")
 
 
@@ -21,6 +22,8 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
     tokenizer.json is read as it is: transformers' AutoTokenizer rebuilds it by the config's model_type, which gives
     other ids for some. The tokenizer's own code, if it names any, is never run.
     """
+    if not any(path.name.endswith(VOCABULARIES) for path in folder.iterdir()):
+        raise ModelError(f"{folder}: no tokenizer; put the model's tokenizer.json beside config.json")
     try:
         if (folder / "tokenizer.json").exists():
             read_json(folder / "tokenizer.json", MAX_TOKENIZER)

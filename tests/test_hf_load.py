@@ -1,0 +1,389 @@
+"""Loading: what works, and one clear line for each thing that does not. A model folder is hostile until read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import BY_NAME, OUTSIDE, ROWS, VOCAB, Row, inputs, logits, token_ids
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import headwise.hf as hf
+
+TEXT = tuple(row for row in ROWS if row.kind in ("decoder", "encoder"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE of the rows' vocabulary size, as a tokenizer.json."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<s>", "[SEP]"], show_progress=False)
+    made.train_from_iterator(["a b, c. d! e? f: g; h\n i\n"] * 3, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Path) -> Path:
+    """A whole checkpoint of a small decoder."""
+    return written(BY_NAME["Llama GQA"], tmp_path / "model", tokenizer)
+
+
+def written(row: Row, folder: Path, tokenizer: Path) -> Path:
+    quiet(lambda: row.build().save_pretrained(folder))
+    shutil.copy(tokenizer, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "sep_token": {"content": "[SEP]"}}))
+    return folder
+
+
+def quiet(do: Callable[[], Any]) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return do()
+    finally:
+        transformers.utils.logging.enable_progress_bar()
+
+
+def change(folder: Path, **fields: Any) -> None:
+    """Write fields into config.json; None takes one out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def refused(folder: Path | str, text: str, **how: Any) -> None:
+    """load() raises ModelError with this text, in one line."""
+    with pytest.raises(hf.ModelError, match=re.escape(text)) as caught:
+        hf.load(folder, **how)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert isinstance(caught.value, ValueError)
+
+
+# -- what works -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", TEXT, ids=lambda row: row.name)
+def test_every_text_model_loads_with_its_own_weights(row: Row, tmp_path: Path, tokenizer: Path) -> None:
+    loaded = hf.load(written(row, tmp_path, tokenizer))
+    assert loaded.kind == row.kind and loaded.max_positions == 64 and loaded.name == str(tmp_path)
+    assert not loaded.model.training and type(loaded.model).__name__ == row.model
+    for part in loaded.model.modules():
+        if hasattr(part, "config"):
+            part.config._experts_implementation_internal = "eager"  # the default wants sizes divisible by 4
+    loaded.model.set_attn_implementation("eager")
+    assert torch.equal(logits(loaded.model, inputs(row)), logits(row.build(), inputs(row)))
+    with hf.probe(loaded.model) as seen:
+        logits(loaded.model, inputs(row))
+    assert len(seen.calls) == row.calls
+
+
+def test_what_look_needs_to_know(folder: Path) -> None:
+    loaded = hf.load(str(folder))
+    assert loaded.bos_id == loaded.tokenizer.convert_tokens_to_ids("<s>") == 0
+    marks = {loaded.tokenizer.decode([i]) for i in loaded.delimiters}
+    assert marks == {".", ",", ";", ":", "!", "?", "\n", "[SEP]"}
+    assert loaded.tokenizer("a b")["input_ids"] == Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a b").ids
+
+
+def test_nothing_is_printed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No progress bar, no report of keys; and transformers' own settings are put back."""
+    level, bars = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
+    hf.load(folder)
+    assert capfd.readouterr() == ("", "")
+    assert transformers.utils.logging.get_verbosity() == level
+    assert transformers.utils.logging.is_progress_bar_enabled() == bars
+
+
+def test_the_dtype(folder: Path) -> None:
+    state = {name: x.half() for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert hf.load(folder).model.dtype == torch.float32, "on the CPU, whatever the file holds"
+    assert hf.load(folder, dtype="bfloat16").model.dtype == torch.bfloat16
+    assert hf.load(folder, dtype=torch.float64).model.dtype == torch.float64
+    for dtype in ("int8", "float8_e4m3fn", "nonsense", "load"):
+        refused(
+            folder, f"dtype '{dtype}' is no dtype for weights; use float32, bfloat16, float16 or float64", dtype=dtype
+        )
+
+
+def test_the_device(folder: Path) -> None:
+    refused(folder, "device 'toaster' cannot be used here", device="toaster")
+    if not torch.cuda.is_available():
+        refused(folder, "device 'cuda' cannot be used here", device="cuda")
+
+
+def test_positions_that_begin_after_the_pad(tmp_path: Path, tokenizer: Path) -> None:
+    sizes = dict(BY_NAME["BERT"].sizes, pad_token_id=1, bos_token_id=0)
+    row = Row("RoBERTa", "RobertaForMaskedLM", "RobertaConfig", 2, "encoder", sizes)
+    loaded = hf.load(written(row, tmp_path, tokenizer))
+    assert loaded.max_positions == 62
+    loaded.model(torch.full((1, 62), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        loaded.model(torch.full((1, 63), 5))
+
+
+def test_shards(folder: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    table = {}
+    for number, names in enumerate((sorted(state)[::2], sorted(state)[1::2])):
+        save_file({name: state[name] for name in names}, folder / f"part-{number}.safetensors")
+        table |= {name: f"part-{number}.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    out = hf.load(folder).model(token_ids()).logits
+    torch.testing.assert_close(out, BY_NAME["Llama GQA"].build()(token_ids()).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_of_the_local_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a cached snapshot are links into the cache's blobs, and are read; nothing asks the network."""
+    repository = tmp_path / "cache" / "models--someone--small"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    for place in (repository / "refs", repository / "blobs", snapshot):
+        place.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    for file in folder.iterdir():
+        shutil.copy(file, repository / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert hf.load("someone/small").name == "someone/small"
+
+
+# -- what does not ----------------------------------------------------------------------------------------------------
+
+
+def test_no_such_folder_or_name(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere: no such folder; give one with config.json and *.safetensors, or a hub name")
+    refused("./nowhere", "./nowhere: no such folder")
+    refused("some one/x", "some one/x: no such folder")
+    refused(
+        "someone/nothing",
+        "someone/nothing: no such folder, no such model in the local cache, and it could not be fetched",
+    )
+    (tmp_path / "file").write_text("")
+    refused(
+        str(tmp_path / "file"), "a file, and a model is a folder with config.json and *.safetensors; give the folder"
+    )
+    refused(tmp_path, "no config.json, so no transformers checkpoint; give the folder that holds it")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused(tmp_path, "holds an adapter, no model; merge it first")
+
+
+def test_pickled_weights_are_refused_unopened(folder: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(folder / "exploded"),)
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Bomb()}, folder / "pytorch_model.bin")
+    refused(folder, "the weights are in 'pytorch_model.bin' only, and opening such a file can run code hidden in it")
+    refused(folder, f".from_pretrained('{folder}').save_pretrained('{folder}-safetensors')")
+    assert not (folder / "exploded").exists()
+    (folder / "pytorch_model.bin").unlink()
+    refused(folder, "no model.safetensors and no model.safetensors.index.json; download the weights too")
+
+
+def test_nothing_in_the_folder_is_run(folder: Path) -> None:
+    """auto_map, attention and expert implementations, kernels and whatever begins with _ are not read."""
+    marker = folder / "it_ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    evil = "someone/kernel"
+    change(
+        folder,
+        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+        attn_implementation=evil,
+        _attn_implementation=evil,
+        _attn_implementation_internal=evil,
+        experts_implementation=evil,
+        _experts_implementation_internal=evil,
+        transformers_weights="../../secret.safetensors",
+        fusion_config={"patch_embeddings": True},
+        kernel_config={"RMSNorm": evil},
+        use_kernels=True,
+        name_or_path="/etc",
+        return_dict=False,
+        to_dict="x",
+        dtype="load",
+    )
+    loaded = hf.load(folder)
+    assert not marker.exists()
+    said = vars(loaded.model.config)
+    assert evil not in str(said) and "evil" not in str(said)
+    assert not {"auto_map", "transformers_weights", "fusion_config", "kernel_config", "to_dict"} & said.keys()
+    assert loaded.model(token_ids()).logits.shape[-1] == VOCAB
+    change(folder, model_type="evil")
+    refused(
+        folder,
+        f"transformers {transformers.__version__} knows no model_type 'evil'; headwise runs no code from a model",
+    )
+
+
+def test_the_tokenizers_own_code_is_not_run(folder: Path) -> None:
+    marker = folder / "it_ran"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Tok: ...\n")
+    table = {"auto_map": {"AutoTokenizer": ["evil.Tok", None]}, "tokenizer_class": "Tok", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(table))
+    assert hf.load(folder).bos_id == 0 and not marker.exists()
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    refused(folder, "no tokenizer that can be read")
+    assert not marker.exists()
+
+
+def test_a_missing_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    refused(folder, "no tokenizer that can be read")
+    (folder / "tokenizer.json").unlink()
+    refused(folder, "no tokenizer; put the model's tokenizer.json beside config.json")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, and an integer of 1 to 10000 is needed"),
+        ({"num_attention_heads": True}, "num_attention_heads is True, and an integer"),
+        ({"num_attention_heads": 2.0}, "num_attention_heads is 2.0, and an integer"),
+        ({"num_attention_heads": "4"}, "num_attention_heads is 4, and an integer"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and an integer of 1 to 1000 is needed"),
+        ({"vocab_size": -1}, "vocab_size is -1, and"),
+        ({"hidden_size": 10**30}, "hidden_size is 1000000000000000000000000000000, and"),
+        ({"num_attention_heads": 5}, "no valid LlamaConfig (Class validation error"),
+        ({"hidden_size": 28_000}, "config.json describes "),
+        ({"vocab_size": 9_000_000}, "numbers, the safetensors files hold"),
+        ({"hidden_size": 32}, "the weights cannot be loaded"),
+        ({"num_hidden_layers": 3}, "9 missing keys, 'model.layers.2.input_layernorm.weight' first, so those weights would"),
+        ({"hidden_act": "explode"}, "config.json describes no LlamaForCausalLM that can be built"),
+        ({"model_type": None}, "model_type is None, and a name is needed"),
+        ({"model_type": ["llama"]}, "model_type is ['llama'], and a name is needed"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "a quantised checkpoint (quantization_config)"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_config_that_lies(folder: Path, fields: dict[str, Any], text: str) -> None:
+    change(folder, **dict.fromkeys(("model_type",)) if fields.get("model_type", "") is None else fields)
+    refused(folder, text)
+
+
+def test_a_config_that_is_no_json(folder: Path) -> None:
+    path = folder / "config.json"
+    whole = path.read_text()
+    for text, why in (
+        (whole[:-3], "not valid JSON"),
+        (whole.replace('"vocab_size": 53', '"vocab_size": NaN'), "not valid JSON (NaN is no number)"),
+        (
+            whole.replace('"vocab_size": 53', '"vocab_size": 53, "vocab_size": 54'),
+            "the key 'vocab_size' stands there twice",
+        ),
+        ("[1]", "holds a JSON list, and an object is needed"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": "' + "x" * (1 << 20) + '"}', "bytes, at most 1048576 are read"),
+    ):
+        path.write_text(text)
+        refused(folder, why)
+    path.write_bytes(b"\xff\xfe")
+    refused(folder, "not valid JSON")
+    path.unlink()
+    path.mkdir()
+    refused(folder, "not a regular file")
+
+
+def test_weights_elsewhere_are_not_read(folder: Path, tmp_path: Path) -> None:
+    """Shard names are hostile: no path, no link out of the folder."""
+    (folder / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    index = folder / "model.safetensors.index.json"
+    for name in (
+        "../secret.safetensors",
+        str(tmp_path / "secret.safetensors"),
+        ".hidden.safetensors",
+        "x.bin",
+        "a\x00.safetensors",
+        "",
+    ):
+        index.write_text(json.dumps({"weight_map": {"x": name}}))
+        refused(folder, "where a plain *.safetensors name belongs")
+    (folder / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    index.write_text(json.dumps({"weight_map": {"x": "link.safetensors"}}))
+    refused(folder, "outside of the model's folder; copy the file into it")
+    index.write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
+    refused(folder, "the weights file 'gone.safetensors' is missing")
+    for table in ({}, {"weight_map": []}, {"weight_map": {"x": 3}}, {"weight_map": {}}):
+        index.write_text(json.dumps(table))
+        refused(folder, "no weight_map of tensor names to file names")
+
+
+def test_damaged_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+
+    def with_header(text: str) -> bytes:
+        return struct.pack("<Q", len(text)) + text.encode() + whole[8 + length :]
+
+    header = whole[8 : 8 + length].decode()
+    entries = json.loads(header)
+    name = next(key for key in entries if key != "__metadata__")
+    one = json.dumps(entries[name])
+    for bad, why in (
+        (b"", "no safetensors file (its header says 0 bytes)"),
+        (struct.pack("<Q", 2**63), "no safetensors file"),
+        (whole[: len(whole) // 2], "the weights cannot be loaded"),
+        (with_header(header.rstrip()[:-1] + f', "{name}": {one}}}'), "stands there twice"),
+        (with_header(header.replace('"F32"', '"F8_E4M3"', 1)), "tensors of F8_E4M3, a quantised checkpoint"),
+        (
+            with_header(json.dumps({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}})),
+            "has no shape and dtype",
+        ),
+        (with_header(json.dumps({"x": 3})), "the tensor 'x' has no shape and dtype"),
+    ):
+        path.write_bytes(bad)
+        refused(folder, why)
+
+
+# -- models that look does not read -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", OUTSIDE)
+def test_models_outside_the_interface_are_refused_before_their_weights(
+    model_type: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    model, config, sizes = OUTSIDE[model_type]
+    written_config = getattr(transformers, config)(**sizes, architectures=[model])
+    quiet(lambda: written_config.save_pretrained(tmp_path))
+    refused(tmp_path, f"{model} (model_type '{model_type}') is not on transformers' attention interface, so its heads")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("T5", "it is made of several models (encoder and decoder, or text and images)"),
+        ("BART", "it is made of several models (encoder and decoder, or text and images)"),
+        ("Whisper", "it is made of several models (encoder and decoder, or text and images)"),
+        ("CLIP", "it is made of several models (encoder and decoder, or text and images)"),
+        ("ViT", "its input is 'pixel_values'"),
+    ],
+)
+def test_models_that_are_no_text_model(name: str, why: str, tmp_path: Path, tokenizer: Path) -> None:
+    row = BY_NAME[name]
+    config = getattr(transformers, row.config)(**row.sizes, architectures=[row.model])
+    quiet(lambda: config.save_pretrained(tmp_path))
+    refused(tmp_path, "headwise look reads text models that are decoder-only or encoder-only; this one")
+    refused(tmp_path, f"{why}; load it with transformers and use headwise.hf.probe(model) in Python")
+
+
+def test_an_architecture_of_another_model_is_not_taken(folder: Path) -> None:
+    """The class is taken by name from transformers only if it belongs to the model_type."""
+    for names in (["BertModel"], ["os"], ["AutoModel"], ["PreTrainedModel"], [3], "LlamaModel", []):
+        change(folder, architectures=names)
+        assert type(hf.load(folder).model).__name__ == "LlamaForCausalLM"
