@@ -1,0 +1,162 @@
+"""Derivatives of every order, forward mode, vmap; and dropout: what is random obeys the definition too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends import MUST, attend
+from mask_cases import SHORT, Sizes
+from torch import Tensor
+
+import headwise
+from headwise.testing import assert_same_bits, make_qkv
+
+TINY = Sizes(1, 2, 1, 2, 3, 3, 2)
+HIGHER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": headwise.causal()},
+    "empty row": {"mask": headwise.causal(offset=-1)},
+    "softcap and scale": {"softcap": 0.8, "scale": 0.5},
+}
+
+
+def inputs64(n: Sizes) -> tuple[Tensor, ...]:
+    return make_qkv(*n, dtype=torch.float64, requires_grad=True)
+
+
+# torch's forward-mode AD of its own operations still uses torch.jit.script
+forward_mode = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+@forward_mode
+@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("name", HIGHER)
+def test_gradcheck(backend: str, name: str) -> None:
+    torch.autograd.gradcheck(
+        lambda *x: headwise.attention(*x, backend=backend, **HIGHER[name]), inputs64(TINY), check_forward_ad=True
+    )
+
+
+@pytest.mark.parametrize("name", HIGHER)
+@pytest.mark.parametrize("backend", MUST)
+def test_gradgradcheck(backend: str, name: str) -> None:
+    torch.autograd.gradgradcheck(lambda *x: headwise.attention(*x, backend=backend, **HIGHER[name]), inputs64(TINY))
+
+
+def test_gradcheck_of_sinks_gate_bias_slopes_and_lse() -> None:
+    n = TINY
+    made = {"sinks": (n.H,), "gate": (n.B, n.H, n.T), "bias": (n.T, n.S), "slopes": (n.H,)}
+    extra = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in made.values()]
+
+    def both(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, gate: Tensor, bias: Tensor, slopes: Tensor) -> Any:
+        mask = headwise.causal() & headwise.bias(bias) & headwise.alibi(slopes)
+        return headwise.attention(q, k, v, mask=mask, sinks=sinks, gate=gate, softcap=2.0, return_lse=True)
+
+    torch.autograd.gradcheck(both, (*inputs64(n), *extra))
+    torch.autograd.gradgradcheck(both, (*inputs64(n), *extra))
+
+
+def test_double_backward_of_float32() -> None:
+    """On the reference path it is exact; on torch's fused kernel it is a clear error, never a wrong number."""
+
+    def penalty(dtype: torch.dtype, **options: Any) -> Tensor:
+        q, k, v = make_qkv(*SHORT, dtype=dtype, requires_grad=True)
+        out = headwise.attention(q, k, v, mask=headwise.causal(), **options)
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), k)[0]
+
+    exact = penalty(torch.float64)
+    for backend in ("reference", "blocks"):
+        torch.testing.assert_close(penalty(torch.float32, backend=backend).double(), exact, rtol=1e-4, atol=1e-4)
+    try:
+        torch.testing.assert_close(penalty(torch.float32).double(), exact, rtol=1e-4, atol=1e-4)
+    except (RuntimeError, NotImplementedError) as refusal:
+        assert "not implemented" in str(refusal)
+
+
+@forward_mode
+@pytest.mark.parametrize("name", HIGHER)
+def test_jvp_is_the_directional_derivative(name: str) -> None:
+    n = SHORT
+    primals, tangents = make_qkv(*n, dtype=torch.float64), make_qkv(*n, dtype=torch.float64, seed=1)
+
+    def run(*x: Tensor) -> Tensor:
+        return headwise.attention(*x, **HIGHER[name])
+
+    out, along = torch.func.jvp(run, primals, tangents)
+    torch.testing.assert_close(out, run(*primals))
+    step = 1e-6
+    ahead, behind = (run(*(x + s * t for x, t in zip(primals, tangents, strict=True))) for s in (step, -step))
+    torch.testing.assert_close(along, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", HIGHER)
+def test_vmap_is_the_loop(name: str) -> None:
+    stack = [torch.stack(x) for x in zip(*(make_qkv(*SHORT, seed=s) for s in range(3)), strict=True)]
+    ours = torch.func.vmap(lambda *x: headwise.attention(*x, **HIGHER[name]))(*stack)
+    loop = torch.stack([headwise.attention(*x, **HIGHER[name]) for x in zip(*stack, strict=True)])
+    torch.testing.assert_close(ours, loop, rtol=2e-6, atol=1e-6)
+
+
+def test_torch_func_grad_of_each_sample() -> None:
+    stack = [torch.stack(x) for x in zip(*(make_qkv(*SHORT, seed=s) for s in range(3)), strict=True)]
+    run = torch.func.grad(lambda *x: headwise.attention(*x, mask=headwise.causal()).square().sum())
+    loop = torch.stack([run(*x) for x in zip(*stack, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(run)(*stack), loop, rtol=1e-5, atol=1e-6)
+
+
+# -- dropout -------------------------------------------------------------------------------------------------------
+
+
+FIFTY = Sizes(2, 3, 1, 50, 70, 4, 70)  # V = S: an identity as values reads the weights off
+
+
+def dropped(backend: str, p: float, seed: int = 0, n: Sizes = FIFTY) -> tuple[Tensor, Tensor]:
+    """(weights after dropout, weights), read off an identity as values."""
+    q, k, _ = make_qkv(*n)
+    identity = torch.eye(n.S).expand(n.B, n.K, n.S, n.S)
+    torch.manual_seed(seed)
+    mask = headwise.causal()
+    return headwise.attention(q, k, identity, mask=mask, dropout=p, backend=backend), headwise.weights(q, k, mask=mask)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("backend", MUST)
+def test_dropout_zeroes_a_fraction_and_keeps_the_expectation(backend: str, p: float) -> None:
+    ours, whole = dropped(backend, p)
+    seen = whole > 0
+    gone = (ours == 0) & seen
+    count = int(seen.sum())
+    assert abs(float(gone.sum()) / count - p) < 5 * (p * (1 - p) / count) ** 0.5  # five standard deviations
+    torch.testing.assert_close(ours[~gone], (whole / (1 - p))[~gone], rtol=1e-5, atol=1e-6)  # after softmax: no new sum
+    assert bool((ours[~seen] == 0).all())
+    heads = gone.float().mean((2, 3)).flatten()
+    assert len(set(heads.tolist())) == len(heads), "two heads drop alike"
+
+
+@pytest.mark.parametrize("backend", MUST)
+def test_dropout_follows_the_seed(backend: str) -> None:
+    assert_same_bits(dropped(backend, 0.3, seed=5)[0], dropped(backend, 0.3, seed=5)[0])
+    assert not torch.equal(dropped(backend, 0.3, seed=5)[0], dropped(backend, 0.3, seed=6)[0])
+    assert_same_bits(dropped(backend, 0.0, seed=5)[0], dropped(backend, 0.0, seed=6)[0])
+
+
+@pytest.mark.parametrize(
+    "n", [Sizes(2, 3, 1, 50, 70, 4, 70), Sizes(1, 1, 1, 600, 1030, 4, 1030)], ids=["one block", "many"]
+)
+@pytest.mark.parametrize("backend", MUST)
+def test_backward_drops_what_forward_dropped(backend: str, n: Sizes) -> None:
+    """With an identity as values, out is the dropped weights P, and the gradient of the values is P^T dO."""
+    q, k, _ = make_qkv(*n)
+    v = torch.eye(n.S).expand(n.B, n.K, n.S, n.S).contiguous().requires_grad_()
+    out = headwise.attention(q.requires_grad_(), k, v, dropout=0.4, backend=backend)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    (grad,) = torch.autograd.grad(out, v, grad_out)
+    expected = (out.mT @ grad_out).unflatten(1, (n.K, -1)).sum(2)
+    torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_by_torchs_kernel_is_refused_on_the_cpu() -> None:
+    assert attend("sdpa", *make_qkv(*SHORT), dropout=0.1) is None
