@@ -6,7 +6,9 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from importlib import metadata
+from typing import Any, TypeAlias
 
+import numpy.typing as npt
 from torch import Tensor, nn
 
 from . import inputs
@@ -19,13 +21,15 @@ from .roles import find
 LARGE_MAP = 128
 """Most cells a side of the large maps."""
 
+Ids: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]"
+
 REPEATS = Repeats()
 """The repeated random tokens that `at` reads unless told otherwise."""
 
 
 def at(
     model: nn.Module,
-    ids: Tensor | Sequence[int],
+    ids: Ids,
     *,
     tokens: Sequence[str] | None = None,
     delimiters: Collection[int] | None = None,
@@ -44,7 +48,7 @@ def at(
     Args:
         model: any module made of `headwise.MultiHeadAttention`, called as ``model(ids)``; or a transformers model, once
             `headwise.hf` is imported.
-        ids: (T,) or (1, T), integers: one text, special tokens included.
+        ids: (T,) or (1, T), integers, in a tensor, an array or a list: one text, special tokens included.
         tokens: the T tokens as text; the ids' digits by default.
         delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line end.
         name: of the model, for the table; what the model calls itself by default.

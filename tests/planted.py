@@ -1,0 +1,83 @@
+"""A model whose heads are what they are by construction: the ground truth for roles.
+
+Its input at a place is (token one-hot, previous token one-hot, place one-hot, 1), so that a head's W_Q and W_K can
+say in words what it attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+import headwise
+
+VOCABULARY, PLACES, DELIMITERS = 61, 173, (2, 3)
+SHARP = 30.0
+NAMES = ("previous-token", "offset-3", "self", "first-token sink", "delimiter", "broad", "duplicate-token", "induction")
+
+
+class Planted(nn.Module):
+    """One layer, a head for each name; `ahead` lets queries see what comes after them."""
+
+    def __init__(self, names: Sequence[str] = NAMES, *, ahead: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 1)  # tells the size of the vocabulary; its numbers are not used
+        width = 2 * VOCABULARY + PLACES + 1
+        self.mask = None if ahead else headwise.causal()
+        self.attend = headwise.MultiHeadAttention(width, len(names), head_dim=width)
+        self.token, self.before = range(VOCABULARY), range(VOCABULARY, 2 * VOCABULARY)
+        self.place, self.one = range(2 * VOCABULARY, 2 * VOCABULARY + PLACES), width - 1
+        with torch.no_grad():
+            for h, name in enumerate(names):
+                head = self.attend.head(h)
+                head.W_Q.zero_()
+                head.W_K.zero_()
+                self.plant(name, head.W_Q, head.W_K)
+                head.W_Q.mul_(SHARP * width**0.5)
+
+    def plant(self, name: str, W_Q: Tensor, W_K: Tensor) -> None:
+        token, before, place, one = self.token, self.before, self.place, self.one
+        same = torch.arange(VOCABULARY)
+        back = {"previous-token": 1, "self": 0}.get(name)
+        back = int(name.removeprefix("offset-")) if name.startswith("offset-") else back
+        if back is not None:
+            i = torch.arange(back, PLACES)
+            W_Q[place[0] + i, place[0] + i - back] = 1
+            W_K[place[0] + i - back, place[0] + i - back] = 1
+        elif name == "first-token sink":
+            W_Q[one, one] = 1
+            W_K[place[0], one] = 1
+        elif name == "delimiter":
+            W_Q[one, one] = 1
+            W_K[torch.tensor(DELIMITERS), one] = 1
+        elif name == "duplicate-token":
+            W_Q[same, same] = 1  # the same token ...
+            W_K[same, same] = 1
+            i = torch.arange(PLACES) + place[0]
+            W_Q[i, i] = 1  # ... at another place
+            W_K[i, i] = -2
+        elif name == "induction":
+            W_Q[token[0] + same, same] = 1
+            W_K[before[0] + same, same] = 1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, width)."""
+        B, T = ids.shape
+        x = torch.zeros(B, T, self.attend.d_model, device=ids.device)
+        batch, i = torch.arange(B)[:, None], torch.arange(T)[None]
+        x[batch, i, ids] = 1
+        x[batch, i[:, 1:], self.before[0] + ids[:, :-1]] = 1
+        x[batch, i, self.place[0] + i] = 1
+        x[..., self.one] = 1
+        return self.attend(x, mask=self.mask)
+
+
+def text(length: int = 97) -> list[int]:
+    """Tokens with a delimiter every five places, starting with a BOS of its own."""
+    make = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, VOCABULARY, (length,), generator=make)
+    ids[4::5] = torch.randint(DELIMITERS[0], DELIMITERS[1] + 1, (len(ids[4::5]),), generator=make)
+    ids[0] = 1
+    return ids.tolist()
