@@ -14,8 +14,8 @@ LIMITS: tuple[Limit, ...] = ()
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
-    B, H, _, T, S = call.sizes
-    blocks = list(row_blocks(T, S))
+    _, _, _, T, S = call.sizes
+    blocks = list(row_blocks(T, S)) or [slice(0, 0)]
     outs: list[Tensor] = []
     lses: list[Tensor | None] = []
     for rows in blocks:
@@ -25,8 +25,6 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
             out, lse = _block(call, rows)
         outs.append(out)
         lses.append(lse)
-    if not outs:
-        outs, lses = [call.query.new_zeros(B, H, 0, call.value.shape[-1])], [call.query.new_zeros(B, H, 0).float()]
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if call.return_lse else None  # type: ignore[arg-type]
 
 

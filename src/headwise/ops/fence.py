@@ -36,8 +36,7 @@ def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> tuple
     bad_BHT = ~query.isfinite().all(-1)
     met_BHT, alive_BHT = _rows_that_meet(bad_BKS, mask, query.shape[1], query.shape[2])
     shown_BHT = met_BHT | (bad_BHT & alive_BHT)
-    key, value = (x.masked_fill(bad_BKS[..., None], 0.0) for x in (key, value))
-    return query.masked_fill(bad_BHT[..., None], 0.0), key, value, shown_BHT
+    return clean(query, bad_BHT), clean(key, bad_BKS), clean(value, bad_BKS), shown_BHT
 
 
 def _rows_that_meet(bad_BKS: Tensor, mask: Mask | None, H: int, T: int) -> tuple[Tensor, Tensor]:
@@ -64,6 +63,24 @@ def _rows_that_meet(bad_BKS: Tensor, mask: Mask | None, H: int, T: int) -> tuple
     return met.repeat_interleave(H // K, dim=1), alive
 
 
+class _Clean(torch.autograd.Function):
+    """0 in the rows given; the gradient passes, so that a NaN which comes back to such a row is not hidden."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, rows: Tensor) -> Tensor:
+        return x.masked_fill(rows, 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
 class _Show(torch.autograd.Function):
     """NaN in the rows shown; backward NaN there too where a gradient comes, and 0 where none does."""
 
@@ -83,8 +100,15 @@ class _Show(torch.autograd.Function):
         return grads[0].masked_fill(rows & (grads[0] != 0), torch.nan), None
 
 
+def clean(x: Tensor, rows: Tensor) -> Tensor:
+    """x (..., n) with 0 in the rows (...) given."""
+    if forward_ad._current_level >= 0:  # the Functions have no jvp: one that had could not be compiled
+        return x.masked_fill(rows[..., None], 0.0)
+    return _Clean.apply(x, rows[..., None])
+
+
 def show(x: Tensor, rows: Tensor) -> Tensor:
-    """x with NaN in the rows shown; `rows` broadcasts to x. A row that the loss leaves out gets gradient 0."""
-    if forward_ad._current_level >= 0:  # the Function has no jvp: one that had could not be compiled
+    """x with NaN in the rows given, which broadcast to x. A row that the loss leaves out gets gradient 0."""
+    if forward_ad._current_level >= 0:
         return x.masked_fill(rows, torch.nan)
     return _Show.apply(x, rows)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .fence import show
+from .fence import clean, show
 from .masks import Mask
 
 
@@ -82,8 +82,7 @@ def reference(
     met = (met if seen is None else met & seen).any(-1)
     alive = True if seen is None else seen.any(-1)
 
-    key, value = (x.masked_fill(bad_BKS[..., None], 0.0) for x in (key, value))
-    query = query.masked_fill(bad_BHT[..., None], 0.0)
+    query, key, value = clean(query, bad_BHT), clean(key, bad_BKS), clean(value, bad_BKS)
     weights_BHTS, lse_BHT = reference_weights(query, key, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
     weights_BHTS = torch.dropout(weights_BHTS, dropout, train=dropout > 0)
     out_BHTV = weights_BHTS @ value.to(weights_BHTS.dtype).repeat_interleave(H // K, dim=1)
