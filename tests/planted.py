@@ -1,4 +1,4 @@
-"""A model whose heads are what they are by construction: the ground truth for roles.
+"""Ground truths of looks: a model whose heads are what they are by construction, and a record checked by its matrix.
 
 Its input at a place is (token one-hot, previous token one-hot, place one-hot, 1), so that a head's W_Q and W_K can
 say in words what it attends.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import headwise
+from headwise.look import HeadRecord
 
 VOCABULARY, PLACES, DELIMITERS = 61, 173, (2, 3)
 SHARP = 30.0
@@ -81,3 +83,36 @@ def text(length: int = 97) -> list[int]:
     ids[4::5] = torch.randint(DELIMITERS[0], DELIMITERS[1] + 1, (len(ids[4::5]),), generator=make)
     ids[0] = 1
     return ids.tolist()
+
+
+def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: float = 2e-5) -> None:
+    """A record against its float64 matrix p (T, S), in which 0 is what may not be attended.
+
+    Rows that sum to less than 1 gave the rest to a sink column.
+    """
+    T, S = p.shape
+    seen, mass = p > 0, p.sum(-1)
+    sink = (1 - mass).clamp(min=0) if bool((mass < 0.999).any()) else torch.zeros_like(mass)
+    entropy = -torch.xlogy(p, p).sum(-1) - torch.xlogy(sink, sink)
+    share = p / mass[:, None]
+    away = (torch.arange(T)[:, None] + S - T - torch.arange(S)).abs()
+    n = seen.sum(-1)
+    even = entropy / (n + (sink > 0)).clamp(min=2, max=128).log()
+    want = {
+        "entropy": entropy.mean(),
+        "largest": p.max(-1).values.mean(),
+        "distance": (share * away).sum(-1).mean(),
+        "sink": p[1:, 0].mean(),
+        "delimiter": p[:, marks].sum(-1).mean(),
+        "evenness": even[n >= 8].mean() if bool((n >= 8).any()) else torch.zeros(()),
+    }
+    for name, exact in want.items():
+        assert getattr(head, name) == pytest.approx(float(exact), abs=tolerance, rel=tolerance), name
+    if T == S:
+        for k, held in enumerate(head.offsets):
+            back = p.diagonal(-k)[seen.diagonal(-k)]
+            assert held == pytest.approx(float(back.mean()) if len(back) else 0.0, abs=tolerance), k
+        assert head.self_mass == head.offsets[0]
+    rows, columns = (torch.nn.functional.one_hot(torch.arange(n) * min(n, 32) // n).double() for n in (T, S))
+    exact_map = (rows.mT @ share @ columns) / rows.sum(0)[:, None]
+    assert torch.allclose(torch.tensor(head.map, dtype=torch.float64), exact_map, atol=tolerance + 1e-5)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from planted import DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, text
+from planted import DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, check_against, text
 from torch import Tensor, nn
 
 import headwise
@@ -171,44 +171,11 @@ def test_names_of_roles_are_unique_and_tell_their_source() -> None:
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
-def matrices(model: nn.Module, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Of every call: the float64 attention matrix (B, H, T, S), and what may be attended."""
-    found = []
+def matrices(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The float64 attention matrix (B, H, T, S) of every call."""
     with torch.no_grad(), probe(model.eval()) as seen:
         model(ids)
-    for call in seen.calls:
-        T, S = call.query.shape[2], call.key.shape[2]
-        p, _ = reference_weights(call.query.double(), call.key.double(), mask=call.mask)
-        allowed = torch.ones(T, S).bool() if call.mask is None else call.mask.allowed(T, S)
-        assert allowed is not None
-        found.append((p, allowed.expand(p.shape)))
-    return found
-
-
-def check_against(head: HeadRecord, p: Tensor, seen: Tensor, marks: Tensor) -> None:
-    """A record against its matrix p (T, T)."""
-    T = len(p)
-    entropy, n = -torch.xlogy(p, p).sum(-1), seen.sum(-1)
-    away = (torch.arange(T)[:, None] - torch.arange(T)).abs()
-    told = n >= 8
-    even = entropy[told] / n[told].clamp(max=128).log()
-    want = {
-        "entropy": entropy.mean(),
-        "largest": p.max(-1).values.mean(),
-        "distance": (p * away).sum(-1).mean(),
-        "sink": p[1:, 0].mean(),
-        "delimiter": p[:, marks].sum(-1).mean(),
-        "self_mass": p.diagonal().mean(),
-        "evenness": even.mean() if told.any() else torch.zeros(()),
-    }
-    for name, exact in want.items():
-        assert getattr(head, name) == pytest.approx(float(exact), abs=2e-5, rel=1e-5), name
-    for k, mass in enumerate(head.offsets):
-        back = p.diagonal(-k)[seen.diagonal(-k)]
-        assert mass == pytest.approx(float(back.mean()) if len(back) else 0.0, abs=2e-5), k
-    bins = torch.nn.functional.one_hot(torch.arange(T) * min(T, 32) // T).double()
-    want_map = (bins.mT @ p @ bins) / bins.sum(0)[:, None]
-    assert torch.allclose(torch.tensor(head.map, dtype=torch.float64), want_map, atol=2e-5)
+    return [reference_weights(call.query.double(), call.key.double(), mask=call.mask)[0] for call in seen.calls]
 
 
 @pytest.mark.parametrize("length", [5, 31, 131, 163])
@@ -217,9 +184,9 @@ def test_numbers_against_the_matrix(mask: headwise.Mask | None, length: int) -> 
     model, ids = Tiny(mask=mask), text(length)
     found = look.at(model, ids, delimiters=DELIMITERS, repeats=None)
     marks = torch.isin(torch.tensor(ids), torch.tensor(DELIMITERS))
-    pairs = [(p[0, h], seen[0, h]) for p, seen in matrices(model, torch.tensor([ids])) for h in range(3)]
-    for head, large, (p, seen) in zip(found.heads, found.maps, pairs, strict=True):
-        check_against(head, p, seen, marks)
+    ps = [p[0, h] for p in matrices(model, torch.tensor([ids])) for h in range(3)]
+    for head, large, p in zip(found.heads, found.maps, ps, strict=True):
+        check_against(head, p, marks)
         side = min(length, 128)
         bins = torch.nn.functional.one_hot(torch.arange(length) * side // length).double()
         exact = (bins.mT @ p @ bins) / bins.sum(0)[:, None]
@@ -233,13 +200,13 @@ def test_copies_against_the_matrix() -> None:
     found = look.at(model, text(), delimiters=DELIMITERS, repeats=repeats)
     avoided = {*DELIMITERS, 1}
     drawn = draw(repeats, [i for i in range(VOCABULARY) if i not in avoided], 71, before=[1])
-    pairs = matrices(model, torch.tensor([s.ids for s in drawn]))
+    ps = matrices(model, torch.tensor([s.ids for s in drawn]))
     for head, (layer, h) in zip(found.heads, itertools.product(range(2), range(3)), strict=True):
         for name in ("duplicate", "induction"):
             means = []
             for b, sequence in enumerate(drawn):
                 lists = targets(sequence, ahead=False)[name]
-                rows = [pairs[layer][0][b, h, i, keys].sum() for i, keys in enumerate(lists) if keys]
+                rows = [ps[layer][b, h, i, keys].sum() for i, keys in enumerate(lists) if keys]
                 means.append(torch.stack(rows).mean())
             assert getattr(head, name) == pytest.approx(float(torch.stack(means).mean()), abs=2e-5)
 
@@ -249,7 +216,7 @@ def test_a_map_of_another_size() -> None:
     [p, *_] = matrices(model, torch.tensor([ids]))
     found = look.at(model, ids, map_size=7, repeats=None)
     bins = torch.nn.functional.one_hot(torch.arange(163) * 7 // 163).double()
-    exact = (bins.mT @ p[0][0, 0] @ bins) / bins.sum(0)[:, None]
+    exact = (bins.mT @ p[0, 0] @ bins) / bins.sum(0)[:, None]
     assert torch.allclose(torch.tensor(found.heads[0].map, dtype=torch.float64), exact, atol=2e-5)
     assert found.maps[0].rows == 126  # the multiple of 7 below 128
     assert look.at(model, ids, full_maps=False, repeats=None).maps == ()

@@ -1,0 +1,117 @@
+"""`headwise.look.at` on transformers models: against the matrices that their own eager attention reports."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hf_models import BY_NAME, VOCAB
+from planted import check_against
+from torch import Tensor
+
+import headwise.hf
+from headwise import look, models
+from headwise.look import HeadRecord, Look
+from headwise.look.repeats import draw, targets
+
+pytestmark = pytest.mark.unchecked  # the models are transformers' own, and the checker slows them down
+TOLERANCE = 1e-4
+KINDS = {
+    "GPT-2": "decoder", "Llama GQA": "decoder", "Mistral window": "decoder", "Gemma2 softcap": "decoder",
+    "gpt-oss sinks": "decoder", "DeepSeek-V3": "decoder", "BERT": "encoder", "ALBERT": "encoder",
+    "T5": "encoder-decoder", "BART": "encoder-decoder",
+}  # fmt: skip
+
+
+def eager(model: Any, **given: Tensor) -> list[Tensor]:
+    """The float64 matrices (B, H, T, S) of a forward, in the order of the calls."""
+    with torch.no_grad():
+        out = model(**given, output_attentions=True)
+    if "decoder_attentions" not in out:
+        return [p.double() for p in out.attentions]
+    beside = itertools.chain(*zip(out.decoder_attentions, out.cross_attentions, strict=True))
+    return [p.double() for p in (*out.encoder_attentions, *beside)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_model(name: str) -> None:
+    model = BY_NAME[name].build()
+    ids = torch.randint(4, VOCAB, (1, 37), generator=torch.Generator().manual_seed(5))
+    found = look.at(model, ids, delimiters=[5, 6, 7])
+    given = {"input_ids": ids}
+    if KINDS[name] == "encoder-decoder":
+        config = model.config
+        start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
+        given["decoder_input_ids"] = torch.cat([torch.tensor([[start]]), ids[:, :-2]], 1)
+    matrices = eager(model, **given)
+    assert found.kind == KINDS[name] and found.num_layers == len(matrices)
+    marks = {row.shape[1]: torch.isin(row[0], torch.tensor([5, 6, 7])) for row in given.values()}
+    ps = [matrix[0, h] for matrix in matrices for h in range(matrix.shape[1])]
+    for head, p in zip(found.heads, ps, strict=True):
+        beyond_the_first = marks[p.shape[-1]] & (torch.arange(p.shape[-1]) > 0)
+        check_against(head, p, beyond_the_first, tolerance=TOLERANCE)
+    whole = [head for head in found.heads if head.queries == head.keys and "window" not in name]
+    assert name in ("Gemma2 softcap", "gpt-oss sinks") or all(head.duplicate is not None for head in whole)
+    assert KINDS[name] != "encoder" or all(head.induction is None for head in found.heads)
+
+
+def test_shared_layers_are_told_apart() -> None:
+    found = look.at(BY_NAME["ALBERT"].build(), torch.arange(4, 20))
+    assert len({head.module for head in found.heads}) == 1
+    assert [head.call for head in found.heads[:: found.num_heads]] == [0, 1, 2]
+
+
+# --- the model in the package ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded() -> headwise.hf.Loaded:
+    return headwise.hf.load(models.tiny_path())
+
+
+@pytest.fixture(scope="module")
+def ids(loaded: headwise.hf.Loaded) -> list[int]:
+    return list(loaded.tokenizer.encode(models.default_text()))
+
+
+@pytest.fixture(scope="module")
+def tiny(loaded: headwise.hf.Loaded, ids: list[int]) -> Look:
+    return look.at(loaded.model, ids, tokens=loaded.tokenizer.convert_ids_to_tokens(ids), delimiters=loaded.delimiters)
+
+
+def best(tiny: Look, role: str) -> HeadRecord:
+    found = tiny.with_role(role)
+    assert found, f"no head of the packaged model plays {role!r}"
+    return found[0]
+
+
+def test_the_packaged_model_has_learned(tiny: Look) -> None:
+    assert best(tiny, "previous-token").offsets[1] > 0.5
+    assert (best(tiny, "induction").induction or 0.0) > 0.4
+    assert best(tiny, "first-token sink").sink > 0.3
+    assert best(tiny, "previous-token").layer < best(tiny, "induction").layer  # induction needs one below it
+
+
+def test_the_packaged_model_against_eager(loaded: headwise.hf.Loaded, ids: list[int], tiny: Look) -> None:
+    marks = torch.isin(torch.tensor(ids), torch.tensor(loaded.delimiters))
+    marks[0] = False
+    loaded.model.set_attn_implementation("eager")
+    matrices = eager(loaded.model, input_ids=torch.tensor([ids]))
+    for head, p in zip(tiny.heads, [matrix[0, h] for matrix in matrices for h in range(8)], strict=True):
+        check_against(head, p, marks, tolerance=TOLERANCE)
+
+
+def test_copies_on_the_packaged_model_against_eager(loaded: headwise.hf.Loaded, tiny: Look) -> None:
+    avoided = {0, 1, *loaded.delimiters}
+    drawn = draw(look.Repeats(), [i for i in range(2048) if i not in avoided], 160, before=[0])
+    loaded.model.set_attn_implementation("eager")
+    matrices = eager(loaded.model, input_ids=torch.tensor([sequence.ids for sequence in drawn]))
+    for name in ("duplicate", "induction"):
+        lists = [targets(sequence, ahead=False)[name] for sequence in drawn]
+        for head in tiny.heads:
+            p = matrices[head.layer][:, head.head]
+            rows = [[p[b, i, keys].sum() for i, keys in enumerate(found) if keys] for b, found in enumerate(lists)]
+            exact = torch.stack([torch.stack(row).mean() for row in rows]).mean()
+            assert getattr(head, name) == pytest.approx(float(exact), abs=TOLERANCE)
