@@ -39,7 +39,8 @@ pytest: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/statistics_memory.py
 
 clean:
 	rm -rf $(VENV) build dist site headwise-report.html .pytest_cache .mypy_cache .ruff_cache
