@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from typing import Any
 
 _HTML_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
@@ -28,17 +27,15 @@ def json_for_html(value: Any) -> str:
 def visible(text: str, *, limit: int = 200) -> str:
     r"""The text with nothing in it that acts: what a terminal or a title bar may print.
 
-    Controls (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates and all else of
-    Unicode category C become a visible ``\x1b``; a text longer than ``limit`` is cut, and says so.
+    Controls (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates, spaces other than
+    the plain one and all else that Python calls not printable become a visible ``\x1b``; a text longer than ``limit``
+    is cut, and says so.
 
     >>> print(visible("\x1b[2Jmodel\u202e"))
     \x1b[2Jmodel\u202e
     """
-    shown = "".join(_escape(c) if unicodedata.category(c) in _ACTING else c for c in text[:limit])
+    shown = "".join(c if c.isprintable() else _escape(c) for c in text[:limit])
     return shown if len(text) <= limit else f"{shown}... ({len(text):,} characters)"
-
-
-_ACTING = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def _escape(character: str) -> str:

@@ -103,6 +103,9 @@ def _rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}") if value is not None and np.isfinite(value) else None
 
 
+_COLOURS = ("previous-token", "induction", "duplicate-token", "first-token sink", "delimiter", "self", "broad")
+"""A role keeps its colour from report to report; all others share the eighth, grey."""
+
 Played = tuple[int, float | None, float | None, float | None]
 """A role that a head plays: its number in the list of roles, score, threshold, and what uniform attention gets."""
 
@@ -119,7 +122,12 @@ def _roles(heads: Sequence[HeadRecord]) -> tuple[list[dict[str, Any]], list[list
     names = sorted(counts, key=lambda name: (-counts[name], name))
     index = {name: i for i, name in enumerate(names)}
     listed = [
-        {"name": cut(name), "formula": cut(formulas.get(name, ""), 500), "source": cut(sources[name], 500)}
+        {
+            "name": cut(name),
+            "colour": _COLOURS.index(name) if name in _COLOURS else len(_COLOURS),
+            "formula": cut(formulas.get(name, ""), 500),
+            "source": cut(sources[name], 500),
+        }
         for name in names
     ]
     found = [
@@ -191,8 +199,9 @@ def _pack(maps: Sequence[HeadMap]) -> dict[str, Any]:
 def _deflate(maps: Sequence[bytes], levels: int) -> str | None:
     """The maps in so many levels, deflated, as base64; None, and no time lost, where that exceeds the budget."""
     codes = bytes((2 * code * (levels - 1) + 255) // 510 for code in range(256))
-    # Z_FILTERED: no matches of three bytes, which cost more than they save where few levels repeat by chance.
-    squeezer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_FILTERED)
+    # Level 6 is ten times faster than 9 and 3 % larger. Z_FILTERED: no matches of three bytes, which cost more than
+    # they save where few levels repeat by chance.
+    squeezer = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_FILTERED)
     packed = bytearray()
     for data in maps:
         packed += squeezer.compress(data.translate(codes))

@@ -50,7 +50,7 @@ function plural(count, word) {
 
 // One colour a role, from Okabe and Ito's palette for all kinds of colour vision; the name always stands beside it.
 function roleColour(role) {
-  return role === undefined ? "var(--line)" : `var(--role-${role % 8})`;
+  return role === undefined ? "var(--none)" : `var(--role-${look.roles[role].colour})`;
 }
 
 function rolesText(head) {

@@ -6,6 +6,7 @@ function buildGrid() {
   const grid = byId("grid");
   const width = Math.max(1, ...heads.map((head) => head.head + 1));
   grid.style.setProperty("--heads", width);
+  grid.classList.toggle("dense", width > 16);
   const top = el("div", { className: "row", role: "row" }, el("span", { role: "columnheader", className: "corner" }, "layer"));
   for (let i = 0; i < width; i++) top.append(el("span", { role: "columnheader", className: "column" }, String(i)));
   grid.append(top);

@@ -63,10 +63,12 @@ function largestCode(head, row) {
   return codes.subarray(from, from + head.columns).reduce((a, b) => Math.max(a, b), 0);
 }
 
-// Draws a head's map, one pixel a cell; with `side`, pooled by the largest cell, so that thin lines stay seen.
+// Draws a head's map, one pixel a cell; where that is more than `side` pixels, the highest of several cells, so that
+// thin lines stay seen.
 function drawMap(canvas, head, side = Infinity) {
-  const rows = Math.min(head.rows, side);
-  const columns = Math.min(head.columns, side);
+  const pool = Math.ceil(Math.max(head.rows, head.columns) / side) || 1;
+  const rows = Math.ceil(head.rows / pool);
+  const columns = Math.ceil(head.columns / pool);
   canvas.width = Math.max(columns, 1);
   canvas.height = Math.max(rows, 1);
   if (!rows || !columns) return;
@@ -74,10 +76,10 @@ function drawMap(canvas, head, side = Infinity) {
   const image = context.createImageData(columns, rows);
   for (let i = 0; i < head.rows; i++) {
     const largest = state.shade === "row" ? largestCode(head, i) : 0;
-    const y = Math.floor((i * rows) / head.rows);
+    const y = Math.floor(i / pool);
     for (let j = 0; j < head.columns; j++) {
       if (head.causal && j > i) break;
-      const at = 4 * (y * columns + Math.floor((j * columns) / head.columns));
+      const at = 4 * (y * columns + Math.floor(j / pool));
       paint(image.data, at, Math.round(255 * shadeOf(codeAt(head, i, j), largest)));
     }
   }

@@ -34,13 +34,13 @@ function played([role, score, threshold, baseline]) {
 
 function showHead(head) {
   byId("head-title").textContent = `Layer ${head.layer}, head ${head.head}`;
-  const module = el("code", { title: "module and call" }, plainText(head.module, 80) + (head.call ? ` (call ${head.call})` : ""));
-  byId("badges").replaceChildren(...(head.roles.length ? badges(head) : [el("span", { className: "hint" }, "no role")]), module);
+  byId("module").textContent = plainText(head.module, 80) + (head.call ? ` (call ${head.call})` : "");
   const numbers = look.statistics.filter((s) => head[s.key] !== null);
   byId("numbers").replaceChildren(
     ...numbers.map((s) => el("div", { title: s.meaning }, el("dt", {}, s.label), el("dd", {}, number(head[s.key], s.digits)))),
   );
-  byId("played").replaceChildren(...head.roles.map(played));
+  const none = el("li", {}, "Plays none of the roles looked for.");
+  byId("played").replaceChildren(...(head.roles.length ? head.roles.map(played) : [none]));
   byId("previous").disabled = head.index === 0;
   byId("next").disabled = head.index === heads.length - 1;
   markTile(head);

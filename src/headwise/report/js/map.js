@@ -1,7 +1,8 @@
 // The large map: canvas for the cells, D3 axes with the tokens, a cross that follows pointer and arrow keys.
 
 const large = { zoom: 0, cell: 6, cursor: null, canvas: null, cross: null };
-const MARGIN = { left: 104, top: 92 };
+const MARGIN = { left: 90, top: 70 };
+const EDGE = 6; // the first label is wider than its cell, so an axis begins this much before the plot
 
 function buildMap() {
   const view = byId("map");
@@ -40,8 +41,17 @@ function labelled(size, cell) {
   return Array.from({ length: size }, (_, i) => i).filter((i) => i % every === 0);
 }
 
+// As wide as the longest label; 6.1 is the width of a letter of the axes' font.
+function setMargins(head) {
+  const longest = (size, total, limit) =>
+    Math.max(4, ...d3range(size).map((i) => cellLabel(i, size, total, limit).length));
+  MARGIN.left = Math.max(58, 6.1 * longest(head.rows, head.queries, 13) + 14);
+  MARGIN.top = Math.max(44, 6.1 * longest(head.columns, head.keys, 11) + 14);
+}
+
 function drawLarge(head) {
   const view = byId("map");
+  setMargins(head);
   const room = Math.max(view.clientWidth - MARGIN.left - 4, 120);
   const fit = Math.min(room / head.columns, Math.max(window.innerHeight * 0.78, 320) / head.rows, 26);
   const cell = (large.cell = large.zoom || Math.max(fit, 2));
@@ -60,9 +70,9 @@ function drawLarge(head) {
 }
 
 function cornerOf() {
-  const svg = drawing(MARGIN.left, MARGIN.top).attr("class", "corner");
-  svg.append("text").attr("class", "name").attr("x", MARGIN.left - 8).attr("y", MARGIN.top - 24).attr("text-anchor", "end").text("key \u2192");
-  svg.append("text").attr("class", "name").attr("x", MARGIN.left - 8).attr("y", MARGIN.top - 8).attr("text-anchor", "end").text("query \u2193");
+  const svg = drawing(MARGIN.left - EDGE, MARGIN.top - EDGE).attr("class", "corner");
+  svg.append("text").attr("class", "name").attr("x", MARGIN.left - 10).attr("y", MARGIN.top - 26).attr("text-anchor", "end").text("key \u2192");
+  svg.append("text").attr("class", "name").attr("x", MARGIN.left - 10).attr("y", MARGIN.top - 10).attr("text-anchor", "end").text("query \u2193");
   return svg.node();
 }
 
@@ -70,8 +80,8 @@ function keyAxis(head, width, cell) {
   const band = d3.scaleBand(d3range(head.columns), [0, width]);
   const axis = d3.axisTop(band).tickValues(labelled(head.columns, cell)).tickSize(3).tickPadding(3);
   axis.tickFormat((i) => cellLabel(i, head.columns, head.keys, 11));
-  const svg = drawing(width, MARGIN.top).attr("class", "keys");
-  const group = svg.append("g").attr("transform", `translate(0,${MARGIN.top})`).call(axis);
+  const svg = drawing(width + EDGE, MARGIN.top).attr("class", "keys");
+  const group = svg.append("g").attr("transform", `translate(${EDGE},${MARGIN.top})`).call(axis);
   group.selectAll("text").attr("transform", "rotate(-90)").attr("text-anchor", "start").attr("x", 7).attr("y", 0).attr("dy", "0.32em");
   return svg.node();
 }
@@ -80,8 +90,8 @@ function queryAxis(head, height, cell) {
   const band = d3.scaleBand(d3range(head.rows), [0, height]);
   const axis = d3.axisLeft(band).tickValues(labelled(head.rows, cell)).tickSize(3).tickPadding(4);
   axis.tickFormat((i) => cellLabel(i, head.rows, head.queries, 13));
-  const svg = drawing(MARGIN.left, height).attr("class", "queries");
-  svg.append("g").attr("transform", `translate(${MARGIN.left},0)`).call(axis);
+  const svg = drawing(MARGIN.left, height + EDGE).attr("class", "queries");
+  svg.append("g").attr("transform", `translate(${MARGIN.left},${EDGE})`).call(axis);
   return svg.node();
 }
 

@@ -68,7 +68,7 @@ function listStrongest(head, chosen, weights) {
   const of = el("bdi", {}, cellSentence(chosen, head.rows, head.queries));
   title.replaceChildren(...(text.attends ? ["Query ", of, " attends most to"] : ["Key ", of, " is attended most by"]));
   const order = weights.map((_, i) => i).sort((a, b) => weights[b] - weights[a] || a - b);
-  for (const i of order.slice(0, 5).filter((j) => weights[j] > 0)) {
+  for (const i of order.slice(0, 5).filter((j) => weights[j] >= 0.005)) {
     const bar = el("span", { className: "bar-of" });
     bar.style.setProperty("--weight", `${100 * weights[i]}%`);
     const name = el("bdi", {}, cellSentence(i, head.columns, head.keys));

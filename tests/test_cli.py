@@ -1,0 +1,318 @@
+"""The command line: what it prints where, and one line with exit code 2 for whatever a user gets wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import PAYLOADS
+from looks import make_look
+from typer.testing import CliRunner
+
+import headwise
+from headwise import cli, models
+
+pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
+runner = CliRunner()
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(headwise.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "headwise", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **{"env": ENVIRONMENT, **options})
+
+
+@pytest.fixture
+def tiny() -> Path:
+    try:
+        return models.tiny_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command without the model: the look is made by hand."""
+    look = make_look(layers=2, heads=3, model="\x1b[31mred\x1b[0m [bold]not bold[/bold]")
+    monkeypatch.setattr(cli, "_look", lambda *_: look)
+    return look
+
+
+# --- what works -----------------------------------------------------------------------------------------------------
+
+
+def test_look_at_the_packaged_model(tiny: Path, here: Path) -> None:
+    result = runner.invoke(cli.app, ["look"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert "4 layers x 8 heads" in result.stdout
+    assert "previous-token" in result.stdout and "induction" in result.stdout
+    assert re.search(r"headwise-report\.html \(\d+ kB\): open it in a browser", result.stdout)
+    assert 100_000 < (here / "headwise-report.html").stat().st_size < 1_000_000
+    assert [path.name for path in here.iterdir()] == ["headwise-report.html"]
+
+
+def test_json_is_all_there_is_on_stdout(tiny: Path, here: Path) -> None:
+    (here / "text.txt").write_bytes("\ufeffna\u00efve \u65e5\u672c \U0001f642, again na\u00efve".encode())
+    result = run("look", str(tiny), "--file", "text.txt", "--json", cwd=here)
+    assert (result.returncode, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["num_layers"] * found["num_heads"] == len(found["heads"]) == 32
+    text = "".join(found["tokens"]).replace("\ufffd", "").removeprefix("<s>")
+    assert text == "na\u00efve \u65e5\u672c \U0001f642, again na\u00efve"
+    assert not list(here.glob("*.html"))
+
+
+def test_json_and_out_give_both(looked: Any, here: Path) -> None:
+    result = runner.invoke(cli.app, ["look", "--json", "--out", "r.html"])
+    assert result.exit_code == 0, (result.exception, result.stderr)
+    assert json.loads(result.stdout)["model"] == looked.model
+    assert (here / "r.html").exists()
+
+
+def test_the_table_cannot_steer_the_terminal(looked: Any, here: Path) -> None:
+    result = runner.invoke(cli.app, ["look", "--out", "r\u202e.html"])
+    assert result.exit_code == 0
+    assert "\\x1b[31mred\\x1b[0m [bold]not bold[/bold]" in result.stdout
+    assert "\x1b" not in result.stdout and "\u202e" not in result.stdout
+
+
+def test_text_from_stdin(looked: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(cli, "_look", lambda model, text, *_: (seen.append(text), looked)[1])
+    assert runner.invoke(cli.app, ["look", "--file", "-"], input="from a pipe").exit_code == 0
+    assert seen == ["from a pipe"]
+
+
+def test_trace_prints_the_shapes_a_learner_expects() -> None:
+    result = runner.invoke(cli.app, ["trace", "--d-model", "512", "--num-heads", "4", "--batch", "4"])
+    assert result.exit_code == 0, result.output
+    shapes = ["[4, 16, 512]", "[4, 16, 4, 128]", "[4, 4, 16, 128]", "[4, 4, 16, 16]"]
+    places = [result.stdout.index(shape) for shape in shapes]
+    assert places == sorted(places)
+    assert f"{4 * 512**2:,}" in result.stdout
+
+
+def test_trace_of_a_config(tmp_path: Path) -> None:
+    config = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = runner.invoke(cli.app, ["trace", "--config", str(tmp_path), "--length", "7", "--json"])
+    assert result.exit_code == 0, result.output
+    found = {stage["name"]: stage["shape"] for stage in json.loads(result.stdout)["stages"]}
+    assert (found["q_heads"], found["k_heads"]) == ([1, 6, 7, 5], [1, 2, 7, 5])
+
+
+def test_version_and_help() -> None:
+    assert runner.invoke(cli.app, ["--version"]).stdout == f"headwise {headwise.__version__}\n"
+    for arguments in ([], ["--help"]):
+        result = runner.invoke(cli.app, arguments)
+        assert result.exit_code == 0
+        assert "look" in result.stdout and "trace" in result.stdout and "Example:" in result.stdout
+    for command in ("look", "trace"):
+        assert "Example: headwise" in runner.invoke(cli.app, [command, "--help"]).stdout
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = "import sys; from headwise.cli import app; app(['look', '--help'], standalone_mode=False); "
+    code += "print([name for name in ('torch', 'transformers', 'jinja2', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_example_in_each_help_runs(looked: Any, here: Path) -> None:
+    """Parsed and run up to the model; the files they name are made here."""
+    (here / "notes.txt").write_text("some notes")
+    for command in ([], ["look"], ["trace"]):
+        shown = runner.invoke(cli.app, [*command, "--help"], terminal_width=200).stdout
+        example = re.search(r"Example: headwise (.*)", shown)
+        assert example is not None
+        import shlex
+
+        assert runner.invoke(cli.app, shlex.split(example[1].strip(" │"))).exit_code == 0, example[1]
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------------
+
+
+def refused(*arguments: str) -> str:
+    """Runs the command, holds what every refusal must keep, and returns its one line."""
+    result = runner.invoke(cli.app, list(arguments))
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("headwise: ") and "Traceback" not in lines[0]
+    assert lines[0].isprintable()
+    return lines[0]
+
+
+def checkpoint(folder: Path, model_type: str, weights: str) -> Path:
+    folder.mkdir()
+    sizes = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "intermediate_size": 5, **sizes}))
+    (folder / weights).write_bytes(b"\x80\x04K\x01.")
+    return folder
+
+
+def test_a_model_that_cannot_be_looked_at(here: Path) -> None:
+    assert "no such folder" in refused("look", "./nowhere", "--text", "a")
+    assert "no such folder" in refused("look", "\x1b[2J", "--text", "a")
+    (here / "empty").mkdir()
+    assert "config.json" in refused("look", "empty", "--text", "a")
+    assert "safetensors" in refused(
+        "look", str(checkpoint(here / "pickled", "llama", "pytorch_model.bin")), "--text", "a"
+    )
+    assert "bloom" in refused("look", str(checkpoint(here / "bloom", "bloom", "model.safetensors")), "--text", "a")
+    assert not list(here.glob("*.html"))
+
+
+def test_a_text_that_cannot_be_looked_at(here: Path, tiny: Path) -> None:
+    assert "empty" in refused("look", "--text", " \n")
+    assert "not both" in refused("look", "--text", "a", "--file", "b")
+    assert "512" in refused("look", "--text", "word " * 3000)
+    assert "cannot be read" in refused("look", "--file", "none.txt")
+    assert "cannot be read" in refused("look", "--file", ".")
+    for name, content, reason in (
+        ("binary", b"\xff\xfe\x00\x01", "not UTF-8 text (byte 0)"),
+        ("nul", b"abc\0def", "NUL bytes"),
+        ("nothing", b"", "empty"),
+        ("bom", b"\xef\xbb\xbf", "empty"),
+    ):
+        (here / name).write_bytes(content)
+        assert reason in refused("look", "--file", name)
+    assert "not valid Unicode" in refused("look", "--text", "a\udcff")
+    assert not list(here.glob("*.html"))
+
+
+def test_a_file_too_large_is_not_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "MAX_FILE", 1_000_000)
+    (here / "large").write_bytes(b"a" * 1_000_001)
+    assert "more than 1 MB" in refused("look", "--file", "large")
+
+
+def test_a_place_that_cannot_be_written(here: Path) -> None:
+    assert "its folder does not exist" in refused("look", "--out", "none/r.html")
+    assert "it is a folder" in refused("look", "--out", ".")
+    assert "not a plain file" in refused("look", "--out", os.devnull)
+
+
+def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
+    assert "'cuda:99'" in refused("look", "--device", "cuda:99")
+    assert "'nonsense'" in refused("look", "--device", "nonsense")
+    assert "'int8'" in refused("look", "--dtype", "int8")
+    assert "--nonsense" in refused("look", "--nonsense")
+    assert "argument" in refused("look", "a", "b")
+    assert "'polish'" in refused("polish")
+    assert "--text" in refused("look", "--text")
+    assert "give --d-model and --num-heads, or --config" in refused("trace")
+    assert "--config gives all sizes" in refused("trace", "--config", "x", "--d-model", "3")
+    assert "d_model must be a multiple of num_heads" in refused("trace", "--d-model", "7", "--num-heads", "2")
+    assert "'--d-model'" in refused("trace", "--d-model", "seven", "--num-heads", "2")
+    assert "cannot be read" in refused("trace", "--config", "none")
+    assert "batch" in refused("trace", "--d-model", "6", "--num-heads", "2", "--batch", "0")
+
+
+@pytest.mark.parametrize("payload", PAYLOADS[::5])
+def test_hostile_arguments_are_told_harmlessly(payload: str, here: Path) -> None:
+    refused("look", "--out", f"none/{payload}/r.html")
+    refused("look", "--file", f"none/{payload}")
+    refused(f"--{payload or 'x'}")
+    refused("trace", "--config", f"none/{payload}")
+
+
+def test_a_full_disk_is_told_in_one_line(looked: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "No space left on device" in refused("look", "--out", "r.html")
+    assert list(here.iterdir()) == []
+
+
+def test_no_memory_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
+
+        def out(*_: Any, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "_look", out)
+        result = runner.invoke(cli.app, ["look"])
+        assert result.exit_code == 1
+        assert len(result.stderr.splitlines()) == 1 and "not enough memory" in result.stderr
+
+
+def test_a_defect_of_ours_is_not_hidden(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(cli, "_look", broken)
+    assert isinstance(runner.invoke(cli.app, ["look"]).exception, RuntimeError)
+
+
+# --- leaving early --------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_look", interrupted)
+    result = runner.invoke(cli.app, ["look"])
+    assert (result.exit_code, result.stderr) == (130, "headwise: interrupted\n")
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("after", [0.4, 3.0])
+def test_a_real_interrupt_leaves_nothing(after: float, tiny: Path, here: Path) -> None:
+    """While Python starts, and while the model is read or looked at."""
+    command = [sys.executable, "-m", "headwise", "look", "--text", "a b c " * 60]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=ENVIRONMENT, cwd=here) as process:
+        time.sleep(after)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    if process.returncode == 0:
+        pytest.skip("it was done before the interrupt came")
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert list(here.iterdir()) == []
+
+
+def test_a_reader_that_leaves_is_no_error(here: Path) -> None:
+    code = (
+        "from looks import make_look; from headwise import cli; import sys; sys.argv = ['headwise', 'look', '--json']; "
+    )
+    code += "cli._look = lambda *_: make_look(layers=12, heads=12); cli.main()"
+    path = os.pathsep.join((ENVIRONMENT["PYTHONPATH"], str(Path(__file__).parent)))
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=-1, stderr=-1, cwd=here, env={**ENVIRONMENT, "PYTHONPATH": path}
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1) == b"{"
+        process.stdout.close()  # more than a pipe holds is still to come
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_a_terminal_that_knows_only_ascii(tiny: Path, here: Path) -> None:
+    result = run(
+        "trace", "--d-model", "6", "--num-heads", "2", cwd=here, env={**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "[1, 16, 6]" in result.stdout
