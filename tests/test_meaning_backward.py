@@ -249,7 +249,8 @@ def test_poison_that_nothing_attends(backend: str, mask: str) -> None:
 def test_poison_that_some_rows_attend(backend: str, mask: str) -> None:
     """Rows that do not meet the poison keep every bit of their query's gradient; those that meet it show it.
 
-    Nothing crosses to another batch row or another group of heads.
+    Nothing crosses to another batch row or another group of heads. A stated limit: within its own group a row that
+    is NaN and counts in the loss makes the gradient of all keys and values NaN, also of those it may not attend.
     """
     n = LONG
     q, k, v = make_qkv(*n)
@@ -266,6 +267,7 @@ def test_poison_that_some_rows_attend(backend: str, mask: str) -> None:
             "key": (q, poison(k, keys[..., None], what), v, made, grad_out),
             "value": (q, k, poison(v, keys[..., None], what), made, grad_out),
             "query": (poison(q, rows[..., None], what), k, v, made, grad_out),
+            "gradient": (q, k, v, made, poison(grad_out, rows[..., None], what)),
         }.items():
             bad_rows = split_rows(sees, keys)[0] if name in ("key", "value") else rows & sees.any(-1)
             bad_keys = bad_rows.unflatten(1, (n.K, -1)).any(2).any(2)[..., None].expand(n.B, n.K, n.S)
