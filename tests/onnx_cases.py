@@ -140,7 +140,9 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     if ours.shape != theirs.shape:
         return torch.inf
     left, right = ours.double(), theirs.double()
-    return float(torch.where(left == right, 0.0, (left - right).abs()).nan_to_num(nan=torch.inf).max())
+    return float(
+        torch.where(left == right, 0.0, (left - right).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf).max()
+    )
 
 
 def score_error(case: Case) -> float:
