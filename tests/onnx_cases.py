@@ -140,9 +140,8 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     if ours.shape != theirs.shape:
         return torch.inf
     left, right = ours.double(), theirs.double()
-    return float(
-        torch.where(left == right, 0.0, (left - right).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf).max()
-    )
+    apart = (left - right).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return float(torch.where(left == right, 0.0, apart).max())
 
 
 def score_error(case: Case) -> float:

@@ -1,0 +1,170 @@
+"""How close to the exact answer: forward and gradients, across tile edges, head sizes, dtypes, logits of any size.
+
+The bar is PyTorch written out in the same dtype (fp32), mere rounding (halves), twice PyTorch's gradients; see
+`headwise.testing.assert_close_like_torch`. `python tests/test_accuracy.py` prints what the errors are.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from functools import cache
+
+import pytest
+import torch
+from backends import attend
+from mask_cases import Sizes
+from test_meaning_backward import TORCH_FACTOR, gradients
+from torch import Tensor
+
+import headwise
+from headwise.testing import Accuracy, accuracy, assert_close_like_torch, make_qkv, naive, oracle
+
+# (T, S) around the edges of tiles of 16, 32, 64 and 128; head sizes from 1 to 256, not multiples of 8 among them.
+SHAPES = [
+    Sizes(1, 2, 1, 1, 1, 1, 1),
+    Sizes(2, 4, 2, 1, 97, 64, 64),
+    Sizes(1, 3, 3, 15, 17, 3, 5),
+    Sizes(1, 2, 1, 16, 31, 8, 40),
+    Sizes(1, 2, 2, 31, 33, 17, 16),
+    Sizes(1, 4, 1, 33, 64, 128, 128),
+    Sizes(1, 1, 1, 63, 65, 32, 32),
+    Sizes(1, 2, 1, 65, 63, 80, 72),
+    Sizes(1, 2, 2, 64, 129, 256, 256),
+    Sizes(1, 1, 1, 129, 257, 64, 64),
+    Sizes(1, 1, 1, 40, 1030, 24, 20),
+]
+# (kind of input, factor on queries and keys): logits of standard deviation 1, 16, and one-hot rows
+INPUTS = [("normal", 1.0), ("normal", 4.0), ("outlier", 1.0), ("sink", 1.0), ("duplicates", 2.0)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BACKENDS = ("reference", "blocks", "sdpa")
+shapes = pytest.mark.parametrize("n", SHAPES, ids=[f"{n.T}x{n.S}x{n.D}" for n in SHAPES])
+backends = pytest.mark.parametrize("backend", BACKENDS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def inputs(n: Sizes, dtype: torch.dtype, which: int) -> tuple[Tensor, Tensor, Tensor]:
+    kind, scale = INPUTS[which]
+    return make_qkv(*n, dtype=dtype, kind=kind, scale=scale, seed=which)
+
+
+def causal(n: Sizes) -> Tensor:
+    return torch.ones(n.T, n.S, dtype=torch.bool).tril(n.S - n.T)
+
+
+@cache
+def answers(n: Sizes, dtype: torch.dtype, which: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    qkv = inputs(n, dtype, which)
+    return oracle(*qkv, mask=causal(n))[0], naive(*qkv, mask=causal(n))
+
+
+@cache
+def gradient_answers(n: Sizes, dtype: torch.dtype, which: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    leaves = dict(zip(("query", "key", "value"), inputs(n, dtype, which), strict=True))
+    grad_out = make_qkv(n.B, n.H, 1, n.T, 1, n.V, 1, dtype=dtype, seed=9)[0]
+    doubles = {name: x.double() for name, x in leaves.items()}
+    exact = gradients(lambda **x: oracle(**x, mask=causal(n))[0], doubles, grad_out.double())
+    rough = [
+        gradients(lambda order=order, **x: naive(**x, mask=causal(n))[order], leaves, grad_out) for order in range(3)
+    ]
+    return exact, rough
+
+
+@backends
+@dtypes
+@shapes
+def test_forward(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    for which in range(len(INPUTS)):
+        qkv = inputs(n, dtype, which)
+        exact, rough = answers(n, dtype, which)
+        ours = attend(backend, *qkv, mask=headwise.causal())
+        assert_close_like_torch(ours, exact, rough, values=qkv[2], what=f"{backend} {INPUTS[which]}")
+
+
+@backends
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@shapes
+def test_gradients(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    for which in (0, 1, 3):
+        exact, rough = gradient_answers(n, dtype, which)
+        largest = torch.cat([x.flatten() for x in exact.values()])
+        for name, grad in our_gradients(backend, n, dtype, which).items():
+            factor, ulps = (2.0, 1) if backend != "sdpa" else (TORCH_FACTOR, 4)
+            naives = [r[name] for r in rough]
+            what = f"{backend} {INPUTS[which]}: gradient of {name}"
+            assert_close_like_torch(grad, exact[name], naives, values=ulps * largest, factor=factor, what=what)
+
+
+def our_gradients(backend: str, n: Sizes, dtype: torch.dtype, which: int) -> dict[str, Tensor]:
+    leaves = dict(zip(("query", "key", "value"), inputs(n, dtype, which), strict=True))
+    grad_out = make_qkv(n.B, n.H, 1, n.T, 1, n.V, 1, dtype=dtype, seed=9)[0]
+    return gradients(lambda **x: attend(backend, **x, mask=headwise.causal()), leaves, grad_out)
+
+
+@backends
+def test_one_key_and_equal_keys_are_exact(backend: str) -> None:
+    """A weight of 1, and weights of 1/2^n, leave nothing to round."""
+    q, k, v = make_qkv(2, 4, 2, 3, 1, 7, 5)
+    assert torch.equal(attend(backend, q, k, v), v.repeat_interleave(2, 1).expand(2, 4, 3, 5))
+    ones = torch.ones(1, 1, 8, 4)
+    assert torch.equal(attend(backend, ones, ones, ones), ones)
+
+
+@backends
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_huge_logits_do_not_overflow(backend: str, dtype: torch.dtype) -> None:
+    """Named cases of others: fp16 inputs of 256 (their product is infinite in fp16), bf16 values of 133120."""
+    x = torch.full((1, 1, 4, 64), 256.0, dtype=dtype)
+    assert torch.equal(attend(backend, x, x, torch.ones_like(x)), torch.ones_like(x))
+    if dtype == torch.bfloat16:
+        big = torch.full((1, 1, 4, 64), 133120.0, dtype=dtype)
+        assert torch.equal(attend(backend, big, big, big), big)
+
+
+@backends
+def test_a_band_of_minus_infinity(backend: str) -> None:
+    """pytorch#127055: a dense 600 x 600 band of -inf once gave NaN."""
+    q, k, v = make_qkv(1, 1, 1, 600, 600, 8, 8)
+    i, j = torch.arange(600)[:, None], torch.arange(600)
+    band = torch.zeros(600, 600).masked_fill((i - j).abs() > 50, -math.inf)
+    dense = attend(backend, q, k, v, mask=headwise.bias(band))
+    structural = attend(backend, q, k, v, mask=headwise.window(51, 50))
+    torch.testing.assert_close(dense, structural, rtol=1e-5, atol=1e-6)
+    assert bool(dense.isfinite().all())
+
+
+def survey() -> None:
+    """Print, by backend and dtype, our largest error beside naive PyTorch's, rounding's and the budget."""
+    for backend in BACKENDS:
+        for dtype in DTYPES:
+            seen: list[Accuracy] = []
+            for n in SHAPES:
+                for which in range(len(INPUTS)):
+                    qkv = inputs(n, dtype, which)
+                    exact, rough = answers(n, dtype, which)
+                    seen.append(accuracy(attend(backend, *qkv, mask=headwise.causal()), exact, rough, values=qkv[2]))
+            show(f"{backend:10} {str(dtype)[6:]:9} out", seen)
+        for dtype in DTYPES[:2]:
+            for name in ("query", "key", "value"):
+                seen = []
+                for n in SHAPES:
+                    for which in (0, 1, 3):
+                        exact, rough = gradient_answers(n, dtype, which)
+                        ours = our_gradients(backend, n, dtype, which)[name]
+                        seen.append(accuracy(ours, exact[name], [r[name] for r in rough], factor=2.0))
+                show(f"{backend:10} {str(dtype)[6:]:9} gradient of {name}", seen)
+
+
+def show(what: str, seen: list[Accuracy]) -> None:
+    to_naive = [a.ours / a.naive for a in seen if a.naive]
+    to_floor = [a.ours / a.floor for a in seen if a.floor]
+    of_budget = max(a.ours / a.budget for a in seen if a.budget)
+    print(
+        f"{what:40} / naive: median {statistics.median(to_naive):.2f} max {max(to_naive):.2f}   "
+        f"/ rounding: median {statistics.median(to_floor):.2f} max {max(to_floor):.2f}   "
+        f"of budget at most {of_budget:.2f}   worst {max(a.ours for a in seen):.2e}"
+    )
+
+
+if __name__ == "__main__":
+    survey()
