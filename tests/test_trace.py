@@ -92,12 +92,27 @@ def test_parts_add_their_stages_and_a_function_hides_its_own() -> None:
         "heads", "concatenation", "output",
     ]  # fmt: skip
     assert of("cross")[:2] == ["x", "memory"]
+    assert of("a pair")[:3] == ["x", "memory_keys", "memory_values"]
     assert of("a function") == ["x", *PROJECTIONS, "heads", "concatenation", "output"]
     mha, inputs, _ = called("a function")
     assert "InnerFunction does not show its scores and weights" in trace(mha, *inputs)["heads"].note
     mha, inputs, _ = called("sinks")
     found = trace(mha, *inputs)["weights"]
     assert bool((found.tensor.sum(-1) < 1).all()) and "sink" in found.note
+
+
+def test_formulas_name_what_is_there() -> None:
+    def of(kind: str, *stages: str) -> list[str]:
+        mha, inputs, options = called(kind)
+        found = trace(mha, *inputs, **options)
+        return [found[stage].formula for stage in stages]
+
+    projections = ("q_proj", "k_proj", "v_proj")
+    assert of("plain", *projections) == ["Q = X W_Q + b_Q", "K = X W_K + b_K", "V = X W_V + b_V"]
+    assert of("cross", *projections) == ["Q = X W_Q + b_Q", "K = M W_K + b_K", "V = M W_V + b_V"]
+    assert of("a pair", *projections) == ["Q = X W_Q + b_Q", "K = M W_K + b_K", "V = N W_V + b_V"]
+    assert of("all parts", "scores", "softcapped") == ["S_i = 0.5 Q_i K_i^T", "2 tanh(S_i / 2)"]
+    assert of("plain", "output") == ["Concat(head_1 .. head_h) W_O + b_O"]
 
 
 @pytest.mark.unchecked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -117,8 +118,9 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
     seen = Probe(tuple(found), each)
     running = [""]  # the attention module that was entered last: modules may share one inner part
     with ExitStack() as undo:
-        # A compiled graph was traced without the hooks and would run past them.
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and it takes a second to import
+            # A compiled graph was traced without the hooks and would run past them.
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
         for name, mha in found.items():
             undo.callback(mha.register_forward_pre_hook(partial(_before_module, running, name)).remove)
         for inner in {id(mha.inner): mha.inner for mha in found.values()}.values():

@@ -144,9 +144,11 @@ def trace(
     check_input(x, mha.d_model)
     for_keys, for_values = check_memory(x, memory, mha.memory_widths, required=mha.memory_dim is not None)
     stages = [Stage("x", "X", x, "batch, tokens, d_model")]
-    if memory is not None:
+    if for_values is not for_keys:
+        stages.append(Stage("memory_keys", "M", for_keys, "keys come from here"))
+        stages.append(Stage("memory_values", "N", for_values, "values come from here"))
+    elif memory is not None:
         stages.append(Stage("memory", "M", for_keys, "keys and values come from here"))
-    source = "X" if memory is None else "M"
     made = {}
     for letter, projection, given, heads in (
         ("q", mha.q_proj, x, mha.num_heads),
@@ -155,7 +157,9 @@ def trace(
     ):
         fused = projection(given)
         made[letter] = mha.split(fused, heads)
-        stages += _projected(letter, fused, made[letter], "X" if letter == "q" else source, heads)
+        source = "X" if given is x else "N" if given is not for_keys else "M"
+        added = "" if projection.bias is None else f" + b_{letter.upper()}"
+        stages += _projected(letter, f"{source} W_{letter.upper()}{added}", fused, made[letter])
     query, key, value = made["q"], made["k"], made["v"]
     if mha.q_norm is not None:
         query, key = mha.normalize(query, key)
@@ -178,7 +182,8 @@ def trace(
     stages.append(
         Stage("concatenation", "Concat(head_1 .. head_h)", joined, f"columns {V} i .. {V} i + {V - 1}: head i")
     )
-    stages.append(Stage("output", "Concat(head_1 .. head_h) W_O", mha.o_proj(joined), "W_O mixes the heads"))
+    mixed = "Concat(head_1 .. head_h) W_O" + ("" if mha.o_proj.bias is None else " + b_O")
+    stages.append(Stage("output", mixed, mha.o_proj(joined), "W_O mixes the heads"))
     mixing = None if joined.is_meta or not joined.numel() else measure_mixing(mha, joined)
     return Trace(tuple(stages), _parameters(mha), mixing)
 
@@ -223,12 +228,12 @@ def trace_shape(
         return trace(mha, torch.randn(batch, length, d_model), mask=masks.causal() if causal else None)
 
 
-def _projected(letter: str, fused: Tensor, split: Tensor, source: str, heads: int) -> list[Stage]:
+def _projected(letter: str, product: str, fused: Tensor, split: Tensor) -> list[Stage]:
     """One projection: all heads at once, cut into heads, heads before tokens."""
-    size = split.shape[-1]
+    heads, size = split.shape[1], split.shape[-1]
     name = letter.upper()
     return [
-        Stage(f"{letter}_proj", f"{name} = {source} W_{name}", fused, "all heads in one matrix product"),
+        Stage(f"{letter}_proj", f"{name} = {product}", fused, "all heads in one matrix product"),
         Stage(
             f"{letter}_split", f"{heads} heads of {size}", split.transpose(1, 2), f"{heads} x {size} = {heads * size}"
         ),
