@@ -20,7 +20,7 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, HEIGHT = 1440, 1130
+WIDTH, HEIGHT = 1440, 1150
 LARGEST = 300_000
 ARGUMENTS = [
     "--no-sandbox",

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,19 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "headwise", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **{"env": ENVIRONMENT, **options})
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command silences other libraries for good, as it may in its own process; here others follow."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    for name in ("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+    yield
+    logging.set_verbosity(level)
+    logging.enable_progress_bar()
 
 
 @pytest.fixture

@@ -125,6 +125,11 @@ def test_a_click_opens_the_large_map_with_the_weights_of_that_head(opened: Any) 
         said = page.locator("#readout").text_content()
         weight = (look.maps[7].data[row * size + column] / 255) ** 2
         assert f"query {row} " in said and f"key {column} " in said and f"weight {weight:.3f}" in said
+    page.mouse.click(box["x"] + 20.5 * cell, box["y"] + 30.5 * cell)
+    assert "query 30 " in page.locator("#readout").text_content()
+    assert page.locator("#strongest-title").text_content().startswith("Query 30 ")
+    page.mouse.move(0, 0)  # away: the query stays
+    assert page.locator("#strongest-title").text_content().startswith("Query 30 ")
     page.mouse.move(box["x"] + 30.5 * cell, box["y"] + 3.5 * cell)
     assert "not allowed" in page.locator("#readout").text_content()
 

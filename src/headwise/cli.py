@@ -74,7 +74,7 @@ def main() -> None:
     app(prog_name="headwise")
 
 
-@app.callback(invoke_without_command=True, epilog="Example: headwise look gpt2 --text 'The cat sat. The cat slept.'")
+@app.callback(invoke_without_command=True, epilog="Example: headwise look --text 'The cat sat. The cat slept.'")
 def headwise(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,

@@ -32,13 +32,14 @@ def write(look: Look, path: str | os.PathLike[str]) -> int:
         IsADirectoryError: the path is a folder.
         OSError: the path is a device or the like; or the disk is full.
 
-    >>> import headwise, tempfile, pathlib
+    >>> import pathlib, tempfile
+    >>> import headwise.report
     >>> from headwise.look import Look
     >>> look = Look(model="none", num_layers=0, num_heads=0, length=0, tokens=(), heads=(), kind="decoder",
     ...             seconds=0.0, version="0")
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> size = headwise.report.write(look, pathlib.Path(folder.name, "report.html"))
-    >>> size == pathlib.Path(folder.name, "report.html").stat().st_size
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "report.html")
+    ...     headwise.report.write(look, path) == path.stat().st_size
     True
     """
     target = check_destination(path)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwise.look.records import HeadMap, HeadRecord, Look
+from headwise.look.roles import ROLES
 
 MAPS_BUDGET = 1_700_000
 """Most characters the maps may take in the page; 144 incompressible maps of 128 x 128 cells take 1.6 million."""
@@ -112,7 +113,7 @@ Played = tuple[int, float | None, float | None, float | None]
 
 def _roles(heads: Sequence[HeadRecord]) -> tuple[list[dict[str, Any]], list[list[Played]]]:
     """The roles met, most frequent first, and for each head what it plays."""
-    formulas = _formulas()
+    formulas = {role.name: role.formula for role in ROLES}
     counts: dict[str, int] = {}
     sources: dict[str, str] = {}
     for head in heads:
@@ -135,14 +136,6 @@ def _roles(heads: Sequence[HeadRecord]) -> tuple[list[dict[str, Any]], list[list
         for head in heads
     ]
     return listed, found
-
-
-def _formulas() -> dict[str, str]:
-    try:
-        from headwise.look.roles import ROLES
-    except ImportError:
-        return {}
-    return {role.name: role.formula for role in ROLES}
 
 
 def _side(heads: Sequence[HeadRecord], columns: Sequence[int], tokens: int) -> int:

@@ -13,7 +13,9 @@ function buildMap() {
   view.addEventListener("pointerleave", () => pointAt(state.query, null));
   view.addEventListener("click", (event) => {
     const cell = cellUnder(event);
-    if (cell) selectQuery(cell[0]);
+    if (!cell) return;
+    selectQuery(cell[0]);
+    pointAt(...cell); // a finger does not hover
   });
   view.addEventListener("keydown", moveInMap);
   view.addEventListener("focus", () => {
@@ -150,7 +152,10 @@ function moveInMap(event) {
     Home: [row, 0],
     End: [row, head.columns - 1],
   };
-  if (event.key === "Enter") selectQuery(row);
+  if (event.key === "Enter") {
+    selectQuery(row);
+    pointAt(row, column);
+  }
   const move = moves[event.key];
   if (!move || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
