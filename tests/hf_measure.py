@@ -43,6 +43,9 @@ def exact_attention(
         scores = scores + position_bias
     if attention_mask is None and query.shape[2] > 1 and (module.is_causal if is_causal is None else is_causal):
         attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        lowest = torch.finfo(attention_mask.dtype).min
+        scores, attention_mask = scores + attention_mask, attention_mask > lowest
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, -1e300)
     if s_aux is not None:

@@ -153,6 +153,7 @@ ROWS: tuple[Row, ...] = (
             intermediate_size_mlp=17, attention_chunk_size=WINDOW, layer_types=["chunked_attention", "full_attention"]
         ),
     ),
+    Row("Doge", "DogeForCausalLM", "DogeConfig", 2, sizes=_GQA | dict(keep_window_size=32)),
     Row("BERT", "BertForMaskedLM", "BertConfig", 2, "encoder", _BERT),
     Row(
         "DistilBERT",

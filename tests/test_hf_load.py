@@ -263,7 +263,7 @@ def test_a_missing_tokenizer(folder: Path) -> None:
         ({"hidden_size": 28_000}, "config.json describes "),
         ({"vocab_size": 9_000_000}, "numbers, the safetensors files hold"),
         ({"hidden_size": 32}, "the weights cannot be loaded"),
-        ({"num_hidden_layers": 3}, "9 missing keys, 'model.layers.2.input_layernorm.weight' first, so those weights would"),
+        ({"num_hidden_layers": 3}, "9 missing keys, 'model.layers.2.input_layernorm.weight' first, so those"),
         ({"hidden_act": "explode"}, "config.json describes no LlamaForCausalLM that can be built"),
         ({"model_type": None}, "model_type is None, and a name is needed"),
         ({"model_type": ["llama"]}, "model_type is ['llama'], and a name is needed"),

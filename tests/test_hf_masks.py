@@ -158,7 +158,22 @@ def test_a_reader_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_all_readers_agree_with_the_installed_transformers() -> None:
-    assert len(closures.trusted_readers()) == len(closures._samples())
+    closures.trusted_readers.cache_clear()
+    with torch.device("meta"):  # a default device of the caller's does not confuse the trial
+        assert len(closures.trusted_readers()) == 8
+
+
+def test_factories_that_are_gone_leave_dense_masks(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.delattr(theirs, "find_packed_sequence_indices")
+    closures.trusted_readers.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "headwise.hf"):
+            assert read_mask(theirs.causal_mask_function, FRAMES["square"]) is None
+        assert "masks are evaluated densely" in caplog.text
+        found = headwise_mask(B, 7, 7)
+        assert torch.equal(drawn(found.mask, FRAMES["square"]), truth(FUNCTIONS["causal"], FRAMES["square"], None))
+    finally:
+        closures.trusted_readers.cache_clear()
 
 
 def test_no_mask_of_all_pairs_is_made() -> None:

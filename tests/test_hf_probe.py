@@ -219,6 +219,31 @@ def test_a_part_of_a_model_may_run_alone() -> None:
     assert len(seen.calls) == 2
 
 
+def test_cross_attention_without_a_memory_is_not_missed() -> None:
+    """But with a memory it is: one cross-attention that is skipped where others run is named."""
+    sizes = BY_NAME["GPT-2"].sizes | dict(add_cross_attention=True)
+    model = Row("GPT-2 cross", "GPT2LMHeadModel", "GPT2Config", 4, sizes=sizes).build()
+    with hf.probe(model) as seen:
+        model(token_ids())
+    assert [call.module for call in seen.calls] == ["transformer.h.0.attn", "transformer.h.1.attn"]
+    with hf.probe(model) as seen:
+        model(token_ids(), encoder_hidden_states=torch.randn(B, 5, 28))
+    assert len(seen.calls) == 4 and seen.calls[1].key.shape[2] == 5
+    model.transformer.h[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+    text = r"module 'transformer.h.1.attn' \(and 1 more attention modules\) was not called"
+    with pytest.raises(hf.ModelError, match=text), hf.probe(model):
+        model(token_ids(), encoder_hidden_states=torch.randn(B, 5, 28))
+
+
+def test_a_closed_probe_sees_no_more() -> None:
+    model = BY_NAME["Llama GQA"].build()
+    with hf.probe(model) as seen:
+        logits(model, inputs(BY_NAME["Llama GQA"]))
+    model.set_attn_implementation("headwise")
+    logits(model, inputs(BY_NAME["Llama GQA"]))
+    assert len(seen.calls) == 2
+
+
 @pytest.mark.parametrize("model_type", OUTSIDE)
 def test_a_model_outside_the_interface_is_refused(model_type: str) -> None:
     model, config, sizes = OUTSIDE[model_type]

@@ -6,6 +6,8 @@ Almost nothing is needed here. Whether a model runs through transformers' attent
 
 from __future__ import annotations
 
+import re
+
 _ALIBI = "it adds ALiBi biases inside attention code of its own"
 _OWN = "it computes attention in code of its own"
 _DISENTANGLED = "its attention mixes content and position terms in code of its own"
@@ -52,6 +54,13 @@ SPARSE: dict[str, str] = dict.fromkeys(
     ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "mistral_large4"), _SPARSE
 )
 """On the interface, but with arguments that change the result and that no dense kernel honours."""
+
+TENSOR_MASKS: frozenset[str] = frozenset({"doge"})
+"""On the interface, but computing with the mask on the way there (or passing over one that is no tensor): they get a
+bool tensor. A model missing here that computes with its mask is told so by `masks.StructuralMask`."""
+
+CROSS_ATTENTION = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
+"""How modules of cross-attention are named: a decoder that is given no memory does not call them."""
 
 SUPPORTED_EXAMPLES = (
     "gpt2, gpt_neox, opt, llama, mistral, qwen2, qwen3, gemma2, gemma3, gpt_oss, phi3, bert, distilbert"

@@ -259,17 +259,18 @@ def _samples() -> dict[str, tuple[Reader, list[MaskFunction]]]:
 def trusted_readers() -> Readers:
     """The readers that agree with the installed transformers on what it evaluates; tried once, in about 10 ms."""
     trusted: dict[CodeType, Reader] = {}
-    try:
-        samples = _samples()
-    except (AttributeError, TypeError) as change:
-        logger.warning("transformers' mask functions have changed (%s): masks are evaluated densely", change)
-        return trusted
-    for name, (reader, functions) in samples.items():
-        code = functions[0].__code__
-        if all(_agrees(function, trusted | {code: reader}) for function in functions):
-            trusted[code] = reader
-        else:
-            logger.warning("transformers' %s has changed its meaning: such masks are evaluated densely", name)
+    with torch.device("cpu"):  # whatever default device the caller has set
+        try:
+            samples = _samples()
+        except (AttributeError, TypeError) as change:
+            logger.warning("transformers' mask functions have changed (%s): masks are evaluated densely", change)
+            return trusted
+        for name, (reader, functions) in samples.items():
+            code = functions[0].__code__
+            if all(_agrees(function, trusted | {code: reader}) for function in functions):
+                trusted[code] = reader
+            else:
+                logger.warning("transformers' %s has changed its meaning: such masks are evaluated densely", name)
     return trusted
 
 

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelError
+from .errors import ModelError, one_line
 
 MAX_CONFIG = 1 << 20  # bytes; the largest on the hub are below 100 kB
 MAX_INDEX = 64 << 20
@@ -30,10 +30,10 @@ BOUNDS: dict[str, tuple[int, int]] = {
     "max_position_embeddings": (1, 100_000_000),
     "moe_intermediate_size": (1, 10_000_000),
     "num_attention_heads": (1, 10_000),
-    "num_experts": (0, 10_000),
+    "num_experts": (0, 100_000),
     "num_hidden_layers": (1, 1_000),
     "num_key_value_heads": (1, 10_000),
-    "num_local_experts": (0, 10_000),
+    "num_local_experts": (0, 100_000),
     "vocab_size": (1, 10_000_000),
 }
 """Far outside of what exists, and still small enough to compute with."""
@@ -63,7 +63,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
             raise ModelError(f"{path}: {size} bytes, at most {limit} are read; such a file describes no model")
         return parse_json(path.read_bytes(), str(path))
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from None
+        raise ModelError(f"{path}: cannot be read ({one_line(error)}); check its permissions") from None
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else error
+        what = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise ModelError(f"{where}: not valid JSON ({what}); download the file anew") from None
     if not isinstance(found, dict):
         raise ModelError(
@@ -170,11 +170,12 @@ def _no_weights(folder: Path) -> ModelError:
         return ModelError(
             f"{folder}: no model.safetensors and no model.safetensors.index.json; download the weights too"
         )
+    shown = folder if re.fullmatch(r"[\w./~-]+", str(folder)) else "FOLDER"  # it stands in a command to copy
     return ModelError(
         f"{folder}: the weights are in {pickles[0]!r} only, and opening such a file can run code hidden in it; "
         "headwise reads safetensors. If you trust the source, convert once: "
         'python -c "from transformers import AutoModel as A; '
-        f"A.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
+        f"A.from_pretrained('{shown}').save_pretrained('{shown}-safetensors')\""
     )
 
 
@@ -204,7 +205,7 @@ def _header(file: Path) -> dict[str, Any]:
                 raise ModelError(f"{file}: no safetensors file (its header says {length} bytes); download it anew")
             header = parse_json(stream.read(length), f"{file}: header")
     except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror or error}); check its permissions") from None
+        raise ModelError(f"{file}: cannot be read ({one_line(error)}); check its permissions") from None
     header.pop("__metadata__", None)
     return header
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .errors import ModelError
+from .errors import ModelError, one_line
 from .folder import Weights, check_numbers, find_weights, read_config
 from .hub import find_folder
 from .interface import attention_modules, require_interface
@@ -58,7 +58,9 @@ class Loaded:
     bos_id: int | None
 
 
-def load(name_or_path: str | Path, *, device: str = "cpu", dtype: torch.dtype | str | None = None) -> Loaded:
+def load(
+    name_or_path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None
+) -> Loaded:
     """Load a text model and its tokenizer, in eval mode.
 
     Args:
@@ -96,12 +98,12 @@ def load(name_or_path: str | Path, *, device: str = "cpu", dtype: torch.dtype | 
     )
 
 
-def _device(device: str) -> torch.device:
+def _device(device: torch.device | str) -> torch.device:
     try:
         where = torch.device(device)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device!r} cannot be used here ({_first_line(error)}); use 'cpu'") from None
+        raise ModelError(f"device {device!r} cannot be used here ({one_line(error)}); use 'cpu'") from None
     return where
 
 
@@ -138,7 +140,7 @@ def describe(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         config = config_class(**{key: raw[key] for key in _known_keys(config_class) & raw.keys()})
     except Exception as error:  # transformers' validation raises many kinds, one a field
         raise ModelError(
-            f"{where}: no valid {config_class.__name__} ({_first_line(error)}); correct it or download it anew"
+            f"{where}: no valid {config_class.__name__} ({one_line(error)}); correct it or download it anew"
         ) from None
     cls = _class_of(raw, config)
     require_interface(cls, model_type)
@@ -176,14 +178,9 @@ def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedM
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     auto = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
     for candidate in (name, *(names.get(config.model_type, "") for names in auto)):
-        cls = (
-            getattr(transformers, candidate, None) if isinstance(candidate, str) and candidate.isidentifier() else None
-        )
-        if (
-            isinstance(cls, type)
-            and issubclass(cls, PreTrainedModel)
-            and getattr(cls, "config_class", None) is type(config)
-        ):
+        cls: Any = getattr(transformers, candidate, None) if isinstance(candidate, str) else None
+        is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+        if is_model and getattr(cls, "config_class", None) is type(config):
             return cls
     raise _no_text_model(config.model_type, f"transformers has no language model of it (architectures: {name[:60]!r})")
 
@@ -194,7 +191,7 @@ def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedM
 def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: Weights, folder: Path) -> None:
     """Compare what config.json wants allocated with what the files hold, before allocating it."""
     experts = max(getattr(config, key, 0) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if config.num_hidden_layers * experts > 200_000:
+    if config.num_hidden_layers * experts > 2_000_000:
         raise ModelError(
             f"{folder}: {config.num_hidden_layers} layers of {experts} experts; such a model does not exist"
         )
@@ -203,7 +200,7 @@ def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: W
             empty = cls(config)
     except Exception as error:  # any size that does not fit another one shows here, in as many ways as there are models
         raise ModelError(
-            f"{folder}: config.json describes no {cls.__name__} that can be built ({_first_line(error)})"
+            f"{folder}: config.json describes no {cls.__name__} that can be built ({one_line(error)})"
         ) from None
     wanted = sum(p.numel() for p in empty.parameters())
     buffers = sum(b.numel() for b in empty.buffers())
@@ -225,7 +222,7 @@ def _fill(
                 None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
             )
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{folder}: the weights cannot be loaded ({_first_line(error)}); download them anew") from None
+        raise ModelError(f"{folder}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
     faults = {kind: sorted(map(str, report.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
     for kind, names in faults.items():
         if names:
@@ -266,8 +263,3 @@ def _max_positions(model: PreTrainedModel) -> int | None:
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
             declared = module.num_embeddings - module.padding_idx - 1
     return declared if isinstance(declared, int) and declared > 0 else None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (" ".join(lines[:2]) if lines else type(error).__name__)[:200]

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils as theirs
 
 from ..ops.masks import Mask
-from .architectures import OUTSIDE
+from .architectures import OUTSIDE, TENSOR_MASKS
 from .closures import Frame, MaskFunction, dense_mask, read_mask
 from .errors import ModelError
 from .interface import outside_text
@@ -85,9 +85,9 @@ def headwise_mask(
     """The mask function registered with transformers' AttentionMaskInterface; transformers calls it by keywords.
 
     Gives a `StructuralMask`, always: with None the attention function would have to guess (causal or not, aligned on
-    which side). Two exceptions, in which the mask must be a tensor, since compiled code takes it: while torch.compile
-    or torch.export traces, where it is what transformers' own "sdpa" gets (a bool tensor, or None where that may be);
-    and the single query of a step with a static cache, where it is a (B, 1, 1, S) tensor.
+    which side). Where it must be a tensor it is one: while torch.compile or torch.export traces, what transformers' own
+    "sdpa" gets (a bool tensor, or None where that may be); for the single query of a step with a static cache, which
+    compiled code takes, (B, 1, 1, S); for a model that computes with its mask (B, 1, T, S).
     """
     config, device = options.get("config"), options.get("device", "cpu")
     model_type = getattr(config, "model_type", "")
@@ -96,10 +96,10 @@ def headwise_mask(
     if q_length is None:  # transformers before 5.4 passed the positions instead
         position = options.pop("cache_position")
         q_length, q_offset = position.shape[0], position[0]
-    is_static_step = isinstance(q_offset, Tensor) and q_length == 1
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_static_step:
-        if is_static_step:
-            options["allow_is_causal_skip"] = False  # most of a static cache's keys are not there yet
+    is_whole = model_type in TENSOR_MASKS or (isinstance(q_offset, Tensor) and q_length == 1)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_whole:
+        if is_whole:  # in a single step, most of a static cache's keys are not there yet
+            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return theirs.sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..nn.probe import AttentionCall, Probe
 from ..nn.probe import probe as probe_any
+from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .interface import NAME, attention_modules, configs, outside_text, require_interface, unseen_modules
 
@@ -37,11 +38,16 @@ class _Session:
             raise self.fault([self.names[module]], "ran without calling the attention function it is set to")
 
     def check_complete(self) -> None:
-        """Every attention module was called, but for those of a part of the model (an encoder, say) that never ran."""
+        """Every attention module was called, but for those of a part that had nothing to do.
+
+        Such are a whole model inside the model that never ran (an encoder, say), and cross-attention without a memory.
+        """
         ran = self.ran | {self.model} if self.seen.seen else set(self.model.modules())
         silent = [
             name for name in self.seen.expected if name not in self.seen.called and _owner(self.model, name) in ran
         ]
+        if self.seen.seen and not any(map(_is_cross, self.seen.called)):
+            silent = [name for name in silent if not _is_cross(name)]
         if silent:
             raise self.fault(
                 silent, "was not called while the probe was open; run the whole model inside the with block"
@@ -92,8 +98,8 @@ def probe(model: PreTrainedModel, each: Callable[[AttentionCall], None] | None =
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes))
         >>> with probe(model) as seen:
         ...     out = model(torch.tensor([[1, 2, 3]]))
-        >>> seen.calls[1]
-        AttentionCall('model.layers.1.self_attn', order=1, query=(1, 4, 3, 6), key=(1, 4, 3, 6), mask=Mask(...
+        >>> seen.calls[1].module, seen.calls[1].query.shape
+        ('model.layers.1.self_attn', torch.Size([1, 4, 3, 6]))
     """
     names = _watched(model)
     seen = Probe(tuple(names.values()), each)
@@ -154,6 +160,10 @@ def _owner(model: PreTrainedModel, name: str) -> nn.Module:
             return part
         path.pop()
     return model
+
+
+def _is_cross(name: str) -> bool:
+    return CROSS_ATTENTION.search(name.rpartition(".")[2]) is not None
 
 
 def _open(session: _Session) -> None:

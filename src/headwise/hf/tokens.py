@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
-from .errors import ModelError
+from .errors import ModelError, one_line
 from .folder import read_json
 
 MAX_TOKENIZER = 256 << 20
@@ -32,9 +32,8 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
     except ModelError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
-            f"{folder}: no tokenizer that can be read ({lines[0][:160]}); put its tokenizer.json beside config.json"
+            f"{folder}: no tokenizer that can be read ({one_line(error)}); put its tokenizer.json beside config.json"
         ) from None
 
 
