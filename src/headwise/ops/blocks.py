@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .call import Call, Limit
-from .scores import compute_dtype, lse_rows, mask_scores, row_blocks, score_rows, softmax_rows
+from .scores import compute_dtype, keys_in_reach, lse_rows, mask_scores, row_blocks, score_rows, softmax_rows
 
 LIMITS: tuple[Limit, ...] = ()
 
@@ -30,8 +30,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     _, H, K, T, S = call.sizes
-    k0, k1 = (0, S) if call.mask is None else call.mask.reach(rows.start, rows.stop, T, S)
-    cols = slice(k0, k1)
+    cols = keys_in_reach(call.mask, rows, T, S)
     dtype = compute_dtype(call.query)
     allowed = added = None
     if call.mask is not None:

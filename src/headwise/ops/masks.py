@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..shapes import MASK_RULE, fits
 from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, count, register
-from .symbols import is_symbol
 
 EMPTY, MIXED, FULL = 0, 1, 2
 
@@ -128,8 +127,6 @@ class Mask:
         Plain integers, from the bands alone (no look at any tensor), so it may be wider than the truth.
         """
         k0, k1 = 0, S
-        if is_symbol(T) or is_symbol(S):
-            return k0, k1
         for part in self.parts:
             shift = part.shift(T, S) if isinstance(part, Band) else None
             if isinstance(part, Band) and not isinstance(shift, Tensor) and shift is not None:

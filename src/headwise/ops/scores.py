@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .masks import Mask
 from .symbols import is_symbol
 
 # Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
@@ -25,7 +26,7 @@ def strips(T: int, rows: int) -> Iterator[slice]:
     One strip where T is a symbol of torch.compile or torch.export: a loop over it could not be traced.
     """
     if is_symbol(T):
-        yield slice(0, T)
+        yield slice(None)  # and not slice(0, T): dynamo pins down the sizes that stand in a slice
         return
     for first in range(0, T, rows):
         yield slice(first, min(first + rows, T))
@@ -39,6 +40,13 @@ def row_blocks(T: int, S: int) -> Iterator[slice]:
     if torch.compiler.is_compiling():
         return strips(T, 512)
     return strips(T, max(MIN_ROWS, BLOCK_ELEMENTS // max(S, 1) // MIN_ROWS * MIN_ROWS))
+
+
+def keys_in_reach(mask: Mask | None, rows: slice, T: int, S: int) -> slice:
+    """The keys outside of which these query rows may attend nothing."""
+    if mask is None or is_symbol(T) or is_symbol(S):
+        return slice(None)
+    return slice(*mask.reach(rows.start, rows.stop, T, S))
 
 
 def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float, softcap: float | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from .call import Call, Limit
 from .masks import Mask
 from .rules import Band
-from .scores import strips
+from .scores import keys_in_reach, strips
 from .symbols import known
 
 # Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
@@ -38,30 +38,38 @@ LIMITS = (
 
 def run(call: Call) -> tuple[Tensor, None]:
     """out (B, H, T, V)."""
-    B, H, K, T, _ = call.sizes
-    V = call.value.shape[-1]
+    T, V = call.sizes[3], call.value.shape[-1]
     query, key, value = _equal_head_dims(call.query, call.key, call.value)
     if call.mask is None or _is_top_left(call.mask):
-        causal = call.mask is not None
-        if not causal and _folds(call):
-            folded = query.reshape(B, K, H // K * T, -1)
-            out = scaled_dot_product_attention(folded, key, value, scale=call.scale).view(B, H, T, -1)
-        else:
-            out = scaled_dot_product_attention(
-                query, key, value, is_causal=causal, scale=call.scale, enable_gqa=_is_grouped(call)
-            )
-        return out[..., :V], None
+        return _fused(call, query, key, value, causal=call.mask is not None)[..., :V], None
     outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
     return torch.cat(outs, dim=2)[..., :V], None
+
+
+def _fused(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, causal: bool = False
+) -> Tensor:
+    """SDPA itself, the query heads of a group folded into the rows where that wins; mask (B|1, H|1, R, C)."""
+    _, H, K, T, _ = call.sizes
+    if causal or H == K or not known(T <= FOLD_ROWS):
+        # `enable_gqa` as a plain bool: under torch.compile H != K is a symbol.
+        grouped = True if H != K else False  # noqa: SIM210
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=grouped
+        )
+    G = H // K
+    if mask is not None:
+        mask = mask.expand(-1, H if mask.shape[1] > 1 else G, -1, -1).unflatten(1, (-1, G)).flatten(2, 3)
+    folded = query.unflatten(1, (K, G)).flatten(2, 3)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=call.scale)
+    return out.unflatten(2, (G, -1)).flatten(1, 2)
 
 
 def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -> Tensor:
     """Some query rows against the keys that they can reach, with those rows of the mask."""
     assert call.mask is not None
-    B, H, K, T, S = call.sizes
-    k0, k1 = call.mask.reach(rows.start, rows.stop, T, S)
-    cols = slice(k0, k1)
-    R, device = rows.stop - rows.start, query.device
+    T, S = call.sizes[3:]
+    cols, device = keys_in_reach(call.mask, rows, T, S), query.device
     allowed = call.mask.allowed(T, S, rows=rows, cols=cols, device=device)
     added = call.mask.added(T, S, rows=rows, cols=cols, device=device)
     empty = None
@@ -76,17 +84,9 @@ def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -
         mask = mask if empty is None else mask.masked_fill(empty, 0.0)
     assert mask is not None  # `trimmed` has left no mask that says nothing
     query, key, value = query[:, :, rows], key[:, :, cols], value[:, :, cols]
-    if k1 == k0:
-        return query[..., :1].expand(B, H, R, value.shape[-1]) * 0.0  # zeros that a gradient can pass
-    if _folds(call):
-        mask = mask.expand(-1, H if mask.shape[1] > 1 else H // K, -1, -1)
-        mask = mask.reshape(mask.shape[0], -1, H // K * R, k1 - k0)
-        folded = query.reshape(B, K, H // K * R, -1)
-        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=call.scale).view(B, H, R, -1)
-    else:
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=call.scale, enable_gqa=_is_grouped(call)
-        )
+    if key.shape[2] == 0:
+        return query[..., :1].expand(-1, -1, -1, value.shape[-1]) * 0.0  # zeros that a gradient can pass
+    out = _fused(call, query, key, value, mask)
     return out if empty is None else out.masked_fill(empty, 0.0)
 
 
@@ -96,16 +96,6 @@ def _is_top_left(mask: Mask) -> bool:
         return False
     band = mask.parts[0]
     return band.left is None and band.right == 0 and not isinstance(band.offset, Tensor) and known(band.offset == 0)
-
-
-def _is_grouped(call: Call) -> bool:
-    # Not `return H != K`: under torch.compile that is a symbol, and SDPA wants a bool.
-    return True if call.sizes[1] != call.sizes[2] else False  # noqa: SIM210
-
-
-def _folds(call: Call) -> bool:
-    _, H, K, T, _ = call.sizes
-    return H != K and known(T <= FOLD_ROWS)
 
 
 def _equal_head_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
