@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import headwise
 import headwise.hf as hf
 import headwise.nn as hw_nn
-from headwise.hf.interface import attention_modules, configs
+from headwise.hf.interface import attention_modules, configs, require_interface
 from headwise.ops.weights import weights
 
 
@@ -311,3 +311,10 @@ def test_a_copy_of_a_model_is_another_model() -> None:
         logits(model, inputs(BY_NAME["Llama GQA"]))
     assert len(seen.calls) == 2
     assert headwise.nn is hw_nn
+
+
+def test_sparse_attention_is_refused_by_name() -> None:
+    """transformers has it on the interface, but with an argument that changes the result: the keys each query picks."""
+    text = "DeepseekV32ForCausalLM (model_type 'deepseek_v32') is not on transformers' attention interface"
+    with pytest.raises(hf.ModelError, match=re.escape(text) + r".* it picks single keys for each query"):
+        require_interface(transformers.DeepseekV32ForCausalLM, "deepseek_v32")
