@@ -1,0 +1,159 @@
+"""torch.compile and torch.export of the op. test_compile.py runs this in a process of its own, without the shape
+checker, whose wrappers the compiler cannot trace."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from mask_cases import MASKS, SHORT
+from torch import Tensor
+
+import headwise
+from headwise.testing import assert_same_bits, make_qkv
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler's own, of several kinds
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compiled as one graph, or an error."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+BUILT: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "plain": lambda q, k, v: headwise.attention(q, k, v),
+    "causal": lambda q, k, v: headwise.attention(q, k, v, mask=headwise.causal()),
+    "top-left": lambda q, k, v: headwise.attention(q, k, v, mask=headwise.causal_top_left()),
+    "window": lambda q, k, v: headwise.attention(q, k, v, mask=headwise.window(3)),
+    "softcap and lse": lambda q, k, v: headwise.attention(q, k, v, softcap=2.0, return_lse=True),
+    "window and lengths": lambda q, k, v: headwise.attention(
+        q, k, v, mask=headwise.window(3) & headwise.lengths(torch.tensor([5, 7]))
+    ),
+    "everything": lambda q, k, v: headwise.attention(
+        q, k, v, mask=headwise.causal() & headwise.alibi(headwise.alibi_slopes(q.shape[1]).to(q.device)),
+        softcap=2.0, sinks=q.new_zeros(q.shape[1]), gate=q.new_ones(q.shape[1]), return_lse=True,
+    ),
+}  # fmt: skip
+
+
+def results(function: Callable[..., Any], qkv: tuple[Tensor, ...], *more: Any) -> list[Tensor]:
+    """Outputs and gradients."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = function(*leaves, *more)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    return [*outs, *torch.autograd.grad(outs[0].square().sum(), leaves)]
+
+
+def same(ours: list[Tensor], plain: list[Tensor]) -> None:
+    for x, y in zip(ours, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "top-left", "window and lengths", "everything"])
+def test_masks_built_inside(name: str) -> None:
+    qkv = make_qkv(*SHORT)
+    same(results(whole(BUILT[name]), qkv), results(BUILT[name], qkv))
+
+
+@pytest.mark.parametrize(
+    "name", ["causal (B,)", "lengths start", "segments (B,)", "keep BHTS", "bias BHTS", "all kinds"]
+)
+def test_masks_passed_in(name: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: headwise.Mask) -> Tensor:
+        return headwise.attention(q, k, v, mask=mask)
+
+    qkv, mask = make_qkv(*SHORT), MASKS[name](SHORT).mask
+    same(results(whole(run), qkv, mask), results(run, qkv, mask))
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa"])
+def test_backends_by_name(backend: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headwise.attention(q, k, v, mask=headwise.causal(), backend=backend)
+
+    qkv = make_qkv(*SHORT)
+    same(results(whole(run), qkv), results(run, qkv))
+
+
+def test_weights() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headwise.weights(q, k, rows=[0, -1], mask=headwise.causal()) @ v.repeat_interleave(2, 1)
+
+    qkv = make_qkv(*SHORT)
+    same(results(whole(run), qkv), results(run, qkv))
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_one_graph_for_every_length(name: str) -> None:
+    """With dynamic shapes a new length compiles nothing new."""
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    run = torch.compile(BUILT[name], fullgraph=True, dynamic=True, backend=count)
+    for B, T, S in ((2, 5, 7), (2, 6, 9), (3, 11, 23), (2, 31, 17), (2, 600, 700)):
+        qkv = make_qkv(*SHORT._replace(B=B, T=T, S=S))
+        torch.testing.assert_close(run(*qkv), BUILT[name](*qkv), rtol=2e-5, atol=2e-6)
+    assert graphs == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_honesty_survives_compilation(backend: str) -> None:
+    """What is masked changes nothing, a NaN that is attended shows, an empty row is 0: in generated code too."""
+    if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("inductor needs a C++ compiler")
+
+    def run(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> Tensor:
+        return headwise.attention(q, k, v, mask=headwise.lengths(stop))
+
+    q, k, v = make_qkv(*SHORT)
+    compiled, stop = torch.compile(run, fullgraph=True, backend=backend), torch.tensor([0, 4])
+    clean = compiled(q, k, v, stop)
+    torch.testing.assert_close(clean, run(q, k, v, stop), rtol=2e-5, atol=2e-6)
+    assert bool((clean[0] == 0).all())
+    k[:, :, 5:] = torch.nan
+    v[:, :, 4:] = torch.inf
+    assert_same_bits(compiled(q, k, v, stop), clean)
+    k[:, :, 2] = torch.nan
+    out = compiled(q, k, v, stop)
+    assert bool(out[1].isnan().all()) and bool((out[0] == 0).all())
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return BUILT[self.name](q, k, v)
+
+
+@pytest.mark.parametrize("name", ["window and lengths", "everything"])
+def test_export(name: str) -> None:
+    qkv = make_qkv(*SHORT)
+    exported = torch.export.export(Layer(name), qkv)
+    ours, plain = exported.module()(*qkv), BUILT[name](*qkv)
+    torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "softcap and lse"])
+def test_export_with_sizes_left_open(name: str) -> None:
+    B, T, S = (torch.export.Dim(letter, min=2, max=600) for letter in "BTS")
+    shapes = ({0: B, 2: T}, {0: B, 2: S}, {0: B, 2: S})
+    exported = torch.export.export(Layer(name), make_qkv(*SHORT), dynamic_shapes=shapes).module()
+    for B, T, S in ((2, 5, 7), (3, 9, 31), (2, 512, 512)):
+        other = make_qkv(*SHORT._replace(B=B, T=T, S=S))
+        torch.testing.assert_close(exported(*other), BUILT[name](*other), rtol=2e-5, atol=2e-6)

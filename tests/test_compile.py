@@ -1,0 +1,88 @@
+"""The op inside torch's machinery: compile in one graph, export, autocast, meta and fake tensors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled_op import BUILT
+from mask_cases import SHORT, Sizes
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import headwise
+from headwise.testing import assert_same_bits, make_qkv
+
+
+def test_the_op_compiles_and_exports() -> None:
+    """The tests of compiled_op.py, in a process without the shape checker."""
+    tests = Path(__file__).with_name("compiled_op.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    ran = subprocess.run(command, env={**os.environ, "HEADWISE_UNCHECKED": "1"}, capture_output=True, text=True)
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr[-1000:]
+
+
+def both(left: Any, right: Any) -> zip[tuple[Tensor, Tensor]]:
+    """The outputs of two calls side by side, whether or not the lse is among them."""
+    return zip(*(x if isinstance(x, tuple) else (x,) for x in (left, right)), strict=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"mask": headwise.causal(), "return_lse": True}])
+def test_autocast_is_the_op_in_lower_precision(options: dict[str, Any]) -> None:
+    qkv = make_qkv(*SHORT)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = headwise.attention(*qkv, **options)
+    plain = headwise.attention(*(x.bfloat16() for x in qkv), **options)
+    for x, y in both(ours, plain):
+        assert_same_bits(x, y)
+
+
+def test_autocast_takes_mixed_inputs_and_leaves_doubles_alone() -> None:
+    """A linear layer under autocast hands over bfloat16 beside the float32 of a norm."""
+    q, k, v = make_qkv(*SHORT)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert headwise.attention(q, k.bfloat16(), v.bfloat16()).dtype == torch.bfloat16
+        assert headwise.attention(q.double(), k.double(), v.double()).dtype == torch.float64
+    with pytest.raises(ValueError, match="share one dtype"):
+        headwise.attention(q, k.bfloat16(), v.bfloat16())
+
+
+def test_autocast_gives_gradients_in_the_leaves_own_dtype() -> None:
+    qkv = make_qkv(*SHORT, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = headwise.attention(*qkv, mask=headwise.causal())
+    for grad in torch.autograd.grad(out.float().square().sum(), qkv):
+        assert grad.dtype == torch.float32 and bool(grad.isfinite().all())
+
+
+# -- meta and fake tensors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "everything"])
+def test_meta_tensors_tell_the_shape(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        real = BUILT[name](*make_qkv(*SHORT, dtype=dtype))
+        meta = BUILT[name](*make_qkv(*SHORT, dtype=dtype, device="meta"))
+        for x, y in both(real, meta):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype) and y.device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "everything"])
+def test_fake_tensors_tell_the_shape(name: str) -> None:
+    real = BUILT[name](*make_qkv(*SHORT))
+    with FakeTensorMode():
+        fake = BUILT[name](*(torch.empty(x.shape) for x in make_qkv(*SHORT)))
+    for x, y in both(real, fake):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+def test_a_huge_call_can_be_planned_on_meta() -> None:
+    n = Sizes(8, 128, 8, 100_000, 100_000, 128, 128)
+    shapes = ((n.B, n.H, n.T, n.D), (n.B, n.K, n.S, n.D), (n.B, n.K, n.S, n.V))
+    q, k, v = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in shapes)
+    assert headwise.attention(q, k, v, mask=headwise.causal()).shape == (n.B, n.H, n.T, n.V)
