@@ -18,14 +18,17 @@ Inside `ops/` a tensor carries its shape as a suffix: `q_BHTD`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
+SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
 MASK_RULE = "mask is a Mask (causal(), window(), ...), a bool tensor with True = attend, or a float bias"
 
 
@@ -43,7 +46,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{LAYOUT} as tensors; value is {type(value).__name__}")
     if value.ndim != 4:
-        raise ValueError(f"{LAYOUT}: four axes each; {_got(query, key, value)}")
+        raise ValueError(f"{LAYOUT}: four axes each; {_got(query, key, value)}; {SPLIT}")
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
             f"key and value share batch, key-value heads and length: key {tuple(key.shape[:3])}, "
@@ -65,11 +68,11 @@ def check_query_key(query: Tensor, key: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{LAYOUT} as tensors; {name} is {type(tensor).__name__}")
     if query.ndim != 4 or key.ndim != 4:
-        raise ValueError(
-            f"{LAYOUT}: four axes each; {_got(query, key)}; split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
-        )
+        raise ValueError(f"{LAYOUT}: four axes each; {_got(query, key)}; {SPLIT}")
     if query.dtype not in DTYPES:
-        raise ValueError(f"attention runs in float32, bfloat16, float16 or float64; {_got(query, key)}")
+        raise ValueError(
+            f"attention runs in float32, bfloat16, float16 or float64; {_got(query, key)}; convert with .float()"
+        )
     if key.dtype != query.dtype:
         raise ValueError(f"query, key and value share one dtype; {_got(query, key)}; cast with .to(query.dtype)")
     if key.device != query.device:
@@ -110,33 +113,44 @@ def check_options(
 ) -> None:
     """Values of the options; raises TypeError or ValueError that names the option."""
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
-        if number is not None and not isinstance(number, (Real, torch.SymFloat, torch.SymInt)):
-            raise TypeError(f"{name} is a number or None; got {type(number).__name__}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0; got {softcap}")
+        if isinstance(number, (Real, torch.SymFloat, torch.SymInt)) or (number is None and name != "dropout"):
+            continue
+        hint = "; take it out of the tensor with .item()" if isinstance(number, Tensor) else ""
+        rule = "a number" if name == "dropout" else "a number or None"
+        raise TypeError(f"{name} is {rule}; got {type(number).__name__}{hint}")
+    if isinstance(scale, float) and not math.isfinite(scale):
+        raise ValueError(f"scale is a finite factor of the scores; got {scale}; None stands for D ** -0.5")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0 and finite; got {softcap}; "
+            "None leaves scores as they are"
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is a probability 0 <= dropout < 1; got {dropout}")
+    if sinks is None:
+        return
     H = query.shape[1]
-    if sinks is not None and (not sinks.is_floating_point() or sinks.shape != (H,)):
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks are a float tensor (H,) = ({H},); got {type(sinks).__name__}")
+    if not sinks.is_floating_point() or sinks.shape != (H,):
         raise ValueError(f"sinks are float logits, one a query head: (H,) = ({H},); got {describe(sinks)}")
-    if sinks is not None and sinks.device != query.device:
+    if sinks.device != query.device:
         raise ValueError(f"sinks live on the query's device; query is on {query.device}, sinks on {sinks.device}")
 
 
-def check_gate(gate: Tensor, out_shape: Sequence[int]) -> Tensor:
+def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> Tensor:
     """A gate (H,), (B, H), (B, H, T) or (B, H, T, V), made to broadcast against out (B, H, T, V)."""
     B, H, T, V = out_shape
-    forms = {1: (H,), 2: (B, H), 3: (B, H, T), 4: (B, H, T, V)}
-    form = forms.get(gate.ndim)
-    if (
-        form is None
-        or not gate.is_floating_point()
-        or any(g not in (1, f) for g, f in zip(gate.shape, form, strict=True))
-    ):
-        raise ValueError(
-            f"gate is a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V) with B, H, T, V = {B}, {H}, {T}, {V} "
-            f"(1 broadcasts); got {describe(gate)}"
-        )
+    rule = f"gate is a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V) with B, H, T, V = {B}, {H}, {T}, {V}"
+    if not isinstance(gate, Tensor):
+        raise TypeError(f"{rule}; got {type(gate).__name__}")
+    form = {1: (H,), 2: (B, H), 3: (B, H, T), 4: (B, H, T, V)}.get(gate.ndim)
+    if form is None or not gate.is_floating_point():
+        raise ValueError(f"{rule}; got {describe(gate)}")
+    if any(g not in (1, f) for g, f in zip(gate.shape, form, strict=True)):
+        raise ValueError(f"{rule} (1 broadcasts); got {describe(gate)}")
+    if gate.device != device:
+        raise ValueError(f"gate lives on the query's device {device}; got {describe(gate)}; move with .to(device)")
     if gate.ndim == 1:
         return gate.view(1, -1, 1, 1)
     return gate.view(tuple(gate.shape) + (1,) * (4 - gate.ndim))
@@ -144,8 +158,8 @@ def check_gate(gate: Tensor, out_shape: Sequence[int]) -> Tensor:
 
 def check_index_tensor(name: str, tensor: Tensor, forms: list[tuple[int, ...]], device: torch.device) -> None:
     """An integer tensor of one of the given shapes, on the call's device."""
-    if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ValueError(f"{name}: an integer tensor; got {describe(tensor)}")
+    if tensor.dtype not in INTEGERS:
+        raise ValueError(f"{name}: an integer tensor; got {describe(tensor)}; convert with .long()")
     if tuple(tensor.shape) not in forms:
         wanted = " or ".join(str(form) for form in forms)
         raise ValueError(f"{name}: shape {wanted} for this call; got {describe(tensor)}")
@@ -160,13 +174,27 @@ def check_mask_tensor(tensor: Tensor, full: tuple[int, int, int, int], device: t
     if any(size not in (1, want) for size, want in zip(sizes, wanted, strict=True)):
         raise ValueError(
             f"a mask tensor broadcasts to (B, H, T, S) = {full} from the right; got {sizes}; "
-            f"a per-row mask (B, S) becomes one by mask[:, None, None, :]"
+            f"(B, S) becomes that by mask[:, None, None, :], (B, T, S) by mask[:, None]"
         )
     if tensor.device != device:
         raise ValueError(f"the mask lives on the query's device {device}; got {describe(tensor)}; use mask.to(device)")
 
 
-def fits(name: str, tensor: Tensor) -> None:
-    """A mask tensor has one to four axes."""
+def check_made(name: str, tensor: Tensor, kind: str, instead: str) -> None:
+    """What keep() and bias() take: a `bool` or a `float` tensor of one to four axes."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} takes a {kind} tensor; got {type(tensor).__name__}; make one with torch.as_tensor")
+    if (tensor.dtype == torch.bool) != (kind == "bool") or (kind == "float") != tensor.is_floating_point():
+        raise TypeError(f"{name} takes a {kind} tensor; got {tensor.dtype}; {instead}")
     if not 1 <= tensor.ndim <= 4:
         raise ValueError(f"{name} takes 1 to 4 axes, broadcast to (B, H, T, S) from the right; got {describe(tensor)}")
+
+
+def check_integers(name: str, value: int | Tensor | None, *, tensor: bool) -> None:
+    """What places and counts are made of: an int (or None), or where `tensor` is set an integer tensor."""
+    if isinstance(value, Tensor):
+        if tensor and value.dtype in INTEGERS:
+            return
+        raise TypeError(f"{name}: {'integers' if tensor else 'an int or None'}; got a Tensor, {describe(value)}")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
+        raise TypeError(f"{name}: an int or None; got {value!r} ({type(value).__name__})")

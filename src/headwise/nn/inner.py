@@ -111,7 +111,7 @@ class InnerFunction(Inner):
     ) -> Tensor:
         """What the function gives, times the gate."""
         out = self.function(query, key, value, mask=mask)
-        return out if gate is None else out * check_gate(gate, out.shape).to(out.dtype)
+        return out if gate is None else out * check_gate(gate, out.shape, out.device).to(out.dtype)
 
     def options(self) -> dict[str, Any]:
         """Unknown: a bare function cannot be asked."""

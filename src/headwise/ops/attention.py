@@ -68,7 +68,7 @@ def attention(
     with _no_autocast(call):
         out, lse = _run(call, _choose(call, backend)[0])
     if gate is not None:
-        out = out * check_gate(gate, out.shape).to(out.dtype)
+        out = out * check_gate(gate, out.shape, out.device).to(out.dtype)
     if not return_lse:
         return out
     assert lse is not None
@@ -116,7 +116,7 @@ def explain(
     query, key, value = _autocast(query, key, value)
     call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, return_lse)
     if gate is not None:
-        check_gate(gate, (*query.shape[:3], value.shape[3]))
+        check_gate(gate, (*query.shape[:3], value.shape[3]), query.device)
     chosen, why = _choose(call, backend)
     others = {name: refusal(other.limits, call) or other.aside for name, other in _BACKENDS.items() if name != chosen}
     return Explanation(chosen, why, others)

@@ -21,7 +21,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..shapes import MASK_RULE, fits
+from ..shapes import MASK_RULE, check_integers, check_made
 from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, count, register
 
 EMPTY, MIXED, FULL = 0, 1, 2
@@ -207,6 +207,7 @@ def causal(*, offset: int | Tensor | None = None) -> Mask:
     ■ ■ ■ ·
     ■ ■ ■ ■
     """
+    check_integers("offset of causal()", offset, tensor=True)
     return Mask((Band(None, 0, offset),))
 
 
@@ -236,6 +237,9 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | No
     · ■ ■
     · · ■
     """
+    check_integers("left of window()", left, tensor=False)
+    check_integers("right of window()", right, tensor=False)
+    check_integers("offset of window()", offset, tensor=True)
     if left is not None and left < 1:
         raise ValueError(f"window(left) counts keys with self included, so left >= 1 or None; got {left}")
     if right is not None and right < 0:
@@ -248,6 +252,9 @@ def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
 
     Right padding needs `stop` alone; left padding gives `start`, with stop = S.
     """
+    for name, ends in (("lengths()", stop), ("start of lengths()", start)):
+        if ends is not None and not isinstance(ends, Tensor):
+            raise TypeError(f"{name}: an integer tensor (B,); got {type(ends).__name__}; make one with torch.tensor")
     return Mask((Lengths(stop, start),))
 
 
@@ -259,22 +266,21 @@ def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     ■ ■ ·
     · · ■
     """
+    for name, ids in (("query_ids of segments()", query_ids), ("key_ids of segments()", key_ids)):
+        if ids is not None and not isinstance(ids, Tensor):
+            raise TypeError(f"{name}: an integer tensor (T,) or (B, T); got {type(ids).__name__}; use torch.tensor")
     return Mask((Segments(query_ids, query_ids if key_ids is None else key_ids),))
 
 
 def keep(tensor: Tensor) -> Mask:
     """A boolean tensor, True = attend, that broadcasts from the right to (B, H, T, S)."""
-    if tensor.dtype != torch.bool:
-        raise TypeError(f"keep() takes a bool tensor, True = attend; got {tensor.dtype}; a float mask goes to bias()")
-    fits("keep()", tensor)
+    check_made("keep()", tensor, "bool", "True = attend; a float mask goes to bias()")
     return Mask((Keep(tensor),))
 
 
 def bias(tensor: Tensor) -> Mask:
     """A float tensor added to the scaled (and softcapped) scores; broadcasts to (B, H, T, S); -inf forbids."""
-    if not tensor.is_floating_point():
-        raise TypeError(f"bias() takes a float tensor; got {tensor.dtype}; a bool mask goes to keep()")
-    fits("bias()", tensor)
+    check_made("bias()", tensor, "float", "a bool mask goes to keep()")
     return Mask((Bias(tensor),))
 
 

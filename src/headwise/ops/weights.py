@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..shapes import check_options, check_query_key
+from ..shapes import INTEGERS, check_options, check_query_key, describe
 from .masks import Mask, as_mask
 from .scores import mask_scores, score_rows, softmax_rows
 
@@ -82,7 +82,10 @@ def _chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length
     """The chosen indices of an axis, counted from the start."""
     if pick is None or isinstance(pick, slice):
         return torch.arange(length, device=device)[pick or slice(None)]
-    index = torch.as_tensor(pick, dtype=torch.long, device=device).reshape(-1)
+    index = torch.as_tensor(pick, device=device).reshape(-1)
+    if index.dtype not in INTEGERS and index.numel():
+        raise TypeError(f"{name} are integer positions; got {describe(index)}; a bool mask gives them by .nonzero()")
+    index = index.long()
     if index.numel() and not torch.compiler.is_compiling() and not bool(((index >= -length) & (index < length)).all()):
         raise IndexError(f"{name} lie in -{length} <= index < {length} here; got {index.tolist()}")
     return index % max(length, 1)
