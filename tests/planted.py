@@ -88,22 +88,24 @@ def text(length: int = 97) -> list[int]:
 def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: float = 2e-5) -> None:
     """A record against its float64 matrix p (T, S), in which 0 is what may not be attended.
 
-    Rows that sum to less than 1 gave the rest to a sink column.
+    Rows that sum to less than 1 gave the rest to a sink column; rows of zeros are empty.
     """
     T, S = p.shape
     seen, mass = p > 0, p.sum(-1)
-    sink = (1 - mass).clamp(min=0) if bool((mass < 0.999).any()) else torch.zeros_like(mass)
+    alive = mass > 0
+    has_sink = bool((mass[alive] < 0.999).any())
+    sink = torch.where(alive, (1 - mass).clamp(min=0), 0.0) * has_sink
     entropy = -torch.xlogy(p, p).sum(-1) - torch.xlogy(sink, sink)
-    share = p / mass[:, None]
+    share = torch.where(alive[:, None], p / mass[:, None], 0.0)
     away = (torch.arange(T)[:, None] + S - T - torch.arange(S)).abs()
     n = seen.sum(-1)
-    even = entropy / (n + (sink > 0)).clamp(min=2, max=128).log()
+    even = entropy / (n + has_sink).clamp(min=2, max=128).log()
     want = {
-        "entropy": entropy.mean(),
-        "largest": p.max(-1).values.mean(),
-        "distance": (share * away).sum(-1).mean(),
-        "sink": p[1:, 0].mean(),
-        "delimiter": p[:, marks].sum(-1).mean(),
+        "entropy": entropy[alive].mean(),
+        "largest": p.max(-1).values[alive].mean(),
+        "distance": (share * away).sum(-1)[alive].mean(),
+        "sink": p[1:, 0][alive[1:]].mean(),
+        "delimiter": p[:, marks].sum(-1)[alive].mean(),
         "evenness": even[n >= 8].mean() if bool((n >= 8).any()) else torch.zeros(()),
     }
     for name, exact in want.items():
@@ -114,5 +116,5 @@ def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: floa
             assert held == pytest.approx(float(back.mean()) if len(back) else 0.0, abs=tolerance), k
         assert head.self_mass == head.offsets[0]
     rows, columns = (torch.nn.functional.one_hot(torch.arange(n) * min(n, 32) // n).double() for n in (T, S))
-    exact_map = (rows.mT @ share @ columns) / rows.sum(0)[:, None]
+    exact_map = (rows.mT @ share @ columns) / (alive.double() @ rows).clamp(min=1)[:, None]
     assert torch.allclose(torch.tensor(head.map, dtype=torch.float64), exact_map, atol=tolerance + 1e-5)

@@ -263,6 +263,27 @@ def test_zero_sizes(sizes: tuple[int, ...]) -> None:
     assert found.rows.sum() == 0 and found.received.sum() == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mask", FEW)
+def test_on_a_gpu(mask: str) -> None:
+    n = TILED
+    query, key = inputs(n)
+    features, targets = extras(n)
+    rule = MASKS[mask](n).mask
+    exact, _ = reference_weights(query.double(), key.double(), mask=rule)
+    found = statistics(
+        query.cuda(), key.cuda(), mask=rule.to("cuda"), offsets=3, features=features, targets=targets, pool=5
+    )
+    assert found.entropy.is_cuda
+    cpu = HeadStatistics(**{
+        name: {k: x.cpu() for k, x in value.items()} if isinstance(value, dict) else value.cpu()
+        for name, value in vars(found).items()
+    })  # fmt: skip
+    errors = worst(cpu, expected(exact, dense(mask, n)[0], torch.zeros_like(exact[..., 0]), 3, 5, n))
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
 def test_no_gradient_is_kept() -> None:
     query = torch.randn(1, 1, 3, 4, requires_grad=True)
     found = statistics(query, torch.randn(1, 1, 3, 4))
@@ -287,7 +308,7 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
         ({"targets": {"dup": torch.full((3, 1), -2)}}, ValueError, "or -1 for none; got -2 to -2"),
         ({"mask": headwise.keep(torch.ones(3, 4) > 0)}, ValueError, "(2, 2, 3, 5) from the right; got (3, 4)"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks are float logits, one a query head"),
-        ({"softcap": 0.0}, ValueError, "softcap > 0; got 0.0"),
+        ({"softcap": 0.0}, ValueError, "softcap > 0 and finite; got 0.0"),
     ],
 )  # fmt: skip
 def test_errors(options: dict[str, object], error: type[Exception], text: str) -> None:

@@ -56,7 +56,7 @@ class Uniform:
         mask = forbids(call.mask)
         told = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
         about = (repr(mask), B, T, S)
-        if told and about in self.known:
+        if about in self.known:
             return self.known[about]
         zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
         found = statistics(
