@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .call import Call, Limit
-from .scores import compute_dtype, keys_in_reach, lse_rows, mask_scores, row_blocks, score_rows, softmax_rows
+from .scores import compute_dtype, keys_in_reach, mask_scores, row_blocks, score_rows, softmax_rows
 
 LIMITS: tuple[Limit, ...] = ()
 
@@ -38,9 +38,11 @@ def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
         added = call.mask.added(T, S, rows=rows, cols=cols, device=call.query.device)
     scores_BHRC = score_rows(call.query[:, :, rows], call.key[:, :, cols], call.scale, call.softcap)
     scores_BHRC = mask_scores(scores_BHRC, allowed, added)
-    weights_BHRC = softmax_rows(scores_BHRC, allowed, call.sinks)
+    weights_BHRC, lse_BHR = softmax_rows(scores_BHRC, allowed, call.sinks)
     weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=call.dropout > 0)
     weights_BKGRC = weights_BHRC.unflatten(1, (K, H // K)).flatten(2, 3)
     out_BKGRV = weights_BKGRC @ call.value[:, :, cols].to(dtype)
     out_BHRV = out_BKGRV.unflatten(2, (H // K, -1)).flatten(1, 2).to(call.query.dtype)
-    return out_BHRV, lse_rows(scores_BHRC, allowed, call.sinks) if call.return_lse else None
+    if allowed is not None:  # its weights are 0, but 0 * NaN in the backward of the product is NaN
+        out_BHRV = out_BHRV.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    return out_BHRV, lse_BHR if call.return_lse else None

@@ -48,9 +48,14 @@ def reference_weights(
     # An empty row is given finite scores and zeroed below: -inf minus -inf would be NaN, in the gradient too.
     scores_BHTS = scores_BHTS.masked_fill(~allowed, -torch.inf).masked_fill(empty, 0.0)
 
+    if S == 0:
+        return scores_BHTS, scores_BHTS.new_full(scores_BHTS.shape[:3], -torch.inf)
     logits = scores_BHTS if sinks is None else torch.cat([scores_BHTS, _column(sinks, scores_BHTS)], dim=-1)
-    weights_BHTS = torch.softmax(logits, dim=-1)[..., :S].masked_fill(~allowed, 0.0)
-    lse_BHT = torch.logsumexp(logits, dim=-1).masked_fill(empty[..., 0], -torch.inf)
+    top = logits.detach().amax(-1, keepdim=True)
+    exps = torch.exp(logits - top)  # torch.softmax is this, but its backward's bits depend on the thread count
+    total = exps.sum(-1, keepdim=True)
+    weights_BHTS = (exps / total)[..., :S].masked_fill(~allowed, 0.0)
+    lse_BHT = (top + total.log()).masked_fill(empty, -torch.inf)[..., 0]
     return weights_BHTS, lse_BHT
 
 
@@ -80,12 +85,13 @@ def reference(
     seen = None if mask is None else mask.allowed(T, S, device=query.device)
     met = bad_BKS.repeat_interleave(H // K, dim=1)[:, :, None, :].expand(B, H, T, S)
     met = (met if seen is None else met & seen).any(-1)
-    alive = True if seen is None else seen.any(-1)
+    alive = torch.ones((), dtype=torch.bool, device=query.device) if seen is None else seen.any(-1)
 
     query, key, value = clean(query, bad_BHT), clean(key, bad_BKS), clean(value, bad_BKS)
     weights_BHTS, lse_BHT = reference_weights(query, key, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
     weights_BHTS = torch.dropout(weights_BHTS, dropout, train=dropout > 0)
     out_BHTV = weights_BHTS @ value.to(weights_BHTS.dtype).repeat_interleave(H // K, dim=1)
+    out_BHTV = out_BHTV.masked_fill(~alive[..., None], 0.0)  # 0 already; so is its gradient, whatever comes in
 
     shown_BHT = met | (bad_BHT & alive)
     return show(out_BHTV, shown_BHT[..., None]).to(query.dtype), show(lse_BHT, shown_BHT)

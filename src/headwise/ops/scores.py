@@ -65,29 +65,29 @@ def mask_scores(scores_BHRC: Tensor, allowed: Tensor | None, added: Tensor | Non
     return scores_BHRC if allowed is None else scores_BHRC.masked_fill(~allowed, -torch.inf)
 
 
-def softmax_rows(scores_BHRC: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Weights of masked scores; 0 in a row that may attend nothing; `sinks` (H,) joins the denominator."""
-    C = scores_BHRC.shape[-1]
-    if allowed is not None:
-        # Finite scores in an empty row: its weights are zeroed below, and no NaN is born on the way.
-        scores_BHRC = scores_BHRC.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-    if sinks is not None:
-        scores_BHRC = torch.cat([scores_BHRC, sink_column(scores_BHRC, sinks)], dim=-1)
-    weights_BHRC = torch.softmax(scores_BHRC, dim=-1)[..., :C]
-    return weights_BHRC if allowed is None else weights_BHRC.masked_fill(~allowed, 0.0)
+def softmax_rows(scores_BHRC: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights (B, H, R, C) of masked scores and the log of their denominator (B, H, R).
 
-
-def lse_rows(scores_BHRC: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> Tensor:
-    """Log of the softmax's denominator (B, H, R), the sink included; -inf in a row that may attend nothing."""
-    empty = None if allowed is None else ~allowed.any(-1)
+    `sinks` (H,) joins the denominator. A row that may attend nothing has weights 0 and lse -inf.
+    Written out, for the backward of torch.softmax gives other bits with other thread counts (torch 2.13, CPU).
+    """
+    B, H, R, C = scores_BHRC.shape
+    if C == 0:
+        return scores_BHRC, scores_BHRC.new_full((B, H, R), -torch.inf)
+    empty = None if allowed is None else ~allowed.any(-1, keepdim=True)
     if empty is not None:
-        scores_BHRC = scores_BHRC.masked_fill(empty[..., None], 0.0)
-    lse_BHR = torch.logsumexp(scores_BHRC, dim=-1)
+        # Finite scores in an empty row: its weights are zeroed below, and no NaN is born on the way.
+        scores_BHRC = scores_BHRC.masked_fill(empty, 0.0)
+    top = scores_BHRC.detach().amax(-1, keepdim=True)
     if sinks is not None:
-        lse_BHR = torch.logaddexp(lse_BHR, sinks.to(lse_BHR.dtype).view(1, -1, 1))
-    return lse_BHR if empty is None else lse_BHR.masked_fill(empty, -torch.inf)
-
-
-def sink_column(scores_BHRC: Tensor, sinks: Tensor) -> Tensor:
-    """The sink logits as one more key: (B, H, R, 1)."""
-    return sinks.to(scores_BHRC.dtype).view(1, -1, 1, 1).expand(*scores_BHRC.shape[:3], 1)
+        sinks = sinks.to(scores_BHRC.dtype).view(1, H, 1, 1)
+        top = torch.maximum(top, sinks.detach())
+    weights_BHRC = torch.exp(scores_BHRC - top)
+    total = weights_BHRC.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    weights_BHRC = weights_BHRC / total
+    lse_BHR = (top + total.log())[..., 0]
+    if empty is None:
+        return weights_BHRC, lse_BHR
+    return weights_BHRC.masked_fill(~allowed, 0.0), lse_BHR.masked_fill(empty[..., 0], -torch.inf)  # type: ignore[operator]

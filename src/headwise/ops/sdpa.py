@@ -85,7 +85,8 @@ def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -
     assert mask is not None  # `trimmed` has left no mask that says nothing
     query, key, value = query[:, :, rows], key[:, :, cols], value[:, :, cols]
     if key.shape[2] == 0:
-        return query[..., :1].expand(-1, -1, -1, value.shape[-1]) * 0.0  # zeros that a gradient can pass
+        zero = query[..., :1] * 0.0 + (key.sum() + value.sum())  # and a gradient can pass to all three
+        return zero.expand(-1, -1, -1, value.shape[-1])
     out = _fused(call, query, key, value, mask)
     return out if empty is None else out.masked_fill(empty, 0.0)
 

@@ -71,7 +71,7 @@ def weights(
     scores = mask_scores(scores, allowed, added)
     if stage == "biased":
         return scores
-    return softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])
+    return softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
 
 
 def _of_heads(rule: Tensor | None, head_index: Tensor) -> Tensor | None:
