@@ -122,7 +122,7 @@ def check_options(
         raise ValueError(f"scale is a finite factor of the scores; got {scale}; None stands for D ** -0.5")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(
-            f"softcap bounds scores by softcap * tanh(score / softcap), so finite and softcap > 0; got {softcap}; "
+            f"softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0 and finite; got {softcap}; "
             "None leaves scores as they are"
         )
     if not 0 <= dropout < 1:
