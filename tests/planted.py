@@ -7,6 +7,7 @@ say in words what it attends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,46 @@ def text(length: int = 97) -> list[int]:
     ids[4::5] = torch.randint(DELIMITERS[0], DELIMITERS[1] + 1, (len(ids[4::5]),), generator=make)
     ids[0] = 1
     return ids.tolist()
+
+
+class Tiny(nn.Module):
+    """A random model of two layers: token and place embeddings, residual attention."""
+
+    def __init__(self, *, mask: headwise.Mask | None = None, heads: int = 3, kv_heads: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.mask = mask
+        self.embed, self.place = nn.Embedding(VOCABULARY, 24), nn.Embedding(PLACES, 24)
+        self.drop = nn.Dropout(0.5)
+        self.layers = nn.ModuleList(
+            headwise.MultiHeadAttention(24, heads, num_kv_heads=kv_heads, head_dim=8) for _ in range(2)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.drop(self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device)))
+        for layer in self.layers:
+            x = x + layer(3 * x, mask=self.mask)
+        return x
+
+
+class Twice(nn.Module):
+    """One module called twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(VOCABULARY, 12), headwise.MultiHeadAttention(12, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.attend(self.attend(self.embed(ids), mask=headwise.causal()), mask=headwise.causal())
+
+
+def numbers(**changed: Any) -> HeadRecord:
+    given: dict[str, Any] = dict(
+        module="a", call=0, layer=0, head=0, entropy=1.0, largest=0.5, distance=2.0, sink=0.0, delimiter=0.0,
+        self_mass=0.0, offsets=(0.0,) * 9, duplicate=None, induction=None, roles=(), map=(), evenness=0.0,
+        queries=97, keys=97,
+    )  # fmt: skip
+    return HeadRecord(**given | changed)
 
 
 def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: float = 2e-5) -> None:

@@ -1,0 +1,204 @@
+"""What `headwise.look.at` reads and refuses, how it calls the model and leaves it; the repeated random tokens."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planted import Planted, Tiny, Twice, text
+from torch import Tensor, nn
+
+import headwise
+from headwise import look
+from headwise.look import Repeats
+from headwise.look.repeats import as_tensors, draw
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Tiny(mask=headwise.causal()).train()
+    model.layers[0].eval()
+    modes = [part.training for part in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    look.at(model, text())
+    assert [part.training for part in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
+    model(torch.tensor([text()])).sum().backward()  # no inference tensor was left behind
+
+
+def test_dropout_is_off_while_looking() -> None:
+    model = Tiny(mask=headwise.causal())
+    first = look.at(model.train(), text(), repeats=None)
+    assert first.heads == look.at(model.eval(), text(), repeats=None).heads
+
+
+def test_modes_are_put_back_after_an_error() -> None:
+    class Broken(Tiny):
+        def forward(self, ids: Tensor) -> Tensor:
+            super().forward(ids)
+            raise RuntimeError("broken")
+
+    model = Broken().train()
+    with pytest.raises(RuntimeError, match="broken"):
+        look.at(model, text())
+    assert model.training and model.drop.training
+
+
+def test_progress_counts_calls() -> None:
+    steps: list[tuple[int, int]] = []
+    look.at(Tiny(), text(), progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    look.at(Twice(), text(), progress=lambda done, total: steps.append((done, total)), repeats=None)
+    assert steps[4:] == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [torch.tensor(text(7)), torch.tensor([text(7)]), np.array(text(7), np.int32), text(7), tuple(text(7)), [text(7)]],
+)
+def test_ids_in_every_form(ids: Any) -> None:
+    found = look.at(Tiny(), ids, repeats=None)
+    assert found.length == 7 and found.tokens == tuple(str(i) for i in text(7))
+
+
+def test_delimiters_are_read_from_the_tokens() -> None:
+    tokens = [" .", " .", "b", "\n", "", " "]
+    model, ids = Planted(["delimiter"]), [2, 2, 5, 3, 6, 7]  # attends 2 and 3; the first key is the sink's, not counted
+    found = look.at(model, ids, tokens=tokens, repeats=None)
+    assert found.heads[0].delimiter == pytest.approx((0 + 1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 6, abs=1e-4)
+    assert look.at(model, ids, repeats=None).heads[0].delimiter == 0.0
+
+
+class Overflowing(Tiny):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layers[0](torch.full((1, ids.shape[1], 24), math.nan), mask=self.mask)
+
+
+class Folded(Tiny):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layers[0](self.embed(ids.view(2, -1)))
+
+
+class Configured(Tiny):
+    """A model that tells its sizes as many libraries' models do."""
+
+    class config:
+        vocab_size, max_position_embeddings, name_or_path = 47, 19, "somebody/model"
+        bos_token_id, eos_token_id, pad_token_id, unk_token_id, mask_token_id = 1, [44, 45], None, 20, 21
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("model", "ids", "options", "error", "message"),
+    [
+        (Tiny(), [], {}, ValueError, "at least one token, got ids of shape (0,); give a longer text"),
+        (Tiny(), torch.zeros(1, 0).long(), {}, ValueError, "at least one token, got ids of shape (1, 0)"),
+        (Tiny(), torch.zeros(2, 7).long(), {}, ValueError, "ids (T,) or (1, T); got (2, 7); look at each"),
+        (Tiny(), torch.tensor(3), {}, ValueError, "one text at a time, ids (T,) or (1, T); got ()"),
+        (Tiny(), torch.zeros(5), {}, TypeError, "the integers a tokenizer gives; got torch.float32; convert"),
+        (Tiny(), "a text", {}, TypeError, "got str; pass tokenizer(text)['input_ids']"),
+        (Tiny(), [1, 61], {}, ValueError, "ids of this model are 0 to 60; got 61 at place 1 (1 of 2 ids do not fit)"),
+        (Tiny(), [-1, 2], {}, ValueError, "got -1 at place 0"),
+        (Configured(), [1, 47], {}, ValueError, "ids of this model are 0 to 46; got 47 at place 1"),
+        (Configured(), [1] * 20, {}, ValueError, "20 tokens, but the model takes 19 positions; give a shorter"),
+        (Tiny(), [1, 2], {"tokens": ["a"]}, ValueError, "got 1 tokens for 2 ids; give one each"),
+        (Tiny(), [1, 2], {"map_size": 0}, ValueError, "cells a side of a map, at least 1; got 0"),
+        (Tiny(), [1, 2], {"repeats": Repeats(vocabulary=[4, 61])}, ValueError, "0 to 60; got 61 at place 1"),
+        (nn.Linear(2, 2), [1], {}, TypeError, "Linear holds no headwise.MultiHeadAttention"),
+        (Overflowing(), [1, 2], {}, ValueError, "layer 0 ('layers.0') has scores that are NaN or infinite in float32"),
+        (Folded(), [1, 2], {}, ValueError, "module 'layers.0' made 2 rows of one text"),
+    ],
+)  # fmt: skip
+def test_errors(model: nn.Module, ids: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        look.at(model, ids, **options)
+
+
+def test_what_a_config_tells_is_used() -> None:
+    seen: list[Tensor] = []
+
+    class Watching(Configured):
+        def forward(self, ids: Tensor) -> Tensor:
+            seen.append(ids)
+            assert not torch.is_grad_enabled()
+            return super().forward(ids)
+
+    found = look.at(Watching(mask=headwise.causal()), [1, 5, 6, 44], delimiters=[9, 10])
+    assert found.model == "somebody/model" and look.at(Tiny(), [1], name="mine").model == "mine"
+    copies = seen[1]
+    assert copies.shape == (8, 19) and copies[:, 0].eq(1).all() and copies.max() < 47
+    assert not torch.isin(copies[:, 1:], torch.tensor([1, 44, 20, 21, 9, 10])).any()
+    look.at(Watching(), [5, 6, 7, 44], delimiters=[9, 10])
+    assert seen[3][:, 0].eq(1).all() and seen[3][:, -1].eq(44).all()
+
+
+class Asked(nn.Module):
+    """An encoder-decoder that keeps the arguments of its forwards."""
+
+    class config:
+        vocab_size, bos_token_id, decoder_start_token_id = 47, 1, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.asked = Twice(), list[dict[str, Any]]()
+
+    def forward(
+        self, ids: Tensor, decoder_input_ids: Tensor, use_cache: bool = True, logits_to_keep: int = 0
+    ) -> Tensor:
+        self.asked.append({"ids": ids, "decoder": decoder_input_ids, "lean": (use_cache, logits_to_keep)})
+        return self.inside(ids)
+
+
+def test_how_the_model_is_called() -> None:
+    model = Asked()
+    look.at(model, [1, 5, 6, 7, 8])
+    text_pass, copies = model.asked
+    assert text_pass["ids"].tolist() == [[1, 5, 6, 7, 8]] and text_pass["decoder"].tolist() == [[3, 1, 5, 6]]
+    assert text_pass["lean"] == copies["lean"] == (False, 1)
+    assert copies["ids"].shape == (8, 160) and copies["decoder"].shape == (8, 159)
+    assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :158])
+
+
+# --- repeated random tokens -----------------------------------------------------------------------------------------
+
+
+def test_drawn_sequences() -> None:
+    drawn = draw(Repeats(), range(100, 400), 999, before=[7], after=[8])
+    periods = []
+    for sequence in drawn:
+        assert len(sequence.ids) == 160 and sequence.ids[0] == 7 and sequence.ids[-1] == 8
+        body = sequence.ids[1:-1]
+        period = len(sequence.drawn)
+        periods.append(period)
+        assert len(set(body[:period])) == period and all(100 <= i < 400 for i in body)
+        assert body == (body[:period] * 9)[:158] and sequence.opener == body[0]
+    assert len(set(periods)) == 8 and min(periods) >= 158 // 5 and max(periods) <= 2 * 158 // 5
+    assert draw(Repeats(), range(100, 400), 999, before=[7]) == draw(Repeats(), range(100, 400), 999, before=[7])
+    assert draw(Repeats(seed=1), range(100, 400), 999) != draw(Repeats(seed=2), range(100, 400), 999)
+
+
+def test_few_positions_and_few_ids() -> None:
+    assert draw(Repeats(), range(50), 8, before=[1]) == []
+    assert len(draw(Repeats(), range(50), 9, before=[1])) == 8
+    assert draw(Repeats(), [3], 99) == []
+    assert set(draw(Repeats(), [3, 4], 99)[0].ids) == {3, 4}
+    with pytest.raises(ValueError, match=re.escape("got sequences=0, length=160; repeats=None leaves them out")):
+        Repeats(sequences=0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_targets_by_their_definition(ahead: bool) -> None:
+    [sequence] = draw(Repeats(sequences=1, seed=2), [5, 6, 7, 8, 9], 41, before=[1])
+    ids = sequence.ids
+    found = as_tensors([sequence], ahead=ahead)
+    assert found["duplicate"].shape[:2] == found["induction"].shape[:2] == (1, 41)
+    for i in range(41):
+        same = {j for j in range(1, 41) if ids[j] == ids[i] and (j < i or (ahead and j != i))}
+        after = {j for j in range(2, i) if ids[j - 1] == ids[i]}
+        after = set() if ahead or ids[i] == sequence.opener else after
+        assert set(found["duplicate"][0, i].tolist()) - {-1} == (same if i else set())
+        assert set(found["induction"][0, i].tolist()) - {-1} == (after if i else set())

@@ -1,0 +1,165 @@
+"""The numbers of `headwise.look.at` against the attention matrix, which it never makes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from planted import DELIMITERS, VOCABULARY, Tiny, Twice, check_against, text
+from torch import Tensor, nn
+
+import headwise
+from headwise import look
+from headwise.look import Repeats
+from headwise.look.measure import Uniform
+from headwise.look.repeats import draw, targets
+from headwise.nn import AttentionCall, probe
+from headwise.ops.reference import reference_weights
+from headwise.testing import largest_tensor
+
+
+def matrices(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The float64 attention matrix (B, H, T, S) of every call."""
+    with torch.no_grad(), probe(model.eval()) as seen:
+        model(ids)
+    return [reference_weights(call.query.double(), call.key.double(), mask=call.mask)[0] for call in seen.calls]
+
+
+@pytest.mark.parametrize("length", [5, 31, 131, 163])
+@pytest.mark.parametrize("mask", [headwise.causal(), headwise.window(11), None], ids=["causal", "window", "all"])
+def test_numbers_against_the_matrix(mask: headwise.Mask | None, length: int) -> None:
+    model, ids = Tiny(mask=mask), text(length)
+    found = look.at(model, ids, delimiters=DELIMITERS, repeats=None)
+    marks = torch.isin(torch.tensor(ids), torch.tensor(DELIMITERS))
+    ps = [p[0, h] for p in matrices(model, torch.tensor([ids])) for h in range(3)]
+    for head, large, p in zip(found.heads, found.maps, ps, strict=True):
+        check_against(head, p, marks)
+        side = min(length, 128)
+        bins = torch.nn.functional.one_hot(torch.arange(length) * side // length).double()
+        exact = (bins.mT @ p @ bins) / bins.sum(0)[:, None]
+        assert (large.rows, large.columns) == (side, side)
+        assert torch.allclose(torch.tensor(large.weights(), dtype=torch.float64), exact, atol=0.004)
+
+
+def test_copies_against_the_matrix() -> None:
+    model = Tiny(mask=headwise.causal())
+    repeats = Repeats(sequences=3, length=71, seed=4)
+    found = look.at(model, text(), delimiters=DELIMITERS, repeats=repeats)
+    avoided = {*DELIMITERS, 1}
+    drawn = draw(repeats, [i for i in range(VOCABULARY) if i not in avoided], 71, before=[1])
+    ps = matrices(model, torch.tensor([s.ids for s in drawn]))
+    for head, (layer, h) in zip(found.heads, itertools.product(range(2), range(3)), strict=True):
+        for name in ("duplicate", "induction"):
+            means = []
+            for b, sequence in enumerate(drawn):
+                lists = targets(sequence, ahead=False)[name]
+                rows = [ps[layer][b, h, i, keys].sum() for i, keys in enumerate(lists) if keys]
+                means.append(torch.stack(rows).mean())
+            assert getattr(head, name) == pytest.approx(float(torch.stack(means).mean()), abs=2e-5)
+
+
+@pytest.mark.parametrize("make", [headwise.keep, lambda kept: headwise.bias(torch.where(kept, 0.5, -math.inf))])
+def test_masks_that_differ_from_head_to_head(make: Callable[[Tensor], headwise.Mask]) -> None:
+    kept = torch.ones(3, 31, 31).tril().bool()
+    kept[1, :, 1:] &= torch.eye(31)[:, 1:].bool()  # head 1 sees itself and the first
+    model = Tiny(mask=make(kept))
+    found = look.at(model, text(31), delimiters=DELIMITERS, repeats=None)
+    marks = torch.isin(torch.tensor(text(31)), torch.tensor(DELIMITERS))
+    ps = [p[0, h] for p in matrices(model, torch.tensor([text(31)])) for h in range(3)]
+    for head, p in zip(found.heads, ps, strict=True):
+        check_against(head, p, marks)
+    sink = next(role for role in found.heads[1].roles if role.name == "first-token sink")
+    assert sink.baseline == pytest.approx(sum(1 / n for n in range(2, 32)) / 30, abs=1e-6)  # of all heads together
+
+
+def test_rows_that_see_nothing_count_nowhere() -> None:
+    kept = torch.ones(31, 31).tril().bool() & (torch.arange(31) % 7 != 3)[:, None]
+    model = Tiny(mask=headwise.keep(kept))
+    found = look.at(model, text(31), delimiters=DELIMITERS, repeats=None)
+    marks = torch.isin(torch.tensor(text(31)), torch.tensor(DELIMITERS))
+    ps = [p[0, h] for p in matrices(model, torch.tensor([text(31)])) for h in range(3)]
+    for head, p in zip(found.heads, ps, strict=True):
+        check_against(head, p, marks)
+
+
+def test_uniform_attention_is_measured_once_a_mask() -> None:
+    uniform = Uniform()
+    q = torch.zeros(1, 2, 5, 3)
+    first, same, other = (
+        uniform.of(AttentionCall("a", 0, q, q, mask=mask), {}, {})
+        for mask in (headwise.causal(), headwise.causal() & headwise.alibi(torch.ones(2)), headwise.window(2))
+    )
+    assert first is same and first is not other
+    lengths = [headwise.lengths(torch.tensor([n])) for n in (3, 4)]  # their repr may be cut short, so never kept
+    rows = [uniform.of(AttentionCall("a", 0, q, q, mask=mask), {}, {}).keys[0, 0, 0].item() for mask in lengths]
+    assert rows == [3, 4] and len(uniform.known) == 2
+
+
+def test_a_first_token_that_sees_only_itself_does_not_make_a_decoder() -> None:
+    ids = torch.tensor([0] + [1] * 30)
+    found = look.at(Tiny(mask=headwise.segments(ids)), text(31), repeats=None)
+    assert found.kind == "encoder"
+
+
+def test_a_map_of_another_size() -> None:
+    model, ids = Tiny(mask=headwise.causal()), text(163)
+    [p, *_] = matrices(model, torch.tensor([ids]))
+    found = look.at(model, ids, map_size=7, repeats=None)
+    bins = torch.nn.functional.one_hot(torch.arange(163) * 7 // 163).double()
+    exact = (bins.mT @ p[0, 0] @ bins) / bins.sum(0)[:, None]
+    assert torch.allclose(torch.tensor(found.heads[0].map, dtype=torch.float64), exact, atol=2e-5)
+    assert found.maps[0].rows == 126  # the multiple of 7 below 128
+    assert look.at(model, ids, full_maps=False, repeats=None).maps == ()
+
+
+class Reader(nn.Module):
+    """Cross-attention: T queries of a text read S places of a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.memory = nn.Embedding(VOCABULARY, 12), nn.Parameter(torch.randn(7, 12))
+        self.self_attend, self.attend = (headwise.MultiHeadAttention(12, 2) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.self_attend(self.embed(ids), mask=headwise.causal())
+        return self.attend(x, self.memory.expand(len(ids), -1, -1))
+
+
+def test_cross_attention_is_measured_where_it_can_be() -> None:
+    found = look.at(Reader(), text(13), delimiters=DELIMITERS)
+    assert found.kind == "encoder-decoder" and found.num_layers == 2
+    cross = found.heads[2]
+    assert (cross.queries, cross.keys) == (13, 7) and len(cross.map) == 13 and len(cross.map[0]) == 7
+    assert cross.duplicate is None and cross.delimiter == 0.0 and found.heads[0].duplicate is not None
+
+
+def test_a_shared_module_is_two_layers() -> None:
+    found = look.at(Twice(), text(13))
+    assert [(head.module, head.call, head.layer, head.head) for head in found.heads] == [
+        ("attend", call, call, head) for call in (0, 1) for head in (0, 1)
+    ]
+
+
+def test_the_same_look_twice_is_the_same() -> None:
+    model = Tiny(mask=headwise.causal())
+    first, second = (look.at(model, text(), delimiters=DELIMITERS) for _ in range(2))
+    assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
+
+
+def test_no_matrix_is_made() -> None:
+    class Long(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attend = nn.Embedding(VOCABULARY, 4), headwise.MultiHeadAttention(4, 1)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.attend(self.embed(ids), mask=headwise.causal())
+
+    n = 4096
+    with largest_tensor() as seen:
+        look.at(Long(), text(n))
+    assert seen.numel <= n * n / 16, seen.shape

@@ -1,0 +1,115 @@
+"""`Look` and its records: JSON, tables, frames."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import json
+import re
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planted import DELIMITERS, NAMES, Planted, numbers, text
+
+from headwise import look
+from headwise.look import HeadMap, Look
+
+
+@pytest.fixture(scope="module")
+def planted() -> Look:
+    return look.at(Planted(), text(), delimiters=DELIMITERS)
+
+
+def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
+    assert Look.from_dict(json.loads(planted.to_json(maps=True))) == planted
+    without = json.loads(planted.to_json())
+    assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=())
+    assert Look.from_dict(planted.to_dict()) == planted
+    with pytest.raises(ValueError, match=re.escape("a look is read from format 1, got 99; write it again")):
+        Look.from_dict(planted.to_dict() | {"format": 99})
+
+
+def test_records_are_plain_numbers(planted: Look) -> None:
+    def plain(value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(plain(v) for v in value.values())
+        if isinstance(value, (list, tuple)):
+            return all(plain(v) for v in value)
+        return value is None or type(value) in (int, float, str)
+
+    assert plain(planted.to_dict())
+
+
+def test_rows_of_maps_sum_to_one(planted: Look) -> None:
+    for head in planted.heads:
+        assert [sum(row) for row in head.map] == pytest.approx([1.0] * 32, abs=1e-3)
+
+
+def test_a_look_prints_as_a_table(planted: Look) -> None:
+    lines = str(planted).splitlines()
+    assert lines[0] == "Planted: 1 layers x 8 heads, decoder, 97 tokens"
+    assert lines[1].split()[:4] == ["layer", "head", "entropy", "largest"] and lines[1].endswith("role")
+    assert lines[2].split()[:2] == ["0", "0"] and lines[2].endswith("previous-token 1.00")
+    assert len(lines) == 2 + len(planted.heads)
+    unmeasured = replace(planted, heads=(numbers(offsets=(0.25,)),), maps=())
+    assert str(unmeasured).splitlines()[2].split()[6:] == ["-", "0.00", "0.00", "-", "-", "-"]
+
+
+def test_a_look_makes_a_rich_table(planted: Look) -> None:
+    from rich.console import Console
+
+    hostile = replace(planted, model="[red]x[/red]")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(hostile.table())
+    printed = console.export_text()
+    assert "[red]x[/red]" in printed and "duplicate-token 1.00" in printed
+    assert planted.table().row_count == len(planted.heads)
+
+
+def test_a_look_shows_in_a_notebook_without_markup_of_others(planted: Look) -> None:
+    class Tags(html.parser.HTMLParser):
+        seen: set[str] = set()  # noqa: RUF012
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.seen.add(tag)
+
+    page = replace(planted, model="<script>alert(1)</script>")._repr_html_()
+    parser = Tags()
+    parser.feed(page)
+    assert parser.seen == {"table", "caption", "tr", "th", "td"}
+    assert "&lt;script&gt;" in page
+
+
+def test_a_look_makes_a_frame(planted: Look) -> None:
+    frame = planted.to_frame()
+    assert len(frame) == len(planted.heads) and frame["role"].tolist() == list(NAMES)
+    assert frame.loc[0, "offset_1"] == planted.heads[0].offsets[1] and "map" not in frame.columns
+
+
+@pytest.mark.parametrize(("library", "method"), [("pandas", "to_frame"), ("rich", "table")])
+def test_missing_libraries(planted: Look, library: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    expected = rf"{method}\(\) needs {library}, which is not installed; pip install {library}, or"
+    with pytest.raises(ImportError, match=expected):
+        getattr(planted, method)()
+
+
+def test_heads_of_a_role(planted: Look) -> None:
+    assert planted.with_role("induction") == (planted.heads[-1],)
+    assert planted.with_role("nothing") == ()
+    assert planted.heads[0].score("previous-token") == planted.heads[0].roles[0]
+    assert planted.heads[0].score("induction") is None and numbers().role == "-"
+    weaker = replace(planted.heads[-1], roles=(replace(planted.heads[-1].roles[0], score=0.5),))
+    both = replace(planted, heads=(weaker, planted.heads[-1]), maps=())
+    assert both.with_role("induction") == (planted.heads[-1], weaker)
+
+
+def test_maps_are_checked(planted: Look) -> None:
+    with pytest.raises(ValueError, match=re.escape("a map of 2 x 3 cells needs 6 bytes, got 5; give one byte a cell")):
+        HeadMap(2, 3, bytes(5))
+    with pytest.raises(ValueError, match=re.escape("got 1 maps for 8 heads; give one map a head, or none")):
+        replace(planted, maps=planted.maps[:1])
