@@ -18,11 +18,10 @@ from torch import Tensor
 import headwise
 from headwise.testing import assert_same_bits, make_qkv, naive, oracle, poison
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.unchecked,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.unchecked]
 backends = pytest.mark.parametrize("backend", ["auto", "reference", "blocks", "sdpa", "flex"])
 WIDE = Sizes(2, 6, 3, 37, 71, 32, 16)  # head sizes that flex's fused kernel takes
 

@@ -29,8 +29,6 @@ from headwise.testing import (
 
 trains = pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa"])  # auto is one of them; flex cannot on CPU
 TORCH_FACTOR = 20.0  # torch's fused kernel on the CPU errs up to 16 times as much as torch written out (dV)
-    20.0  # torch's fused kernel on the CPU errs up to 16 times as much as torch written out (dV, sink-like inputs)
-)
 Leaves = dict[str, Tensor]
 
 
