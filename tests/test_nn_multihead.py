@@ -158,12 +158,13 @@ def test_a_gate_multiplies_the_heads_before_W_O(gate_shape: tuple[int, ...], inn
 
 
 def test_flops_do_not_depend_on_how_d_model_is_split() -> None:
+    """Counted while it runs, down to heads of 4 (the op fills up narrower ones to keep its bits stable)."""
     counted = set()
     for heads in (1, 2, 4, 8, 16):
-        mha = MultiHeadAttention(16, heads, inner=InnerAttention(backend="reference"))
+        mha = MultiHeadAttention(64, heads, inner=InnerAttention(backend="reference"))
         with FlopCounterMode(display=False) as counter:
-            mha(torch.randn(B, T, 16))
-        expected = plan.attention_flops(16, heads, queries=T, batch=B) + plan.projection_flops(16, heads, tokens=B * T)
+            mha(torch.randn(B, T, 64))
+        expected = plan.attention_flops(64, heads, queries=T, batch=B) + plan.projection_flops(64, heads, tokens=B * T)
         assert counter.get_total_flops() == expected
         counted.add(expected)
     assert len(counted) == 1
