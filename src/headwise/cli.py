@@ -20,8 +20,6 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     import rich.console
 
-    from headwise.hf import Loaded
-
 BAD_INPUT, INTERRUPTED = 2, 130
 MAX_FILE = 64_000_000
 REPORT = "headwise-report.html"
@@ -71,7 +69,15 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter gets its number instead
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    app(prog_name="headwise")
+    try:
+        app(prog_name="headwise")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            # An interrupt that fell into an exec() of a library makes Python kill itself at its end, handled or not.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
 
 
 @app.callback(invoke_without_command=True, epilog="Example: headwise look --text 'The cat sat. The cat slept.'")
@@ -203,7 +209,7 @@ def _look(model: str | None, text: str, device: str, dtype: str | None) -> Any:
 
         show("reading the model")
         loaded = hf.load(model if model is not None else models.tiny_path(), device=device, dtype=dtype)
-        ids, tokens = _tokenize(loaded, text)
+        ids, tokens = loaded.encode(text)
         show("looking")
         return looking.at(
             loaded.model,
@@ -213,28 +219,6 @@ def _look(model: str | None, text: str, device: str, dtype: str | None) -> Any:
             name=loaded.name if model is not None else "headwise tiny",
             progress=show,
         )
-
-
-def _tokenize(loaded: Loaded, text: str) -> tuple[Any, list[str]]:
-    """The ids, (1, T), and for each the piece of the text it stands for: joined, they are the text again."""
-    import torch
-
-    fast = loaded.tokenizer.is_fast
-    encoded = loaded.tokenizer(text, return_offsets_mapping=fast)
-    ids = encoded["input_ids"]
-    if not ids:
-        raise typer.BadParameter("the text has no tokens for this model; give another text")
-    if loaded.max_positions is not None and len(ids) > loaded.max_positions:
-        raise typer.BadParameter(
-            f"the text has {len(ids):,} tokens, and the model takes {loaded.max_positions:,}; give a shorter text"
-        )
-    names = loaded.tokenizer.convert_ids_to_tokens(ids)
-    tokens, done = [], 0
-    for (_, stop), name in zip(encoded["offset_mapping"] if fast else [(0, 0)] * len(ids), names, strict=True):
-        # Pieces of one character (bytes) have all its offsets: the first is shown as the character.
-        tokens.append(text[done:stop] if stop > done else "\ufffd" if stop else name)
-        done = max(done, stop)
-    return torch.tensor([ids], device=loaded.model.device), tokens
 
 
 def _print_heads(result: Any) -> None:

@@ -23,7 +23,7 @@ from .errors import ModelError, one_line
 from .folder import Weights, check_numbers, find_weights, read_config
 from .hub import find_folder
 from .interface import attention_modules, require_interface
-from .tokens import bos_id, delimiters, load_tokenizer
+from .tokens import bos_id, delimiters, encode, load_tokenizer
 
 TEXT_MODELS = "headwise look reads text models that are decoder-only or encoder-only"
 DROPPED = (
@@ -56,6 +56,14 @@ class Loaded:
     kind: str
     delimiters: tuple[int, ...]
     bos_id: int | None
+
+    def encode(self, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
+        """The ids of a text, long (1, T), and the piece of the text that each stands for.
+
+        Raises ModelError where the text has no tokens, or more than the model takes.
+        """
+        ids, pieces = encode(self.tokenizer, text, self.max_positions)
+        return torch.tensor([ids], device=self.model.device), pieces
 
 
 def load(

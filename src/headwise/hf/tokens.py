@@ -66,3 +66,23 @@ def bos_id(tokenizer: Any, vocabulary: int) -> int | None:
         if token is not None and 0 <= token < vocabulary:
             return int(token)
     return None
+
+
+def encode(tokenizer: Any, text: str, max_positions: int | None) -> tuple[list[int], tuple[str, ...]]:
+    """The ids of a text, and for each the piece of the text it stands for: joined, they are the text again."""
+    fast = tokenizer.is_fast
+    encoded = tokenizer(text, return_offsets_mapping=fast)
+    ids = encoded["input_ids"]
+    if not ids:
+        raise ModelError("the text has no tokens for this model; give another text")
+    if max_positions is not None and len(ids) > max_positions:
+        raise ModelError(
+            f"the text has {len(ids):,} tokens, and the model takes {max_positions:,}; give a shorter text"
+        )
+    names = tokenizer.convert_ids_to_tokens(ids)
+    pieces, done = [], 0
+    for (_, stop), name in zip(encoded["offset_mapping"] if fast else [(0, 0)] * len(ids), names, strict=True):
+        # Pieces of one character (bytes) have all its offsets: the first is shown as the character.
+        pieces.append(text[done:stop] if stop > done else "\ufffd" if stop else name)
+        done = max(done, stop)
+    return ids, tuple(pieces)
