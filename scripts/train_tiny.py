@@ -372,7 +372,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the small model that ships with headwise.")
     parser.add_argument("--run", type=Path, default=Path("runs/tiny"), help="folder for the checkpoint and the data")
     parser.add_argument("--out", type=Path, default=Path("runs/tiny/model"), help="folder of the exported model")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True)
