@@ -105,12 +105,13 @@ def read_copies(
     read = {ids.shape[1]: [replace(s, ids=row) for s, row in zip(drawn, ids.tolist(), strict=True)] for ids in given}
     targets = {(T, ahead): as_tensors(rows, ahead=ahead) for T, rows in read.items() for ahead in (False, True)}
     uniform = Uniform()
-    measured: list[Measured] = []
+    measured = list(calls)
 
     def each(call: AttentionCall) -> None:
-        before, ahead = calls[call.order], looks_ahead(call)
+        ahead = looks_ahead(call)
         asked = None if ahead is None else targets.get((call.query.shape[2], ahead))
-        measured.append(before if asked is None else _with_copies(before, call, asked, uniform))
+        if asked is not None:
+            measured[call.order] = _with_copies(calls[call.order], call, asked, uniform)
         steps.step()
 
     with probe(model, each) as seen:

@@ -130,7 +130,7 @@ class HeadMap:
             )
 
     def weights(self) -> tuple[tuple[float, ...], ...]:
-        """The weights, to within 0.002 (half a byte's step, at weight 1 where the step is widest, is 0.004).
+        """The weights, to within 0.004 near 1 and less below: half a step of a byte.
 
         >>> HeadMap(rows=1, columns=2, data=bytes([255, 0])).weights()
         ((1.0, 0.0),)

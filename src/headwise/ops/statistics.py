@@ -268,7 +268,8 @@ class _Sums:
 
     def _feature(self, f_BS: Tensor) -> Tensor:
         """sum_ij P_ij f_j: the mass that each key received over all rows, times its number."""
-        return (self.received * f_BS[:, None].to(self.received.dtype)).sum(-1)
+        product = self.received * f_BS[:, None].to(self.received.dtype)
+        return product.masked_fill(self.received_rows == 0, 0.0).sum(-1)  # 0 * NaN of a key that nobody may attend
 
     def _mean(self, total: Tensor, count: Tensor) -> Tensor:
         return (total / count.clamp(min=1)).to(self.dtype)
