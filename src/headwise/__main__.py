@@ -1,10 +1,11 @@
 """``python -m headwise``: the same as the command ``headwise``."""
 
-import sys
+import os
 
 if __name__ == "__main__":
     try:
         from headwise.cli import main
-    except KeyboardInterrupt:  # while torch was being imported
-        sys.exit(130)
-    main()
+
+        main()
+    except KeyboardInterrupt:  # before, or after, the command line could see to it
+        os._exit(130)
