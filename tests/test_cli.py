@@ -293,7 +293,7 @@ def test_an_interrupt_leaves_nothing(here: Path, monkeypatch: pytest.MonkeyPatch
     assert list(here.iterdir()) == []
 
 
-@pytest.mark.parametrize("after", [0.4, 3.0])
+@pytest.mark.parametrize("after", [0.4, 2.0])
 def test_a_real_interrupt_leaves_nothing(after: float, tiny: Path, here: Path) -> None:
     """While Python starts, and while the model is read or looked at."""
     command = [sys.executable, "-m", "headwise", "look", "--text", "a b c " * 60]
@@ -301,7 +301,9 @@ def test_a_real_interrupt_leaves_nothing(after: float, tiny: Path, here: Path) -
         time.sleep(after)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-    if process.returncode == 0:
+    report = here / "headwise-report.html"
+    if report.exists() and process.returncode in (0, -signal.SIGINT):  # it came while Python was winding up
+        assert report.read_text("utf8").rstrip().endswith("</html>")
         pytest.skip("it was done before the interrupt came")
     assert process.returncode == 130, error
     assert "Traceback" not in error
