@@ -16,15 +16,18 @@ import headwise
 from headwise.testing import assert_same_bits, make_qkv
 
 every = pytest.mark.parametrize("backend", [*MUST, "sdpa"])
-# A decoding step, a short text, an odd middle length, one head, a length of many blocks.
+# Decoding steps (torch's fused kernel rounds by thread count below four rows a key head), a short text, an odd middle
+# length, one head, a length of many blocks.
 SHAPES = [
+    Sizes(5, 4, 4, 1, 64, 64, 64),
+    Sizes(5, 2, 2, 3, 301, 16, 16),
     Sizes(5, 4, 2, 1, 300, 64, 64),
     Sizes(5, 6, 3, 7, 7, 11, 13),
     Sizes(5, 8, 2, 67, 131, 32, 24),
     Sizes(5, 1, 1, 33, 65, 16, 16),
     Sizes(3, 2, 2, 150, 517, 40, 40),
 ]
-shapes = pytest.mark.parametrize("n", SHAPES, ids=["decode", "short", "middle", "one head", "long"])
+shapes = pytest.mark.parametrize("n", SHAPES, ids=["one row", "three rows", "decode", "short", "middle", "one head", "long"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
