@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BACKENDS, attend, every_backend
-from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, TILED, Sizes, as_tensor, dense
+from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, SQUARE, TILED, Sizes, as_tensor, dense
 from torch import Tensor
 
 import headwise
@@ -19,6 +19,7 @@ quick = pytest.mark.parametrize("backend", BACKENDS[:-1])  # flex traces each ca
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scale": -0.3},
+    "zero scale": {"scale": 0.0},
     "softcap": {"softcap": 0.7},
     "sinks": {"sinks": True},
     "gate": {"gate": True},
@@ -95,9 +96,19 @@ def test_options_by_flex(mask: str) -> None:
 
 @quick
 @pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("mask", [None, *FEW])
+@pytest.mark.parametrize("mask", [None, *FEW, "causal_top_left"])
 def test_options(backend: str, mask: str | None, extra: str) -> None:
     check(backend, mask, LONG if mask == "causal" else SHORT, extra)
+
+
+@quick
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-30, 5.0])
+def test_any_scale_with_a_square_causal_mask(backend: str, scale: float) -> None:
+    """pytorch#105190: where the kernel masks before it scales, 0 times -inf is NaN and -1 times -inf attends."""
+    qkv = make_qkv(*SQUARE)
+    out = attend(backend, *qkv, mask=headwise.causal(), scale=scale)
+    exact, _ = oracle(*qkv, mask=as_tensor("causal", SQUARE), scale=scale)
+    assert_close_like_torch(out, exact, naive(*qkv, mask=as_tensor("causal", SQUARE), scale=scale), values=qkv[2])
 
 
 @quick
