@@ -105,7 +105,7 @@ def _simple(make: Callable[[Sizes], Mask], sees: Callable[[Sizes], Sees]) -> Cal
 
 def _lengths(n: Sizes) -> Built:
     stop = _stops(n)
-    return Built(headwise.lengths(stop), lambda b, h, i, j: j < stop[b])
+    return Built(headwise.lengths(stop), lambda b, h, i, j: bool(j < stop[b]))
 
 
 def _between(n: Sizes) -> Built:

@@ -149,9 +149,9 @@ def survey() -> None:
                 seen = []
                 for n in SHAPES:
                     for which in (0, 1, 3):
-                        exact, rough = gradient_answers(n, dtype, which)
+                        right, naives = gradient_answers(n, dtype, which)
                         ours = our_gradients(backend, n, dtype, which)[name]
-                        seen.append(accuracy(ours, exact[name], [r[name] for r in rough], factor=2.0))
+                        seen.append(accuracy(ours, right[name], [x[name] for x in naives], factor=2.0))
                 show(f"{backend:10} {str(dtype)[6:]:9} gradient of {name}", seen)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from backends import BACKENDS, MUST, OPTIONAL, check_refusal
@@ -44,7 +46,7 @@ def test_an_unknown_backend() -> None:
 
 
 # What torch's kernels cannot honour: by name they must refuse, and never run without it.
-CANNOT = {
+CANNOT: dict[str, dict[str, dict[str, Any]]] = {
     "sdpa": {
         "softcap": {"softcap": 2.0},
         "sinks": {"sinks": torch.zeros(SHORT.H)},

@@ -27,7 +27,8 @@ SHAPES = [
     Sizes(5, 1, 1, 33, 65, 16, 16),
     Sizes(3, 2, 2, 150, 517, 40, 40),
 ]
-shapes = pytest.mark.parametrize("n", SHAPES, ids=["one row", "three rows", "decode", "short", "middle", "one head", "long"])
+NAMES = ["one row", "three rows", "decode", "short", "middle", "one head", "long"]
+shapes = pytest.mark.parametrize("n", SHAPES, ids=NAMES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 

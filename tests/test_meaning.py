@@ -40,7 +40,7 @@ def options_of(extra: str, n: Sizes, dtype: torch.dtype = torch.float32) -> dict
 @cache
 def answer(
     mask: str | None, n: Sizes, extra: str = "plain", dtype: torch.dtype = torch.float32, kind: str = "normal"
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """(exact out, exact lse, naive out) from the mask's definition as a loop: nothing of headwise is asked."""
     qkv = make_qkv(*n, dtype=dtype, kind=kind)
     tensor = None if mask is None else as_tensor(mask, n)

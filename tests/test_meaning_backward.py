@@ -300,11 +300,10 @@ def test_gradients_of_layouts(backend: str, pattern: str) -> None:
     n = SHORT
     qkv, grad_out = make_qkv(*n), upstream(n, torch.float32)
     for index in range(4):
-        plain = [*qkv, grad_out]
         odd = [*qkv, grad_out]
-        odd[index] = strided(plain[index], pattern)
-        plain[index] = odd[index].contiguous()
-        ours, same = (all_gradients(backend, *x[:3], headwise.causal(), x[3]) for x in (odd, plain))
+        odd[index] = strided(odd[index], pattern)
+        plain = [x.contiguous() for x in odd]
+        ours, same = (all_gradients(backend, q, k, v, headwise.causal(), dout) for q, k, v, dout in (odd, plain))
         for x, y in zip(ours, same, strict=True):
             assert x.shape == y.shape
             torch.testing.assert_close(x, y, rtol=5e-6, atol=2e-6)

@@ -36,9 +36,10 @@ def stages(name: str, n: Sizes, sinks: Tensor | None = None) -> dict[str, Tensor
 def test_every_stage(mask: str, n: Sizes) -> None:
     q, k, _ = make_qkv(*n)
     for stage, exact in stages(mask, n).items():
-        ours = headwise.weights(q, k, mask=MASKS[mask](n).mask, stage=stage, **OPTIONS)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"mask": MASKS[mask](n).mask, "stage": stage, **OPTIONS}
+        ours = headwise.weights(q, k, **given)
         assert ours.shape == (n.B, n.H, n.T, n.S) and ours.dtype == torch.float32
-        torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=2e-6, msg=lambda m, s=stage: f"{s}: {m}")
+        torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=2e-6)
 
 
 def test_stages_without_their_option_are_the_stage_before() -> None:
@@ -68,8 +69,9 @@ def test_chosen_rows_and_heads_are_those_of_the_whole(mask: str, rows: Any, head
     given: dict[str, Any] = {"mask": MASKS[mask](n).mask, "sinks": options_of("sinks", n)["sinks"], **OPTIONS}
     some = lambda pick: [pick] if isinstance(pick, int) else slice(None) if pick is None else pick  # noqa: E731
     for stage in STAGES:
-        whole = headwise.weights(q, k, stage=stage, **given)
-        ours = headwise.weights(q, k, rows=rows, heads=heads, stage=stage, **given)
+        given["stage"] = stage
+        whole = headwise.weights(q, k, **given)
+        ours = headwise.weights(q, k, rows=rows, heads=heads, **given)
         expected = whole[:, some(heads)][:, :, some(rows)]
         assert ours.shape == expected.shape
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
@@ -118,9 +120,9 @@ def test_poison_where_nothing_may_look(mask: str, what: float) -> None:
     keys = torch.rand(n.B, n.K, n.S, generator=torch.Generator().manual_seed(1)) < 0.4
     bad = poison(k, keys[..., None], what)
     met = (sees & keys.repeat_interleave(n.H // n.K, 1)[:, :, None]).any(-1)
-    for stage in ("biased", "probabilities"):
-        clean = headwise.weights(q, k, mask=made, stage=stage)  # type: ignore[arg-type]
-        ours = headwise.weights(q, bad, mask=made, stage=stage)  # type: ignore[arg-type]
+    for stage in STAGES[2:]:
+        given: dict[str, Any] = {"mask": made, "stage": stage}
+        clean, ours = headwise.weights(q, k, **given), headwise.weights(q, bad, **given)
         assert_same_bits(ours[~met], clean[~met], what=stage)
         if math.isnan(what):
             assert bool(ours[met].isnan().any(-1).all()), "a NaN that may be attended does not show"
