@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .call import Call, Limit
-from .scores import compute_dtype, keys_in_reach, mask_scores, row_blocks, score_rows, softmax_rows
+from .scores import row_blocks, score_block, softmax_rows
 
 LIMITS: tuple[Limit, ...] = ()
 
@@ -29,19 +29,13 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
-    _, H, K, T, S = call.sizes
-    cols = keys_in_reach(call.mask, rows, T, S)
-    dtype = compute_dtype(call.query)
-    allowed = added = None
-    if call.mask is not None:
-        allowed = call.mask.allowed(T, S, rows=rows, cols=cols, device=call.query.device)
-        added = call.mask.added(T, S, rows=rows, cols=cols, device=call.query.device)
-    scores_BHRC = score_rows(call.query[:, :, rows], call.key[:, :, cols], call.scale, call.softcap)
-    scores_BHRC = mask_scores(scores_BHRC, allowed, added)
-    weights_BHRC, lse_BHR = softmax_rows(scores_BHRC, allowed, call.sinks)
+    _, H, K, _, _ = call.sizes
+    block = score_block(call.query, call.key, call.mask, rows, scale=call.scale, softcap=call.softcap)
+    allowed = block.allowed_BHRC
+    weights_BHRC, lse_BHR = softmax_rows(block.scores_BHRC, allowed, call.sinks)
     weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=call.dropout > 0)
     weights_BKGRC = weights_BHRC.unflatten(1, (K, H // K)).flatten(2, 3)
-    out_BKGRV = weights_BKGRC @ call.value[:, :, cols].to(dtype)
+    out_BKGRV = weights_BKGRC @ call.value[:, :, block.keys].to(weights_BKGRC.dtype)
     out_BHRV = out_BKGRV.unflatten(2, (H // K, -1)).flatten(1, 2).to(call.query.dtype)
     if allowed is not None:  # its weights are 0, but 0 * NaN in the backward of the product is NaN
         out_BHRV = out_BHRV.masked_fill(~allowed.any(-1, keepdim=True), 0.0)

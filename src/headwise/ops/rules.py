@@ -216,15 +216,29 @@ class Alibi(Part):
 def register(cls: type) -> None:
     """Make a frozen dataclass of rules a pytree: tensors (and rules) are leaves, the rest is its shape."""
 
-    def flatten(rule: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    def split(rule: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
         values = {f.name: getattr(rule, f.name) for f in fields(cls)}
         leaves = {k: v for k, v in values.items() if isinstance(v, (Tensor, tuple))}
-        return list(leaves.values()), (tuple(leaves), tuple((k, v) for k, v in values.items() if k not in leaves))
+        return leaves, (tuple(leaves), tuple((k, v) for k, v in values.items() if k not in leaves))
+
+    def flatten(rule: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves, context = split(rule)
+        return list(leaves.values()), context
+
+    def flatten_with_keys(rule: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        leaves, context = split(rule)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], context
 
     def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
         return cls(**dict(zip(context[0], leaves, strict=True)), **dict(context[1]))
 
-    pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=f"headwise.{cls.__name__}")
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"headwise.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
 
 
 for _cls in (Band, Lengths, Segments, Keep, Bias, Alibi):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,11 +43,35 @@ def row_blocks(T: int, S: int) -> Iterator[slice]:
     return strips(T, max(MIN_ROWS, BLOCK_ELEMENTS // max(S, 1) // MIN_ROWS * MIN_ROWS))
 
 
-def keys_in_reach(mask: Mask | None, rows: slice, T: int, S: int) -> slice:
-    """The keys outside of which these query rows may attend nothing."""
-    if mask is None or is_symbol(T) or is_symbol(S):
-        return slice(None)
-    return slice(*mask.reach(rows.start, rows.stop, T, S))
+def strip_of(
+    mask: Mask | None, rows: slice, T: int, S: int, device: torch.device
+) -> tuple[slice, Tensor | None, Tensor | None]:
+    """What a mask says of some query rows: the keys within their reach, and on those allowed and added (`Mask`)."""
+    if mask is None:
+        return slice(0, S), None, None
+    symbolic = is_symbol(T) or is_symbol(S)
+    keys = slice(None) if symbolic else slice(*mask.reach(rows.start, rows.stop, T, S))
+    allowed = mask.allowed(T, S, rows=rows, cols=keys, device=device)
+    return keys, allowed, mask.added(T, S, rows=rows, cols=keys, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Scores of some query rows against the keys within their reach; -inf where a row may not attend."""
+
+    rows: slice
+    keys: slice
+    scores_BHRC: Tensor
+    allowed_BHRC: Tensor | None
+
+
+def score_block(
+    query: Tensor, key: Tensor, mask: Mask | None, rows: slice, *, scale: float, softcap: float | None
+) -> Block:
+    """The block of scores of these rows, masked."""
+    keys, allowed, added = strip_of(mask, rows, query.shape[2], key.shape[2], query.device)
+    scores_BHRC = score_rows(query[:, :, rows], key[:, :, keys], scale, softcap)
+    return Block(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
 
 
 def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float, softcap: float | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from .call import Call, Limit
 from .masks import Mask
 from .rules import Band
-from .scores import keys_in_reach, strips
+from .scores import strip_of, strips
 from .symbols import known
 
 # Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
@@ -22,6 +22,10 @@ STRIP = 256
 # Up to this many query rows, the query heads of a group are laid into the query axis, so that their keys and values
 # are read once and not G times (benchmarks/attention.py, cases `fold`).
 FOLD_ROWS = 16
+
+# On the CPU the kernel's scratch of each thread begins off 16 bytes where few query rows are no multiple of 4, and MKL
+# then rounds otherwise, thread by thread. Zero rows fill them up; from its tile of 32 rows on the tile is the multiple.
+ALIGNED_ROWS, TILE_ROWS = 4, 32
 
 LIMITS = (
     Limit(lambda c: c.is_empty, "torch's fused kernel takes no empty tensors"),
@@ -36,11 +40,18 @@ LIMITS = (
 )
 
 
+def loses(call: Call) -> bool:
+    """Decoding without groups in float32 on the CPU, where the filled-up rows cost more than the kernel saves."""
+    _, H, K, T, _ = call.sizes
+    small = known(T * (H // K) < ALIGNED_ROWS)
+    return call.device_type == "cpu" and call.query.dtype == torch.float32 and small
+
+
 def run(call: Call) -> tuple[Tensor, None]:
     """out (B, H, T, V)."""
     T, V = call.sizes[3], call.value.shape[-1]
     query, key, value = _equal_head_dims(call.query, call.key, call.value)
-    if call.mask is None or _is_top_left(call.mask):
+    if call.mask is None or (_is_top_left(call.mask) and call.scale > 0):  # it masks first and scales -inf then
         return _fused(call, query, key, value, causal=call.mask is not None)[..., :V], None
     outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
     return torch.cat(outs, dim=2)[..., :V], None
@@ -51,27 +62,30 @@ def _fused(
 ) -> Tensor:
     """SDPA itself, the query heads of a group folded into the rows where that wins; mask (B|1, H|1, R, C)."""
     _, H, K, T, _ = call.sizes
-    if causal or H == K or not known(T <= FOLD_ROWS):
-        # `enable_gqa` as a plain bool: under torch.compile H != K is a symbol.
-        grouped = True if H != K else False  # noqa: SIM210
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=grouped
-        )
-    G = H // K
-    if mask is not None:
-        mask = mask.expand(-1, H if mask.shape[1] > 1 else G, -1, -1).unflatten(1, (-1, G)).flatten(2, 3)
-    folded = query.unflatten(1, (K, G)).flatten(2, 3)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=call.scale)
-    return out.unflatten(2, (G, -1)).flatten(1, 2)
+    G = 1
+    if H != K and not causal and known(T <= FOLD_ROWS):
+        G = H // K
+        query = query.unflatten(1, (K, G)).flatten(2, 3)
+        if mask is not None:
+            mask = mask.expand(-1, H if mask.shape[1] > 1 else G, -1, -1).unflatten(1, (-1, G)).flatten(2, 3)
+    R = query.shape[2]
+    lacking = -R % ALIGNED_ROWS if call.device_type == "cpu" and known(R < TILE_ROWS) else 0
+    if lacking:
+        query = pad(query, (0, 0, 0, lacking))
+        mask = None if mask is None else pad(mask, (0, 0, 0, lacking))
+    # `enable_gqa` as a plain bool: under torch.compile it would be a symbol.
+    grouped = True if query.shape[1] != K else False  # noqa: SIM210
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=grouped
+    )
+    out = out[:, :, :R] if lacking else out
+    return out if G == 1 else out.unflatten(2, (G, -1)).flatten(1, 2)
 
 
 def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -> Tensor:
     """Some query rows against the keys that they can reach, with those rows of the mask."""
-    assert call.mask is not None
     T, S = call.sizes[3:]
-    cols, device = keys_in_reach(call.mask, rows, T, S), query.device
-    allowed = call.mask.allowed(T, S, rows=rows, cols=cols, device=device)
-    added = call.mask.added(T, S, rows=rows, cols=cols, device=device)
+    cols, allowed, added = strip_of(call.mask, rows, T, S, query.device)
     empty = None
     if allowed is not None:
         # An empty row is let in everywhere and zeroed after: not every kernel gives 0 for it.

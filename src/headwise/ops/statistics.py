@@ -11,7 +11,7 @@ A block of query rows is scored, folded into sums, and forgotten, so memory is O
 Position: query i stands at pos = i + S - T among the keys (bottom-right, as `causal()`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..shapes import check_options, check_query_key, describe
 from .masks import Mask, as_mask
-from .scores import compute_dtype, mask_scores, row_blocks, score_rows
+from .scores import Block, compute_dtype, row_blocks, score_block
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,8 @@ def statistics(
     """
     check_query_key(query, key)
     check_options(query, scale, softcap, sinks, 0.0)
-    (B, H, T, _), S = query.shape, key.shape[2]
+    (B, H, T, D), S = query.shape, key.shape[2]
+    scale = D**-0.5 if scale is None else scale
     mask = as_mask(mask)
     if mask is not None:
         mask.check(B, H, T, S, query.device)
@@ -114,34 +115,11 @@ def statistics(
     features_, targets_ = _checked_features(features, query, S), _checked_targets(targets, query, S)
     with torch.no_grad():
         sums = _Sums(query, key, offsets, features_, targets_, pool)
-        for block in _blocks(query, key, mask, scale, softcap):
-            sums.add(block, sinks)
+        for rows in row_blocks(T, S):
+            block = score_block(query, key, mask, rows, scale=scale, softcap=softcap)
+            if block.scores_BHRC.shape[-1]:
+                sums.add(block, sinks)
         return sums.result()
-
-
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """Scores of some query rows against the keys within their reach; -inf where a row may not attend."""
-
-    rows: slice
-    keys: slice
-    scores_BHRC: Tensor
-    allowed_BHRC: Tensor | None
-
-
-def _blocks(
-    query: Tensor, key: Tensor, mask: Mask | None, scale: float | None, softcap: float | None
-) -> Iterator[_Block]:
-    (T, D), S = query.shape[2:], key.shape[2]
-    scale = D**-0.5 if scale is None else scale
-    for rows in row_blocks(T, S):
-        keys = slice(0, S) if mask is None else slice(*mask.reach(rows.start, rows.stop, T, S))
-        if keys.start == keys.stop:
-            continue
-        allowed = None if mask is None else mask.allowed(T, S, rows=rows, cols=keys, device=query.device)
-        added = None if mask is None else mask.added(T, S, rows=rows, cols=keys, device=query.device)
-        scores_BHRC = score_rows(query[:, :, rows], key[:, :, keys], scale, softcap)
-        yield _Block(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
 
 
 class _Sums:
@@ -176,7 +154,7 @@ class _Sums:
         self.column_bins = (column == torch.arange(self.bins[1], device=query.device)).to(self.dtype)  # (S, bins)
         self.pooled, self.pooled_rows = zeros(*self.bins, dtype=wide), zeros(self.bins[0], dtype=torch.long)
 
-    def add(self, block: _Block, sinks: Tensor | None) -> None:
+    def add(self, block: Block, sinks: Tensor | None) -> None:
         """Fold in one block: its softmax first, then one small method a family of statistics."""
         r = block.rows
         n = _allowed_keys(block)
@@ -209,17 +187,17 @@ class _Sums:
         self._add_targets(block, p_BHRC, alive)
         self._add_maps(block, p_BHRC, mass, alive)
 
-    def _places(self, block: _Block) -> tuple[Tensor, Tensor]:
+    def _places(self, block: Block) -> tuple[Tensor, Tensor]:
         """pos (R, 1) of the block's queries among the keys, and its keys (1, C)."""
         pos = torch.arange(block.rows.start, block.rows.stop, device=self.device)[:, None] + (self.S - self.T)
         return pos, torch.arange(block.keys.start, block.keys.stop, device=self.device)[None]
 
-    def _add_positions(self, block: _Block, p_BHRC: Tensor, mass: Tensor) -> None:
+    def _add_positions(self, block: Block, p_BHRC: Tensor, mass: Tensor) -> None:
         pos, keys = self._places(block)
         away = (p_BHRC * (pos - keys).abs().to(self.dtype)).sum(-1)
         self.distance[:, :, block.rows] = torch.where(mass == 0, 0.0, away / mass)
 
-    def _add_offsets(self, block: _Block, p_BHRC: Tensor) -> None:
+    def _add_offsets(self, block: Block, p_BHRC: Tensor) -> None:
         pos, _ = self._places(block)
         steps = torch.arange(self.offsets.shape[-1], device=self.device)
         keys = pos - steps
@@ -227,7 +205,7 @@ class _Sums:
         self.offsets += held.sum(-2)
         self.offset_rows += seen.sum(-2)
 
-    def _add_targets(self, block: _Block, p_BHRC: Tensor, alive: Tensor) -> None:
+    def _add_targets(self, block: Block, p_BHRC: Tensor, alive: Tensor) -> None:
         for name, j_BTn in self.targets.items():
             j_BRn = j_BTn[:, block.rows]
             held, _ = _gather(p_BHRC, block, j_BRn[:, None])
@@ -235,7 +213,7 @@ class _Sums:
             self.target_mass[name] += held.sum((-1, -2))
             self.target_rows[name] += has.sum(-1)
 
-    def _add_maps(self, block: _Block, p_BHRC: Tensor, mass: Tensor, alive: Tensor) -> None:
+    def _add_maps(self, block: Block, p_BHRC: Tensor, mass: Tensor, alive: Tensor) -> None:
         self.received[:, :, block.keys] += p_BHRC.sum(2)
         self.received_rows[:, :, block.keys] += _allowed_rows(block)
         bins, first, last = self.bins[0], block.rows.start, block.rows.stop
@@ -275,7 +253,7 @@ class _Sums:
         return (total / count.clamp(min=1)).to(self.dtype)
 
 
-def _allowed_keys(block: _Block) -> Tensor:
+def _allowed_keys(block: Block) -> Tensor:
     """(B, H, R) long: how many keys each row of the block may attend."""
     B, H, R, C = block.scores_BHRC.shape
     if block.allowed_BHRC is None:
@@ -283,12 +261,12 @@ def _allowed_keys(block: _Block) -> Tensor:
     return block.allowed_BHRC.sum(-1).expand(B, H, R)
 
 
-def _allowed_rows(block: _Block) -> Tensor | int:
+def _allowed_rows(block: Block) -> Tensor | int:
     """(B|1, H|1, C) long, or the number of rows: how many rows of the block may attend each key."""
     return block.scores_BHRC.shape[2] if block.allowed_BHRC is None else block.allowed_BHRC.sum(-2)
 
 
-def _gather(p_BHRC: Tensor, block: _Block, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _gather(p_BHRC: Tensor, block: Block, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Weights on chosen keys, (B, H, R, n), and whether the row may attend them.
 
     keys: (B|1, 1, R, n) long; those outside of the block's keys weigh 0.
