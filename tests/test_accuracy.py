@@ -121,6 +121,21 @@ def test_huge_logits_do_not_overflow(backend: str, dtype: torch.dtype) -> None:
         assert torch.equal(attend(backend, big, big, big), big)
 
 
+@pytest.mark.parametrize("backend", ["reference", "blocks"])
+@pytest.mark.parametrize("height", [-300.0, 80.0, 300.0])
+def test_huge_sinks_do_not_overflow(backend: str, height: float) -> None:
+    """exp(300) is infinite in float32: the sink takes part in the maximum that is subtracted."""
+    n = Sizes(1, 2, 1, 3, 5, 4, 4)
+    qkv, sinks = make_qkv(*n), torch.full((n.H,), height)
+    out, lse = headwise.attention(*qkv, sinks=sinks, return_lse=True, backend=backend)
+    exact, its = oracle(*qkv, sinks=sinks)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), its, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        headwise.weights(*qkv[:2], sinks=sinks).sum(-1).double(), 1 - torch.exp(height - its), rtol=1e-5, atol=1e-6
+    )
+
+
 @backends
 def test_a_band_of_minus_infinity(backend: str) -> None:
     """pytorch#127055: a dense 600 x 600 band of -inf once gave NaN."""
