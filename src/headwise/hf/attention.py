@@ -80,7 +80,7 @@ def headwise_attention(
     for record in watchers(module):
         record(query=query, key=key, value=value, dropout=dropout, **options)
     out = attention(query, key, value, dropout=dropout, **options)
-    out = out.transpose(1, 2).contiguous()  # type: ignore[union-attr]  # no lse was asked for
+    out = out.transpose(1, 2).contiguous()
     if not (output_attentions or _attentions_are_collected()):
         return out, None
     seen = weights(query, key, **options).to(query.dtype)

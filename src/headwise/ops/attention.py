@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,51 @@ from .masks import Mask, as_mask
 from .reference import reference
 
 
+@overload
+def attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    dropout: float = 0.0,
+    gate: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Float[Tensor, "B H T V"]: ...
+@overload
+def attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    dropout: float = 0.0,
+    gate: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]: ...
+@overload
+def attention(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    dropout: float = 0.0,
+    gate: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Float[Tensor, "B H T V"] | tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]: ...
 def attention(
     query: Float[Tensor, "B H T D"],
     key: Float[Tensor, "B K S D"],
