@@ -72,7 +72,8 @@ def _fused(
     lacking = -R % ALIGNED_ROWS if call.device_type == "cpu" and known(R < TILE_ROWS) else 0
     if lacking:
         query = pad(query, (0, 0, 0, lacking))
-        mask = None if mask is None else pad(mask, (0, 0, 0, lacking))
+        if mask is not None:  # by repeated rows: inductor cannot compile the padding of a bool mask (torch 2.13)
+            mask = torch.cat([mask, mask[:, :, :1].expand(-1, -1, lacking, -1)], dim=2)
     # `enable_gqa` as a plain bool: under torch.compile it would be a symbol.
     grouped = True if query.shape[1] != K else False  # noqa: SIM210
     out = scaled_dot_product_attention(
