@@ -230,6 +230,19 @@ class MultiHeadAttention(nn.Module):
         fill(made, heads, output_bias)
         return made
 
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
+        """The same attention as PyTorch's own module, with copies of its numbers: see `headwise.nn.from_torch`."""
+        from .torch_mha import from_torch
+
+        return from_torch(module)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """PyTorch's own module with copies of these numbers: see `headwise.nn.to_torch`."""
+        from .torch_mha import to_torch
+
+        return to_torch(self)
+
     def extra_repr(self) -> str:
         """The sizes."""
         sizes = f"{self.d_model}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
