@@ -187,7 +187,7 @@ def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 _BACKENDS = {
-    "sdpa": _Backend(sdpa.run, sdpa.LIMITS, "able, but it computes the tiles that the mask leaves out"),
+    "sdpa": _Backend(sdpa.run, sdpa.LIMITS, "able, but not the faster one here"),
     "flex": _Backend(flex.run, flex.LIMITS, "able, but fused on CUDA only, and worth its tiles from 128 x 128 on"),
     "blocks": _Backend(blocks.run, blocks.LIMITS, "able, but slower than a fused kernel"),
     "reference": _Backend(_run_reference, (), "able, but it builds the whole T x S matrix"),
