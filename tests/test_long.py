@@ -11,6 +11,7 @@ from mask_cases import MASKS, Sizes
 from test_meaning import options_of
 
 import headwise
+from headwise.ops.reference import reference
 from headwise.testing import assert_close_like_torch, largest_tensor, make_qkv
 
 # More rows than a strip of sdpa (256) and three blocks of `blocks` (240 rows at this S); no multiple of either.
@@ -92,3 +93,18 @@ def test_poison_far_from_its_strip(backend: str) -> None:
         x[:, :, 600] = torch.nan
     out = attend(backend, q, k, v, mask=headwise.causal())
     assert torch.equal(out[:, :, :600], clean[:, :, :600]) and bool(out[:, :, 600:].isnan().all())
+
+
+def test_a_mask_that_is_the_same_for_all_rows() -> None:
+    """Padding: one row of the mask serves all, also where a text has no key at all."""
+    q, k, v = make_qkv(3, 6, 2, 37, 41, 8, 16)
+    padding = headwise.lengths(torch.tensor([41, 0, 17])) & headwise.bias(torch.randn(6, 1, 41))
+    assert padding.is_same_for_rows
+    assert headwise.keep(torch.ones(3, 1, 1, 41, dtype=torch.bool)).is_same_for_rows
+    assert not (padding & headwise.causal()).is_same_for_rows
+    assert not headwise.keep(torch.ones(37, 41, dtype=torch.bool)).is_same_for_rows
+    assert not headwise.alibi(torch.ones(6)).is_same_for_rows
+    out = headwise.attention(q, k, v, mask=padding, backend="sdpa")
+    wanted, _ = reference(q.double(), k.double(), v.double(), mask=padding)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=2e-6)
+    assert bool((out[1] == 0).all())

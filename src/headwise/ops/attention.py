@@ -208,7 +208,7 @@ _PREFERENCES = (
         "reference", lambda c: c.is_transformed, "inside torch.func or forward-mode AD: the definition has every rule"
     ),
     _Preference("flex", flex.pays, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
-    _Preference("blocks", sdpa.loses, "one float32 query on the CPU: a plain product is as fast as the fused kernel"),
+    _Preference("blocks", sdpa.loses, "float32 decoding on the CPU: a plain product is as fast as the fused kernel"),
     _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),
     _Preference(
         "blocks",

@@ -103,6 +103,14 @@ class Mask:
         """True where each row's keys are one interval, so that `bounds` tells all."""
         return all(isinstance(part, (Band, Lengths)) for part in self.parts if part.restricts)
 
+    @property
+    def is_same_for_rows(self) -> bool:
+        """True where every row may attend the same keys with the same bias, as under padding."""
+        return all(
+            isinstance(part, Lengths) or (isinstance(part, (Keep, Bias)) and part.full.shape[2] == 1)
+            for part in self.parts
+        )
+
     def bounds(self, T: int, S: int, device: torch.device | None = None) -> tuple[Tensor, Tensor] | None:
         """(lo, hi), each (B|1, T): row i may attend exactly lo[i] <= j < hi[i]; None if rows are no intervals."""
         if not self.is_interval:

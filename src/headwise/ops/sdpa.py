@@ -53,6 +53,8 @@ def run(call: Call) -> tuple[Tensor, None]:
     query, key, value = _equal_head_dims(call.query, call.key, call.value)
     if call.mask is None or (_is_top_left(call.mask) and call.scale > 0):  # it masks first and scales -inf then
         return _fused(call, query, key, value, causal=call.mask is not None)[..., :V], None
+    if call.mask.is_same_for_rows and known(T >= TILE_ROWS):  # one row of the mask serves all
+        return _strip(call, query, key, value, slice(None), mask_rows=slice(0, 1))[..., :V], None
     outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
     return torch.cat(outs, dim=2)[..., :V], None
 
@@ -83,10 +85,12 @@ def _fused(
     return out if G == 1 else out.unflatten(2, (G, -1)).flatten(1, 2)
 
 
-def _strip(call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice) -> Tensor:
+def _strip(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, rows: slice, mask_rows: slice | None = None
+) -> Tensor:
     """Some query rows against the keys that they can reach, with those rows of the mask."""
     T, S = call.sizes[3:]
-    cols, allowed, added = strip_of(call.mask, rows, T, S, query.device)
+    cols, allowed, added = strip_of(call.mask, mask_rows or rows, T, S, query.device)
     empty = None
     if allowed is not None:
         # An empty row is let in everywhere and zeroed after: not every kernel gives 0 for it.
