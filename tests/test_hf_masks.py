@@ -84,6 +84,13 @@ class _like:
         return repr(other) == repr(self.rule)
 
 
+renumbers = pytest.mark.skipif(
+    not hasattr(theirs, "packed_sequence_compatibility_function"),
+    reason="this transformers does not renumber packed sequences",
+)
+
+
+@renumbers
 @pytest.mark.parametrize("inner", ["causal", "window", "chunks", "bidirectional"])
 def test_packed_sequences_are_read(inner: str) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6], [4, 5, 0, 1, 2, 3, 9]])
@@ -95,6 +102,7 @@ def test_packed_sequences_are_read(inner: str) -> None:
     assert torch.equal(drawn(mask, frame), truth(function, frame, None))
 
 
+@renumbers
 def test_positions_of_other_sequences_are_not_read() -> None:
     """Renumbered positions beside a packing that is not their own would not be a band."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1]]).expand(B, -1)
@@ -164,14 +172,17 @@ def test_all_readers_agree_with_the_installed_transformers() -> None:
 
 
 def test_factories_that_are_gone_leave_dense_masks(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.delattr(theirs, "find_packed_sequence_indices")
+    """One that is gone takes along its own reader and those that rely on it, and no other."""
+    monkeypatch.delattr(theirs, "sliding_window_overlay")
     closures.trusted_readers.cache_clear()
+    frame = FRAMES["square"]
     try:
         with caplog.at_level(logging.WARNING, "headwise.hf"):
-            assert read_mask(theirs.causal_mask_function, FRAMES["square"]) is None
-        assert "masks are evaluated densely" in caplog.text
-        found = headwise_mask(B, 7, 7)
-        assert torch.equal(drawn(found.mask, FRAMES["square"]), truth(FUNCTIONS["causal"], FRAMES["square"], None))
+            assert read_mask(FUNCTIONS["window"], frame) is None
+            assert read_mask(theirs.causal_mask_function, frame) is not None
+        assert "sliding_window_overlay has changed" in caplog.text and "evaluated densely" in caplog.text
+        found = headwise_mask(B, 7, 7, mask_function=FUNCTIONS["window"])
+        assert torch.equal(drawn(found.mask, frame), truth(FUNCTIONS["window"], frame, None))
     finally:
         closures.trusted_readers.cache_clear()
 

@@ -189,11 +189,10 @@ def _padding(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
 
 def _all_of(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
     functions = cells["mask_functions"]
+    renumbering = _code_of("remap_positions_for_packed_sequence", None, None)
     found = Rules()
     for function in functions:
-        is_renumbered = getattr(function, "__code__", None) is _code_of(
-            "remap_positions_for_packed_sequence", None, None
-        )
+        is_renumbered = renumbering is not None and getattr(function, "__code__", None) is renumbering
         rules = _renumbered(function, functions, frame, readers) if is_renumbered else _read(function, frame, readers)
         if rules is None:
             return None
@@ -236,22 +235,35 @@ def _code_of(factory: str, *arguments: Any) -> CodeType | None:
 _SQUARE, _LATER = Frame(B=2, T=6, S=6), Frame(B=2, T=3, S=7, q_offset=5, kv_offset=1)
 
 
-def _samples() -> dict[str, tuple[Reader, list[MaskFunction]]]:
+def _samples() -> dict[str, tuple[Reader, Callable[[], list[MaskFunction]]]]:
     """What each reader reads, by the name of transformers' factory; a reader comes after those it relies on."""
     positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]])
-    sequence = theirs.find_packed_sequence_indices(positions)
     starts = torch.tensor([0, 2])
     padding = torch.arange(8) >= starts[:, None]
-    chunks = theirs.chunked_causal_mask_function(3, starts)
+
+    def joined() -> list[MaskFunction]:
+        chunks = theirs.chunked_causal_mask_function(3, starts)
+        renumber = getattr(theirs, "packed_sequence_compatibility_function", None)  # not yet there in 5.20
+        packed = (
+            [] if renumber is None else [renumber(chunks, positions, theirs.find_packed_sequence_indices(positions))]
+        )
+        return [chunks, *packed]
+
     return {
-        "causal_mask_function": (_causal, [theirs.causal_mask_function]),
-        "bidirectional_mask_function": (_bidirectional, [theirs.bidirectional_mask_function]),
-        "sliding_window_overlay": (_sliding, [theirs.sliding_window_overlay(3)]),
-        "sliding_window_bidirectional_overlay": (_sliding_both_ways, [theirs.sliding_window_bidirectional_overlay(2)]),
-        "chunked_overlay": (_chunked, [theirs.chunked_overlay(3, starts)]),
-        "packed_sequence_mask_function": (_packed, [theirs.packed_sequence_mask_function(sequence)]),
-        "padding_mask_function": (_padding, [theirs.padding_mask_function(padding)]),
-        "and_masks": (_all_of, [chunks, theirs.packed_sequence_compatibility_function(chunks, positions, sequence)]),
+        "causal_mask_function": (_causal, lambda: [theirs.causal_mask_function]),
+        "bidirectional_mask_function": (_bidirectional, lambda: [theirs.bidirectional_mask_function]),
+        "sliding_window_overlay": (_sliding, lambda: [theirs.sliding_window_overlay(3)]),
+        "sliding_window_bidirectional_overlay": (
+            _sliding_both_ways,
+            lambda: [theirs.sliding_window_bidirectional_overlay(2)],
+        ),
+        "chunked_overlay": (_chunked, lambda: [theirs.chunked_overlay(3, starts)]),
+        "packed_sequence_mask_function": (
+            _packed,
+            lambda: [theirs.packed_sequence_mask_function(theirs.find_packed_sequence_indices(positions))],
+        ),
+        "padding_mask_function": (_padding, lambda: [theirs.padding_mask_function(padding)]),
+        "and_masks": (_all_of, joined),
     }
 
 
@@ -260,12 +272,12 @@ def trusted_readers() -> Readers:
     """The readers that agree with the installed transformers on what it evaluates; tried once, in about 10 ms."""
     trusted: dict[CodeType, Reader] = {}
     with torch.device("cpu"):  # whatever default device the caller has set
-        try:
-            samples = _samples()
-        except (AttributeError, TypeError) as change:
-            logger.warning("transformers' mask functions have changed (%s): masks are evaluated densely", change)
-            return trusted
-        for name, (reader, functions) in samples.items():
+        for name, (reader, make) in _samples().items():
+            try:
+                functions = make()
+            except (AttributeError, TypeError) as change:
+                logger.warning("transformers' %s has changed (%s): such masks are evaluated densely", name, change)
+                continue
             code = functions[0].__code__
             if all(_agrees(function, trusted | {code: reader}) for function in functions):
                 trusted[code] = reader
