@@ -1,7 +1,7 @@
 """The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, overload
 
@@ -13,7 +13,7 @@ from ..shapes import check_attention, check_gate, check_options
 from . import blocks, flex, sdpa
 from .call import Call, Limit, refusal
 from .fence import fence, show, surely_finite
-from .masks import Mask, as_mask
+from .masks import Mask, fitted
 from .reference import reference
 
 
@@ -278,11 +278,9 @@ def _checked(
 ) -> Call:
     check_attention(query, key, value)
     check_options(query, scale, softcap, sinks, dropout)
-    (B, H, T, D), S = query.shape, key.shape[2]
-    mask = as_mask(mask)
-    if mask is not None:
-        mask.check(B, H, T, S, query.device)
-        mask = mask.trimmed(T, S)
+    (T, D), S = query.shape[2:], key.shape[2]
+    mask = fitted(mask, query, key)
+    mask = None if mask is None else mask.trimmed(T, S)
     scale = D**-0.5 if scale is None else scale
     return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse)
 
@@ -290,15 +288,16 @@ def _checked(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the op runs in its lower precision, as torch's own SDPA does."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not _autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
-def _no_autocast(call: Call):  # type: ignore[no-untyped-def]
+def _no_autocast(call: Call) -> AbstractContextManager[object]:
     """A backend's own float32 matmuls are not autocast's to lower."""
-    device = call.device_type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return torch.autocast(call.device_type, enabled=False) if _autocasts(call.device_type) else nullcontext()
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import MASK_RULE, check_integers, check_made
-from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, count, register
+from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, count, rank4, register
 
 EMPTY, MIXED, FULL = 0, 1, 2
 
@@ -201,8 +201,7 @@ class Mask:
 
 def _full_rank(rule: Tensor, T: int, S: int, rows: Rows, cols: Rows) -> Tensor:
     """A rule with four axes, its last two the rows and columns asked for; a view."""
-    rule = rule.view((1,) * (4 - rule.ndim) + tuple(rule.shape))
-    return rule.expand(-1, -1, count(rows, T), count(cols, S))
+    return rank4(rule).expand(-1, -1, count(rows, T), count(cols, S))
 
 
 def causal(*, offset: int | Tensor | None = None) -> Mask:
@@ -333,6 +332,15 @@ def as_mask(mask: Mask | Tensor | None) -> Mask | None:
             f"{MASK_RULE}; got a tensor of {mask.dtype}: a 0/1 mask becomes one by mask.bool() (True = attend)"
         )
     raise TypeError(f"{MASK_RULE}; got {type(mask).__name__}")
+
+
+def fitted(mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | None:
+    """`as_mask`, and checked against a call of query (B, H, T, D) and key (B, K, S, D)."""
+    mask = as_mask(mask)
+    if mask is not None:
+        B, H, T, _ = query.shape
+        mask.check(B, H, T, key.shape[2], query.device)
+    return mask
 
 
 register(Mask)

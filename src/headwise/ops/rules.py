@@ -39,6 +39,11 @@ def count(pick: Rows, length: int) -> int:
     return stop - start if torch.compiler.is_compiling() else len(range(start, stop, step))
 
 
+def rank4(x: Tensor) -> Tensor:
+    """The same with axes of 1 in front, (B, H, R, C) in all: how a mask broadcasts; a view."""
+    return x.view((1,) * (4 - x.ndim) + tuple(x.shape))
+
+
 def _per_batch(value: Any) -> Any:
     """A (B,) tensor made to broadcast against (B, H, R, C); an int is left alone."""
     return value.view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
@@ -142,7 +147,7 @@ def _pick(ids: Tensor, index: Tensor) -> Tensor:
     if ids.ndim == 1 or ids.shape[0] == 1:
         return ids.reshape(-1)[index]
     batch = torch.arange(ids.shape[0], device=ids.device).view(-1, 1, 1, 1)
-    return ids[batch, index.view((1,) * (4 - index.ndim) + tuple(index.shape))]
+    return ids[batch, rank4(index)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +157,7 @@ class _Dense(Part):
     @property
     def full(self) -> Tensor:
         """(B|1, H|1, T|1, S|1)."""
-        return self.tensor.view((1,) * (4 - self.tensor.ndim) + tuple(self.tensor.shape))
+        return rank4(self.tensor)
 
     @override
     def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..shapes import check_options, check_query_key, describe
-from .masks import Mask, as_mask
+from .masks import Mask, fitted
 from .scores import Block, compute_dtype, row_blocks, score_block
 
 
@@ -105,11 +105,9 @@ def statistics(
     """
     check_query_key(query, key)
     check_options(query, scale, softcap, sinks, 0.0)
-    (B, H, T, D), S = query.shape, key.shape[2]
+    (T, D), S = query.shape[2:], key.shape[2]
     scale = D**-0.5 if scale is None else scale
-    mask = as_mask(mask)
-    if mask is not None:
-        mask.check(B, H, T, S, query.device)
+    mask = fitted(mask, query, key)
     if offsets < 0 or pool < 1:
         raise ValueError(f"statistics needs offsets >= 0 and pool >= 1; got offsets={offsets}, pool={pool}")
     features_, targets_ = _checked_features(features, query, S), _checked_targets(targets, query, S)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..shapes import INTEGERS, check_options, check_query_key, describe
-from .masks import Mask, as_mask
+from .masks import Mask, fitted
 from .scores import mask_scores, score_rows, softmax_rows
 
 STAGES = ("raw", "softcapped", "biased", "probabilities")
@@ -51,10 +51,8 @@ def weights(
     check_options(query, scale, softcap, sinks, 0.0)
     if stage not in STAGES:
         raise ValueError(f"stage is one of {', '.join(STAGES)}; got {stage!r}")
-    (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
-    mask = as_mask(mask)
-    if mask is not None:
-        mask.check(B, H, T, S, query.device)
+    (H, T, D), (K, S) = query.shape[1:], key.shape[1:3]
+    mask = fitted(mask, query, key)
     row_index = _chosen("rows", rows, T, query.device)
     head_index = _chosen("heads", heads, H, query.device)
 
