@@ -2,32 +2,80 @@
 
 A backend may refuse what it cannot honour, but only clearly, and only if it is not one of MUST. A refusal is
 checked here and comes back as None: nothing is skipped.
+
+The native kernel is there once for each instruction set of this CPU, as `native-avx2` and so on: `attend` switches to
+it for the call. It may refuse only what `excused` names. Where the library is not built these are left out here, and
+the tests that are the kernel's own (`@natives`) skip and say so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import headwise
 
+try:
+    from headwise.ops import native
+
+    ISAS: tuple[str, ...] = native.isas()
+except ImportError:
+    ISAS = ()
+
 MUST = ("auto", "reference", "blocks")  # these run everything that is valid
-OPTIONAL = ("sdpa", "flex")
+OPTIONAL = ("native", "sdpa", "flex") if ISAS else ("sdpa", "flex")
 BACKENDS = (*MUST, *OPTIONAL)
+NATIVE = [f"native-{isa}" for isa in ISAS]
+BEST = NATIVE[:1]  # where one instruction set is enough
+needs_native = pytest.mark.skipif(not ISAS, reason="the native library is not built: make native")
+natives = pytest.mark.parametrize("backend", NATIVE or [pytest.param("native", marks=needs_native)])
+quick = pytest.mark.parametrize("backend", [*MUST, "sdpa", *NATIVE])  # flex traces each call: 0.2 s
 # FlexAttention traces what it is given, and cannot trace the shape checker.
-every_backend = pytest.mark.parametrize("backend", [*MUST, "sdpa", pytest.param("flex", marks=pytest.mark.unchecked)])
+every_backend = pytest.mark.parametrize(
+    "backend", [*MUST, "sdpa", *NATIVE, pytest.param("flex", marks=pytest.mark.unchecked)]
+)
+
+
+@contextmanager
+def instructions(backend: str) -> Iterator[str]:
+    """The op's own name of a backend; within the block a native one runs on the instruction set it names."""
+    name, _, isa = backend.partition("-")
+    if not isa:
+        yield name
+        return
+    before = torch.ops.headwise.isa()
+    assert torch.ops.headwise.use_isa(isa), f"{isa} is listed and cannot be used"
+    try:
+        yield name
+    finally:
+        torch.ops.headwise.use_isa(before)
 
 
 def attend(backend: str, *qkv: Any, **options: Any) -> Any:
     """`headwise.attention` by this backend; None where the backend refuses as it should."""
-    if backend in MUST:
-        return headwise.attention(*qkv, **options, backend=backend)
-    try:
-        return headwise.attention(*qkv, **options, backend=backend)
-    except ValueError as refusal:
-        check_refusal(backend, str(refusal), headwise.explain(*qkv, **options))
-        return None
+    with instructions(backend) as name:
+        if name in MUST:
+            return headwise.attention(*qkv, **options, backend=name)
+        try:
+            return headwise.attention(*qkv, **options, backend=name)
+        except ValueError as refusal:
+            check_refusal(name, str(refusal), headwise.explain(*qkv, **options))
+            if name == "native":
+                assert excused(*qkv, **options), f"native serves this: {refusal}"
+            return None
+
+
+def excused(*qkv: Any, **options: Any) -> bool:
+    """What the native kernel may leave to others: float64, nothing to compute, torch.func, other devices."""
+    given: list[Tensor] = [*qkv, *(options[name] for name in ("query", "key", "value") if name in options)]
+    return torch._C._are_functorch_transforms_active() or any(
+        x.dtype == torch.float64 or x.numel() == 0 or x.device.type != "cpu" for x in given
+    )
 
 
 def check_refusal(backend: str, text: str, told: Any) -> None:

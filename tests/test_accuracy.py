@@ -12,9 +12,9 @@ from functools import cache
 
 import pytest
 import torch
-from backends import attend
+from backends import BEST, NATIVE, attend
 from mask_cases import Sizes
-from test_meaning_backward import TORCH_FACTOR, gradients
+from test_meaning_backward import budget_of, gradients
 from torch import Tensor
 
 import headwise
@@ -39,7 +39,7 @@ INPUTS = [("normal", 1.0), ("normal", 4.0), ("outlier", 1.0), ("sink", 1.0), ("d
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BACKENDS = ("reference", "blocks", "sdpa")
 shapes = pytest.mark.parametrize("n", SHAPES, ids=[f"{n.T}x{n.S}x{n.D}" for n in SHAPES])
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", [*BACKENDS, *NATIVE])
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -81,7 +81,7 @@ def test_forward(backend: str, dtype: torch.dtype, n: Sizes) -> None:
         assert_close_like_torch(ours, exact, rough, values=qkv[2], what=f"{backend} {INPUTS[which]}")
 
 
-@backends
+@pytest.mark.parametrize("backend", [*BACKENDS, *BEST])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @shapes
 def test_gradients(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -89,7 +89,7 @@ def test_gradients(backend: str, dtype: torch.dtype, n: Sizes) -> None:
         exact, rough = gradient_answers(n, dtype, which)
         largest = torch.cat([x.flatten() for x in exact.values()])
         for name, grad in our_gradients(backend, n, dtype, which).items():
-            factor, ulps = (2.0, 1) if backend != "sdpa" else (TORCH_FACTOR, 4)
+            factor, ulps = budget_of(backend)
             naives = [r[name] for r in rough]
             what = f"{backend} {INPUTS[which]}: gradient of {name}"
             assert_close_like_torch(grad, exact[name], naives, values=ulps * largest, factor=factor, what=what)
@@ -121,13 +121,13 @@ def test_huge_logits_do_not_overflow(backend: str, dtype: torch.dtype) -> None:
         assert torch.equal(attend(backend, big, big, big), big)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocks"])
+@pytest.mark.parametrize("backend", ["reference", "blocks", *NATIVE])
 @pytest.mark.parametrize("height", [-300.0, 80.0, 300.0])
 def test_huge_sinks_do_not_overflow(backend: str, height: float) -> None:
     """exp(300) is infinite in float32: the sink takes part in the maximum that is subtracted."""
     n = Sizes(1, 2, 1, 3, 5, 4, 4)
     qkv, sinks = make_qkv(*n), torch.full((n.H,), height)
-    out, lse = headwise.attention(*qkv, sinks=sinks, return_lse=True, backend=backend)
+    out, lse = attend(backend, *qkv, sinks=sinks, return_lse=True)
     exact, its = oracle(*qkv, sinks=sinks)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.double(), its, rtol=1e-6, atol=1e-6)
@@ -150,7 +150,7 @@ def test_a_band_of_minus_infinity(backend: str) -> None:
 
 def survey() -> None:
     """Print, by backend and dtype, our largest error beside naive PyTorch's, rounding's and the budget."""
-    for backend in BACKENDS:
+    for backend in (*BACKENDS, *NATIVE):
         for dtype in DTYPES:
             seen: list[Accuracy] = []
             for n in SHAPES:
@@ -158,7 +158,7 @@ def survey() -> None:
                     qkv = inputs(n, dtype, which)
                     exact, rough = answers(n, dtype, which)
                     seen.append(accuracy(attend(backend, *qkv, mask=headwise.causal()), exact, rough, values=qkv[2]))
-            show(f"{backend:10} {str(dtype)[6:]:9} out", seen)
+            show(f"{backend:19} {str(dtype)[6:]:9} out", seen)
         for dtype in DTYPES[:2]:
             for name in ("query", "key", "value"):
                 seen = []
@@ -167,7 +167,7 @@ def survey() -> None:
                         right, naives = gradient_answers(n, dtype, which)
                         ours = our_gradients(backend, n, dtype, which)[name]
                         seen.append(accuracy(ours, right[name], [x[name] for x in naives], factor=2.0))
-                show(f"{backend:10} {str(dtype)[6:]:9} gradient of {name}", seen)
+                show(f"{backend:19} {str(dtype)[6:]:9} gradient of {name}", seen)
 
 
 def show(what: str, seen: list[Accuracy]) -> None:

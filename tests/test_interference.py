@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import MUST, attend
+from backends import BEST, MUST, NATIVE, attend, quick
 from mask_cases import LONG, MASKS, SHORT, SIZES, Sizes, dense
 from test_meaning import options_of
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 import headwise
 from headwise.testing import POISONS, STRIDES, assert_same_bits, make_qkv, poison, strided
 
-quick = pytest.mark.parametrize("backend", [*MUST, "sdpa"])
+each = pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *NATIVE])  # auto is one of these
 each_poison = pytest.mark.parametrize("what", POISONS, ids=["NaN", "Inf", "-Inf", "1e30"])
 # NaN everywhere; the other poisons each at one shape
 SIZED_POISONS = [(n, what) for n, other in zip(SIZES, POISONS[1:], strict=True) for what in (math.nan, other)]
@@ -36,7 +36,7 @@ def compare(ours: Any, clean: Any, spoiled: Tensor, what: float) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa"])  # auto is one of these
+@each
 def test_poisoned_keys_and_values(backend: str, mask: str) -> None:
     """Poison a third of all keys and values: rows that may attend none of those must not notice."""
     for n, what in SIZED_POISONS:
@@ -129,19 +129,19 @@ def test_nan_that_is_attended_shows(backend: str, case: str, what: float) -> Non
             assert bool(out.isnan().all())
 
 
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
 @pytest.mark.parametrize("which", ["sinks", "gate"])
 def test_nan_in_sinks_and_gates_shows(backend: str, which: str) -> None:
     n = SHORT
     options = options_of(which, n)
     options[which][0] = math.nan  # head 0, or batch row 0
-    out = headwise.attention(*make_qkv(*n), **options, backend=backend)
+    out = attend(backend, *make_qkv(*n), **options)
     bad, good = (out[:, 0], out[:, 1:]) if which == "sinks" else (out[0], out[1:])
     assert bool(bad.isnan().all()) and bool(good.isfinite().all())
 
 
 @pytest.mark.parametrize("pattern", STRIDES)
-@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa"])
+@each
 def test_gaps_between_and_around_rows(backend: str, pattern: str) -> None:
     """Thirty-three memory layouts: the answer is that of the contiguous copy, and what lies in the gaps is not read."""
     n = SHORT
@@ -188,11 +188,11 @@ def test_dropout_and_poison(what: float) -> None:
     q, k, v = make_qkv(*n)
     made = headwise.lengths(torch.tensor([4, 5]))
     beyond = (torch.arange(n.S) >= torch.tensor([[4], [5]]))[:, None, :, None]
-    for backend in MUST:
+    for backend in (*MUST, *NATIVE):
         results = []
         for pair in ((k, v), (poison(k, beyond, what), v), (k, poison(v, beyond, what))):
             torch.manual_seed(4)
-            results.append(headwise.attention(q, *pair, mask=made, dropout=0.3, backend=backend))
+            results.append(attend(backend, q, *pair, mask=made, dropout=0.3))
         assert_same_bits(results[1], results[0])
         assert_same_bits(results[2], results[0])
 

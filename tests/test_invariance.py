@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from backends import MUST, attend
+from backends import BEST, MUST, NATIVE, attend
 from mask_cases import Sizes
 from torch import Tensor
 
 import headwise
 from headwise.testing import assert_same_bits, make_qkv
 
-every = pytest.mark.parametrize("backend", [*MUST, "sdpa"])
+every = pytest.mark.parametrize("backend", [*MUST, "sdpa", *NATIVE])
 # Decoding steps (torch's fused kernel rounds by thread count below four rows a key head), a short text, an odd middle
 # length, one head, a length of many blocks.
 SHAPES = [
@@ -101,16 +101,16 @@ def test_a_hundred_times(backend: str) -> None:
             assert_same_bits(x, y)
 
 
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
 def test_lse_and_weights_too(backend: str) -> None:
     n = Sizes(5, 4, 2, 9, 31, 16, 8)
     q, k, v = make_qkv(*n)
     mask = headwise.window(7)
-    out, lse = headwise.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+    out, lse = attend(backend, q, k, v, mask=mask, return_lse=True)
     probabilities = headwise.weights(q, k, mask=mask)
     for b in range(n.B):
         row = slice(b, b + 1)
-        one, its = headwise.attention(q[row], k[row], v[row], mask=mask, return_lse=True, backend=backend)
+        one, its = attend(backend, q[row], k[row], v[row], mask=mask, return_lse=True)
         assert_same_bits(one, out[row])
         assert_same_bits(its, lse[row])
         assert_same_bits(headwise.weights(q[row], k[row], mask=mask), probabilities[row])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import attend
+from backends import BEST, NATIVE, attend
 from mask_cases import MASKS, Sizes
 from test_meaning import options_of
 
@@ -19,7 +19,7 @@ LONG = Sizes(2, 4, 2, 530, 1031, 8, 5)
 TALL = Sizes(1, 2, 1, 1031, 530, 8, 5)
 NAMES = ["causal", "causal_top_left", "causal (B,)", "window 3 2", "window far", "lengths start", "segments (B,)",
          "keep HTS", "keep B1T1", "bias BHTS", "alibi (B,)", "all kinds", "window & segments"]  # fmt: skip
-splitting = pytest.mark.parametrize("backend", ["blocks", "sdpa"])
+splitting = pytest.mark.parametrize("backend", ["blocks", "sdpa", *BEST])
 
 
 @pytest.mark.parametrize("n", [LONG, TALL], ids=["long", "tall"])
@@ -31,14 +31,14 @@ def test_strips_and_blocks_join_up(name: str | None, n: Sizes) -> None:
     results: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
     for backend, dtype in [
         ("reference", torch.float64),
-        *((b, torch.float32) for b in ("reference", "blocks", "sdpa")),
+        *((b, torch.float32) for b in ("reference", "blocks", "sdpa", *NATIVE)),
     ]:
         leaves = make_qkv(*n, dtype=dtype, requires_grad=True)
         out = attend(backend, *leaves, mask=mask)
         grads = torch.autograd.grad((out * weight.to(dtype)).sum(), leaves)
         results[backend, dtype] = [x.detach() for x in (out, *grads)]
     exact = results["reference", torch.float64]
-    for backend in ("blocks", "sdpa"):
+    for backend in ("blocks", "sdpa", *NATIVE):
         for x, y, z, what in zip(
             results[backend, torch.float32], exact, results["reference", torch.float32],
             ("out", "query", "key", "value"), strict=True,
@@ -46,11 +46,12 @@ def test_strips_and_blocks_join_up(name: str | None, n: Sizes) -> None:
             assert_close_like_torch(x, y, z, values=8 * y, factor=20.0, what=f"{backend}: {what}")
 
 
+@pytest.mark.parametrize("backend", ["blocks", *NATIVE])
 @pytest.mark.parametrize("name", ["causal", "window 3 2", "lengths start", "keep B1T1"])
-def test_options_and_lse_of_many_blocks(name: str) -> None:
+def test_options_and_lse_of_many_blocks(name: str, backend: str) -> None:
     mask, options = MASKS[name](LONG).mask, options_of("everything", LONG)
     qkv = make_qkv(*LONG)
-    out, lse = headwise.attention(*qkv, mask=mask, return_lse=True, backend="blocks", **options)
+    out, lse = attend(backend, *qkv, mask=mask, return_lse=True, **options)
     again, its = headwise.attention(*qkv, mask=mask, return_lse=True, backend="reference", **options)
     torch.testing.assert_close(out, again, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, its, rtol=1e-5, atol=1e-5)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from backends import BACKENDS, attend, every_backend
+from backends import attend, every_backend, quick
 from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, SQUARE, TILED, Sizes, as_tensor, dense
 from torch import Tensor
 
 import headwise
 from headwise.testing import KINDS, assert_close_like_torch, assert_same_bits, make_qkv, naive, oracle
 
-quick = pytest.mark.parametrize("backend", BACKENDS[:-1])  # flex traces each call (0.2 s): it gets FEW masks
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scale": -0.3},
@@ -157,7 +156,7 @@ def test_head_h_reads_key_value_head_h_over_G(backend: str) -> None:
     n = SHORT
     q, k, _ = make_qkv(*n)
     v = torch.arange(n.K, dtype=torch.float32).view(1, -1, 1, 1).expand(n.B, n.K, n.S, n.V)
-    out = headwise.attention(q, k, v, backend=backend)
+    out = attend(backend, q, k, v)
     expected = torch.arange(n.H) // (n.H // n.K)
     assert not torch.equal(expected, torch.arange(n.H) % n.K)
     torch.testing.assert_close(out, expected.float().view(1, -1, 1, 1).expand_as(out))
@@ -170,7 +169,7 @@ def test_keys_are_grouped_too(backend: str) -> None:
     k = torch.zeros(1, 3, 5, 4)
     k[:, 1, 0] = 100
     v = torch.arange(5.0).view(1, 1, 5, 1).expand(1, 3, 5, 1)
-    out = headwise.attention(q, k, v, backend=backend)[0, :, 0, 0]
+    out = attend(backend, q, k, v)[0, :, 0, 0]
     torch.testing.assert_close(out, torch.tensor([2.0, 2.0, 0.0, 0.0, 2.0, 2.0]))
 
 
@@ -271,7 +270,7 @@ def test_causal_is_bottom_right(backend: str) -> None:
     """Values are their own positions and scores are equal: out is the mean position of what is seen."""
     q, k = torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 5, 4)
     v = torch.arange(5.0).view(1, 1, 5, 1)
-    see = lambda mask: headwise.attention(q, k, v, mask=mask, backend=backend).flatten()  # noqa: E731
+    see = lambda mask: attend(backend, q, k, v, mask=mask).flatten()  # noqa: E731
     torch.testing.assert_close(see(headwise.causal()), torch.tensor([1.0, 1.5, 2.0]))
     torch.testing.assert_close(see(headwise.causal_top_left()), torch.tensor([0.0, 0.5, 1.0]))
     torch.testing.assert_close(see(headwise.window(2)), torch.tensor([1.5, 2.5, 3.5]))

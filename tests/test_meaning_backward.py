@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import MUST, attend
+from backends import BEST, MUST, attend
 from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, TILED, Sizes, as_tensor, dense
 from test_interference import SIZED_POISONS, split_rows
 from test_meaning import EMPTY_ROWS, EXTRAS, options_of
@@ -27,9 +27,14 @@ from headwise.testing import (
     strided,
 )
 
-trains = pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa"])  # auto is one of them; flex cannot on CPU
+trains = pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *BEST])  # auto is one; flex cannot on CPU
 TORCH_FACTOR = 20.0  # torch's fused kernel on the CPU errs up to 16 times as much as torch written out (dV)
 Leaves = dict[str, Tensor]
+
+
+def budget_of(backend: str) -> tuple[float, int]:
+    """(factor on naive's error, ulps) of a gradient: where torch's fused backward runs, it sets the error."""
+    return (2.0, 1) if backend in MUST else (TORCH_FACTOR, 4)
 
 
 def upstream(n: Sizes, dtype: torch.dtype) -> Tensor:
@@ -93,7 +98,7 @@ def check(
     for (name, x), grad in zip(learning.items(), ours, strict=True):
         assert grad.dtype == dtype and grad.shape == x.shape
         naives = [r[name] for r in rough]
-        factor, ulps = (2.0, 1) if backend != "sdpa" else (TORCH_FACTOR, 4)
+        factor, ulps = budget_of(backend)
         what = f"{backend}, {mask}: gradient of {name}"
         assert_close_like_torch(grad, exact[name], naives, values=ulps * largest, factor=factor, what=what)
 
@@ -125,7 +130,7 @@ def test_gradients_of_dtypes(backend: str, mask: str | None, dtype: torch.dtype)
     check(backend, mask, SHORT, dtype=dtype)
 
 
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
 @pytest.mark.parametrize("shape", [(5, 7), (6, 1, 7), (2, 1, 5, 7), (2, 6, 5, 7), (1, 7), (7,)])
 def test_gradients_of_a_bias(backend: str, shape: tuple[int, ...]) -> None:
     """Every broadcast form; an entry of -inf, and one that another rule forbids, gets exactly 0."""
@@ -141,7 +146,7 @@ def test_gradients_of_a_bias(backend: str, shape: tuple[int, ...]) -> None:
 
     (exact,) = gradients(by_oracle, {"x": learned.double()}, grad_out.double()).values()
     (ours,) = gradients(
-        lambda x: headwise.attention(*qkv, mask=headwise.causal() & headwise.bias(x), backend=backend),
+        lambda x: attend(backend, *qkv, mask=headwise.causal() & headwise.bias(x)),
         {"x": learned},
         grad_out,
     ).values()
@@ -149,7 +154,7 @@ def test_gradients_of_a_bias(backend: str, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
 def test_gradients_of_slopes(backend: str) -> None:
     n = SHORT
     far = (torch.arange(n.T)[:, None] + n.S - n.T - torch.arange(n.S)).abs()
@@ -159,9 +164,7 @@ def test_gradients_of_slopes(backend: str) -> None:
         {"x": slopes.double()},
         grad_out.double(),
     ).values()
-    ours = gradients(
-        lambda x: headwise.attention(*qkv, mask=headwise.alibi(x), backend=backend), {"x": slopes}, grad_out
-    )["x"]
+    ours = gradients(lambda x: attend(backend, *qkv, mask=headwise.alibi(x)), {"x": slopes}, grad_out)["x"]
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
@@ -191,7 +194,7 @@ def test_a_row_that_may_attend_nothing_gives_and_gets_nothing(backend: str, name
                 assert bool((x[empty] == 0).all())
 
 
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
 def test_the_gradient_through_lse(backend: str) -> None:
     n = LONG
     for extra in ("plain", "everything"):
@@ -210,7 +213,7 @@ def test_the_gradient_through_lse(backend: str) -> None:
             one.double(),
         )
         ours = gradients(
-            lambda o=options, m=made, **x: loss(headwise.attention(**x, mask=m, return_lse=True, backend=backend, **o)),
+            lambda o=options, m=made, **x: loss(attend(backend, **x, mask=m, return_lse=True, **o)),
             leaves,
             one,
         )
@@ -310,7 +313,7 @@ def test_gradients_of_layouts(backend: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(B, 4, 2, T, S, 7, 2) for B, T, S in ((0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0))])
-@pytest.mark.parametrize("backend", [*MUST, "sdpa"])
+@pytest.mark.parametrize("backend", [*MUST, "sdpa", *BEST])
 def test_gradients_of_nothing(backend: str, sizes: tuple[int, ...]) -> None:
     n = Sizes(*sizes)
     for mask in (None, headwise.causal()):

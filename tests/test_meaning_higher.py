@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import MUST, attend
+from backends import BEST, MUST, NATIVE, attend
 from mask_cases import SHORT, Sizes
 from torch import Tensor
 
@@ -119,11 +119,11 @@ def dropped(backend: str, p: float, seed: int = 0, n: Sizes = FIFTY) -> tuple[Te
     identity = torch.eye(n.S).expand(n.B, n.K, n.S, n.S)
     torch.manual_seed(seed)
     mask = headwise.causal()
-    return headwise.attention(q, k, identity, mask=mask, dropout=p, backend=backend), headwise.weights(q, k, mask=mask)
+    return attend(backend, q, k, identity, mask=mask, dropout=p), headwise.weights(q, k, mask=mask)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", [*MUST, *NATIVE])
 def test_dropout_zeroes_a_fraction_and_keeps_the_expectation(backend: str, p: float) -> None:
     ours, whole = dropped(backend, p)
     seen = whole > 0
@@ -136,7 +136,7 @@ def test_dropout_zeroes_a_fraction_and_keeps_the_expectation(backend: str, p: fl
     assert len(set(heads.tolist())) == len(heads), "two heads drop alike"
 
 
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", [*MUST, *NATIVE])
 def test_dropout_follows_the_seed(backend: str) -> None:
     assert_same_bits(dropped(backend, 0.3, seed=5)[0], dropped(backend, 0.3, seed=5)[0])
     assert not torch.equal(dropped(backend, 0.3, seed=5)[0], dropped(backend, 0.3, seed=6)[0])
@@ -146,12 +146,12 @@ def test_dropout_follows_the_seed(backend: str) -> None:
 @pytest.mark.parametrize(
     "n", [Sizes(2, 3, 1, 50, 70, 4, 70), Sizes(1, 1, 1, 600, 1030, 4, 1030)], ids=["one block", "many"]
 )
-@pytest.mark.parametrize("backend", MUST)
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
 def test_backward_drops_what_forward_dropped(backend: str, n: Sizes) -> None:
     """With an identity as values, out is the dropped weights P, and the gradient of the values is P^T dO."""
     q, k, _ = make_qkv(*n)
     v = torch.eye(n.S).expand(n.B, n.K, n.S, n.S).contiguous().requires_grad_()
-    out = headwise.attention(q.requires_grad_(), k, v, dropout=0.4, backend=backend)
+    out = attend(backend, q.requires_grad_(), k, v, dropout=0.4)
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     (grad,) = torch.autograd.grad(out, v, grad_out)
     expected = (out.mT @ grad_out).unflatten(1, (n.K, -1)).sum(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import MUST, attend
+from backends import attend, quick
 from onnx_cases import COUNT, SHA256, TOLERANCE, cases, error, fingerprint, score_error
 
 import headwise
@@ -33,7 +33,7 @@ def test_output_by_flex(name: str) -> None:
     assert error(case.joined(out), case.outputs["Y"]) <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("backend", [*MUST, "sdpa"])
+@quick
 @ALL
 def test_output(name: str, backend: str) -> None:
     case = CASES[name]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import attend
+from backends import BEST, NATIVE, attend
 from mask_cases import MASKS, Sizes, as_tensor
 from torch import Tensor
 
@@ -67,7 +67,7 @@ class Drawn:
 
 numbers = pytest.mark.parametrize("number", range(60))
 few = pytest.mark.parametrize("number", range(12))
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", [*BACKENDS, *BEST])
 
 
 @numbers
@@ -75,7 +75,7 @@ def test_every_backend_is_the_definition(number: int) -> None:
     case = Drawn(number)
     exact, exact_lse = oracle(*case.qkv, mask=case.dense(), **case.options)
     rough = naive(*case.qkv, mask=case.dense(), **case.options)
-    for backend in BACKENDS:
+    for backend in (*BACKENDS, *NATIVE):
         out = attend(backend, *case.qkv, mask=case.mask, **case.options)
         if out is not None:
             assert_close_like_torch(out, exact, rough, values=case.qkv[2], what=f"{backend}, {case}")
