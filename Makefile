@@ -2,6 +2,7 @@
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
 #   make test            lint, types, docs and the whole test suite
 #   make bench           the benchmarks; rows land in benchmarks/results
+#   make native          compile the native kernel again (csrc), showing the compiler's words
 #   make docs            the documentation, in site/
 #   make clean           remove everything that make made
 #   make PYTHON=python3.12 look     another Python (3.11 or newer)
@@ -15,12 +16,12 @@ PYTEST_ARGS ?= -n 2
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look test lint types docs pytest bench clean
+.PHONY: help look test lint types docs pytest bench native clean
 
 help:
-	@sed -n '2,7s/^# //p' Makefile
+	@sed -n '2,8s/^# //p' Makefile
 
-look: $(VENV)/.package
+look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
 
 test: lint types docs pytest
@@ -42,10 +43,14 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/statistics_memory.py
 
+native: $(VENV)/.package
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hatch_build.py
+
 clean:
+	rm -f src/headwise/_native.so
 	rm -rf $(VENV) build dist site headwise-report.html .pytest_cache .mypy_cache .ruff_cache
 
-# The environment, in four stamps, so that running again costs nothing. pip is quiet but for errors; on a terminal
+# The environment, in five stamps, so that running again costs nothing. pip is quiet but for errors; on a terminal
 # it shows how far the one large download (torch) is.
 QUIET = $$([ -t 1 ] || echo -qq)
 
@@ -63,12 +68,22 @@ $(VENV)/.torch: $(VENV)/.python constraints.txt
 	@$(PIP) $(QUIET) torch
 	@touch $@
 
+# The tools that build are pinned, too; hence no build isolation. CMake only where the machine has a compiler alone.
+CMAKE = $$(! command -v c++ >/dev/null || command -v cmake >/dev/null || echo cmake ninja)
+
 $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@echo "==> headwise and what it needs"
-	@$(PIP) -qq -e .
+	@$(PIP) -qq hatchling editables $(CMAKE)
+	@HEADWISE_NATIVE=0 $(PIP) -qq --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.package
+# Compiles what has changed; where it cannot, it says so, and everything runs without the library.
+$(VENV)/.native: $(VENV)/.package hatch_build.py CMakeLists.txt $(wildcard csrc/*)
+	@echo "==> the native CPU kernel"
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hatch_build.py --optional
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.native
 	@echo "==> the test tools"
-	@$(PIP) -qq -e '.[test]'
+	@HEADWISE_NATIVE=0 $(PIP) -qq --no-build-isolation -e '.[test]'
 	@touch $@

@@ -1,0 +1,86 @@
+// One call of attention as plain data: what the binding fills in and every instruction set's kernel reads.
+//
+// Letters as in src/headwise/shapes.py: B batch, H query heads, K key-value heads, G = H / K, T queries, S keys,
+// D head dim of queries and keys, V head dim of values. Strides count elements. Nothing here owns memory.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace headwise {
+
+enum class Dtype : int32_t { f32, bf16, f16, f64, boolean };
+
+// A (B, H, T, S)-like tensor of four axes; a broadcast axis has stride 0.
+struct Tensor4 {
+  void* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+  Dtype dtype = Dtype::f32;
+};
+
+// The ids that a query and a key must share; (B|1, T) and (B|1, S), a batch stride of 0 where one serves all.
+struct SegmentRule {
+  const int64_t* query_ids = nullptr;
+  const int64_t* key_ids = nullptr;
+  int64_t query_stride[2] = {0, 0};
+  int64_t key_stride[2] = {0, 0};
+};
+
+// Adds -slope * |i + offset - j|.
+struct AlibiRule {
+  const float* slopes = nullptr;  // (B|1, H)
+  const int64_t* offsets = nullptr;  // (B|1)
+  int64_t slopes_stride[2] = {0, 0};
+  int64_t offsets_stride = 0;
+};
+
+constexpr int kMaxDense = 8;
+constexpr int kMaxSegments = 4;
+constexpr int kMaxAlibi = 4;
+constexpr int64_t kFar = int64_t{1} << 40;  // farther than any key
+
+struct Problem {
+  int64_t B = 0, H = 0, K = 0, T = 0, S = 0, D = 0, V = 0;
+  Tensor4 query, key, value, out;  // query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), out (B, H, T, V)
+  Dtype dtype() const { return query.dtype; }  // one for all four
+  float* lse = nullptr;  // (B, H, T) contiguous, or null
+  float scale = 1.0f;
+  float softcap = 0.0f;  // 0 = none
+  const float* sinks = nullptr;  // (H), or null
+
+  // Row i of batch b may attend max(start, i + low) <= j < min(stop, i + high), from `bounds` where it is given
+  // (int64 (B|1, 4): low, high, start, stop; stride 0 where one serves all), else from `low` and `high` alone.
+  int64_t low = -kFar, high = kFar;
+  const int64_t* bounds = nullptr;
+  int64_t bounds_stride = 0;
+
+  SegmentRule segments[kMaxSegments];
+  int n_segments = 0;
+  Tensor4 dense[kMaxDense];  // Dtype::boolean: true = attend; else added to the scores, -inf forbids
+  int n_dense = 0;
+  AlibiRule alibi[kMaxAlibi];
+  int n_alibi = 0;
+
+  Tensor4 gate;  // (B, H, T, V) broadcast, in any float dtype; data null = none
+  float dropout = 0.0f;
+  uint64_t seed = 0;
+};
+
+// Runs the call on torch's threads with the instruction set chosen. B, T, S, D, V > 0. Same bits for any thread count.
+void attend(const Problem& problem);
+
+// The weights that dropout keeps, as `attend` draws them for this seed: bool (B, H, rows, S), contiguous,
+// for the queries first <= i < first + rows.
+void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,
+                  uint64_t seed);
+
+// The name of the instruction set in use: avx512_bf16, avx512, avx2 or baseline.
+const char* isa();
+
+// Names of those that this CPU can run, best first, terminated by null.
+const char* const* isas();
+
+// Uses this one from now on; false where this CPU (or this build) has it not. For tests and benchmarks.
+bool use_isa(const char* name);
+
+}  // namespace headwise

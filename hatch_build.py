@@ -1,0 +1,124 @@
+"""Builds the native CPU kernel (csrc, by CMake) when the package is installed, and never stops an installation.
+
+Without a compiler, or where the compiler fails, the package is installed as pure Python: all of it works, on PyTorch's
+own attention, and one line says why. `HEADWISE_NATIVE=0` leaves the kernel out; `HEADWISE_NATIVE=1` makes a failure an
+error, for those who make wheels. `python hatch_build.py` builds into the source tree and shows the compiler's words.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a script
+    BuildHookInterface = object
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = ROOT / "src" / "headwise" / "_native.so"
+BUILD = ROOT / "build" / "native"
+WITHOUT = "everything works all the same, on PyTorch's own attention"
+
+
+class NativeError(RuntimeError):
+    """Why there is no native library, in one line."""
+
+
+class NativeBuildHook(BuildHookInterface):
+    """Puts headwise/_native.so into the wheel, or says why not."""
+
+    PLUGIN_NAME = "custom"
+
+    def dependencies(self) -> list[str]:
+        """CMake comes from the package index where a compiler is there and it alone is missing."""
+        return ["cmake>=3.22", "ninja"] if _wanted() and _compiler() and not shutil.which("cmake") else []
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Builds; a wheel with the library in it is for this platform, but for any Python."""
+        if self.target_name != "wheel" or not _wanted():
+            return
+        try:
+            build()
+        except NativeError as error:
+            LIBRARY.unlink(missing_ok=True)  # an older one would not fit these sources
+            if os.environ.get("HEADWISE_NATIVE") == "1":
+                raise
+            self.app.display_warning(f"headwise without its native CPU kernel ({error}); {WITHOUT}")
+            return
+        build_data["artifacts"].append(str(LIBRARY.relative_to(ROOT)))
+        if version != "editable":
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data.update(pure_python=False, tag=f"py3-none-{platform}")
+
+
+def build(show: bool = False) -> None:
+    """Configures and compiles what has changed since the last time. Raises `NativeError`."""
+    if not sys.platform.startswith(("linux", "darwin")):
+        raise NativeError(f"not written for {sys.platform}")
+    if not _compiler():
+        raise NativeError("no C++ compiler")
+    if not shutil.which("cmake"):
+        raise NativeError("no cmake")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD.parent / "lock", "w") as lock:
+        _wait_for(lock)
+        if _stale():
+            shutil.rmtree(BUILD)
+        _cmake(show)
+
+
+def _cmake(show: bool) -> None:
+    env = dict(os.environ)
+    if shutil.which("ninja"):
+        env.setdefault("CMAKE_GENERATOR", "Ninja")
+    steps = [["cmake", "--build", str(BUILD), "--parallel", str(os.cpu_count() or 1)]]
+    if not (BUILD / "CMakeCache.txt").exists():  # later builds configure again by themselves, where they must
+        steps.insert(0, ["cmake", "-S", str(ROOT), "-B", str(BUILD)])
+    to = None if show else subprocess.DEVNULL
+    for step in steps:
+        if subprocess.run(step, env=env, stdout=to, stderr=to).returncode != 0:
+            raise NativeError("the compiler failed" if show else "the compiler failed; `make native` shows its words")
+
+
+def _stale() -> bool:
+    """Whether the folder was configured for another source tree, or by tools that are gone with their environment."""
+    cache = BUILD / "CMakeCache.txt"
+    if not cache.exists():
+        return False
+    entries = dict(line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line and line[0] not in "#/")
+    known = {name.split(":")[0]: value for name, value in entries.items()}
+    tools = [known.get(name, "") for name in ("CMAKE_COMMAND", "CMAKE_MAKE_PROGRAM", "CMAKE_CXX_COMPILER")]
+    return known.get("CMAKE_HOME_DIRECTORY") != str(ROOT) or not all(map(shutil.which, tools))
+
+
+def _wait_for(lock: Any) -> None:
+    with suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two builds in one folder would mix their files
+
+
+def _wanted() -> bool:
+    return os.environ.get("HEADWISE_NATIVE") != "0"
+
+
+def _compiler() -> str | None:
+    own = os.environ.get("CXX")
+    names = [own.split()[0]] if own else ["c++", "g++", "clang++"]
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+if __name__ == "__main__":
+    optional = "--optional" in sys.argv
+    try:
+        build(show=not optional)
+    except NativeError as error:
+        print(f"headwise without its native CPU kernel ({error}); {WITHOUT}", file=sys.stderr)
+        sys.exit(not optional)
