@@ -1,0 +1,139 @@
+"""What the native kernel's own tests share: float64 answers without loops, cached by case; faults collected.
+
+The kernel must be right at every size and on every instruction set, so these tests run many small cases in one test
+and name those that fail: `with collected() as attempt: attempt("S = 65", check, ...)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from backends import attend
+from mask_cases import MASKS, Sizes
+from torch import Tensor
+
+from headwise import Mask
+from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, ulp
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+
+
+def exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64, all rows at once; held against `oracle` by a test."""
+    (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
+    q, k, v = (x.double() for x in (query, key, value))
+    scores = (q.reshape(B, K, -1, D) @ k.mT).view(B, H, T, S) * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    allowed = mask.allowed(T, S) if mask is not None else None
+    added = mask.added(T, S) if mask is not None else None
+    if added is not None:
+        scores = scores + added.double()
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -math.inf)
+    lse = torch.logsumexp(scores, -1)
+    empty = lse == -math.inf
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double().view(1, H, 1))
+    weights = torch.exp(scores - lse.masked_fill(empty, 0)[..., None])
+    out = (weights.view(B, K, -1, S) @ v).view(B, H, T, -1)
+    return out, lse.masked_fill(empty, -math.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A case's inputs and its answers: out and lse in float64, out by naive PyTorch, and the largest |score|."""
+
+    qkv: tuple[Tensor, Tensor, Tensor]
+    options: dict[str, Any]
+    out: Tensor
+    lse: Tensor
+    rough: tuple[Tensor, ...]
+    tallest: float
+
+
+def answer_of(qkv: tuple[Tensor, Tensor, Tensor], **options: Any) -> Answer:
+    """The answers for these inputs."""
+    out, lse = exact(*qkv, **options)
+    scale = options.get("scale")
+    tops = [x.detach().double().norm(dim=-1).max() for x in qkv[:2]]
+    tallest = float(tops[0] * tops[1]) * abs(qkv[0].shape[-1] ** -0.5 if scale is None else scale)
+    return Answer(qkv, options, out, lse, naive(*qkv, **options), tallest)
+
+
+@cache
+def answer(n: Sizes, dtype: torch.dtype, mask: str | None = None, kind: str = "normal", scale: float = 1.0) -> Answer:
+    """The answers for the sizes, with one of `mask_cases.MASKS`."""
+    qkv = make_qkv(*n, dtype=dtype, kind=kind, scale=scale)
+    return answer_of(qkv, **({} if mask is None else {"mask": MASKS[mask](n).mask}))
+
+
+def check(backend: str, wanted: Answer) -> None:
+    """out within its budget, lse within its own, and out the same to the bit whether or not lse is asked for."""
+    out = attend(backend, *wanted.qkv, **wanted.options)
+    assert out.dtype == wanted.qkv[0].dtype and out.shape == wanted.out.shape
+    check_out(out, wanted)
+    again, lse = attend(backend, *wanted.qkv, **wanted.options, return_lse=True)
+    assert_same_bits(again, out, what="out beside lse")
+    check_lse(lse, wanted)
+
+
+def check_out(out: Tensor, wanted: Answer) -> None:
+    """Within the budget of `assert_close_like_torch`, with slack that fits a case of a few rows.
+
+    There naive's largest error is luck. In float32 a score's own rounding is added, times the largest value; in the
+    half dtypes 1 ulp of the largest output, which is small: one key too many or too few of thousands is seen.
+    """
+    slack = wanted.qkv[2] * max(1.0, wanted.tallest) if out.dtype == torch.float32 else wanted.out
+    assert_close_like_torch(out, wanted.out, wanted.rough, values=slack)
+
+
+def check_lse(lse: Tensor, wanted: Answer) -> None:
+    """float32; -inf in the same rows; elsewhere within a few roundings of the largest score.
+
+    In the half dtypes, a sixteenth of the dtype's own rounding more: a weight exp(score - lse) stays right to that.
+    """
+    dtype = wanted.qkv[0].dtype
+    assert lse.dtype == torch.float32 and lse.shape == wanted.lse.shape
+    empty = wanted.lse == -math.inf
+    assert bool((lse[empty] == -math.inf).all()), "lse of a row that may attend nothing is -inf"
+    error = float((lse.double() - wanted.lse)[~empty].abs().nan_to_num(nan=math.inf).max()) if not empty.all() else 0.0
+    slack = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 16
+    top = float(wanted.lse[~empty].abs().max()) if not empty.all() else 0.0
+    budget = 2 * ulp(max(wanted.tallest, top, 1.0), torch.float32) + slack
+    assert error <= budget, f"lse: error {error:.3e}, budget {budget:.3e} (scores up to {wanted.tallest:.1f})"
+
+
+@contextmanager
+def collected(most: int = 6) -> Iterator[Callable[..., None]]:
+    """Run many checks, then fail once with how many failed and the first few: `attempt(what, check, *arguments)`."""
+    ran, faults = 0, []
+
+    def attempt(what: object, run: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        nonlocal ran
+        ran += 1
+        try:
+            run(*args, **kwargs)
+        except AssertionError as fault:
+            faults.append(f"{what}: {fault}")
+
+    yield attempt
+    assert ran, "nothing was checked"
+    assert not faults, "\n".join([f"{len(faults)} of {ran} fail", *faults[:most]])
