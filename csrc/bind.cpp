@@ -155,7 +155,7 @@ float read_dropout(StableIValue value) {
 
 void attend_full_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Owned query(stack[0]), key(stack[1]), value(stack[2]), sinks(optional(stack[5])), bounds(optional(stack[8]));
-  const Tensors segments(stack[9]), dense(stack[10]), alibi(stack[11]);
+  const Tensors segments(optional(stack[9])), dense(optional(stack[10])), alibi(optional(stack[11]));
   Owned gate(optional(stack[12])), seed(optional(stack[14]));
   Problem p;
   const View query_view = look(query, "query");
@@ -231,7 +231,7 @@ const Operator kOperators[] = {
      attend_boxed},
     {"attend_full",
      "attend_full(Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, "
-     "SymInt high, Tensor? bounds, Tensor[] segments, Tensor[] dense, Tensor[] alibi, Tensor? gate, float dropout, "
+     "SymInt high, Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, Tensor? gate, float dropout, "
      "Tensor? seed) -> (Tensor, Tensor)",
      "CPU", attend_full_boxed},
     {"dropout_keep",

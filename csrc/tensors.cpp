@@ -74,6 +74,7 @@ void fail(const std::string& message) { throw std::runtime_error("headwise: " + 
 
 Tensors::Tensors(StableIValue value) {
   const auto list = reinterpret_cast<StableListHandle>(value);
+  if (!list) return;
   size_t size = 0;
   AOTITorchError error = torch_list_size(list, &size);
   tensors_.reserve(size);

@@ -37,7 +37,7 @@ class Owned {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// The tensors of a Tensor[], taken out of the list, which is deleted.
+// The tensors of a list, taken out of it; the list (or 0 for none) is deleted.
 class Tensors {
  public:
   explicit Tensors(StableIValue list);
@@ -50,7 +50,7 @@ class Tensors {
   std::vector<Owned> tensors_;
 };
 
-StableIValue optional(StableIValue value);  // a Tensor? as the handle in it, or 0
+StableIValue optional(StableIValue value);  // the handle in a Tensor? or Tensor[]?, or 0
 double number(StableIValue value);
 StableIValue text(const std::string& value);
 std::string take_text(StableIValue value);

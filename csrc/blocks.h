@@ -1,0 +1,177 @@
+// Many rows: blocks of NV vectors of rows on the transposed micro-kernels, a few blocks sharing each tile of keys.
+#pragma once
+
+#include "dropout.h"
+#include "finish.h"
+#include "tiles.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+constexpr int kMaxBlocks = 4;  // of an item: so often is a tile of keys used while it is near
+
+// A thread's memory for one item.
+template <class N>
+struct BlockScratch {
+  typename N::Query* query[kMaxBlocks];
+  float* sums[kMaxBlocks];  // O^T[column][row]
+  float *top, *total;       // [block][row]
+  float* alpha;
+  float* scores;  // [key][row], then weights
+  float* key_copy;
+  void* value_copy;
+  float* spare;
+  float* line;
+  Rows* rows;
+
+  BlockScratch(Arena& arena, const Problem& p, int blocks) {
+    const int64_t depth = N::depth(p.D), wide = round_up(p.V, W);
+    for (int i = 0; i < blocks; ++i) {
+      query[i] = arena.take<typename N::Query>(depth * kRows);
+      sums[i] = arena.take<float>(p.V * kRows);
+    }
+    top = arena.take<float>(kMaxBlocks * kRows), total = arena.take<float>(kMaxBlocks * kRows);
+    alpha = arena.take<float>(kRows);
+    scores = arena.take<float>(kTile * kRows);
+    key_copy = arena.take<float>(kTile * round_up(p.D, W));
+    value_copy = arena.take<float>(kTile * wide);
+    spare = arena.take<float>(most(W * round_up(p.D, W), W * wide));
+    line = arena.take<float>(W * wide);
+    rows = arena.take<Rows>(kMaxBlocks);
+  }
+};
+
+// The keys of a tile for all blocks of an item.
+struct TileOfKeys {
+  int64_t j0;
+  int n;
+  RowsOf key, value;
+  BadKeys bad;
+};
+
+template <class N>
+static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n, BlockScratch<N>& s,
+                             TileOfKeys& tile) {
+  tile.j0 = j0, tile.n = n;
+  tile.bad.look(p, b, kv_head, j0, n);
+  if constexpr (N::kPair == 2) {
+#if HW_BF16
+    tile.key = half_rows(p.key, b, kv_head, j0, n, p.D, tile.bad, reinterpret_cast<uint16_t*>(s.key_copy));
+    tile.value = paired_rows(p.value, b, kv_head, j0, n, p.V, tile.bad, static_cast<uint32_t*>(s.value_copy),
+                             reinterpret_cast<uint16_t*>(s.spare));
+#endif
+  } else {
+    tile.key = float_rows(p.key, b, kv_head, j0, n, p.D, tile.bad, s.key_copy);
+    tile.value = float_rows(p.value, b, kv_head, j0, n, p.V, tile.bad, static_cast<float*>(s.value_copy));
+  }
+}
+
+// One block of rows against one tile.
+template <class N, int NV>
+static inline void block_tile(const Problem& p, int64_t b, const TileOfKeys& tile, bool general, int block,
+                              BlockScratch<N>& s) {
+  constexpr int R = NV * W;
+  Rows& rows = s.rows[block];
+  int64_t j0 = most(tile.j0, rows.lo_min);
+  const int64_t j1 = least(tile.j0 + tile.n, rows.hi_max);
+  if (j0 >= j1) return;
+  j0 -= (j0 - tile.j0) % N::kPair;  // pairs of keys begin where the tile begins
+  const int64_t skip = j0 - tile.j0;
+  const int n = static_cast<int>(j1 - j0);
+  const Tile kind = tile_of(p, b, rows, j0, j1);
+  if (kind == Tile::empty) return;
+
+  const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
+  scores_of<N, NV>(s.query[block], N::depth(p.D), key, tile.key.stride, n, s.scores);
+  if (general) scale_scores(p, s.scores, int64_t{n} * R);
+  if (general || kind == Tile::mixed || tile.bad.any) {
+    mask_tile<Layout<1, R>>(p, b, rows, j0, n, s.scores, kind, tile.bad.any ? tile.bad.is + skip : nullptr);
+  }
+  float* top = s.top + block * kRows;
+  float* total = s.total + block * kRows;
+  const bool drops = p.dropout > 0.0f;
+  softmax_tile<N, NV>(s.scores, n, general ? kLog2e : p.scale * kLog2e, top, total, s.alpha, !drops);
+  if (drops) {
+    drop_tile<1, R>(p, b, rows, j0, n, s.scores);
+    pack_weights<N, NV>(s.scores, n);
+  }
+  const auto* value = reinterpret_cast<const typename N::Value*>(tile.value.data) + skip / N::kPair * tile.value.stride;
+  values_of<N, NV>(reinterpret_cast<const typename N::Weight*>(s.scores), (n + N::kPair - 1) / N::kPair, value,
+                   tile.value.stride, p.V, s.alpha, s.sums[block]);
+}
+
+// O^T turned back, W rows at a time.
+template <class N, int NV>
+static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
+                                int64_t split, int block, BlockScratch<N>& s) {
+  constexpr int R = NV * W;
+  const Rows& rows = s.rows[block];
+  const int64_t wide = round_up(p.V, W);
+  for (int v = 0; v < NV && v * W < rows.n; ++v) {
+    for (int64_t d = 0; d < p.V; d += W) {
+      F x[W];
+      const float* from = s.sums[block] + d * R + v * W;
+      if (p.V - d >= W) {
+        HW_UNROLL
+        for (int i = 0; i < W; ++i) x[i] = load(from + i * R);
+      } else {
+        for (int i = 0; i < W; ++i) x[i] = d + i < p.V ? load(from + i * R) : zero();
+      }
+      transpose(x);
+      HW_UNROLL
+      for (int i = 0; i < W; ++i) store(s.line + i * wide + d, x[i]);
+    }
+    for (int i = 0; i < W && v * W + i < rows.n; ++i) {
+      const int r = v * W + i;
+      const float top = s.top[block * kRows + r];
+      const bool bad = rows.seen[r] || (rows.bad[r] && top != -kInf);
+      finish_row(p, plan, b, kv_head, first + r, split, top, s.total[block * kRows + r], bad, s.line + i * wide);
+    }
+  }
+}
+
+// Calls f<NV>() for the fewest vectors that hold n rows.
+#define HW_BY_VECTORS(n, f, ...)                                   \
+  do {                                                             \
+    if ((n) > 2 * W && kVectors > 2) {                             \
+      f<N, kVectors>(__VA_ARGS__);                                 \
+    } else if ((n) > W) {                                          \
+      f<N, 2>(__VA_ARGS__);                                        \
+    } else {                                                       \
+      f<N, 1>(__VA_ARGS__);                                        \
+    }                                                              \
+  } while (false)
+
+template <class N>
+static void run_blocks(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+  Arena arena{scratch};
+  const int64_t b = group / plan.row_items / p.K, kv_head = group / plan.row_items % p.K;
+  const int64_t first = group % plan.row_items * plan.rows_per_item;
+  const int64_t last = least(first + plan.rows_per_item, plan.rows);
+  const int blocks = static_cast<int>((last - first + kRows - 1) / kRows);
+  BlockScratch<N> s(arena, p, static_cast<int>(plan.rows_per_item / kRows));
+
+  int64_t k0 = p.S, k1 = 0;
+  for (int i = 0; i < blocks; ++i) {
+    const int n = static_cast<int>(least(kRows, last - first - i * kRows));
+    place_rows(p, b, kv_head, first + i * kRows, n, static_cast<int>(round_up(n, W)), s.rows[i]);
+    HW_BY_VECTORS(n, pack_query, p, b, s.rows[i], s.query[i], reinterpret_cast<char*>(s.spare));
+    k0 = least(k0, s.rows[i].lo_min), k1 = most(k1, s.rows[i].hi_max);
+    memset(s.sums[i], 0, static_cast<size_t>(p.V * kRows) * sizeof(float));
+    for (int r = 0; r < kRows; ++r) s.top[i * kRows + r] = -kInf, s.total[i * kRows + r] = 0.0f;
+  }
+  const int64_t from = most(k0, split * plan.keys_per_split), to = least(k1, (split + 1) * plan.keys_per_split);
+  const bool general = is_general(p);
+  TileOfKeys tile;
+  for (int64_t j = from / kTile * kTile; j < to; j += kTile) {
+    const int64_t j0 = most(j, from / 2 * 2), j1 = least(j + kTile, to);
+    load_tile<N>(p, b, kv_head, j0, static_cast<int>(j1 - j0), s, tile);
+    for (int i = 0; i < blocks; ++i) HW_BY_VECTORS(s.rows[i].n, block_tile, p, b, tile, general, i, s);
+  }
+  for (int i = 0; i < blocks; ++i) {
+    HW_BY_VECTORS(s.rows[i].n, finish_block, p, plan, b, kv_head, first + i * kRows, split, i, s);
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

@@ -1,0 +1,155 @@
+// Chooses the instruction set, shares the items of a call among torch's threads, merges what was split.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+#include "philox.h"
+#include "plan.h"
+#include "threads.h"
+
+namespace headwise {
+namespace {
+
+bool cpu_has(const char* name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (std::strcmp(name, "avx2") == 0) return avx2;
+  if (std::strcmp(name, "avx512") == 0) return avx512;
+  if (std::strcmp(name, "avx512_bf16") == 0) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+  return std::strcmp(name, "baseline") == 0;
+}
+
+// Best first.
+const std::vector<const Kernels*>& available() {
+  static const std::vector<const Kernels*> found = [] {
+    std::vector<const Kernels*> all;
+#if defined(__x86_64__)
+    for (const Kernels* set : {avx512_bf16_kernels(), avx512_kernels(), avx2_kernels()}) {
+      if (cpu_has(set->name)) all.push_back(set);
+    }
+#endif
+    all.push_back(baseline_kernels());
+    return all;
+  }();
+  return found;
+}
+
+const Kernels* find(const char* name) {
+  for (const Kernels* set : available()) {
+    if (std::strcmp(set->name, name) == 0) return set;
+  }
+  return nullptr;
+}
+
+std::atomic<const Kernels*>& chosen() {
+  static std::atomic<const Kernels*> set = [] {
+    const char* forced = std::getenv("HEADWISE_ISA");
+    const Kernels* named = forced != nullptr ? find(forced) : nullptr;
+    return named != nullptr ? named : available().front();
+  }();
+  return set;
+}
+
+// A thread's scratch: kept from call to call, for fresh pages cost more than a decoding step.
+char* scratch_of(int64_t bytes) {
+  thread_local std::unique_ptr<char[]> kept;
+  thread_local int64_t size = 0;
+  if (size < bytes) {
+    kept.reset();
+    size = 0;
+    kept.reset(new char[static_cast<size_t>(bytes) + 64]);
+    size = bytes;
+  }
+  const auto place = reinterpret_cast<uintptr_t>(kept.get());
+  return reinterpret_cast<char*>((place + 63) / 64 * 64);
+}
+
+std::atomic<bool> forked{false};
+
+// In a forked child the parent's pool is gone, and entering a parallel region would wait for it for ever.
+void watch_forks() {
+#if defined(__unix__) || defined(__APPLE__)
+  static const int once = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  (void)once;
+#endif
+}
+
+// Nanoseconds of a call on one thread, roughly: enough to say whether threads are worth waking.
+double estimate(const Problem& p, const Plan& plan) {
+  int64_t keys = p.S;  // a band lets a row see no more than this
+  if (p.bounds == nullptr && p.high - p.low < keys) keys = p.high - p.low;
+  const double pairs = static_cast<double>(p.B * p.K * plan.rows) * static_cast<double>(keys);
+  const double read = static_cast<double>(p.B * p.K * keys) * static_cast<double>(p.D + p.V);
+  return pairs * static_cast<double>(p.D + p.V) / 100.0 + read / 10.0;
+}
+
+constexpr double kWorthThreads = 15000.0;
+
+}  // namespace
+
+void attend(const Problem& p) {
+  watch_forks();
+  const Kernels& set = *chosen().load(std::memory_order_relaxed);
+  Plan plan = set.plan(p);
+  std::unique_ptr<float[]> partial;
+  if (plan.splits > 1) {
+    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.rows * plan.splits * (p.V + 2))]);
+    plan.partial = partial.get();
+  }
+  const int64_t items = plan.groups(p) * plan.splits;
+  const int64_t workers = forked || estimate(p, plan) < kWorthThreads ? 1 : thread_count();
+  // The last rows first: under a causal mask they have the most keys.
+  const auto item = [&](int64_t i, char* scratch) {
+    const int64_t back = plan.groups(p) - 1 - i / plan.splits;
+    set.run(p, plan, back, i % plan.splits, scratch);
+  };
+  share(workers, items, plan.scratch_bytes, item, scratch_of);
+  if (plan.splits == 1) return;
+  share(workers, p.B * p.K, 0, [&](int64_t i, char*) { set.merge(p, plan, i / p.K, i % p.K, 0, plan.rows); },
+        scratch_of);
+}
+
+void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,
+                  uint64_t seed) {
+  const uint32_t threshold = dropout_threshold(dropout);
+  for (int64_t plane = 0; plane < B * H; ++plane) {
+    for (int64_t i = first; i < first + rows; ++i) {
+      for (int64_t j = 0; j < S; j += 4) {
+        const Philox words = dropout_words(seed, plane, i, j / 4);
+        for (int64_t word = 0; word < 4 && j + word < S; ++word) keep[j + word] = words.word[word] >= threshold;
+      }
+      keep += S;
+    }
+  }
+}
+
+const char* isa() { return chosen().load(std::memory_order_relaxed)->name; }
+
+const char* const* isas() {
+  static const std::vector<const char*> names = [] {
+    std::vector<const char*> all;
+    for (const Kernels* set : available()) all.push_back(set->name);
+    all.push_back(nullptr);
+    return all;
+  }();
+  return names.data();
+}
+
+bool use_isa(const char* name) {
+  const Kernels* set = find(name);
+  if (set == nullptr) return false;
+  chosen().store(set, std::memory_order_relaxed);
+  return true;
+}
+
+}  // namespace headwise

@@ -1,0 +1,24 @@
+// What the kernel text needs of the compiler.
+#pragma once
+
+#if defined(__GNUC__) || defined(__clang__)
+#define HW_INLINE static inline __attribute__((always_inline))
+#define HW_PREFETCH(p) __builtin_prefetch(p)
+#define HW_RESTRICT __restrict__
+#elif defined(_MSC_VER)
+#define HW_INLINE static __forceinline
+#define HW_PREFETCH(p) ((void)(p))
+#define HW_RESTRICT __restrict
+#else
+#define HW_INLINE static inline
+#define HW_PREFETCH(p) ((void)(p))
+#define HW_RESTRICT
+#endif
+
+#if defined(__clang__)
+#define HW_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define HW_UNROLL _Pragma("GCC unroll 16")
+#else
+#define HW_UNROLL
+#endif

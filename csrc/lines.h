@@ -1,0 +1,253 @@
+// Few rows (decoding): lanes run along the head dim, every key and value is read once, from where it lies, for all
+// rows. Memory sets the pace, so nothing is looked for in advance: a NaN or Inf shows in scores or sums, and then the
+// item is done again on clean copies.
+#pragma once
+
+#include "dropout.h"
+#include "finish.h"
+#include "tiles.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+constexpr int kLineRows = W < 8 ? W : 8;  // the most rows this kernel takes
+
+// Elements of a row as two vectors of floats, from 2 W elements; and where element i of these goes.
+struct ReadFloat {
+  using T = float;
+  HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
+  HW_INLINE int64_t place(int64_t i) { return i; }
+};
+struct ReadHalf {
+  using T = uint16_t;
+  HW_INLINE void load2(const uint16_t* p, F& a, F& b) { a = load_f16(p), b = load_f16(p + W); }
+  HW_INLINE int64_t place(int64_t i) { return i; }
+};
+struct ReadBfloat {  // even elements, then odd ones
+  using T = uint16_t;
+  HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }
+  HW_INLINE int64_t place(int64_t i) {
+    const int64_t in = i % (2 * W);
+    return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
+  }
+};
+
+struct LineScratch {
+  float* query;      // [row][D up to 2 W]
+  float* sums;       // [row][V up to 2 W], in the reader's order
+  float* scores;     // [row][kTile], then weights
+  char *key_copy, *value_copy;
+  float* line;
+  Rows* rows;
+  float top[kLineRows], total[kLineRows], alpha[kLineRows];
+
+  LineScratch(Arena& arena, const Problem& p) {
+    const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
+    query = arena.take<float>(kLineRows * deep);
+    sums = arena.take<float>(kLineRows * wide);
+    scores = arena.take<float>(kLineRows * kTile);
+    key_copy = arena.take<char>(kTile * deep * 4), value_copy = arena.take<char>(kTile * wide * 4);
+    line = arena.take<float>(wide);
+    rows = arena.take<Rows>(1);
+  }
+};
+
+// Scores of U keys times R rows, U R = W sums: side by side in `out`, row by row.
+template <class Read, int R>
+static inline void dots(const float* HW_RESTRICT query, int64_t deep, const typename Read::T* HW_RESTRICT key,
+                        int64_t stride, float* HW_RESTRICT out) {
+  constexpr int U = W / R;
+  F acc[W];
+  HW_UNROLL
+  for (int i = 0; i < W; ++i) acc[i] = zero();
+  for (int64_t d = 0; d < deep; d += 2 * W) {
+    HW_UNROLL
+    for (int u = 0; u < U; ++u) {
+      F a, b;
+      Read::load2(key + u * stride + d, a, b);
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) {
+        acc[r * U + u] = fma(a, load(query + r * deep + d), acc[r * U + u]);
+        acc[r * U + u] = fma(b, load(query + r * deep + d + W), acc[r * U + u]);
+      }
+    }
+  }
+  store(out, reduce_each(acc));
+}
+
+// sums[row][columns] = sums * alpha + weights V for X pairs of vectors of columns.
+template <class Read, int R, int X>
+static inline void mix(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
+                       int64_t stride, const float* alpha, float* HW_RESTRICT sums, int64_t wide) {
+  F acc[R][2 * X];
+  HW_UNROLL
+  for (int r = 0; r < R; ++r) {
+    HW_UNROLL
+    for (int x = 0; x < 2 * X; ++x) acc[r][x] = zero();
+  }
+  for (int j = 0; j < n; ++j) {
+    HW_UNROLL
+    for (int x = 0; x < X; ++x) {
+      F a, b;
+      Read::load2(value + j * stride + x * 2 * W, a, b);
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const F w = set1(weights[r * kTile + j]);
+        acc[r][2 * x] = fma(w, a, acc[r][2 * x]);
+        acc[r][2 * x + 1] = fma(w, b, acc[r][2 * x + 1]);
+      }
+    }
+  }
+  HW_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const F worth = set1(alpha[r]);
+    HW_UNROLL
+    for (int x = 0; x < 2 * X; ++x) {
+      float* to = sums + r * wide + x * W;
+      store(to, fma(load(to), worth, acc[r][x]));
+    }
+  }
+}
+
+// The online softmax along the keys of one row.
+static inline void softmax_line(float* x, int n, float c, float* top, float* total, float* alpha) {
+  const int padded = static_cast<int>(round_up(n, W));
+  for (int j = n; j < padded; ++j) x[j] = -kInf;
+  F peak = load(x);
+  for (int j = W; j < padded; j += W) peak = max(peak, load(x + j));
+  const float before = *top, here = reduce_max(peak) * c, now = here > before ? here : before;
+  const F scale = set1(c), shift = set1(now == -kInf ? 0.0f : -now);
+  F sum = zero();
+  for (int j = 0; j < padded; j += W) {
+    const F w = exp2<6>(fma(load(x + j), scale, shift));
+    sum = add(sum, w);
+    store(x + j, w);
+  }
+  float lanes[W];
+  store(lanes, exp2<6>(set1(now == -kInf ? -kInf : before - now)));
+  *alpha = lanes[0], *top = now;
+  *total = *total * lanes[0] + reduce_add(sum);
+}
+
+// Rows of keys or values that can be read 2 W elements at a time to the end of `width`: in place or a copy.
+static inline RowsOf line_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                               const BadKeys* bad, char* copy) {
+  const bool drops = bad != nullptr && bad->any;
+  if (x.stride[3] == 1 && width % (2 * W) == 0 && !drops) return {at(x, b, kv_head, j0), x.stride[2]};
+  const int64_t padded = round_up(width, 2 * W);
+  for (int j = 0; j < n; ++j) {
+    const char* row = at(x, b, kv_head, j0 + j);
+    const int64_t kept = drops && bad->is[j] ? 0 : width;
+    if (x.dtype == Dtype::f32) {
+      copy_floats(reinterpret_cast<float*>(copy) + j * padded, row, x.dtype, x.stride[3], kept, padded);
+    } else {
+      copy_halves(reinterpret_cast<uint16_t*>(copy) + j * padded, row, x.stride[3], kept, padded);
+    }
+  }
+  return {copy, padded};
+}
+
+template <class Read, int R>
+static inline void scores_of_lines(const LineScratch& s, int64_t deep, const RowsOf& key, int n) {
+  constexpr int U = W / R;
+  const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
+  float out[W];
+  for (int j = 0; j < n; j += U) {
+    if (j + U <= n) {
+      dots<Read, R>(s.query, deep, k + j * key.stride, key.stride, out);
+    } else {  // the last keys one at a time, as U times the same one
+      for (int i = j; i < n; ++i) {
+        dots<Read, R>(s.query, deep, k + i * key.stride, 0, out);
+        for (int r = 0; r < R; ++r) s.scores[r * kTile + i] = out[r * U];
+      }
+      return;
+    }
+    for (int r = 0; r < R; ++r) memcpy(s.scores + r * kTile + j, out + r * U, U * sizeof(float));
+  }
+}
+
+// Whether the products of R rows with n keys are numbers: what is none, times 0, is NaN.
+HW_INLINE bool lines_are_finite(const float* x, int R, int n) {
+  float check = 0.0f;
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < n; ++i) check += x[r * kTile + i] * 0.0f;
+  }
+  return check == check;
+}
+
+// One pass over the keys of an item; false where a NaN or Inf has shown and `careful` was not set.
+template <class Read, int R>
+static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int64_t from, int64_t to, bool careful,
+                              LineScratch& s) {
+  constexpr int X = R <= 2 ? 4 / R : 1;  // 16 accumulators, or 8 and less where rows are many
+  const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
+  Rows& rows = *s.rows;
+  const bool general = is_general(p);
+  const float c = general ? kLog2e : p.scale * kLog2e;
+  memset(s.sums, 0, static_cast<size_t>(R * wide) * sizeof(float));
+  for (int r = 0; r < R; ++r) s.top[r] = -kInf, s.total[r] = 0.0f;
+  BadKeys bad;
+  for (int64_t j = from / kTile * kTile; j < to; j += kTile) {
+    const int64_t j0 = most(j, from), j1 = least(j + kTile, to);
+    const int n = static_cast<int>(j1 - j0);
+    const Tile kind = tile_of(p, b, rows, j0, j1);
+    if (kind == Tile::empty) continue;
+    if (careful) bad.look(p, b, kv_head, j0, n);
+    const RowsOf key = line_rows(p.key, b, kv_head, j0, n, p.D, &bad, s.key_copy);
+    scores_of_lines<Read, R>(s, deep, key, n);
+    if (!careful && !lines_are_finite(s.scores, R, n)) return false;
+    if (general) scale_scores(p, s.scores, R * kTile);
+    if (general || kind == Tile::mixed || bad.any) {
+      mask_tile<Layout<kTile, 1>>(p, b, rows, j0, n, s.scores, kind, bad.any ? bad.is : nullptr);
+    }
+    for (int r = 0; r < R; ++r) {
+      softmax_line(s.scores + r * kTile, n, c, &s.top[r], &s.total[r], &s.alpha[r]);
+    }
+    if (p.dropout > 0.0f) drop_tile<kTile, 1>(p, b, rows, j0, n, s.scores);
+    const RowsOf value = line_rows(p.value, b, kv_head, j0, n, p.V, &bad, s.value_copy);
+    const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
+    int64_t d = 0;
+    for (; d + 2 * W * X <= wide; d += 2 * W * X) {
+      mix<Read, R, X>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+    }
+    if constexpr (X > 2) {
+      for (; d + 4 * W <= wide; d += 4 * W) mix<Read, R, 2>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+    }
+    for (; d < wide; d += 2 * W) mix<Read, R, 1>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+  }
+  if (careful) return true;
+  bool good = true;
+  for (int64_t d = 0; d < R * wide; d += W) good &= is_finite(s.sums + d);
+  return good;
+}
+
+template <class Read, int R>
+static void run_lines(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+  Arena arena{scratch};
+  LineScratch s(arena, p);
+  const int64_t b = group / p.K, kv_head = group % p.K;
+  const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
+  Rows& rows = *s.rows;
+  const int n = static_cast<int>(plan.rows);
+  place_rows(p, b, kv_head, 0, n, R, rows);
+  memset(s.query, 0, static_cast<size_t>(R * deep) * sizeof(float));
+  for (int r = 0; r < n; ++r) {
+    const char* row = at(p.query, b, rows.h[r], rows.t[r]);
+    rows.bad[r] = !row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
+    if (rows.bad[r]) continue;
+    for (int64_t d = 0; d < p.D; ++d) {
+      s.query[r * deep + Read::place(d)] = element(row, p.query.dtype, d * p.query.stride[3]);
+    }
+  }
+  const int64_t from = most(rows.lo_min, split * plan.keys_per_split);
+  const int64_t to = least(rows.hi_max, (split + 1) * plan.keys_per_split);
+  if (!pass_lines<Read, R>(p, b, kv_head, from, to, false, s)) pass_lines<Read, R>(p, b, kv_head, from, to, true, s);
+  for (int r = 0; r < n; ++r) {
+    for (int64_t d = 0; d < p.V; ++d) s.line[d] = s.sums[r * wide + Read::place(d)];
+    const bool is_bad = rows.seen[r] || (rows.bad[r] && s.top[r] != -kInf);
+    finish_row(p, plan, b, kv_head, r, split, s.top[r], s.total[r], is_bad, s.line);
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

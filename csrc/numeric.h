@@ -1,0 +1,146 @@
+// exp2 and tanh of vectors, and rows of any dtype and stride as floats. Included once for each instruction set.
+#pragma once
+
+#include "problem.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+constexpr float kLog2e = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+constexpr float kInf = __builtin_huge_valf();
+
+HW_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+HW_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// 2^t, relative error 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding: minimax polynomials
+// on [-1/2, 1/2] from Remez's exchange. Below 2^-126 it is 0: no denormal is ever made. NaN stays NaN.
+template <int Degree>
+HW_INLINE F exp2(F t) {
+  const M keep = not_less(t, set1(-126.0f));
+  const F n = round(t), f = sub(t, n);
+  F p;
+  if constexpr (Degree == 6) {
+    p = fma(set1(0x1.41d334p-13f), f, set1(0x1.5f456ap-10f));
+    p = fma(p, f, set1(0x1.3b2dbcp-7f));
+    p = fma(p, f, set1(0x1.c6aed4p-5f));
+    p = fma(p, f, set1(0x1.ebfbdap-3f));
+    p = fma(p, f, set1(0x1.62e430p-1f));
+    p = fma(p, f, set1(1.0f));
+  } else {
+    static_assert(Degree == 4, "degrees 4 and 6 are tabled");
+    p = fma(set1(0x1.3997d6p-7f), f, set1(0x1.ca1440p-5f));
+    p = fma(p, f, set1(0x1.ec06dap-3f));
+    p = fma(p, f, set1(0x1.62e0dcp-1f));
+    p = fma(p, f, set1(0x1.ffffe8p-1f));
+  }
+  return zero_unless(keep, scale2(p, n));
+}
+
+// 1 - 2 / (e^2|x| + 1), and x times its Taylor series in x^2 near 0 where that difference would cancel.
+HW_INLINE F tanh(F x) {
+  const F a = abs(x), y = mul(x, x);
+  F series = fma(set1(-1382.0f / 155925.0f), y, set1(62.0f / 2835.0f));
+  series = fma(series, y, set1(-17.0f / 315.0f));
+  series = fma(series, y, set1(2.0f / 15.0f));
+  series = fma(series, y, set1(-1.0f / 3.0f));
+  series = fma(mul(series, y), a, a);
+  const F e = exp2<6>(mul(a, set1(-2.0f * kLog2e)));
+  const F far = div(sub(set1(1.0f), e), add(set1(1.0f), e));
+  return with_sign(select(not_less(a, set1(0.3f)), far, series), x);
+}
+
+HW_INLINE int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : dtype == Dtype::boolean ? 1 : 2;
+}
+
+HW_INLINE const char* at(const Tensor4& x, int64_t a, int64_t b, int64_t c) {
+  return static_cast<const char*>(x.data) + (a * x.stride[0] + b * x.stride[1] + c * x.stride[2]) * size_of(x.dtype);
+}
+
+// One element as a float.
+static inline float element(const char* row, Dtype dtype, int64_t i) {
+  if (dtype == Dtype::f32) return reinterpret_cast<const float*>(row)[i];
+  if (dtype == Dtype::f64) return static_cast<float>(reinterpret_cast<const double*>(row)[i]);
+  if (dtype == Dtype::boolean) return row[i] != 0 ? 1.0f : 0.0f;
+  uint16_t lane[W] = {reinterpret_cast<const uint16_t*>(row)[i]};
+  float out[W];
+  store(out, dtype == Dtype::bf16 ? load_bf16(lane) : load_f16(lane));
+  return out[0];
+}
+
+HW_INLINE F load_half(const uint16_t* p, Dtype dtype) { return dtype == Dtype::bf16 ? load_bf16(p) : load_f16(p); }
+
+// n elements of a row of f32, bf16 or f16, `stride` apart, as floats; zeros behind them up to `padded`.
+static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t stride, int64_t n, int64_t padded) {
+  int64_t i = 0;
+  if (stride == 1 && dtype == Dtype::f32) {
+    memcpy(out, row, static_cast<size_t>(n) * sizeof(float));
+    i = n;
+  } else if (stride == 1) {
+    for (; i + W <= n; i += W) store(out + i, load_half(reinterpret_cast<const uint16_t*>(row) + i, dtype));
+  }
+  for (; i < n; ++i) out[i] = element(row, dtype, i * stride);
+  for (; i < padded; ++i) out[i] = 0.0f;
+}
+
+// The same for 16-bit elements as they are.
+static inline void copy_halves(uint16_t* out, const char* row, int64_t stride, int64_t n, int64_t padded) {
+  const uint16_t* in = reinterpret_cast<const uint16_t*>(row);
+  if (stride == 1) {
+    memcpy(out, in, static_cast<size_t>(n) * sizeof(uint16_t));
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = in[i * stride];
+  }
+  for (int64_t i = n; i < padded; ++i) out[i] = 0;
+}
+
+// Writes n floats as f32, bf16 or f16, next to each other.
+static inline void write_floats(char* out, Dtype dtype, const float* x, int64_t n) {
+  if (dtype == Dtype::f32) {
+    memcpy(out, x, static_cast<size_t>(n) * sizeof(float));
+    return;
+  }
+  uint16_t* to = reinterpret_cast<uint16_t*>(out);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    if (dtype == Dtype::bf16) {
+      store_bf16(to + i, load(x + i));
+    } else {
+      store_f16(to + i, load(x + i));
+    }
+  }
+  if (i == n) return;
+  float rest[W] = {0};
+  uint16_t packed[W];
+  memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(float));
+  if (dtype == Dtype::bf16) {
+    store_bf16(packed, load(rest));
+  } else {
+    store_f16(packed, load(rest));
+  }
+  memcpy(to + i, packed, static_cast<size_t>(n - i) * sizeof(uint16_t));
+}
+
+// Whether a row of f32, bf16 or f16 is free of NaN and Inf.
+static inline bool row_is_finite(const char* row, Dtype dtype, int64_t stride, int64_t n) {
+  int64_t i = 0;
+  bool good = true;
+  if (stride == 1 && dtype == Dtype::f32) {
+    for (; i + W <= n; i += W) good &= is_finite(reinterpret_cast<const float*>(row) + i);
+  } else if (stride == 1 && dtype == Dtype::bf16) {
+    for (; i + 2 * W <= n; i += 2 * W) good &= is_finite_bf16(reinterpret_cast<const uint16_t*>(row) + i);
+  }
+  const int64_t size = size_of(dtype);
+  for (; i < n; ++i) {
+    uint32_t bits = 0;
+    memcpy(&bits, row + i * stride * size, static_cast<size_t>(size));  // little endian, as all of x86 and Arm here
+    const uint32_t exponent = dtype == Dtype::f32 ? 0x7f800000u : dtype == Dtype::bf16 ? 0x7f80u : 0x7c00u;
+    good &= (bits & exponent) != exponent;
+  }
+  return good;
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

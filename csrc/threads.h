@@ -1,0 +1,50 @@
+// Torch's threads: a call runs on the pool that torch.set_num_threads governs.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#if defined(HEADWISE_NO_TORCH)  // the fuzzer links no torch: one thread
+namespace headwise {
+inline int64_t thread_count() { return 1; }
+template <class Body>
+void parallel(int64_t workers, Body body) {
+  for (int64_t i = 0; i < workers; ++i) body();
+}
+}  // namespace headwise
+#else
+#include "torch_abi.h"
+namespace headwise {
+inline int64_t thread_count() {
+  uint32_t count = 1;
+  return torch_get_num_threads(&count) == 0 ? count : 1;
+}
+template <class Body>
+void parallel(int64_t workers, Body body) {
+  const Range range = [](int64_t first, int64_t last, void* context) {
+    for (int64_t i = first; i < last; ++i) (*static_cast<Body*>(context))();
+  };
+  if (torch_parallel_for(0, workers, 1, range, &body) != 0) body();  // one worker does all the items
+}
+}  // namespace headwise
+#endif
+
+namespace headwise {
+
+// Runs item(i, scratch) for 0 <= i < items, each worker taking the next one when it is done with its last.
+template <class Item, class Scratch>
+void share(int64_t workers, int64_t items, int64_t scratch_bytes, const Item& item, const Scratch& scratch_of) {
+  if (workers > items) workers = items;
+  std::atomic<int64_t> next{0};
+  const auto work = [&] {
+    char* scratch = scratch_of(scratch_bytes);
+    for (int64_t i = next++; i < items; i = next++) item(i, scratch);
+  };
+  if (workers <= 1) {
+    work();
+  } else {
+    parallel(workers, work);
+  }
+}
+
+}  // namespace headwise

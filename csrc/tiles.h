@@ -1,0 +1,133 @@
+// Scratch memory of a thread, and tiles of keys and values as the kernels take them.
+#pragma once
+
+#include "micro.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+// Hands out aligned pieces of a thread's scratch; from null it only counts.
+struct Arena {
+  char* base;
+  int64_t used = 0;
+
+  template <class T>
+  T* take(int64_t n) {
+    T* piece = reinterpret_cast<T*>(base + used);
+    used += round_up(n * static_cast<int64_t>(sizeof(T)), 64);
+    return piece;
+  }
+};
+
+// Rows of keys or values where a kernel can read them: the caller's own memory, or a clean copy.
+struct RowsOf {
+  const char* data = nullptr;
+  int64_t stride = 0;  // elements of the number format from key to key
+};
+
+// Looks for NaN and Inf in the keys j0 <= j < j0 + n. What is bad is remembered, and read as 0 from a copy: rows that
+// may attend it come out NaN, and the others are not touched by it.
+struct BadKeys {
+  bool any = false;
+  bool is[kTile];
+
+  void look(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
+    any = false;
+    bool good = true;
+    for (int j = 0; j < n && good; ++j) {
+      good = row_is_finite(at(p.key, b, kv_head, j0 + j), p.dtype(), p.key.stride[3], p.D) &&
+             row_is_finite(at(p.value, b, kv_head, j0 + j), p.dtype(), p.value.stride[3], p.V);
+    }
+    if (good) return;
+    any = true;
+    for (int j = 0; j < n; ++j) {
+      is[j] = !row_is_finite(at(p.key, b, kv_head, j0 + j), p.dtype(), p.key.stride[3], p.D) ||
+              !row_is_finite(at(p.value, b, kv_head, j0 + j), p.dtype(), p.value.stride[3], p.V);
+    }
+  }
+};
+
+// Rows of x as floats: in place where they lie as floats and none is bad, else copied, `bad` ones as zeros.
+static inline RowsOf float_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                                const BadKeys& bad, float* copy) {
+  if (x.dtype == Dtype::f32 && x.stride[3] == 1 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
+  const int64_t padded = round_up(width, W);
+  for (int j = 0; j < n; ++j) {
+    const bool drop = bad.any && bad.is[j];
+    copy_floats(copy + j * padded, at(x, b, kv_head, j0 + j), x.dtype, x.stride[3], drop ? 0 : width, padded);
+  }
+  return {reinterpret_cast<const char*>(copy), padded};
+}
+
+#if HW_BF16
+// Rows of keys as bfloat16 of even width, in place where they lie so.
+static inline RowsOf half_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                               const BadKeys& bad, uint16_t* copy) {
+  if (x.stride[3] == 1 && width % 2 == 0 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
+  const int64_t padded = round_up(width, 2);
+  for (int j = 0; j < n; ++j) {
+    const bool drop = bad.any && bad.is[j];
+    copy_halves(copy + j * padded, at(x, b, kv_head, j0 + j), x.stride[3], drop ? 0 : width, padded);
+  }
+  return {reinterpret_cast<const char*>(copy), padded};
+}
+
+// Rows of values in pairs of keys: [key / 2][column], the even key in the low half. `spare` has two rows.
+static inline RowsOf paired_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                                 const BadKeys& bad, uint32_t* copy, uint16_t* spare) {
+  const int64_t padded = round_up(width, W);
+  for (int j = 0; j < n; j += 2) {
+    const uint16_t* row[2];
+    for (int side = 0; side < 2; ++side) {
+      const bool drop = j + side >= n || (bad.any && bad.is[j + side]);
+      if (!drop && x.stride[3] == 1 && width % W == 0) {
+        row[side] = reinterpret_cast<const uint16_t*>(at(x, b, kv_head, j0 + j + side));
+        continue;
+      }
+      row[side] = spare + side * padded;
+      copy_halves(spare + side * padded, drop ? nullptr : at(x, b, kv_head, j0 + j + side), x.stride[3],
+                  drop ? 0 : width, padded);
+    }
+    for (int64_t d = 0; d < padded; d += W) interleave(copy + j / 2 * padded + d, row[0] + d, row[1] + d);
+  }
+  return {reinterpret_cast<const char*>(copy), padded};
+}
+#endif
+
+// Q^T of a block: W rows at a time copied side by side, then turned. Bad rows become zeros and are remembered.
+template <class N, int NV>
+static inline void pack_query(const Problem& p, int64_t b, Rows& rows, typename N::Query* out, char* spare) {
+  constexpr int R = NV * W;
+  const int64_t depth = N::depth(p.D), padded = round_up(depth, W);
+  float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` 32-bit elements
+  for (int v = 0; v < NV; ++v) {
+    for (int i = 0; i < W; ++i) {
+      const int r = v * W + i;
+      const char* row = at(p.query, b, rows.h[r], rows.t[r]);
+      rows.bad[r] = !row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
+      const int64_t width = r >= rows.n || rows.bad[r] ? 0 : p.D;
+      if constexpr (N::kPair == 2) {
+        copy_halves(reinterpret_cast<uint16_t*>(lanes + i * padded), row, p.query.stride[3], width, 2 * padded);
+      } else {
+        copy_floats(lanes + i * padded, row, p.query.dtype, p.query.stride[3], width, padded);
+      }
+    }
+    for (int64_t d = 0; d < depth; d += W) {
+      F x[W];
+      HW_UNROLL
+      for (int i = 0; i < W; ++i) x[i] = load(lanes + i * padded + d);
+      transpose(x);
+      const int64_t last = least(W, depth - d);
+      float* to = reinterpret_cast<float*>(out) + d * R + v * W;
+      if (last == W) {
+        HW_UNROLL
+        for (int i = 0; i < W; ++i) store(to + i * R, x[i]);
+      } else {
+        for (int64_t i = 0; i < last; ++i) store(to + i * R, x[i]);
+      }
+    }
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

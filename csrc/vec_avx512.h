@@ -1,0 +1,155 @@
+// The thin layer over AVX-512 F, BW, VL, DQ (and BF16 where HW_BF16 is 1). The same names in every vec_*.h.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "inline.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+constexpr int W = 16;        // float lanes of a vector
+constexpr int kVectors = 3;  // of query rows in a micro-kernel: 3 x 8 accumulators, 3 of Q, 1 broadcast of 32 registers
+constexpr int kUnroll = 8;   // keys (or columns of V) in a micro-kernel
+
+using F = __m512;
+using M = __mmask16;
+
+HW_INLINE F zero() { return _mm512_setzero_ps(); }
+HW_INLINE F set1(float x) { return _mm512_set1_ps(x); }
+HW_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+HW_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+HW_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+HW_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+HW_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+HW_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
+HW_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+// b where either is NaN.
+HW_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+HW_INLINE F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+HW_INLINE F abs(F x) { return _mm512_abs_ps(x); }
+HW_INLINE F with_sign(F magnitude, F sign) {
+  const __m512i bit = _mm512_set1_epi32(INT32_MIN);
+  return _mm512_castsi512_ps(
+      _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xCA));
+}
+// True where x < y is not so: NaN gives true.
+HW_INLINE M not_less(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
+HW_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
+HW_INLINE F zero_unless(M m, F x) { return _mm512_maskz_mov_ps(m, x); }
+// x * 2^n for whole n.
+HW_INLINE F scale2(F x, F n) { return _mm512_scalef_ps(x, n); }
+HW_INLINE float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+HW_INLINE float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+
+HW_INLINE F load_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+HW_INLINE F load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+HW_INLINE void store_f16(uint16_t* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+// Round to nearest even; NaN stays NaN.
+HW_INLINE void store_bf16(uint16_t* p, F x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+  up = _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+}
+
+// Two vectors of bfloat16 at once: the elements of even and of odd place.
+HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
+  const __m512i x = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+HW_INLINE bool is_finite(const float* p) {
+  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
+  return _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_loadu_si512(p), exponent), exponent) == 0;
+}
+// 2 W bfloat16 at once.
+HW_INLINE bool is_finite_bf16(const uint16_t* p) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(p), exponent), exponent) == 0;
+}
+
+// Sixteen vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.
+HW_INLINE F reduce_each(const F* x) {
+  F pair[8], quad[4];
+  HW_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const F a = x[2 * i], b = x[2 * i + 1];
+    pair[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));  // a0 b0 a1 b1 in each 128 bits
+  }
+  HW_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(pair[2 * i]), b = _mm512_castps_pd(pair[2 * i + 1]);
+    quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  // Each quad: 128-bit lanes hold partial sums of four vectors. Add the four lanes of each, laid side by side.
+  const F ab0 = _mm512_shuffle_f32x4(quad[0], quad[1], 0x88), ab1 = _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd);
+  const F cd0 = _mm512_shuffle_f32x4(quad[2], quad[3], 0x88), cd1 = _mm512_shuffle_f32x4(quad[2], quad[3], 0xdd);
+  const F ab = _mm512_add_ps(ab0, ab1), cd = _mm512_add_ps(cd0, cd1);
+  return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+
+// W x W floats, row i from rows + i * stride, turned in place of the registers.
+HW_INLINE void transpose(F* r) {
+  F a[16], b[16];
+  HW_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  HW_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const __m512d x0 = _mm512_castps_pd(a[4 * i]), x1 = _mm512_castps_pd(a[4 * i + 1]);
+    const __m512d x2 = _mm512_castps_pd(a[4 * i + 2]), x3 = _mm512_castps_pd(a[4 * i + 3]);
+    b[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(x0, x2));
+    b[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x0, x2));
+    b[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(x1, x3));
+    b[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(x1, x3));
+  }
+  HW_UNROLL
+  for (int i = 0; i < 4; ++i) {  // b[4 q + i] holds, per 128 bits c, column 4 c + i of rows 4 q .. 4 q + 3
+    const F x = _mm512_shuffle_f32x4(b[i], b[4 + i], 0x44), y = _mm512_shuffle_f32x4(b[i], b[4 + i], 0xee);
+    const F z = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0x44), w = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0xee);
+    r[i] = _mm512_shuffle_f32x4(x, z, 0x88);
+    r[4 + i] = _mm512_shuffle_f32x4(x, z, 0xdd);
+    r[8 + i] = _mm512_shuffle_f32x4(y, w, 0x88);
+    r[12 + i] = _mm512_shuffle_f32x4(y, w, 0xdd);
+  }
+}
+
+#if HW_BF16
+// acc + the products of 16 pairs of bfloat16; b is one pair for all lanes.
+HW_INLINE F dot_pairs(F acc, const uint32_t* pairs, uint32_t b) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(pairs), (__m512bh)_mm512_set1_epi32(static_cast<int>(b)));
+}
+HW_INLINE F dot_pairs(F acc, F a, F b) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+}
+// Pairs (first in the low half) of two vectors of floats >= 0, rounded half up.
+HW_INLINE void store_pairs(uint32_t* p, F first, F second) {
+  const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m512i lo = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first), half), 16);
+  const __m512i hi = _mm512_add_epi32(_mm512_castps_si512(second), half);
+  _mm512_storeu_si512(p, _mm512_ternarylogic_epi32(high, hi, lo, 0xEA));  // (high & hi) | lo
+}
+// W pairs of two rows of bfloat16.
+HW_INLINE void interleave(uint32_t* p, const uint16_t* first, const uint16_t* second) {
+  const __m512i lo = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
+  const __m512i hi = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(second)));
+  _mm512_storeu_si512(p, _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
+}
+#endif
+
+}  // namespace HW_ISA
+}  // namespace headwise
