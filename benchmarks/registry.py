@@ -1,111 +1,212 @@
-"""The benchmark's cases: a name, a shape, a mask, and the ways of doing the same thing that are compared.
+"""The benchmark's cases: a name, a shape, a mask, and what is asked of each.
 
 Tests run every case once at a reduced length, so that a benchmark cannot rot (tests/test_benchmarks.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import headwise
 
-Run = Callable[[], Tensor]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+HALVES = ("bfloat16", "float16")
+FULL = "full"  # no mask: every query attends every key
+PEERS = ("onnxruntime", "openvino")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What is asked: at least `must`, better `aim`. `of`: `limit` (our part of it) or a way (times as long as ours)."""
+
+    of: str
+    must: float
+    aim: float | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. `kind` names the mask; sizes are the legend's letters."""
+    """One row of the table. Sizes are the legend's letters; `kind` names the mask; `width` is a window's."""
 
-    name: str
+    regime: str
     B: int
     H: int
     K: int
     T: int
     S: int
     D: int
-    kind: str = "none"
     dtype: str = "float32"
+    kind: str = FULL
+    V: int = 0
+    width: int = 1024
     backward: bool = False
+    marks: tuple[Mark, ...] = ()
+    without: tuple[str, ...] = ()  # ways that have nothing to say here, or take too long
+
+    @property
+    def name(self) -> str:
+        heads = str(self.H) if self.H == self.K else f"{self.H}/{self.K}"
+        length = str(self.T) if self.T == self.S else f"{self.T}on{self.S}"
+        dim = str(self.D) if self.V in (0, self.D) else f"{self.D}/{self.V}"
+        batch = f"{self.B}x" if self.B > 1 else ""
+        short = next(short for short, full in DTYPES.items() if full == self.dtype)
+        return f"{self.regime} {batch}{heads}x{length}x{dim} {short} {self.kind}"
+
+    @property
+    def value_dim(self) -> int:
+        return self.V or self.D
 
     def short(self) -> Case:
         """The same case at a length that a test can afford."""
-        return replace(self, T=min(self.T, 9), S=max(min(self.S, 11), min(self.T, 9)))
+        T = min(self.T, 9)
+        S = 12 if self.S > self.T else T
+        H, K = (self.H // self.K, 1) if self.K > 1 and self.H > self.K else (min(self.H, 4), min(self.K, 4))
+        return replace(self, B=min(self.B, 3), H=H, K=K, T=T, S=S, width=4)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key, value. Values narrower than keys are the keys' first columns, as MLA stores them."""
         dtype = getattr(torch, self.dtype)
         source = torch.Generator().manual_seed(0)
-        shapes = ((self.B, self.H, self.T, self.D), *((self.B, self.K, self.S, self.D),) * 2)
-        q, k, v = (torch.randn(s, generator=source).to(dtype).requires_grad_(self.backward) for s in shapes)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=source)
+
+        q, k = draw(self.B, self.H, self.T, self.D), draw(self.B, self.K, self.S, self.D)
+        v = None if self.V else draw(self.B, self.K, self.S, self.D)
+        if self.kind.endswith("-logits"):  # the first feature alone gives each key its logit
+            q[..., 0] = self.D**0.5
+            k[..., 0] = self.cliff()
+        q, k = (x.to(dtype).requires_grad_(self.backward) for x in (q, k))
+        v = k[..., : self.V] if v is None else v.to(dtype).requires_grad_(self.backward)
         return q, k, v
 
     def mask(self) -> headwise.Mask | None:
         """The case's mask, as headwise says it."""
-        if self.kind in ("none", "fold"):
+        if self.kind == FULL or self.kind.endswith("-logits"):
             return None
         if self.kind == "causal":
             return headwise.causal()
         if self.kind == "window":
-            return headwise.window(max(2, self.S // 8))
+            return headwise.window(self.width)
         if self.kind == "padded":
-            return headwise.lengths(torch.linspace(self.S / 2, self.S, self.B).long().clamp(min=1))
+            return headwise.lengths(self.lengths())
+        if self.kind.endswith("-bias"):
+            return headwise.bias(self.cliff().view(1, 1, 1, self.S))
         raise ValueError(f"no such kind of mask: {self.kind}")
 
-    def ways(self) -> dict[str, Run]:
-        """By name: headwise; torch's SDPA with what a careful user would pass; and, for fold, the one-liner."""
-        q, k, v = self.inputs()
-        mask = self.mask()
-        grouped = self.H != self.K
-        square = self.kind == "causal" and self.T == self.S
-        dense = None if mask is None or square else mask.dense(self.T, self.S)
-        ways: dict[str, Run] = {
-            "headwise": lambda: headwise.attention(q, k, v, mask=mask),
-            "torch": lambda: scaled_dot_product_attention(
-                q, k, v, attn_mask=dense, is_causal=square, enable_gqa=grouped
-            ),
-        }
-        if grouped and mask is None:
-            G = self.H // self.K
-            folded = (self.B, self.K, G * self.T, self.D)
-            ways["folded"] = lambda: scaled_dot_product_attention(q.reshape(folded), k, v).view(q.shape)
-        if self.backward:
-            ways = {name: _with_backward(run, (q, k, v)) for name, run in ways.items()}
-        return ways
+    def lengths(self) -> Tensor:
+        """Keys of each sequence of a padded batch, from an eighth of the longest up."""
+        return torch.linspace(self.S / 8, self.S, self.B).long().clamp(min=1)
+
+    def cliff(self) -> Tensor:
+        """Logits of the keys, every other one low: `far`, where float32's exponential is denormal or 0, or `near`."""
+        logits = torch.zeros(self.S)
+        logits[1::2] = torch.linspace(-88, -150, self.S // 2)
+        return logits if self.kind.startswith("far") else logits / 100
+
+    def near(self) -> Case:
+        """A `far` case on ordinary numbers."""
+        return replace(self, kind=self.kind.replace("far", "near"))
+
+    def bytes_read(self) -> float:
+        """Bytes of keys and values that are attended, each once; values that are columns of the keys count nothing."""
+        columns = self.D + (0 if self.V else self.D)
+        rows = float(self.lengths().sum()) if self.kind == "padded" else float(self.B * self.S)
+        return rows * self.K * columns * getattr(torch, self.dtype).itemsize
+
+    def flops(self) -> float:
+        """Floating-point operations of the pairs that are attended; what is masked counts nothing."""
+        rows = torch.arange(self.T, dtype=torch.float64) + self.S - self.T + 1
+        pairs = float(self.T * self.S) * self.B
+        if self.kind in ("causal", "window"):
+            pairs = self.B * float(rows.clamp(max=self.width if self.kind == "window" else self.S).sum())
+        elif self.kind == "padded":
+            pairs = self.T * float(self.lengths().sum())
+        return 2.0 * self.H * pairs * (self.D + self.value_dim)
 
 
-def _with_backward(run: Run, leaves: tuple[Tensor, ...]) -> Run:
-    def both() -> Tensor:
-        out = run()
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-        return out.detach()
+def _prefill() -> list[Case]:
+    cases = []
+    sizes = ((12, 12, 512, 64), (12, 12, 2048, 64), (32, 8, 2048, 128), (8, 8, 8192, 128))
+    for short, (H, K, N, D), kind in product(("fp32", "bf16"), sizes, (FULL, "causal")):
+        marks: tuple[Mark, ...]
+        if N == 512:
+            marks = (Mark("torch", 4.0 if kind == "causal" else 2.5),)
+        elif short == "fp32":
+            of_peak = 0.80 if kind == FULL else 0.75
+            marks = (Mark("limit", of_peak, 0.92), Mark("torch", 2.3), *(Mark(peer, 1.0) for peer in PEERS))
+        else:
+            others = (Mark(peer, 1.0) for peer in ("folded", "flex", *PEERS))
+            marks = (Mark("limit", 0.70, 0.90), Mark("torch", 4.5), *others)
+        cases.append(Case("prefill", 1, H, K, N, N, D, DTYPES[short], kind, marks=marks))
+    for (H, K, N, D), kind in product(sizes[1:3], (FULL, "causal")):
+        cases.append(Case("prefill", 1, H, K, N, N, D, "float16", kind, marks=(Mark("as-fp32", 1.0),)))
+    return cases
 
-    return both
+
+def _masked() -> list[Case]:
+    cases = []
+    for dtype in ("float32", "bfloat16"):
+        window = (Mark("flex", 2.5), Mark("torch", 40.0))
+        cases += [
+            Case("chunk", 1, 32, 8, 256, 8192, 128, dtype, "causal", marks=(Mark("torch", 2.5),)),
+            Case("window", 1, 8, 8, 16384, 16384, 64, dtype, "window", marks=window, without=("openvino",)),
+            Case("padding", 8, 12, 12, 512, 512, 64, dtype, "padded", marks=(Mark("torch", 4.5),)),
+        ]
+    return cases
 
 
-CASES = (
-    Case("prefill", 1, 8, 8, 1024, 1024, 64),
-    Case("prefill-gqa", 1, 16, 4, 1024, 1024, 64),
-    Case("causal", 1, 8, 8, 1024, 1024, 64, "causal"),
-    Case("causal-gqa", 1, 16, 4, 1024, 1024, 64, "causal"),
-    Case("causal-long", 1, 4, 4, 4096, 4096, 64, "causal"),
-    Case("causal-chunk", 1, 8, 8, 256, 2048, 64, "causal"),
-    Case("causal-train", 2, 8, 8, 512, 512, 64, "causal", backward=True),
-    Case("causal-bf16", 1, 8, 8, 1024, 1024, 64, "causal", "bfloat16"),
-    Case("window", 1, 8, 8, 2048, 2048, 64, "window"),
-    Case("window-long", 1, 4, 4, 8192, 8192, 64, "window"),
-    Case("padded", 8, 8, 8, 512, 512, 64, "padded"),
-    Case("padded-train", 8, 8, 8, 256, 256, 64, "padded", backward=True),
-    Case("decode", 8, 16, 16, 1, 2048, 64),
-    Case("decode-gqa", 8, 32, 8, 1, 2048, 64),
-    Case("decode-padded", 8, 32, 8, 1, 2048, 64, "padded"),
-)
+def _decode() -> list[Case]:
+    cases = []
+    for dtype in ("float32", "bfloat16"):
+        half = dtype == "bfloat16"
+        grouped = (Mark("limit", 0.80, 0.90), Mark("torch", 23.0 if half else 3.5), Mark("folded", 1.6))
+        single = (Mark("limit", 0.85),)
+        shared = (Mark("limit", 0.60), Mark("folded", 2.0))
+        latent = (Mark("limit", 0.60), Mark("folded", 1.5 if half else 2.0))
+        cases += [
+            Case("decode", 1, 12, 12, 1, 1024, 64, dtype),
+            Case("decode", 1, 12, 12, 1, 32768, 64, dtype, marks=single),
+            Case("decode", 1, 32, 8, 1, 4096, 128, dtype),
+            Case("decode", 1, 32, 8, 1, 32768, 128, dtype, marks=grouped),
+            Case("decode", 8, 32, 8, 1, 4096, 128, dtype),
+            Case("decode", 8, 32, 8, 1, 2048, 64, dtype, "padded"),
+            Case("decode", 1, 32, 1, 1, 32768, 128, dtype, marks=shared),
+            Case("decode", 1, 128, 1, 1, 4096, 576, dtype, V=512, marks=latent),
+        ]
+    return cases
 
+
+def _others() -> list[Case]:
+    cases = []
+    for dtype, kind in product(("float32", "bfloat16"), ("far-bias", "far-logits")):
+        near = (Mark("near", 1 / 1.2),)  # at most 1.2 times the time on ordinary numbers
+        cases.append(Case("denormal", 1, 8, 8, 1024, 1024, 64, dtype, kind, marks=near, without=("flex", *PEERS)))
+    for dtype, kind in product(("float32", "bfloat16"), (FULL, "causal")):
+        cases.append(Case("train", 1, 12, 12, 1024, 1024, 64, dtype, kind, backward=True))
+    cases.append(Case("train", 8, 8, 8, 256, 256, 64, kind="padded", backward=True))
+    return cases
+
+
+def _held_to_avx2() -> tuple[Case, ...]:
+    """Run by a process of their own, in which headwise and torch may use no more than AVX2."""
+    cases = []
+    marks, without = (Mark("torch", 1.0, 1.3),), ("flex", *PEERS)
+    for dtype in ("float32", "bfloat16"):
+        for kind in (FULL, "causal"):
+            cases.append(Case("avx2", 1, 12, 12, 2048, 2048, 64, dtype, kind, marks=marks, without=without))
+        cases.append(Case("avx2", 1, 32, 8, 1, 4096, 128, dtype, marks=marks, without=without))
+    return tuple(cases)
+
+
+CASES = (*_prefill(), *_masked(), *_decode(), *_others())
+AVX2 = _held_to_avx2()
 FOLD = tuple(
-    Case(f"fold-T{T}-S{S}-G{G}", 1, 4 * G, 4, T, S, 64, "fold")
+    Case("fold", 1, 4 * G, 4, T, S, 64, without=("flex", *PEERS))
     for S in (512, 4096)
     for G in (2, 4, 8)
     for T in (1, 2, 4, 8, 16, 32)

@@ -4,46 +4,182 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import attention  # noqa: E402
-from benchmarks.registry import CASES, FOLD, Case  # noqa: E402
+from benchmarks import attention, clock, hf_end_to_end, limits, overhead, table, ways  # noqa: E402
+from benchmarks.registry import AVX2, CASES, FOLD, Case, Mark  # noqa: E402
+
+QUICK = ("flex", "onnxruntime", "openvino")  # compiling takes seconds a case; the others are looked at below
 
 
-@pytest.mark.parametrize("case", [*CASES, *FOLD[:3]], ids=lambda case: case.name)
+def reduced(case: Case) -> Case:
+    return replace(case.short(), without=QUICK)
+
+
+@pytest.mark.parametrize("case", [*CASES, *AVX2, *FOLD[:3]], ids=lambda case: case.name)
 def test_the_ways_of_a_case_agree(case: Case) -> None:
-    short = case.short()
-    outs = {name: run() for name, run in short.ways().items()}
-    tolerance = 2e-2 if case.dtype == "bfloat16" else 1e-5
-    for name, out in outs.items():
-        assert out.shape == (short.B, short.H, short.T, short.D)
-        torch.testing.assert_close(
-            out, outs["headwise"], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    short = reduced(case)
+    line = ways.lineup(short)
+    assert "torch" in line.runs and "torch" not in line.absent, line.absent
+    if case.kind == "full" and case.H != case.K and not case.backward:
+        assert "folded" in line.runs, line.absent
+    with torch.set_grad_enabled(case.backward):
+        truth = line.runs.pop("headwise")()
+        assert truth.shape == (short.B, short.H, short.T, short.value_dim)
+        line.runs.pop("near", None)  # the same work on other numbers
+        for name, run in line.runs.items():
+            tolerance = 2e-2 if case.dtype in ("bfloat16", "float16") else 1e-4
+            assert ways.difference(run(), truth) < tolerance, name
+
+
+@pytest.mark.unchecked
+def test_flex_agrees() -> None:
+    wanted = {("prefill", "causal"), ("window", "window"), ("padding", "padded"), ("decode", "full")}
+    for case in CASES:
+        if (case.regime, case.kind) in wanted and case.dtype == "float32":
+            wanted.remove((case.regime, case.kind))
+            line = ways.lineup(replace(case.short(), without=QUICK[1:]))
+            assert "flex" in line.runs, (case.name, line.absent)
+    assert not wanted
+
+
+@pytest.mark.parametrize("peer", QUICK[1:])
+def test_a_peer_takes_part_where_it_is_installed_and_is_named_where_not(peer: str) -> None:
+    try:
+        __import__(peer)
+        installed = True
+    except ImportError:
+        installed = False
+    for case in (CASES[2], CASES[3], next(case for case in CASES if case.regime == "decode")):
+        line = ways.lineup(replace(case.short(), without=tuple(name for name in QUICK if name != peer)))
+        assert (peer in line.runs) == installed, line.absent
+        assert installed or "is not installed" in line.absent[peer]
 
 
 def test_names_are_unique_and_kinds_are_known() -> None:
-    names = [case.name for case in (*CASES, *FOLD)]
+    names = [case.name for case in (*CASES, *AVX2, *FOLD)]
     assert len(set(names)) == len(names)
     with pytest.raises(ValueError, match="no such kind"):
-        Case("odd", 1, 1, 1, 1, 1, 1, "diagonal").mask()
+        Case("odd", 1, 1, 1, 1, 1, 1, kind="diagonal").mask()
 
 
-def test_a_row_of_the_table() -> None:
-    case = CASES[0].short()
-    row = attention.row(case, seconds=0.0)
-    assert row["ways"]["headwise"]["runs"] >= 5 and "headwise" in attention.line(row)
-    assert set(attention.machine()) >= {"cpu", "cores", "threads", "isa", "torch", "headwise"}
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_work_is_counted_as_the_mask_allows_it(case: Case) -> None:
+    short, mask = case.short(), case.short().mask()
+    seen = torch.ones(short.B, 1, short.T, short.S)
+    if mask is not None and not case.kind.endswith("-bias"):
+        seen = mask.dense(short.T, short.S).expand(short.B, 1, -1, -1).float()
+    assert short.flops() == 2 * short.H * seen.sum().item() * (short.D + short.value_dim)
+    if case.T == 1:
+        of_key = short.K * (short.D if case.V else 2 * short.D)
+        assert short.bytes_read() == seen.sum().item() * of_key * getattr(torch, case.dtype).itemsize
+
+
+def test_a_way_that_computes_something_else_takes_no_part() -> None:
+    truth = torch.ones(3)
+    wrong, broken = (lambda: 1.1 * truth), (lambda: truth * torch.nan)
+    forms: dict[str, Callable[[], ways.Run]] = {"wrong": lambda: wrong, "nan": lambda: broken}
+    with pytest.raises(LookupError, match="another result"):
+        ways.fastest(forms, truth)
+    with pytest.raises(LookupError, match="ZeroDivisionError"):
+        ways.fastest({"broken": lambda: lambda: torch.ones(1 // 0)}, truth)
+    right = lambda: truth  # noqa: E731
+    assert ways.fastest({**forms, "right": lambda: right}, truth) is right
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (Mark("limit", 1e-9, 1e-8), Mark("torch", 1e9), Mark("flex", 1.0))
+    cases = [replace(reduced(case), marks=asked) for case in (CASES[0], next(c for c in CASES if c.T == 1))]
+    found = list(attention.rows(cases, rounds=1, budget=0.0))
+    told: dict[str, Any] = {"machine": clock.machine(), "results": json.loads(json.dumps(found))}
+    table.print_table(told, Console(width=200))
+    text = capsys.readouterr().out
+    assert all(case.name in text for case in cases)
+    measured = limits.compiled() is not None
+    assert [mark["met"] for mark in found[0]["marks"]] == [True if measured else None, False, None]
+    assert ("met, aim too" in text) == measured and "missed" in text and "not measured" in text
+    if measured:
+        assert {"fma", "reading"} >= {row["limit"]["by"] for row in found}
+    assert set(told["machine"]) >= {"cpu", "cores", "threads", "isa", "torch", "headwise", "load", "onnxruntime"}
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = reduced(CASES[0])
+    monkeypatch.setitem(attention.SETS, "table", (small, reduced(CASES[4])))
+    monkeypatch.setattr(attention, "AVX2", ())
+    monkeypatch.setattr(attention, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--only", small.name, "--rounds", "1", "--json"])
+    attention.main()
+    assert [row["case"] for row in json.loads(capsys.readouterr().out)["results"]] == [small.name]
+    assert not list(tmp_path.iterdir()), "a part of the table is no result to keep"
+    monkeypatch.setattr(sys, "argv", ["attention.py", "--rounds", "1", "--budget", "0"])
+    attention.main()
+    assert len(json.loads(next(tmp_path.glob("*-attention.json")).read_text())["results"]) == 2
+
+
+def test_a_process_is_held_to_avx2() -> None:
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this CPU has no AVX2")
+    rows = attention.held_to_avx2("avx2 32/8.*fp32", rounds=1, budget=0.0)
+    assert [row["regime"] for row in rows] == ["avx2"]
+
+
+def test_rounds_in_which_others_used_the_cpu_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([True, False, True, False, False, False])
+    monkeypatch.setattr(clock.Foreign, "seen", lambda self: next(seen))
+    found = clock.measure({"a": lambda: None, "b": lambda: None}, {"one": lambda: 1.0}, rounds=3, seconds=60.0)
+    assert (len(found.seconds["a"]), found.left_out, found.disturbed) == (3, 2, False)
+    assert found.limits["one"] == [1.0] * 3
+    monkeypatch.setattr(clock.Foreign, "seen", lambda self: True)
+    found = clock.measure({"a": lambda: None}, {}, rounds=3, seconds=0.0)
+    assert len(found.seconds["a"]) == clock.LEAST and found.disturbed
+
+
+def test_the_load_of_others_is_what_the_machine_did_and_we_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "own_cpu", iter([1.0, 1.5]).__next__)
+    monkeypatch.setattr(clock, "machine_cpu", iter([10.0, 11.0]).__next__)
+    assert clock.Foreign().load() == pytest.approx(0.5)
+
+
+def test_limits_are_of_the_right_size() -> None:
+    if limits.compiled() is None:
+        pytest.skip("no C++ compiler")
+    for rate in (limits.arithmetic("float32", 0.01), limits.arithmetic("bfloat16", 0.01)):
+        assert rate is not None and 1e8 < rate < 1e15
+    rate = limits.reading([torch.ones(300_000), torch.ones(1001)], 0.01)
+    assert rate is not None and 1e7 < rate < 1e14
+
+
+def test_without_a_compiler_the_table_has_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "compiled", lambda: None)
+    (found,) = attention.rows([reduced(CASES[0])], rounds=1, budget=0.0)
+    assert found["limit"] is None and found["marks"][0]["of"] == "torch"
+
+
+def test_call_overhead_is_told_for_each_way() -> None:
+    told = overhead.measured(rounds=1, calls=3)
+    assert {"headwise", "torch"} <= set(told["full"]) and all(us > 0 for us in told["full"].values())
+
+
+def test_a_model_runs_end_to_end_with_each_attention() -> None:
+    tiny = hf_end_to_end.config(hidden=32, heads=4, kv_heads=2, intermediate=48, vocab=64)
+    told = hf_end_to_end.measured(tiny, prefill=(8,), decode=(12,), rounds=1)
+    for row in told["results"]:
+        assert set(row["tokens_per_second"]) == set(hf_end_to_end.ATTENTIONS) and row["difference"] < 0.05
 
 
 def test_committed_results_tell_machine_and_versions_and_no_path() -> None:
-    files = sorted((ROOT / "benchmarks" / "results").glob("*-attention*.json"))
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert files
     for file in files:
         text = file.read_text()

@@ -1,0 +1,160 @@
+"""Timing: the ways of doing one thing take turns, round after round; rounds in which others used the CPU are left out.
+
+A turn of a short call is many calls in a row (their median counts), so that caches and thread pools are as in a
+program that does this and nothing else; a turn of a long call is one call.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headwise
+
+TURN = 0.03  # seconds of one turn of a short call
+SLOW = 0.8  # seconds; a call that takes longer takes part in LEAST rounds only
+LEAST = 3
+
+Run = Callable[[], Any]
+Probe = Callable[[], float | None]
+
+
+@dataclass
+class Rounds:
+    """What the rounds gave: seconds a call by way, and rates by limit; None where a slow way sat the round out."""
+
+    seconds: dict[str, list[float | None]]
+    limits: dict[str, list[float | None]]
+    left_out: int = 0
+    disturbed: bool = False  # too few rounds were quiet, so the others count too
+
+    def median(self, way: str) -> float:
+        return statistics.median(x for x in self.seconds[way] if x is not None)
+
+    def ratio(self, way: str, base: str) -> float:
+        """How many times as long as `base` a way takes: median over the rounds both ran in, so that drift cancels."""
+        pairs = zip(self.seconds[way], self.seconds[base], strict=True)
+        return statistics.median(x / y for x, y in pairs if x is not None and y is not None)
+
+    def summary(self, way: str) -> dict[str, Any]:
+        times = [1e3 * x for x in self.seconds[way] if x is not None]
+        low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+        return {"median_ms": middle, "q25_ms": low, "q75_ms": high, "min_ms": min(times), "runs": len(times)}
+
+
+def own_cpu() -> float:
+    """CPU seconds of this process, all threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def machine_cpu() -> float | None:
+    """CPU seconds that the whole machine was busy, or that its host took away; None where that is not told."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _, _, irq, softirq, steal = (int(x) for x in stat.read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class Foreign:
+    """Whether others used the CPU since this was made: a twentieth of one core, beyond what the clock's ticks hide."""
+
+    def __init__(self) -> None:
+        self.at = (time.perf_counter(), own_cpu(), machine_cpu())
+
+    def load(self) -> float:
+        """CPU seconds of others."""
+        busy = machine_cpu()
+        if busy is None or self.at[2] is None:
+            return 0.0
+        return busy - self.at[2] - (own_cpu() - self.at[1])
+
+    def seen(self) -> bool:
+        return self.load() > 0.04 + 0.05 * (time.perf_counter() - self.at[0])
+
+
+def settle() -> None:
+    """Wait until no thread pool of this process spins any more, for it would slow down who comes next."""
+    for _ in range(10):
+        before = own_cpu()
+        time.sleep(0.006)
+        if own_cpu() - before < 0.001:
+            return
+
+
+def turn(run: Run) -> float:
+    """Seconds a call."""
+    settle()
+    start = time.perf_counter()
+    run()
+    first = time.perf_counter() - start
+    if first > TURN:
+        return first
+    times = []
+    for _ in range(min(300, max(3, int(TURN / max(first, 1e-6))))):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, seconds: float) -> Rounds:
+    """Take turns for so many quiet rounds, or until the time is up, but at least LEAST rounds."""
+    slow = {name for name, run in ways.items() if turn(run) > SLOW}
+    done: list[tuple[bool, dict[str, float | None], dict[str, float | None]]] = []
+    end = time.perf_counter() + seconds
+    while (quiet := sum(clean for clean, _, _ in done)) < rounds and (
+        len(done) < LEAST or (time.perf_counter() < end and len(done) < 3 * rounds)
+    ):
+        others = Foreign()
+        limits = {name: probe() for name, probe in probes.items()}
+        times = {name: None if name in slow and quiet >= LEAST else turn(run) for name, run in ways.items()}
+        done.append((not others.seen(), times, limits))
+    kept = [row for row in done if row[0]]
+    disturbed = len(kept) < min(LEAST, rounds)
+    kept = done if disturbed else kept
+    return Rounds(
+        {name: [times[name] for _, times, _ in kept] for name in ways},
+        {name: [limits[name] for _, _, limits in kept] for name in probes},
+        len(done) - len(kept),
+        disturbed,
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on; nothing of where the files lie."""
+    model = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    versions = {}
+    for name in ("transformers", "onnxruntime", "openvino"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    native = getattr(getattr(torch.ops, "headwise", None), "isa", None)
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "headwise_isa": native() if native is not None else None,
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "headwise": headwise.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        **versions,
+    }

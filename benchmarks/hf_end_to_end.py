@@ -1,0 +1,171 @@
+"""Tokens a second of a transformers model with each attention: `python benchmarks/hf_end_to_end.py [--json]`.
+
+The model is Llama with Llama-3-8B's dimensions, random bfloat16 weights, and 2 of its 32 layers. Its vocabulary is
+2/32 of Llama-3's too (8016 words), so that attention has the share of the time that it has in the whole model. Prefill
+reads a prompt; decoding computes one token beside so many cached ones, with transformers' default cache, which grows by
+copying, and with its static one, which writes in place (and for which transformers makes a mask).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+import headwise.hf  # noqa: F401  registers attn_implementation="headwise"
+
+try:
+    from benchmarks import clock, table
+except ImportError:  # run as a script: this folder is on the path, its parent is not
+    import clock  # type: ignore[import-not-found,no-redef]
+    import table  # type: ignore[import-not-found,no-redef]
+
+ATTENTIONS = ("headwise", "sdpa", "eager")
+PREFILL = (2048,)
+DECODE = (4096, 16384, 32768)
+LAYERS = 2
+VOCAB = 128256 * LAYERS // 32
+
+
+def config(
+    hidden: int = 4096,
+    heads: int = 32,
+    kv_heads: int = 8,
+    intermediate: int = 14336,
+    vocab: int = VOCAB,
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2 * max(DECODE),
+        rope_theta=500000.0,
+    )
+
+
+def model_of(config: LlamaConfig) -> LlamaForCausalLM:
+    """Random weights, in bfloat16, of a size at which all numbers stay ordinary."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(0)
+        return LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def prefill_run(model: LlamaForCausalLM, length: int) -> Callable[[], Tensor]:
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
+
+    def run() -> Tensor:
+        return model(ids, use_cache=True, logits_to_keep=1).logits
+
+    return run
+
+
+def decode_run(model: LlamaForCausalLM, cached: int, static: bool) -> Callable[[], Tensor]:
+    """One more token; then the cache is cut back, so that every step is the same."""
+    given = model.config
+    source = torch.Generator().manual_seed(2)
+    shape = (1, given.num_key_value_heads, cached, given.hidden_size // given.num_attention_heads)
+    cache = StaticCache(config=given, max_cache_len=cached + 64) if static else DynamicCache(config=given)
+    for layer in range(given.num_hidden_layers):
+        k, v = (torch.randn(shape, generator=source).bfloat16() for _ in range(2))
+        cache.update(k, v, layer)
+    ids = torch.randint(given.vocab_size, (1, 1), generator=source)
+
+    def run() -> Tensor:
+        out = model(ids, past_key_values=cache).logits
+        for layer in cache.layers:
+            if static:
+                layer.cumulative_length.fill_(cached)
+            else:
+                layer.crop(-1)
+        return out
+
+    return run
+
+
+def compared(model: LlamaForCausalLM, run: Callable[[], Tensor], tokens: int, rounds: int) -> dict[str, Any]:
+    """Tokens a second with each attention, in turns, and how far their logits are from eager's."""
+
+    def with_attention(name: str) -> Callable[[], Tensor]:
+        def switched() -> Tensor:
+            model.config._attn_implementation = name  # what set_attn_implementation does, without its checks
+            return run()
+
+        return switched
+
+    ways = {name: with_attention(name) for name in ATTENTIONS}
+    with torch.no_grad():
+        logits = {name: way().float() for name, way in ways.items()}
+        found = clock.measure(ways, {}, rounds, seconds=30.0)
+    truth = logits["eager"]
+    return {
+        "tokens_per_second": {name: tokens / found.median(name) for name in ways},
+        "ratios": {name: found.ratio(name, "headwise") for name in ways},
+        "ways": {name: found.summary(name) for name in ways},
+        "difference": max(float((x - truth).norm() / truth.norm()) for x in logits.values()),
+        "disturbed": found.disturbed,
+    }
+
+
+def measured(
+    given: LlamaConfig, prefill: Sequence[int] = PREFILL, decode: Sequence[int] = DECODE, rounds: int = 5
+) -> dict[str, Any]:
+    """The machine and a row for each length."""
+    model = model_of(given)
+    rows = []
+    for length in prefill:
+        found = compared(model, prefill_run(model, length), length, rounds)
+        rows.append({"case": f"prefill of {length}", **found})
+    for cached in decode:
+        for static in (False, True):
+            found = compared(model, decode_run(model, cached, static), 1, rounds)
+            rows.append({"case": f"decode at {cached}, {'static' if static else 'default'} cache", **found})
+    return {"machine": clock.machine(), "model": given.to_diff_dict(), "results": rows}
+
+
+def print_table(told: dict[str, Any]) -> None:
+    of = told["machine"]
+    title = f"Llama-3-8B's dimensions, {LAYERS} layers, bfloat16; transformers {of['transformers']}; tokens a second"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("case", no_wrap=True)
+    for name in (*ATTENTIONS, "against sdpa", "against eager", "logits differ by"):
+        shown.add_column(name, justify="right")
+    for row in told["results"]:
+        rates = [f"{row['tokens_per_second'][name]:.1f}" for name in ATTENTIONS]
+        ratios = [f"{row['ratios'][name]:.2f}x" for name in ATTENTIONS[1:]]
+        shown.add_row(row["case"] + ("~" if row["disturbed"] else ""), *rates, *ratios, f"{row['difference']:.1e}")
+    table.console().print(shown)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--rounds", type=int, default=5)
+    ask.add_argument("--json", action="store_true", help="print JSON, not the table")
+    ask.add_argument("--out", type=Path, help="write the results here")
+    given = ask.parse_args()
+    told = measured(config(), rounds=given.rounds)
+    text = json.dumps(told, indent=1) + "\n"
+    if given.json:
+        sys.stdout.write(text)
+    else:
+        print_table(told)
+    if given.out:
+        given.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

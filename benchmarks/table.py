@@ -1,0 +1,117 @@
+"""The results as tables on a terminal: a section a regime, and then every mark, met or not."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+COLUMNS = ("torch", "folded", "flex", "onnxruntime", "openvino")
+WIDTH = 176
+
+
+def console(stderr: bool = False) -> Console:
+    """One that keeps its lines whole where no terminal says how wide it is."""
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, highlight=False, width=WIDTH)
+
+
+def number(x: float) -> str:
+    return f"{x:.4f}" if x < 0.1 else f"{x:.3f}" if x < 10 else f"{x:.1f}"
+
+
+def way_cell(row: Row, way: str) -> str:
+    if way not in row["ways"]:
+        return ""
+    return f"{number(row['ways'][way]['median_ms'])} {row['ratios'][way]:.2f}x"
+
+
+def limit_cells(row: Row) -> tuple[str, str, str]:
+    """The limit, what headwise reaches, and the part."""
+    limit = row["limit"]
+    if limit is None:
+        return "", "", ""
+    unit = limit["unit"]
+    return f"{limit['rate']:.0f} {unit}", f"{limit['reached']:.0f} {unit}", f"{limit['part']:.0%}"
+
+
+def marks_cell(row: Row) -> str:
+    known = [mark for mark in row["marks"] if mark["met"] is not None]
+    if not known:
+        return ""
+    met = sum(mark["met"] for mark in known)
+    return f"[{'green' if met == len(known) else 'red'}]{met}/{len(known)}[/]"
+
+
+def print_table(told: dict[str, Any], out: Console | None = None) -> None:
+    """All of it: the machine, the cases, the marks, and who was absent and why."""
+    out = out or console()
+    table = Table(title=heading(told["machine"]), title_justify="left", caption=CAPTION, caption_justify="left")
+    table.add_column("case", no_wrap=True)
+    table.add_column("backend")
+    for name in ("limit", "headwise ms", "reached", "of limit", *COLUMNS, "other", "marks"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = None
+    for row in told["results"]:
+        if last not in (None, row["regime"]):
+            table.add_section()
+        last = row["regime"]
+        limit, reached, part = limit_cells(row)
+        ours = number(row["ways"]["headwise"]["median_ms"]) + ("~" if row["disturbed"] else "")
+        others = [way for way in row["ways"] if way not in (*COLUMNS, "headwise")]
+        other = ", ".join(f"{way} {way_cell(row, way)}" for way in others)
+        cells = [way_cell(row, way) for way in COLUMNS]
+        table.add_row(row["case"], row["backend"], limit, ours, reached, part, *cells, other, marks_cell(row))
+    out.print(table)
+    print_marks(told["results"], out)
+    print_absent(told["results"], out)
+
+
+CAPTION = (
+    "A cell: milliseconds, and how many times as long as headwise; medians over rounds of taking turns. ~: others used "
+    "the CPU.\nCausal, window and padding count only what is attended. onnxruntime has no bfloat16 on the CPU: float16 "
+    "there. as-fp32: headwise on float32."
+)
+
+
+def heading(machine: dict[str, Any]) -> str:
+    peers = ", ".join(f"{name} {machine.get(name) or 'absent'}" for name in ("onnxruntime", "openvino"))
+    ours = f"headwise {machine['headwise']} ({machine.get('headwise_isa') or 'no native kernel'})"
+    cores = f"{machine['threads']} of {machine['cores']} cores, {machine['isa']}"
+    return f"{machine['cpu']}, {cores}; {ours}, torch {machine['torch']}, {peers}"
+
+
+def print_marks(rows: list[Row], out: Console) -> None:
+    table = Table(title="Marks", title_justify="left")
+    for name in ("case", "of", "reached", "must", "aim", ""):
+        table.add_column(name, justify="left" if name in ("case", "of") else "right", no_wrap=True)
+    met = asked = 0
+    for row in rows:
+        for mark in row["marks"]:
+            share = mark["of"] == "limit"
+            show = (lambda x: f"{x:.0%}") if share else (lambda x: f"{x:.2f}x")
+            verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "not measured"}[mark["met"]]
+            if mark["met"] and mark["aim"]:
+                verdict += ", [green]aim too[/]" if mark["value"] >= mark["aim"] else ""
+            asked, met = asked + (mark["met"] is not None), met + bool(mark["met"])
+            value = "" if mark["value"] is None else show(mark["value"])
+            aim = show(mark["aim"]) if mark["aim"] else ""
+            table.add_row(row["case"], mark["of"], value, show(mark["must"]), aim, verdict)
+    if table.row_count:
+        out.print(table)
+        out.print(f"{met} of {asked} marks met")
+
+
+def print_absent(rows: list[Row], out: Console) -> None:
+    """Each reason once, with the cases it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        for way, why in row["absent"].items():
+            if "no form" not in why:
+                reasons.setdefault(f"{way}: {why}", []).append(row["case"])
+    for reason, cases in reasons.items():
+        where = cases[0] if len(cases) == 1 else f"{len(cases)} cases, as {cases[0]}"
+        out.print(f"absent: {reason} ({where})", style="dim")
