@@ -10,26 +10,44 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kLineRows = W < 8 ? W : 8;  // the most rows this kernel takes
+constexpr int kLineRows = W < 16 ? 4 : 8;  // the most rows this kernel takes: W sums in registers, and what they need
 
 // Elements of a row as two vectors of floats, from 2 W elements; and where element i of these goes.
 struct ReadFloat {
   using T = float;
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
   HW_INLINE int64_t place(int64_t i) { return i; }
+  // Keys and queries, and their product.
+  HW_INLINE void load_key(const float* p, F& a, F& b) { load2(p, a, b); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F& b) { a = load(q + i), b = load(q + i + W); }
+  HW_INLINE F times(F acc, F qa, F qb, F ka, F kb) { return fma(qb, kb, fma(qa, ka, acc)); }
+  HW_INLINE void put_query(float* q, int64_t i, float x) { q[i] = x; }
 };
-struct ReadHalf {
+struct ReadHalf : ReadFloat {
   using T = uint16_t;
   HW_INLINE void load2(const uint16_t* p, F& a, F& b) { a = load_f16(p), b = load_f16(p + W); }
-  HW_INLINE int64_t place(int64_t i) { return i; }
+  HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
 };
-struct ReadBfloat {  // even elements, then odd ones
+struct ReadBfloat : ReadFloat {  // even elements, then odd ones
   using T = uint16_t;
   HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }
   HW_INLINE int64_t place(int64_t i) {
     const int64_t in = i % (2 * W);
     return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
   }
+#if HW_BF16  // pairs are multiplied as they are
+  HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) { a = load(q + i / 2); }
+  HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_pairs(acc, qa, ka); }
+  HW_INLINE void put_query(float* q, int64_t i, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    reinterpret_cast<uint16_t*>(q)[i] = static_cast<uint16_t>(bits >> 16);  // exact: x was a bfloat16
+  }
+#else
+  HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
+  HW_INLINE void put_query(float* q, int64_t i, float x) { q[place(i)] = x; }
+#endif
 };
 
 struct LineScratch {
@@ -52,23 +70,36 @@ struct LineScratch {
   }
 };
 
+// Asks for the 2 W elements that lie `ahead` behind p; they are read a tile later.
+template <class T>
+HW_INLINE void prefetch(const T* p, int64_t ahead) {
+  const char* next = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
+  for (size_t line = 0; line < 2 * W * sizeof(T); line += 64) HW_PREFETCH(next + line);
+}
+
 // Scores of U keys times R rows, U R = W sums: side by side in `out`, row by row.
 template <class Read, int R>
 static inline void dots(const float* HW_RESTRICT query, int64_t deep, const typename Read::T* HW_RESTRICT key,
-                        int64_t stride, float* HW_RESTRICT out) {
+                        int64_t stride, int64_t ahead, float* HW_RESTRICT out) {
   constexpr int U = W / R;
   F acc[W];
   HW_UNROLL
   for (int i = 0; i < W; ++i) acc[i] = zero();
   for (int64_t d = 0; d < deep; d += 2 * W) {
+    F qa[R], qb[R];
+    if constexpr (R <= U) {  // stay in registers for all the keys
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) Read::load_query(query, r * deep + d, qa[r], qb[r]);
+    }
     HW_UNROLL
     for (int u = 0; u < U; ++u) {
       F a, b;
-      Read::load2(key + u * stride + d, a, b);
+      Read::load_key(key + u * stride + d, a, b);
+      prefetch(key + u * stride + d, ahead);
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
-        acc[r * U + u] = fma(a, load(query + r * deep + d), acc[r * U + u]);
-        acc[r * U + u] = fma(b, load(query + r * deep + d + W), acc[r * U + u]);
+        if constexpr (R > U) Read::load_query(query, r * deep + d, qa[r], qb[r]);
+        acc[r * U + u] = Read::times(acc[r * U + u], qa[r], qb[r], a, b);
       }
     }
   }
@@ -78,7 +109,7 @@ static inline void dots(const float* HW_RESTRICT query, int64_t deep, const type
 // sums[row][columns] = sums * alpha + weights V for X pairs of vectors of columns.
 template <class Read, int R, int X>
 static inline void mix(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                       int64_t stride, const float* alpha, float* HW_RESTRICT sums, int64_t wide) {
+                       int64_t stride, int64_t ahead, const float* alpha, float* HW_RESTRICT sums, int64_t wide) {
   F acc[R][2 * X];
   HW_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -90,6 +121,7 @@ static inline void mix(const float* HW_RESTRICT weights, int n, const typename R
     for (int x = 0; x < X; ++x) {
       F a, b;
       Read::load2(value + j * stride + x * 2 * W, a, b);
+      prefetch(value + j * stride + x * 2 * W, ahead);
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
         const F w = set1(weights[r * kTile + j]);
@@ -151,13 +183,14 @@ template <class Read, int R>
 static inline void scores_of_lines(const LineScratch& s, int64_t deep, const RowsOf& key, int n) {
   constexpr int U = W / R;
   const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
+  const int64_t ahead = kTile * key.stride * static_cast<int64_t>(sizeof(*k));
   float out[W];
   for (int j = 0; j < n; j += U) {
     if (j + U <= n) {
-      dots<Read, R>(s.query, deep, k + j * key.stride, key.stride, out);
+      dots<Read, R>(s.query, deep, k + j * key.stride, key.stride, ahead, out);
     } else {  // the last keys one at a time, as U times the same one
       for (int i = j; i < n; ++i) {
-        dots<Read, R>(s.query, deep, k + i * key.stride, 0, out);
+        dots<Read, R>(s.query, deep, k + i * key.stride, 0, 0, out);
         for (int r = 0; r < R; ++r) s.scores[r * kTile + i] = out[r * U];
       }
       return;
@@ -179,7 +212,7 @@ HW_INLINE bool lines_are_finite(const float* x, int R, int n) {
 template <class Read, int R>
 static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int64_t from, int64_t to, bool careful,
                               LineScratch& s) {
-  constexpr int X = R <= 2 ? 4 / R : 1;  // 16 accumulators, or 8 and less where rows are many
+  constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
   const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
   Rows& rows = *s.rows;
   const bool general = is_general(p);
@@ -206,14 +239,15 @@ static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int6
     if (p.dropout > 0.0f) drop_tile<kTile, 1>(p, b, rows, j0, n, s.scores);
     const RowsOf value = line_rows(p.value, b, kv_head, j0, n, p.V, &bad, s.value_copy);
     const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
+    const int64_t ahead = kTile * value.stride * static_cast<int64_t>(sizeof(*v));
     int64_t d = 0;
     for (; d + 2 * W * X <= wide; d += 2 * W * X) {
-      mix<Read, R, X>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+      mix<Read, R, X>(s.scores, n, v + d, value.stride, ahead, s.alpha, s.sums + d, wide);
     }
-    if constexpr (X > 2) {
-      for (; d + 4 * W <= wide; d += 4 * W) mix<Read, R, 2>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+    if constexpr (X == 4) {
+      for (; d + 4 * W <= wide; d += 4 * W) mix<Read, R, 2>(s.scores, n, v + d, value.stride, ahead, s.alpha, s.sums + d, wide);
     }
-    for (; d < wide; d += 2 * W) mix<Read, R, 1>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+    for (; d < wide; d += 2 * W) mix<Read, R, 1>(s.scores, n, v + d, value.stride, ahead, s.alpha, s.sums + d, wide);
   }
   if (careful) return true;
   bool good = true;
@@ -236,7 +270,7 @@ static void run_lines(const Problem& p, const Plan& plan, int64_t group, int64_t
     rows.bad[r] = !row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
     if (rows.bad[r]) continue;
     for (int64_t d = 0; d < p.D; ++d) {
-      s.query[r * deep + Read::place(d)] = element(row, p.query.dtype, d * p.query.stride[3]);
+      Read::put_query(s.query, r * deep + d, element(row, p.query.dtype, d * p.query.stride[3]));
     }
   }
   const int64_t from = most(rows.lo_min, split * plan.keys_per_split);

@@ -125,18 +125,20 @@ static inline void write_floats(char* out, Dtype dtype, const float* x, int64_t 
 
 // Whether a row of f32, bf16 or f16 is free of NaN and Inf.
 static inline bool row_is_finite(const char* row, Dtype dtype, int64_t stride, int64_t n) {
-  int64_t i = 0;
+  const int64_t size = size_of(dtype), step = dtype == Dtype::f32 ? W : 2 * W;
+  const uint32_t exponent = dtype == Dtype::f32 ? 0x7f800000u : dtype == Dtype::bf16 ? 0x7f80u : 0x7c00u;
   bool good = true;
-  if (stride == 1 && dtype == Dtype::f32) {
-    for (; i + W <= n; i += W) good &= is_finite(reinterpret_cast<const float*>(row) + i);
-  } else if (stride == 1 && dtype == Dtype::bf16) {
-    for (; i + 2 * W <= n; i += 2 * W) good &= is_finite_bf16(reinterpret_cast<const uint16_t*>(row) + i);
+  if (stride == 1 && n >= step) {
+    for (int64_t i = 0; i < n; i += step) {
+      const char* p = row + least(i, n - step) * size;  // the last step reaches back
+      good &= dtype == Dtype::f32 ? is_finite(reinterpret_cast<const float*>(p))
+                                  : is_finite(reinterpret_cast<const uint16_t*>(p), static_cast<uint16_t>(exponent));
+    }
+    return good;
   }
-  const int64_t size = size_of(dtype);
-  for (; i < n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     uint32_t bits = 0;
     memcpy(&bits, row + i * stride * size, static_cast<size_t>(size));  // little endian, as all of x86 and Arm here
-    const uint32_t exponent = dtype == Dtype::f32 ? 0x7f800000u : dtype == Dtype::bf16 ? 0x7f80u : 0x7c00u;
     good &= (bits & exponent) != exponent;
   }
   return good;

@@ -84,9 +84,9 @@ HW_INLINE bool is_finite(const float* p) {
   const __m256i bits = _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(p)), exponent);
   return _mm256_movemask_epi8(_mm256_cmpeq_epi32(bits, exponent)) == 0;
 }
-// 2 W bfloat16 at once.
-HW_INLINE bool is_finite_bf16(const uint16_t* p) {
-  const __m256i exponent = _mm256_set1_epi16(0x7f80);
+// 2 W numbers of 16 bits at once, with the mask of their exponent.
+HW_INLINE bool is_finite(const uint16_t* p, uint16_t mask) {
+  const __m256i exponent = _mm256_set1_epi16(static_cast<short>(mask));
   const __m256i bits = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), exponent);
   return _mm256_movemask_epi8(_mm256_cmpeq_epi16(bits, exponent)) == 0;
 }

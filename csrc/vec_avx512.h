@@ -74,9 +74,9 @@ HW_INLINE bool is_finite(const float* p) {
   const __m512i exponent = _mm512_set1_epi32(0x7f800000);
   return _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_loadu_si512(p), exponent), exponent) == 0;
 }
-// 2 W bfloat16 at once.
-HW_INLINE bool is_finite_bf16(const uint16_t* p) {
-  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+// 2 W numbers of 16 bits at once, with the mask of their exponent.
+HW_INLINE bool is_finite(const uint16_t* p, uint16_t mask) {
+  const __m512i exponent = _mm512_set1_epi16(static_cast<short>(mask));
   return _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(p), exponent), exponent) == 0;
 }
 

@@ -148,10 +148,10 @@ HW_INLINE bool is_finite(const float* p) {
   for (int i = 0; i < W; ++i) good &= (to_bits(p[i]) & 0x7f800000) != 0x7f800000;
   return good;
 }
-// 2 W bfloat16 at once.
-HW_INLINE bool is_finite_bf16(const uint16_t* p) {
+// 2 W numbers of 16 bits at once, with the mask of their exponent.
+HW_INLINE bool is_finite(const uint16_t* p, uint16_t mask) {
   bool good = true;
-  for (int i = 0; i < 2 * W; ++i) good &= (p[i] & 0x7f80) != 0x7f80;
+  for (int i = 0; i < 2 * W; ++i) good &= (p[i] & mask) != mask;
   return good;
 }
 
