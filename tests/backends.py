@@ -21,9 +21,9 @@ from torch import Tensor
 import headwise
 
 try:
-    from headwise.ops import native
+    from headwise.ops.native_library import isas
 
-    ISAS: tuple[str, ...] = native.isas()
+    ISAS: tuple[str, ...] = isas()
 except ImportError:
     ISAS = ()
 
