@@ -110,8 +110,8 @@ def turn(run: Run) -> float:
 
 
 def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, seconds: float) -> Rounds:
-    """Take turns for so many quiet rounds, or until the time is up, but at least LEAST rounds."""
-    slow = {name for name, run in ways.items() if turn(run) > SLOW}
+    """Take turns for so many quiet rounds, or until the time is up, at least LEAST rounds. Each way has run before."""
+    slow: set[str] = set()
     done: list[tuple[bool, dict[str, float | None], dict[str, float | None]]] = []
     end = time.perf_counter() + seconds
     while (quiet := sum(clean for clean, _, _ in done)) < rounds and (
@@ -121,6 +121,7 @@ def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, s
         limits = {name: probe() for name, probe in probes.items()}
         times = {name: None if name in slow and quiet >= LEAST else turn(run) for name, run in ways.items()}
         done.append((not others.seen(), times, limits))
+        slow |= {name for name, took in times.items() if took is not None and took > SLOW}
     kept = [row for row in done if row[0]]
     disturbed = len(kept) < min(LEAST, rounds)
     kept = done if disturbed else kept
