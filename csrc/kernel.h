@@ -47,6 +47,8 @@ static void run_lines_of(const Problem& p, const Plan& plan, int64_t group, int6
 }
 
 static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+  const FlushDenormals flushed;
+  (void)flushed;
   if (plan.by_row) {
     if (p.dtype() == Dtype::f32) {
       run_lines_of<ReadFloat>(p, plan, group, split, scratch);

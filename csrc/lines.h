@@ -10,6 +10,7 @@
 namespace headwise {
 namespace HW_ISA {
 
+constexpr int kLineTile = 64;  // keys of a tile
 constexpr int kLineRows = W < 16 ? 4 : 8;  // the most rows this kernel takes: W sums in registers, and what they need
 
 // Elements of a row as two vectors of floats, from 2 W elements; and where element i of these goes.
@@ -53,7 +54,7 @@ struct ReadBfloat : ReadFloat {  // even elements, then odd ones
 struct LineScratch {
   float* query;      // [row][D up to 2 W]
   float* sums;       // [row][V up to 2 W], in the reader's order
-  float* scores;     // [row][kTile], then weights
+  float* scores;     // [row][kLineTile], then weights
   char *key_copy, *value_copy;
   float* line;
   Rows* rows;
@@ -63,8 +64,8 @@ struct LineScratch {
     const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
     query = arena.take<float>(kLineRows * deep);
     sums = arena.take<float>(kLineRows * wide);
-    scores = arena.take<float>(kLineRows * kTile);
-    key_copy = arena.take<char>(kTile * deep * 4), value_copy = arena.take<char>(kTile * wide * 4);
+    scores = arena.take<float>(kLineRows * kLineTile);
+    key_copy = arena.take<char>(kLineTile * deep * 4), value_copy = arena.take<char>(kLineTile * wide * 4);
     line = arena.take<float>(wide);
     rows = arena.take<Rows>(1);
   }
@@ -124,7 +125,7 @@ static inline void mix(const float* HW_RESTRICT weights, int n, const typename R
       prefetch(value + j * stride + x * 2 * W, ahead);
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
-        const F w = set1(weights[r * kTile + j]);
+        const F w = set1(weights[r * kLineTile + j]);
         acc[r][2 * x] = fma(w, a, acc[r][2 * x]);
         acc[r][2 * x + 1] = fma(w, b, acc[r][2 * x + 1]);
       }
@@ -183,7 +184,7 @@ template <class Read, int R>
 static inline void scores_of_lines(const LineScratch& s, int64_t deep, const RowsOf& key, int n) {
   constexpr int U = W / R;
   const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
-  const int64_t ahead = kTile * key.stride * static_cast<int64_t>(sizeof(*k));
+  const int64_t ahead = kLineTile * key.stride * static_cast<int64_t>(sizeof(*k));
   float out[W];
   for (int j = 0; j < n; j += U) {
     if (j + U <= n) {
@@ -191,11 +192,11 @@ static inline void scores_of_lines(const LineScratch& s, int64_t deep, const Row
     } else {  // the last keys one at a time, as U times the same one
       for (int i = j; i < n; ++i) {
         dots<Read, R>(s.query, deep, k + i * key.stride, 0, 0, out);
-        for (int r = 0; r < R; ++r) s.scores[r * kTile + i] = out[r * U];
+        for (int r = 0; r < R; ++r) s.scores[r * kLineTile + i] = out[r * U];
       }
       return;
     }
-    for (int r = 0; r < R; ++r) memcpy(s.scores + r * kTile + j, out + r * U, U * sizeof(float));
+    for (int r = 0; r < R; ++r) memcpy(s.scores + r * kLineTile + j, out + r * U, U * sizeof(float));
   }
 }
 
@@ -203,7 +204,7 @@ static inline void scores_of_lines(const LineScratch& s, int64_t deep, const Row
 HW_INLINE bool lines_are_finite(const float* x, int R, int n) {
   float check = 0.0f;
   for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < n; ++i) check += x[r * kTile + i] * 0.0f;
+    for (int i = 0; i < n; ++i) check += x[r * kLineTile + i] * 0.0f;
   }
   return check == check;
 }
@@ -220,8 +221,8 @@ static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int6
   memset(s.sums, 0, static_cast<size_t>(R * wide) * sizeof(float));
   for (int r = 0; r < R; ++r) s.top[r] = -kInf, s.total[r] = 0.0f;
   BadKeys bad;
-  for (int64_t j = from / kTile * kTile; j < to; j += kTile) {
-    const int64_t j0 = most(j, from), j1 = least(j + kTile, to);
+  for (int64_t j = from / kLineTile * kLineTile; j < to; j += kLineTile) {
+    const int64_t j0 = most(j, from), j1 = least(j + kLineTile, to);
     const int n = static_cast<int>(j1 - j0);
     const Tile kind = tile_of(p, b, rows, j0, j1);
     if (kind == Tile::empty) continue;
@@ -229,17 +230,17 @@ static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int6
     const RowsOf key = line_rows(p.key, b, kv_head, j0, n, p.D, &bad, s.key_copy);
     scores_of_lines<Read, R>(s, deep, key, n);
     if (!careful && !lines_are_finite(s.scores, R, n)) return false;
-    if (general) scale_scores(p, s.scores, R * kTile);
+    if (general) scale_scores(p, s.scores, R * kLineTile);
     if (general || kind == Tile::mixed || bad.any) {
-      mask_tile<Layout<kTile, 1>>(p, b, rows, j0, n, s.scores, kind, bad.any ? bad.is : nullptr);
+      mask_tile<Layout<kLineTile, 1>>(p, b, rows, j0, n, s.scores, kind, bad.any ? bad.is : nullptr);
     }
     for (int r = 0; r < R; ++r) {
-      softmax_line(s.scores + r * kTile, n, c, &s.top[r], &s.total[r], &s.alpha[r]);
+      softmax_line(s.scores + r * kLineTile, n, c, &s.top[r], &s.total[r], &s.alpha[r]);
     }
-    if (p.dropout > 0.0f) drop_tile<kTile, 1>(p, b, rows, j0, n, s.scores);
+    if (p.dropout > 0.0f) drop_tile<kLineTile, 1>(p, b, rows, j0, n, s.scores);
     const RowsOf value = line_rows(p.value, b, kv_head, j0, n, p.V, &bad, s.value_copy);
     const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
-    const int64_t ahead = kTile * value.stride * static_cast<int64_t>(sizeof(*v));
+    const int64_t ahead = kLineTile * value.stride * static_cast<int64_t>(sizeof(*v));
     int64_t d = 0;
     for (; d + 2 * W * X <= wide; d += 2 * W * X) {
       mix<Read, R, X>(s.scores, n, v + d, value.stride, ahead, s.alpha, s.sums + d, wide);

@@ -15,27 +15,26 @@ HW_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // 2^t, relative error 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding: minimax polynomials
-// on [-1/2, 1/2] from Remez's exchange. Below 2^-126 it is 0: no denormal is ever made. NaN stays NaN.
+// on [0, 1] from Remez's exchange. Below 2^-126 it is 0: no denormal is ever made. NaN stays NaN.
 template <int Degree>
 HW_INLINE F exp2(F t) {
-  const M keep = not_less(t, set1(-126.0f));
-  const F n = round(t), f = sub(t, n);
+  const F f = fraction(t);
   F p;
   if constexpr (Degree == 6) {
-    p = fma(set1(0x1.41d334p-13f), f, set1(0x1.5f456ap-10f));
-    p = fma(p, f, set1(0x1.3b2dbcp-7f));
-    p = fma(p, f, set1(0x1.c6aed4p-5f));
-    p = fma(p, f, set1(0x1.ebfbdap-3f));
-    p = fma(p, f, set1(0x1.62e430p-1f));
+    p = fma(set1(0x1.c72118p-13f), f, set1(0x1.461954p-10f));
+    p = fma(p, f, set1(0x1.3d28p-7f));
+    p = fma(p, f, set1(0x1.c685p-5f));
+    p = fma(p, f, set1(0x1.ebfd9ep-3f));
+    p = fma(p, f, set1(0x1.62e42ap-1f));
     p = fma(p, f, set1(1.0f));
   } else {
     static_assert(Degree == 4, "degrees 4 and 6 are tabled");
-    p = fma(set1(0x1.3997d6p-7f), f, set1(0x1.ca1440p-5f));
-    p = fma(p, f, set1(0x1.ec06dap-3f));
-    p = fma(p, f, set1(0x1.62e0dcp-1f));
-    p = fma(p, f, set1(0x1.ffffe8p-1f));
+    p = fma(set1(0x1.bb7cd4p-7f), f, set1(0x1.aa13fp-5f));
+    p = fma(p, f, set1(0x1.ee798ap-3f));
+    p = fma(p, f, set1(0x1.62d166p-1f));
+    p = fma(p, f, set1(0x1.00002cp+0f));
   }
-  return zero_unless(keep, scale2(p, n));
+  return scale2(p, t);
 }
 
 // 1 - 2 / (e^2|x| + 1), and x times its Taylor series in x^2 near 0 where that difference would cancel.

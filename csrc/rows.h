@@ -8,7 +8,7 @@ namespace headwise {
 namespace HW_ISA {
 
 constexpr int kRows = kVectors * W;  // of a block of the transposed kernel; the row kernel has fewer
-constexpr int kTile = 64;            // keys of a tile
+constexpr int kTile = 128;           // keys of a tile
 
 enum class Tile { empty, mixed, full };
 
@@ -137,12 +137,12 @@ static inline void join_dense(const Tensor4& dense, int64_t b, const Rows& rows,
   if (dense.stride[1] == 0 && dense.stride[2] == 0) {  // the same for all rows: read once
     float one[kTile];
     for (int j = 0; j < n; ++j) one[j] = read(row[0] + j * step);
-    L::each(rows.padded, n, x, [&](int, int j, float s) { return one[j] == -kInf ? -kInf : s + one[j]; });
+    L::each(rows.padded, n, x, [&](int, int j, float s) { return s == -kInf || one[j] == -kInf ? -kInf : s + one[j]; });
     return;
   }
   L::each(rows.padded, n, x, [&](int r, int j, float s) {
     const float added = read(row[r] + j * step);
-    return added == -kInf ? -kInf : s + added;
+    return s == -kInf || added == -kInf ? -kInf : s + added;  // forbidden stays forbidden, whatever is added
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <stdexcept>
 
 #if defined(HEADWISE_NO_TORCH)  // the fuzzer links no torch: one thread
 namespace headwise {
@@ -24,7 +25,8 @@ void parallel(int64_t workers, Body body) {
   const Range range = [](int64_t first, int64_t last, void* context) {
     for (int64_t i = first; i < last; ++i) (*static_cast<Body*>(context))();
   };
-  if (torch_parallel_for(0, workers, 1, range, &body) != 0) body();  // one worker does all the items
+  // An item that its worker could not do (no memory) is lost.
+  if (torch_parallel_for(0, workers, 1, range, &body) != 0) throw std::runtime_error("a worker of the kernel failed");
 }
 }  // namespace headwise
 #endif

@@ -28,7 +28,8 @@ HW_INLINE F div(F a, F b) { return _mm256_div_ps(a, b); }
 HW_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 // b where either is NaN.
 HW_INLINE F max(F a, F b) { return _mm256_max_ps(a, b); }
-HW_INLINE F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// x - floor(x).
+HW_INLINE F fraction(F x) { return _mm256_sub_ps(x, _mm256_floor_ps(x)); }
 HW_INLINE F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 HW_INLINE F with_sign(F magnitude, F sign) {
   return _mm256_or_ps(_mm256_and_ps(_mm256_set1_ps(-0.0f), sign), magnitude);
@@ -36,11 +37,11 @@ HW_INLINE F with_sign(F magnitude, F sign) {
 // True where x < y is not so: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm256_cmp_ps(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, m); }
-HW_INLINE F zero_unless(M m, F x) { return _mm256_and_ps(m, x); }
-// x * 2^n for whole n >= -126.
-HW_INLINE F scale2(F x, F n) {
-  const __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_mul_ps(x, _mm256_castsi256_ps(bits));
+// x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x.
+HW_INLINE F scale2(F x, F t) {
+  const __m256i n = _mm256_cvtps_epi32(_mm256_floor_ps(t));
+  const __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23);
+  return _mm256_and_ps(not_less(t, _mm256_set1_ps(-126.0f)), _mm256_mul_ps(x, _mm256_castsi256_ps(bits)));
 }
 HW_INLINE float reduce_add(F x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

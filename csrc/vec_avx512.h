@@ -28,7 +28,8 @@ HW_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
 HW_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // b where either is NaN.
 HW_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
-HW_INLINE F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// x - floor(x).
+HW_INLINE F fraction(F x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 HW_INLINE F abs(F x) { return _mm512_abs_ps(x); }
 HW_INLINE F with_sign(F magnitude, F sign) {
   const __m512i bit = _mm512_set1_epi32(INT32_MIN);
@@ -38,9 +39,8 @@ HW_INLINE F with_sign(F magnitude, F sign) {
 // True where x < y is not so: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
-HW_INLINE F zero_unless(M m, F x) { return _mm512_maskz_mov_ps(m, x); }
-// x * 2^n for whole n.
-HW_INLINE F scale2(F x, F n) { return _mm512_scalef_ps(x, n); }
+// x * 2^floor(t); 0 below 2^-126 (by FlushDenormals) and for t = -inf, whatever x.
+HW_INLINE F scale2(F x, F t) { return _mm512_scalef_ps(x, t); }
 HW_INLINE float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
 HW_INLINE float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
 

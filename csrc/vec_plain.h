@@ -54,12 +54,17 @@ HW_INLINE F div(F a, F b) {
 HW_INLINE F fma(F a, F b, F c) {
   return each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; });
 }
+HW_INLINE float floor_of(float x) {  // |x| < 2^22: the sum drops the fraction
+  const float near = (x + 12582912.0f) - 12582912.0f;
+  return near > x ? near - 1.0f : near;
+}
 // b where either is NaN.
 HW_INLINE F max(F a, F b) {
   return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
 }
-HW_INLINE F round(F x) {  // to nearest even, |x| < 2^22: the sum drops the fraction
-  return each([&](int i) { return (x.x[i] + 12582912.0f) - 12582912.0f; });
+// x - floor(x).
+HW_INLINE F fraction(F x) {
+  return each([&](int i) { return x.x[i] - floor_of(x.x[i]); });
 }
 HW_INLINE F abs(F x) {
   return each([&](int i) { return fabsf(x.x[i]); });
@@ -77,11 +82,11 @@ HW_INLINE M not_less(F x, F y) {
 HW_INLINE F select(M m, F yes, F no) {
   return each([&](int i) { return m.x[i] ? yes.x[i] : no.x[i]; });
 }
-HW_INLINE F zero_unless(M m, F x) { return select(m, x, zero()); }
-// x * 2^n for whole n in [-126, 127]; any other n, whose result is not used, does no harm.
-HW_INLINE F scale2(F x, F n) {
+// x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x.
+HW_INLINE F scale2(F x, F t) {
   return each([&](int i) {
-    const float whole = n.x[i] > -127.0f && n.x[i] < 128.0f ? n.x[i] : 0.0f;
+    if (t.x[i] < -126.0f) return 0.0f;
+    const float whole = t.x[i] < 127.0f ? floor_of(t.x[i]) : 127.0f;  // NaN comes from x
     const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(whole) + 127) << 23;
     float factor;
     memcpy(&factor, &bits, sizeof(factor));
