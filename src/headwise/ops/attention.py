@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..shapes import check_attention, check_gate, check_options
-from . import blocks, flex, sdpa
+from . import blocks, flex, native, sdpa
 from .call import Call, Limit, refusal
 from .fence import fence, show, surely_finite
 from .masks import Mask, fitted
@@ -92,7 +92,7 @@ def attention(
         dropout: probability of zeroing a weight; always active, so pass 0 outside of training.
         gate: (H,), (B, H), (B, H, T) or (B, H, T, V); multiplies the output.
         return_lse: also return the log of the softmax's denominator (sink included), float32 (B, H, T).
-        backend: `auto`, or one by name: `sdpa`, `flex`, `blocks`, `reference`.
+        backend: `auto`, or one by name: `native`, `sdpa`, `flex`, `blocks`, `reference`.
 
     Returns:
         out (B, H, T, V) in the query's dtype; with `return_lse`, (out, lse).
@@ -108,12 +108,14 @@ def attention(
     >>> attention(q, k, v, mask=causal() & window(4)).shape
     torch.Size([2, 8, 5, 16])
     """
+    if (backend == "auto" or backend == "native") and not torch.compiler.is_compiling():
+        done = native.at_once(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
+        if done is not None:
+            return done
     query, key, value = _autocast(query, key, value)
-    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, return_lse)
+    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
     with _no_autocast(call):
         out, lse = _run(call, _choose(call, backend)[0])
-    if gate is not None:
-        out = out * check_gate(gate, out.shape, out.device).to(out.dtype)
     if not return_lse:
         return out
     assert lse is not None
@@ -159,9 +161,7 @@ def explain(
       not reference: able, but it builds the whole T x S matrix
     """
     query, key, value = _autocast(query, key, value)
-    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, return_lse)
-    if gate is not None:
-        check_gate(gate, (*query.shape[:3], value.shape[3]), query.device)
+    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
     chosen, why = _choose(call, backend)
     others = {name: refusal(other.limits, call) or other.aside for name, other in _BACKENDS.items() if name != chosen}
     return Explanation(chosen, why, others)
@@ -171,6 +171,7 @@ class _Backend(NamedTuple):
     run: Callable[[Call], tuple[Tensor, Tensor | None]]
     limits: tuple[Limit, ...]
     aside: str  # what `explain` says where it could serve and is not chosen
+    entire: bool = False  # without a gradient it takes any rows, keeps NaN and Inf in their place, and gates
 
 
 def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -187,6 +188,7 @@ def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 _BACKENDS = {
+    "native": _Backend(native.run, native.LIMITS, "able, but not the one that was asked for", entire=True),
     "sdpa": _Backend(sdpa.run, sdpa.LIMITS, "able, but not the faster one here"),
     "flex": _Backend(flex.run, flex.LIMITS, "able, but fused on CUDA only, and worth its tiles from 128 x 128 on"),
     "blocks": _Backend(blocks.run, blocks.LIMITS, "able, but slower than a fused kernel"),
@@ -207,6 +209,13 @@ _PREFERENCES = (
     _Preference(
         "reference", lambda c: c.is_transformed, "inside torch.func or forward-mode AD: the definition has every rule"
     ),
+    _Preference("native", lambda c: not c.needs_grad, "headwise's own kernel"),
+    _Preference(
+        "native",
+        native.fused_gradient,
+        "headwise's own kernel; the gradient by torch's fused backward, fed with its lse",
+    ),
+    _Preference("native", lambda c: True, "headwise's own kernel; the gradient in plain torch ops, block by block"),
     _Preference("flex", flex.pays, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
     _Preference("blocks", sdpa.loses, "float32 decoding on the CPU: a plain product is as fast as the fused kernel"),
     _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),
@@ -236,6 +245,14 @@ def _choose(call: Call, name: str) -> tuple[str, str]:
 
 
 def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
+    """Run a backend; the gate comes last."""
+    if _BACKENDS[name].entire and not call.needs_grad:
+        return _BACKENDS[name].run(call)
+    out, lse = _fenced(call, name)
+    return out if call.gate is None else out * call.gate.to(out.dtype), lse
+
+
+def _fenced(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     """Run a backend on aligned rows, behind the fence that keeps NaN and Inf where they belong."""
     V, run = call.value.shape[-1], _BACKENDS[name].run
     query, key, value = (_aligned(x) for x in (call.query, call.key, call.value))
@@ -274,15 +291,17 @@ def _checked(
     softcap: float | None,
     sinks: Tensor | None,
     dropout: float,
+    gate: Tensor | None,
     return_lse: bool,
 ) -> Call:
     check_attention(query, key, value)
     check_options(query, scale, softcap, sinks, dropout)
-    (T, D), S = query.shape[2:], key.shape[2]
+    (B, H, T, D), (_, _, S, V) = query.shape, value.shape
     mask = fitted(mask, query, key)
     mask = None if mask is None else mask.trimmed(T, S)
+    gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
     scale = D**-0.5 if scale is None else scale
-    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse)
+    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

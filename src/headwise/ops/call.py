@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .masks import Mask
-from .rules import Bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +26,7 @@ class Call:
     sinks: Tensor | None
     dropout: float
     return_lse: bool
+    gate: Tensor | None = None  # four axes, each 1 or the output's
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -47,22 +47,16 @@ class Call:
 
     @property
     def needs_grad(self) -> bool:
-        """A gradient will be asked of query, key, value, sinks or the mask's biases."""
+        """A gradient will be asked of query, key, value, sinks, gate or the mask's biases."""
         if not torch.is_grad_enabled():
             return False
-        tensors = (self.query, self.key, self.value, self.sinks)
+        tensors = (self.query, self.key, self.value, self.sinks, self.gate)
         return any(t is not None and t.requires_grad for t in tensors) or self.bias_needs_grad
 
     @property
     def bias_needs_grad(self) -> bool:
         """A gradient will be asked of a bias or of ALiBi's slopes."""
-        if self.mask is None or not torch.is_grad_enabled():
-            return False
-        return any(
-            (part.tensor if isinstance(part, Bias) else part.slopes).requires_grad  # type: ignore[attr-defined]
-            for part in self.mask.parts
-            if part.biases
-        )
+        return self.mask is not None and torch.is_grad_enabled() and self.mask.learns
 
     @property
     def is_transformed(self) -> bool:
@@ -76,9 +70,10 @@ class Limit(NamedTuple):
     """What a backend cannot honour: the case and, in words, why and what to do."""
 
     met: Callable[[Call], bool]
-    why: str
+    why: str | Callable[[], str]
 
 
 def refusal(limits: tuple[Limit, ...], call: Call) -> str | None:
     """The first limit that the call meets, in words; None where the backend can serve it."""
-    return next((limit.why for limit in limits if limit.met(call)), None)
+    why = next((limit.why for limit in limits if limit.met(call)), None)
+    return why() if callable(why) else why

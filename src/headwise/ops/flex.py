@@ -41,11 +41,7 @@ def pays(call: Call) -> bool:
     _, _, _, T, S = call.sizes
     if call.device_type != "cuda" or T < TILE or S < TILE:
         return False
-    square = call.mask is None or (
-        len(call.mask.parts) == 1
-        and isinstance(band := call.mask.parts[0], Band)
-        and (band.left, band.right, band.offset) == (None, 0, 0)
-    )
+    square = call.mask is None or call.mask.is_top_left
     return not square or call.softcap is not None or call.sinks is not None or call.return_lse
 
 

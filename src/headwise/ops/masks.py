@@ -16,13 +16,14 @@ understands their structure never sees a matrix; everything else asks for the ro
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
 
 from ..shapes import MASK_RULE, check_integers, check_made
 from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, count, rank4, register
+from .symbols import known
 
 EMPTY, MIXED, FULL = 0, 1, 2
 
@@ -102,6 +103,40 @@ class Mask:
     def is_interval(self) -> bool:
         """True where each row's keys are one interval, so that `bounds` tells all."""
         return all(isinstance(part, (Band, Lengths)) for part in self.parts if part.restricts)
+
+    @property
+    def is_top_left(self) -> bool:
+        """True where this is exactly what `is_causal` means to torch: j <= i."""
+        if len(self.parts) != 1 or not isinstance(self.parts[0], Band):
+            return False
+        band = self.parts[0]
+        top_left = band.left is None and band.right == 0 and band.offset is not None
+        return top_left and not isinstance(band.offset, Tensor) and known(band.offset == 0)
+
+    @cached_property
+    def simple_band(self) -> tuple[int | None, int | None, bool] | None:
+        """(low, high, at the end): row i sees i + low <= j < i + high, both plus S - T where the band is at the end.
+
+        None where the mask is more than one band, or no band. Kept, for decoding asks at every step.
+        """
+        if len(self.parts) != 1 or not isinstance(self.parts[0], Band) or isinstance(self.parts[0].offset, Tensor):
+            return None
+        left, right, offset = self.parts[0].left, self.parts[0].right, self.parts[0].offset
+        shift = 0 if offset is None else offset
+        return (
+            None if left is None else shift - left + 1,
+            None if right is None else shift + right + 1,
+            offset is None,
+        )
+
+    @property
+    def learns(self) -> bool:
+        """True where a bias or ALiBi's slopes are to get a gradient."""
+        return any(
+            (part.tensor if isinstance(part, Bias) else part.slopes).requires_grad  # type: ignore[attr-defined]
+            for part in self.parts
+            if part.biases
+        )
 
     @property
     def is_same_for_rows(self) -> bool:

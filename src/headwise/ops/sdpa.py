@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .call import Call, Limit
-from .masks import Mask
-from .rules import Band
 from .scores import strip_of, strips
 from .symbols import known
 
@@ -51,7 +49,7 @@ def run(call: Call) -> tuple[Tensor, None]:
     """out (B, H, T, V)."""
     T, V = call.sizes[3], call.value.shape[-1]
     query, key, value = _equal_head_dims(call.query, call.key, call.value)
-    if call.mask is None or (_is_top_left(call.mask) and call.scale > 0):  # it masks first and scales -inf then
+    if call.mask is None or (call.mask.is_top_left and call.scale > 0):  # it masks first and scales -inf then
         return _fused(call, query, key, value, causal=call.mask is not None)[..., :V], None
     if call.mask.is_same_for_rows and known(T >= TILE_ROWS):  # one row of the mask serves all
         return _strip(call, query, key, value, slice(None), mask_rows=slice(0, 1))[..., :V], None
@@ -108,14 +106,6 @@ def _strip(
         return zero.expand(-1, -1, -1, value.shape[-1])
     out = _fused(call, query, key, value, mask)
     return out if empty is None else out.masked_fill(empty, 0.0)
-
-
-def _is_top_left(mask: Mask) -> bool:
-    """The mask is exactly what `is_causal` means: j <= i."""
-    if len(mask.parts) != 1 or not isinstance(mask.parts[0], Band):
-        return False
-    band = mask.parts[0]
-    return band.left is None and band.right == 0 and not isinstance(band.offset, Tensor) and known(band.offset == 0)
 
 
 def _equal_head_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,221 @@
+"""Backend `native`: headwise's own kernel for the CPU, written in C++ (`csrc/`).
+
+Masks go in as what they are (two numbers a row, ids, rows of a tensor), never as T x S. The kernel itself keeps NaN and
+Inf where they belong and reads any strides. The library lies beside the package and is loaded by the first call that
+could use it (`native_library`); without it everything runs on the other backends. Gradients: `native_backward`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..shapes import INTEGERS, check_gate, check_options
+from . import native_library
+from .call import Call, Limit
+from .masks import Mask, as_mask
+from .native_library import isas as isas
+from .native_library import trouble
+from .rules import Alibi, Band, Bias, Keep, Lengths, Segments
+
+FAR = 1 << 40  # farther than any key: no limit on that side
+MOST = {Keep: 8, Bias: 8, Segments: 4, Alibi: 4}  # of one kind in a mask; Keep and Bias share theirs
+
+
+def _count(call: Call, *kinds: type) -> int:
+    return 0 if call.mask is None else sum(isinstance(part, kinds) for part in call.mask.parts)
+
+
+LIMITS = (
+    Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
+    Limit(lambda c: trouble() is not None, lambda: trouble() or ""),
+    Limit(lambda c: c.query.dtype == torch.float64, "headwise's own kernel has no float64"),
+    Limit(lambda c: c.is_empty, "headwise's own kernel takes no empty tensors"),
+    Limit(lambda c: c.is_transformed, "headwise's own kernel has no torch.func rules (vmap, jvp)"),
+    Limit(
+        lambda c: any(is_traceable_wrapper_subclass(x) for x in (c.query, c.key, c.value)),
+        "headwise's own kernel takes plain tensors, no subclass that wraps others",
+    ),
+    Limit(lambda c: _count(c, Keep, Bias) > MOST[Keep], "headwise's own kernel takes at most 8 mask tensors"),
+    Limit(lambda c: _count(c, Segments) > MOST[Segments], "headwise's own kernel takes at most 4 pairs of segments"),
+    Limit(lambda c: _count(c, Alibi) > MOST[Alibi], "headwise's own kernel takes at most 4 rules of ALiBi"),
+)
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    """out (B, H, T, V) and, where asked for, lse (B, H, T). The gate is applied unless a gradient is needed."""
+    ops, (_, _, _, T, S) = torch.ops.headwise, call.sizes
+    sinks = None if call.sinks is None else call.sinks.float()
+    low, high, bounds, segments, dense, alibi = lowered(call.mask, T, S)
+    seed = torch.randint(1 << 62, (1,)) if call.dropout > 0 else None
+    qkv, softcap = (call.query, call.key, call.value), call.softcap or 0.0
+    if call.needs_grad:
+        out, lse = ops.attend_train(
+            *qkv, call.scale, softcap, sinks, low, high, bounds, segments, dense, alibi, call.dropout, seed
+        )
+    else:
+        B, H, V = *call.query.shape[:2], call.value.shape[3]
+        gate = None if call.gate is None else call.gate.expand(B, H, T, V)
+        out, lse = ops.attend_full(
+            *qkv, call.scale, softcap, sinks, low, high, bounds, segments, dense, alibi, gate, call.dropout, seed
+        )
+    return out, lse if call.return_lse else None
+
+
+def fused_gradient(call: Call) -> bool:
+    """Whether the gradient goes by torch's fused backward: as `native_backward.gradients` decides, but for an lse."""
+    return call.softcap is None and call.dropout == 0 and not call.bias_needs_grad
+
+
+def at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+    gate: Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
+
+    Here is asked only what the operator cannot know: whether anything but plain tensors, plain numbers and no gradient
+    is at work. Sizes and dtypes it checks itself, and where it refuses, the full path finds the words.
+    """
+    if (
+        native_library.attend is None
+        or not (type(query) is type(key) is type(value) is Tensor)
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or not (query.is_cpu and key.is_cpu and value.is_cpu)
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or not (scale is None or (type(scale) is float and scale - scale == 0.0))
+        or not (type(dropout) in (float, int) and dropout == 0)  # not in haste, and not without a seed
+    ):
+        return None
+    try:
+        (_, _, T, D), S = query.shape, key.shape[2]
+        scale = D**-0.5 if scale is None else scale
+        if not (gate is not None or sinks is not None or softcap is not None or return_lse):
+            if mask is None:
+                return native_library.attend(query, key, value, scale, -FAR, FAR)
+            band = mask.simple_band if type(mask) is Mask else None
+            if band is not None:
+                left, right, at_end = band
+                shift = S - T if at_end else 0
+                low = -FAR if left is None else left + shift
+                high = FAR if right is None else right + shift
+                return native_library.attend(query, key, value, scale, low, high)
+        return _in_full(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse)
+    except Exception:  # our own checks say it better; what they do not know the full path meets again
+        return None
+
+
+def _in_full(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    gate: Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """`at_once` with a mask of any kind and further options."""
+    learning = torch.is_grad_enabled() and (
+        (sinks is not None and sinks.requires_grad)
+        or (gate is not None and gate.requires_grad)
+        or (mask is not None and mask.learns)
+    )
+    if learning or not (softcap is None or (type(softcap) is float and 0.0 < softcap < math.inf)):
+        return None
+    (B, H, T, _), (_, _, S, V) = query.shape, value.shape
+    if sinks is not None:
+        check_options(query, scale, softcap, sinks, 0.0)
+        sinks = sinks.float()
+    if gate is not None:
+        gate = check_gate(gate, (B, H, T, V), query.device).expand(B, H, T, V)
+    masks = lowered(mask, T, S)
+    out, lse = native_library.attend_full(query, key, value, scale, softcap or 0.0, sinks, *masks, gate, 0.0, None)
+    return (out, lse) if return_lse else out
+
+
+class Lowered(NamedTuple):
+    """A mask as the operator takes it."""
+
+    low: int  # row i sees i + low <= j < i + high, by the bands whose place is a number
+    high: int
+    bounds: Tensor | None  # where a mask says more: int64 (B|1, 4), low, high, start, stop, by all rules together
+    segments: list[Tensor] | None  # query ids, key ids, ...; None for no tensors: cheaper than an empty list
+    dense: list[Tensor] | None  # (B|1, H|1, T|1, S|1)
+    alibi: list[Tensor] | None  # slopes (B|1, H), offsets (B|1,), ...
+
+
+def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
+    """The mask in the operator's terms; what does not fit the call is left to the operator to refuse.
+
+    Raises TypeError for an index that is no integer tensor, which a conversion would hide.
+    """
+    numbers: tuple[list[Any], ...] = [], [], [], []  # low, high, start, stop
+    tensors: tuple[list[Any], ...] = [], [], [], []
+    segments: list[Tensor] = []
+    dense: list[Tensor] = []
+    alibi: list[Tensor] = []
+    for part in () if mask is None else mask.parts:
+        if isinstance(part, Band):
+            shift = S - T if part.offset is None else part.offset
+            ends = tensors if isinstance(shift, Tensor) else numbers
+            shift = _int64(shift) if isinstance(shift, Tensor) else shift
+            if part.left is not None:
+                ends[0].append(shift - part.left + 1)
+            if part.right is not None:
+                ends[1].append(shift + part.right + 1)
+        elif isinstance(part, Lengths):
+            tensors[3].append(_int64(part.stop))
+            if part.start is not None:
+                tensors[2].append(_int64(part.start))
+        elif isinstance(part, Segments):
+            segments += [_int64(part.query_ids), _int64(part.key_ids)]
+        elif isinstance(part, (Keep, Bias)):
+            dense.append(part.full)
+        elif isinstance(part, Alibi):
+            at = S - T if part.offset is None else part.offset
+            alibi += [part.slopes.float().view(-1, part.slopes.shape[-1])]
+            alibi += [_int64(at) if isinstance(at, Tensor) else torch.full((1,), at, dtype=torch.int64)]
+        else:
+            raise TypeError(f"headwise's own kernel has no form for {type(part).__name__}")
+    low = reduce(torch.sym_max, numbers[0]) if numbers[0] else -FAR
+    high = reduce(torch.sym_min, numbers[1]) if numbers[1] else FAR
+    bounds = _bounds((low, high, 0, FAR), tensors) if any(tensors) else None
+    return Lowered(low, high, bounds, segments or None, dense or None, alibi or None)
+
+
+def _bounds(numbers: tuple[int, ...], tensors: tuple[list[Any], ...]) -> Tensor:
+    """int64 (B|1, 4): low, high, start, stop of each row of the batch, each the tightest of the rules."""
+    n = next((x.shape[0] for given in tensors for x in given if x.shape[0] != 1), 1)
+    columns = []
+    for which, (number, given) in enumerate(zip(numbers, tensors, strict=True)):
+        # a start and a stop are never numbers as well as tensors
+        both = [*given] if given and which > 1 else [*given, torch.full((1,), number, dtype=torch.int64)]
+        column = reduce(torch.minimum if which % 2 else torch.maximum, both)[:, None]
+        columns.append(column if column.shape[0] == n else column.expand(n, 1))
+    return torch.cat(columns, dim=1).clamp(-FAR, FAR)
+
+
+def _int64(index: Tensor) -> Tensor:
+    """The index as the operator reads it; a float or a bool is no index."""
+    if index.dtype == torch.int64:
+        return index
+    if index.dtype not in INTEGERS:
+        raise TypeError(f"an index is an integer tensor; got {index.dtype}")
+    return index.long()

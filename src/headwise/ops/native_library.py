@@ -1,0 +1,159 @@
+"""The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
+
+`headwise::attend`, `attend_full` and `dropout_keep` are the library's own (csrc/bind.cpp). `attend_train` is
+`attend_full` with a gradient, `attend_backward` that gradient: one operator, so torch.compile sees no strips.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .native_backward import Problem, gradients, leaves_of
+
+LIBRARY = Path(__file__).parents[1] / "_native.so"
+OWN = ("attend", "attend_full", "dropout_keep", "isa", "isas", "use_isa")
+ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
+    "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, float dropout, Tensor? seed"
+)
+
+# The two operators, once they are there: found by name they cost a tenth of a small call.
+attend: Any = None
+attend_full: Any = None
+
+_UNASKED = "not loaded yet"
+_trouble: str | None = _UNASKED
+_lock = Lock()
+_fragment: Any = None  # keeps our operators registered
+
+
+@torch.compiler.assume_constant_result
+def trouble() -> str | None:
+    """Why there is no native kernel, in one line; None where there is one. Loads the library when first asked.
+
+    A constant to torch.compile, which asks while it traces: the loading is no part of the graph.
+    """
+    global _trouble, attend, attend_full
+    if _trouble is _UNASKED:
+        with _lock:
+            if _trouble is _UNASKED:
+                found = _load()
+                if found is None:
+                    attend, attend_full = torch.ops.headwise.attend.default, torch.ops.headwise.attend_full.default
+                _trouble = found
+    return _trouble
+
+
+def isas() -> tuple[str, ...]:
+    """The instruction sets that this CPU can run, best first; none where there is no native kernel."""
+    return () if trouble() else tuple(torch.ops.headwise.isas().split(","))
+
+
+def _load() -> str | None:
+    if os.environ.get("HEADWISE_NATIVE", "1") == "0":
+        return "the native library is switched off by HEADWISE_NATIVE=0"
+    if not hasattr(torch.ops.headwise, "attend"):  # else the user has loaded another build: a sanitizer's, say
+        if not LIBRARY.exists():
+            return "the native library is not there: reinstall headwise where there is a C++ compiler"
+        try:
+            torch.ops.load_library(LIBRARY)
+        except (OSError, RuntimeError) as error:
+            return f"the native library does not load: {str(error).splitlines()[0]}"
+    missing = [name for name in OWN if not hasattr(torch.ops.headwise, name)]
+    if missing:
+        return f"the native library is another version's, without {', '.join(missing)}: reinstall headwise"
+    _register()
+    return None
+
+
+def _register() -> None:
+    """What torch must know beside the library: shapes and strides without data, and our own two operators."""
+    global _fragment
+    _fragment = torch.library.Library("headwise", "FRAGMENT")
+    given = "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool biases"
+    _fragment.define(f"attend_train({ARGUMENTS}) -> (Tensor, Tensor)")
+    _fragment.define(f"attend_backward({given}, {ARGUMENTS}) -> Tensor[]")
+    _fragment.impl("attend_train", _attend_train, "CPU")
+    _fragment.impl("attend_backward", _attend_backward, "CPU")
+    fakes: dict[str, Callable[..., Any]] = {
+        "attend": lambda *args: _empty_pair(*args)[0],
+        "attend_full": _empty_pair,
+        "attend_train": _empty_pair,
+        "attend_backward": _empty_gradients,
+        "dropout_keep": lambda seed, dropout, B, H, first, rows, S: seed.new_empty((B, H, rows, S), dtype=torch.bool),
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"headwise::{name}", fake, lib=_fragment)
+    torch.library.register_autograd("headwise::attend_train", _backward, setup_context=_keep, lib=_fragment)
+
+
+def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """out (B, H, T, V) in the memory order (B, T, H, V), and lse (B, H, T)."""
+    B, H, T, _D = query.shape
+    out = query.new_empty(B, T, H, value.shape[3]).transpose(1, 2)
+    return out, query.new_empty((B, H, T), dtype=torch.float32)
+
+
+def _empty_gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, biases: bool, *args: Any
+) -> list[Tensor]:
+    leaves = leaves_of(Problem(*args), biases)
+    qkv = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in leaves[:3]]
+    return qkv + [x.new_empty(x.shape) for x in leaves[3:]]
+
+
+def _attend_train(*args: Any) -> tuple[Tensor, Tensor]:
+    p = Problem(*args)
+    return torch.ops.headwise.attend_full(*p[:-2], None, *p[-2:])
+
+
+def _attend_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, biases: bool, *args: Any
+) -> list[Tensor]:
+    p = Problem(*args)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        grads = gradients(grad_out, grad_lse, out, lse, biases, p)
+        qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads[:3]]
+        return qkv + [x.contiguous() for x in grads[3:]]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep for the backward what it needs: everything."""
+    p = Problem(*inputs)
+    lists = [x or [] for x in (p.segments, p.dense, p.alibi)]
+    ctx.lengths = [len(x) for x in lists]
+    ctx.numbers = p.scale, p.softcap, p.low, p.high, p.dropout
+    ctx.save_for_backward(
+        *output, p.query, p.key, p.value, p.sinks, p.bounds, p.seed, *(x for given in lists for x in given)
+    )
+    ctx.set_materialize_grads(False)  # so that an lse which no loss looks at is known by its None
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    out, lse, query, key, value, sinks, bounds, seed, *rest = ctx.saved_tensors
+    scale, softcap, low, high, dropout = ctx.numbers
+    segments, dense, alibi = ([rest.pop(0) for _ in range(length)] or None for length in ctx.lengths)
+    p = Problem(query, key, value, scale, softcap, sinks, low, high, bounds, segments, dense, alibi, dropout, seed)
+    wanted = Problem(*ctx.needs_input_grad)
+    biases = any(wanted.dense or ()) or any(wanted.alibi or ())
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    given = grad_out, grad_lse, out, lse, biases
+    # Where a gradient of the gradient will be asked, plain torch ops have one.
+    grads = iter(gradients(*given, p) if torch.is_grad_enabled() else torch.ops.headwise.attend_backward(*given, *p))
+    nothing: Any = Problem(*[None] * len(p))  # type: ignore[arg-type]
+    return nothing._replace(
+        query=next(grads),
+        key=next(grads),
+        value=next(grads),
+        sinks=None if sinks is None else next(grads),
+        segments=None if segments is None else [None] * len(segments),
+        dense=None if dense is None else [next(grads) if biases and x.is_floating_point() else None for x in dense],
+        alibi=None if alibi is None else [next(grads) if biases and n % 2 == 0 else None for n in range(len(alibi))],
+    )
