@@ -1,0 +1,244 @@
+"""The native kernel gives the same bits for the same input: again and again, on any threads, in any company.
+
+Also that it comes back at all: in two Python threads at once, in a forked child, with the threads changed between.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from backends import BEST, attend, natives
+from mask_cases import Sizes
+from native_cases import collected, dtypes
+from test_invariance import threads
+from torch import Tensor
+
+import headwise
+from headwise import Mask
+from headwise.testing import assert_same_bits, make_qkv
+
+THREADS = (1, 2, 3, 4, 8)
+# Large enough that threads are woken, where the name does not say otherwise.
+FORMS = {
+    "tiny": Sizes(2, 2, 1, 3, 9, 8, 8),
+    "decoding": Sizes(3, 4, 4, 1, 700, 64, 64),
+    "decoding, split": Sizes(2, 8, 2, 1, 4200, 64, 64),
+    "MQA, split": Sizes(1, 8, 1, 1, 5000, 64, 64),
+    "a chunk, split": Sizes(1, 4, 1, 13, 3100, 32, 32),
+    "many rows": Sizes(2, 6, 2, 211, 307, 40, 24),
+    "MLA": Sizes(1, 16, 1, 1, 1100, 576, 512),
+    "MLA, many rows": Sizes(1, 16, 1, 3, 1100, 576, 512),
+}
+HEAVY = ("none", "lengths")  # masks enough where a call lasts
+forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
+MASKS: dict[str, Callable[[Sizes], Mask | None]] = {
+    "none": lambda n: None,
+    "causal": lambda n: headwise.causal(),
+    "window": lambda n: headwise.window(50, 3),
+    "lengths": lambda n: headwise.causal() & headwise.lengths(torch.arange(n.S, n.S - 7 * n.B, -7)),
+    "segments": lambda n: headwise.segments(torch.arange(n.T) // 60, torch.arange(n.S) // 60),
+    "keep": lambda n: headwise.keep(torch.rand(n.B, 1, n.T, n.S, generator=torch.Generator().manual_seed(3)) > 0.3),
+    "bias": lambda n: headwise.bias(torch.randn(1, n.H, n.T, n.S, generator=torch.Generator().manual_seed(4))),
+}
+
+
+def run(backend: str, n: Sizes, mask: Mask | None, *qkv: Tensor) -> list[Tensor]:
+    """out without lse, out, lse, and out of a call with everything on."""
+    torch.manual_seed(0)
+    sinks, gate = torch.linspace(-1, 1, n.H), torch.linspace(0, 1, n.H)
+    return [
+        attend(backend, *qkv, mask=mask),
+        *attend(backend, *qkv, mask=mask, return_lse=True),
+        attend(backend, *qkv, mask=mask, sinks=sinks, gate=gate, softcap=3.0, dropout=0.2),
+    ]
+
+
+def compare(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for x, y, what in zip(ours, theirs, ("out", "out beside lse", "lse", "out with everything"), strict=True):
+        assert_same_bits(x, y, what=what)
+
+
+@natives
+@dtypes
+@forms
+def test_any_number_of_threads(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    qkv = make_qkv(*n, dtype=dtype)
+    with collected() as attempt:
+        for name in HEAVY if n.D > 64 or n.T > 100 else MASKS:
+            mask = MASKS[name](n)
+            with threads(1):
+                one = run(backend, n, mask, *qkv)
+            for count in THREADS[1:]:
+                with threads(count):
+                    attempt(f"{name}, {count} threads", compare, run(backend, n, mask, *qkv), one)
+
+
+@natives
+@dtypes
+@pytest.mark.parametrize("n", [n for n in FORMS.values() if n.B > 1], ids=[k for k, n in FORMS.items() if n.B > 1])
+def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    """Dropout draws by the place in the batch, so it is left out here."""
+    qkv = make_qkv(*n, dtype=dtype)
+
+    def call(rows: slice, mask: Mask | None) -> list[Tensor]:
+        return list(attend(backend, *(x[rows] for x in qkv), mask=mask, return_lse=True))
+
+    def same(rows: slice, mask: Mask | None, whole: list[Tensor]) -> None:
+        for x, y in zip(call(rows, mask), whole, strict=True):
+            assert_same_bits(x, y[rows])
+
+    with collected() as attempt:
+        for count in (1, 2):
+            with threads(count):
+                for name in ("none", "window", "segments"):
+                    mask = MASKS[name](n)
+                    whole = call(slice(None), mask)
+                    for b in range(n.B):
+                        attempt(f"{name}, row {b}", same, slice(b, b + 1), mask, whole)
+                lengths = torch.arange(n.S, n.S - 7 * n.B, -7)
+                whole = call(slice(None), headwise.lengths(lengths))
+                for b in range(n.B):
+                    attempt(f"lengths, row {b}", same, slice(b, b + 1), headwise.lengths(lengths[b : b + 1]), whole)
+
+
+@natives
+@dtypes
+@forms
+def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    q, k, v = make_qkv(*n, dtype=dtype)
+    whole, lse = attend(backend, q, k, v, mask=headwise.causal(), return_lse=True)
+    G = n.H // n.K
+    for g in range(n.K):
+        heads = slice(g * G, (g + 1) * G)
+        out, its = attend(
+            backend, q[:, heads], k[:, g : g + 1], v[:, g : g + 1], mask=headwise.causal(), return_lse=True
+        )
+        assert_same_bits(out, whole[:, heads])
+        assert_same_bits(its, lse[:, heads])
+
+
+@natives
+@dtypes
+@pytest.mark.unchecked
+def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
+    small, split = Sizes(1, 4, 2, 7, 31, 11, 13), Sizes(1, 4, 2, 1, 2100, 64, 64)
+    with threads(2):
+        for n, times in ((small, 1000), (split, 100)):
+            qkv = make_qkv(*n, dtype=dtype)
+            first = attend(backend, *qkv, mask=headwise.causal(), return_lse=True)
+            for _ in range(times):
+                again = attend(backend, *qkv, mask=headwise.causal(), return_lse=True)
+                assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+@natives
+def test_two_python_threads_at_once(backend: str) -> None:
+    """Each with its own shapes, so that shared scratch would be seen; the number of threads changed meanwhile."""
+    cases = []
+    for n in FORMS.values():
+        qkv = make_qkv(*n)
+        cases.append((qkv, attend(backend, *qkv, mask=headwise.causal(), return_lse=True)))
+
+    def work(seed: int) -> int:
+        for step in range(16):
+            qkv, wanted = cases[(seed + step * (1 + seed % 2)) % len(cases)]
+            # the instruction set is the process's: it stays as it is while the threads run
+            ours = headwise.attention(*qkv, mask=headwise.causal(), return_lse=True, backend="native")
+            for x, y in zip(ours, wanted, strict=True):
+                assert_same_bits(x, y)
+        return 16
+
+    before = torch.ops.headwise.isa()
+    assert torch.ops.headwise.use_isa(backend.removeprefix("native-"))
+    try:
+        for count in (1, 2):
+            with threads(count), ThreadPoolExecutor(4) as pool:
+                assert sum(pool.map(work, range(4), timeout=120)) == 64
+    finally:
+        torch.ops.headwise.use_isa(before)
+
+
+@natives
+@dtypes
+def test_the_company_in_the_buffer(backend: str, dtype: torch.dtype) -> None:
+    """Alignment of the data changes no bit: the same tensors at every offset of a vector."""
+    for n in (Sizes(1, 4, 2, 1, 131, 40, 24), Sizes(1, 4, 2, 23, 67, 40, 24)):
+        qkv = make_qkv(*n, dtype=dtype)
+        plain = attend(backend, *qkv, mask=headwise.causal(), return_lse=True)
+        for offset in range(1, 33):
+            moved = [torch.empty(x.numel() + offset, dtype=dtype)[offset:].view(x.shape).copy_(x) for x in qkv]
+            for x, y in zip(attend(backend, *moved, mask=headwise.causal(), return_lse=True), plain, strict=True):
+                assert_same_bits(x, y, what=f"offset {offset}")
+
+
+# -- forks, in a process of their own ----------------------------------------------------------------------------------
+
+FORK = """
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
+import torch, headwise
+from headwise.testing import make_qkv
+torch.set_num_threads(2)
+sizes = [(2, 8, 2, 1, 4200, 64, 64), (2, 6, 2, 211, 307, 40, 24)]
+given = [make_qkv(*n) for n in sizes]
+call = lambda: [headwise.attention(*qkv, mask=headwise.causal(), backend="native") for qkv in given]
+wanted = call()                               # in the parent, on its threads
+same = lambda ours: all(torch.equal(x, y) for x, y in zip(ours, wanted))
+torch.randn(600, 600) @ torch.randn(600, 600)
+"""
+CHILD = """
+child = os.fork()
+if child == 0:
+    signal.alarm(30)                          # a hang ends in a signal, which the parent sees
+    good = same(call())
+    os._exit(0 if good else 3)
+status = os.waitpid(child, 0)[1]
+assert status == 0, f"the child ended with {status}"
+assert same(call()), "and the parent goes on"
+"""
+GRANDCHILD = """
+def nested():
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if same(call()) else 3)
+    return os.waitpid(child, 0)[1]
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    os._exit(0 if same(call()) and nested() == 0 and same(call()) else 3)
+assert os.waitpid(child, 0)[1] == 0
+"""
+POOL = """
+import multiprocessing
+signal.alarm(60)
+def work(n):
+    torch.set_num_threads(n)
+    return same(call())
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(work, [1, 2, 4, 1]) == [True] * 4
+"""
+
+
+@pytest.mark.parametrize("backend", BEST)
+@pytest.mark.parametrize("story", [CHILD, GRANDCHILD, POOL], ids=["child", "grandchild", "pool"])
+def test_a_forked_child_does_not_hang(backend: str, story: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FORK + story], timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_these_tests_can_fail() -> None:
+    """One bit in one entry is seen."""
+    n = FORMS["tiny"]
+    ours: list[Any] = list(headwise.attention(*make_qkv(*n), return_lse=True))
+    theirs = [x.clone() for x in ours]
+    theirs[1].view(torch.int32)[0, 0, 0] ^= 1
+    with pytest.raises(AssertionError, match="1 of 12 entries"), collected() as attempt:
+        for x, y in zip(ours, theirs, strict=True):
+            attempt("planted", assert_same_bits, x, y)
