@@ -36,7 +36,7 @@ class Rounds:
     seconds: dict[str, list[float | None]]
     limits: dict[str, list[float | None]]
     left_out: int = 0
-    disturbed: bool = False  # too few rounds were quiet, so the others count too
+    disturbed: bool = False  # too few rounds were quiet, so the least disturbed ones count
 
     def median(self, way: str) -> float:
         return statistics.median(x for x in self.seconds[way] if x is not None)
@@ -68,7 +68,7 @@ def machine_cpu() -> float | None:
 
 
 class Foreign:
-    """Whether others used the CPU since this was made: a twentieth of one core, beyond what the clock's ticks hide."""
+    """What others used of the CPU since this was made; a twentieth of one core and what ticks hide counts as quiet."""
 
     def __init__(self) -> None:
         self.at = (time.perf_counter(), own_cpu(), machine_cpu())
@@ -80,8 +80,10 @@ class Foreign:
             return 0.0
         return busy - self.at[2] - (own_cpu() - self.at[1])
 
-    def seen(self) -> bool:
-        return self.load() > 0.04 + 0.05 * (time.perf_counter() - self.at[0])
+    def excess(self) -> float:
+        """CPU seconds of others a second, beyond what counts as quiet: above 0 the round was disturbed."""
+        wall = time.perf_counter() - self.at[0]
+        return (self.load() - 0.04) / wall - 0.05
 
 
 def settle() -> None:
@@ -112,19 +114,22 @@ def turn(run: Run) -> float:
 def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, seconds: float) -> Rounds:
     """Take turns for so many quiet rounds, or until the time is up, at least LEAST rounds. Each way has run before."""
     slow: set[str] = set()
-    done: list[tuple[bool, dict[str, float | None], dict[str, float | None]]] = []
+    done: list[tuple[float, dict[str, float | None], dict[str, float | None]]] = []
     end = time.perf_counter() + seconds
-    while (quiet := sum(clean for clean, _, _ in done)) < rounds and (
+    while (quiet := sum(excess <= 0 for excess, _, _ in done)) < rounds and (
         len(done) < LEAST or (time.perf_counter() < end and len(done) < 3 * rounds)
     ):
         others = Foreign()
         limits = {name: probe() for name, probe in probes.items()}
         times = {name: None if name in slow and quiet >= LEAST else turn(run) for name, run in ways.items()}
-        done.append((not others.seen(), times, limits))
+        done.append((others.excess(), times, limits))
         slow |= {name for name, took in times.items() if took is not None and took > SLOW}
-    kept = [row for row in done if row[0]]
-    disturbed = len(kept) < min(LEAST, rounds)
-    kept = done if disturbed else kept
+    disturbed = quiet < min(LEAST, rounds)
+    kept = (
+        sorted(done, key=lambda row: row[0])[: min(LEAST, rounds)]
+        if disturbed
+        else [row for row in done if row[0] <= 0]
+    )
     return Rounds(
         {name: [times[name] for _, times, _ in kept] for name in ways},
         {name: [limits[name] for _, _, limits in kept] for name in probes},

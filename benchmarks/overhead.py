@@ -34,6 +34,7 @@ def kinds() -> dict[str, dict[str, Callable[[], Any]]]:
     x = torch.randn(1, 2, 2, 16)
     grouped = torch.randn(1, 4, 1, 16)
     causal = headwise.causal()
+    headwise.attention(q, k, v)  # loads the native library, where there is one
     calls: dict[str, dict[str, Callable[[], Any]]] = {
         "full": {
             "headwise": lambda: headwise.attention(q, k, v),
@@ -60,8 +61,10 @@ def kinds() -> dict[str, dict[str, Callable[[], Any]]]:
 
 
 def measured(rounds: int = 15, calls: int = 2000) -> dict[str, dict[str, float]]:
-    """Microseconds a call: the median of rounds of so many calls, ways in turns, on one thread's work."""
+    """Microseconds a call: the median of rounds of so many calls, ways in turns, on one thread."""
     told = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # waking a second thread is no overhead of the call
     with torch.no_grad():
         for kind, ways in kinds().items():
             times: dict[str, list[float]] = {name: [] for name in ways}
@@ -73,6 +76,7 @@ def measured(rounds: int = 15, calls: int = 2000) -> dict[str, dict[str, float]]
                         run()
                     times[name].append(1e6 * (time.perf_counter() - start) / calls)
             told[kind] = {name: statistics.median(found) for name, found in times.items()}
+    torch.set_num_threads(threads)
     return told
 
 

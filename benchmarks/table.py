@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, Any]
 COLUMNS = ("torch", "folded", "flex", "onnxruntime", "openvino")
-WIDTH = 176
+HEADS = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+WIDTH = 180
 
 
 def console(stderr: bool = False) -> Console:
@@ -20,7 +22,18 @@ def console(stderr: bool = False) -> Console:
 
 
 def number(x: float) -> str:
-    return f"{x:.4f}" if x < 0.1 else f"{x:.3f}" if x < 10 else f"{x:.1f}"
+    """Three digits or a little more."""
+    return (
+        f"{x:.4f}"
+        if x < 0.1
+        else f"{x:.3f}"
+        if x < 1
+        else f"{x:.2f}"
+        if x < 10
+        else f"{x:.1f}"
+        if x < 100
+        else f"{x:.0f}"
+    )
 
 
 def way_cell(row: Row, way: str) -> str:
@@ -49,10 +62,11 @@ def marks_cell(row: Row) -> str:
 def print_table(told: dict[str, Any], out: Console | None = None) -> None:
     """All of it: the machine, the cases, the marks, and who was absent and why."""
     out = out or console()
-    table = Table(title=heading(told["machine"]), title_justify="left", caption=CAPTION, caption_justify="left")
+    table = Table(title=heading(told["machine"]), caption=CAPTION, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.title_justify = table.caption_justify = "left"
     table.add_column("case", no_wrap=True)
-    table.add_column("backend")
-    for name in ("limit", "headwise ms", "reached", "of limit", *COLUMNS, "other", "marks"):
+    table.add_column("by", no_wrap=True)
+    for name in ("limit", "headwise", "reached", "%", *(HEADS.get(way, way) for way in COLUMNS), "other", "marks"):
         table.add_column(name, justify="right", no_wrap=True)
     last = None
     for row in told["results"]:
@@ -85,7 +99,7 @@ def heading(machine: dict[str, Any]) -> str:
 
 
 def print_marks(rows: list[Row], out: Console) -> None:
-    table = Table(title="Marks", title_justify="left")
+    table = Table(title="Marks", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("case", "of", "reached", "must", "aim", ""):
         table.add_column(name, justify="left" if name in ("case", "of") else "right", no_wrap=True)
     met = asked = 0

@@ -135,14 +135,19 @@ def test_a_process_is_held_to_avx2() -> None:
 
 
 def test_rounds_in_which_others_used_the_cpu_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = iter([True, False, True, False, False, False])
-    monkeypatch.setattr(clock.Foreign, "seen", lambda self: next(seen))
+    excess = iter([0.5, -0.05, 0.5, -0.05, -0.05])
+    monkeypatch.setattr(clock.Foreign, "excess", lambda self: next(excess))
     found = clock.measure({"a": lambda: None, "b": lambda: None}, {"one": lambda: 1.0}, rounds=3, seconds=60.0)
     assert (len(found.seconds["a"]), found.left_out, found.disturbed) == (3, 2, False)
     assert found.limits["one"] == [1.0] * 3
-    monkeypatch.setattr(clock.Foreign, "seen", lambda self: True)
-    found = clock.measure({"a": lambda: None}, {}, rounds=3, seconds=0.0)
-    assert len(found.seconds["a"]) == clock.LEAST and found.disturbed
+
+
+def test_where_all_rounds_are_disturbed_the_least_disturbed_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    excess, limit = iter([0.9, 0.1, 0.2, 0.3]), iter([1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(clock.Foreign, "excess", lambda self: next(excess))
+    monkeypatch.setattr(clock, "LEAST", 4)
+    found = clock.measure({"a": lambda: None}, {"one": lambda: next(limit)}, rounds=3, seconds=0.0)
+    assert (found.limits["one"], found.left_out, found.disturbed) == ([2.0, 3.0, 4.0], 1, True)
 
 
 def test_the_load_of_others_is_what_the_machine_did_and_we_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
