@@ -90,7 +90,7 @@ static inline void block_tile(const Problem& p, int64_t b, const TileOfKeys& til
   float* top = s.top + block * kRows;
   float* total = s.total + block * kRows;
   const bool drops = p.dropout > 0.0f;
-  softmax_tile<N, NV>(s.scores, n, general ? kLog2e : p.scale * kLog2e, top, total, s.alpha, !drops);
+  softmax_tile<N, NV>(s.scores, n, unit_of(p) * kLog2e, top, total, s.alpha, !drops);
   if (drops) {
     drop_tile<1, R>(p, b, rows, j0, n, s.scores);
     pack_weights<N, NV>(s.scores, n);
@@ -123,7 +123,7 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
     }
     for (int i = 0; i < W && v * W + i < rows.n; ++i) {
       const int r = v * W + i;
-      const float top = s.top[block * kRows + r];
+      const float top = s.top[block * kRows + r] * unit_of(p);
       const bool bad = rows.seen[r] || (rows.bad[r] && top != -kInf);
       finish_row(p, plan, b, kv_head, first + r, split, top, s.total[block * kRows + r], bad, s.line + i * wide);
     }

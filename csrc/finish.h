@@ -9,7 +9,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-// What a row's sums are multiplied with, and its lse. `top` is in log2 units; an empty row (-inf) gives 0 and -inf.
+// What a row's sums are multiplied with, and its lse. `top` is the greatest score; an empty row (-inf) gives 0 and -inf.
 struct RowEnd {
   float factor;
   float lse;
@@ -20,12 +20,12 @@ static inline RowEnd end_row(const Problem& p, int64_t h, float top, float total
   if (top == -kInf) return {0.0f, -kInf};
   float worth = 1.0f;
   if (p.sinks != nullptr) {  // one more key, without a value
-    const float sink = p.sinks[h] * kLog2e, peak = sink > top ? sink : top;
-    worth = exp2f(top - peak);
-    total = total * worth + exp2f(sink - peak);
+    const float sink = p.sinks[h], peak = sink > top ? sink : top;
+    worth = expf(top - peak);
+    total = total * worth + expf(sink - peak);
     top = peak;
   }
-  const float lse = p.lse != nullptr ? top * kLn2 + logf(total) : 0.0f;
+  const float lse = p.lse != nullptr ? top + logf(total) : 0.0f;
   return {worth / total, lse};
 }
 
@@ -75,7 +75,7 @@ static void merge_rows(const Problem& p, const Plan& plan, int64_t b, int64_t kv
     float* sums = partial_of(p, plan, b, kv_head, row, 0);  // the first split's place takes the sum
     for (int64_t s = 0; s < plan.splits; ++s) {
       const float* from = partial_of(p, plan, b, kv_head, row, s);
-      const float worth = from[0] == -kInf ? 0.0f : exp2f(from[0] - top), share = from[1] * worth;
+      const float worth = from[0] == -kInf ? 0.0f : expf(from[0] - top), share = from[1] * worth;
       total = s == 0 ? share : total + share;
       for (int64_t d = 0; d < p.V; ++d) sums[2 + d] = s == 0 ? from[2 + d] * worth : sums[2 + d] + from[2 + d] * worth;
     }

@@ -148,16 +148,16 @@ static inline void softmax_line(float* x, int n, float c, float* top, float* tot
   for (int j = n; j < padded; ++j) x[j] = -kInf;
   F peak = load(x);
   for (int j = W; j < padded; j += W) peak = max(peak, load(x + j));
-  const float before = *top, here = reduce_max(peak) * c, now = here > before ? here : before;
-  const F scale = set1(c), shift = set1(now == -kInf ? 0.0f : -now);
+  const float before = *top, here = reduce_max(peak), now = here > before ? here : before;
+  const F scale = set1(c), shift = set1(now == -kInf ? 0.0f : now);
   F sum = zero();
   for (int j = 0; j < padded; j += W) {
-    const F w = exp2<6>(fma(load(x + j), scale, shift));
+    const F w = exp2<6>(mul(sub(load(x + j), shift), scale));
     sum = add(sum, w);
     store(x + j, w);
   }
   float lanes[W];
-  store(lanes, exp2<6>(set1(now == -kInf ? -kInf : before - now)));
+  store(lanes, exp2<6>(mul(sub(set1(before), shift), scale)));
   *alpha = lanes[0], *top = now;
   *total = *total * lanes[0] + reduce_add(sum);
 }
@@ -217,7 +217,7 @@ static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int6
   const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
   Rows& rows = *s.rows;
   const bool general = is_general(p);
-  const float c = general ? kLog2e : p.scale * kLog2e;
+  const float c = unit_of(p) * kLog2e;
   memset(s.sums, 0, static_cast<size_t>(R * wide) * sizeof(float));
   for (int r = 0; r < R; ++r) s.top[r] = -kInf, s.total[r] = 0.0f;
   BadKeys bad;
@@ -277,10 +277,11 @@ static void run_lines(const Problem& p, const Plan& plan, int64_t group, int64_t
   const int64_t from = most(rows.lo_min, split * plan.keys_per_split);
   const int64_t to = least(rows.hi_max, (split + 1) * plan.keys_per_split);
   if (!pass_lines<Read, R>(p, b, kv_head, from, to, false, s)) pass_lines<Read, R>(p, b, kv_head, from, to, true, s);
+  const float unit = unit_of(p);
   for (int r = 0; r < n; ++r) {
     for (int64_t d = 0; d < p.V; ++d) s.line[d] = s.sums[r * wide + Read::place(d)];
     const bool is_bad = rows.seen[r] || (rows.bad[r] && s.top[r] != -kInf);
-    finish_row(p, plan, b, kv_head, r, split, s.top[r], s.total[r], is_bad, s.line);
+    finish_row(p, plan, b, kv_head, r, split, s.top[r] * unit, s.total[r], is_bad, s.line);
   }
 }
 

@@ -44,8 +44,8 @@ struct Bfloat16 {
 };
 #endif
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows.
-template <class N, int NV, int U>
+// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x where it is no first.
+template <class N, int NV, int U, bool First>
 static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
                       int64_t stride, float* HW_RESTRICT x) {
   constexpr int R = NV * W;
@@ -66,7 +66,10 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
     HW_UNROLL
-    for (int v = 0; v < NV; ++v) store(x + u * R + v * W, acc[u][v]);
+    for (int v = 0; v < NV; ++v) {
+      float* to = x + u * R + v * W;
+      store(to, First ? acc[u][v] : add(load(to), acc[u][v]));
+    }
   }
 }
 
@@ -101,17 +104,29 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
   }
 }
 
+template <class N, int NV, bool First>
+static inline void scores_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
+                                   int64_t keys, float* x) {
+  constexpr int R = NV * W;
+  int64_t j = 0;
+  for (; j + kUnroll <= keys; j += kUnroll) qk<N, NV, kUnroll, First>(q, depth, k + j * stride, stride, x + j * R);
+  if constexpr (kUnroll > 4) {
+    for (; j + 4 <= keys; j += 4) qk<N, NV, 4, First>(q, depth, k + j * stride, stride, x + j * R);
+  }
+  for (; j + 2 <= keys; j += 2) qk<N, NV, 2, First>(q, depth, k + j * stride, stride, x + j * R);
+  if (j < keys) qk<N, NV, 1, First>(q, depth, k + j * stride, stride, x + j * R);
+}
+
+// The head dim in pieces: a long chain of additions rounds more, and a piece of Q^T stays in the first cache.
+constexpr int64_t kPiece = 128;
+
 template <class N, int NV>
 static inline void scores_of(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
                              int64_t keys, float* x) {
-  constexpr int R = NV * W;
-  int64_t j = 0;
-  for (; j + kUnroll <= keys; j += kUnroll) qk<N, NV, kUnroll>(q, depth, k + j * stride, stride, x + j * R);
-  if constexpr (kUnroll > 4) {
-    for (; j + 4 <= keys; j += 4) qk<N, NV, 4>(q, depth, k + j * stride, stride, x + j * R);
+  scores_of_piece<N, NV, true>(q, least(depth, kPiece), k, stride, keys, x);
+  for (int64_t d = kPiece; d < depth; d += kPiece) {
+    scores_of_piece<N, NV, false>(q + d * NV * W, least(depth - d, kPiece), k + d * N::kPair, stride, keys, x);
   }
-  for (; j + 2 <= keys; j += 2) qk<N, NV, 2>(q, depth, k + j * stride, stride, x + j * R);
-  if (j < keys) qk<N, NV, 1>(q, depth, k + j * stride, stride, x + j * R);
 }
 
 template <class N, int NV>
@@ -127,9 +142,10 @@ static inline void values_of(const typename N::Weight* weights, int64_t keys, co
   if (u < V) pv<N, NV, 1>(weights, keys, value + u, stride, alpha, out + u * R);
 }
 
-// The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c x - max) of each row, with `top` and
-// `total` (both in units of log2) carried on and `alpha` what earlier tiles are worth under the new maximum.
-// `c` = log2(e) times what is still to be scaled. `as_pairs`: leave weights as N takes them, else as floats.
+// The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - top)) of each row, with `top`, the
+// greatest x so far, and `total` carried on, and `alpha` what earlier tiles are worth under the new maximum.
+// `c` > 0 is log2(e) times what is still to be scaled. `as_pairs`: leave weights as N takes them, else as floats.
+// The difference comes first, so that the greatest score has the weight 1 exactly.
 template <class N, int NV>
 static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTRICT top, float* HW_RESTRICT total,
                                 float* HW_RESTRICT alpha, bool as_pairs) {
@@ -144,35 +160,40 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
   const F scale = set1(c), none = set1(-kInf);
   HW_UNROLL
   for (int v = 0; v < NV; ++v) {
-    const F before = load(top + v * W), now = max(before, mul(peak[v], scale));
+    const F before = load(top + v * W), now = max(before, peak[v]);
     store(top + v * W, now);
-    // A row that has seen nothing yet: any finite maximum makes its weights 2^-inf = 0.
-    const F shift = select(not_less(none, now), zero(), now);
-    store(alpha + v * W, exp2<6>(sub(before, shift)));
-    peak[v] = sub(zero(), shift);
+    peak[v] = select(not_less(none, now), zero(), now);  // nothing seen yet: x is -inf, its weight 0
+    store(alpha + v * W, exp2<6>(mul(sub(before, peak[v]), scale)));
   }
+  const auto weight = [&](int64_t j, int v) {
+    return exp2<N::kDegree>(mul(sub(load(x + j * R + v * W), peak[v]), scale));
+  };
   int64_t j = 0;
-  if constexpr (N::kPair == 2) {
-    if (as_pairs) {
-      typename N::Weight* pairs = reinterpret_cast<typename N::Weight*>(x);
-      for (; j < keys; j += 2) {
-        HW_UNROLL
-        for (int v = 0; v < NV; ++v) {
-          const F a = exp2<N::kDegree>(fma(load(x + j * R + v * W), scale, peak[v]));
-          F b = zero();
-          if (j + 1 < keys) b = exp2<N::kDegree>(fma(load(x + (j + 1) * R + v * W), scale, peak[v]));
-          sum[v] = add(sum[v], add(a, b));
 #if HW_BF16
-          store_pairs(pairs + j / 2 * R + v * W, a, b);  // lies behind what is still to be read
-#endif
-        }
+  if (N::kPair == 2 && as_pairs) {
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // of j lie before what is still to be read
+    for (; j + 1 < keys; j += 2) {
+      HW_UNROLL
+      for (int v = 0; v < NV; ++v) {
+        const F a = weight(j, v), b = weight(j + 1, v);
+        sum[v] = add(sum[v], add(a, b));
+        store_pairs(pairs + j / 2 * R + v * W, a, b);
       }
     }
+    for (int v = 0; v < NV && j < keys; ++v) {
+      const F a = weight(j, v);
+      sum[v] = add(sum[v], a);
+      store_pairs(pairs + j / 2 * R + v * W, a, zero());
+    }
+    j = keys;
   }
+#else
+  (void)as_pairs;
+#endif
   for (; j < keys; ++j) {
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
-      const F a = exp2<N::kDegree>(fma(load(x + j * R + v * W), scale, peak[v]));
+      const F a = weight(j, v);
       sum[v] = add(sum[v], a);
       store(x + j * R + v * W, a);
     }

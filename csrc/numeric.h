@@ -7,7 +7,6 @@ namespace headwise {
 namespace HW_ISA {
 
 constexpr float kLog2e = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
 constexpr float kInf = __builtin_huge_valf();
 
 HW_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -217,6 +217,9 @@ HW_INLINE bool is_general(const Problem& p) {
   return biased || p.softcap > 0.0f || !(p.scale > 0.0f);
 }
 
+// What a score in the softmax is still to be multiplied with.
+HW_INLINE float unit_of(const Problem& p) { return is_general(p) ? 1.0f : p.scale; }
+
 // Scale and softcap of `n` scores next to each other; n a multiple of W.
 static inline void scale_scores(const Problem& p, float* x, int64_t n) {
   const F scale = set1(p.scale);
