@@ -249,8 +249,13 @@ def causal(*, offset: int | Tensor | None = None) -> Mask:
     ■ ■ ■ ·
     ■ ■ ■ ■
     """
+    if offset is None:
+        return _CAUSAL
     check_integers("offset of causal()", offset, tensor=True)
     return Mask((Band(None, 0, offset),))
+
+
+_CAUSAL = Mask((Band(None, 0, None),))  # one for all: frozen, and what it has worked out it need not again
 
 
 def causal_top_left() -> Mask:

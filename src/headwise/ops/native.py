@@ -50,21 +50,15 @@ LIMITS = (
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """out (B, H, T, V) and, where asked for, lse (B, H, T). The gate is applied unless a gradient is needed."""
-    ops, (_, _, _, T, S) = torch.ops.headwise, call.sizes
-    sinks = None if call.sinks is None else call.sinks.float()
-    low, high, bounds, segments, dense, alibi = lowered(call.mask, T, S)
-    seed = torch.randint(1 << 62, (1,)) if call.dropout > 0 else None
-    qkv, softcap = (call.query, call.key, call.value), call.softcap or 0.0
+    (B, H, _, T, S), V = call.sizes, call.value.shape[3]
+    ops, qkv, masks = torch.ops.headwise, (call.query, call.key, call.value), lowered(call.mask, T, S)
+    softcap, sinks = 0.0 if call.softcap is None else call.softcap, None if call.sinks is None else call.sinks.float()
+    dropout, seed = (call.dropout, torch.randint(1 << 62, (1,))) if call.dropout > 0 else (0.0, None)
     if call.needs_grad:
-        out, lse = ops.attend_train(
-            *qkv, call.scale, softcap, sinks, low, high, bounds, segments, dense, alibi, call.dropout, seed
-        )
+        out, lse = ops.attend_train(*qkv, call.scale, softcap, sinks, *masks, dropout, seed)
     else:
-        B, H, V = *call.query.shape[:2], call.value.shape[3]
         gate = None if call.gate is None else call.gate.expand(B, H, T, V)
-        out, lse = ops.attend_full(
-            *qkv, call.scale, softcap, sinks, low, high, bounds, segments, dense, alibi, gate, call.dropout, seed
-        )
+        out, lse = ops.attend_full(*qkv, call.scale, softcap, sinks, *masks, gate, dropout, seed)
     return out, lse if call.return_lse else None
 
 
@@ -166,20 +160,20 @@ def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
 
     Raises TypeError for an index that is no integer tensor, which a conversion would hide.
     """
-    numbers: tuple[list[Any], ...] = [], [], [], []  # low, high, start, stop
-    tensors: tuple[list[Any], ...] = [], [], [], []
+    numbers: tuple[list[Any], ...] = [], []  # low, high
+    tensors: tuple[list[Any], ...] = [], [], [], []  # low, high, start, stop
     segments: list[Tensor] = []
     dense: list[Tensor] = []
     alibi: list[Tensor] = []
     for part in () if mask is None else mask.parts:
         if isinstance(part, Band):
             shift = S - T if part.offset is None else part.offset
-            ends = tensors if isinstance(shift, Tensor) else numbers
+            to = tensors if isinstance(shift, Tensor) else numbers
             shift = _int64(shift) if isinstance(shift, Tensor) else shift
             if part.left is not None:
-                ends[0].append(shift - part.left + 1)
+                to[0].append(shift - part.left + 1)
             if part.right is not None:
-                ends[1].append(shift + part.right + 1)
+                to[1].append(shift + part.right + 1)
         elif isinstance(part, Lengths):
             tensors[3].append(_int64(part.stop))
             if part.start is not None:
@@ -194,22 +188,28 @@ def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
             alibi += [_int64(at) if isinstance(at, Tensor) else torch.full((1,), at, dtype=torch.int64)]
         else:
             raise TypeError(f"headwise's own kernel has no form for {type(part).__name__}")
-    low = reduce(torch.sym_max, numbers[0]) if numbers[0] else -FAR
-    high = reduce(torch.sym_min, numbers[1]) if numbers[1] else FAR
-    bounds = _bounds((low, high, 0, FAR), tensors) if any(tensors) else None
-    return Lowered(low, high, bounds, segments or None, dense or None, alibi or None)
+    low = reduce(torch.sym_max, numbers[0]) if numbers[0] else None
+    high = reduce(torch.sym_min, numbers[1]) if numbers[1] else None
+    bounds = _bounds((low, high, None, None), tensors) if any(tensors) else None
+    ends = -FAR if low is None else low, FAR if high is None else high
+    return Lowered(*ends, bounds, segments or None, dense or None, alibi or None)
 
 
-def _bounds(numbers: tuple[int, ...], tensors: tuple[list[Any], ...]) -> Tensor:
+def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> Tensor:
     """int64 (B|1, 4): low, high, start, stop of each row of the batch, each the tightest of the rules."""
     n = next((x.shape[0] for given in tensors for x in given if x.shape[0] != 1), 1)
     columns = []
-    for which, (number, given) in enumerate(zip(numbers, tensors, strict=True)):
-        # a start and a stop are never numbers as well as tensors
-        both = [*given] if given and which > 1 else [*given, torch.full((1,), number, dtype=torch.int64)]
-        column = reduce(torch.minimum if which % 2 else torch.maximum, both)[:, None]
+    for number, given, (tightest, none) in zip(numbers, tensors, _ENDS, strict=True):
+        terms = [x[:, None] for x in given]
+        if number is not None or not given:
+            terms.append(torch.full((n, 1), none if number is None else number, dtype=torch.int64))
+        column = reduce(tightest, terms)
         columns.append(column if column.shape[0] == n else column.expand(n, 1))
-    return torch.cat(columns, dim=1).clamp(-FAR, FAR)
+    return torch.cat(columns, dim=1)
+
+
+# How two rules join into one, and what stands for no rule.
+_ENDS = ((torch.maximum, -FAR), (torch.minimum, FAR), (torch.maximum, 0), (torch.minimum, FAR))
 
 
 def _int64(index: Tensor) -> Tensor:
