@@ -154,7 +154,7 @@ def main() -> None:
     ask.add_argument("--only", default="", help="cases whose name this regular expression finds")
     ask.add_argument("--set", choices=SETS, default="table", help="fold: where does group folding pay?")
     ask.add_argument("--rounds", type=int, default=7, help="quiet rounds of each case")
-    ask.add_argument("--budget", type=float, default=360.0, help="seconds for all; a case gets at least 3 rounds")
+    ask.add_argument("--budget", type=float, default=360.0, help="seconds for all (7 minutes where compilers run)")
     ask.add_argument("--json", action="store_true", help="print JSON, not the table")
     ask.add_argument("--out", type=Path, help="write the results here")
     given = ask.parse_args()

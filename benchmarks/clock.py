@@ -112,29 +112,29 @@ def turn(run: Run) -> float:
 
 
 def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, seconds: float) -> Rounds:
-    """Take turns for so many quiet rounds, or until the time is up, at least LEAST rounds. Each way has run before."""
+    """Take turns for so many quiet rounds, or until the time is up. Each way has run before.
+
+    For LEAST rounds more time may be taken, up to four times as much.
+    """
     slow: set[str] = set()
     done: list[tuple[float, dict[str, float | None], dict[str, float | None]]] = []
-    end = time.perf_counter() + seconds
-    while (quiet := sum(excess <= 0 for excess, _, _ in done)) < rounds and (
-        len(done) < LEAST or (time.perf_counter() < end and len(done) < 3 * rounds)
-    ):
+    start, quiet = time.perf_counter(), 0
+    while quiet < rounds and len(done) < 3 * rounds:
+        if done and time.perf_counter() - start > seconds * (4 if len(done) < LEAST else 1):
+            break
         others = Foreign()
         limits = {name: probe() for name, probe in probes.items()}
         times = {name: None if name in slow and quiet >= LEAST else turn(run) for name, run in ways.items()}
         done.append((others.excess(), times, limits))
         slow |= {name for name, took in times.items() if took is not None and took > SLOW}
-    disturbed = quiet < min(LEAST, rounds)
-    kept = (
-        sorted(done, key=lambda row: row[0])[: min(LEAST, rounds)]
-        if disturbed
-        else [row for row in done if row[0] <= 0]
-    )
+        quiet += done[-1][0] <= 0
+    enough = min(LEAST, rounds, len(done))
+    kept = [row for row in done if row[0] <= 0] if quiet >= enough else sorted(done, key=lambda row: row[0])[:enough]
     return Rounds(
         {name: [times[name] for _, times, _ in kept] for name in ways},
         {name: [limits[name] for _, _, limits in kept] for name in probes},
-        len(done) - len(kept),
-        disturbed,
+        left_out=len(done) - len(kept),
+        disturbed=quiet < enough,
     )
 
 

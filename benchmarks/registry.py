@@ -149,15 +149,17 @@ def _prefill() -> list[Case]:
 
 
 def _masked() -> list[Case]:
-    cases = []
-    for dtype in ("float32", "bfloat16"):
-        window = (Mark("flex", 2.5), Mark("torch", 40.0))
-        cases += [
-            Case("chunk", 1, 32, 8, 256, 8192, 128, dtype, "causal", marks=(Mark("torch", 2.5),)),
-            Case("window", 1, 8, 8, 16384, 16384, 64, dtype, "window", marks=window, without=("openvino",)),
-            Case("padding", 8, 12, 12, 512, 512, 64, dtype, "padded", marks=(Mark("torch", 4.5),)),
-        ]
-    return cases
+    chunk, padding = (Mark("torch", 2.5),), (Mark("torch", 4.5),)
+    window = (Mark("flex", 2.5), Mark("torch", 40.0))
+    dtypes = ("float32", "bfloat16")
+    return [
+        *(Case("chunk", 1, 32, 8, 256, 8192, 128, dtype, "causal", marks=chunk) for dtype in dtypes),
+        *(
+            Case("window", 1, 8, 8, 16384, 16384, 64, dtype, "window", marks=window, without=("openvino",))
+            for dtype in dtypes
+        ),
+        *(Case("padding", 8, 12, 12, 512, 512, 64, dtype, "padded", marks=padding) for dtype in dtypes),
+    ]
 
 
 def _decode() -> list[Case]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,13 +14,16 @@ from rich.table import Table
 Row = dict[str, Any]
 COLUMNS = ("torch", "folded", "flex", "onnxruntime", "openvino")
 HEADS = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
-WIDTH = 180
+KNOWN = (*COLUMNS, "headwise")
+WIDTH = 176  # of the whole table
+NARROW = 128  # of its wider half
 
 
 def console(stderr: bool = False) -> Console:
     """One that keeps its lines whole where no terminal says how wide it is."""
     made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, highlight=False, width=WIDTH)
+    narrow = NARROW if made.is_terminal or os.environ.get("COLUMNS") else WIDTH
+    return made if made.width >= narrow else Console(stderr=stderr, highlight=False, width=narrow)
 
 
 def number(x: float) -> str:
@@ -62,30 +67,45 @@ def marks_cell(row: Row) -> str:
 def print_table(told: dict[str, Any], out: Console | None = None) -> None:
     """All of it: the machine, the cases, the marks, and who was absent and why."""
     out = out or console()
-    table = Table(title=heading(told["machine"]), caption=CAPTION, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.title_justify = table.caption_justify = "left"
-    table.add_column("case", no_wrap=True)
-    table.add_column("by", no_wrap=True)
-    for name in ("limit", "headwise", "reached", "%", *(HEADS.get(way, way) for way in COLUMNS), "other", "marks"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = None
-    for row in told["results"]:
-        if last not in (None, row["regime"]):
-            table.add_section()
-        last = row["regime"]
-        limit, reached, part = limit_cells(row)
-        ours = number(row["ways"]["headwise"]["median_ms"]) + ("~" if row["disturbed"] else "")
-        others = [way for way in row["ways"] if way not in (*COLUMNS, "headwise")]
-        other = ", ".join(f"{way} {way_cell(row, way)}" for way in others)
-        cells = [way_cell(row, way) for way in COLUMNS]
-        table.add_row(row["case"], row["backend"], limit, ours, reached, part, *cells, other, marks_cell(row))
-    out.print(table)
+    out.print(heading(told["machine"]))
+    if out.width >= WIDTH:
+        print_cells(told["results"], {**OURS, **PEERS, **LAST}, out)
+    else:
+        print_cells(told["results"], {**OURS, **LAST}, out)
+        print_cells(told["results"], PEERS, out)
+    out.print(CAPTION, "", style="dim")
     print_marks(told["results"], out)
     print_absent(told["results"], out)
 
 
+def print_cells(rows: list[Row], columns: dict[str, Callable[[Row], str]], out: Console) -> None:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("case", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    last = rows[0]["regime"] if rows else ""
+    for row in rows:
+        if row["regime"] != last:
+            table.add_section()
+        last = row["regime"]
+        table.add_row(row["case"], *(cell(row) for cell in columns.values()))
+    out.print(table)
+
+
+OURS: dict[str, Callable[[Row], str]] = {
+    "by": lambda row: row["backend"],
+    "limit": lambda row: limit_cells(row)[0],
+    "headwise": lambda row: number(row["ways"]["headwise"]["median_ms"]) + ("~" if row["disturbed"] else ""),
+    "reached": lambda row: limit_cells(row)[1],
+    "%": lambda row: limit_cells(row)[2],
+}
+PEERS: dict[str, Callable[[Row], str]] = {
+    **{HEADS.get(way, way): partial(way_cell, way=way) for way in COLUMNS},
+    "other": lambda row: " ".join(f"{way} {way_cell(row, way)}" for way in row["ways"] if way not in KNOWN),
+}
+LAST: dict[str, Callable[[Row], str]] = {"marks": lambda row: marks_cell(row)}
 CAPTION = (
-    "A cell: milliseconds, and how many times as long as headwise; medians over rounds of taking turns. ~: others used "
+    "Milliseconds, and how many times as long as headwise; medians over rounds of taking turns. ~: others used "
     "the CPU.\nCausal, window and padding count only what is attended. onnxruntime has no bfloat16 on the CPU: float16 "
     "there. as-fp32: headwise on float32."
 )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,11 +144,28 @@ def test_rounds_in_which_others_used_the_cpu_are_left_out(monkeypatch: pytest.Mo
 
 
 def test_where_all_rounds_are_disturbed_the_least_disturbed_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    excess, limit = iter([0.9, 0.1, 0.2, 0.3]), iter([1.0, 2.0, 3.0, 4.0])
+    excess, limit = iter([0.9, 0.1, 0.2, 0.3, 0.4, 0.5]), iter(range(1, 7))
     monkeypatch.setattr(clock.Foreign, "excess", lambda self: next(excess))
-    monkeypatch.setattr(clock, "LEAST", 4)
-    found = clock.measure({"a": lambda: None}, {"one": lambda: next(limit)}, rounds=3, seconds=0.0)
-    assert (found.limits["one"], found.left_out, found.disturbed) == ([2.0, 3.0, 4.0], 1, True)
+    found = clock.measure({"a": lambda: None}, {"one": lambda: float(next(limit))}, rounds=2, seconds=60.0)
+    assert (found.limits["one"], found.left_out, found.disturbed) == ([2.0, 3.0], 4, True)
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.0, 1), (0.4, 2), (0.8, 3), (4.5, 5), (100.0, 9)])
+def test_three_rounds_may_take_four_times_the_time(seconds: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[float] = []  # each takes a second
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: float(len(turns))))
+    monkeypatch.setattr(clock, "turn", lambda run: turns.append(1.0) or 1.0)
+    monkeypatch.setattr(clock.Foreign, "excess", lambda self: -1.0)
+    found = clock.measure({"a": lambda: None}, {}, rounds=9, seconds=seconds)
+    assert len(found.seconds["a"]) == count
+
+
+def test_a_slow_way_sits_rounds_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "turn", lambda run: run())
+    monkeypatch.setattr(clock.Foreign, "excess", lambda self: -1.0)
+    found = clock.measure({"fast": lambda: 0.5, "slow": lambda: 2.0}, {}, rounds=5, seconds=60.0)
+    assert found.seconds == {"fast": [0.5] * 5, "slow": [2.0] * 3 + [None] * 2}
+    assert found.ratio("slow", "fast") == 4.0 and found.summary("slow")["runs"] == 3
 
 
 def test_the_load_of_others_is_what_the_machine_did_and_we_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
