@@ -3,6 +3,7 @@
 #   make test            lint, types, docs and the whole test suite
 #   make bench           the benchmarks; rows land in benchmarks/results
 #   make native          compile the native kernel again (csrc), showing the compiler's words
+#   make fuzz            ten minutes of drawn cases through the native kernel, under AddressSanitizer and UBSan
 #   make docs            the documentation, in site/
 #   make clean           remove everything that make made
 #   make PYTHON=python3.12 look     another Python (3.11 or newer)
@@ -16,10 +17,10 @@ PYTEST_ARGS ?= -n 2
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look test lint types docs pytest bench native clean
+.PHONY: help look test lint types docs pytest bench native fuzz clean
 
 help:
-	@sed -n '2,8s/^# //p' Makefile
+	@sed -n '2,9s/^# //p' Makefile
 
 look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
@@ -45,6 +46,14 @@ bench: $(VENV)/.test
 
 native: $(VENV)/.package
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hatch_build.py
+
+# FUZZ_SEED=... begins at that case; one alone: build/asan/headwise_fuzz case SEED
+FUZZ_SECONDS ?= 600
+FUZZ_SEED    ?= $$(date +%s)000
+fuzz:
+	@cmake -S . -B build/asan -DHEADWISE_SANITIZE=ON -DHEADWISE_FUZZ=ON >/dev/null
+	@cmake --build build/asan --target headwise_fuzz --parallel
+	UBSAN_OPTIONS=print_stacktrace=1 build/asan/headwise_fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
 
 clean:
 	rm -f src/headwise/_native.so

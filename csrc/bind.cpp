@@ -17,6 +17,10 @@
 namespace headwise {
 namespace {
 
+// Far beyond what computes in a lifetime, but a tensor of stride 0 can have it; the kernels' sizes must not overflow.
+constexpr int64_t kMaxLength = int64_t{1} << 30;
+constexpr int64_t kMaxWidth = int64_t{1} << 20;
+
 // query, key, value, their sizes, and a fresh output.
 void fill_problem(Problem& p, const View& query, const View& key, const View& value) {
   require_axes(query, "query", 4);
@@ -32,7 +36,8 @@ void fill_problem(Problem& p, const View& query, const View& key, const View& va
   }
   if (std::min({p.B, p.H, p.K, p.T, p.S, p.D, p.V}) < 1) fail("empty query, key or value: " + shape(query));
   if (p.H % p.K != 0) fail("query heads must be a multiple of key heads, got " + shape(query) + ", " + shape(key));
-  if (p.T >= kFar / 4 || p.S >= kFar / 4) fail("more queries or keys than 2**38");
+  if (p.T >= kMaxLength || p.S >= kMaxLength) fail("more queries or keys than 2**30");
+  if (p.D > kMaxWidth || p.V > kMaxWidth) fail("a head dim above 2**20");
   if (key.torch_dtype != query.torch_dtype || value.torch_dtype != query.torch_dtype) {
     fail("query, key and value must have one dtype");
   }

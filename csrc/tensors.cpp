@@ -66,6 +66,9 @@ void check_storage(const View& view, AtenTensorHandle tensor, const char* name) 
   if (overflow || last >= bytes / element_size(view) || view.data == nullptr) {
     fail(std::string(name) + ": its storage does not hold its elements");
   }
+  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(element_size(view)) != 0) {
+    fail(std::string(name) + ": its elements do not lie at multiples of their size");
+  }
 }
 
 }  // namespace

@@ -1,0 +1,311 @@
+#include "cases.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace fuzz {
+namespace {
+
+constexpr double kInf = HUGE_VAL;
+
+uint16_t half_bits(double x) {
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  if (std::isnan(x)) return 0x7e00;
+  x = fabs(x);
+  if (x >= 65520) return sign | 0x7c00;
+  const int exponent = std::max(x == 0 ? -14 : std::ilogb(x), -14);
+  const int steps = static_cast<int>(nearbyint(ldexp(x, 10 - exponent)));  // 1024 .. 2048, less where denormal
+  return static_cast<uint16_t>(sign + ((exponent + 14) << 10) + steps);    // a carry goes where it belongs
+}
+
+double half_value(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, steps = bits & 1023;
+  const double x = exponent == 31 ? (steps != 0 ? NAN : kInf) : ldexp(exponent == 0 ? steps : steps + 1024, std::max(exponent, 1) - 25);
+  return bits & 0x8000 ? -x : x;
+}
+
+// Elements into memory order: a permutation, gaps, steps, and now and then one address for a whole axis.
+void draw_layout(Draw& draw, Drawn& t, bool may_alias) {
+  const int axes = static_cast<int>(t.sizes.size());
+  std::vector<int> order(static_cast<size_t>(axes));
+  std::iota(order.begin(), order.end(), 0);
+  if (axes == 4 && draw.once_in(3)) std::swap(order[1], order[2]);  // (B, T, H, D) memory
+  if (draw.once_in(8)) std::swap(order[draw.below(axes)], order[draw.below(axes)]);
+  t.strides.assign(static_cast<size_t>(axes), 0);
+  int64_t step = draw.once_in(6) ? draw.between(2, 3) : 1;
+  for (int n = axes - 1; n >= 0; --n) {
+    const size_t axis = static_cast<size_t>(order[static_cast<size_t>(n)]);
+    t.strides[axis] = step;
+    if (may_alias && draw.once_in(15)) t.strides[axis] = 0;
+    else step *= t.sizes[axis];
+    if (draw.once_in(4)) step += draw.between(1, 9);
+  }
+  t.offset = draw.once_in(2) ? draw.below(20) : 0;
+}
+
+int64_t count(const std::vector<int64_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<int64_t>());
+}
+
+template <class F>
+Drawn draw_tensor(Draw& draw, int32_t dtype, std::vector<int64_t> sizes, bool may_alias, F element) {
+  Drawn t;
+  t.present = true, t.dtype = dtype, t.sizes = std::move(sizes);
+  draw_layout(draw, t, may_alias);
+  t.x.resize(static_cast<size_t>(count(t.sizes)));
+  for (double& x : t.x) x = element();
+  const fake::Tensor rounded = t.tensor(0);
+  for (size_t n = 0; n < t.x.size(); ++n) t.x[n] = read(*rounded, static_cast<int64_t>(n));
+  return t;
+}
+
+// The numbers of a broadcast tensor, spread over all axes.
+std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full) {
+  std::vector<double> all(static_cast<size_t>(count(full)));
+  for (size_t n = 0; n < all.size(); ++n) {
+    int64_t rest = static_cast<int64_t>(n), place = 0, step = 1;
+    for (size_t axis = full.size(); axis-- > 0;) {
+      const int64_t at = rest % full[axis];
+      rest /= full[axis];
+      place += (t.sizes[axis] == 1 ? 0 : at) * step, step *= t.sizes[axis];
+    }
+    all[n] = t.x[static_cast<size_t>(place)];
+  }
+  return all;
+}
+
+int64_t draw_length(Draw& draw, int64_t most) {
+  const int64_t edge = draw.one_of<int64_t>({1, 2, 3, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 1024, 2048});
+  const int64_t n = draw.once_in(2) ? draw.between(1, 100) : edge + draw.between(-1, 1);
+  return std::clamp<int64_t>(n, 1, most);
+}
+
+void draw_sizes(Draw& draw, naive::Call& c) {
+  const int64_t width = draw.one_of<int64_t>({1, 7, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 320});
+  c.B = draw.between(1, 3), c.K = draw.between(1, 3);
+  c.H = c.K * draw.one_of<int64_t>({1, 1, 2, 3, 4, 5, 8, 9, 16});
+  c.D = draw.once_in(4) ? draw.between(1, 130) : width;
+  c.V = draw.once_in(3) ? draw.between(1, 130) : c.D;
+  if (draw.once_in(40)) c.D = 576, c.V = 512;
+  c.T = draw.once_in(3) ? draw.between(1, 3) : draw_length(draw, 300);
+  c.S = draw_length(draw, 3000);
+  // Few enough operations for many cases a second; now and then enough for the kernel to wake its threads.
+  const double most = draw.once_in(12) ? 6e6 : 4e5;
+  const auto work = [&] { return static_cast<double>(c.B * c.H * c.T) * static_cast<double>(c.S * (c.D + c.V)); };
+  while (work() > most) {
+    if (c.B > 1) --c.B;
+    else if (c.K > 1) c.H = c.H / c.K * (c.K - 1), --c.K;
+    else if (c.T > 64 || (c.T > 1 && draw.once_in(2))) c.T = c.T * 3 / 4;
+    else if (c.S > 64) c.S = c.S * 3 / 4;
+    else if (c.H > 1) c.H = (c.H + 1) / 2;
+    else c.D = c.D * 3 / 4 + 1, c.V = c.V * 3 / 4 + 1;
+  }
+}
+
+void draw_band(Draw& draw, Case& k) {
+  constexpr int64_t kFar = int64_t{1} << 40;
+  naive::Call& c = k.call;
+  c.low = -kFar, c.high = kFar;
+  const int64_t kind = draw.below(6);
+  if (kind == 1 || kind == 2) c.high = c.S - c.T + 1;
+  if (kind == 2) c.low = c.high - draw.between(1, c.S + 2);
+  if (kind == 3) c.low = draw.between(-c.T - 2, c.S + 2), c.high = draw.between(-c.T - 2, c.S + 2);
+  if (kind == 4) c.low = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0}), c.high = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0});
+  if (k.plain || !draw.once_in(4)) return;
+  const auto edge = [&] {
+    return draw.once_in(10) ? draw.one_of<double>({-0x1p63, 0x1p62, 9223372036854774784.0})
+                            : static_cast<double>(draw.between(-c.S - 2, c.S + 2));
+  };
+  k.bounds = draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B, 4}, false, edge);
+  k.bounds.strides[1] = 1, k.bounds.strides[0] = 4 + draw.below(3);
+  for (double x : spread(k.bounds, {c.B, 4})) c.bounds.push_back(static_cast<int64_t>(x));
+}
+
+void draw_segments(Draw& draw, Case& k) {
+  naive::Call& c = k.call;
+  const int pairs = draw.once_in(4) ? static_cast<int>(draw.between(1, 4)) : 0;
+  const int64_t ids = draw.between(1, 4);
+  const bool sorted = draw.once_in(2);
+  for (int pair = 0; pair < pairs; ++pair) {
+    naive::Segments rule;
+    for (const int64_t size : {c.T, c.S}) {
+      int64_t place = 0;
+      const auto id = [&] {
+        const int64_t n = sorted ? place++ * ids / (size + 1) : draw.below(ids);
+        return n == 3 ? -0x1p63 : static_cast<double>(n);
+      };
+      const bool one = draw.once_in(2);
+      std::vector<int64_t> sizes = one && draw.once_in(2) ? std::vector<int64_t>{size} : std::vector<int64_t>{one ? 1 : c.B, size};
+      k.segments.push_back(draw_tensor(draw, kLong, sizes, true, id));
+      Drawn rows = k.segments.back();
+      if (rows.sizes.size() == 1) rows.sizes.insert(rows.sizes.begin(), 1);
+      std::vector<int64_t>& to = size == c.T && rule.query.empty() ? rule.query : rule.key;
+      for (double x : spread(rows, {c.B, size})) to.push_back(static_cast<int64_t>(x));
+    }
+    c.segments.push_back(rule);
+  }
+}
+
+void draw_dense(Draw& draw, Case& k) {
+  naive::Call& c = k.call;
+  const int masks = draw.once_in(3) ? static_cast<int>(draw.between(1, 3)) : draw.once_in(30) ? 8 : 0;
+  for (int n = 0; n < masks; ++n) {
+    const std::vector<int64_t> full = {c.B, c.H, c.T, c.S};
+    std::vector<int64_t> sizes = full;
+    for (int64_t& size : sizes) {
+      if (draw.once_in(3)) size = 1;
+    }
+    const bool boolean = draw.once_in(2);
+    const int32_t dtype = boolean ? kBool : draw.one_of<int32_t>({kFloat, kDouble, kBfloat, kHalf});
+    const double density = draw.one_of<double>({0.02, 0.5, 0.95, 1.0});
+    const double size = draw.one_of<double>({1.0, 10.0});
+    k.dense.push_back(draw_tensor(draw, dtype, sizes, true, [&] {
+      const bool on = draw.unit() < density;
+      return boolean ? (on ? 1.0 : 0.0) : on || density < 0.5 ? draw.normal() * size : -kInf;
+    }));
+    c.dense.push_back({boolean, spread(k.dense.back(), full)});
+  }
+}
+
+void draw_extras(Draw& draw, Case& k) {
+  naive::Call& c = k.call;
+  if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0}));
+  if (draw.once_in(4)) {
+    k.sinks = draw_tensor(draw, kFloat, {c.H}, false, [&] { return draw.normal() * 3; });
+    k.sinks.strides[0] = 1;
+    c.sinks = k.sinks.x;
+  }
+  draw_segments(draw, k);
+  draw_dense(draw, k);
+  if (draw.once_in(5)) {
+    k.alibi.push_back(draw_tensor(draw, kFloat, {draw.once_in(2) ? 1 : c.B, c.H}, true, [&] { return draw.unit(); }));
+    const bool far = draw.once_in(10);
+    k.wild |= far;
+    k.alibi.push_back(draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B}, false, [&] {
+      return far ? draw.one_of<double>({-0x1p63, 0x1p62, 0x1p41}) : static_cast<double>(draw.between(-c.T, c.S));
+    }));
+    naive::Alibi rule;
+    rule.slopes = spread(k.alibi[0], {c.B, c.H});
+    for (double x : spread(k.alibi[1], {c.B})) rule.offsets.push_back(static_cast<int64_t>(x));
+    c.alibi.push_back(rule);
+  }
+  if (draw.once_in(5)) {
+    std::vector<int64_t> sizes = {c.B, c.H, c.T, c.V};
+    const int32_t dtype = draw.one_of<int32_t>({kFloat, kDouble, kBfloat, kHalf});
+    k.gate = draw_tensor(draw, dtype, sizes, true, [&] { return draw.unit() * 2; });
+    c.gate = k.gate.x;
+  }
+  if (draw.once_in(6)) c.dropout = static_cast<float>(draw.one_of<double>({0.1, 0.5, 0.9, 1.0}));
+}
+
+}  // namespace
+
+uint64_t Draw::bits() {
+  uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+double Draw::normal() {  // nearly, and within 6
+  double sum = -6;
+  for (int n = 0; n < 12; ++n) sum += unit();
+  return sum;
+}
+
+bool Drawn::aliased() const {
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    if (sizes[axis] > 1 && strides[axis] == 0) return true;
+  }
+  return false;
+}
+
+fake::Tensor Drawn::tensor(unsigned char fill) const {
+  fake::Tensor t = fake::make(dtype, sizes, strides, offset, fill);
+  for (size_t n = 0; n < x.size(); ++n) write(*t, static_cast<int64_t>(n), x[n]);
+  return t;
+}
+
+static char* address(const AtenTensorOpaque& t, int64_t element) {
+  int64_t place = 0;
+  for (size_t axis = t.sizes.size(); axis-- > 0;) {
+    place += element % t.sizes[axis] * t.strides[axis];
+    element /= t.sizes[axis];
+  }
+  return t.data() + place * code_size(t.dtype);
+}
+
+double read(const AtenTensorOpaque& t, int64_t element) {
+  const char* from = address(t, element);
+  uint64_t bits = 0;
+  memcpy(&bits, from, static_cast<size_t>(code_size(t.dtype)));
+  float single;
+  double wide;
+  switch (t.dtype) {
+    case kLong: return static_cast<double>(static_cast<int64_t>(bits));
+    case kBool: return bits != 0;
+    case kHalf: return half_value(static_cast<uint16_t>(bits));
+    case kDouble: return memcpy(&wide, from, 8), wide;
+    case kFloat: return memcpy(&single, from, 4), single;
+    default: {
+      const uint32_t high = static_cast<uint32_t>(bits) << 16;
+      return memcpy(&single, &high, 4), single;
+    }
+  }
+}
+
+void write(AtenTensorOpaque& t, int64_t element, double value) {
+  char* to = address(t, element);
+  const float single = static_cast<float>(value);
+  uint64_t bits = 0;
+  if (t.dtype == kLong) bits = static_cast<uint64_t>(static_cast<int64_t>(value));
+  else if (t.dtype == kBool) bits = value != 0;
+  else if (t.dtype == kHalf) bits = half_bits(value);
+  else if (t.dtype == kDouble) memcpy(&bits, &value, 8);
+  else memcpy(&bits, &single, 4);
+  if (t.dtype == kBfloat) bits = std::isnan(value) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  memcpy(to, &bits, static_cast<size_t>(code_size(t.dtype)));
+}
+
+Case draw_case(uint64_t seed) {
+  Draw draw(seed * 0x2545f4914f6cdd1du + 1);
+  Case k;
+  k.seed = seed, k.plain = draw.once_in(3);
+  naive::Call& c = k.call;
+  draw_sizes(draw, c);
+  draw_band(draw, k);
+  const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
+  const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
+  const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
+  k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, number);
+  k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, number);
+  k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, number);
+  for (Drawn* t : {&k.query, &k.key, &k.value}) {  // what is attended and no number must show
+    if (!draw.once_in(25) || t->aliased()) continue;
+    t->x[static_cast<size_t>(draw.below(static_cast<int64_t>(t->x.size())))] = draw.one_of<double>({NAN, kInf, -kInf});
+  }
+  c.query = k.query.x, c.key = k.key.x, c.value = k.value.x;
+  const double usual = 1 / sqrt(static_cast<double>(c.D));
+  c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 4.0}) : usual);
+  if (!k.plain) draw_extras(draw, k);
+  return k;
+}
+
+std::string Case::describe() const {
+  const naive::Call& c = call;
+  char text[400];
+  snprintf(text, sizeof text,
+           "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
+           "bounds=%d segments=%zu dense=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d",
+           static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
+           static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
+           static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
+           static_cast<long long>(c.high), bounds.present, c.segments.size(), c.dense.size(), c.alibi.size(),
+           sinks.present, gate.present, c.dropout, plain);
+  return text;
+}
+
+}  // namespace fuzz

@@ -1,0 +1,60 @@
+// Drawn calls: sizes, masks and memory layouts by a seed, as tensors for the kernel and as numbers for the definition.
+#pragma once
+
+#include <math.h>
+
+#include <string>
+#include <vector>
+
+#include "fake_torch.h"
+#include "naive.h"
+
+namespace fuzz {
+
+// splitmix64: a case is its seed, on any machine.
+class Draw {
+ public:
+  explicit Draw(uint64_t seed) : state_(seed) {}
+  uint64_t bits();
+  int64_t below(int64_t n) { return static_cast<int64_t>(bits() % static_cast<uint64_t>(n)); }
+  int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
+  bool once_in(int64_t n) { return below(n) == 0; }
+  double unit() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
+  double normal();
+  template <class T>
+  T one_of(std::initializer_list<T> all) {
+    return all.begin()[below(static_cast<int64_t>(all.size()))];
+  }
+
+ private:
+  uint64_t state_;
+};
+
+// A tensor's place in memory, and its numbers in logical order.
+struct Drawn {
+  int32_t dtype = kFloat;
+  std::vector<int64_t> sizes, strides;
+  int64_t offset = 0;
+  std::vector<double> x;  // rounded to dtype
+  bool present = false;
+
+  bool aliased() const;  // several elements at one address
+  fake::Tensor tensor(unsigned char fill) const;
+};
+
+double read(const AtenTensorOpaque& tensor, int64_t element);       // logical order
+void write(AtenTensorOpaque& tensor, int64_t element, double value);
+
+struct Case {
+  naive::Call call;
+  Drawn query, key, value, sinks, bounds, gate;
+  std::vector<Drawn> segments, dense, alibi;
+  bool plain = false;   // the operator `attend`, without extras
+  bool wild = false;    // numbers beyond what the definition covers: must only not crash
+  uint64_t seed = 0;
+  std::string describe() const;
+};
+
+Case draw_case(uint64_t seed);
+
+}  // namespace fuzz

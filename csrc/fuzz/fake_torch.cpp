@@ -1,0 +1,213 @@
+#include "fake_torch.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <map>
+#include <thread>
+
+namespace {
+
+std::atomic<int64_t> live_handles{0};
+std::atomic<uint32_t> threads{1};
+thread_local uint32_t thread_index = 0;
+thread_local bool inside = false;
+
+std::map<std::string, headwise::Boxed>& operators() {
+  static std::map<std::string, headwise::Boxed> all;
+  return all;
+}
+
+AtenTensorHandle new_handle(const AtenTensorOpaque& tensor) {
+  ++live_handles;
+  return new AtenTensorOpaque(tensor);
+}
+
+struct Block {  // frees a storage when its last tensor goes
+  char* bytes;
+  explicit Block(int64_t size) : bytes(static_cast<char*>(malloc(static_cast<size_t>(size)))) {}
+  ~Block() { free(bytes); }
+};
+
+}  // namespace
+
+struct StableListOpaque {
+  std::vector<StableIValue> items;
+};
+
+struct StringOpaque {
+  std::string text;
+};
+
+int64_t code_size(int32_t dtype) {
+  switch (dtype) {
+    case kFloat: return 4;
+    case kDouble: case kLong: return 8;
+    case kBool: return 1;
+    default: return 2;
+  }
+}
+
+int64_t AtenTensorOpaque::numel() const {
+  int64_t count = 1;
+  for (int64_t size : sizes) count *= size;
+  return count;
+}
+
+namespace fake {
+
+Tensor make(int32_t dtype, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset,
+            unsigned char fill) {
+  auto tensor = std::make_shared<AtenTensorOpaque>();
+  tensor->dtype = dtype, tensor->sizes = std::move(sizes), tensor->strides = std::move(strides);
+  tensor->offset = offset;
+  int64_t last = offset;
+  for (size_t axis = 0; axis < tensor->sizes.size(); ++axis) {
+    last += (tensor->sizes[axis] - 1) * tensor->strides[axis];
+  }
+  tensor->storage_bytes = tensor->numel() == 0 ? 0 : (last + 1) * code_size(dtype);
+  auto block = std::make_shared<Block>(tensor->storage_bytes);
+  tensor->storage = block->bytes;
+  tensor->keeper = block;
+  memset(tensor->storage, fill, static_cast<size_t>(tensor->storage_bytes));
+  return tensor;
+}
+
+StableIValue give(const Tensor& tensor) { return reinterpret_cast<StableIValue>(new_handle(*tensor)); }
+
+StableIValue give_optional(const Tensor& tensor) {
+  return tensor == nullptr ? 0 : reinterpret_cast<StableIValue>(new StableIValue(give(tensor)));
+}
+
+StableIValue give_list(const std::vector<Tensor>* tensors) {
+  if (tensors == nullptr) return 0;
+  auto* list = new StableListOpaque;
+  ++live_handles;
+  for (const Tensor& tensor : *tensors) list->items.push_back(give(tensor));
+  return reinterpret_cast<StableIValue>(new StableIValue(reinterpret_cast<StableIValue>(list)));
+}
+
+StableIValue give_number(double value) {
+  StableIValue bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+std::string call(const char* name, std::vector<StableIValue>& stack, uint64_t outputs) {
+  const auto found = operators().find(name);
+  if (found == operators().end()) return std::string("no operator ") + name;
+  try {
+    found->second(stack.data(), stack.size(), outputs);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+Tensor take(StableIValue value) {
+  --live_handles;
+  return Tensor(reinterpret_cast<AtenTensorHandle>(value));
+}
+
+int64_t live() { return live_handles; }
+
+void set_threads(int count) { threads = static_cast<uint32_t>(count); }
+
+}  // namespace fake
+
+extern "C" {
+
+int32_t aoti_torch_device_type_cpu() { return 0; }
+int32_t aoti_torch_layout_strided() { return 0; }
+int32_t aoti_torch_dtype_float32() { return kFloat; }
+int32_t aoti_torch_dtype_float64() { return kDouble; }
+int32_t aoti_torch_dtype_bfloat16() { return kBfloat; }
+int32_t aoti_torch_dtype_float16() { return kHalf; }
+int32_t aoti_torch_dtype_int64() { return kLong; }
+int32_t aoti_torch_dtype_bool() { return kBool; }
+
+AOTITorchError aoti_torch_get_device_type(AtenTensorHandle x, int32_t* to) { return *to = x->device, 0; }
+AOTITorchError aoti_torch_get_layout(AtenTensorHandle x, int32_t* to) { return *to = x->layout, 0; }
+AOTITorchError aoti_torch_get_dtype(AtenTensorHandle x, int32_t* to) { return *to = x->dtype, 0; }
+AOTITorchError aoti_torch_get_dim(AtenTensorHandle x, int64_t* to) {
+  return *to = static_cast<int64_t>(x->sizes.size()), 0;
+}
+AOTITorchError aoti_torch_get_sizes(AtenTensorHandle x, int64_t** to) { return *to = x->sizes.data(), 0; }
+AOTITorchError aoti_torch_get_strides(AtenTensorHandle x, int64_t** to) { return *to = x->strides.data(), 0; }
+AOTITorchError aoti_torch_get_storage_offset(AtenTensorHandle x, int64_t* to) { return *to = x->offset, 0; }
+AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle x, int64_t* to) { return *to = x->storage_bytes, 0; }
+AOTITorchError torch_get_const_data_ptr(AtenTensorHandle x, const void** to) { return *to = x->data(), 0; }
+AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle x, void** to) { return *to = x->data(), 0; }
+
+AOTITorchError aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                        int32_t, int32_t, AtenTensorHandle* to) {
+  double bytes = static_cast<double>(code_size(dtype));
+  for (int64_t axis = 0; axis < dims; ++axis) bytes *= static_cast<double>(sizes[axis]);
+  if (bytes > 1e9) return 1;
+  *to = new_handle(*fake::make(dtype, {sizes, sizes + dims}, {strides, strides + dims}, 0, 0xa5));
+  return 0;
+}
+
+AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle x) {
+  --live_handles;
+  delete x;
+  return 0;
+}
+
+AOTITorchError torch_list_size(StableListHandle list, size_t* to) { return *to = list->items.size(), 0; }
+AOTITorchError torch_list_get_item(StableListHandle list, size_t index, StableIValue* to) {
+  return *to = list->items[index], 0;
+}
+AOTITorchError torch_delete_list(StableListHandle list) {
+  --live_handles;
+  delete list;
+  return 0;
+}
+
+AOTITorchError torch_new_string_handle(const char* data, size_t length, StringHandle* to) {
+  return *to = new StringOpaque{std::string(data, length)}, 0;
+}
+AOTITorchError torch_string_length(StringHandle x, size_t* to) { return *to = x->text.size(), 0; }
+AOTITorchError torch_string_c_str(StringHandle x, const char** to) { return *to = x->text.c_str(), 0; }
+AOTITorchError torch_delete_string(StringHandle x) { return delete x, 0; }
+
+AOTITorchError torch_get_num_threads(uint32_t* to) { return *to = threads, 0; }
+AOTITorchError torch_get_thread_idx(uint32_t* to) { return *to = thread_index, 0; }
+
+// As at::parallel_for cuts the range: one piece a thread.
+AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain, headwise::Range function, void* context) {
+  const int64_t pieces = std::min<int64_t>(threads, (end - begin + grain - 1) / std::max<int64_t>(grain, 1));
+  if (begin >= end) return 0;
+  if (pieces <= 1 || inside) return function(begin, end, context), 0;
+  const int64_t size = (end - begin + pieces - 1) / pieces;
+  std::atomic<int32_t> failed{0};
+  std::vector<std::thread> team;
+  for (int64_t piece = 0; piece * size < end - begin; ++piece) {
+    team.emplace_back([&, piece] {
+      inside = true, thread_index = static_cast<uint32_t>(piece);
+      const int64_t first = begin + piece * size;
+      try {
+        function(first, std::min(first + size, end), context);
+      } catch (const std::exception&) {
+        failed = 1;
+      }
+    });
+  }
+  for (std::thread& thread : team) thread.join();
+  return failed;
+}
+
+AOTITorchError aoti_torch_library_init_def(const char*, const char*, uint32_t, TorchLibraryHandle*) { return 0; }
+AOTITorchError aoti_torch_library_init_impl(const char*, const char*, const char*, uint32_t, TorchLibraryHandle*) {
+  return 0;
+}
+AOTITorchError aoti_torch_library_def(TorchLibraryHandle, const char*) { return 0; }
+AOTITorchError torch_library_impl(TorchLibraryHandle, const char* name, headwise::Boxed function, uint64_t) {
+  operators()[name] = function;
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,51 @@
+// torch's side of the stable ABI for the fuzzer: tensors that are exact heap blocks, so that AddressSanitizer sees one
+// byte too far, a pool of real threads, and the boxed operators by name.
+#pragma once
+
+#include <stdint.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../torch_abi.h"
+
+enum Code : int32_t { kHalf = 5, kFloat = 6, kDouble = 7, kLong = 4, kBool = 11, kBfloat = 15 };
+
+int64_t code_size(int32_t dtype);
+
+// What a handle points to. `storage` may be shorter than sizes and strides want: torch has such tensors, too.
+struct AtenTensorOpaque {
+  int32_t dtype = kFloat, device = 0, layout = 0;
+  std::vector<int64_t> sizes, strides;
+  int64_t offset = 0;  // elements
+  std::shared_ptr<void> keeper;  // frees the storage with its last tensor
+  char* storage = nullptr;
+  int64_t storage_bytes = 0;
+
+  char* data() const {  // of a spoiled tensor, too: hence not by pointer arithmetic
+    const auto at = static_cast<uint64_t>(offset) * static_cast<uint64_t>(code_size(dtype));
+    return storage == nullptr ? nullptr : reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(storage) + at);
+  }
+  int64_t numel() const;
+};
+
+namespace fake {
+
+using Tensor = std::shared_ptr<AtenTensorOpaque>;
+
+// Just as many bytes as the sizes, strides and offset reach, all set to `fill`.
+Tensor make(int32_t dtype, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset, unsigned char fill);
+
+// Calls an operator with arguments made by these; the results are new handles, to be taken by `take`.
+StableIValue give(const Tensor& tensor);
+StableIValue give_optional(const Tensor& tensor);                     // null = None
+StableIValue give_list(const std::vector<Tensor>* tensors);           // null = None, boxed as Tensor[]?
+StableIValue give_number(double value);
+std::string call(const char* name, std::vector<StableIValue>& stack, uint64_t outputs);  // the error, or empty
+Tensor take(StableIValue value);
+
+int64_t live();  // handles that somebody still owns
+void set_threads(int count);
+
+}  // namespace fake

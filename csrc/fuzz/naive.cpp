@@ -1,0 +1,134 @@
+#include "naive.h"
+
+#include <math.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace naive {
+namespace {
+
+constexpr double kUnit = 0x1p-24;  // float32, in which kernels accumulate
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr int64_t kFar = int64_t{1} << 40;
+
+struct Score {
+  bool attended = false;
+  double value = 0, error = 0;
+};
+
+// A sum of n products rounds to within n units of the sum of magnitudes, in whatever order and with or without fma.
+// Everything after that adds a few units of its own magnitude.
+Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
+  Score s;
+  if (!may_see(c, b, h, i, j)) return s;
+  const double* q = &c.query[static_cast<size_t>(((b * c.H + h) * c.T + i) * c.D)];
+  const double* k = &c.key[static_cast<size_t>(((b * c.K + h / (c.H / c.K)) * c.S + j) * c.D)];
+  double sum = 0, size = 0;
+  for (int64_t d = 0; d < c.D; ++d) sum += q[d] * k[d], size += fabs(q[d] * k[d]);
+  double x = sum * c.scale;
+  double error = kUnit * static_cast<double>(c.D + 8) * size * fabs(c.scale);
+  if (c.softcap > 0) {
+    x = c.softcap * tanh(x / c.softcap);
+    error += 16 * kUnit * fabs(x);
+  }
+  double passed = fabs(x);
+  for (const Alibi& rule : c.alibi) {
+    const double offset = static_cast<double>(rule.offsets[static_cast<size_t>(b)]);
+    const double away = rule.slopes[static_cast<size_t>(b * c.H + h)] * fabs(static_cast<double>(i - j) + offset);
+    x -= away, passed += fabs(away);
+  }
+  for (const Dense& rule : c.dense) {
+    if (rule.boolean) continue;
+    const double added = rule.x[static_cast<size_t>(((b * c.H + h) * c.T + i) * c.S + j)];
+    if (added == -kInf) return Score();
+    x += added, passed += fabs(added);
+  }
+  s.attended = true, s.value = x;
+  s.error = error + kUnit * static_cast<double>(4 + 2 * c.alibi.size() + 2 * c.dense.size()) * passed;
+  return s;
+}
+
+bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
+  const auto begin = x.begin() + row * width;
+  return std::all_of(begin, begin + width, [](double element) { return std::isfinite(element); });
+}
+
+}  // namespace
+
+bool may_see(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
+  int64_t low = c.low, high = c.high;
+  if (!c.bounds.empty()) {
+    const int64_t* row = &c.bounds[static_cast<size_t>(b * 4)];
+    low = row[0], high = row[1];
+    if (j < row[2] || j >= row[3]) return false;
+  }
+  low = std::clamp(low, -kFar, kFar), high = std::clamp(high, -kFar, kFar);
+  if (j < i + low || j >= i + high) return false;
+  for (const Segments& rule : c.segments) {
+    if (rule.query[static_cast<size_t>(b * c.T + i)] != rule.key[static_cast<size_t>(b * c.S + j)]) return false;
+  }
+  for (const Dense& rule : c.dense) {
+    if (rule.boolean && rule.x[static_cast<size_t>(((b * c.H + h) * c.T + i) * c.S + j)] == 0) return false;
+  }
+  return true;
+}
+
+Result attention(const Call& c, const Rounding& unit) {
+  Result r;
+  const size_t rows = static_cast<size_t>(c.B * c.H * c.T), width = static_cast<size_t>(c.V);
+  r.out.assign(rows * width, 0), r.out_error.assign(rows * width, 0);
+  r.lse.assign(rows, -kInf), r.lse_error.assign(rows, 0);
+  std::vector<Score> scores(static_cast<size_t>(c.S));
+  for (size_t row = 0; row < rows; ++row) {
+    const int64_t n = static_cast<int64_t>(row), i = n % c.T, h = n / c.T % c.H, b = n / c.T / c.H;
+    const int64_t head = b * c.K + h / (c.H / c.K);
+    double top = -kInf, error = 0, largest = 0;
+    bool alive = false, bad = !finite(c.query, n, c.D);
+    for (int64_t j = 0; j < c.S; ++j) {
+      Score& s = scores[static_cast<size_t>(j)] = score_of(c, b, h, i, j);
+      if (!s.attended) continue;
+      alive = true;
+      if (!finite(c.key, head * c.S + j, c.D) || !finite(c.value, head * c.S + j, c.V) || !std::isfinite(s.value)) {
+        bad = true;
+      }
+      top = std::max(top, s.value), error = std::max(error, s.error), largest = std::max(largest, fabs(s.value));
+    }
+    if (!alive) continue;
+    double* out = &r.out[row * width];
+    double* out_error = &r.out_error[row * width];
+    if (bad) {
+      std::fill(out, out + c.V, NAN);
+      r.lse[row] = NAN;
+      continue;
+    }
+    const double sink = c.sinks.empty() ? -kInf : c.sinks[static_cast<size_t>(h)];
+    top = std::max(top, sink), largest = std::max(largest, fabs(top));
+    double total = sink == -kInf ? 0 : exp(sink - top);
+    for (const Score& s : scores) total += !s.attended ? 0 : exp(s.value - top);
+    error += 8 * kUnit * largest;  // to log2 units and away from the maximum
+    const double summed = 2 * kUnit * static_cast<double>(c.S + 16);
+    const double relative = expm1(2 * error) + 4 * unit.exponential + unit.weights + 2 * summed;
+    r.lse[row] = top + log(total);
+    r.lse_error[row] = error + 2 * unit.exponential + summed + 4 * kUnit * fabs(r.lse[row]);
+    const double up = c.dropout > 0 ? (c.dropout < 1 ? 1 / (1 - c.dropout) : 0) : 1;
+    for (int64_t j = 0; j < c.S; ++j) {
+      const Score& s = scores[static_cast<size_t>(j)];
+      if (!s.attended || (c.dropout > 0 && !c.keep[static_cast<size_t>(n * c.S + j)])) continue;
+      const double weight = exp(s.value - top) / total * up;
+      const double* value = &c.value[static_cast<size_t>((head * c.S + j) * c.V)];
+      for (size_t d = 0; d < width; ++d) {
+        out[d] += weight * value[d];
+        out_error[d] += weight * fabs(value[d]) * relative + 0x1p-120 * fabs(value[d]) * up;
+      }
+    }
+    for (size_t d = 0; d < width; ++d) {
+      const double gate = c.gate.empty() ? 1 : c.gate[row * width + d];
+      out[d] *= gate;
+      out_error[d] = out_error[d] * fabs(gate) + (unit.out + 4 * kUnit) * fabs(out[d]) + unit.smallest;
+    }
+  }
+  return r;
+}
+
+}  // namespace naive

@@ -1,0 +1,54 @@
+// Attention by its definition, in double, with the error that each result may have: what the fuzzer holds kernels against.
+#pragma once
+
+#include <stdint.h>
+
+#include <vector>
+
+namespace naive {
+
+struct Dense {
+  bool boolean = false;
+  std::vector<double> x;  // (B, H, T, S)
+};
+
+struct Segments {
+  std::vector<int64_t> query, key;  // (B, T), (B, S)
+};
+
+struct Alibi {
+  std::vector<double> slopes;    // (B, H)
+  std::vector<int64_t> offsets;  // (B)
+};
+
+struct Call {
+  int64_t B, H, K, T, S, D, V;
+  std::vector<double> query, key, value;  // as (B, H, T, D), (B, K, S, D), (B, K, S, V)
+  double scale = 1, softcap = 0;
+  std::vector<double> sinks;     // (H), or empty
+  int64_t low, high;
+  std::vector<int64_t> bounds;   // (B, 4), or empty
+  std::vector<Segments> segments;
+  std::vector<Dense> dense;
+  std::vector<Alibi> alibi;
+  std::vector<double> gate;      // (B, H, T, V), or empty
+  double dropout = 0;
+  std::vector<char> keep;        // (B, H, T, S) where dropout > 0
+};
+
+// Unit roundoffs of what a kernel may round: the output, the weights before they meet the values, the exponential.
+struct Rounding {
+  double out, weights, exponential, smallest;
+};
+
+struct Result {
+  std::vector<double> out, out_error;  // (B, H, T, V)
+  std::vector<double> lse, lse_error;  // (B, H, T)
+};
+
+// Whether band, ids and boolean tensors let row (b, h, i) see key j: all rules but the -inf of a bias.
+bool may_see(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
+
+Result attention(const Call& c, const Rounding& unit);
+
+}  // namespace naive
