@@ -154,7 +154,7 @@ def test_where_all_rounds_are_disturbed_the_least_disturbed_count(monkeypatch: p
 def test_three_rounds_may_take_four_times_the_time(seconds: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[float] = []  # each takes a second
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: float(len(turns))))
-    monkeypatch.setattr(clock, "turn", lambda run: turns.append(1.0) or 1.0)
+    monkeypatch.setattr(clock, "turn", lambda run: turns.append(1.0) or 0.5)
     monkeypatch.setattr(clock.Foreign, "excess", lambda self: -1.0)
     found = clock.measure({"a": lambda: None}, {}, rounds=9, seconds=seconds)
     assert len(found.seconds["a"]) == count
