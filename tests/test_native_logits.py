@@ -1,0 +1,192 @@
+"""The native kernel where numbers are large, tiny or strange: logits of 1e4, weights that are denormal, scale <= 0.
+
+Its exponential must be exactly 0 far down, right in between (no cliff where a weight becomes denormal), 1 at the top.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from backends import attend, natives
+from mask_cases import Sizes
+from native_cases import answer_of, check, collected, dtypes
+from torch import Tensor
+
+import headwise
+from headwise.ops.reference import reference
+from headwise.testing import assert_same_bits, make_qkv
+
+eps32 = torch.finfo(torch.float32).eps
+ROWS = {"decoding": 1, "a few rows": 3, "many rows": 37}
+rows = pytest.mark.parametrize("T", ROWS.values(), ids=ROWS)
+
+
+def with_logits(logits: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q (1, 1, T, 8), k, v whose scores at scale 1 are these, exactly where the dtype has them; v is an identity."""
+    S = len(logits)
+    q, k = torch.zeros(1, 1, T, 8, dtype=dtype), torch.zeros(1, 1, S, 8, dtype=dtype)
+    q[..., 3] = 1
+    k[0, 0, :, 3] = logits.to(dtype)
+    return q, k, torch.eye(S, dtype=dtype)[None, None]
+
+
+def weights(backend: str, logits: Tensor, T: int, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights (T, S), lse (T,), the scores that were met)."""
+    q, k, v = with_logits(logits, T, dtype)
+    out, lse = attend(backend, q, k, v, scale=1.0, return_lse=True, **options)
+    return out[0, 0].double(), lse[0, 0].double(), k[0, 0, :, 3].double()
+
+
+def close(ours: Tensor, right: Tensor, eps: float, floor: float) -> None:
+    """To `eps` of the largest entry's own size, entry by entry relative, and below `floor` anything down to 0."""
+    error = (ours - right).abs()
+    allowed = eps * right.abs() + floor
+    worst = int((error - allowed).argmax()) % right.shape[-1]
+    assert bool((error <= allowed).all()), f"entry {worst}: {ours.flatten()[worst]:.6e}, {right.flatten()[worst]:.6e}"
+
+
+@natives
+@dtypes
+@rows
+def test_weights_fall_off_smoothly(backend: str, dtype: torch.dtype, T: int) -> None:
+    """exp at every depth from 0 to -160, in steps of a quarter: relative to the weight itself, until it is denormal."""
+    depth = -torch.arange(0, 160, 0.25)
+    for shift in (0.0, 300.0, -300.0) if dtype != torch.bfloat16 else (0.0,):
+        ours, lse, met = weights(backend, depth + shift, T, dtype)
+        right = torch.softmax(met, 0)
+        # A score's own rounding, times log2(e) and back, is in the exponent.
+        eps = torch.finfo(dtype).eps + 4 * eps32 * (160 + abs(shift))
+        close(ours, right.expand(T, -1), eps, max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny))
+        close(lse, torch.logsumexp(met, 0).expand(T), eps32, 1e-5)
+
+
+@natives
+@dtypes
+@rows
+def test_logits_to_ten_thousand(backend: str, dtype: torch.dtype, T: int) -> None:
+    """The top takes all; what ties shares; far below is 0, never NaN."""
+    with collected() as attempt:
+        for top in (1e2, 1e3, 1e4, 3e4):
+            for logits in ([top, -top, 0.0], [-top] * 5, [top] * 4, [-top, 0.0, -top, 0.0], [top, top, -top, -top]):
+                # 70 keys more, lower still: they lie in another tile
+                full = torch.cat([torch.tensor(logits), torch.full((70,), -2 * top)])
+                for order in (full, full.flip(0)):
+                    ours, lse, met = weights(backend, order, T, dtype)
+                    right, most = torch.softmax(met, 0).expand(T, -1), torch.logsumexp(met, 0).expand(T)
+                    what = f"top {top}, {logits}"
+                    attempt(what, close, ours, right, torch.finfo(dtype).eps, torch.finfo(dtype).tiny)
+                    attempt(f"{what}, lse", close, lse + 4 * top, most + 4 * top, 2e-7, 0.0)
+
+
+@natives
+@dtypes
+@rows
+def test_masked_columns_are_exactly_zero(backend: str, dtype: torch.dtype, T: int) -> None:
+    """By a bias of -inf, a finite one of -1e4 and the dtype's least: forbidden is 0; -1e4 is as good as."""
+    S = 90
+    logits = torch.linspace(-3, 3, S)
+    out = torch.arange(S) % 3 == 0
+    for lowest in (-math.inf, -1e4, torch.finfo(dtype).min):
+        for mask in (headwise.bias(torch.zeros(S).masked_fill(out, lowest)),):
+            ours, lse, met = weights(backend, logits, T, dtype, mask=mask)
+            right = torch.softmax(met.masked_fill(out, -math.inf), 0)
+            assert bool((ours[:, out] == 0).all())
+            close(ours, right.expand(T, -1), 16 * eps32 if dtype == torch.float32 else torch.finfo(dtype).eps, 0.0)
+            close(lse, torch.logsumexp(met.masked_fill(out, -math.inf), 0).expand(T), 1e-6, 0.0)
+
+
+@natives
+@rows
+def test_a_finite_minus_infinity_everywhere_is_a_mean(backend: str, T: int) -> None:
+    """finfo.min on all keys forbids nothing: equal scores, the mean of the values (a mask of -inf would give 0)."""
+    q, k, v = make_qkv(1, 2, 1, T, 70, 8, 8)
+    least = torch.finfo(torch.float32).min
+    out = attend(backend, q, k, v, mask=headwise.bias(torch.full((70,), least)))
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), rtol=1e-5, atol=1e-6)
+    out, lse = attend(backend, q, k, v, mask=headwise.bias(torch.full((70,), -math.inf)), return_lse=True)
+    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+
+
+@natives
+@dtypes
+@rows
+def test_tiny_values_and_weights(backend: str, dtype: torch.dtype, T: int) -> None:
+    """Values of 1e-30 come out right; below the normal numbers a result may be 0; no mode of the CPU stays changed."""
+    q, k, v = make_qkv(1, 2, 1, T, 70, 16, 16, dtype=dtype)
+    small = {torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 1e-4}[dtype]
+    wanted, _ = reference(q.double(), k.double(), (v * small).double())
+    ours = attend(backend, q, k, v * small)
+    torch.testing.assert_close(ours.double(), wanted, rtol=8 * torch.finfo(dtype).eps, atol=0.05 * small)
+    if dtype == torch.float32:
+        denormal = attend(backend, q, k, v * 1e-40)
+        wanted, _ = reference(q.double(), k.double(), (v * 1e-40).double())
+        torch.testing.assert_close(denormal.double(), wanted, rtol=0, atol=torch.finfo(dtype).tiny)
+    assert float(torch.tensor(1e-40) * 0.5) != 0, "the call left a flush-to-zero mode behind"
+
+
+@natives
+@dtypes
+@rows
+def test_any_scale(backend: str, dtype: torch.dtype, T: int) -> None:
+    """0 and negative too, under a causal mask, where a kernel that masks before it scales goes wrong."""
+    n = Sizes(2, 4, 2, T, 70, 16, 24)
+    with collected() as attempt:
+        for scale in (0.0, -0.0, -0.5, -1e-30, 1e-30, 1e-45, 5.0, -5.0, 1e3):
+            for kind in ("none", "causal", "lengths"):
+                mask = {
+                    "none": None,
+                    "causal": headwise.causal(),
+                    "lengths": headwise.lengths(torch.tensor([0, 66])),
+                }[kind]
+                qkv = make_qkv(*n, dtype=dtype, scale=0.1 if scale == 1e3 else 1.0)
+                attempt(f"{scale}, {kind}", check, backend, answer_of(qkv, mask=mask, scale=scale))
+
+
+@natives
+@rows
+def test_scores_that_overflow_are_honest(backend: str, T: int) -> None:
+    """Finite inputs whose products are infinite: NaN or the right answer as by the definition, never a silent 0."""
+    S = 70
+    with collected() as attempt:
+        for high, low in ((1e25, 1e25), (1e25, -1e25), (3e38, 3e38), (-3e38, 3e38)):
+            for where in (slice(None), slice(3, 4), slice(65, 66)):
+                q, k, v = make_qkv(1, 2, 1, T, S, 8, 8)
+                q[:, :, 0], k[:, :, where] = high, low
+                out, lse = attend(backend, q, k, v, return_lse=True)
+                wanted, its = reference(q, k, v)
+                what = f"{high} x {low} at {where}"
+                attempt(what, assert_same_bits, out.isnan(), wanted.isnan())
+                attempt(f"{what}, lse", assert_same_bits, lse.isnan(), its.isnan())
+                fine = ~wanted.isnan()
+                attempt(what, torch.testing.assert_close, out[fine], wanted[fine], rtol=1e-4, atol=1e-5)
+
+
+@natives
+@dtypes
+@rows
+def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: int) -> None:
+    """A weight of 1 and weights of 1/2^n leave nothing to round, at any height of the logits and any scale."""
+    with collected() as attempt:
+        for height in (0.1, 1.0, 7.3, 113.0):
+            for scale in (None, 0.37, 1.9):
+                q, k, v = make_qkv(2, 4, 2, T, 1, 40, 24, dtype=dtype, scale=height**0.5)
+                one = attend(backend, q, k, v, scale=scale)
+                attempt(f"one key, {height}, {scale}", assert_same_bits, one, v.repeat_interleave(2, 1).expand_as(one))
+                last = attend(backend, *make_qkv(2, 4, 2, T, 70, 40, 24, dtype=dtype), mask=headwise.window(1))
+                kept = make_qkv(2, 4, 2, T, 70, 40, 24, dtype=dtype)[2][:, :, 70 - T :].repeat_interleave(2, 1)
+                attempt(f"window of one, {height}, {scale}", assert_same_bits, last, kept)
+                for count in (2, 8, 64, 128):
+                    same = k.expand(2, 2, count, 40)
+                    ones = attend(backend, q, same, torch.ones(2, 2, count, 24, dtype=dtype), scale=scale)
+                    attempt(f"{count} equal keys, {height}", assert_same_bits, ones, torch.ones_like(ones))
+
+
+def test_these_tests_can_fail() -> None:
+    """A weight 1 % off deep down, and one that is flushed to 0 while it is no denormal, are seen."""
+    right = torch.softmax(-torch.arange(0, 160, 0.25).double(), 0)
+    for fault in (lambda w: w * (1 + 0.01 * (w < 1e-20)), lambda w: w * (w > 1e-30)):
+        with pytest.raises(AssertionError, match="entry"):
+            close(fault(right), right, 1e-4, torch.finfo(torch.float32).tiny)
