@@ -77,6 +77,7 @@ def by_torch(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Ten
         cols, allowed, added = strip_of(mask, mask_rows, T, S, query.device)
         bias = torch.zeros(()) if added is None else added.float()
         bias = bias if allowed is None else torch.where(allowed, bias, -torch.inf)
+        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
         pieces = (grad_out[:, :, rows], query[:, :, rows], out[:, :, rows], lse[:, :, rows])
         return cols, _torchs(*pieces, key[:, :, cols], value[:, :, cols], p.scale, bias=bias)
 
@@ -85,14 +86,15 @@ def by_torch(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Ten
     elif mask.is_same_for_rows:  # one row of the mask serves all
         grads = some(slice(None), slice(0, 1))[1]
     else:
-        grads_q = []
-        grad_k, grad_v = (x.new_zeros(x.shape, dtype=torch.float32) for x in (key, value))
+        # As torch's own: heads inside of positions. Sums over strips are float32.
+        (B, H), K, wide = query.shape[:2], key.shape[1], query.shape[3]
+        grad_q = query.new_empty(B, T, H, wide).transpose(1, 2)
+        grad_k, grad_v = (torch.zeros(B, S, K, wide).transpose(1, 2) for _ in range(2))
         for rows in strips(T, STRIP):
-            cols, (its_q, its_k, its_v) = some(rows, rows)
-            grads_q.append(its_q)
+            cols, (grad_q[:, :, rows], its_k, its_v) = some(rows, rows)
             grad_k[:, :, cols] += its_k
             grad_v[:, :, cols] += its_v
-        grads = torch.cat(grads_q, dim=2), grad_k, grad_v
+        grads = grad_q, grad_k, grad_v
     return [grads[0][..., :D], grads[1][..., :D], grads[2][..., :V]]
 
 
