@@ -115,19 +115,21 @@ class Mask:
 
     @cached_property
     def simple_band(self) -> tuple[int | None, int | None, bool] | None:
-        """(low, high, at the end): row i sees i + low <= j < i + high, both plus S - T where the band is at the end.
+        """(low, high, at the end): row i sees i + low <= j < i + high, where S - T is to be added to both at the end.
 
-        None where the mask is more than one band, or no band. Kept, for decoding asks at every step.
+        None where the mask is more than bands, all at the end or all at numbers. Kept: decoding asks at every step.
         """
-        if len(self.parts) != 1 or not isinstance(self.parts[0], Band) or isinstance(self.parts[0].offset, Tensor):
-            return None
-        left, right, offset = self.parts[0].left, self.parts[0].right, self.parts[0].offset
-        shift = 0 if offset is None else offset
-        return (
-            None if left is None else shift - left + 1,
-            None if right is None else shift + right + 1,
-            offset is None,
-        )
+        lows, highs, at_end = [], [], set()
+        for part in self.parts:
+            if not isinstance(part, Band) or isinstance(part.offset, Tensor):
+                return None
+            shift = part.offset or 0
+            at_end.add(part.offset is None)
+            if part.left is not None:
+                lows.append(shift - part.left + 1)
+            if part.right is not None:
+                highs.append(shift + part.right + 1)
+        return (max(lows, default=None), min(highs, default=None), at_end.pop()) if len(at_end) == 1 else None
 
     @property
     def learns(self) -> bool:
