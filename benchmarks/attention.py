@@ -10,7 +10,6 @@ benchmarks/results/<date>-attention.json with the machine and the versions.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -21,7 +20,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +37,6 @@ except ImportError:  # run as a script: this folder is on the path, its parent i
     import ways  # type: ignore[import-not-found,no-redef]
     from registry import AVX2, CASES, FOLD, Case, Mark  # type: ignore[import-not-found,no-redef]
 
-RESULTS = Path(__file__).parent / "results"
 SETS = {"table": CASES, "fold": FOLD, "avx2": AVX2}
 Row = dict[str, Any]
 
@@ -155,20 +152,11 @@ def main() -> None:
     ask.add_argument("--set", choices=SETS, default="table", help="fold: where does group folding pay?")
     ask.add_argument("--rounds", type=int, default=7, help="quiet rounds of each case")
     ask.add_argument("--budget", type=float, default=360.0, help="seconds for all (7 minutes where compilers run)")
-    ask.add_argument("--json", action="store_true", help="print JSON, not the table")
-    ask.add_argument("--out", type=Path, help="write the results here")
+    table.add_delivery(ask)
     given = ask.parse_args()
     told = measured(given.set, given.only, given.rounds, given.budget)
-    text = json.dumps(told, indent=1) + "\n"
-    if given.json:
-        print(text, end="")
-    else:
-        table.print_table(told)
-    suffix = "" if given.set == "table" else f"-{given.set}"
-    usual = RESULTS / f"{datetime.date.today().isoformat()}-attention{suffix}.json"
-    if given.out or not (given.only or given.json):
-        RESULTS.mkdir(exist_ok=True)
-        (given.out or usual).write_text(text)
+    name = "attention" if given.set == "table" else f"attention-{given.set}"
+    table.deliver(told, table.print_table, given, "" if given.only else name)
 
 
 if __name__ == "__main__":

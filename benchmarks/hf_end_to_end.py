@@ -9,10 +9,7 @@ copying, and with its static one, which writes in place (and for which transform
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,17 +152,9 @@ def print_table(told: dict[str, Any]) -> None:
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--rounds", type=int, default=5)
-    ask.add_argument("--json", action="store_true", help="print JSON, not the table")
-    ask.add_argument("--out", type=Path, help="write the results here")
+    table.add_delivery(ask)
     given = ask.parse_args()
-    told = measured(config(), rounds=given.rounds)
-    text = json.dumps(told, indent=1) + "\n"
-    if given.json:
-        sys.stdout.write(text)
-    else:
-        print_table(told)
-    if given.out:
-        given.out.write_text(text)
+    table.deliver(measured(config(), rounds=given.rounds), print_table, given, "hf")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ python benchmarks/overhead.py [--json]
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,26 +78,23 @@ def measured(rounds: int = 15, calls: int = 2000) -> dict[str, dict[str, float]]
     return told
 
 
+def print_table(told: dict[str, Any]) -> None:
+    shown = Table(title="Overhead of a call, microseconds", title_justify="left")
+    ways = ("headwise", "torch", "the bare op")
+    shown.add_column("call")
+    for name in ways:
+        shown.add_column(name, justify="right")
+    for kind, found in told["results"].items():
+        shown.add_row(kind, *(f"{found[name]:.2f}" if name in found else "" for name in ways))
+    table.console().print(shown)
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--json", action="store_true", help="print JSON, not the table")
-    ask.add_argument("--out", type=Path, help="write the results here")
+    table.add_delivery(ask)
     given = ask.parse_args()
-    told = measured()
-    text = json.dumps({"machine": clock.machine(), "results": told}, indent=1) + "\n"
-    if given.json:
-        print(text, end="")
-    else:
-        shown = Table(title="Overhead of a call, microseconds", title_justify="left")
-        ways = ("headwise", "torch", "the bare op")
-        shown.add_column("call")
-        for name in ways:
-            shown.add_column(name, justify="right")
-        for kind, found in told.items():
-            shown.add_row(kind, *(f"{found[name]:.2f}" if name in found else "" for name in ways))
-        table.console().print(shown)
-    if given.out:
-        given.out.write_text(text)
+    results = measured()
+    table.deliver({"machine": clock.machine(), "results": results}, print_table, given, "overhead")
 
 
 if __name__ == "__main__":

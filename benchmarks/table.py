@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import json
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 COLUMNS = ("torch", "folded", "flex", "onnxruntime", "openvino")
 HEADS = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
@@ -24,6 +29,27 @@ def console(stderr: bool = False) -> Console:
     made = Console(stderr=stderr, highlight=False)
     narrow = NARROW if made.is_terminal or os.environ.get("COLUMNS") else WIDTH
     return made if made.width >= narrow else Console(stderr=stderr, highlight=False, width=narrow)
+
+
+def add_delivery(ask: argparse.ArgumentParser) -> None:
+    ask.add_argument("--json", action="store_true", help="print JSON, not the table")
+    ask.add_argument("--out", type=Path, help="write the results here, not to benchmarks/results")
+
+
+def deliver(
+    told: dict[str, Any], show: Callable[[dict[str, Any]], object], given: argparse.Namespace, name: str
+) -> None:
+    """Print the results, and keep them: in the file asked for, or as today's under `name`; JSON is for the caller."""
+    text = json.dumps(told, indent=1) + "\n"
+    if given.json:
+        print(text, end="")
+    else:
+        show(told)
+    if given.out:
+        given.out.write_text(text)
+    elif name and not given.json:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{datetime.date.today().isoformat()}-{name}.json").write_text(text)
 
 
 def number(x: float) -> str:

@@ -118,7 +118,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     small = reduced(CASES[0])
     monkeypatch.setitem(attention.SETS, "table", (small, reduced(CASES[4])))
     monkeypatch.setattr(attention, "AVX2", ())
-    monkeypatch.setattr(attention, "RESULTS", tmp_path)
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["attention.py", "--only", small.name, "--rounds", "1", "--json"])
     attention.main()
     assert [row["case"] for row in json.loads(capsys.readouterr().out)["results"]] == [small.name]
