@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from headwise.ops.native_library import trouble
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
@@ -45,6 +47,8 @@ def run_blocks(name: str, text: str) -> int:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_shows_is_true(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page.name == "backends.md" and trouble():
+        pytest.skip(f"it shows the native kernel: {trouble()}")
     monkeypatch.chdir(tmp_path)
     run_blocks(page.relative_to(ROOT).as_posix(), page.read_text("utf8"))
 

@@ -110,8 +110,8 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "gate of bools": ({"gate": zeros(6, dtype=torch.bool)}, ValueError, ["gate is a float tensor", "bool (6,)"]),
     "gate elsewhere": ({"gate": zeros(6, device="meta")}, ValueError, ["gate", "device", "cpu", "meta"]),
     "gate is a number": ({"gate": 0.5}, TypeError, ["gate", "float"]),
-    "unknown backend": ({"backend": "cudnn"}, ValueError, ["auto, sdpa, flex, blocks, reference", "got 'cudnn'"]),
-    "no backend": ({"backend": None}, ValueError, ["auto, sdpa, flex, blocks, reference", "got None"]),
+    "unknown backend": ({"backend": "cudnn"}, ValueError, ["auto, native, sdpa, flex, blocks, reference", "got 'cudnn'"]),
+    "no backend": ({"backend": None}, ValueError, ["auto, native, sdpa, flex, blocks, reference", "got None"]),
     # masks
     "mask is a list": ({"mask": [[True]]}, TypeError, ["a Mask", "a bool tensor with True = attend", "list"]),
     "mask is text": ({"mask": "causal"}, TypeError, ["a Mask (causal(), window(), ...)", "str"]),

@@ -151,14 +151,17 @@ def explain(
 ) -> Explanation:
     """Which backend `attention` would run with these arguments, why, and why not each other. Computes nothing.
 
+    Where a gradient is needed it also says by which means.
+
     Raises what `attention` would raise.
 
-    >>> q = torch.randn(1, 4, 9, 16)
+    >>> q = torch.randn(1, 4, 9, 16, dtype=torch.float64)
     >>> print(explain(q, q, q, softcap=30.0))
-    blocks: plain torch ops, a block of query rows at a time: honours everything in O(n) memory
+    reference: float64 runs on the definition
+      not native: headwise's own kernel has no float64
       not sdpa: torch's SDPA has no softcap
-      not flex: able, but fused on CUDA only, and worth its tiles from 128 x 128 on
-      not reference: able, but it builds the whole T x S matrix
+      not flex: FlexAttention has no float64
+      not blocks: able, but slower than a fused kernel
     """
     query, key, value = _autocast(query, key, value)
     call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)

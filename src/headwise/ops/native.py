@@ -34,7 +34,6 @@ def _count(call: Call, *kinds: type) -> int:
 
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
-    Limit(lambda c: trouble() is not None, lambda: trouble() or ""),
     Limit(lambda c: c.query.dtype == torch.float64, "headwise's own kernel has no float64"),
     Limit(lambda c: c.is_empty, "headwise's own kernel takes no empty tensors"),
     Limit(lambda c: c.is_transformed, "headwise's own kernel has no torch.func rules (vmap, jvp)"),
@@ -45,6 +44,7 @@ LIMITS = (
     Limit(lambda c: _count(c, Keep, Bias) > MOST[Keep], "headwise's own kernel takes at most 8 mask tensors"),
     Limit(lambda c: _count(c, Segments) > MOST[Segments], "headwise's own kernel takes at most 4 pairs of segments"),
     Limit(lambda c: _count(c, Alibi) > MOST[Alibi], "headwise's own kernel takes at most 4 rules of ALiBi"),
+    Limit(lambda c: trouble() is not None, lambda: trouble() or ""),
 )
 
 
@@ -53,7 +53,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     (B, H, _, T, S), V = call.sizes, call.value.shape[3]
     ops, qkv, masks = torch.ops.headwise, (call.query, call.key, call.value), lowered(call.mask, T, S)
     softcap, sinks = 0.0 if call.softcap is None else call.softcap, None if call.sinks is None else call.sinks.float()
-    dropout, seed = (call.dropout, torch.randint(1 << 62, (1,))) if call.dropout > 0 else (0.0, None)
+    dropout, seed = (call.dropout, torch.randint(1 << 62, (1,), device="cpu")) if call.dropout > 0 else (0.0, None)
     if call.needs_grad:
         out, lse = ops.attend_train(*qkv, call.scale, softcap, sinks, *masks, dropout, seed)
     else:
@@ -185,7 +185,7 @@ def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
         elif isinstance(part, Alibi):
             at = S - T if part.offset is None else part.offset
             alibi += [part.slopes.float().view(-1, part.slopes.shape[-1])]
-            alibi += [_int64(at) if isinstance(at, Tensor) else torch.full((1,), at, dtype=torch.int64)]
+            alibi += [_int64(at) if isinstance(at, Tensor) else _number(at, 1)[0]]
         else:
             raise TypeError(f"headwise's own kernel has no form for {type(part).__name__}")
     low = reduce(torch.sym_max, numbers[0]) if numbers[0] else None
@@ -202,7 +202,7 @@ def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> 
     for number, given, (tightest, none) in zip(numbers, tensors, _ENDS, strict=True):
         terms = [x[:, None] for x in given]
         if number is not None or not given:
-            terms.append(torch.full((n, 1), none if number is None else number, dtype=torch.int64))
+            terms.append(_number(none if number is None else number, n))
         column = reduce(tightest, terms)
         columns.append(column if column.shape[0] == n else column.expand(n, 1))
     return torch.cat(columns, dim=1)
@@ -210,6 +210,11 @@ def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> 
 
 # How two rules join into one, and what stands for no rule.
 _ENDS = ((torch.maximum, -FAR), (torch.minimum, FAR), (torch.maximum, 0), (torch.minimum, FAR))
+
+
+def _number(number: int, n: int) -> Tensor:
+    """(n, 1) times the number; on the CPU, whatever the default device is."""
+    return torch.full((n, 1), number, dtype=torch.int64, device="cpu")
 
 
 def _int64(index: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def by_torch(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Ten
 
     def some(rows: slice, mask_rows: slice) -> tuple[slice, tuple[Tensor, Tensor, Tensor]]:
         cols, allowed, added = strip_of(mask, mask_rows, T, S, query.device)
-        bias = torch.zeros(()) if added is None else added.float()
+        bias = lse.new_zeros(()) if added is None else added.float()
         bias = bias if allowed is None else torch.where(allowed, bias, -torch.inf)
         bias = bias if bias.stride(-1) == 1 else bias.contiguous()
         pieces = (grad_out[:, :, rows], query[:, :, rows], out[:, :, rows], lse[:, :, rows])
@@ -89,7 +89,7 @@ def by_torch(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Ten
         # As torch's own: heads inside of positions. Sums over strips are float32.
         (B, H), K, wide = query.shape[:2], key.shape[1], query.shape[3]
         grad_q = query.new_empty(B, T, H, wide).transpose(1, 2)
-        grad_k, grad_v = (torch.zeros(B, S, K, wide).transpose(1, 2) for _ in range(2))
+        grad_k, grad_v = (lse.new_zeros(B, S, K, wide).transpose(1, 2) for _ in range(2))
         for rows in strips(T, STRIP):
             cols, (grad_q[:, :, rows], its_k, its_v) = some(rows, rows)
             grad_k[:, :, cols] += its_k
@@ -204,9 +204,9 @@ class _Learned:
         for grad in self.biases:
             place = grad[:, :, rows if grad.shape[2] > 1 else slice(None), cols if grad.shape[3] > 1 else slice(None)]
             place += dscores.sum_to_size(place.shape)
-        i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(cols.start, cols.stop)
+        i, j = (torch.arange(x.start, x.stop, device=dscores.device) for x in (rows, cols))
         for grad, offset in zip(self.slopes, self.offsets, strict=True):
-            far = (i + offset.view(-1, 1, 1, 1) - j).abs()
+            far = (i[:, None] + offset.view(-1, 1, 1, 1) - j).abs()
             grad -= (dscores * far).sum((2, 3)).sum_to_size(grad.shape)
 
 
