@@ -50,7 +50,7 @@ class NativeBuildHook(BuildHookInterface):
             LIBRARY.unlink(missing_ok=True)  # an older one would not fit these sources
             if os.environ.get("HEADWISE_NATIVE") == "1":
                 raise
-            self.app.display_warning(f"headwise without its native CPU kernel ({error}); {WITHOUT}")
+            print(f"headwise without its native CPU kernel ({error}); {WITHOUT}", flush=True)  # pip -v shows it
             return
         build_data["artifacts"].append(str(LIBRARY.relative_to(ROOT)))
         if version != "editable":

@@ -1,0 +1,261 @@
+"""The native library as built and installed: its object files, drawn cases under sanitizers, and life without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+CSRC = ROOT / "csrc"
+COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
+
+needs_compiler = pytest.mark.skipif(
+    not (COMPILER and shutil.which("cmake") and CSRC.exists()), reason="needs a C++ compiler, cmake and csrc/"
+)
+needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="other CPUs have no files of their own yet")
+
+
+def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Its output in one piece; a failure shows it."""
+    environment = {**os.environ, **env}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1200, check=False)
+
+
+def ok(*command: str | Path, **env: str) -> str:
+    done = run(*command, **env)
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+def configure(folder: str, *options: str) -> Path:
+    """A build folder of ours, kept from run to run: what has not changed is not compiled again."""
+    build = ROOT / "build" / folder
+    ok("cmake", "-S", ROOT, "-B", build, "-DHEADWISE_FUZZ=ON", *options)
+    ok("cmake", "--build", build, "--target", "headwise_fuzz", "--parallel")
+    return build
+
+
+# Object files: instructions and symbols
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[str, Path]:
+    """The object files of the library, up to date, by the name of their source."""
+    if not shutil.which("objdump") or not shutil.which("nm"):
+        pytest.skip("needs objdump and nm (binutils)")
+    ok(sys.executable, ROOT / "hatch_build.py")
+    found = {path.name.split(".")[0]: path for path in (ROOT / "build" / "native").glob("CMakeFiles/native.dir/**/*.o")}
+    assert {"bind", "tensors", "driver", "isa_baseline"} <= set(found)
+    return found
+
+
+# What a file of an instruction set may not hold: by mnemonic or by register. All AVX mnemonics begin with v.
+FOREIGN = {"": r"\t(v\w+)", "isa_avx2": r"(%zmm\d+|\{%k\d\})", "isa_avx512": r"\t(vdpbf16ps|vcvtne\w*bf16\w*)"}
+
+
+def foreign_instructions(path: Path, name: str) -> set[str]:
+    text = ok("objdump", "-d", "--no-show-raw-insn", path)
+    assert text.count("\n") > 50, "objdump shows no code"
+    return set(re.findall(FOREIGN[name if name in FOREIGN else ""], text))
+
+
+@needs_compiler
+@needs_x86
+def test_no_instruction_outside_its_file(objects: dict[str, Path]) -> None:
+    for name, path in objects.items():
+        if name != "isa_avx512_bf16":
+            assert foreign_instructions(path, name) == set(), name
+
+
+@needs_compiler
+@needs_x86
+def test_a_foreign_instruction_is_found(objects: dict[str, Path]) -> None:
+    assert foreign_instructions(objects["isa_avx2"], "driver")
+    assert foreign_instructions(objects["isa_avx512"], "isa_avx2")
+    assert foreign_instructions(objects["isa_avx512_bf16"], "isa_avx512")
+
+
+def weak_symbols(path: Path) -> set[str]:
+    """Symbols of which the linker keeps one copy, from any file."""
+    lines = ok("nm", "--defined-only", path).splitlines()
+    return {line.split()[-1] for line in lines if line.split()[-2] in "WVu"} - {"DW.ref.__gxx_personality_v0"}
+
+
+@needs_compiler
+@needs_x86
+def test_no_function_shared_with_an_instruction_set(objects: dict[str, Path]) -> None:
+    """Where two files hold one inline function, the linker keeps either: with AVX-512 in it, perhaps, for all CPUs."""
+    for name, path in objects.items():
+        for other, other_path in objects.items():
+            if name.startswith("isa_") and other != name:
+                assert weak_symbols(path) & weak_symbols(other_path) == set(), (name, other)
+
+
+@needs_compiler
+def test_a_shared_function_is_found(tmp_path: Path) -> None:
+    names = []
+    for name in ("isa_x", "driver"):
+        (tmp_path / f"{name}.cpp").write_text("inline int f(int x) { return x; }\nint (*keep)(int) = f;\n")
+        ok(str(COMPILER), "-c", tmp_path / f"{name}.cpp", "-o", tmp_path / f"{name}.o")
+        names.append(weak_symbols(tmp_path / f"{name}.o"))
+    assert names[0] & names[1]
+
+
+# The declarations of torch's stable ABI
+
+
+def compiles_beside_torch(header: str, folder: Path) -> bool:
+    (folder / "torch_abi.h").write_text(header)
+    (folder / "both.cpp").write_text(
+        "#define TORCH_TARGET_VERSION ((2ULL << 56) | (10ULL << 48))\n#include <torch/csrc/stable/c/shim.h>\n"
+        '#include "torch_abi.h"\nstatic_assert(headwise::kTorchAbi == TORCH_TARGET_VERSION);\n'
+    )
+    include = Path(torch.__file__).parent / "include"
+    return run(str(COMPILER), "-std=c++17", "-fsyntax-only", f"-I{include}", folder / "both.cpp").returncode == 0
+
+
+@needs_compiler
+def test_declarations_agree_with_torch(tmp_path: Path) -> None:
+    """Two declarations of a C function that disagree do not compile; one that torch has not would not load."""
+    header = (CSRC / "torch_abi.h").read_text()
+    assert compiles_beside_torch(header, tmp_path)
+    wrong = header.replace(
+        "aoti_torch_get_dim, (AtenTensorHandle, int64_t*)", "aoti_torch_get_dim, (AtenTensorHandle, int*)"
+    )
+    assert wrong != header and not compiles_beside_torch(wrong, tmp_path)
+
+
+# Drawn cases
+
+
+@needs_compiler
+def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
+    """`make fuzz` for fifteen seconds: no report of AddressSanitizer or UBSan, no wrong result, no leak."""
+    (tmp_path / "empty.cpp").write_text("int main() {}\n")
+    if run(str(COMPILER), "-fsanitize=address,undefined", tmp_path / "empty.cpp", "-o", tmp_path / "empty").returncode:
+        pytest.skip("this compiler has no AddressSanitizer")
+    fuzzer = configure("asan", "-DHEADWISE_SANITIZE=ON") / "headwise_fuzz"
+    told = ok(fuzzer, "15", "1", UBSAN_OPTIONS="print_stacktrace=1")
+    assert int(re.match(r"(\d+) cases", told).group(1)) > 20  # type: ignore[union-attr]
+
+
+@needs_compiler
+@needs_x86
+def test_on_an_older_cpu() -> None:
+    """qemu stops at an instruction that the CPU has not. Nehalem has no AVX at all."""
+    if not shutil.which("qemu-x86_64"):
+        pytest.skip("needs qemu-x86_64 (qemu-user)")
+    told = ok("qemu-x86_64", "-cpu", "Nehalem", configure("fuzz") / "headwise_fuzz", "10", "1")
+    assert "baseline out" in told and "avx" not in told
+
+
+# Installed
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A source tree with kernels that compile at once: enough to build wheels from."""
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("needs hatchling, which builds the package")
+    tree = tmp_path / "sources"
+    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
+    for name in ("hatch_build.py", "pyproject.toml", "README.md", "LICENSE", "LICENSE-python.txt", "CMakeLists.txt"):
+        shutil.copy(ROOT / name, tree / name)
+    shutil.copytree(CSRC / "stub", tree / "csrc" / "stub")
+    for name in ("problem.h", "torch_abi.h", "tensors.h", "tensors.cpp", "bind.cpp"):
+        shutil.copy(CSRC / name, tree / "csrc" / name)
+    (tree / "csrc" / "driver.cpp").write_text(
+        '#include "problem.h"\nnamespace headwise {\nconst char* names[2] = {"none", nullptr};\n'
+        "void attend(const Problem&) {}\n"
+        "void dropout_keep(bool*, int64_t, int64_t, int64_t, int64_t, int64_t, float, uint64_t) {}\n"
+        "const char* isa() { return names[0]; }\nconst char* const* isas() { return names; }\n"
+        "bool use_isa(const char*) { return false; }\n}\n"
+    )
+    return tree
+
+
+def wheel(tree: Path, **env: str) -> tuple[str, set[str], str]:
+    """The wheel's name, the libraries in it, and what pip said."""
+    out = tree / "wheels"
+    command = ["pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", str(out), str(tree)]
+    said = ok(sys.executable, "-m", *command, **env)
+    (path,) = out.glob("*.whl")
+    return path.name, {name for name in zipfile.ZipFile(path).namelist() if name.endswith(".so")}, said
+
+
+@needs_compiler
+def test_a_wheel_with_the_library(sources: Path) -> None:
+    """For any Python and any torch from 2.10 on: no version of either in its name."""
+    name, libraries, _ = wheel(sources)
+    assert re.fullmatch(r"headwise-[\d.]+-py3-none-(linux|macosx)_\w+\.whl", name)
+    assert libraries == {"headwise/_native.so"}
+    assert "Python" not in ok("ldd", sources / "src" / "headwise" / "_native.so")
+
+
+@pytest.mark.parametrize(
+    "env, why",
+    [
+        ({"CXX": "no-such-compiler"}, "no C++ compiler"),
+        ({"CXX": "false"}, "the compiler failed"),
+        ({"HEADWISE_NATIVE": "0"}, ""),
+    ],
+)
+def test_a_wheel_without_a_compiler(sources: Path, env: dict[str, str], why: str) -> None:
+    """Installation goes on, in pure Python, and says so in a line."""
+    if why == "the compiler failed" and not shutil.which("cmake"):
+        pytest.skip("needs cmake")
+    name, libraries, said = wheel(sources, **env)
+    assert name.endswith("-py3-none-any.whl") and libraries == set()
+    line = f"headwise without its native CPU kernel ({why}"
+    assert (line in said) if why else ("without its native" not in said)
+
+
+@needs_compiler
+def test_a_broken_build_is_an_error_where_asked(sources: Path) -> None:
+    (sources / "csrc" / "driver.cpp").write_text("#error\n")
+    command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", str(sources), str(sources)]
+    assert run(sys.executable, "-m", *command, HEADWISE_NATIVE="1").returncode != 0
+    assert run(sys.executable, "-m", *command, HEADWISE_NATIVE="").returncode == 0
+
+
+# Without the library
+
+WITHOUT = """
+import torch, headwise
+q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+told = headwise.explain(q, k, v, mask=headwise.causal())
+out = headwise.attention(q, k, v, mask=headwise.causal())
+expected = headwise.attention(q, k, v, mask=headwise.causal(), backend="reference")
+torch.testing.assert_close(out, expected)
+print(headwise.__file__, told, sep="\\n")
+"""
+
+
+def test_switched_off() -> None:
+    told = ok(sys.executable, "-c", WITHOUT, HEADWISE_NATIVE="0", PYTHONPATH=str(ROOT / "src"))
+    assert "not native: the native library is switched off by HEADWISE_NATIVE=0" in told
+
+
+def test_not_there(tmp_path: Path) -> None:
+    package = tmp_path / "headwise"
+    shutil.copytree(ROOT / "src" / "headwise", package, ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
+    told = ok(sys.executable, "-c", WITHOUT, PYTHONPATH=str(tmp_path))
+    assert told.startswith(str(package)), "another headwise was tested"
+    assert "not native: the native library is not there" in told
+
+
+def test_not_for_this_machine(tmp_path: Path) -> None:
+    package = tmp_path / "headwise"
+    shutil.copytree(ROOT / "src" / "headwise", package, ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
+    (package / "_native.so").write_bytes(b"no library at all")
+    told = ok(sys.executable, "-c", WITHOUT, PYTHONPATH=str(tmp_path))
+    assert "not native: the native library does not load" in told
