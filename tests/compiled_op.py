@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from mask_cases import MASKS, SHORT
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import headwise
+from headwise.ops.native_library import isas
 from headwise.testing import assert_same_bits, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler's own, of several kinds
@@ -76,7 +79,7 @@ def test_masks_passed_in(name: str) -> None:
     same(results(whole(run), qkv, mask), results(run, qkv, mask))
 
 
-@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *(["native"] if isas() else [])])
 def test_backends_by_name(backend: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return headwise.attention(q, k, v, mask=headwise.causal(), backend=backend)
@@ -108,6 +111,34 @@ def test_one_graph_for_every_length(name: str) -> None:
         qkv = make_qkv(*SHORT._replace(B=B, T=T, S=S))
         torch.testing.assert_close(run(*qkv), BUILT[name](*qkv), rtol=2e-5, atol=2e-6)
     assert graphs == 1
+
+
+def operators(graph: torch.fx.GraphModule) -> list[str]:
+    """The operators of a graph that read a whole query, key or value."""
+    names = [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
+    return [
+        name for name in names if "headwise" in name or "sdpa" in name or "isfinite" in name or "scaled_dot" in name
+    ]
+
+
+@pytest.mark.skipif(not isas(), reason="the native library is not built: make native")
+@pytest.mark.parametrize("name", [*BUILT])
+def test_the_native_kernel_is_one_operator(name: str) -> None:
+    """No fence around it, no second operator for a mask; with a gradient two operators, whatever is between."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(BUILT[name], fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    with torch.no_grad():
+        compiled(*make_qkv(*SHORT))
+    assert [operators(graph) for graph in graphs] == [["headwise.attend_full.default"]]
+    graphs.clear()
+    results(compiled, make_qkv(*SHORT))
+    found = [name for graph in graphs for name in operators(graph) if "headwise" in name]
+    assert found == ["headwise.attend_train.default", "headwise.attend_backward.default"]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -1,0 +1,188 @@
+"""The gradient of the native kernel, by torch's fused backward and written out; its operators under torch's checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends import MUST, needs_native
+from mask_cases import MASKS, SHORT, TILED, Sizes
+from test_meaning import EMPTY_ROWS
+from test_native_python import problem
+from torch import Tensor
+
+import headwise
+from headwise.ops import native, native_backward
+from headwise.testing import assert_same_bits, make_qkv, oracle
+
+FUSED = "headwise's own kernel; the gradient by torch's fused backward, fed with its lse"
+WRITTEN = "headwise's own kernel; the gradient in plain torch ops, block by block"
+
+
+@needs_native
+def test_explain_says_by_which_means_the_gradient_goes() -> None:
+    qkv, learned = make_qkv(*SHORT, requires_grad=True), torch.zeros(5, 7, requires_grad=True)
+    fused: list[dict[str, Any]] = [{}, {"mask": headwise.causal()}, {"sinks": torch.zeros(6)}, {"return_lse": True}]
+    written: list[dict[str, Any]] = [{"softcap": 2.0}, {"dropout": 0.1}, {"mask": headwise.bias(learned)}]
+    assert [headwise.explain(*qkv, **options).why for options in fused] == [FUSED] * 4
+    assert [headwise.explain(*qkv, **options).why for options in written] == [WRITTEN] * 3
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("options", "means"),
+    [
+        ({"mask": headwise.causal()}, "by_torch"),
+        ({"sinks": torch.zeros(6)}, "by_torch"),
+        ({"softcap": 2.0}, "written_out"),
+        ({"dropout": 0.1}, "written_out"),
+    ],
+)
+def test_the_gradient_goes_as_explained(options: dict[str, Any], means: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    for name in ("by_torch", "written_out"):
+        real = getattr(native_backward, name)
+        monkeypatch.setattr(native_backward, name, lambda *a, real=real, name=name: used.append(name) or real(*a))
+    qkv = make_qkv(*SHORT, requires_grad=True)
+    torch.autograd.grad(headwise.attention(*qkv, **options).sum(), qkv)
+    assert used == [means]
+
+
+@needs_native
+@pytest.mark.parametrize("name", [*MASKS, *(f"empty rows: {name}" for name in EMPTY_ROWS)])
+def test_both_means_give_the_same_gradient(name: str) -> None:
+    for n in (SHORT, Sizes(2, 4, 2, 7, 5, 13, 11), TILED) if name in MASKS else (SHORT,):
+        mask = MASKS[name](n).mask if name in MASKS else EMPTY_ROWS[name.removeprefix("empty rows: ")]
+        p = problem(mask, n)._replace(scale=n.D**-0.5, sinks=torch.linspace(-1, 1, n.H))
+        out, lse = torch.ops.headwise.attend_full(*p[:-2], None, *p[-2:])
+        grad_out = make_qkv(n.B, n.H, 1, n.T, 1, n.V, 1, seed=3)[0]
+        by_torch = native_backward.gradients(grad_out, None, out, lse, False, p)
+        written = native_backward.gradients(grad_out, torch.zeros_like(lse), out, lse, False, p)
+        for x, y in zip(by_torch, written, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-5, atol=5e-6)
+
+
+@needs_native
+def test_a_gradient_through_the_lse_alone() -> None:
+    leaves = dict(zip(("query", "key", "value"), make_qkv(*SHORT, requires_grad=True), strict=True))
+    _, lse = headwise.attention(**leaves, mask=headwise.causal(), return_lse=True)
+    ours = torch.autograd.grad(lse.sum(), list(leaves.values()))
+    doubles = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    exact = torch.autograd.grad(
+        oracle(**doubles, mask=headwise.causal().dense(SHORT.T, SHORT.S))[1].sum(),
+        list(doubles.values()),
+        allow_unused=True,
+    )
+    assert bool((ours[2] == 0).all())
+    for x, y in zip(ours[:2], exact[:2], strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sinks": torch.ones(6)}, {"mask": EMPTY_ROWS["joined"]}])
+def test_the_gradient_of_a_gradient(options: dict[str, Any]) -> None:
+    """Exact in float32 too: plain torch ops stand in for the fused backward, which has none."""
+
+    def penalty(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = make_qkv(*SHORT, dtype=dtype, requires_grad=True)
+        grads = torch.autograd.grad(headwise.attention(*leaves, **options).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)  # type: ignore[arg-type]
+
+    options = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
+    for x, exact in zip(penalty(torch.float32), penalty(torch.float64), strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@needs_native
+def test_gradients_reach_masks_sinks_and_gates_in_their_own_dtypes() -> None:
+    learned = {
+        "bias": torch.zeros(6, 1, 7, dtype=torch.bfloat16),
+        "slopes": torch.ones(2, 6, dtype=torch.float64),
+        "sinks": torch.zeros(6, dtype=torch.float16),
+        "gate": torch.ones(2, 6, dtype=torch.float64),
+    }
+    leaves = {name: x.requires_grad_() for name, x in learned.items()}
+    mask = headwise.keep(torch.ones(5, 7, dtype=torch.bool)) & headwise.bias(leaves["bias"])
+    mask = mask & headwise.alibi(leaves["slopes"])
+    out = headwise.attention(*make_qkv(*SHORT), mask=mask, sinks=leaves["sinks"], gate=leaves["gate"])
+    for leaf, grad in zip(leaves.values(), torch.autograd.grad(out.square().sum(), list(leaves.values())), strict=True):
+        assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype) and bool(grad.any())
+
+
+@needs_native
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_dropout_draws_the_same_again(reentrant: bool) -> None:
+    qkv = make_qkv(*SHORT, requires_grad=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headwise.attention(q, k, v, dropout=0.5)
+
+    grads = []
+    for plain in (True, False):
+        torch.manual_seed(3)
+        out = run(*qkv) if plain else torch.utils.checkpoint.checkpoint(run, *qkv, use_reentrant=reentrant)
+        out.square().sum().backward()
+        grads.append([x.grad for x in qkv])
+        for x in qkv:
+            x.grad = None
+    for x, y in zip(*grads, strict=True):
+        assert_same_bits(x, y)
+
+
+@pytest.mark.parametrize("backend", MUST)
+def test_training_under_autocast_leaves_the_backward_alone(backend: str) -> None:
+    """A backward inside of autocast computes in float32 as one outside of it does."""
+    qkv = make_qkv(*SHORT, requires_grad=True)
+    out = headwise.attention(*qkv, softcap=2.0, backend=backend)
+    outside = torch.autograd.grad(out.sum(), qkv, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(out.sum(), qkv)
+    for x, y in zip(inside, outside, strict=True):
+        assert backend != "auto" or torch.equal(x, y)
+        assert x.dtype == torch.float32
+
+
+# -- torch's own checks of operators -------------------------------------------------------------------------------
+
+
+def operator_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
+    n = Sizes(2, 4, 2, 5, 7, 16, 24)
+    qkv, far = make_qkv(*n), native.FAR
+    names = ("causal & lengths", "segments (B,)", "keep BHTS", "alibi (B,)")
+    mask = headwise.Mask(tuple(part for name in names for part in MASKS[name](n).mask.parts))
+    rules, none = native.lowered(mask, n.T, n.S), (-far, far, None, None, None, None)
+    learning = make_qkv(*n, requires_grad=True)
+    bias, slopes, sinks = (torch.rand(shape, requires_grad=True) for shape in ((1, 4, 5, 7), (1, 4), (4,)))
+    learned = (-far, far, None, None, [bias], [slopes, torch.tensor([2])])
+    fixed = (-far, far, None, None, [bias.detach()], [slopes.detach(), torch.tensor([2])])
+    seed, gate = torch.tensor([5]), torch.rand(2, 4, 1, 1).expand(2, 4, 5, 24)
+    halves = tuple(x.bfloat16() for x in qkv)
+    out, lse = torch.ops.headwise.attend_full(*qkv, 0.3, 0.0, None, *none, None, 0.0, None)
+    back = (torch.randn_like(out), None, out, lse), (torch.randn_like(out), torch.randn_like(lse), out, lse)
+    return {
+        "attend": ("attend", (*qkv, 0.3, -far, 3)),
+        "attend bfloat16": ("attend", (*halves, 0.3, -3, far)),
+        "attend_full": ("attend_full", (*qkv, 0.3, 0.0, None, *none, None, 0.0, None)),
+        "attend_full, all": ("attend_full", (*halves, 0.3, 2.0, sinks.detach(), *rules, gate, 0.3, seed)),
+        "attend_train": ("attend_train", (*learning, 0.3, 0.0, None, *none, 0.0, None)),
+        "attend_train, all": ("attend_train", (*learning, 0.3, 2.0, sinks, *learned, 0.3, seed)),
+        "attend_train, rules": ("attend_train", (*learning, 0.3, 0.0, sinks, *rules, 0.0, None)),
+        "attend_backward": ("attend_backward", (*back[0], False, *qkv, 0.3, 0.0, sinks.detach(), *fixed, 0.0, None)),
+        "attend_backward, all": ("attend_backward", (*back[1], True, *qkv, 0.3, 2.0, None, *fixed, 0.3, seed)),
+        "dropout_keep": ("dropout_keep", (seed, 0.2, 2, 4, 1, 3, 7)),
+    }
+
+
+OPERATOR_CALLS = """attend; attend bfloat16; attend_full; attend_full, all; attend_train; attend_train, all;
+attend_train, rules; attend_backward; attend_backward, all; dropout_keep"""
+
+
+@needs_native
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", [name.strip() for name in OPERATOR_CALLS.split(";")])
+def test_opcheck(name: str) -> None:
+    """Schema, aliasing, autograd registration, fake tensors (shapes and strides), and ahead-of-time tracing."""
+    operator, args = operator_calls()[name]
+    result = torch.library.opcheck(getattr(torch.ops.headwise, operator).default, args)
+    assert set(result.values()) == {"SUCCESS"}
