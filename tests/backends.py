@@ -19,16 +19,11 @@ import torch
 from torch import Tensor
 
 import headwise
+from headwise.ops.native_library import isas
 
-try:
-    from headwise.ops.native_library import isas
-
-    ISAS: tuple[str, ...] = isas()
-except ImportError:
-    ISAS = ()
-
+ISAS = isas()  # of this CPU and build; none where the library is not built
 MUST = ("auto", "reference", "blocks")  # these run everything that is valid
-OPTIONAL = ("native", "sdpa", "flex") if ISAS else ("sdpa", "flex")
+OPTIONAL = ("native", "sdpa", "flex")
 BACKENDS = (*MUST, *OPTIONAL)
 NATIVE = [f"native-{isa}" for isa in ISAS]
 BEST = NATIVE[:1]  # where one instruction set is enough
@@ -71,10 +66,18 @@ def attend(backend: str, *qkv: Any, **options: Any) -> Any:
 
 
 def excused(*qkv: Any, **options: Any) -> bool:
-    """What the native kernel may leave to others: float64, nothing to compute, torch.func, other devices."""
+    """What the native kernel may leave to others: float64, nothing to compute, torch.func, other devices.
+
+    And a mask of more tensors than its operator takes.
+    """
     given: list[Tensor] = [*qkv, *(options[name] for name in ("query", "key", "value") if name in options)]
-    return torch._C._are_functorch_transforms_active() or any(
-        x.dtype == torch.float64 or x.numel() == 0 or x.device.type != "cpu" for x in given
+    mask = options.get("mask")
+    kinds = [type(part).__name__ for part in mask.parts] if isinstance(mask, headwise.Mask) else []
+    dense = kinds.count("Keep") + kinds.count("Bias")
+    return (
+        torch._C._are_functorch_transforms_active()
+        or any(x.dtype == torch.float64 or x.numel() == 0 or x.device.type != "cpu" for x in given)
+        or (dense > 8 or kinds.count("Segments") > 4 or kinds.count("Alibi") > 4)
     )
 
 

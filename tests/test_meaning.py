@@ -59,10 +59,12 @@ def check(
     qkv = make_qkv(*n, dtype=dtype, kind=kind)
     made = None if mask is None else MASKS[mask](n).mask
     exact, _, rough = answer(mask, n, extra, dtype, kind)
-    out = attend(backend, *qkv, mask=made, **options_of(extra, n, dtype))
+    options = options_of(extra, n, dtype)
+    out = attend(backend, *qkv, mask=made, **options)
     if out is not None:
         assert out.dtype == dtype
-        assert_close_like_torch(out, exact, rough, values=qkv[2], what=f"{backend}, {mask}")
+        largest = qkv[2] * max(1.0, float(options["gate"].abs().max()) if "gate" in options else 1.0)
+        assert_close_like_torch(out, exact, rough, values=largest, what=f"{backend}, {mask}")
 
 
 # -- every mask, shape, dtype, option ----------------------------------------------------------------------------
