@@ -1,0 +1,149 @@
+"""The operators of the native library, called as they are: what they refuse, and that nothing crashes the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.ops import native_library
+
+FAR = 1 << 40
+
+pytestmark = pytest.mark.skipif(native_library.trouble() is not None, reason=str(native_library.trouble()))
+
+
+def qkv(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = [(2, 4, 5, 16), (2, 2, 7, 16), (2, 2, 7, 8)]
+    q, k, v = (torch.randn(size).to(dtype) for size in sizes)
+    return q, k, v
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.ops.headwise.attend(query, key, value, 0.25, -FAR, FAR)
+
+
+def attend_full(**given: Any) -> tuple[Tensor, Tensor]:
+    query, key, value = qkv()
+    arguments = {
+        "query": query, "key": key, "value": value, "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR,
+        "high": FAR, "bounds": None, "segments": None, "dense": None, "alibi": None, "gate": None, "dropout": 0.0,
+        "seed": None,
+    }  # fmt: skip
+    assert set(given) <= set(arguments)
+    return torch.ops.headwise.attend_full(**arguments | given)
+
+
+def emptied(x: Tensor) -> Tensor:
+    """Its storage freed behind its back, as sharding libraries do."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def off_by_a_byte(x: Tensor) -> Tensor:
+    raw = torch.zeros(x.numel() * 4 + 4, dtype=torch.uint8)
+    return torch.frombuffer(memoryview(raw.numpy())[1:-3], dtype=torch.float32).view(x.shape)
+
+
+QUERIES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "three axes": (lambda q: q[0], r"query must have 4 axes, got \(4, 5, 16\)"),
+    "five axes": (lambda q: q[None], "query: more than 4 axes"),
+    "no axes": (lambda q: q.sum(), r"query must have 4 axes, got \(\)"),
+    "another batch": (lambda q: q[:1], r"do not fit: \(1, 4, 5, 16\), \(2, 2, 7, 16\), \(2, 2, 7, 8\)"),
+    "another head dim": (lambda q: q[..., :9], "do not fit"),
+    "heads that do not group": (lambda q: q[:, :3], "a multiple of key heads"),
+    "empty": (lambda q: q[:, :, :0], "empty"),
+    "another dtype": (lambda q: q.half(), "one dtype"),
+    "no float": (lambda q: q.long(), "one dtype"),
+    "complex": (lambda q: q.cfloat(), "a dtype that headwise does not read"),
+    "sparse": (lambda q: q.to_sparse(), "SparseCPU"),
+    "freed": (emptied, "its storage does not hold its elements"),
+    "odd address": (off_by_a_byte, "multiples of their size"),
+    "endless": (lambda q: q[:, :, :1].expand(2, 4, 1 << 31, 16), r"more queries or keys than 2\*\*30"),
+}
+
+
+@pytest.mark.parametrize("case", QUERIES)
+def test_refused_queries(case: str) -> None:
+    make, why = QUERIES[case]
+    query, key, value = qkv()
+    with pytest.raises((RuntimeError, NotImplementedError), match=why):
+        attend(make(query), key, value)
+
+
+def test_refused_all_alike() -> None:
+    for dtype in (torch.float64, torch.int64, torch.bool):
+        with pytest.raises(RuntimeError, match="must be float32, bfloat16 or float16"):
+            attend(*qkv(dtype))
+    wide = torch.zeros(1, 1, 1, 1).expand(1, 1, 1, 1 << 40)
+    with pytest.raises(RuntimeError, match=r"a head dim above 2\*\*20"):
+        attend(wide, wide, torch.zeros(1, 1, 1, 1))
+
+
+B, H, T, S, V = 2, 4, 5, 7, 8
+IDS = [torch.zeros(T, dtype=torch.int64), torch.zeros(S, dtype=torch.int64)]
+EXTRAS: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap": ({"softcap": -1.0}, "softcap must not be negative"),
+    "softcap NaN": ({"softcap": float("nan")}, "softcap must not be negative"),
+    "sinks": ({"sinks": torch.zeros(H + 1)}, r"sinks must be \(H\), got \(5\)"),
+    "sinks' dtype": ({"sinks": torch.zeros(H).double()}, "sinks: a wrong dtype"),
+    "sinks' steps": ({"sinks": torch.zeros(2 * H)[::2]}, "sinks must be contiguous"),
+    "bounds": ({"bounds": torch.zeros(B, 3, dtype=torch.int64)}, "bounds: expected"),
+    "bounds' dtype": ({"bounds": torch.zeros(B, 4)}, "bounds must be int64"),
+    "segments, odd": ({"segments": IDS[:1]}, "segments must be at most 4 pairs"),
+    "segments, many": ({"segments": IDS * 5}, "segments must be at most 4 pairs"),
+    "segments, sizes": ({"segments": IDS[::-1]}, "segments: expected"),
+    "segments, dtype": ({"segments": [x.int() for x in IDS]}, "a dtype that headwise does not read"),
+    "dense": ({"dense": [torch.zeros(B, H, T, S + 1)]}, "dense does not broadcast"),
+    "dense, axes": ({"dense": [torch.zeros(T, S)]}, "dense must have 4 axes"),
+    "dense, many": ({"dense": [torch.zeros(1, 1, 1, 1)] * 9}, "at most 8 dense masks"),
+    "dense, dtype": ({"dense": [torch.zeros(1, 1, T, S).long()]}, "must be bool or floating point"),
+    "alibi": ({"alibi": [torch.zeros(H)]}, "alibi must be at most 4 pairs"),
+    "alibi offsets": ({"alibi": [torch.zeros(H), torch.zeros(3, dtype=torch.int64)]}, "alibi offsets must be"),
+    "gate": ({"gate": torch.zeros(B, H, T, V + 1)}, "gate does not broadcast"),
+    "gate's dtype": ({"gate": torch.zeros(B, H, T, V, dtype=torch.bool)}, "must be floating point"),
+    "dropout": ({"dropout": 1.5}, "between 0 and 1"),
+    "dropout NaN": ({"dropout": float("nan")}, "between 0 and 1"),
+    "no seed": ({"dropout": 0.5}, "dropout needs a seed"),
+    "two seeds": ({"dropout": 0.5, "seed": torch.zeros(2, dtype=torch.int64)}, "one element"),
+    "freed": ({"dense": [emptied(torch.zeros(B, H, T, S))]}, "its storage does not hold its elements"),
+}
+
+
+@pytest.mark.parametrize("case", EXTRAS)
+def test_refused_extras(case: str) -> None:
+    given, why = EXTRAS[case]
+    with pytest.raises(RuntimeError, match=why):
+        attend_full(**given)
+
+
+def test_dropout_keep_refuses() -> None:
+    keep, seed = torch.ops.headwise.dropout_keep, torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="sizes must lie between"):
+        keep(seed, 0.5, -1, 1, 0, 1, 1)
+    with pytest.raises(RuntimeError, match=r"more elements than 2\*\*63"):
+        keep(seed, 0.5, FAR, FAR, 0, FAR, FAR)
+    assert keep(seed, 0.5, 0, 1, 0, 1, 1).shape == (0, 1, 1, 1)
+
+
+def test_views_with_pending_operations() -> None:
+    """A negated view is no copy: torch resolves it before the operator runs."""
+    query, key, value = qkv()
+    assert torch.equal(attend(torch._neg_view(query), key, value), attend(-query, key, value))
+
+
+def test_layout_of_the_results() -> None:
+    out, lse = attend_full()
+    assert out.shape == (B, H, T, V) and out.transpose(1, 2).is_contiguous()
+    assert lse.shape == (B, H, T) and lse.is_contiguous() and lse.dtype == torch.float32
+
+
+def test_instruction_sets() -> None:
+    ops = torch.ops.headwise
+    names = ops.isas().split(",")
+    assert names[-1] == "baseline" and ops.isa() in names
+    before = ops.isa()
+    assert not ops.use_isa("abacus") and ops.isa() == before
