@@ -212,7 +212,9 @@ std::string check(Case& k) {
 
 // Turns one tensor into something it should not be. Sizes become huge enough to be refused, not to be computed.
 void spoil(Draw& draw, AtenTensorOpaque& t) {
-  const size_t axes = t.sizes.size(), axis = static_cast<size_t>(draw.below(static_cast<int64_t>(axes)));
+  const size_t axes = t.sizes.size();
+  if (axes == 0) return;
+  const auto axis = static_cast<size_t>(draw.below(static_cast<int64_t>(axes)));
   switch (draw.below(12)) {
     case 0: t.sizes[axis] += draw.between(-1, 1); break;
     case 1: t.sizes[axis] = draw.one_of<int64_t>({0, -1, int64_t{1} << 31, int64_t{1} << 62, INT64_MAX}); break;
