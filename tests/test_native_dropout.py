@@ -1,0 +1,176 @@
+"""Dropout in the native kernel: drawn by place from a seed: forward, backward and tests see the same weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from backends import NATIVE, attend, natives, needs_native
+from mask_cases import Sizes
+from native_cases import collected, dtypes
+from test_invariance import threads
+from torch import Tensor
+
+import headwise
+from headwise.testing import assert_same_bits, make_qkv
+
+FORMS = {
+    "decoding": Sizes(3, 4, 2, 1, 300, 8, 300),
+    "decoding, split": Sizes(1, 2, 1, 1, 1100, 8, 1100),
+    "a few rows": Sizes(2, 2, 2, 3, 131, 8, 131),
+    "many rows": Sizes(2, 4, 2, 67, 131, 8, 131),
+}
+forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
+FAR = 1 << 40
+
+
+def weights(
+    backend: str, n: Sizes, p: float, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any
+) -> Tensor:
+    """The weights after dropout, read off an identity as values: V = S."""
+    q, k, _ = make_qkv(*n, dtype=dtype)
+    torch.manual_seed(seed)
+    identity = torch.eye(n.S, dtype=dtype).expand(n.B, n.K, n.S, n.S)
+    out: Tensor = attend(backend, q, k, identity, dropout=p, **options)
+    return out
+
+
+@natives
+@dtypes
+@forms
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
+def test_a_fraction_is_dropped_and_the_rest_scaled(backend: str, dtype: torch.dtype, n: Sizes, p: float) -> None:
+    """After the softmax: what stays is the plain weight over 1 - p, the sum of a row is 1 on average."""
+    ours, plain = weights(backend, n, p, dtype=dtype).double(), weights(backend, n, 0.0, dtype=dtype).double()
+    gone, count = ours == 0, ours.numel()
+    spread = 5 * (p * (1 - p) / count) ** 0.5
+    assert abs(float(gone.double().mean()) - p) < spread
+    eps = torch.finfo(dtype).eps
+    rtol = 3 * eps + torch.finfo(torch.float32).eps / (1 - p)  # 1 - p in float32 rounds p
+    torch.testing.assert_close(ours[~gone], (plain / (1 - p))[~gone], rtol=rtol, atol=torch.finfo(dtype).tiny)
+    total = ours.sum(-1)
+    noise = 5 * (p / (1 - p) * float(plain.square().sum()) / total.numel() ** 2) ** 0.5
+    assert abs(float(total.mean()) - 1) < noise + eps
+
+
+@natives
+@forms
+def test_no_row_head_batch_or_column_is_like_another(backend: str, n: Sizes) -> None:
+    """Each line of places is drawn for itself, about as even as chance has it (chi-squared of bits, 5 sigma)."""
+    gone = (weights(backend, n, 0.5) == 0).flatten(0, 2)
+    assert len({bytes(row.to(torch.uint8).tolist()) for row in gone}) == len(gone)
+    for lines in (gone, gone.mT):
+        if lines.shape[0] > 1 and lines.shape[1] > 1:
+            agree = (lines[1:] == lines[:-1]).double().mean()
+            assert abs(float(agree) - 0.5) < 5 * 0.5 / (lines[1:].numel()) ** 0.5
+    for shift in (1, 2, 3, 4, 8, 16):  # neighbours of a generator's block
+        agree = (gone[:, shift:] == gone[:, :-shift]).double()
+        assert abs(float(agree.mean()) - 0.5) < 5 * 0.5 / agree.numel() ** 0.5
+
+
+@natives
+@dtypes
+@forms
+def test_a_seed_decides(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    """Again and on any threads the same bits; with another seed others; without dropout no seed is drawn."""
+    first = weights(backend, n, 0.3, seed=5, dtype=dtype)
+    for count in (1, 2, 3):
+        with threads(count):
+            assert_same_bits(weights(backend, n, 0.3, seed=5, dtype=dtype), first)
+    assert not torch.equal(weights(backend, n, 0.3, seed=6, dtype=dtype), first)
+    torch.manual_seed(9)
+    state = torch.get_rng_state()
+    attend(backend, *make_qkv(*n, dtype=dtype))
+    assert torch.equal(torch.get_rng_state(), state)
+    q, k, v = make_qkv(*n, dtype=dtype)
+    calls = [attend(backend, q, k, v, dropout=0.3) for _ in range(2)]
+    assert not torch.equal(*calls), "two calls in a row drop alike"
+
+
+@needs_native
+@forms
+def test_every_instruction_set_drops_the_same(n: Sizes) -> None:
+    places = [weights(backend, n, 0.4, mask=headwise.window(60, 60)) == 0 for backend in NATIVE]
+    for other in places[1:]:
+        assert torch.equal(other, places[0])
+
+
+@natives
+@dtypes
+@forms
+def test_the_operator_that_tells_what_is_kept(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    """`dropout_keep`, all rows or some, is what `attend_full` drops for that seed; whatever the mask skips."""
+    q, k, _ = make_qkv(*n, dtype=dtype)
+    identity = torch.eye(n.S, dtype=dtype).expand(n.B, n.K, n.S, n.S)
+    ops = torch.ops.headwise
+    with collected() as attempt:
+        for seed in (0, 1, 1 << 40, (1 << 62) - 1):
+            number = torch.tensor([seed])
+            for low, high in ((-FAR, FAR), (-FAR, n.S - n.T + 1), (n.S // 2, n.S // 2 + 40)):
+                full = attend_full(backend, q, k, identity, low, high, 0.4, number)
+                keep = ops.dropout_keep(number, 0.4, n.B, n.H, 0, n.T, n.S)
+                assert keep.dtype == torch.bool and keep.shape == (n.B, n.H, n.T, n.S)
+                i, j = torch.arange(n.T)[:, None], torch.arange(n.S)
+                seen = (j >= i + low) & (j < i + high)
+                attempt(f"{seed} {low} {high}", assert_same_bits, (full != 0) & seen, keep & seen)
+                attempt(f"{seed} {low} {high}", assert_same_bits, full.masked_fill(seen, 0), torch.zeros_like(full))
+            for first, rows in ((0, 1), (n.T // 2, n.T - n.T // 2), (n.T - 1, 1)):
+                part = ops.dropout_keep(number, 0.4, n.B, n.H, first, rows, n.S)
+                attempt(f"rows {first}", assert_same_bits, part, keep[:, :, first : first + rows])
+
+
+def attend_full(backend: str, q: Tensor, k: Tensor, v: Tensor, low: int, high: int, p: float, seed: Tensor) -> Tensor:
+    ops = torch.ops.headwise
+    before = ops.isa()
+    ops.use_isa(backend.removeprefix("native-"))
+    try:
+        masks: tuple[Any, ...] = (low, high, None, None, None, None)
+        out: Tensor = ops.attend_full(q, k, v, 0.5, 0.0, None, *masks, None, p, seed)[0]
+        return out
+    finally:
+        ops.use_isa(before)
+
+
+@natives
+@forms
+def test_the_mean_over_many_seeds_is_no_dropout(backend: str, n: Sizes) -> None:
+    q, k, v = make_qkv(n.B, n.H, n.K, n.T, n.S, 8, 4)
+    plain = attend(backend, q, k, v, mask=headwise.causal())
+    draws = []
+    for seed in range(300):
+        torch.manual_seed(seed)
+        draws.append(attend(backend, q, k, v, mask=headwise.causal(), dropout=0.2))
+    many = torch.stack(draws)
+    error = (many.mean(0) - plain) / (many.std(0) / math.sqrt(len(draws)))
+    assert float(error.abs().max()) < 6 and float(error.square().mean()) < 4
+
+
+@natives
+@forms
+def test_lse_sinks_and_gate_are_not_dropped(backend: str, n: Sizes) -> None:
+    q, k, v = make_qkv(*n)
+    options: dict[str, Any] = {"sinks": torch.linspace(-1, 1, n.H), "gate": torch.zeros(n.H), "return_lse": True}
+    _, plain = attend(backend, q, k, v, **options)
+    out, lse = attend(backend, q, k, v, dropout=0.9, **options)
+    assert_same_bits(lse, plain)
+    assert bool((out == 0).all())
+    # a row that may attend nothing, and a poisoned key where nothing may look
+    out, lse = attend(backend, q, k, v, mask=headwise.lengths(torch.tensor([0])), dropout=0.5, return_lse=True)
+    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+
+
+@natives
+@dtypes
+@forms
+def test_the_backward_drops_what_the_forward_dropped(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    """With an identity as values, out is the dropped weights P, and the gradient of the values is P^T dO."""
+    q, k, _ = make_qkv(*n, dtype=dtype)
+    v = torch.eye(n.S, dtype=dtype).expand(n.B, n.K, n.S, n.S).contiguous().requires_grad_()
+    out = attend(backend, q.requires_grad_(), k, v, mask=headwise.causal(), dropout=0.4)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (grad,) = torch.autograd.grad(out, v, grad_out)
+    expected = (out.detach().double().mT @ grad_out.double()).unflatten(1, (n.K, -1)).sum(2)
+    budget = 8 * torch.finfo(dtype).eps * float(expected.abs().max())
+    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=budget)
