@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -160,6 +160,60 @@ def trace(
         print(json.dumps(found.to_dict(), allow_nan=False))
     else:
         _console().print(found)
+
+
+@app.command(
+    "plan", epilog="Example: headwise plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"
+)
+def _plan(  # private, for a command has as many options as its users need, and no one calls it from Python
+    configs: Annotated[
+        list[str] | None,
+        typer.Argument(help="A config.json, a checkpoint folder, a card, or a hub name in the local cache."),
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens of a text; several, with commas.")] = "8192,131072",
+    batch: Annotated[int, typer.Option(help="Texts at once.")] = 1,
+    kv_dtype: Annotated[str, typer.Option(help="Numbers in the cache: bf16, fp16, fp32, fp8, int8.")] = "bf16",
+    heads_plan: Annotated[str | None, typer.Option(help="A JSON file: which heads are kept, or merged.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Memory speed, such as 3.35TB/s.")] = None,
+    flops: Annotated[str | None, typer.Option(help="FLOPs a second, such as 990TF.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Several configs side by side.")] = False,
+    list_cards: Annotated[bool, typer.Option("--list", help="Show the built-in cards and leave.")] = False,
+    svg: Annotated[str | None, typer.Option(help="Write the chart of cache against context here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
+) -> None:
+    """See what the attention of a model costs, from its config alone: parameters, cache, operations, time."""
+    from headwise import plan
+
+    if list_cards:
+        if configs or compare:
+            raise typer.BadParameter("--list shows the cards; leave out the configs")
+        _show(plan.cards(), plan.card_list, as_json)
+        return
+    if not configs:
+        raise typer.BadParameter("give a config, or --list to see the cards")
+    if len(configs) > 1 and not compare:
+        raise typer.BadParameter("several configs: add --compare to see them side by side")
+    speeds = {"bandwidth": bandwidth, "flops": flops}
+    lengths = plan.contexts(context)
+    plans = [
+        plan.of(config, context=lengths, batch=batch, kv_dtype=kv_dtype, heads_plan=heads_plan, **speeds)
+        for config in configs
+    ]
+    if svg is not None:
+        with open(svg, "w", encoding="utf-8") as file:
+            file.write(plan.svg(plans))
+    if compare:
+        _show([one.to_dict() for one in plans], lambda _: plan.side_by_side(plans), as_json)
+    else:
+        _show(plans[0].to_dict(), lambda _: plans[0], as_json)
+
+
+def _show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:
+    """The JSON of a result, or its table."""
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+    else:
+        _console().print(table(result))
 
 
 def _read_text(text: str | None, file: str | None) -> str:

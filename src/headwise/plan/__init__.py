@@ -1,15 +1,28 @@
-"""What attention costs, as arithmetic on its shape. This room imports no torch."""
+"""What attention costs, as arithmetic on its shape and on a model's config. This room imports no torch."""
 
+from .chart import svg
 from .config import read_config
 from .count import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
+from .record import AttentionPlan, ContextCost, of
 from .shape import AttentionShape
+from .sources import cards
+from .text import card_list, side_by_side
+from .units import contexts
 
 __all__ = [
+    "AttentionPlan",
     "AttentionShape",
+    "ContextCost",
     "attention_flops",
+    "card_list",
+    "cards",
+    "contexts",
     "kv_bytes_per_token",
+    "of",
     "parameter_count",
     "parameter_counts",
     "projection_flops",
     "read_config",
+    "side_by_side",
+    "svg",
 ]

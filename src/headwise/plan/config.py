@@ -99,9 +99,9 @@ def _size(config: dict[str, Any], name: str) -> int | None:
     found = {alias: config[alias] for alias in ALIASES[name] if config.get(alias) is not None}
     for alias, value in found.items():
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{alias} is a whole number; got {_short(value)}")
+            raise ValueError(f"{alias} is a whole number; got {short(value)}")
         if not 1 <= value <= LARGEST[name]:
-            raise ValueError(f"{alias} is between 1 and {LARGEST[name]}; got {_short(value)}")
+            raise ValueError(f"{alias} is between 1 and {LARGEST[name]}; got {short(value)}")
     if len(set(found.values())) > 1:
         raise ValueError(f"contradicts itself: {', '.join(f'{a} = {v}' for a, v in found.items())}")
     return next(iter(found.values()), None)
@@ -110,14 +110,24 @@ def _size(config: dict[str, Any], name: str) -> int | None:
 def _flag(config: dict[str, Any], name: str) -> bool:
     value = config.get(name)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} is true or false; got {_short(value)}")
+        raise ValueError(f"{name} is true or false; got {short(value)}")
     return bool(value)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """A value as it may be shown: on one line, not long."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of more than 20 digits"
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def printable(text: str) -> str:
+    r"""The text with nothing in it that steers a terminal, and not long.
+
+    >>> print(printable("\x1b[2Jmodel"))
+    \x1b[2Jmodel
+    """
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+    return shown if len(shown) <= 100 else shown[:97] + "..."
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -128,6 +138,6 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"has {_short(name)} twice in one object")
+            raise ValueError(f"has {short(name)} twice in one object")
         found[name] = value
     return found

@@ -1,0 +1,222 @@
+"""From a config's fields to the parts of a model with one stack: decoders and encoders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+from .fields import Fields, heads_of
+from .layer import AttentionLayer, Biases, Latent, QkNorm, Role
+from .parts import Part, linear, repeated, table, vector
+from .windows import windows_of
+
+
+def attention_layers(fields: Fields) -> list[AttentionLayer]:
+    """The attention layers of a model with one stack.
+
+    Raises:
+        ValueError: a field that is wrong, or asks for what is not modelled.
+    """
+    about = fields.architecture
+    layers = fields.size("num_hidden_layers")
+    role: Role = "encoder" if about.get("stack") == "encoder" else "self"
+    if "causal_unless" in about and fields.flag(about["causal_unless"]):
+        raise ValueError(f"{about['causal_unless']} is on, and attention both ways is not modelled for it")
+    windows = windows_of(fields, layers)
+    one = _latent_layer(fields) if about.get("latent") else _plain_layer(fields, role)
+    shared = about.get("one_layer_shared", False)
+    return [replace(one, index=i, window=windows[i], shared=shared and i > 0) for i in range(layers)]
+
+
+def _plain_layer(fields: Fields, role: Role) -> AttentionLayer:
+    heads, kv_heads, dim = heads_of(fields)
+    width = fields.size("hidden_size")
+    norm: dict[str, Any] = fields.architecture.get("qk_norm", {})
+    over: QkNorm = norm.get("over", "") if fields.flag(norm.get("when", True)) else ""
+    assert over in get_args(QkNorm)
+    return AttentionLayer(
+        role,
+        0,
+        width,
+        heads,
+        kv_heads,
+        dim,
+        dim,
+        bias=biases(fields),
+        qk_norm=over,
+        qk_norm_bias=norm.get("bias", False),
+        sinks=fields.choice("sinks"),
+        out_width=width if fields.choice("square_o") else None,
+        sub_norm=width if fields.choice("sub_norms") else 0,
+    )
+
+
+def biases(fields: Fields) -> Biases:
+    """Which projections have biases: ``qkv_bias``, ``k_bias`` (else as qkv), ``o_bias`` of the architecture."""
+    qkv = fields.choice("qkv_bias")
+    key = fields.choice("k_bias") if "k_bias" in fields.architecture else qkv
+    return Biases(qkv, key, qkv, fields.choice("o_bias"))
+
+
+def _latent_layer(fields: Fields) -> AttentionLayer:
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.optional("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        raise ValueError(
+            f"num_key_value_heads = {kv_heads} beside latent attention of {heads} heads; every head has its own"
+        )
+    rope, value = fields.size("qk_rope_head_dim"), fields.size("v_head_dim")
+    bias = fields.flag("attention_bias")
+    latent = Latent(fields.size("kv_lora_rank"), rope, fields.optional("q_lora_rank"), bias)
+    dim = fields.size("qk_nope_head_dim") + rope
+    return AttentionLayer(
+        "self", 0, fields.size("hidden_size"), heads, heads, dim, value, bias=Biases(o=bias), latent=latent
+    )
+
+
+# --- beside attention -------------------------------------------------------------------------------------------------
+
+
+def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
+    """Everything that is not attention: embeddings, norms, feed-forward layers, the head.
+
+    `with_head` is False for the bare model, as its class without a language-modelling head has it.
+    """
+    about, width = fields.architecture, fields.size("hidden_size")
+    yield from _embeddings(fields, width)
+    layers = fields.size("num_hidden_layers")
+    stream = "encoder" if about.get("stack") == "encoder" else "decoder"
+    norms = 1 if fields.choice("one_norm") else about.get("layer_norms", 2)
+    for i in range(layers):
+        shared = about.get("one_layer_shared") and i > 0
+        skipped = about.get("first_norm") is False and i == 0
+        made = [*_feed_forward(fields, i, stream)]
+        norm = norm_size(fields, width) * (norms - skipped)
+        made += [vector("norms", "norm", norm, stream=stream)] if norm else []
+        yield from (_weightless(part) for part in made) if shared else made
+    if fields.flag(about.get("final_norm", True)):
+        yield vector("final_norm", "norm", norm_size(fields, width), stream=stream)
+    if with_head:
+        yield from _head(fields, width, stream)
+    elif about.get("pooler"):
+        yield linear("pooler", "head", width, width, bias=True, stream=stream)
+
+
+def norm_size(fields: Fields, width: int) -> int:
+    """Numbers of one norm: its weights, and its biases where it is a LayerNorm that has them."""
+    kind = fields.architecture.get("norm", "rms")
+    biased = kind == "layer" and fields.flag(fields.architecture.get("norm_bias", True))
+    return 0 if kind == "none" else width * (2 if biased else 1)
+
+
+def _weightless(part: Part) -> Part:
+    return Part(part.name, part.room, 0, part.macs, part.active, part.stream)
+
+
+def _embeddings(fields: Fields, width: int) -> Iterator[Part]:
+    about = fields.architecture
+    stream = "encoder" if about.get("stack") == "encoder" else "decoder"
+    how = about.get("embed_project")
+    inner = fields.size("embedding_size") if how else width
+    table_width = width if how == "both" else inner  # positions and types are as wide as what they are added to
+    yield table("embeddings", fields.size("vocab_size"), inner, stream=stream)
+    if about.get("positions"):
+        rows = fields.size(about["positions"]) + about.get("position_extra", 0)
+        yield table("positions", rows, table_width, stream=stream)
+    if about.get("token_types"):
+        yield table("token_types", fields.size(about["token_types"]), table_width, stream=stream)
+    if about.get("embed_norm"):
+        yield vector("embedding_norm", "norm", norm_size(fields, inner), stream=stream)
+    if how == "both" and inner != width:
+        yield linear("project_in", "embedding", inner, width, stream=stream)
+        yield linear("project_out", "embedding", width, inner, stream=stream)
+    elif how == "always" or (how == "in" and inner != width):
+        yield linear("project_in", "embedding", inner, width, bias=True, stream=stream)
+    if about.get("relative_buckets"):
+        heads = fields.size("num_attention_heads")
+        yield table("relative_positions", fields.size(about["relative_buckets"]), heads, stream=stream)
+
+
+def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
+    """The language-modelling head; its matrix is the embedding's where they are tied, and then weighs nothing."""
+    about = fields.architecture
+    inner = fields.size("embedding_size") if about.get("embed_project") else width
+    vocab, tied = fields.size("vocab_size"), fields.flag("tie_word_embeddings")
+    if about.get("head_transform"):
+        bias = fields.flag(about.get("head_transform_bias", True))
+        yield linear("head_transform", "head", width, inner, bias=bias, stream=stream)
+        yield vector("head_norm", "head", norm_size(fields, inner), stream=stream)
+    added = vocab if fields.choice("head_bias") else 0
+    own = added if tied else added * about.get("untied_biases", 1) + vocab * inner
+    yield Part("lm_head", "head", own, vocab * inner, vocab * inner + added, stream)
+
+
+# --- feed-forward -----------------------------------------------------------------------------------------------------
+
+
+def feed_forward(name: str, width: int, inner: int, *, gated: bool, bias: bool, stream: str) -> Part:
+    """Two matrices, or three where one gates another.
+
+    Example:
+        >>> feed_forward("mlp", 4096, 11008, gated=True, bias=False, stream="decoder").parameters == 3 * 4096 * 11008
+        True
+    """
+    ups = 2 if gated else 1
+    matrices = (ups + 1) * width * inner
+    size = matrices + (ups * inner + width if bias else 0)
+    return Part(name, "mlp", size, matrices, size, stream)
+
+
+def _feed_forward(fields: Fields, index: int, stream: str) -> Iterator[Part]:
+    about, width = fields.architecture, fields.size("hidden_size")
+    gated = about.get("mlp", "gated") == "gated"
+    moe: dict[str, Any] | None = about.get("moe")
+    if moe and not _dense(fields, moe.get("dense"), index):
+        yield from _experts(fields, moe, gated, stream)
+        return
+    inner = (
+        fields.optional("intermediate_size")
+        if fields.own.get("intermediate_size", "intermediate_size") in (fields.defaults)
+        else None
+    )
+    if inner is None:
+        if "wide" not in about:
+            raise ValueError("intermediate_size is null, and a whole number is needed")
+        inner = about["wide"] * width
+    yield feed_forward("mlp", width, inner, gated=gated, bias=fields.choice("mlp_bias"), stream=stream)
+    if about.get("activation_numbers"):
+        yield vector("activation", "mlp", about["activation_numbers"], stream=stream)
+    if fields.choice("sub_norms"):
+        yield vector("sub_norm", "norm", inner, stream=stream)
+
+
+def _dense(fields: Fields, rule: dict[str, Any] | None, index: int) -> bool:
+    """Whether a layer of a mixture model is an ordinary one all the same."""
+    if rule is None:
+        return False
+    if rule["rule"] == "first":
+        return index < fields.size(rule["first"], least=0)
+    only = fields.numbers(rule["only"]) or []
+    return index in only or fields.size("num_experts", least=0) == 0 or (index + 1) % fields.size(rule["step"]) != 0
+
+
+def _experts(fields: Fields, moe: dict[str, Any], gated: bool, stream: str) -> Iterator[Part]:
+    width, inner = fields.size("hidden_size"), fields.size(moe["width"])
+    experts, used = fields.size(moe["experts"]), fields.size(moe["per_token"])
+    if used > experts:
+        raise ValueError(f"{moe['per_token']} = {used} is more than there are experts, {experts}")
+    yield linear("router", "mlp", width, experts, bias=moe.get("router_bias", False), stream=stream)
+    bias = moe.get("expert_bias", False)
+    one = feed_forward("experts", width, inner, gated=gated, bias=bias, stream=stream)
+    yield repeated(one, experts, used)
+    shared = None
+    if "shared" in moe:
+        shared = fields.size(moe["shared"], least=0)
+    elif "shared_times" in moe:
+        shared = inner * (fields.optional(moe["shared_times"], least=0) or 0)
+    if shared:
+        biased = fields.choice("mlp_bias")
+        yield feed_forward("shared_experts", width, shared, gated=gated, bias=biased, stream=stream)
+    if moe.get("shared_gate"):
+        yield linear("shared_gate", "mlp", width, 1, stream=stream)

@@ -1,0 +1,182 @@
+"""A config's fields, strictly read: every size in its range, every flag a bool, and nothing passed over in silence."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import short
+
+LARGEST = 10_000_000
+LARGEST_OF = {"num_hidden_layers": 10_000, "encoder_layers": 10_000, "decoder_layers": 10_000, "hidden_size": 1_000_000}
+HEADS_AT_MOST = 10_000
+
+
+@functools.cache
+def architectures() -> dict[str, dict[str, Any]]:
+    """What `architectures.json` says of each ``model_type``."""
+    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_bytes())
+    return found
+
+
+@functools.cache
+def everywhere() -> dict[str, Any]:
+    """What `neutral.json` says of all architectures: fields that change no count, fields that must be off, marks."""
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "neutral.json").read_bytes())
+    return {**found, "fields": frozenset(found["fields"])}
+
+
+class Fields:
+    """The fields of one config, as its architecture understands them.
+
+    A size is asked for by its standard name; `names` of the architecture says what its configs call it. Both spellings
+    are read, and two that contradict one another are refused. Absent fields get the architecture's default.
+
+    Raises:
+        ValueError: with one line, from every method, for a field that is not what it must be.
+    """
+
+    def __init__(self, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> None:
+        self.config = config
+        self.architecture = architecture
+        self.own: dict[str, str] = architecture.get("names", {})
+        self.defaults: dict[str, Any] = architecture["defaults"]
+        self._refuse_what_is_not_modelled()
+
+    def _refuse_what_is_not_modelled(self) -> None:
+        must: dict[str, Any] = {name: [value] for name, value in self.architecture.get("must", {}).items()}
+        for name, allowed in {**everywhere()["must"], **must}.items():
+            given = self.config.get(name)
+            if given is not None and not any(type(given) is type(value) and given == value for value in allowed):
+                raise ValueError(f"{name} = {short(given)} changes the model in a way that is not modelled")
+        for name, other in self.architecture.get("must_equal", {}).items():
+            given = self.config.get(name)
+            if given is not None and given != self.raw(other)[1]:
+                raise ValueError(f"{name} = {short(given)} is not {other}, and that is not modelled")
+        for name in everywhere()["activation_fields"]:
+            given = self.config.get(name)
+            if isinstance(given, str) and given in everywhere()["refused_activations"] and name not in must:
+                raise ValueError(f"{name} = {given!r} has learned numbers of its own, and that is not modelled")
+
+    def raw(self, name: str) -> tuple[str, Any]:
+        """The name the config uses and the value, unchecked; the default where the field is absent."""
+        names = dict.fromkeys((self.own.get(name, name), name))
+        given = {n: self.config[n] for n in names if n in self.config}
+        if len({json.dumps(value) for value in given.values()}) > 1:
+            raise ValueError(f"contradicts itself: {', '.join(f'{n} = {short(v)}' for n, v in given.items())}")
+        own = self.own.get(name, name)
+        called, value = next(iter(given.items()), (own, self.defaults.get(own)))
+        instead = self.architecture.get("null_means", {})
+        return self.raw(instead[own]) if value is None and own in instead else (called, value)
+
+    def optional(self, name: str, *, least: int = 1) -> int | None:
+        """A whole number of at least `least`, or None."""
+        called, value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{called} is a whole number; got {short(value)}")
+        most = HEADS_AT_MOST if "heads" in name else LARGEST_OF.get(name, LARGEST)
+        if not least <= value <= most:
+            raise ValueError(f"{called} is between {least} and {most}; got {short(value)}")
+        return value
+
+    def size(self, name: str, *, least: int = 1) -> int:
+        """A whole number that must be there."""
+        value = self.optional(name, least=least)
+        if value is None:
+            raise ValueError(f"{self.own.get(name, name)} is null, and a whole number is needed")
+        return value
+
+    def flag(self, choice: str | bool | None) -> bool:
+        """A choice of the architecture: fixed, or the name of the bool field that decides it."""
+        if not isinstance(choice, str):
+            return bool(choice)
+        called, value = self.raw(choice)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{called} is true or false; got {short(value)}")
+        return bool(value)
+
+    def choice(self, name: str) -> bool:
+        """`flag` of what the architecture says under that name."""
+        return self.flag(self.architecture.get(name))
+
+    def text(self, name: str) -> str:
+        """A field that holds a word."""
+        called, value = self.raw(name)
+        if not isinstance(value, str):
+            raise ValueError(f"{called} is a text; got {short(value)}")
+        return value
+
+    def numbers(self, name: str, *, length: int | None = None) -> list[int] | None:
+        """A list of whole numbers of at least 0, of the length if one is given; None where the field is null."""
+        called, value = self.raw(name)
+        if value is None:
+            return None
+        whole = isinstance(value, list) and all(
+            isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+        )
+        if not whole or (length is not None and len(value) != length):
+            count = "" if length is None else f"{length} "
+            raise ValueError(f"{called} is a list of {count}whole numbers; got {short(value)}")
+        return list(value)
+
+    def unknown(self) -> list[str]:
+        """Names in the config that nothing here knows: they are told, for one of them might matter to other code."""
+        about, general = self.architecture, everywhere()
+        known = {
+            *self.defaults,
+            *self.own,
+            *about.get("must", {}),
+            *about.get("must_equal", {}),
+            *about.get("neutral", ()),
+        }
+        known |= {
+            *about.get("marks", {}),
+            *general["marks"],
+            *general["must"],
+            "head_dim",
+            "layer_types",
+            "sliding_window",
+        }
+        return [name for name in self.config if name not in known and name not in general["fields"]]
+
+    def marks(self) -> list[str]:
+        """What this config has and the counts leave out, in words."""
+        on = {**everywhere()["marks"], **self.architecture.get("marks", {})}
+        return [told for name, told in on.items() if self._is_on(name)]
+
+    def _is_on(self, name: str) -> bool:
+        value = self.config.get(name)
+        return value is False if name == "tie_word_embeddings" else bool(value)
+
+
+def heads_of(fields: Fields) -> tuple[int, int, int]:
+    """(H, K, D): query heads, key-value heads, head dim; K = H and D = d_model / H where the config has none.
+
+    Raises:
+        ValueError: sizes that do not divide.
+    """
+    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv_heads = fields.optional("num_key_value_heads") if "num_key_value_heads" in fields.defaults else None
+    kv_heads = heads if kv_heads is None else kv_heads
+    if "one_kv_head" in fields.architecture:
+        kv_heads = 1 if fields.choice("one_kv_head") else heads
+    dim = fields.optional("head_dim")
+    check_heads(width, heads, kv_heads, dim)
+    if "head_dim" not in fields.defaults and dim not in (None, width // heads):
+        raise ValueError(f"head_dim = {dim} is not modelled for this architecture; only d_model / num_heads is")
+    return heads, kv_heads, width // heads if dim is None else dim
+
+
+def check_heads(width: int, heads: int, kv_heads: int, dim: int | None) -> None:
+    """Raises ValueError where groups are uneven, or where d_model does not split and no head dim is given."""
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads: H = {heads}, K = {kv_heads} leave {heads % kv_heads} over"
+        )
+    if dim is None and width % heads:
+        raise ValueError(f"d_model must be a multiple of num_heads: {width} / {heads} leaves {width % heads} over")

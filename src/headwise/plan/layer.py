@@ -1,0 +1,239 @@
+"""One attention layer: its sizes, what its projections weigh, what it caches, which keys its queries see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .parts import Part, linear, macs, parameters, vector
+
+Role = Literal["self", "cross", "encoder"]
+QkNorm = Literal["", "head", "each", "all"]
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: queries and keys and values come out of small shared vectors.
+
+    Attributes:
+        kv_rank: Width of the vector that keys and values are made of; it is cached, with the rotary part.
+        rope_dim: Width of the rotary part of a key, shared by all heads.
+        q_rank: Width of the vector that queries are made of; None where they come straight from the input.
+        bias: Whether the two matrices that lead down have biases.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    q_rank: int | None = None
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Which projections add a bias."""
+
+    q: bool = False
+    k: bool = False
+    v: bool = False
+    o: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The sizes of one attention layer; all its costs are functions of them.
+
+    Attributes:
+        role: ``self`` (causal, cached), ``cross`` (to an encoder's output, cached), ``encoder`` (both ways, no cache).
+        index: Which layer of its stack.
+        d_model: Width of the stream.
+        num_heads: Query heads H.
+        num_kv_heads: Key-value heads K.
+        head_dim: D, of queries and keys.
+        value_dim: V.
+        window: Keys that a query sees, itself included; None where it sees all that the role allows.
+        bias: Which projections add one.
+        qk_norm: Norms of queries and keys: one of D numbers for all heads (``head``), D for each head (``each``), one
+            over all heads together (``all``).
+        qk_norm_bias: Whether those norms have biases.
+        sinks: Whether each head has learned a sink.
+        out_width: Width of what o_proj reads where that is not H * V.
+        sub_norm: Numbers of a norm in front of o_proj.
+        latent: The ranks of latent attention; None for the plain kind.
+        shared: Whether the weights are those of another layer, so they weigh nothing here.
+    """
+
+    role: Role
+    index: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None
+    bias: Biases = Biases()
+    qk_norm: QkNorm = ""
+    qk_norm_bias: bool = False
+    sinks: bool = False
+    out_width: int | None = None
+    sub_norm: int = 0
+    latent: Latent | None = None
+    shared: bool = False
+
+    @property
+    def kind(self) -> str:
+        """MHA, GQA, MQA or MLA.
+
+        Example:
+            >>> AttentionLayer("self", 0, 4096, 32, 8, 128, 128).kind
+            'GQA'
+        """
+        if self.latent is not None:
+            return "MLA"
+        if self.num_kv_heads == self.num_heads:
+            return "MHA"
+        return "MQA" if self.num_kv_heads == 1 else "GQA"
+
+    def parts(self) -> tuple[Part, ...]:
+        """Every matrix and vector: ``q_proj k_proj v_proj o_proj``, for latent attention ``kv_down`` too, and norms."""
+        made = self._latent_parts(self.latent) if self.latent is not None else self._plain_parts()
+        if not self.shared:
+            return tuple(made)
+        return tuple(replace(part, parameters=0) for part in made)
+
+    def _streams(self) -> tuple[str, str]:
+        """Whose tokens pass q_proj and o_proj, and whose pass k_proj and v_proj."""
+        return {"self": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "memory")}[
+            self.role
+        ]
+
+    def _plain_parts(self) -> Iterator[Part]:
+        (H, K, D, V), (query, key) = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim), self._streams()
+        width = self.d_model
+        yield linear("q_proj", "attention", width, H * D, bias=self.bias.q, stream=query)
+        yield linear("k_proj", "attention", width, K * D, bias=self.bias.k, stream=key)
+        yield linear("v_proj", "attention", width, K * V, bias=self.bias.v, stream=key)
+        out = H * V if self.out_width is None else self.out_width
+        yield linear("o_proj", "attention", out, width, bias=self.bias.o, stream=query)
+        numbers = {"": 0, "head": 2 * D, "each": (H + K) * D, "all": (H + K) * D}[self.qk_norm]
+        if numbers:
+            yield vector("qk_norm", "attention", numbers * (2 if self.qk_norm_bias else 1), stream=query)
+        if self.sinks:
+            yield vector("sinks", "attention", H, stream=query)
+        if self.sub_norm:
+            yield vector("sub_norm", "attention", self.sub_norm, stream=query)
+
+    def _latent_parts(self, latent: Latent) -> Iterator[Part]:
+        H, D, V, width = self.num_heads, self.head_dim, self.value_dim, self.d_model
+        if latent.q_rank is None:
+            yield linear("q_proj", "attention", width, H * D)
+        else:
+            yield linear("q_down", "attention", width, latent.q_rank, bias=latent.bias)
+            yield vector("q_norm", "attention", latent.q_rank)
+            yield linear("q_proj", "attention", latent.q_rank, H * D)
+        yield linear("kv_down", "attention", width, latent.kv_rank + latent.rope_dim, bias=latent.bias)
+        yield vector("kv_norm", "attention", latent.kv_rank)
+        yield linear("k_proj", "attention", latent.kv_rank, H * (D - latent.rope_dim))
+        yield linear("v_proj", "attention", latent.kv_rank, H * V)
+        yield linear("o_proj", "attention", H * V, width, bias=self.bias.o)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters by part, biases with their matrix.
+
+        Example:
+            >>> AttentionLayer("self", 0, 4096, 32, 8, 128, 128).parameter_counts()
+            {'q_proj': 16777216, 'k_proj': 4194304, 'v_proj': 4194304, 'o_proj': 16777216}
+        """
+        return {part.name: part.parameters for part in self.parts()}
+
+    def parameter_count(self) -> int:
+        """Parameters of all parts."""
+        return parameters(self.parts())
+
+    # --- cache ------------------------------------------------------------------------------------------------------
+
+    def cached_numbers(self) -> int:
+        """Numbers that one token leaves in the cache: K (D + V); for latent attention its rank and the rotary part.
+
+        Example:
+            >>> AttentionLayer("self", 0, 7168, 128, 128, 192, 128, latent=Latent(512, 64)).cached_numbers()
+            576
+        """
+        if self.role == "encoder":
+            return 0
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope_dim
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    def cached_tokens(self, context: int, source: int, *, windowed: bool = True) -> int:
+        """Tokens in the cache: the encoder's for cross-attention, else the context, cut to the window if asked."""
+        tokens = source if self.role == "cross" else context
+        return tokens if self.window is None or not windowed else min(tokens, self.window)
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def pairs(self, queries: int, keys: int) -> int:
+        """(query, key) pairs that the mask allows; the last query is aligned with the last key.
+
+        Example:
+            >>> layer = AttentionLayer("self", 0, 8, 2, 2, 4, 4, window=3)
+            >>> layer.pairs(5, 5), layer.pairs(1, 5)      # 1 + 2 + 3 + 3 + 3
+            (12, 3)
+        """
+        if self.role == "cross":
+            return queries * keys
+        if self.role == "encoder":
+            return queries * keys if self.window is None else _near(queries, self.window)
+        return _causal(keys, self.window) - _causal(keys - queries, self.window)
+
+    def score_macs(self) -> int:
+        """Multiply-adds of one (query, key) pair in all heads: ``H (D + V)``."""
+        return self.num_heads * (self.head_dim + self.value_dim)
+
+    def absorbed_macs(self) -> tuple[int, int]:
+        """(each token, each pair) of latent attention computed in the latent space, as engines decode.
+
+        k_proj is moved onto the query and v_proj behind the weighted sum, so neither runs over the cache again: a token
+        pays ``H (rank (D - rope) + rank V)`` once, a pair ``H ((rank + rope) + rank)``.
+        """
+        assert self.latent is not None
+        rank, rope = self.latent.kv_rank, self.latent.rope_dim
+        per_token = self.num_heads * rank * (self.head_dim - rope + self.value_dim)
+        return per_token, self.num_heads * (2 * rank + rope)
+
+    def expansion_macs(self) -> int:
+        """Multiply-adds that make keys and values out of one cached latent vector."""
+        return sum(part.macs for part in self.parts() if part.name in ("k_proj", "v_proj"))
+
+    def projection_macs(self, stream: str) -> int:
+        """Multiply-adds of the projections for one token of the stream."""
+        return macs(self.parts(), stream)
+
+
+def _causal(tokens: int, window: int | None) -> int:
+    """Pairs of a causal mask over the first `tokens`: 1 + 2 + ... up to the window."""
+    if tokens <= 0:
+        return 0
+    reach = tokens if window is None else min(tokens, window)
+    return reach * (reach + 1) // 2 + (tokens - reach) * reach
+
+
+def _near(tokens: int, window: int) -> int:
+    """Pairs at most (window - 1) / 2 apart, both ways."""
+    reach = min((window - 1) // 2, tokens - 1)
+    return tokens + 2 * sum_of_gaps(tokens, reach)
+
+
+def sum_of_gaps(tokens: int, reach: int) -> int:
+    """Pairs (i, j) with ``1 <= i - j <= reach`` among `tokens`.
+
+    Example:
+        >>> sum_of_gaps(4, 2)       # 3 neighbours and 2 at distance two
+        5
+    """
+    return reach * tokens - reach * (reach + 1) // 2
+
+
+def with_kv_heads(layer: AttentionLayer, kv_heads: int) -> AttentionLayer:
+    """The layer with another number of key-value heads (regrouped), everything else as it is; latent becomes plain."""
+    return replace(layer, num_kv_heads=kv_heads, latent=None)

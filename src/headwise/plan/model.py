@@ -1,0 +1,148 @@
+"""A model as its parts: read from a config, and priced by the other files of this room."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import build, pair
+from .config import short
+from .fields import Fields, architectures
+from .layer import AttentionLayer
+from .parts import Part, parameters
+
+WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Model:
+    """All attention layers and all other parts of a model.
+
+    Attributes:
+        name: What to call it.
+        model_type: Its architecture, as configs name it.
+        layers: Attention layers; with two stacks, the encoder's, then the decoder's self and cross by turns.
+        others: Embeddings, norms, feed-forward layers and the head.
+        weight_bytes: Bytes a weight has in the checkpoint, as the config's dtype says; 2 where it says nothing.
+        source: Tokens of the encoder where the config fixes them (audio); else None.
+        positions: Tokens it has learned positions for; None where positions are computed.
+        notes: What the counts leave out, or what the config says and nothing here knows. Empty: every count is exact.
+    """
+
+    name: str
+    model_type: str
+    layers: tuple[AttentionLayer, ...]
+    others: tuple[Part, ...]
+    weight_bytes: int = 2
+    source: int | None = None
+    positions: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def d_model(self) -> int:
+        """Width of the stream."""
+        return self.layers[0].d_model
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it reads a whole text at once, and so keeps no cache."""
+        return all(layer.role == "encoder" for layer in self.layers)
+
+    def parts(self) -> list[Part]:
+        """Every part, attention's first."""
+        return [part for layer in self.layers for part in layer.parts()] + list(self.others)
+
+    def attention_parameters(self) -> int:
+        """Parameters of all attention layers."""
+        return sum(layer.parameter_count() for layer in self.layers)
+
+    def total_parameters(self) -> int:
+        """Parameters of the model."""
+        return self.attention_parameters() + parameters(self.others)
+
+    def active_parameters(self) -> int:
+        """Parameters that one token of the decoder passes through: without look-up tables and unused experts."""
+        stream = "encoder" if self.is_encoder else "decoder"
+        return sum(part.active for part in self.parts() if part.stream == stream)
+
+    def source_tokens(self, context: int) -> int:
+        """Tokens that the encoder reads: fixed for audio, else as many as the context; 0 where there is no encoder."""
+        if not any(layer.role == "cross" for layer in self.layers):
+            return 0
+        return context if self.source is None else self.source
+
+    def with_layers(self, layers: tuple[AttentionLayer, ...]) -> Model:
+        """The same model with other attention layers."""
+        return replace(self, layers=layers)
+
+
+def model_of(config: Mapping[str, Any], name: str | None = None) -> Model:
+    """The model that a parsed config describes.
+
+    Raises:
+        ValueError: in one line: an architecture that is not known, a field that is wrong, or one that changes
+            the counts and is not modelled.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError("has no model_type, so its architecture is not known")
+    about = architectures().get(model_type)
+    if about is None:
+        near = difflib.get_close_matches(model_type[:60], architectures(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; {len(architectures())} are: headwise plan --list"
+        raise ValueError(f"architecture {short(model_type)} is not known{hint}")
+    if "text" in about:
+        return _inner(config, about, name or model_type)
+    fields = Fields(config, about)
+    room = pair if about.get("stack") == "pair" else build
+    with_head, head_note = _head(config, about)
+    layers = tuple(room.attention_layers(fields))
+    others = tuple(room.other_parts(fields, with_head=with_head))
+    notes = [*fields.marks(), *([head_note] if head_note else [])]
+    unknown = fields.unknown()
+    if unknown:
+        shown = ", ".join(short(field) for field in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        notes.append(f"fields that are not known, taken to change no count: {shown}")
+    return Model(
+        name or model_type,
+        model_type,
+        layers,
+        others,
+        _weight_bytes(config),
+        fields.size(about["audio"]["positions"]) if "audio" in about else None,
+        fields.size(about["positions"]) if about.get("positions") else None,
+        tuple(notes),
+    )
+
+
+def _inner(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -> Model:
+    """The text model inside of a model of several kinds of input."""
+    key, text_type = about["text"]
+    text = config.get(key)
+    if not isinstance(text, Mapping):
+        raise ValueError(f"has no {key}, where the text model's sizes are")
+    if text.get("model_type", text_type) != text_type:
+        raise ValueError(f"{key} has the architecture {short(text['model_type'])}; {text_type} is modelled")
+    outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
+    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    inner = {**outer, **text, **tied, "model_type": text_type, "architectures": None}
+    found = model_of(inner, name)
+    return replace(found, notes=(*about["marks"].values(), *found.notes))
+
+
+def _head(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[bool, str | None]:
+    """Whether the language-modelling head counts, and what to say of any other head."""
+    given = config.get("architectures")
+    named = given[0] if isinstance(given, list) and given and isinstance(given[0], str) else None
+    if named in (None, about["classes"]["lm"]):
+        return True, None
+    if named == about["classes"]["base"]:
+        return False, None
+    return False, f"the head of {short(named)} is not counted; the model below it is"
+
+
+def _weight_bytes(config: Mapping[str, Any]) -> int:
+    given = config.get("dtype", config.get("torch_dtype"))
+    return WEIGHT_BYTES.get(given, 2) if isinstance(given, str) else 2

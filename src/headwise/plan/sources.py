@@ -1,0 +1,82 @@
+"""From what a user names (a file, a folder, a card, a hub name in the local cache) to a parsed config."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import parse, printable, short
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@functools.cache
+def cards() -> dict[str, dict[str, Any]]:
+    """The built-in cards by name: title, config, note."""
+    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cards.json").read_bytes())
+    return found
+
+
+def find_config(what: Any) -> tuple[str, dict[str, Any], str]:
+    """(name, config, what the card says): of a file, a folder, a card, a name in the hub's cache, or a config itself.
+
+    What is on the disk comes before a card, and a card before the cache; nothing is fetched.
+
+    Raises:
+        ValueError: in one line: nothing of that name, or a file that is no config.
+        TypeError: something that is neither a name nor a config.
+    """
+    if isinstance(what, Mapping):
+        return printable(str(what.get("model_type", "config"))), dict(what), ""
+    if not isinstance(what, str | Path):
+        if not hasattr(what, "to_dict"):
+            raise TypeError(
+                f"a config is a path, a name, a dict or an object with to_dict(); got {type(what).__name__}"
+            )
+        config = what.to_dict()
+        return printable(str(config.get("model_type", "config"))), config, ""
+    path = Path(what)
+    if "\0" not in str(what) and os.path.lexists(path):
+        path = path / "config.json" if path.is_dir() else path
+        own = (path.parent.name or str(what)) if path.name == "config.json" else path.stem
+        return printable(own), _read(path), ""
+    name = str(what)
+    card = cards().get(name.lower())
+    if card is not None:
+        return name.lower(), card["config"], card.get("note", "")
+    cached = _cached(name)
+    if cached is not None:
+        return name, _read(cached), ""
+    near = difflib.get_close_matches(name.lower()[:80], cards(), n=3, cutoff=0.5)
+    hint = f"cards like it: {', '.join(near)}" if near else "headwise plan --list shows the cards"
+    raise ValueError(f"{short(name)}: no such file or folder, no card and no model in the hub's local cache; {hint}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return parse(path)
+    except ValueError as wrong:
+        raise ValueError(f"{str(path)!r}: {wrong}") from None
+
+
+def _cached(name: str) -> Path | None:
+    """The config of a model in the hub's local cache, the snapshot that ``main`` points to; None without one."""
+    if not HUB_NAME.fullmatch(name) or ".." in name:
+        return None
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    folder = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"), "models--" + name.replace("/", "--"))
+    try:
+        commit = (folder / "refs" / "main").read_text("ascii")[:41].strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    config = folder / "snapshots" / commit / "config.json"
+    return config if COMMIT.fullmatch(commit) and config.is_file() else None

@@ -1,0 +1,79 @@
+"""Numbers as people write and read them: 3.35TB/s, 990TF, 10.4 GiB."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SCALE = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)\s*([KMGTPE]?)(i?)\s*(.*?)\s*", re.IGNORECASE)
+_UNITS = {"bandwidth": ("", "b/s"), "flops": ("", "f", "flop", "flops", "flop/s", "f/s")}
+
+
+def rate(text: str | float, what: str) -> float:
+    """A speed in bytes or FLOPs a second; `what` is ``bandwidth`` or ``flops``, and the option's name in the error.
+
+    Example:
+        >>> rate("3.35TB/s", "bandwidth"), rate("990TF", "flops"), rate("2GiB/s", "bandwidth")
+        (3350000000000.0, 990000000000000.0, 2147483648.0)
+
+    Raises:
+        ValueError: no number above 0, or another unit.
+    """
+    example = {"bandwidth": "3.35TB/s", "flops": "990TF"}[what]
+    wrong = ValueError(f"{what} is a number above 0 such as {example}; got {str(text)[:40]!r}")
+    found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
+    if found is not None and found[4].lower() in _UNITS[what]:
+        power = "KMGTPE".find(found[2].upper()) + 1 if found[2] else 0
+        value = float(found[1]) * (1024**power if found[3] else 1000**power)
+    elif isinstance(text, int | float) and not isinstance(text, bool):
+        value = float(text)
+    else:
+        raise wrong
+    if not (value > 0 and math.isfinite(value)):
+        raise wrong
+    return value
+
+
+def show_bytes(count: float) -> str:
+    """Bytes in the largest binary unit that leaves a number of at least 1.
+
+    Example:
+        >>> show_bytes(70272), show_bytes(512), show_bytes(10.41 * 2**30)
+        ('68.6 KiB', '512 B', '10.4 GiB')
+    """
+    power = 0 if count < 1024 else min(6, int(math.log(count, 1024)))
+    scaled = count / 1024**power
+    digits = f"{scaled:,.0f}" if scaled >= 100 or power == 0 else f"{scaled:.3g}"
+    return f"{digits} {'KMGTPE'[power - 1]}iB" if power else f"{digits} B"
+
+
+def show(count: float, unit: str = "") -> str:
+    """A number with the field's decimal prefix.
+
+    Example:
+        >>> show(8030261248), show(1.5e15, "FLOP"), show(12)
+        ('8.03 G', '1.5 PFLOP', '12')
+    """
+    power = 0 if abs(count) < 1000 else min(6, int(math.log10(abs(count)) / 3 + 1e-9))
+    scaled = f"{count / 1000**power:.3g}"
+    return f"{scaled} {' KMGTPE'[power].strip()}{unit}".rstrip()
+
+
+def contexts(text: str) -> tuple[int, ...]:
+    """Lengths in tokens, separated by commas; ``K`` is 1024.
+
+    Example:
+        >>> contexts("8192,128K")
+        (8192, 131072)
+
+    Raises:
+        ValueError: something that is no whole number.
+    """
+    found = []
+    for word in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,15})\s*([kK]?)\s*", word)
+        if match is None:
+            raise ValueError(f"context is whole numbers separated by commas, such as 8192,131072; got {text[:60]!r}")
+        found.append(int(match[1]) * (1024 if match[2] else 1))
+    return tuple(found)

@@ -1,0 +1,120 @@
+"""Which layers look through a window: the rules by which configs say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .config import short
+from .fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def windows_of(fields: Fields, layers: int) -> list[int | None]:
+    """The window of each layer, in keys with the query itself; None where a layer sees everything.
+
+    ``layer_types`` decides where the config has it; otherwise the rule that the architecture names does.
+
+    Raises:
+        ValueError: a layer of a type that is not modelled, or a sliding layer without a window.
+    """
+    rule: dict[str, Any] = fields.architecture.get("windows", {})
+    if not rule:
+        for name in ("layer_types", "sliding_window"):
+            if fields.config.get(name) not in (None, [FULL] * layers):
+                raise ValueError(f"{name} = {short(fields.config[name])} is not modelled for this architecture")
+        return [None] * layers
+    sliding = _listed(fields, layers) if "layer_types" in fields.defaults else None
+    if sliding is None:
+        sliding = _RULES[rule["rule"]](fields, rule, layers)
+    window = _window(fields, rule) if any(sliding) else None
+    return [window if slides else None for slides in sliding]
+
+
+def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
+    """The window in keys; an encoder's counts both sides, `local_attention // 2` each."""
+    if "when" in rule and not fields.flag(rule["when"]):
+        raise ValueError(f"layer_types has {SLIDING} and {rule['when']} is off: which window is meant?")
+    called = rule.get("window", "sliding_window")
+    window = fields.optional(called)
+    if window is None:
+        raise ValueError(f"{called} is null, and some layers are {SLIDING}")
+    return 2 * (window // 2) + 1 if fields.architecture.get("stack") == "encoder" else window
+
+
+def _listed(fields: Fields, layers: int) -> list[bool] | None:
+    """What ``layer_types`` says; None where the config does not have it."""
+    _, types = fields.raw("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"layer_types is a list of {layers} words; got {short(types)}")
+    for kind in types:
+        if kind not in (FULL, SLIDING):
+            raise ValueError(f"layer_types has {short(kind)}; only {FULL} and {SLIDING} are modelled")
+    return [kind == SLIDING for kind in types]
+
+
+def _all(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Every layer, where a window is set (and switched on)."""
+    on = fields.flag(rule["when"]) if "when" in rule else True
+    return [on and fields.optional("sliding_window") is not None] * layers
+
+
+def _every(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """All but every n-th layer; counted from the first where the first is full."""
+    field = rule.get("every_field")
+    every = fields.size(field) if field else rule["every"]
+    if "window" not in rule and fields.optional("sliding_window") is None:
+        return [False] * layers
+    first = 0 if rule.get("full_first") else 1
+    return [(i + first) % every != 0 for i in range(layers)]
+
+
+def _after(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """The layers from a number on."""
+    on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
+    start = fields.size(rule["after"], least=0)
+    return [on and i >= start for i in range(layers)]
+
+
+def _odd_before(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Every other layer, the first among them, below a number."""
+    on, stop = fields.flag(rule["when"]), fields.size(rule["before"], least=0)
+    return [on and (i + 1) % 2 != 0 and i < stop for i in range(layers)]
+
+
+def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """The layers without rotary positions, listed or every n-th."""
+    on = fields.flag(rule["when"]) and fields.optional("sliding_window") is not None
+    listed = fields.numbers(rule["layers"], length=layers)
+    every = fields.size(rule["every_field"])
+    rope = listed if listed is not None else [int((i + 1) % every != 0) for i in range(layers)]
+    return [on and not has for has in rope]
+
+
+def _types(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """Lists of ``global`` and ``local``, each with how often it is repeated: ``[[["global", "local"], 12]]``."""
+    called, given = fields.raw(rule["types"])
+    found: list[str] = []
+    wrong = ValueError(f"{called} names global or local for each of {layers} layers; got {short(given)}")
+    if not isinstance(given, list):
+        raise wrong
+    for entry in given:
+        kinds, times = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if not isinstance(kinds, list) or type(times) is not int or not 0 <= times * len(kinds) <= layers:
+            raise wrong
+        found += kinds * times
+    if len(found) != layers or any(kind not in ("global", "local") for kind in found):
+        raise wrong
+    return [kind == "local" for kind in found]
+
+
+_RULES = {
+    "all": _all,
+    "every": _every,
+    "after": _after,
+    "odd_before": _odd_before,
+    "no_rope": _no_rope,
+    "types": _types,
+}
