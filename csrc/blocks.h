@@ -66,6 +66,15 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
   }
 }
 
+// Asks for some rows of the next tile, j0 <= j < j1, while this one is worked on.
+static inline void prefetch_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int64_t j1, int64_t width) {
+  const int64_t bytes = x.stride[3] == 1 ? width * size_of(x.dtype) : 0;
+  for (int64_t j = j0; j < j1; ++j) {
+    const char* row = at(x, b, kv_head, j);
+    for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_NEAR(row + line);
+  }
+}
+
 // One block of rows against one tile.
 template <class N, int NV>
 static inline void block_tile(const Problem& p, int64_t b, const TileOfKeys& tile, bool general, int block,
@@ -166,7 +175,13 @@ static void run_blocks(const Problem& p, const Plan& plan, int64_t group, int64_
   for (int64_t j = from / kTile * kTile; j < to; j += kTile) {
     const int64_t j0 = most(j, from / 2 * 2), j1 = least(j + kTile, to);
     load_tile<N>(p, b, kv_head, j0, static_cast<int>(j1 - j0), s, tile);
-    for (int i = 0; i < blocks; ++i) HW_BY_VECTORS(s.rows[i].n, block_tile, p, b, tile, general, i, s);
+    for (int i = 0; i < blocks; ++i) {
+      const int64_t next = least(j + kTile + i * kTile / blocks, to);
+      const int64_t end = least(j + kTile + (i + 1) * kTile / blocks, to);
+      prefetch_rows(p.key, b, kv_head, next, end, p.D);
+      prefetch_rows(p.value, b, kv_head, next, end, p.V);
+      HW_BY_VECTORS(s.rows[i].n, block_tile, p, b, tile, general, i, s);
+    }
   }
   for (int i = 0; i < blocks; ++i) {
     HW_BY_VECTORS(s.rows[i].n, finish_block, p, plan, b, kv_head, first + i * kRows, split, i, s);

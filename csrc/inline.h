@@ -3,15 +3,18 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define HW_INLINE static inline __attribute__((always_inline))
-#define HW_PREFETCH(p) __builtin_prefetch(p)
+#define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, 0)  // read once, soon: past the second cache
+#define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the second cache
 #define HW_RESTRICT __restrict__
 #elif defined(_MSC_VER)
 #define HW_INLINE static __forceinline
-#define HW_PREFETCH(p) ((void)(p))
+#define HW_PREFETCH_ONCE(p) ((void)(p))
+#define HW_PREFETCH_NEAR(p) ((void)(p))
 #define HW_RESTRICT __restrict
 #else
 #define HW_INLINE static inline
-#define HW_PREFETCH(p) ((void)(p))
+#define HW_PREFETCH_ONCE(p) ((void)(p))
+#define HW_PREFETCH_NEAR(p) ((void)(p))
 #define HW_RESTRICT
 #endif
 

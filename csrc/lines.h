@@ -10,7 +10,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kLineTile = 64;  // keys of a tile
+constexpr int kLineTile = 32;  // keys of a tile: it and the next one fit the first cache
 constexpr int kLineRows = W < 16 ? 4 : 8;  // the most rows this kernel takes: W sums in registers, and what they need
 
 // Elements of a row as two vectors of floats, from 2 W elements; and where element i of these goes.
@@ -58,7 +58,7 @@ struct LineScratch {
   char *key_copy, *value_copy;
   float* line;
   Rows* rows;
-  float top[kLineRows], total[kLineRows], alpha[kLineRows];
+  float top[kLineRows], total[kLineRows], alpha[W] = {0};
 
   LineScratch(Arena& arena, const Problem& p) {
     const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
@@ -75,7 +75,7 @@ struct LineScratch {
 template <class T>
 HW_INLINE void prefetch(const T* p, int64_t ahead) {
   const char* next = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
-  for (size_t line = 0; line < 2 * W * sizeof(T); line += 64) HW_PREFETCH(next + line);
+  for (size_t line = 0; line < 2 * W * sizeof(T); line += 64) HW_PREFETCH_ONCE(next + line);
 }
 
 // Scores of U keys times R rows, U R = W sums: side by side in `out`, row by row.
@@ -142,24 +142,39 @@ static inline void mix(const float* HW_RESTRICT weights, int n, const typename R
   }
 }
 
-// The online softmax along the keys of one row.
-static inline void softmax_line(float* x, int n, float c, float* top, float* total, float* alpha) {
+// The online softmax along the keys of R rows, side by side so that one waits while another is computed.
+template <int R>
+static inline void softmax_lines(float* HW_RESTRICT x, int n, float c, float* HW_RESTRICT top,
+                                 float* HW_RESTRICT total, float* HW_RESTRICT alpha) {
   const int padded = static_cast<int>(round_up(n, W));
-  for (int j = n; j < padded; ++j) x[j] = -kInf;
-  F peak = load(x);
-  for (int j = W; j < padded; j += W) peak = max(peak, load(x + j));
-  const float before = *top, here = reduce_max(peak), now = here > before ? here : before;
-  const F scale = set1(c), shift = set1(now == -kInf ? 0.0f : now);
-  F sum = zero();
-  for (int j = 0; j < padded; j += W) {
-    const F w = exp2<6>(mul(sub(load(x + j), shift), scale));
-    sum = add(sum, w);
-    store(x + j, w);
+  F peak[R], sum[R];
+  for (int r = 0; r < R; ++r) {
+    for (int j = n; j < padded; ++j) x[r * kLineTile + j] = -kInf;
+    peak[r] = load(x + r * kLineTile), sum[r] = zero();
   }
-  float lanes[W];
-  store(lanes, exp2<6>(mul(sub(set1(before), shift), scale)));
-  *alpha = lanes[0], *top = now;
-  *total = *total * lanes[0] + reduce_add(sum);
+  for (int j = W; j < padded; j += W) {
+    HW_UNROLL
+    for (int r = 0; r < R; ++r) peak[r] = max(peak[r], load(x + r * kLineTile + j));
+  }
+  const F scale = set1(c);
+  float shift[W] = {0};  // a vector with a lane for each row
+  HW_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const float here = reduce_max(peak[r]), now = here > top[r] ? here : top[r];
+    shift[r] = now == -kInf ? 0.0f : now;  // nothing seen yet: x is -inf, its weight 0
+    alpha[r] = top[r], top[r] = now;
+  }
+  store(alpha, exp2<6>(mul(sub(load(alpha), load(shift)), scale)));
+  for (int j = 0; j < padded; j += W) {
+    HW_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F w = exp2<6>(mul(sub(load(x + r * kLineTile + j), set1(shift[r])), scale));
+      sum[r] = add(sum[r], w);
+      store(x + r * kLineTile + j, w);
+    }
+  }
+  HW_UNROLL
+  for (int r = 0; r < R; ++r) total[r] = total[r] * alpha[r] + reduce_add(sum[r]);
 }
 
 // Rows of keys or values that can be read 2 W elements at a time to the end of `width`: in place or a copy.
@@ -200,13 +215,16 @@ static inline void scores_of_lines(const LineScratch& s, int64_t deep, const Row
   }
 }
 
-// Whether the products of R rows with n keys are numbers: what is none, times 0, is NaN.
+// Whether the products of R rows with n keys are numbers.
 HW_INLINE bool lines_are_finite(const float* x, int R, int n) {
-  float check = 0.0f;
+  bool good = true;
   for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < n; ++i) check += x[r * kLineTile + i] * 0.0f;
+    const float* row = x + r * kLineTile;
+    int i = 0;
+    for (; i + W <= n; i += W) good &= is_finite(row + i);
+    for (; i < n; ++i) good &= row[i] - row[i] == 0.0f;
   }
-  return check == check;
+  return good;
 }
 
 // One pass over the keys of an item; false where a NaN or Inf has shown and `careful` was not set.
@@ -234,9 +252,7 @@ static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int6
     if (general || kind == Tile::mixed || bad.any) {
       mask_tile<Layout<kLineTile, 1>>(p, b, rows, j0, n, s.scores, kind, bad.any ? bad.is : nullptr);
     }
-    for (int r = 0; r < R; ++r) {
-      softmax_line(s.scores + r * kLineTile, n, c, &s.top[r], &s.total[r], &s.alpha[r]);
-    }
+    softmax_lines<R>(s.scores, n, c, s.top, s.total, s.alpha);
     if (p.dropout > 0.0f) drop_tile<kLineTile, 1>(p, b, rows, j0, n, s.scores);
     const RowsOf value = line_rows(p.value, b, kv_head, j0, n, p.V, &bad, s.value_copy);
     const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
