@@ -112,19 +112,20 @@ static inline void block_tile(const Problem& p, int64_t b, const TileOfKeys& til
 // O^T turned back, W rows at a time.
 template <class N, int NV>
 static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
-                                int64_t split, int block, BlockScratch<N>& s) {
+                                int64_t split, int block, int64_t from, int64_t to, BlockScratch<N>& s) {
   constexpr int R = NV * W;
   const Rows& rows = s.rows[block];
   const int64_t wide = round_up(p.V, W);
+  const float unit = unit_of(p);
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
     for (int64_t d = 0; d < p.V; d += W) {
       F x[W];
-      const float* from = s.sums[block] + d * R + v * W;
+      const float* sums = s.sums[block] + d * R + v * W;
       if (p.V - d >= W) {
         HW_UNROLL
-        for (int i = 0; i < W; ++i) x[i] = load(from + i * R);
+        for (int i = 0; i < W; ++i) x[i] = load(sums + i * R);
       } else {
-        for (int i = 0; i < W; ++i) x[i] = d + i < p.V ? load(from + i * R) : zero();
+        for (int i = 0; i < W; ++i) x[i] = d + i < p.V ? load(sums + i * R) : zero();
       }
       transpose(x);
       HW_UNROLL
@@ -132,9 +133,9 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
     }
     for (int i = 0; i < W && v * W + i < rows.n; ++i) {
       const int r = v * W + i;
-      const float top = s.top[block * kRows + r] * unit_of(p);
-      const bool bad = rows.seen[r] || (rows.bad[r] && top != -kInf);
-      finish_row(p, plan, b, kv_head, first + r, split, top, s.total[block * kRows + r], bad, s.line + i * wide);
+      const float top = s.top[block * kRows + r] * unit, total = s.total[block * kRows + r];
+      const RowState state = state_of(p, b, rows, r, top, total, from, to);
+      finish_row(p, plan, b, kv_head, first + r, split, state, s.line + i * wide);
     }
   }
 }
@@ -184,7 +185,7 @@ static void run_blocks(const Problem& p, const Plan& plan, int64_t group, int64_
     }
   }
   for (int i = 0; i < blocks; ++i) {
-    HW_BY_VECTORS(s.rows[i].n, finish_block, p, plan, b, kv_head, first + i * kRows, split, i, s);
+    HW_BY_VECTORS(s.rows[i].n, finish_block, p, plan, b, kv_head, first + i * kRows, split, i, from, to, s);
   }
 }
 

@@ -9,24 +9,39 @@
 namespace headwise {
 namespace HW_ISA {
 
-// What a row's sums are multiplied with, and its lse. `top` is the greatest score; an empty row (-inf) gives 0 and -inf.
+// Where a row stands after its keys: the greatest score, the sum of the weights, and whether a NaN or Inf was met or
+// all scores that it may attend overflowed to -inf.
+struct RowState {
+  float top;
+  float total;
+  bool bad;
+  bool lost;
+};
+
+static inline RowState state_of(const Problem& p, int64_t b, const Rows& rows, int r, float top, float total,
+                                int64_t from, int64_t to) {
+  const bool lost = top == -kInf && attends_any(p, b, rows, r, from, to);
+  return {top, total, rows.seen[r] || (rows.bad[r] && (lost || top != -kInf)), lost};
+}
+
+// What a row's sums are multiplied with, and its lse. An empty row (greatest score -inf) gives 0 and -inf.
 struct RowEnd {
   float factor;
   float lse;
 };
 
-static inline RowEnd end_row(const Problem& p, int64_t h, float top, float total, bool bad) {
-  if (bad) return {NAN, NAN};
-  if (top == -kInf) return {0.0f, -kInf};
+static inline RowEnd end_row(const Problem& p, int64_t h, RowState row) {
+  if (row.bad || row.lost || row.total != row.total) return {NAN, NAN};
+  if (row.top == -kInf) return {0.0f, -kInf};
   float worth = 1.0f;
   if (p.sinks != nullptr) {  // one more key, without a value
-    const float sink = p.sinks[h], peak = sink > top ? sink : top;
-    worth = expf(top - peak);
-    total = total * worth + expf(sink - peak);
-    top = peak;
+    const float sink = p.sinks[h], peak = sink > row.top ? sink : row.top;
+    worth = expf(row.top - peak);
+    row.total = row.total * worth + expf(sink - peak);
+    row.top = peak;
   }
-  const float lse = p.lse != nullptr ? top + logf(total) : 0.0f;
-  return {worth / total, lse};
+  const float lse = p.lse != nullptr ? row.top + logf(row.total) : 0.0f;
+  return {worth / row.total, lse};
 }
 
 // Writes one finished row of V floats, gated.
@@ -48,43 +63,46 @@ HW_INLINE float* partial_of(const Problem& p, const Plan& plan, int64_t b, int64
   return plan.partial + (((b * p.K + kv_head) * plan.rows + row) * plan.splits + split) * (p.V + 2);
 }
 
-// A row's sums, or its share of them where the keys are split. `x` holds V floats (and room up to W more).
-static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
-                              int64_t split, float top, float total, bool bad, float* x) {
-  if (plan.splits > 1) {
-    float* to = partial_of(p, plan, b, kv_head, row, split);
-    to[0] = bad ? 0.0f : top, to[1] = bad ? NAN : total;
-    memcpy(to + 2, x, static_cast<size_t>(p.V) * sizeof(float));
-    return;
-  }
+// Divides, gates, rounds and writes a row; `x` holds its V sums.
+static inline void write_end(const Problem& p, int64_t b, int64_t kv_head, int64_t row, RowState state, float* x) {
   const int64_t G = p.H / p.K, t = row / G, h = kv_head * G + row % G;
-  const RowEnd end = end_row(p, h, top, total, bad);
+  const RowEnd end = end_row(p, h, state);
   for (int64_t d = 0; d < p.V; ++d) x[d] = end.factor == 0.0f ? 0.0f : x[d] * end.factor;
   if (p.lse != nullptr) p.lse[(b * p.H + h) * p.T + t] = end.lse;
   write_row(p, b, h, t, x);
 }
 
+// A row's sums, or its share of them where the keys are split. A share whose scores were all lost has the total 1.
+static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
+                              int64_t split, RowState state, float* x) {
+  if (plan.splits == 1) {
+    write_end(p, b, kv_head, row, state, x);
+    return;
+  }
+  float* to = partial_of(p, plan, b, kv_head, row, split);
+  to[0] = state.bad ? 0.0f : state.top;
+  to[1] = state.bad ? NAN : state.lost ? 1.0f : state.total;
+  memcpy(to + 2, x, static_cast<size_t>(p.V) * sizeof(float));
+}
+
 static void merge_rows(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, int64_t last) {
-  const int64_t G = p.H / p.K;
   for (int64_t row = first; row < last; ++row) {
-    float top = -kInf, total = 0.0f;
+    RowState state = {-kInf, 0.0f, false, false};
+    bool lost = false;
     for (int64_t s = 0; s < plan.splits; ++s) {
-      const float other = partial_of(p, plan, b, kv_head, row, s)[0];
-      top = other > top ? other : top;
+      const float* share = partial_of(p, plan, b, kv_head, row, s);
+      state.top = share[0] > state.top ? share[0] : state.top;
+      lost |= share[0] == -kInf && share[1] > 0.0f;
     }
+    state.lost = lost && state.top == -kInf;
     float* sums = partial_of(p, plan, b, kv_head, row, 0);  // the first split's place takes the sum
     for (int64_t s = 0; s < plan.splits; ++s) {
       const float* from = partial_of(p, plan, b, kv_head, row, s);
-      const float worth = from[0] == -kInf ? 0.0f : expf(from[0] - top), share = from[1] * worth;
-      total = s == 0 ? share : total + share;
+      const float worth = from[0] == -kInf ? 0.0f : expf(from[0] - state.top), share = from[1] * worth;
+      state.total = s == 0 ? share : state.total + share;
       for (int64_t d = 0; d < p.V; ++d) sums[2 + d] = s == 0 ? from[2 + d] * worth : sums[2 + d] + from[2 + d] * worth;
     }
-    const bool bad = total != total;
-    const int64_t t = row / G, h = kv_head * G + row % G;
-    const RowEnd end = end_row(p, h, top, total, bad);
-    for (int64_t d = 0; d < p.V; ++d) sums[2 + d] = end.factor == 0.0f ? 0.0f : sums[2 + d] * end.factor;
-    if (p.lse != nullptr) p.lse[(b * p.H + h) * p.T + t] = end.lse;
-    write_row(p, b, h, t, sums + 2);
+    write_end(p, b, kv_head, row, state, sums + 2);
   }
 }
 

@@ -296,8 +296,8 @@ static void run_lines(const Problem& p, const Plan& plan, int64_t group, int64_t
   const float unit = unit_of(p);
   for (int r = 0; r < n; ++r) {
     for (int64_t d = 0; d < p.V; ++d) s.line[d] = s.sums[r * wide + Read::place(d)];
-    const bool is_bad = rows.seen[r] || (rows.bad[r] && s.top[r] != -kInf);
-    finish_row(p, plan, b, kv_head, r, split, s.top[r] * unit, s.total[r], is_bad, s.line);
+    const RowState state = state_of(p, b, rows, r, s.top[r] * unit, s.total[r], from, to);
+    finish_row(p, plan, b, kv_head, r, split, state, s.line);
   }
 }
 

@@ -210,11 +210,30 @@ static inline void mask_tile(const Problem& p, int64_t b, Rows& rows, int64_t j0
   });
 }
 
+// Whether row r may attend any of the keys from <= j < to. Read only for rows whose greatest score is -inf: they are
+// empty, or their scores overflowed.
+static inline bool attends_any(const Problem& p, int64_t b, const Rows& rows, int r, int64_t from, int64_t to) {
+  for (int64_t j = most(from, rows.lo[r]); j < least(to, rows.hi[r]); ++j) {
+    bool allowed = true;
+    for (int i = 0; i < p.n_segments; ++i) {
+      const SegmentRule& rule = p.segments[i];
+      allowed &= rule.key_ids[b * rule.key_stride[0] + j * rule.key_stride[1]] == rows.ids[i][r];
+    }
+    for (int i = 0; i < p.n_dense && allowed; ++i) {
+      const Tensor4& dense = p.dense[i];
+      const float x = element(at(dense, b, rows.h[r], rows.t[r]), dense.dtype, j * dense.stride[3]);
+      allowed = dense.dtype == Dtype::boolean ? x != 0.0f : x != -kInf;
+    }
+    if (allowed) return true;
+  }
+  return false;
+}
+
 // Whether scores are brought to natural units before the softmax, as whatever comes between scale and mask wants it.
 HW_INLINE bool is_general(const Problem& p) {
   bool biased = p.n_alibi > 0;
   for (int i = 0; i < p.n_dense; ++i) biased |= p.dense[i].dtype != Dtype::boolean;
-  return biased || p.softcap > 0.0f || !(p.scale > 0.0f);
+  return biased || p.softcap > 0.0f || !(p.scale > 1e-30f);  // a smaller one would vanish when it is multiplied on
 }
 
 // What a score in the softmax is still to be multiplied with.
