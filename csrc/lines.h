@@ -220,9 +220,8 @@ HW_INLINE bool lines_are_finite(const float* x, int R, int n) {
   bool good = true;
   for (int r = 0; r < R; ++r) {
     const float* row = x + r * kLineTile;
-    int i = 0;
-    for (; i + W <= n; i += W) good &= is_finite(row + i);
-    for (; i < n; ++i) good &= row[i] - row[i] == 0.0f;
+    good &= floats_are_finite(row, n / W * W);
+    for (int i = n / W * W; i < n; ++i) good &= row[i] - row[i] == 0.0f;
   }
   return good;
 }
@@ -267,9 +266,7 @@ static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int6
     for (; d < wide; d += 2 * W) mix<Read, R, 1>(s.scores, n, v + d, value.stride, ahead, s.alpha, s.sums + d, wide);
   }
   if (careful) return true;
-  bool good = true;
-  for (int64_t d = 0; d < R * wide; d += W) good &= is_finite(s.sums + d);
-  return good;
+  return floats_are_finite(s.sums, R * wide);
 }
 
 template <class Read, int R>

@@ -121,25 +121,52 @@ static inline void write_floats(char* out, Dtype dtype, const float* x, int64_t 
   memcpy(to + i, packed, static_cast<size_t>(n - i) * sizeof(uint16_t));
 }
 
-// Whether a row of f32, bf16 or f16 is free of NaN and Inf.
-static inline bool row_is_finite(const char* row, Dtype dtype, int64_t stride, int64_t n) {
-  const int64_t size = size_of(dtype), step = dtype == Dtype::f32 ? W : 2 * W;
-  const uint32_t exponent = dtype == Dtype::f32 ? 0x7f800000u : dtype == Dtype::bf16 ? 0x7f80u : 0x7c00u;
-  bool good = true;
-  if (stride == 1 && n >= step) {
-    for (int64_t i = 0; i < n; i += step) {
-      const char* p = row + least(i, n - step) * size;  // the last step reaches back
-      good &= dtype == Dtype::f32 ? is_finite(reinterpret_cast<const float*>(p))
-                                  : is_finite(reinterpret_cast<const uint16_t*>(p), static_cast<uint16_t>(exponent));
+HW_INLINE uint32_t exponent_of(Dtype dtype) {
+  return dtype == Dtype::f32 ? 0x7f800000u : dtype == Dtype::bf16 ? 0x7f80u : 0x7c00u;
+}
+
+// The exponents of a row of at least one vector, next to each other.
+template <class T>
+HW_INLINE Peak see_row(Peak peak, const T* row, int64_t n, uint32_t mask) {
+  constexpr int64_t step = 4 * W / static_cast<int64_t>(sizeof(T));
+  int64_t i = 0;
+  for (; i + step <= n; i += step) peak = see(peak, row + i, mask);
+  return i < n ? see(peak, row + n - step, mask) : peak;  // the last step reaches back
+}
+
+// Whether `rows` rows of n elements of f32, bf16 or f16, `pitch` apart, are free of NaN and Inf.
+static inline bool rows_are_finite(const char* first, Dtype dtype, int64_t pitch, int64_t rows, int64_t stride,
+                                   int64_t n) {
+  const int64_t size = size_of(dtype);
+  const uint32_t mask = exponent_of(dtype);
+  const bool wide = dtype == Dtype::f32;
+  if (stride == 1 && n * size >= 4 * W) {
+    Peak peak = no_peak();
+    for (int64_t r = 0; r < rows; ++r) {
+      const char* row = first + r * pitch * size;
+      peak = wide ? see_row(peak, reinterpret_cast<const float*>(row), n, mask)
+                  : see_row(peak, reinterpret_cast<const uint16_t*>(row), n, mask);
     }
-    return good;
+    return is_finite(peak, mask, wide);
   }
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t bits = 0;
-    memcpy(&bits, row + i * stride * size, static_cast<size_t>(size));  // little endian, as all of x86 and Arm here
-    good &= (bits & exponent) != exponent;
+  bool good = true;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < n; ++i) {
+      uint32_t bits = 0;  // little endian, as all of x86 and Arm here
+      memcpy(&bits, first + (r * pitch + i * stride) * size, static_cast<size_t>(size));
+      good &= (bits & mask) != mask;
+    }
   }
   return good;
+}
+
+static inline bool row_is_finite(const char* row, Dtype dtype, int64_t stride, int64_t n) {
+  return rows_are_finite(row, dtype, 0, 1, stride, n);
+}
+
+// n floats, n a multiple of W.
+HW_INLINE bool floats_are_finite(const float* x, int64_t n) {
+  return n == 0 || is_finite(see_row(no_peak(), x, n, 0x7f800000u), 0x7f800000u, true);
 }
 
 }  // namespace HW_ISA

@@ -32,14 +32,9 @@ struct BadKeys {
   bool is[kTile];
 
   void look(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
-    any = false;
-    bool good = true;
-    for (int j = 0; j < n && good; ++j) {
-      good = row_is_finite(at(p.key, b, kv_head, j0 + j), p.dtype(), p.key.stride[3], p.D) &&
-             row_is_finite(at(p.value, b, kv_head, j0 + j), p.dtype(), p.value.stride[3], p.V);
-    }
-    if (good) return;
-    any = true;
+    any = !rows_are_finite(at(p.key, b, kv_head, j0), p.dtype(), p.key.stride[2], n, p.key.stride[3], p.D) ||
+          !rows_are_finite(at(p.value, b, kv_head, j0), p.dtype(), p.value.stride[2], n, p.value.stride[3], p.V);
+    if (!any) return;
     for (int j = 0; j < n; ++j) {
       is[j] = !row_is_finite(at(p.key, b, kv_head, j0 + j), p.dtype(), p.key.stride[3], p.D) ||
               !row_is_finite(at(p.value, b, kv_head, j0 + j), p.dtype(), p.value.stride[3], p.V);

@@ -80,16 +80,22 @@ HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-HW_INLINE bool is_finite(const float* p) {
-  const __m256i exponent = _mm256_set1_epi32(0x7f800000);
-  const __m256i bits = _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(p)), exponent);
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi32(bits, exponent)) == 0;
+// The greatest exponent met so far, lane by lane: W floats, or 2 W numbers of 16 bits, at once; `mask` is all its bits.
+using Peak = __m256i;
+HW_INLINE Peak no_peak() { return _mm256_setzero_si256(); }
+HW_INLINE Peak see(Peak peak, const float* p, uint32_t mask) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_max_epu32(peak, _mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(mask))));
 }
-// 2 W numbers of 16 bits at once, with the mask of their exponent.
-HW_INLINE bool is_finite(const uint16_t* p, uint16_t mask) {
-  const __m256i exponent = _mm256_set1_epi16(static_cast<short>(mask));
-  const __m256i bits = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), exponent);
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(bits, exponent)) == 0;
+HW_INLINE Peak see(Peak peak, const uint16_t* p, uint32_t mask) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm256_max_epu16(peak, _mm256_and_si256(x, _mm256_set1_epi16(static_cast<short>(mask))));
+}
+// Whether none was the exponent of NaN and Inf; `wide` = of floats.
+HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
+  const __m256i hit = wide ? _mm256_cmpeq_epi32(peak, _mm256_set1_epi32(static_cast<int>(mask)))
+                           : _mm256_cmpeq_epi16(peak, _mm256_set1_epi16(static_cast<short>(mask)));
+  return _mm256_movemask_epi8(hit) == 0;
 }
 
 // Eight vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.

@@ -70,14 +70,19 @@ HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-HW_INLINE bool is_finite(const float* p) {
-  const __m512i exponent = _mm512_set1_epi32(0x7f800000);
-  return _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_loadu_si512(p), exponent), exponent) == 0;
+// The greatest exponent met so far, lane by lane: W floats, or 2 W numbers of 16 bits, at once; `mask` is all its bits.
+using Peak = __m512i;
+HW_INLINE Peak no_peak() { return _mm512_setzero_si512(); }
+HW_INLINE Peak see(Peak peak, const float* p, uint32_t mask) {
+  return _mm512_max_epu32(peak, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(mask))));
 }
-// 2 W numbers of 16 bits at once, with the mask of their exponent.
-HW_INLINE bool is_finite(const uint16_t* p, uint16_t mask) {
-  const __m512i exponent = _mm512_set1_epi16(static_cast<short>(mask));
-  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(p), exponent), exponent) == 0;
+HW_INLINE Peak see(Peak peak, const uint16_t* p, uint32_t mask) {
+  return _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(static_cast<short>(mask))));
+}
+// Whether none was the exponent of NaN and Inf; `wide` = of floats.
+HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
+  return wide ? _mm512_cmpeq_epi32_mask(peak, _mm512_set1_epi32(static_cast<int>(mask))) == 0
+              : _mm512_cmpeq_epi16_mask(peak, _mm512_set1_epi16(static_cast<short>(mask))) == 0;
 }
 
 // Sixteen vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.

@@ -148,17 +148,19 @@ HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   odd = each([&](int i) { return from_bits(static_cast<uint32_t>(p[2 * i + 1]) << 16); });
 }
 
-HW_INLINE bool is_finite(const float* p) {
-  bool good = true;
-  for (int i = 0; i < W; ++i) good &= (to_bits(p[i]) & 0x7f800000) != 0x7f800000;
-  return good;
+// The greatest exponent met so far: W floats, or 2 W numbers of 16 bits, at once; `mask` is all its bits.
+using Peak = uint32_t;
+HW_INLINE Peak no_peak() { return 0; }
+HW_INLINE Peak see(Peak peak, const float* p, uint32_t mask) {
+  for (int i = 0; i < W; ++i) peak = peak > (to_bits(p[i]) & mask) ? peak : to_bits(p[i]) & mask;
+  return peak;
 }
-// 2 W numbers of 16 bits at once, with the mask of their exponent.
-HW_INLINE bool is_finite(const uint16_t* p, uint16_t mask) {
-  bool good = true;
-  for (int i = 0; i < 2 * W; ++i) good &= (p[i] & mask) != mask;
-  return good;
+HW_INLINE Peak see(Peak peak, const uint16_t* p, uint32_t mask) {
+  for (int i = 0; i < 2 * W; ++i) peak = peak > (p[i] & mask) ? peak : p[i] & mask;
+  return peak;
 }
+// Whether none was the exponent of NaN and Inf.
+HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool) { return peak != mask; }
 
 // Four vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.
 HW_INLINE F reduce_each(const F* x) {
