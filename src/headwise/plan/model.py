@@ -100,7 +100,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None) -> Model:
     with_head, head_note = _head(config, about)
     layers = tuple(room.attention_layers(fields))
     others = tuple(room.other_parts(fields, with_head=with_head))
-    notes = [*fields.marks(), *([head_note] if head_note else [])]
+    notes = [*fields.marks(), *([about["note"]] if "note" in about else []), *([head_note] if head_note else [])]
     unknown = fields.unknown()
     if unknown:
         shown = ", ".join(short(field) for field in unknown[:5]) + (", ..." if len(unknown) > 5 else "")

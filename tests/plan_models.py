@@ -1,0 +1,211 @@
+"""Random configs of every architecture the planner knows, the models transformers builds of them, and their counts."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headwise.plan.fields import architectures
+
+IDS: dict[str, int] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+ROUTING: dict[str, int] = dict(n_group=1, topk_group=1)  # which experts a token may choose from, not how many
+SINGLE = [name for name, about in architectures().items() if "text" not in about]
+CAUSAL = [name for name in SINGLE if architectures()[name].get("stack") is None]
+
+
+def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict[str, Any]:
+    """A small valid config: every field that counts is drawn, or left out where it may be.
+
+    `runs`: not only built, but run: rotary positions then want even parts of a head, and some code heads in fours.
+    """
+    about = architectures()[name]
+    standard = {own: usual for usual, own in about.get("names", {}).items()}
+    heads = dice.choice([4, 8] if name == "codegen" else [1, 2, 3, 4, 6, 8])
+    step = 8 if runs else 2
+    sizes = {
+        "heads": heads,
+        "kv_heads": dice.choice([k for k in range(1, heads + 1) if heads % k == 0]),
+        "width": heads * step * dice.choice([1, 2, 3] if runs else [2, 3, 5, 7, 8]),
+        "step": step,
+        "layers": dice.choice([1, 2, 3, 4]),
+    }
+    found: dict[str, Any] = {}
+    for field, default in about["defaults"].items():
+        usual = standard.get(field, field)
+        if default is None and field in MAY_BE_ABSENT and name not in NEVER_ABSENT and dice.random() < 0.15:
+            continue
+        found[field] = _value(field, usual, default, about, sizes, dice)
+    return found
+
+
+MAY_BE_ABSENT = ("num_key_value_heads", "intermediate_size", "n_inner", "num_decoder_layers", "q_lora_rank")
+NEVER_ABSENT = ("nemotron",)  # transformers' own default of None cannot be built there
+
+
+def _value(
+    field: str, usual: str, default: Any, about: dict[str, Any], sizes: dict[str, int], dice: random.Random
+) -> Any:
+    heads, width, layers = sizes["heads"], sizes["width"], sizes["layers"]
+    exact = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if about.get("latent") else sizes["kv_heads"],
+        "use_sliding_window": True,  # off, a sliding layer would have no window
+        "attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]],
+        "no_rope_layers": None,
+        "mlp_only_layers": [dice.randint(0, 3)],
+        "num_experts_per_tok": about.get("must", {}).get("num_experts_per_tok", dice.randint(1, 2)),
+    }
+    if field == "num_heads" and "head_dim" in about.get("names", {}):
+        return heads
+    if usual in exact:
+        return exact[usual]
+    if field == "layer_types":
+        kinds = ["full_attention", "sliding_attention"] if "windows" in about else ["full_attention"]
+        return dice.choice([None, [dice.choice(kinds) for _ in range(layers)]])
+    if isinstance(default, bool):
+        return dice.random() < 0.5
+    if isinstance(default, str):
+        return dice.choice(["relu", "gated-gelu", "gelu", "gated-silu"])
+    if usual in ("encoder_heads", "decoder_heads"):
+        return dice.choice([h for h in range(1, heads + 1) if heads % h == 0])
+    if usual == "head_dim":
+        return width // heads if about.get("square_o") else sizes["step"] * dice.randint(1, 5)
+    if usual in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank"):
+        return 2 * dice.randint(1, 5)
+    least, most = RANGES.get(usual, (2, 30))
+    return dice.randint(least, most)
+
+
+RANGES = {
+    "vocab_size": (30, 99),
+    "max_position_embeddings": (24, 40),
+    "max_target_positions": (24, 40),
+    "encoder_layers": (1, 3),
+    "decoder_layers": (1, 3),
+    "n_routed_experts": (2, 6),
+    "num_experts": (2, 6),
+    "num_local_experts": (2, 6),
+    "relative_attention_num_buckets": (32, 40),
+    "first_k_dense_replace": (0, 3),
+    "decoder_sparse_step": (1, 3),
+    "sliding_window_pattern": (2, 4),
+    "global_attn_every_n_layers": (2, 4),
+    "sliding_window": (2, 9),
+    "local_attention": (2, 9),
+}
+
+
+def config_of(name: str, fields: dict[str, Any]) -> Any:
+    """transformers' config of those fields; special tokens are put inside of small vocabularies."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[name]
+    known = inspect.signature(kind).parameters
+    more = {key: value for key, value in {**IDS, **ROUTING}.items() if key in known and key not in fields}
+    if "rotary_dim" in known and "rotary_dim" not in fields:
+        more["rotary_dim"] = 4
+    if "decoder_start_token_id" in known:
+        more["decoder_start_token_id"] = 1
+    return kind(**fields, **more)
+
+
+def build(name: str, config: Any, *, head: bool = True, device: str = "meta") -> Any:
+    """The model, with random weights; on the meta device it holds none."""
+    kind = getattr(transformers, architectures()[name]["classes"]["lm" if head else "base"])
+    with torch.device(device):
+        return kind._from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+
+
+def parameters_of(name: str, config: Any, *, head: bool = True) -> int:
+    """What transformers' model has, shared ones once."""
+    return sum(parameter.numel() for parameter in build(name, config, head=head).parameters())
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts the FLOPs of every matrix product and convolution that runs, to the unit.
+
+    Products over an inner axis of 1 are no sums of products but scalings (rotary angles), and are left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm"):
+            self.flops += _product(out, args[0])
+        elif name in ("addmm", "baddbmm"):
+            self.flops += _product(out, args[1])
+        elif name == "convolution":
+            self.flops += 2 * out.numel() * args[1][0].numel()
+        elif name in ("mv", "dot", "addbmm", "addmv", "_scaled_dot_product_flash_attention_for_cpu"):
+            raise AssertionError(f"{name} is a product that is not counted")
+        return out
+
+
+def _product(out: torch.Tensor, left: torch.Tensor) -> int:
+    return 0 if left.shape[-1] == 1 else 2 * out.numel() * left.shape[-1]
+
+
+@contextmanager
+def counted() -> Iterator[Matmuls]:
+    with torch.no_grad(), Matmuls() as seen:
+        yield seen
+
+
+def inputs_of(name: str, config: Any, tokens: int, *, batch: int = 1, source: int | None = None) -> dict[str, Any]:
+    """Token ids (and frames of sound, or a source text) for a forward pass; the head sees the last token only."""
+    about = architectures()[name]
+    ids = torch.randint(3, config.vocab_size, (batch, tokens))
+    if "audio" in about:
+        frames = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
+        return {"input_features": frames, "decoder_input_ids": ids}
+    if about.get("stack") == "pair":
+        return {"input_ids": torch.randint(3, config.vocab_size, (batch, source or tokens)), "decoder_input_ids": ids}
+    return {"input_ids": ids}
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_held(cache: Any) -> int:
+    """Bytes of all keys and values in a transformers cache, self- and cross-attention's."""
+    if hasattr(cache, "self_attention_cache"):
+        return bytes_held(cache.self_attention_cache) + bytes_held(cache.cross_attention_cache)
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def dynamic_cache_bytes(name: str, config: Any, model: Any, tokens: int) -> int:
+    """What transformers' growing cache holds after `tokens` were read, the last one alone."""
+    with torch.no_grad():
+        first = model(**inputs_of(name, config, tokens - 1, source=tokens), use_cache=True)
+        inputs = inputs_of(name, config, 1, source=tokens)
+        if "decoder_input_ids" in inputs:
+            inputs = {
+                "encoder_outputs": (first.encoder_last_hidden_state,),
+                "decoder_input_ids": inputs["decoder_input_ids"],
+            }
+        return bytes_held(model(**inputs, past_key_values=first.past_key_values, use_cache=True).past_key_values)
+
+
+def static_cache_bytes(name: str, config: Any, model: Any, tokens: int) -> int:
+    """What transformers' fixed cache sets aside for `tokens`."""
+    cache = transformers.StaticCache(config=config, max_cache_len=tokens)
+    with torch.no_grad():
+        model(**inputs_of(name, config, 3), past_key_values=cache, use_cache=True)
+    return bytes_held(cache)

@@ -1,0 +1,208 @@
+"""Caches against those transformers fills, operations against matrix products that are counted as they run."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from plan_models import (
+    SINGLE,
+    build,
+    config_of,
+    counted,
+    dynamic_cache_bytes,
+    inputs_of,
+    random_config,
+    static_cache_bytes,
+)
+
+from headwise.plan import costs
+from headwise.plan.fields import architectures
+from headwise.plan.layer import AttentionLayer, Latent
+from headwise.plan.model import Model, model_of
+
+pytestmark = pytest.mark.unchecked
+TOKENS, BATCH, FLOAT32 = 13, 2, 4
+CACHED = [name for name in SINGLE if architectures()[name].get("stack") != "encoder"]
+KEEPS_ALL = "gpt_neo"  # its note says so: transformers keeps the whole context of its local layers
+
+
+def tiny(name: str, seed: int = 0) -> tuple[Model, Any, Any]:
+    """The plan's model, transformers' config, and transformers' model with weights."""
+    fields = random_config(name, random.Random(seed), runs=True)
+    config = config_of(name, fields)
+    return model_of({**fields, "model_type": name}), config, build(name, config, device="cpu")
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def between_steps(model: Model) -> Model:
+    """transformers' growing cache drops one token more between two steps than a window holds during one."""
+    layers = tuple(replace(layer, window=layer.window and layer.window - 1) for layer in model.layers)
+    return model.with_layers(layers)
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_cache_bytes_are_those_transformers_holds(name: str) -> None:
+    model, config, real = tiny(name)
+    for tokens in (3, TOKENS):
+        ours = costs.cache_bytes(between_steps(model), tokens, FLOAT32, windowed=name != KEEPS_ALL)
+        assert ours == dynamic_cache_bytes(name, config, real, tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in CACHED if architectures()[name].get("stack") != "pair"])
+def test_cache_bytes_are_those_transformers_sets_aside(name: str) -> None:
+    model, config, real = tiny(name, seed=1)
+    ours = costs.cache_bytes(model, TOKENS, FLOAT32, windowed=name != KEEPS_ALL)
+    assert ours == static_cache_bytes(name, config, real, TOKENS)
+
+
+def test_windows_and_latents_are_among_what_was_measured() -> None:
+    layers = [layer for name in CACHED for seed in (0, 1) for layer in tiny(name, seed)[0].layers]
+    assert any(layer.window is not None and layer.window < TOKENS for layer in layers)
+    assert any(layer.latent is not None for layer in layers)
+
+
+def test_a_cache_that_ignores_windows_would_be_seen() -> None:
+    """Planted: every layer counted whole."""
+    model, config, real = tiny("mistral")
+    held = dynamic_cache_bytes("mistral", config, real, TOKENS)
+    assert costs.cache_bytes(model, TOKENS, FLOAT32, windowed=False) != held
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_prefill_is_the_matrix_products_that_run(name: str) -> None:
+    model, config, real = tiny(name)
+    last_only = "logits_to_keep" in inspect.signature(real.forward).parameters and not model.is_encoder
+    with counted() as seen:
+        real(**inputs_of(name, config, TOKENS, batch=BATCH), **({"logits_to_keep": 1} if last_only else {}))
+    ours = costs.prefill(model, TOKENS, batch=BATCH)
+    all_logits = 0 if last_only or model.is_encoder else 2 * BATCH * (TOKENS - 1) * head_macs(model)
+    assert ours.projections + ours.dense + ours.rest + all_logits == seen.flops
+
+
+def head_macs(model: Model) -> int:
+    return sum(part.macs for part in model.others if part.name == "lm_head")
+
+
+@pytest.mark.parametrize("name", [name for name in CACHED if name != KEEPS_ALL])
+def test_a_decoded_token_is_the_matrix_products_that_run(name: str) -> None:
+    model, config, real = tiny(name, seed=2)
+    with torch.no_grad():
+        first = real(**inputs_of(name, config, TOKENS - 1, batch=BATCH, source=TOKENS), use_cache=True)
+    inputs = inputs_of(name, config, 1, batch=BATCH)
+    if "decoder_input_ids" in inputs:
+        memory = (first.encoder_last_hidden_state,)
+        inputs = {"encoder_outputs": memory, "decoder_input_ids": inputs["decoder_input_ids"]}
+    with counted() as seen:
+        real(**inputs, past_key_values=first.past_key_values, use_cache=True)
+    ours = costs.decode(model, TOKENS, batch=BATCH, absorbed=False)
+    assert ours is not None and ours.total == seen.flops
+
+
+def test_a_forgotten_product_would_be_seen() -> None:
+    """Planted: the weighted sum of values left out."""
+    model, config, real = tiny("llama")
+    with counted() as seen:
+        real(**inputs_of("llama", config, TOKENS, batch=BATCH), logits_to_keep=1)
+    without = model.with_layers(tuple(replace(layer, value_dim=0) for layer in model.layers))
+    assert costs.prefill(without, TOKENS, batch=BATCH).total < seen.flops
+
+
+def test_latent_attention_on_the_cached_vectors() -> None:
+    """As engines decode: same result as with keys and values made anew, and the products that run are those counted."""
+    H, nope, rope, V, rank, S = 3, 5, 4, 7, 11, 13
+    layer = AttentionLayer("self", 0, 17, H, H, nope + rope, V, latent=Latent(rank, rope, q_rank=6))
+    draw = torch.Generator().manual_seed(1)
+    q_nope, q_rope = (torch.randn(H, 1, n, generator=draw, dtype=torch.float64) for n in (nope, rope))
+    latent, k_rope = (torch.randn(S, n, generator=draw, dtype=torch.float64) for n in (rank, rope))
+    up_key, up_value = (torch.randn(H, rank, n, generator=draw, dtype=torch.float64) for n in (nope, V))
+    scores = q_nope @ (latent @ up_key).mT + q_rope @ k_rope.T
+    expected = scores.softmax(-1) @ (latent @ up_value)
+    with counted() as seen:
+        absorbed = q_nope @ up_key.mT  # (H, 1, rank)
+        weights = torch.cat([absorbed, q_rope], -1).bmm(torch.cat([latent, k_rope], -1).mT.expand(H, -1, S)).softmax(-1)
+        out = weights.bmm(latent.expand(H, S, rank)).bmm(up_value)
+    torch.testing.assert_close(out, expected)
+    each, pair = layer.absorbed_macs()
+    assert 2 * (each + pair * S) == seen.flops
+    assert 2 * (layer.expansion_macs() + layer.score_macs()) * S > seen.flops
+
+
+# --- which pairs a mask allows ----------------------------------------------------------------------------------------
+
+
+def allowed(name: str, window: int | None, queries: int, keys: int) -> int:
+    """True entries of the mask transformers makes for the last `queries` of `keys`."""
+    from transformers import masking_utils as masks
+
+    fields: dict[str, Any] = {"num_hidden_layers": 1} | ({} if window is None else {"sliding_window": window})
+    both_ways = name == "modernbert"
+    if both_ways and window is not None:
+        fields = {"num_hidden_layers": 1, "local_attention": window}
+    config = config_of(name, fields)
+    config._attn_implementation = "sdpa"
+    rule = masks.sdpa_mask
+    if window is None:
+        function = masks.bidirectional_mask_function if both_ways else masks.causal_mask_function
+    elif both_ways:
+        function = masks.sliding_window_bidirectional_mask_function(config.sliding_window)
+    else:
+        function = masks.sliding_window_causal_mask_function(window)
+    mask = rule(
+        batch_size=1, q_length=queries, kv_length=keys, q_offset=keys - queries, kv_offset=0,
+        mask_function=function, allow_is_causal_skip=False, allow_is_bidirectional_skip=False, device="cpu",
+    )  # fmt: skip
+    return int(mask.sum())
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (13, 13), (1, 13), (5, 13), (31, 31)])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 13, 40])
+def test_allowed_pairs_are_those_of_the_mask(window: int | None, queries: int, keys: int) -> None:
+    layer = AttentionLayer("self", 0, 8, 2, 2, 4, 4, window=window)
+    assert layer.pairs(queries, keys) == allowed("mistral", window, queries, keys)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 31])
+@pytest.mark.parametrize("around", [2, 3, 8, 40])
+def test_allowed_pairs_both_ways(around: int, tokens: int) -> None:
+    """An encoder's window: `local_attention // 2` keys on either side."""
+    window = 2 * (around // 2) + 1
+    layer = AttentionLayer("encoder", 0, 8, 2, 2, 4, 4, window=window)
+    assert layer.pairs(tokens, tokens) == allowed("modernbert", around, tokens, tokens)
+
+
+# --- the floor --------------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_is_the_longer_of_two_times() -> None:
+    model = model_of({"model_type": "llama", "num_key_value_heads": 8})
+    one = costs.decode(model, 4096)
+    assert one is not None
+    weights, cache = costs.weight_bytes_read(model), costs.cache_bytes(model, 4096, 2)
+    assert weights == 2 * (model.total_parameters() - 32000 * 4096)  # all but the table a token looks up in
+    for floor in costs.floors(model, 4096, 2, bandwidth=1e12, flop_rate=1e14):
+        assert (floor.bytes, floor.flops) == (weights + floor.batch * cache, floor.batch * one.total)
+        times = {"memory": floor.bytes / 1e12, "compute": floor.flops / 1e14}
+        assert floor.seconds == max(times.values()) and floor.tokens_per_second == floor.batch / max(times.values())
+        assert (floor.binds == "compute") == (times["compute"] > times["memory"])
+        assert floor.intensity == floor.flops / floor.bytes
+    slow = costs.floors(model, 10**6, 2, bandwidth=1e12, flop_rate=1e14)
+    assert (slow[0].binds, costs.floors(model, 9, 2, bandwidth=1e12)[0].binds) == ("cache", "weights")
+    assert costs.floors(model, 9, 2, flop_rate=1e9)[0].binds == "compute"
+    assert {floor.seconds for floor in costs.floors(model, 4096, 2)} == {None}
+
+
+def test_the_same_model_with_other_groups() -> None:
+    model = model_of({"model_type": "llama", "num_key_value_heads": 8})
+    bytes_as = {k: costs.cache_bytes(costs.as_kv_heads(model, k) or model, 100, 2) for k in (None, 8, 1)}
+    assert bytes_as[None] == 4 * bytes_as[8] == 32 * bytes_as[1] and bytes_as[8] == costs.cache_bytes(model, 100, 2)
+    assert costs.as_kv_heads(model_of({"model_type": "gpt2"}), 8) is None  # 12 heads

@@ -1,0 +1,229 @@
+"""Parameters: equal to the model that transformers builds, for every architecture; no field escapes.
+
+Here a few random configs of each; `scripts/plan_exactness.py` runs hundreds and prints the table of `docs/plan.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import pytest
+from plan_models import SINGLE, build, config_of, parameters_of, random_config
+
+from headwise import plan
+from headwise.plan import model as models
+from headwise.plan.fields import Fields, architectures, everywhere
+from headwise.plan.model import model_of
+from headwise.plan.parts import parameters
+
+pytestmark = pytest.mark.unchecked
+SAMPLE = 3
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_parameters_are_those_of_the_model_transformers_builds(name: str) -> None:
+    for seed in range(SAMPLE):
+        fields = random_config(name, random.Random(seed))
+        config = config_of(name, fields)
+        ours = model_of({**fields, "model_type": name})
+        assert ours.total_parameters() == parameters_of(name, config), fields
+        classes = architectures()[name]["classes"]
+        bare = model_of({**fields, "model_type": name, "architectures": [classes["base"]]})
+        assert bare.total_parameters() == parameters_of(name, config, head=False), fields
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "deepseek_v3", "t5", "whisper", "bert"])
+def test_attention_s_share_is_that_of_the_attention_modules(name: str) -> None:
+    fields = random_config(name, random.Random(5))
+    model = build(name, config_of(name, fields))
+    inside = ("attn.", "attention.self.", "attention.output.dense", "Attention.", "encoder_attn.")
+    held = sum(
+        p.numel()
+        for key, p in model.named_parameters()
+        if any(part in key for part in inside) and "relative" not in key
+    )
+    assert model_of({**fields, "model_type": name}).attention_parameters() == held
+
+
+def test_there_are_enough_architectures() -> None:
+    assert len(SINGLE) >= 40
+
+
+# --- no field escapes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_every_field_of_the_config_class_is_counted_neutral_or_refused(name: str) -> None:
+    """A field that transformers adds to a class shows here before it can change a count unseen."""
+    config = config_of(name, random_config(name, random.Random(0)))
+    reader = Fields({field.name: None for field in dataclasses.fields(config)}, architectures()[name])
+    assert reader.unknown() == []
+
+
+CANNOT_BE_BUILT = ("ministral", "nemotron", "hunyuan_v1_dense")  # transformers' own defaults leave a size None
+REFUSED_DEFAULTS = ("glm4_moe", "deepseek_v2")  # 4096 / 96 heads is no whole number; experts a token are null
+
+
+@pytest.mark.parametrize("name", sorted({*SINGLE} - {*CANNOT_BE_BUILT, *REFUSED_DEFAULTS}))
+def test_defaults_are_those_of_the_config_class(name: str) -> None:
+    """A field that a config.json leaves out has transformers' value."""
+    assert model_of({"model_type": name}).total_parameters() == parameters_of(name, type(_config(name))())
+
+
+@pytest.mark.parametrize("name", REFUSED_DEFAULTS)
+def test_defaults_that_leave_a_size_open_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"whole number is needed|must be a multiple"):
+        model_of({"model_type": name})
+
+
+@pytest.mark.parametrize("name", CANNOT_BE_BUILT)
+def test_what_transformers_cannot_build_is_known(name: str) -> None:
+    with pytest.raises(TypeError):
+        build(name, type(_config(name))())
+
+
+def _config(name: str) -> Any:
+    return config_of(name, random_config(name, random.Random(0)))
+
+
+OTHER: dict[type, Any] = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v / 2 + 0.01}
+NOT_FREE = {"rope_parameters", "chunk_size_feed_forward", "n_group", "topk_group", "return_dict", "is_encoder_decoder"}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_neutral_fields_change_no_count(name: str) -> None:
+    """All fields called neutral are changed at once (those with a number or a bool): the model stays as large."""
+    fields = random_config(name, random.Random(1))
+    config = config_of(name, fields)
+    about = architectures()[name]
+    neutral = everywhere()["fields"] | set(about.get("neutral", ()))
+    counted = {*about["defaults"], *about.get("must", {}), *about.get("names", {}), "is_decoder"}
+    before = {f.name: getattr(config, f.name, None) for f in dataclasses.fields(config)}
+    changed = {
+        key: OTHER[type(value)](value)
+        for key, value in before.items()
+        if key in neutral - counted - NOT_FREE and type(value) in OTHER and "token" not in key and "dropout" not in key
+    }
+    assert parameters_of(name, config_of(name, {**fields, **changed})) == parameters_of(name, config)
+
+
+def test_a_counting_field_called_neutral_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = random_config("llama", random.Random(1))
+    more = {**fields, "intermediate_size": fields["intermediate_size"] + 1}
+    assert parameters_of("llama", config_of("llama", more)) != parameters_of("llama", config_of("llama", fields))
+
+
+# --- what is not modelled ---------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "has no model_type, so its architecture is not known"),
+    ({"model_type": "llamma"}, "architecture 'llamma' is not known; did you mean llama?"),
+    ({"model_type": "mamba"}, "architecture 'mamba' is not known"),
+    ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention = True changes the model in a way that"),
+    ({"model_type": "bert", "is_decoder": True}, "is_decoder = True changes the model in a way that is not modelled"),
+    ({"model_type": "albert", "num_hidden_groups": 2}, "num_hidden_groups = 2 changes the model in a way that is not"),
+    ({"model_type": "llama", "hidden_act": "xielu"}, "hidden_act = 'xielu' has learned numbers of its own, and that"),
+    ({"model_type": "llama", "sliding_window": 4096}, "sliding_window = 4096 is not modelled for this architecture"),
+    ({"model_type": "llama", "pruned_heads": {"0": [1]}}, "pruned_heads = {'0': [1]} changes the model in a way that"),
+    ({"model_type": "gpt2", "head_dim": 48}, "head_dim = 48 is not modelled for this architecture; only d_model / num"),
+    (
+        {"model_type": "qwen2", "layer_types": ["linear_attention"] * 32},
+        "layer_types has 'linear_attention'; only full",
+    ),
+    ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types is a list of 32 words; got ["),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is on, and"),
+    ({"model_type": "deepseek_v3", "num_key_value_heads": 8}, "num_key_value_heads = 8 beside latent attention of 128"),
+    ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, "moe_layer_freq = 2 changes the model in a way that is not"),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than there are experts, 8"),
+    ({"model_type": "marian", "decoder_vocab_size": 7}, "decoder_vocab_size = 7 is not vocab_size, and that is not"),
+    ({"model_type": "t5", "feed_forward_proj": "twice-gelu"}, "feed_forward_proj is an activation or gated-activation"),
+    ({"model_type": "gpt_neo", "attention_types": [[["global"], 9**9]]}, "attention_types names global or local for"),
+    ({"model_type": "gemma3", "text_config": {"model_type": "llama"}}, "text_config has the architecture 'llama'; "),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
+def test_what_is_not_modelled_is_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        model_of(config)
+    assert str(caught.value).startswith(text) and str(caught.value).isprintable()
+
+
+MARKED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "llama", "brand_new": 1}, "fields that are not known, taken to change no count: 'brand_new'"),
+    ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "the head of 'LlamaForSequence"),
+    ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "layers that predict further tokens"),
+    ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "the checkpoint is quantised"),
+    ({"model_type": "t5", "tie_word_embeddings": False}, "tie_word_embeddings is off: the checkpoint has a head of"),
+    ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "the vision tower and its projector are not"),
+]
+
+
+@pytest.mark.parametrize(("config", "text"), MARKED, ids=[text[:40] for _, text in MARKED])
+def test_what_is_left_out_is_marked(config: dict[str, Any], text: str) -> None:
+    found = plan.of(config)
+    assert not found.exact and found.notes[0].startswith(text)
+    assert plan.of(
+        {"model_type": config["model_type"], **({"text_config": {}} if "text_config" in config else {})}
+    ).exact is (config["model_type"] != "gemma3")
+
+
+# --- the cards --------------------------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "t5-small": 60_506_624, "t5-base": 222_903_552, "t5-large": 737_668_096, "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344, "llama-7b": 6_738_415_616, "llama-2-7b": 6_738_415_616,
+    "llama-2-70b": 68_976_648_192, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800, "mistral-7b": 7_241_732_096, "mixtral-8x7b": 46_702_792_704,
+    "qwen2-7b": 7_615_616_512, "qwen2-72b": 72_706_203_648, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560, "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320, "gemma-3-1b": 999_885_952,
+    "phi-3-mini": 3_821_079_552, "phi-3-medium": 13_960_238_080, "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+    "whisper-tiny": 37_760_640, "whisper-large-v3": 1_543_490_560,
+}  # fmt: skip
+"""What the safetensors files of the published checkpoints hold."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_cards_have_the_parameters_of_the_published_checkpoints(name: str) -> None:
+    assert plan.of(name).model.total_parameters() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", plan.cards())
+def test_cards_are_exact_and_their_configs_valid(name: str) -> None:
+    card = plan.of(name, context=100)
+    assert card.exact and set(plan.cards()[name]) <= {"title", "config", "note"}
+    assert json.loads(json.dumps(card.to_dict()))["name"] == name
+
+
+def test_the_cards_tell_the_truth_where_common_texts_do_not() -> None:
+    eight = plan.of("llama-3-8b")
+    layer = eight.model.layers[0]
+    assert (layer.num_heads, layer.num_kv_heads, layer.parameter_count()) == (32, 8, 41_943_040)
+    assert eight.kind == "GQA (G = 4)" and 4 * 4096**2 == 67_108_864
+    deep = plan.of("deepseek-v3")
+    assert (deep.kind, deep.bytes_per_token) == ("MLA", 70_272)
+    three = plan.of("gpt-3")
+    assert three.model.layers[0].head_dim == 128 and three.attention_computations == 96 * 96
+    gemma = plan.of("gemma-3-27b", context=131072).contexts[0]
+    assert round(gemma.cache_bytes / 2**30, 2) == 10.41 and round(gemma.reserved_bytes / 2**30) == 62
+    assert plan.of("qwen3-0.6b").bytes_per_token == 114_688
+
+
+def test_a_wrong_count_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: norms forgotten."""
+    real = models.build.other_parts
+
+    def without_norms(fields: Any, *, with_head: bool) -> Any:
+        return (part for part in real(fields, with_head=with_head) if part.room != "norm")
+
+    monkeypatch.setattr(models.build, "other_parts", without_norms)
+    fields = random_config("llama", random.Random(0))
+    ours = model_of({**fields, "model_type": "llama"})
+    assert ours.total_parameters() != parameters_of("llama", config_of("llama", fields))
+    assert parameters(ours.others, "norm") == 0
