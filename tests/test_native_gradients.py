@@ -14,7 +14,8 @@ from torch import Tensor
 
 import headwise
 from headwise.ops import native, native_backward
-from headwise.testing import assert_same_bits, make_qkv, oracle
+from headwise.ops.reference import reference_weights
+from headwise.testing import STRIDES, assert_same_bits, make_qkv, oracle, strided
 
 FUSED = "headwise's own kernel; the gradient by torch's fused backward, fed with its lse"
 WRITTEN = "headwise's own kernel; the gradient in plain torch ops, block by block"
@@ -61,6 +62,51 @@ def test_both_means_give_the_same_gradient(name: str) -> None:
         written = native_backward.gradients(grad_out, torch.zeros_like(lse), out, lse, False, p)
         for x, y in zip(by_torch, written, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-5, atol=5e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("extra", [{}, {"softcap": 1.5}, {"sinks": torch.linspace(-1, 1, 6)}])
+def test_dropout_in_the_gradient_is_that_of_the_forward(extra: dict[str, Any]) -> None:
+    """Of query and key too: as autograd finds it through the definition, dropping what the seed drops."""
+    n, mask = SHORT, headwise.window(4)
+    leaves = make_qkv(*n, requires_grad=True)
+    torch.manual_seed(6)
+    ours = headwise.attention(*leaves, mask=mask, dropout=0.4, **extra)
+    torch.manual_seed(6)
+    seed = torch.randint(1 << 62, (1,))
+    kept = torch.ops.headwise.dropout_keep(seed, 0.4, n.B, n.H, 0, n.T, n.S)
+    weights = reference_weights(leaves[0], leaves[1], mask=mask, **extra)[0] * kept / 0.6
+    plain = weights @ leaves[2].repeat_interleave(2, 1)
+    torch.testing.assert_close(ours, plain, rtol=2e-6, atol=1e-6)
+    grads = (torch.autograd.grad(out.square().sum(), leaves) for out in (ours, plain))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale_with_a_square_causal_mask(scale: float) -> None:
+    """torch's forward masks first and scales then, which is wrong for these; its backward does not."""
+    n = Sizes(2, 4, 2, 37, 37, 8, 8)
+    grads = []
+    for backend in ("native", "reference"):
+        leaves = make_qkv(*n, requires_grad=True)
+        out = headwise.attention(*leaves, mask=headwise.causal(), scale=scale, backend=backend)
+        grads.append(torch.autograd.grad(out.square().sum(), leaves))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("pattern", STRIDES)
+def test_gradients_beside_masks_of_any_layout(pattern: str) -> None:
+    n, added = SHORT, torch.randn(2, 6, 5, 7, generator=torch.Generator().manual_seed(1))
+    grads = []
+    for tensor in (strided(added, pattern), strided(added, pattern).contiguous()):
+        leaves = make_qkv(*n, requires_grad=True)
+        grads.append(torch.autograd.grad(headwise.attention(*leaves, mask=tensor).square().sum(), leaves))
+    for x, y in zip(*grads, strict=True):
+        assert_same_bits(x, y)
 
 
 @needs_native

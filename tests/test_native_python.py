@@ -238,6 +238,14 @@ def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
     mask = headwise.causal(offset=torch.tensor([2, 5])) & headwise.lengths(torch.tensor([4]), torch.tensor([0, 1]))
     bounds = native.lowered(mask & headwise.window(3, 9), 3, 10).bounds
     assert bounds is not None and bounds.tolist() == [[5, 3, 0, 4], [5, 6, 1, 4]]
+    mask = headwise.window(3, 9, offset=torch.tensor([9, 5])) & headwise.window(4, None, offset=torch.tensor([8]))
+    mask = (
+        mask
+        & headwise.lengths(torch.tensor([4, 9]), torch.tensor([2]))
+        & headwise.lengths(torch.tensor([6]), torch.tensor([3]))
+    )
+    bounds = native.lowered(mask & headwise.window(2, 1), 3, 10).bounds
+    assert bounds is not None and bounds.tolist() == [[7, 9, 3, 4], [6, 9, 3, 6]]
 
 
 @pytest.mark.parametrize("index", [torch.tensor([1.0, 2.0]), torch.tensor([True, False])])

@@ -77,11 +77,10 @@ def by_torch(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Ten
         cols, allowed, added = strip_of(mask, mask_rows, T, S, query.device)
         bias = lse.new_zeros(()) if added is None else added.float()
         bias = bias if allowed is None else torch.where(allowed, bias, -torch.inf)
-        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
         pieces = (grad_out[:, :, rows], query[:, :, rows], out[:, :, rows], lse[:, :, rows])
         return cols, _torchs(*pieces, key[:, :, cols], value[:, :, cols], p.scale, bias=bias)
 
-    if mask is None or (mask.is_top_left and p.scale > 0):  # with `is_causal` it masks first and scales -inf then
+    if mask is None or mask.is_top_left:
         grads = _torchs(grad_out, query, out, lse, key, value, p.scale, causal=mask is not None)
     elif mask.is_same_for_rows:  # one row of the mask serves all
         grads = some(slice(None), slice(0, 1))[1]
