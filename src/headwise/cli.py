@@ -200,8 +200,9 @@ def _plan(  # private, for a command has as many options as its users need, and 
         for config in configs
     ]
     if svg is not None:
+        chart = plan.svg(plans)
         with open(svg, "w", encoding="utf-8") as file:
-            file.write(plan.svg(plans))
+            file.write(chart)
     if compare:
         _show([one.to_dict() for one in plans], lambda _: plan.side_by_side(plans), as_json)
     else:

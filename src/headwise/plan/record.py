@@ -188,7 +188,7 @@ class AttentionPlan:
     def _repr_html_(self) -> str:
         from html import escape
 
-        return f"<pre>{escape(str(self))}</pre>{self.svg()}"
+        return f"<pre>{escape(str(self))}</pre>{'' if self.model.is_encoder else self.svg()}"
 
 
 def of(

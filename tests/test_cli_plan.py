@@ -1,0 +1,132 @@
+"""`headwise plan`: what it prints where, how light it is, and one line with exit code 2 for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import PAYLOADS
+from typer.testing import CliRunner
+
+import headwise
+from headwise import cli, plan
+
+pytestmark = pytest.mark.unchecked
+runner = CliRunner()
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(headwise.__file__).parent.parent), "PYTHONIOENCODING": "ascii"}
+
+
+def ran(*arguments: str) -> str:
+    result = runner.invoke(cli.app, ["plan", *arguments])
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    result = runner.invoke(cli.app, ["plan", *arguments])
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("headwise: ") and line.isprintable() and "Traceback" not in line
+    return line
+
+
+def test_the_table_of_one_model() -> None:
+    shown = ran("llama-3-8b", "--context", "8192", "--bandwidth", "3.35TB/s", "--flops", "990TF")
+    for told in ("GQA (G = 4)", "41,943,040", "131,072 B", "8,030,261,248", "W_Q", "bound by", "exact:"):
+        assert told in shown
+    assert "at 8,192 tokens" in shown and "131,072 tokens" not in shown
+
+
+def test_json_is_all_there_is_on_stdout() -> None:
+    found = json.loads(ran("deepseek-v3", "--context", "4096,8k", "--batch", "3", "--kv-dtype", "fp8", "--json"))
+    assert found == json.loads(
+        json.dumps(plan.of("deepseek-v3", context=(4096, 8192), batch=3, kv_dtype="fp8").to_dict())
+    )
+    assert found["bytes_per_token"] == 70_272 // 2 and found["contexts"][1]["cache_bytes"] == 3 * 8192 * 35_136
+
+
+def test_models_side_by_side() -> None:
+    shown = ran("--compare", "gemma-3-27b", "deepseek-v3", "gpt-oss-20b", "--context", "1000")
+    assert re.search(r"gemma-3-27b +[^ ] +deepseek-v3 +[^ ] +gpt-oss-20b", shown)
+    found = json.loads(ran("--compare", "gpt2", "gpt-3", "--json"))
+    assert [one["name"] for one in found] == ["gpt2", "gpt-3"]
+
+
+def test_the_list_of_cards() -> None:
+    shown = ran("--list")
+    assert all(name in shown for name in plan.cards())
+    assert json.loads(ran("--list", "--json")) == plan.cards()
+
+
+def test_a_heads_plan_and_the_chart(tmp_path: Path) -> None:
+    (tmp_path / "heads.json").write_text('{"layers": {"*": {"kv_heads": 2}}}')
+    chart = tmp_path / "chart.svg"
+    shown = ran("llama-3-8b", "--heads-plan", str(tmp_path / "heads.json"), "--svg", str(chart))
+    assert "What the heads plan saves" in shown and "75.0%" in shown
+    assert chart.read_text("utf8").startswith("<svg ")
+
+
+def test_a_checkpoint_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "torch_dtype": "float32"}')
+    assert "124,439,808" in ran(str(tmp_path))
+
+
+def test_help_and_its_example() -> None:
+    shown = runner.invoke(cli.app, ["plan", "--help"], terminal_width=200).stdout
+    example = re.search(r"Example: headwise (.*)", shown)
+    assert example is not None
+    assert runner.invoke(cli.app, shlex.split(example[1].strip(" │"))).exit_code == 0
+    assert "plan" in runner.invoke(cli.app, ["--help"]).stdout
+
+
+def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": -1}')
+    (tmp_path / "mamba.json").write_text('{"model_type": "mamba"}')
+    assert "hidden_size is between 1 and 1000000; got -1" in refused(str(tmp_path))
+    assert "architecture 'mamba' is not known" in refused(str(tmp_path / "mamba.json"))
+    assert "no such file or folder" in refused("no-such-model")
+    assert "give a config, or --list" in refused()
+    assert "--list shows the cards" in refused("gpt2", "--list")
+    assert "add --compare" in refused("gpt2", "gpt-3")
+    assert "context is whole numbers" in refused("gpt2", "--context", "many")
+    assert "batch is a whole number" in refused("gpt2", "--batch", "0")
+    assert "kv_dtype is one of" in refused("gpt2", "--kv-dtype", "int3")
+    assert "bandwidth is a number above 0" in refused("gpt2", "--bandwidth", "fast")
+    assert "flops is a number above 0" in refused("gpt2", "--flops", "nan")
+    assert "heads plan 'none.json': cannot be read" in refused("gpt2", "--heads-plan", "none.json")
+    assert "No such file or directory" in refused("gpt2", "--svg", "none/chart.svg")
+    assert "an encoder keeps no cache" in refused("bert-base", "--svg", str(tmp_path / "chart.svg"))
+    assert not (tmp_path / "chart.svg").exists()
+
+
+@pytest.mark.parametrize("payload", PAYLOADS[::4])
+def test_hostile_arguments_are_told_harmlessly(payload: str, tmp_path: Path) -> None:
+    refused(f"none/{payload}")
+    refused("gpt2", "--context", payload or "x")
+    refused("gpt2", "--heads-plan", f"none/{payload}")
+
+
+def test_it_is_light_and_knows_ascii_terminals() -> None:
+    """The whole command in a process of its own: no torch, no transformers, and a table a plain terminal can show."""
+    code = "import sys; from headwise.cli import app; app(['plan', 'gpt-3'], standalone_mode=False); "
+    code += "print([name for name in ('torch', 'transformers', 'numpy', 'jinja2') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii() and done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_name_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    folder: Any = tmp_path / "\x1b[31mred\x1b[0m[bold]"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    shown = ran(str(folder))
+    assert "\x1b" not in shown and "\\x1b[31mred\\x1b[0m[bold]" in shown

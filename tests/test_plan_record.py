@@ -1,0 +1,349 @@
+"""The plan as a user meets it: where configs come from, hostile ones, heads plans, the record and its pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile import PAYLOADS
+
+import headwise
+from headwise import plan
+from headwise.plan import units
+from headwise.plan.heads import apply_heads
+
+pytestmark = pytest.mark.unchecked
+SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "num_hidden_layers": 3, "intermediate_size": 32, "vocab_size": 50}  # fmt: skip
+
+
+# --- where a config comes from --------------------------------------------------------------------------------------
+
+
+def test_a_file_a_folder_a_dict_and_a_transformers_config_say_the_same(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "other.json").write_text(json.dumps(SMALL))
+    config = LlamaConfig(**{key: value for key, value in SMALL.items() if key != "model_type"})
+    sources: list[Any] = [folder, str(folder), folder / "config.json", tmp_path / "other.json", SMALL, config]
+    plans = [plan.of(source) for source in sources]
+    assert len({(one.bytes_per_token, one.model.total_parameters()) for one in plans}) == 1
+    assert [one.name for one in plans] == ["my-model", "my-model", "my-model", "other", "llama", "llama"]
+    assert all(one.exact for one in plans)
+
+
+def test_the_hub_s_cache_is_read_and_nothing_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef" * 2 + "01234567"
+    snapshot = tmp_path / "models--some--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    reference = tmp_path / "models--some--model" / "refs" / "main"
+    reference.write_text(commit)
+    assert plan.of("some/model").name == "some/model"
+    for wrong in ("../../../etc", "x" * 40, ""):
+        reference.write_text(wrong)
+        with pytest.raises(ValueError, match="no such file or folder, no card and no model"):
+            plan.of("some/model")
+    for name in ("other/model", "a/b/c", "..", "some/..", "\0", "nul\0/x", "llama-3-9b"):
+        with pytest.raises(ValueError, match=r"no such file|cannot be read|no regular"):
+            plan.of(name)
+
+
+def test_a_near_name_is_offered() -> None:
+    with pytest.raises(ValueError, match=r"'llama-3-9b': .* cards like it: llama-3-8b, "):
+        plan.of("llama-3-9b")
+    assert plan.of("LLaMA-3-8B").name == "llama-3-8b"
+
+
+def test_the_packaged_model_is_planned_exactly() -> None:
+    import headwise.models
+    from headwise.hf.folder import find_weights
+
+    folder = headwise.models.tiny_path()
+    assert plan.of(folder).model.total_parameters() == find_weights(folder).numel
+
+
+# --- hostile configs --------------------------------------------------------------------------------------------------
+
+HOSTILE: list[tuple[str, str]] = [
+    ('{"hidden_size": 0}', "hidden_size is between 1 and 1000000; got 0"),
+    ('{"hidden_size": -64}', "hidden_size is between 1 and 1000000; got -64"),
+    ('{"hidden_size": 1e3}', "hidden_size is a whole number; got 1000.0"),
+    ('{"hidden_size": true}', "hidden_size is a whole number; got True"),
+    ('{"hidden_size": "64"}', "hidden_size is a whole number; got '64'"),
+    ('{"hidden_size": [64]}', "hidden_size is a whole number; got [64]"),
+    ('{"hidden_size": null}', "hidden_size is null, and a whole number is needed"),
+    ('{"hidden_size": 1%s}' % ("0" * 40), "hidden_size is between 1 and 1000000; got a number of more than 20 digits"),
+    ('{"hidden_size": 1%s}' % ("0" * 5000), "Exceeds the limit"),
+    ('{"hidden_size": NaN}', "holds NaN, which is no JSON"),
+    ('{"hidden_size": Infinity}', "holds Infinity, which is no JSON"),
+    ('{"hidden_size": 1, "hidden_size": 2}', "has 'hidden_size' twice in one object"),
+    ('{"num_hidden_layers": 10001}', "num_hidden_layers is between 1 and 10000; got 10001"),
+    ('{"num_attention_heads": 10001}', "num_attention_heads is between 1 and 10000; got 10001"),
+    ('{"num_key_value_heads": 5}', "num_heads must be a multiple of num_kv_heads: H = 32, K = 5 leave 2 over"),
+    ('{"num_attention_heads": 33}', "d_model must be a multiple of num_heads: 4096 / 33 leaves 4 over"),
+    ('{"attention_bias": "yes"}', "attention_bias is true or false; got 'yes'"),
+    ('{"attention_bias": 1}', "attention_bias is true or false; got 1"),
+    ('{"sliding_window": {"x": 1}}', "sliding_window = {'x': 1} is not modelled for this architecture"),
+    ('{"pruned_heads": "\\u001b[2J\\n"}', r"pruned_heads = '\x1b[2J\n' changes the model"),
+    ("[" * 100_000, "is nested too deeply"),
+    ('{"x": ' + "[" * 100_000, "is nested too deeply"),
+    ("[]", "holds a JSON list, not an object"),
+    ("", "is no JSON"),
+    ("\x00", "is no JSON"),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), HOSTILE, ids=[text[:30] for text, _ in HOSTILE])
+def test_hostile_configs_get_one_line(text: str, told: str, tmp_path: Path) -> None:
+    if text.startswith('{"') and text.endswith("}"):
+        text = '{"model_type": "llama", ' + text[1:]
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        plan.of(tmp_path)
+    assert told in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_a_file_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(10**9)  # holes: no such room is taken
+    start = time.process_time()
+    with pytest.raises(ValueError, match="is larger than 1000000 bytes"):
+        plan.of(path)
+    assert time.process_time() - start < 5
+
+
+def test_a_pipe_and_a_folder_are_no_config(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="is no regular file"):
+        plan.of(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be read \(No such file or directory\)"):
+        plan.of(tmp_path.parent)
+
+
+def test_many_layers_are_answered_all_the_same() -> None:
+    start = time.process_time()
+    found = plan.of({**SMALL, "num_hidden_layers": 10_000}, bandwidth=1e12)
+    assert found.model.total_parameters() > 10_000 * 64 and time.process_time() - start < 30
+
+
+@pytest.mark.parametrize("payload", PAYLOADS[::3])
+def test_hostile_words_are_told_harmlessly(payload: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan.of({"model_type": payload})
+    assert str(caught.value).isprintable()
+    shown = plan.of({**SMALL, payload or "x": payload}, context=10)
+    assert all(note.isprintable() for note in shown.notes)
+    assert "<script" not in shown._repr_html_() and "\x1b" not in str(shown)
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"context": 0}, "context is a whole number between 1 and 10000000000; got 0"),
+    ({"context": -1}, "context is a whole number between 1 and 10000000000; got -1"),
+    ({"context": True}, "context is a whole number between 1 and 10000000000; got True"),
+    ({"context": 10**11}, "context is a whole number between 1 and 10000000000; got 100000000000"),
+    ({"context": []}, "give 1 to 64 contexts; got 0"),
+    ({"context": [1.5]}, "context is a whole number between 1 and 10000000000; got 1.5"),
+    ({"batch": 0}, "batch is a whole number between 1 and 10000000; got 0"),
+    ({"batch": float("nan")}, "batch is a whole number between 1 and 10000000; got nan"),
+    ({"kv_dtype": "int3"}, "kv_dtype is one of fp32, bf16, fp16, fp8, int8; got 'int3'"),
+    ({"bandwidth": "fast"}, "bandwidth is a number above 0 such as 3.35TB/s; got 'fast'"),
+    ({"bandwidth": float("inf")}, "bandwidth is a number above 0 such as 3.35TB/s; got 'inf'"),
+    ({"bandwidth": "990TF"}, "bandwidth is a number above 0 such as 3.35TB/s; got '990TF'"),
+    ({"flops": "-1TF"}, "flops is a number above 0 such as 990TF; got '-1TF'"),
+    ({"flops": 0}, "flops is a number above 0 such as 990TF; got '0'"),
+    ({"flops": "1e99"}, "flops"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), ARGUMENTS, ids=str)
+def test_wrong_arguments(arguments: dict[str, Any], told: str) -> None:
+    if arguments == {"flops": "1e99"}:
+        assert plan.of(SMALL, flops="1e99").contexts[0].floors[0].binds == "compute"
+        return
+    with pytest.raises(ValueError) as caught:
+        plan.of(SMALL, **arguments)
+    assert str(caught.value) == told
+
+
+def test_something_that_is_no_config() -> None:
+    with pytest.raises(TypeError, match="a config is a path, a name, a dict or an object with to_dict"):
+        plan.of(3)
+
+
+# --- heads plans ------------------------------------------------------------------------------------------------------
+
+
+def test_a_heads_plan_is_what_modules_of_those_heads_hold() -> None:
+    """Against headwise's own module with fewer heads, and by hand for an uneven plan."""
+    whole = plan.of(SMALL, context=100)
+    after = plan.of(SMALL, context=100, heads_plan={"layers": {"*": {"kv_heads": 2}, "1": {"keep": [0, 1, 5]}}}).planned
+    assert after is not None
+    sizes = [(layer.num_heads, layer.num_kv_heads) for layer in after.model.layers]
+    assert sizes == [(8, 2), (3, 2), (8, 2)]
+    held = [headwise.MultiHeadAttention(64, 8, num_kv_heads=2, head_dim=8) for _ in range(2)]
+    pruned = headwise.MultiHeadAttention(64, 8, num_kv_heads=4, head_dim=8)
+    matrices = [pruned.head(h) for h in (0, 1, 5)]
+    queries = sum(head.W_Q.numel() + head.W_O.numel() for head in matrices)
+    keys = sum(head.W_K.numel() + head.W_V.numel() for head in (matrices[0], matrices[2]))  # heads 0 and 1 share theirs
+    expected = sum(p.numel() for module in held for p in module.parameters()) + queries + keys
+    assert after.model.attention_parameters() == expected
+    assert after.contexts[0].cache_bytes * 2 == whole.contexts[0].cache_bytes
+    assert (
+        after.model.total_parameters() - expected == whole.model.total_parameters() - whole.model.attention_parameters()
+    )
+
+
+def test_a_heads_plan_of_whole_groups_is_the_model_with_fewer_heads() -> None:
+    keep = {"layers": {"*": {"keep": [0, 1, 4, 5]}}}
+    after = plan.of(SMALL, heads_plan=keep).planned
+    small = plan.of({**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
+    assert after is not None and after.contexts == small.contexts and after.parameters() == small.parameters()
+
+
+def test_latent_heads_can_go_and_leave_the_cache_as_it_is() -> None:
+    found = plan.of("deepseek-v2-lite", heads_plan={"layers": {"*": {"keep": [0, 1, 2, 3]}}})
+    assert found.planned is not None and found.planned.bytes_per_token == found.bytes_per_token
+    assert found.planned.model.attention_parameters() < found.model.attention_parameters()
+
+
+HEADS_PLANS: list[tuple[Any, str]] = [
+    ({}, 'a heads plan is {"layers": {"0": {"keep": [0, 1]}, "1": {"kv_heads": 2}}}'),
+    ({"layers": []}, "a heads plan is"),
+    ({"layers": {}}, "a heads plan is"),
+    ({"layers": {"0": {"keep": [0]}}, "more": 1}, "a heads plan is"),
+    ({"layers": {"3": {"keep": [0]}}}, "heads plan: no layer '3'; the layers are 0 to 2"),
+    ({"layers": {"0": {}}}, "heads plan: layer 0: give keep or kv_heads, and one of them; got {}"),
+    ({"layers": {"0": {"keep": [0], "kv_heads": 1}}}, "heads plan: layer 0: give keep or kv_heads, and one of them"),
+    ({"layers": {"0": {"drop": [0]}}}, "heads plan: layer 0: give keep or kv_heads; got 'drop'"),
+    (
+        {"layers": {"0": {"keep": []}}},
+        "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got []",
+    ),
+    (
+        {"layers": {"0": {"keep": [8]}}},
+        "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got [8]",
+    ),
+    ({"layers": {"0": {"keep": [1, 1]}}}, "heads plan: layer 0: keep lists different heads"),
+    ({"layers": {"0": {"keep": [True]}}}, "heads plan: layer 0: keep lists different heads"),
+    ({"layers": {"0": {"keep": 3}}}, "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got 3"),
+    ({"layers": {"0": {"kv_heads": 3}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 3"),
+    ({"layers": {"0": {"kv_heads": 8}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 8"),
+    ({"layers": {"0": {"kv_heads": 0}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), HEADS_PLANS, ids=str)
+def test_heads_plans_that_do_not_fit(given: Any, told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan.of(SMALL, heads_plan=given)
+    assert str(caught.value).startswith(told)
+
+
+def test_layers_of_two_stacks_have_names_of_their_own() -> None:
+    model = plan.of("t5-small").model
+    after = apply_heads(
+        model, {"layers": {"encoder.0": {"keep": [0]}, "cross.5": {"keep": [1, 2]}, "0": {"keep": [3]}}}
+    )
+    found = {(layer.role, layer.index): layer.num_heads for layer in after.layers if layer.num_heads != 8}
+    assert found == {("encoder", 0): 1, ("cross", 5): 2, ("self", 0): 1}
+
+
+def test_a_heads_plan_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"layers": {"*": {"kv_heads": 1}}}')
+    assert (
+        plan.of(SMALL, heads_plan=path).planned == plan.of(SMALL, heads_plan={"layers": {"*": {"kv_heads": 1}}}).planned
+    )
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"heads plan '.*plan\.json': is no JSON"):
+        plan.of(SMALL, heads_plan=path)
+
+
+# --- the record and its pictures --------------------------------------------------------------------------------------
+
+
+def test_the_record_is_frozen_and_goes_to_json() -> None:
+    found = plan.of("gemma-3-1b", bandwidth="1TB/s", flops="100TF", heads_plan={"layers": {"*": {"keep": [0, 2]}}})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.batch = 2  # type: ignore[misc]
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert told["contexts"][1]["cache_bytes"] == found.contexts[1].cache_bytes
+    assert told["planned"]["parameters"]["attention"] < told["parameters"]["attention"]
+    assert len(told["layers"]) == 26 and told["layers"][5]["window"] is None and told["layers"][4]["window"] == 512
+    assert told["contexts"][0]["floors"][0]["binds"] == "weights"
+    assert set(told["parameters"]) == {"attention", "mlp", "norm", "embedding", "head", "total"}
+
+
+def test_what_is_printed() -> None:
+    found = str(plan.of("deepseek-v3", context=8192, bandwidth="3.35TB/s", flops="990TF"))
+    for told in ("70,272 B", "MLA", "W_Q", "W_DKV", "671,026,404,352", "7,808 (layers x heads)", "bound by", "exact:"):
+        assert told in found
+    small = str(plan.of({**SMALL, "[bold]x[/bold]": 1}, context=10))
+    assert "[bold]x[/bold]" in small and "not counted or not known" in small
+    encoder = str(plan.of("bert-base", context=512))
+    assert "none: it reads a whole text at once" in encoder and "cache against" not in encoder
+
+
+def test_the_bars_are_in_proportion() -> None:
+    lines = str(plan.of("mistral-7b", context=16384)).splitlines()
+    bars = {int(line.split()[0].replace(",", "")): line for line in lines if re.match(r" +[\d,]+  #", line)}
+    assert list(bars) == [1024, 2048, 4096, 8192, 16384]
+    assert bars[16384].count("#") == bars[4096].count("#") == 12 and bars[16384].count(".") >= 36
+
+
+def test_the_svg_is_an_image_and_carries_no_script() -> None:
+    plans = [plan.of(name, context=131072) for name in ("gemma-3-27b", "llama-3-8b", "bert-base")]
+    image = ElementTree.fromstring(plan.svg(plans))
+    lines = [element for element in image.iter() if element.tag.endswith("polyline")]
+    assert len(lines) == 4 and "bert" not in plan.svg(plans)
+    held, reserved = (line.get("points", "").split()[-1] for line in (lines[1], lines[0]))
+    assert float(held.split(",")[1]) > float(reserved.split(",")[1])  # lower on the page
+    for page in (plans[0]._repr_html_(), plans[2]._repr_html_()):
+        assert "<script" not in page and "<pre>" in page
+    with pytest.raises(ValueError, match="an encoder keeps no cache, so there is nothing to draw"):
+        plan.svg(plans[2:])
+
+
+def test_units() -> None:
+    assert units.rate("3.35TB/s", "bandwidth") == 3.35e12 and units.rate(5, "flops") == 5.0
+    assert units.rate("312 TFLOPS", "flops") == 312e12 and units.rate("1.5e12", "bandwidth") == 1.5e12
+    assert units.contexts("1,2k, 3") == (1, 2048, 3)
+    for wrong in ("", "1,", "-1", "1.5", "1e3", "x" * 100, "9" * 16):
+        with pytest.raises(ValueError, match="context is whole numbers separated by commas"):
+            units.contexts(wrong)
+    assert [units.show_bytes(n) for n in (0, 1023, 1024, 10 * 2**20, 2**80)] == [
+        "0 B",
+        "1,023 B",
+        "1 KiB",
+        "10 MiB",
+        "1,048,576 EiB",
+    ]
+
+
+def test_planning_imports_neither_torch_nor_transformers() -> None:
+    code = "from headwise import plan; str(plan.of('llama-3-8b')); import sys; "
+    code += "print([name for name in ('torch', 'transformers', 'numpy', 'huggingface_hub') if name in sys.modules])"
+    source = str(Path(headwise.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r}); {code}"], capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n", done.stderr
+    assert "torch" in sys.modules and torch  # here it is there, so the check above can fail
