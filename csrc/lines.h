@@ -16,6 +16,7 @@ constexpr int kLineRows = W < 16 ? 4 : 8;  // the most rows this kernel takes: W
 // Elements of a row as two vectors of floats, from 2 W elements; and where element i of these goes.
 struct ReadFloat {
   using T = float;
+  static constexpr bool kPairs = false;  // whether values are multiplied as pairs of keys
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
   HW_INLINE int64_t place(int64_t i) { return i; }
   // Keys and queries, and their product.
@@ -29,14 +30,12 @@ struct ReadHalf : ReadFloat {
   HW_INLINE void load2(const uint16_t* p, F& a, F& b) { a = load_f16(p), b = load_f16(p + W); }
   HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
 };
-struct ReadBfloat : ReadFloat {  // even elements, then odd ones
+struct ReadBfloat : ReadFloat {
   using T = uint16_t;
-  HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }
-  HW_INLINE int64_t place(int64_t i) {
-    const int64_t in = i % (2 * W);
-    return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
-  }
+  HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }  // even elements, then odd ones
 #if HW_BF16  // pairs are multiplied as they are
+  static constexpr bool kPairs = true;
+  HW_INLINE int64_t place(int64_t i) { return i / (2 * W) * (2 * W) + place_of_pair(static_cast<int>(i % (2 * W))); }
   HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
   HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) { a = load(q + i / 2); }
   HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_pairs(acc, qa, ka); }
@@ -46,6 +45,10 @@ struct ReadBfloat : ReadFloat {  // even elements, then odd ones
     reinterpret_cast<uint16_t*>(q)[i] = static_cast<uint16_t>(bits >> 16);  // exact: x was a bfloat16
   }
 #else
+  HW_INLINE int64_t place(int64_t i) {
+    const int64_t in = i % (2 * W);
+    return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
+  }
   HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
   HW_INLINE void put_query(float* q, int64_t i, float x) { q[place(i)] = x; }
 #endif
@@ -66,7 +69,7 @@ struct LineScratch {
     sums = arena.take<float>(kLineRows * wide);
     scores = arena.take<float>(kLineRows * kLineTile);
     key_copy = arena.take<char>(kLineTile * deep * 4), value_copy = arena.take<char>(kLineTile * wide * 4);
-    line = arena.take<float>(wide);
+    line = arena.take<float>(most(deep, wide));
     rows = arena.take<Rows>(1);
   }
 };
@@ -117,7 +120,25 @@ static inline void mix(const float* HW_RESTRICT weights, int n, const typename R
     HW_UNROLL
     for (int x = 0; x < 2 * X; ++x) acc[r][x] = zero();
   }
-  for (int j = 0; j < n; ++j) {
+#if HW_BF16
+  for (int j = 0; Read::kPairs && j < n; j += 2) {  // the weight beyond the last key is 0
+    const auto* first = reinterpret_cast<const uint16_t*>(value) + j * stride;
+    const uint16_t* second = j + 1 < n ? first + stride : first;
+    HW_UNROLL
+    for (int x = 0; x < X; ++x) {
+      F a, b;
+      load_pairs(first + x * 2 * W, second + x * 2 * W, a, b);
+      prefetch(first + x * 2 * W, ahead), prefetch(second + x * 2 * W, ahead);
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const F w = set1(weights[r * kLineTile + j]);
+        acc[r][2 * x] = dot_pairs(acc[r][2 * x], w, a);
+        acc[r][2 * x + 1] = dot_pairs(acc[r][2 * x + 1], w, b);
+      }
+    }
+  }
+#endif
+  for (int j = 0; !Read::kPairs && j < n; ++j) {
     HW_UNROLL
     for (int x = 0; x < X; ++x) {
       F a, b;
@@ -253,6 +274,9 @@ static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int6
     }
     softmax_lines<R>(s.scores, n, c, s.top, s.total, s.alpha);
     if (p.dropout > 0.0f) drop_tile<kLineTile, 1>(p, b, rows, j0, n, s.scores);
+#if HW_BF16
+    for (int i = 0; Read::kPairs && i < R * kLineTile; i += W) pair_neighbours(s.scores + i);
+#endif
     const RowsOf value = line_rows(p.value, b, kv_head, j0, n, p.V, &bad, s.value_copy);
     const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
     const int64_t ahead = kLineTile * value.stride * static_cast<int64_t>(sizeof(*v));
@@ -283,9 +307,8 @@ static void run_lines(const Problem& p, const Plan& plan, int64_t group, int64_t
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
     rows.bad[r] = !row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
     if (rows.bad[r]) continue;
-    for (int64_t d = 0; d < p.D; ++d) {
-      Read::put_query(s.query, r * deep + d, element(row, p.query.dtype, d * p.query.stride[3]));
-    }
+    copy_floats(s.line, row, p.query.dtype, p.query.stride[3], p.D, deep);
+    for (int64_t d = 0; d < deep; ++d) Read::put_query(s.query, r * deep + d, s.line[d]);
   }
   const int64_t from = most(rows.lo_min, split * plan.keys_per_split);
   const int64_t to = least(rows.hi_max, (split + 1) * plan.keys_per_split);

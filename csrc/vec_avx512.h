@@ -148,6 +148,19 @@ HW_INLINE void store_pairs(uint32_t* p, F first, F second) {
   const __m512i hi = _mm512_add_epi32(_mm512_castps_si512(second), half);
   _mm512_storeu_si512(p, _mm512_ternarylogic_epi32(high, hi, lo, 0xEA));  // (high & hi) | lo
 }
+// Pairs of neighbours of W floats >= 0, rounded half up, in the even places.
+HW_INLINE void pair_neighbours(float* x) {
+  const __m512i up = _mm512_add_epi32(_mm512_loadu_si512(x), _mm512_set1_epi32(0x8000));
+  const __m512i low = _mm512_srli_epi32(up, 16), high = _mm512_srli_epi64(up, 32);
+  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  _mm512_storeu_si512(x, _mm512_ternarylogic_epi32(mask, high, low, 0xEA));  // (mask & high) | low
+}
+// Pairs of two rows of 2 W bfloat16; `place_of_pair` says which lane of the two results has element i.
+HW_INLINE void load_pairs(const uint16_t* first, const uint16_t* second, F& a, F& b) {
+  const __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
+  a = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y)), b = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
+}
+HW_INLINE int place_of_pair(int i) { return i % 8 / 4 * 16 + i / 8 * 4 + i % 4; }
 // W pairs of two rows of bfloat16.
 HW_INLINE void interleave(uint32_t* p, const uint16_t* first, const uint16_t* second) {
   const __m512i lo = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
