@@ -6,18 +6,23 @@ import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headwise.plan import costs
 from headwise.plan.fields import architectures
+from headwise.plan.model import Model
 
+TOKENS, BATCH, FLOAT32 = 13, 2, 4
+KEEPS_ALL = "gpt_neo"  # transformers keeps the whole context of its local layers, as its note says
 IDS: dict[str, int] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
 ROUTING: dict[str, int] = dict(n_group=1, topk_group=1)  # which experts a token may choose from, not how many
 SINGLE = [name for name, about in architectures().items() if "text" not in about]
-CAUSAL = [name for name in SINGLE if architectures()[name].get("stack") is None]
+CACHED = [name for name in SINGLE if architectures()[name].get("stack") != "encoder"]
 
 
 def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict[str, Any]:
@@ -209,3 +214,49 @@ def static_cache_bytes(name: str, config: Any, model: Any, tokens: int) -> int:
     with torch.no_grad():
         model(**inputs_of(name, config, 3), past_key_values=cache, use_cache=True)
     return bytes_held(cache)
+
+
+# --- ours against theirs ----------------------------------------------------------------------------------------------
+
+
+def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[int, int]:
+    """FLOPs of reading `TOKENS` tokens without a mask's savings, as planned and as counted."""
+    last_only = "logits_to_keep" in inspect.signature(real.forward).parameters and not ours.is_encoder
+    inputs = inputs_of(name, config, TOKENS, batch=BATCH)
+    with counted() as seen:
+        real(**inputs, **({"logits_to_keep": 1} if last_only else {}))
+    cost = costs.prefill(ours, TOKENS, batch=BATCH)
+    head = sum(part.macs for part in ours.others if part.name == "lm_head")
+    all_logits = 0 if last_only or ours.is_encoder else 2 * BATCH * (TOKENS - 1) * head
+    return cost.projections + cost.dense + cost.rest + all_logits, seen.flops
+
+
+def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int, int]:
+    """FLOPs of one token on top of a cache, as planned and as counted."""
+    with torch.no_grad():
+        first = real(**inputs_of(name, config, TOKENS - 1, batch=BATCH, source=TOKENS), use_cache=True)
+    inputs = inputs_of(name, config, 1, batch=BATCH)
+    if "decoder_input_ids" in inputs:
+        memory = (first.encoder_last_hidden_state,)
+        inputs = {"encoder_outputs": memory, "decoder_input_ids": inputs["decoder_input_ids"]}
+    with counted() as seen:
+        real(**inputs, past_key_values=first.past_key_values, use_cache=True)
+    cost = costs.decode(ours, TOKENS, batch=BATCH, absorbed=False)
+    return 0 if cost is None else cost.total, seen.flops
+
+
+def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tuple[int, int]]:
+    """Bytes as planned and as held: by growing caches of two lengths, then by a fixed one where there is one stack.
+
+    Between two steps a growing cache keeps one token less than a window holds during a step.
+    """
+    windowed = name != KEEPS_ALL
+    between = ours.with_layers(tuple(replace(layer, window=layer.window and layer.window - 1) for layer in ours.layers))
+    found = []
+    for tokens in (3, TOKENS):
+        planned = costs.cache_bytes(between, tokens, FLOAT32, windowed=windowed)
+        found.append((planned, dynamic_cache_bytes(name, config, real, tokens)))
+    if architectures()[name].get("stack") != "pair":
+        planned = costs.cache_bytes(ours, TOKENS, FLOAT32, windowed=windowed)
+        found.append((planned, static_cache_bytes(name, config, real, TOKENS)))
+    return found

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-import inspect
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from plan_models import (
+    CACHED,
+    FLOAT32,
+    KEEPS_ALL,
     SINGLE,
+    TOKENS,
     build,
+    compared_caches,
+    compared_decode,
+    compared_prefill,
     config_of,
     counted,
     dynamic_cache_bytes,
-    inputs_of,
     random_config,
-    static_cache_bytes,
 )
 
 from headwise.plan import costs
-from headwise.plan.fields import architectures
 from headwise.plan.layer import AttentionLayer, Latent
 from headwise.plan.model import Model, model_of
 
 pytestmark = pytest.mark.unchecked
-TOKENS, BATCH, FLOAT32 = 13, 2, 4
-CACHED = [name for name in SINGLE if architectures()[name].get("stack") != "encoder"]
-KEEPS_ALL = "gpt_neo"  # its note says so: transformers keeps the whole context of its local layers
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models of a few hundred weights only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny(name: str, seed: int = 0) -> tuple[Model, Any, Any]:
@@ -41,25 +51,11 @@ def tiny(name: str, seed: int = 0) -> tuple[Model, Any, Any]:
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
-def between_steps(model: Model) -> Model:
-    """transformers' growing cache drops one token more between two steps than a window holds during one."""
-    layers = tuple(replace(layer, window=layer.window and layer.window - 1) for layer in model.layers)
-    return model.with_layers(layers)
-
-
 @pytest.mark.parametrize("name", CACHED)
-def test_cache_bytes_are_those_transformers_holds(name: str) -> None:
-    model, config, real = tiny(name)
-    for tokens in (3, TOKENS):
-        ours = costs.cache_bytes(between_steps(model), tokens, FLOAT32, windowed=name != KEEPS_ALL)
-        assert ours == dynamic_cache_bytes(name, config, real, tokens)
-
-
-@pytest.mark.parametrize("name", [name for name in CACHED if architectures()[name].get("stack") != "pair"])
-def test_cache_bytes_are_those_transformers_sets_aside(name: str) -> None:
-    model, config, real = tiny(name, seed=1)
-    ours = costs.cache_bytes(model, TOKENS, FLOAT32, windowed=name != KEEPS_ALL)
-    assert ours == static_cache_bytes(name, config, real, TOKENS)
+def test_cache_bytes_are_those_transformers_holds_and_sets_aside(name: str) -> None:
+    for seed in (0, 1):
+        for ours, theirs in compared_caches(name, *tiny(name, seed)):
+            assert ours == theirs
 
 
 def test_windows_and_latents_are_among_what_was_measured() -> None:
@@ -80,41 +76,23 @@ def test_a_cache_that_ignores_windows_would_be_seen() -> None:
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_prefill_is_the_matrix_products_that_run(name: str) -> None:
-    model, config, real = tiny(name)
-    last_only = "logits_to_keep" in inspect.signature(real.forward).parameters and not model.is_encoder
-    with counted() as seen:
-        real(**inputs_of(name, config, TOKENS, batch=BATCH), **({"logits_to_keep": 1} if last_only else {}))
-    ours = costs.prefill(model, TOKENS, batch=BATCH)
-    all_logits = 0 if last_only or model.is_encoder else 2 * BATCH * (TOKENS - 1) * head_macs(model)
-    assert ours.projections + ours.dense + ours.rest + all_logits == seen.flops
-
-
-def head_macs(model: Model) -> int:
-    return sum(part.macs for part in model.others if part.name == "lm_head")
+    ours, theirs = compared_prefill(name, *tiny(name))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("name", [name for name in CACHED if name != KEEPS_ALL])
 def test_a_decoded_token_is_the_matrix_products_that_run(name: str) -> None:
-    model, config, real = tiny(name, seed=2)
-    with torch.no_grad():
-        first = real(**inputs_of(name, config, TOKENS - 1, batch=BATCH, source=TOKENS), use_cache=True)
-    inputs = inputs_of(name, config, 1, batch=BATCH)
-    if "decoder_input_ids" in inputs:
-        memory = (first.encoder_last_hidden_state,)
-        inputs = {"encoder_outputs": memory, "decoder_input_ids": inputs["decoder_input_ids"]}
-    with counted() as seen:
-        real(**inputs, past_key_values=first.past_key_values, use_cache=True)
-    ours = costs.decode(model, TOKENS, batch=BATCH, absorbed=False)
-    assert ours is not None and ours.total == seen.flops
+    ours, theirs = compared_decode(name, *tiny(name, seed=2))
+    assert ours == theirs
 
 
 def test_a_forgotten_product_would_be_seen() -> None:
     """Planted: the weighted sum of values left out."""
     model, config, real = tiny("llama")
-    with counted() as seen:
-        real(**inputs_of("llama", config, TOKENS, batch=BATCH), logits_to_keep=1)
     without = model.with_layers(tuple(replace(layer, value_dim=0) for layer in model.layers))
-    assert costs.prefill(without, TOKENS, batch=BATCH).total < seen.flops
+    for compared in (compared_prefill, compared_decode):
+        ours, theirs = compared("llama", without, config, real)
+        assert ours < theirs
 
 
 def test_latent_attention_on_the_cached_vectors() -> None:

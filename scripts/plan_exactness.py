@@ -1,0 +1,102 @@
+"""Proves the planner exact: every architecture it knows against transformers, on hundreds of random configs each.
+
+    .venv/bin/python scripts/plan_exactness.py --configs 300 --runs 20 [ARCHITECTURE ...]
+
+For each config the parameters of the model that transformers builds on the meta device, with its head and without. For
+the first few (`--runs`) the model is run: its caches are measured, growing and fixed, and its matrix products counted,
+for a prefill and for one decoded token. Prints the table of docs/plan.md; exit code 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from plan_models import (  # noqa: E402
+    KEEPS_ALL,
+    SINGLE,
+    build,
+    compared_caches,
+    compared_decode,
+    compared_prefill,
+    config_of,
+    parameters_of,
+    random_config,
+)
+
+from headwise.plan.fields import architectures  # noqa: E402
+from headwise.plan.model import model_of  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("architectures", nargs="*", default=SINGLE)
+    parser.add_argument("--configs", type=int, default=300)
+    parser.add_argument("--runs", type=int, default=20)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    print(
+        "| model_type | config class | parameters | cache | prefill FLOPs | decode FLOPs |\n|---|---|---|---|---|---|"
+    )
+    start, wrong, configs = time.perf_counter(), 0, 0
+    for name in given.architectures:
+        right = parameters_right(name, given.configs)
+        ran = runs_right(name, given.runs)
+        cells = [f"{right} of {given.configs}", *(told(ran, what) for what in ("cache", "prefill", "decode"))]
+        wrong += given.configs - right + sum(n for what, n in ran.items() if what.endswith("wrong"))
+        configs += given.configs
+        print(f"| {name} | {architectures()[name]['classes']['config']} | {' | '.join(cells)} |", flush=True)
+    seconds = time.perf_counter() - start
+    print(f"\n{len(given.architectures)} architectures, {configs} configs, {wrong} wrong, {seconds:.0f} s")
+    return 1 if wrong else 0
+
+
+def parameters_right(name: str, count: int) -> int:
+    """How many of the configs have equal parameters, with the head or (every fifth) without."""
+    right = 0
+    for seed in range(count):
+        fields, head = random_config(name, random.Random(seed)), seed % 5 > 0
+        bare = {} if head else {"architectures": [architectures()[name]["classes"]["base"]]}
+        ours = model_of({**fields, **bare, "model_type": name}).total_parameters()
+        right += ours == parameters_of(name, config_of(name, fields), head=head)
+    return right
+
+
+def runs_right(name: str, count: int) -> Counter[str]:
+    """Counts of what was right and wrong on models that were run."""
+    seen: Counter[str] = Counter()
+    for seed in range(count):
+        fields = random_config(name, random.Random(1000 + seed), runs=True)
+        config = config_of(name, fields)
+        real = build(name, config, device="cpu")
+        ours = model_of({**fields, "model_type": name})
+        checks = {"prefill": [compared_prefill(name, ours, config, real)]}
+        if not ours.is_encoder:
+            checks["cache"] = compared_caches(name, ours, config, real)
+            if name != KEEPS_ALL:
+                checks["decode"] = [compared_decode(name, ours, config, real)]
+        for what, pairs in checks.items():
+            seen[what if all(planned == held for planned, held in pairs) else f"{what} wrong"] += 1
+    return seen
+
+
+def told(ran: Counter[str], what: str) -> str:
+    total = ran[what] + ran[f"{what} wrong"]
+    return f"{ran[what]} of {total}" if total else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
