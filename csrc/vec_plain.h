@@ -14,88 +14,90 @@ constexpr int W = 4;         // float lanes of a vector
 constexpr int kVectors = 2;  // of query rows in a micro-kernel: 2 x 4 accumulators, 2 of Q, 1 broadcast of 16 registers
 constexpr int kUnroll = 4;   // keys (or columns of V) in a micro-kernel
 
-struct F {
-  float x[W];
+#if defined(__GNUC__)  // vectors of the language, which become the machine's whatever it is
+typedef float F __attribute__((vector_size(16)));
+typedef int32_t M __attribute__((vector_size(16)));
+HW_INLINE F set1(float x) { return F{x, x, x, x}; }
+HW_INLINE M not_less(F x, F y) { return ~(x < y); }  // NaN gives true
+HW_INLINE F select(M m, F yes, F no) { return m ? yes : no; }
+HW_INLINE M whole(F x) { return __builtin_convertvector(x, M); }
+HW_INLINE F as_floats(M x) { return (F)x; }
+#else
+template <class T>
+struct Lanes {
+  T x[W];
+  T& operator[](int i) { return x[i]; }
+  const T& operator[](int i) const { return x[i]; }
 };
-struct M {
-  bool x[W];
-};
+using F = Lanes<float>;
+using M = Lanes<int32_t>;  // of a mask: 0 or -1
+template <class To, class Op>
+HW_INLINE To each_of(Op op) {
+  To out;
+  for (int i = 0; i < W; ++i) out[i] = op(i);
+  return out;
+}
+// clang-format off
+HW_INLINE F operator+(F a, F b) { return each_of<F>([&](int i) { return a[i] + b[i]; }); }
+HW_INLINE F operator-(F a, F b) { return each_of<F>([&](int i) { return a[i] - b[i]; }); }
+HW_INLINE F operator*(F a, F b) { return each_of<F>([&](int i) { return a[i] * b[i]; }); }
+HW_INLINE F operator/(F a, F b) { return each_of<F>([&](int i) { return a[i] / b[i]; }); }
+HW_INLINE M operator+(M a, M b) { return each_of<M>([&](int i) { return a[i] + b[i]; }); }
+HW_INLINE M operator<<(M a, int n) { return each_of<M>([&](int i) { return a[i] << n; }); }
+HW_INLINE F set1(float x) { return each_of<F>([&](int) { return x; }); }
+HW_INLINE M not_less(F x, F y) { return each_of<M>([&](int i) { return x[i] < y[i] ? 0 : -1; }); }
+HW_INLINE F select(M m, F yes, F no) { return each_of<F>([&](int i) { return m[i] != 0 ? yes[i] : no[i]; }); }
+HW_INLINE M whole(F x) { return each_of<M>([&](int i) { return static_cast<int32_t>(x[i]); }); }
+HW_INLINE F as_floats(M x) { F out; memcpy(&out, &x, sizeof(out)); return out; }
+// clang-format on
+#endif
 
 template <class Op>
 HW_INLINE F each(Op op) {
-  F out;
+  F out = set1(0.0f);
   HW_UNROLL
-  for (int i = 0; i < W; ++i) out.x[i] = op(i);
+  for (int i = 0; i < W; ++i) out[i] = op(i);
   return out;
 }
 
-HW_INLINE F set1(float x) {
-  return each([&](int) { return x; });
-}
 HW_INLINE F zero() { return set1(0.0f); }
 HW_INLINE F load(const float* p) {
   F out;
-  memcpy(out.x, p, sizeof(out.x));
+  memcpy(&out, p, sizeof(out));
   return out;
 }
-HW_INLINE void store(float* p, F x) { memcpy(p, x.x, sizeof(x.x)); }
-HW_INLINE F add(F a, F b) {
-  return each([&](int i) { return a.x[i] + b.x[i]; });
-}
-HW_INLINE F sub(F a, F b) {
-  return each([&](int i) { return a.x[i] - b.x[i]; });
-}
-HW_INLINE F mul(F a, F b) {
-  return each([&](int i) { return a.x[i] * b.x[i]; });
-}
-HW_INLINE F div(F a, F b) {
-  return each([&](int i) { return a.x[i] / b.x[i]; });
-}
-HW_INLINE F fma(F a, F b, F c) {
-  return each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; });
-}
-HW_INLINE float floor_of(float x) {  // |x| < 2^22: the sum drops the fraction
-  const float near = (x + 12582912.0f) - 12582912.0f;
-  return near > x ? near - 1.0f : near;
-}
+HW_INLINE void store(float* p, F x) { memcpy(p, &x, sizeof(x)); }
+HW_INLINE F add(F a, F b) { return a + b; }
+HW_INLINE F sub(F a, F b) { return a - b; }
+HW_INLINE F mul(F a, F b) { return a * b; }
+HW_INLINE F div(F a, F b) { return a / b; }
+HW_INLINE F fma(F a, F b, F c) { return a * b + c; }
 // b where either is NaN.
-HW_INLINE F max(F a, F b) {
-  return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; });
+HW_INLINE F max(F a, F b) { return select(not_less(b, a), b, a); }
+// The greatest whole number below, for |x| < 2^22: the sum drops the fraction.
+HW_INLINE F floor_of(F x) {
+  const F near = (x + set1(12582912.0f)) - set1(12582912.0f);
+  return select(not_less(x, near), near, near - set1(1.0f));
 }
 // x - floor(x).
-HW_INLINE F fraction(F x) {
-  return each([&](int i) { return x.x[i] - floor_of(x.x[i]); });
-}
+HW_INLINE F fraction(F x) { return x - floor_of(x); }
 HW_INLINE F abs(F x) {
-  return each([&](int i) { return fabsf(x.x[i]); });
+  return each([&](int i) { return fabsf(x[i]); });
 }
 HW_INLINE F with_sign(F magnitude, F sign) {
-  return each([&](int i) { return copysignf(magnitude.x[i], sign.x[i]); });
+  return each([&](int i) { return copysignf(magnitude[i], sign[i]); });
 }
-// True where x < y is not so: NaN gives true.
-HW_INLINE M not_less(F x, F y) {
-  M out;
-  HW_UNROLL
-  for (int i = 0; i < W; ++i) out.x[i] = !(x.x[i] < y.x[i]);
-  return out;
-}
-HW_INLINE F select(M m, F yes, F no) {
-  return each([&](int i) { return m.x[i] ? yes.x[i] : no.x[i]; });
-}
-// x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x.
+// x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x. t is at most 0, give or take, or NaN, as x is then.
 HW_INLINE F scale2(F x, F t) {
-  return each([&](int i) {
-    if (t.x[i] < -126.0f) return 0.0f;
-    const float whole = t.x[i] < 127.0f ? floor_of(t.x[i]) : 127.0f;  // NaN comes from x
-    const uint32_t bits = static_cast<uint32_t>(static_cast<int32_t>(whole) + 127) << 23;
-    float factor;
-    memcpy(&factor, &bits, sizeof(factor));
-    return x.x[i] * factor;
-  });
+  const F lowest = set1(-126.0f), highest = set1(126.0f);
+  const M keep = not_less(t, lowest);
+  const F inside = select(not_less(t, highest), highest, select(keep, t, lowest));  // a number, for the conversion
+  const M bias = {127, 127, 127, 127};
+  return select(keep, x * as_floats((whole(floor_of(inside)) + bias) << 23), zero());
 }
-HW_INLINE float reduce_add(F x) { return (x.x[0] + x.x[2]) + (x.x[1] + x.x[3]); }
+HW_INLINE float reduce_add(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 HW_INLINE float reduce_max(F x) {
-  const float a = x.x[0] > x.x[2] ? x.x[0] : x.x[2], b = x.x[1] > x.x[3] ? x.x[1] : x.x[3];
+  const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
   return a > b ? a : b;
 }
 
@@ -137,10 +139,10 @@ HW_INLINE F load_f16(const uint16_t* p) {
   return each([&](int i) { return half_to_float(p[i]); });
 }
 HW_INLINE void store_f16(uint16_t* p, F x) {
-  for (int i = 0; i < W; ++i) p[i] = float_to_half(x.x[i]);
+  for (int i = 0; i < W; ++i) p[i] = float_to_half(x[i]);
 }
 HW_INLINE void store_bf16(uint16_t* p, F x) {
-  for (int i = 0; i < W; ++i) p[i] = float_to_bf16(x.x[i]);
+  for (int i = 0; i < W; ++i) p[i] = float_to_bf16(x[i]);
 }
 // Two vectors of bfloat16 at once: the elements of even and of odd place.
 HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
@@ -171,9 +173,9 @@ HW_INLINE F reduce_each(const F* x) {
 HW_INLINE void transpose(F* r) {
   for (int i = 0; i < W; ++i) {
     for (int j = i + 1; j < W; ++j) {
-      const float held = r[i].x[j];
-      r[i].x[j] = r[j].x[i];
-      r[j].x[i] = held;
+      const float held = r[i][j];
+      r[i][j] = r[j][i];
+      r[j][i] = held;
     }
   }
 }
