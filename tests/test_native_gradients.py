@@ -58,8 +58,8 @@ def test_both_means_give_the_same_gradient(name: str) -> None:
         p = problem(mask, n)._replace(scale=n.D**-0.5, sinks=torch.linspace(-1, 1, n.H))
         out, lse = torch.ops.headwise.attend_full(*p[:-2], None, *p[-2:])
         grad_out = make_qkv(n.B, n.H, 1, n.T, 1, n.V, 1, seed=3)[0]
-        by_torch = native_backward.gradients(grad_out, None, out, lse, False, p)
-        written = native_backward.gradients(grad_out, torch.zeros_like(lse), out, lse, False, p)
+        by_torch = native_backward.gradients(grad_out, None, out, lse, False, *p)
+        written = native_backward.gradients(grad_out, torch.zeros_like(lse), out, lse, False, *p)
         for x, y in zip(by_torch, written, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-5, atol=5e-6)
 

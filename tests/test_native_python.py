@@ -264,7 +264,7 @@ def test_no_mask_becomes_a_matrix() -> None:
     with largest_tensor() as seen:
         out = headwise.attention(*qkv, mask=mask)
         grads = native_backward.gradients(
-            torch.ones_like(out), None, out, torch.zeros(n.B, n.H, n.T), False, problem(mask, n)
+            torch.ones_like(out), None, out, torch.zeros(n.B, n.H, n.T), False, *problem(mask, n)
         )
     assert len(grads) == 3 and seen.numel <= n.B * n.H * native_backward.STRIP * n.S
 

@@ -52,10 +52,13 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """out (B, H, T, V) and, where asked for, lse (B, H, T). The gate is applied unless a gradient is needed."""
     (B, H, _, T, S), V = call.sizes, call.value.shape[3]
     ops, qkv, masks = torch.ops.headwise, (call.query, call.key, call.value), lowered(call.mask, T, S)
-    softcap, sinks = 0.0 if call.softcap is None else call.softcap, None if call.sinks is None else call.sinks.float()
+    softcap = 0.0 if call.softcap is None else call.softcap
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
     dropout, seed = (call.dropout, torch.randint(1 << 62, (1,), device="cpu")) if call.dropout > 0 else (0.0, None)
     if call.needs_grad:
-        out, lse = ops.attend_train(*qkv, call.scale, softcap, sinks, *masks, dropout, seed)
+        # The operator is for those who trace: its way through the dispatcher costs as much as a small backward.
+        attend_train = ops.attend_train if torch.compiler.is_compiling() else native_library.attend_train
+        out, lse = attend_train(*qkv, call.scale, softcap, sinks, *masks, dropout, seed)
     else:
         gate = None if call.gate is None else call.gate.expand(B, H, T, V)
         out, lse = ops.attend_full(*qkv, call.scale, softcap, sinks, *masks, gate, dropout, seed)
@@ -136,7 +139,7 @@ def _in_full(
     (B, H, T, _), (_, _, S, V) = query.shape, value.shape
     if sinks is not None:
         check_options(query, scale, softcap, sinks, 0.0)
-        sinks = sinks.float()
+        sinks = sinks.float().contiguous()
     if gate is not None:
         gate = check_gate(gate, (B, H, T, V), query.device).expand(B, H, T, V)
     masks = lowered(mask, T, S)

@@ -6,7 +6,7 @@ time; everywhere else the gradient is written out in plain torch ops, block by b
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,14 +64,13 @@ def _pairs(tensors: list[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
 # -- by torch's fused kernel -------------------------------------------------------------------------------------------
 
 
-def by_torch(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+def by_torch(p: Problem, mask: Mask | None, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
     """The gradients of query, key and value where there is no softcap and no dropout, from `out` alone.
 
     Sinks need no word: they are in the lse. Rows that attend nothing come with grad_out 0 and lse inf.
     """
     (T, D), (S, V) = p.query.shape[2:], p.value.shape[2:]
     query, key, value, out, grad_out = (_wide(x, max(D, V)) for x in (p.query, p.key, p.value, out, grad_out))
-    mask = p.mask
 
     def some(rows: slice, mask_rows: slice) -> tuple[slice, tuple[Tensor, Tensor, Tensor]]:
         cols, allowed, added = strip_of(mask, mask_rows, T, S, query.device)
@@ -94,7 +93,7 @@ def by_torch(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> list[Ten
             grad_k[:, :, cols] += its_k
             grad_v[:, :, cols] += its_v
         grads = grad_q, grad_k, grad_v
-    return [grads[0][..., :D], grads[1][..., :D], grads[2][..., :V]]
+    return [x if x.shape[-1] == n else x[..., :n] for x, n in zip(grads, (D, D, V), strict=True)]
 
 
 def _wide(x: Tensor, width: int) -> Tensor:
@@ -130,20 +129,19 @@ def _torchs(
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
-    return grads[0][:, :, :R], grads[1], grads[2]
+    return grads[0][:, :, :R] if lacking else grads[0], grads[1], grads[2]
 
 
 # -- written out -------------------------------------------------------------------------------------------------------
 
 
-def written_out(p: Problem, grad_out: Tensor, grad_lse: Tensor | None, biases: bool) -> list[Tensor]:
+def written_out(p: Problem, mask: Mask | None, grad_out: Tensor, grad_lse: Tensor | None, biases: bool) -> list[Tensor]:
     """The gradients of `leaves_of` the problem, by the formula and for every argument; it has a gradient itself.
 
     With weights P and dP = dO V^T, the scores get P * (dP - delta), where delta = sum(P * dP) - dlse.
     """
     (B, H, T, _), (K, S) = p.query.shape, p.key.shape[1:3]
-    mask, grad_out = p.mask, grad_out.float()
-    key, value = p.key.float(), p.value.float()
+    grad_out, key, value = grad_out.float(), p.key.float(), p.value.float()
     grads_q, grads_sinks = [], []
     grad_k, grad_v = torch.zeros_like(key), torch.zeros_like(value)
     learned = _Learned(p) if biases else None
@@ -178,7 +176,7 @@ def written_out(p: Problem, grad_out: Tensor, grad_lse: Tensor | None, biases: b
 
 def _of_sinks(sinks: Tensor, lse_BHR: Tensor, delta_BHR: Tensor) -> Tensor:
     """(H,): a sink is one more key, without a value; nothing where a row attends nothing."""
-    weights_BHR = torch.exp(sinks[:, None] - lse_BHR).masked_fill(lse_BHR == -torch.inf, 0.0)
+    weights_BHR = torch.exp(sinks[:, None] - lse_BHR).masked_fill(lse_BHR.isinf(), 0.0)
     return -(weights_BHR * delta_BHR).sum((0, 2))
 
 
@@ -213,16 +211,20 @@ class _Learned:
 
 
 def gradients(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, biases: bool, p: Problem
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, biases: bool, *args: Any
 ) -> list[Tensor]:
-    """The gradients of `leaves_of` the problem, in their dtypes."""
-    empty = lse == -torch.inf  # nothing comes back from a row that attends nothing, whatever comes in
-    grad_out = grad_out.masked_fill(empty[..., None], 0.0)
-    grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
+    """The gradients of `leaves_of` the problem that `args` are, in their dtypes."""
+    p = Problem(*args)
+    mask = p.mask
+    if not (mask is None or mask.is_top_left):
+        empty = lse == -torch.inf  # nothing comes back from a row that attends nothing, whatever comes in
+        grad_out, lse = grad_out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, torch.inf)
+        grad_lse = None if grad_lse is None else grad_lse.masked_fill(empty, 0.0)
     if p.softcap > 0 or p.dropout > 0 or grad_lse is not None or biases or torch.is_grad_enabled():
-        grads = written_out(p, grad_out, grad_lse, biases)
+        with torch.autocast("cpu", enabled=False):  # it computes in float32, also where autocast is on
+            grads = written_out(p, mask, grad_out, grad_lse, biases)
     else:
-        grads = by_torch(p, grad_out, out, lse.masked_fill(empty, torch.inf))
+        grads = by_torch(p, mask, grad_out, out, lse)
         if p.sinks is not None:
             grads.append(_of_sinks(p.sinks, lse, (grad_out.float() * out.float()).sum(-1)))
     return [grad.to(x.dtype) for grad, x in zip(grads, leaves_of(p, biases), strict=True)]

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -80,7 +80,8 @@ def _register() -> None:
     given = "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool biases"
     _fragment.define(f"attend_train({ARGUMENTS}) -> (Tensor, Tensor)")
     _fragment.define(f"attend_backward({given}, {ARGUMENTS}) -> Tensor[]")
-    _fragment.impl("attend_train", _attend_train, "CPU")
+    _fragment.impl("attend_train", attend_train, "CPU")
+    _fragment.impl("attend_train", attend_train, "Autograd")
     _fragment.impl("attend_backward", _attend_backward, "CPU")
     fakes: dict[str, Callable[..., Any]] = {
         "attend": lambda *args: _empty_pair(*args)[0],
@@ -91,7 +92,6 @@ def _register() -> None:
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"headwise::{name}", fake, lib=_fragment)
-    torch.library.register_autograd("headwise::attend_train", _backward, setup_context=_keep, lib=_fragment)
 
 
 def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -109,51 +109,62 @@ def _empty_gradients(
     return qkv + [x.new_empty(x.shape) for x in leaves[3:]]
 
 
-def _attend_train(*args: Any) -> tuple[Tensor, Tensor]:
-    p = Problem(*args)
-    return torch.ops.headwise.attend_full(*p[:-2], None, *p[-2:])
-
-
 def _attend_backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, biases: bool, *args: Any
 ) -> list[Tensor]:
-    p = Problem(*args)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        grads = gradients(grad_out, grad_lse, out, lse, biases, p)
+    with torch.no_grad():
+        grads = gradients(grad_out, grad_lse, out, lse, biases, *args)
         qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads[:3]]
         return qkv + [x.contiguous() for x in grads[3:]]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep for the backward what it needs: everything."""
-    p = Problem(*inputs)
-    lists = [x or [] for x in (p.segments, p.dense, p.alibi)]
-    ctx.lengths = [len(x) for x in lists]
-    ctx.numbers = p.scale, p.softcap, p.low, p.high, p.dropout
-    ctx.save_for_backward(
-        *output, p.query, p.key, p.value, p.sinks, p.bounds, p.seed, *(x for given in lists for x in given)
-    )
-    ctx.set_materialize_grads(False)  # so that an lse which no loss looks at is known by its None
+class _Attend(torch.autograd.Function):
+    """`attend_full` with a gradient: its tensors one by one, for autograd looks into no list."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: _Numbers, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        p = _joined(numbers, tensors)
+        out, lse = torch.ops.headwise.attend_full.default(*p[:-2], None, *p[-2:])
+        ctx.numbers = numbers
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.set_materialize_grads(False)  # so that an lse which no loss looks at is known by its None
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        p, (n_segments, _, _) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
+        biases = any(ctx.needs_input_grad[1 + 6 + n_segments :])
+        given = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1], out, lse, biases
+        # The operator is for tracers; and a gradient of the gradient only the plain torch ops have.
+        plain = torch.is_grad_enabled() or type(out) is Tensor
+        found = iter((gradients if plain else torch.ops.headwise.attend_backward.default)(*given, *p))
+        return (
+            None,
+            *(next(found) for _ in "qkv"),
+            None if p.sinks is None else next(found),
+            *[None] * (2 + n_segments),
+            *(next(found) if biases and x.is_floating_point() else None for x in p.dense or ()),
+            *(next(found) if biases and n % 2 == 0 else None for n in range(len(p.alibi or ()))),
+        )
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    out, lse, query, key, value, sinks, bounds, seed, *rest = ctx.saved_tensors
-    scale, softcap, low, high, dropout = ctx.numbers
-    segments, dense, alibi = ([rest.pop(0) for _ in range(length)] or None for length in ctx.lengths)
-    p = Problem(query, key, value, scale, softcap, sinks, low, high, bounds, segments, dense, alibi, dropout, seed)
-    wanted = Problem(*ctx.needs_input_grad)
-    biases = any(wanted.dense or ()) or any(wanted.alibi or ())
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    given = grad_out, grad_lse, out, lse, biases
-    # Where a gradient of the gradient will be asked, plain torch ops have one.
-    grads = iter(gradients(*given, p) if torch.is_grad_enabled() else torch.ops.headwise.attend_backward(*given, *p))
-    nothing: Any = Problem(*[None] * len(p))  # type: ignore[arg-type]
-    return nothing._replace(
-        query=next(grads),
-        key=next(grads),
-        value=next(grads),
-        sinks=None if sinks is None else next(grads),
-        segments=None if segments is None else [None] * len(segments),
-        dense=None if dense is None else [next(grads) if biases and x.is_floating_point() else None for x in dense],
-        alibi=None if alibi is None else [next(grads) if biases and n % 2 == 0 else None for n in range(len(alibi))],
-    )
+# scale, softcap, low, high, dropout; how many tensors there are of segments, dense and alibi.
+_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int]]
+
+
+def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
+    """The operator of this name, without the dispatcher."""
+    p = Problem(*args)
+    lists = [x or () for x in (p.segments, p.dense, p.alibi)]
+    lengths = tuple(len(x) for x in lists)
+    tensors = (p.query, p.key, p.value, p.sinks, p.bounds, p.seed, *(x for given in lists for x in given))
+    return _Attend.apply((p.scale, p.softcap, p.low, p.high, p.dropout, lengths), *tensors)
+
+
+def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Problem:
+    """The problem again, of what `attend_train` took apart."""
+    scale, softcap, low, high, dropout, lengths = numbers
+    query, key, value, sinks, bounds, seed, *rest = tensors
+    segments, dense, alibi = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
+    return Problem(query, key, value, scale, softcap, sinks, low, high, bounds, segments, dense, alibi, dropout, seed)
