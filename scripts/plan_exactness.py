@@ -4,7 +4,9 @@
 
 For each config the parameters of the model that transformers builds on the meta device, with its head and without. For
 the first few (`--runs`) the model is run: its caches are measured, growing and fixed, and its matrix products counted,
-for a prefill and for one decoded token. Prints the table of docs/plan.md; exit code 1 where anything differs.
+for a prefill and for one decoded token. Then fields of other architectures are added, one at a time, to see that none
+changes a model unseen, and the built-in cards are built at full size. Prints the table of docs/plan.md; exit code 1
+where anything differs.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ from plan_models import (  # noqa: E402
     config_of,
     parameters_of,
     random_config,
+    silently_wrong,
+    strange_fields,
 )
 
+from headwise import plan  # noqa: E402
 from headwise.plan.fields import architectures  # noqa: E402
 from headwise.plan.model import model_of  # noqa: E402
 
@@ -59,6 +64,12 @@ def main() -> int:
         wrong += given.configs - right + sum(n for what, n in ran.items() if what.endswith("wrong"))
         configs += given.configs
         print(f"| {name} | {architectures()[name]['classes']['config']} | {' | '.join(cells)} |", flush=True)
+    strange = sum(strange_wrong(name) for name in given.architectures)
+    cards = [name for name in plan.cards() if not card_right(name)]
+    print(
+        f"\nfields of other architectures that change a model unseen: {strange}; cards that differ: {cards or 'none'}"
+    )
+    wrong += strange + len(cards)
     seconds = time.perf_counter() - start
     print(f"\n{len(given.architectures)} architectures, {configs} configs, {wrong} wrong, {seconds:.0f} s")
     return 1 if wrong else 0
@@ -91,6 +102,20 @@ def runs_right(name: str, count: int) -> Counter[str]:
         for what, pairs in checks.items():
             seen[what if all(planned == held for planned, held in pairs) else f"{what} wrong"] += 1
     return seen
+
+
+def strange_wrong(name: str) -> int:
+    """How many fields of other architectures change the model and the plan does not say so."""
+    fields = random_config(name, random.Random(4))
+    size = parameters_of(name, config_of(name, fields))
+    return sum(silently_wrong(name, fields, more, size) for more in strange_fields(fields))
+
+
+def card_right(name: str) -> bool:
+    """Whether a card has the parameters of transformers' model of that config, at its full size."""
+    config = {key: value for key, value in plan.cards()[name]["config"].items() if key != "architectures"}
+    kind = config.pop("model_type")
+    return plan.of(name).model.total_parameters() == parameters_of(kind, config_of(kind, config))
 
 
 def told(ran: Counter[str], what: str) -> str:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise.plan import costs
 from headwise.plan.fields import architectures
-from headwise.plan.model import Model
+from headwise.plan.model import Model, model_of
 
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
 KEEPS_ALL = "gpt_neo"  # transformers keeps the whole context of its local layers, as its note says
@@ -133,6 +133,34 @@ def build(name: str, config: Any, *, head: bool = True, device: str = "meta") ->
 def parameters_of(name: str, config: Any, *, head: bool = True) -> int:
     """What transformers' model has, shared ones once."""
     return sum(parameter.numel() for parameter in build(name, config, head=head).parameters())
+
+
+def strange_fields(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Fields that count in some architecture and that this config lacks: code may look for them all the same."""
+    union: dict[str, Any] = {}
+    for about in architectures().values():
+        union = {**about.get("defaults", {}), **about.get("must", {}), **union}
+    for name, value in union.items():
+        if name not in fields and not isinstance(value, (str, list)):
+            yield from ({name: other} for other in ((True, False) if isinstance(value, bool) else (3,)))
+
+
+def silently_wrong(name: str, fields: dict[str, Any], more: dict[str, Any], size: int) -> bool:
+    """Whether fields added to a config change transformers' model, of that size, and the plan passes over it.
+
+    Fields that transformers cannot build with are no fault of the plan.
+    """
+    try:
+        theirs = parameters_of(name, config_of(name, {**fields, **more}))
+    except Exception:
+        return False
+    if theirs == size:
+        return False
+    try:
+        ours = model_of({**fields, **more, "model_type": name})
+    except ValueError:
+        return False
+    return not ours.notes and ours.total_parameters() != theirs
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

@@ -162,9 +162,7 @@ def trace(
         _console().print(found)
 
 
-@app.command(
-    "plan", epilog="Example: headwise plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"
-)
+@app.command("plan", epilog="Example: headwise plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF")
 def _plan(  # private, for a command has as many options as its users need, and no one calls it from Python
     configs: Annotated[
         list[str] | None,
@@ -177,7 +175,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
     bandwidth: Annotated[str | None, typer.Option(help="Memory speed, such as 3.35TB/s.")] = None,
     flops: Annotated[str | None, typer.Option(help="FLOPs a second, such as 990TF.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Several configs side by side.")] = False,
-    list_cards: Annotated[bool, typer.Option("--list", help="Show the built-in cards and leave.")] = False,
+    list_cards: Annotated[bool, typer.Option("--list", help="Show the cards and architectures, and leave.")] = False,
     svg: Annotated[str | None, typer.Option(help="Write the chart of cache against context here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
 ) -> None:
@@ -187,7 +185,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
     if list_cards:
         if configs or compare:
             raise typer.BadParameter("--list shows the cards; leave out the configs")
-        _show(plan.cards(), plan.card_list, as_json)
+        _show(plan.known(), plan.card_list, as_json)
         return
     if not configs:
         raise typer.BadParameter("give a config, or --list to see the cards")

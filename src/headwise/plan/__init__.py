@@ -5,7 +5,7 @@ from .config import read_config
 from .count import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
 from .record import AttentionPlan, ContextCost, of
 from .shape import AttentionShape
-from .sources import cards
+from .sources import cards, known
 from .text import card_list, side_by_side
 from .units import contexts
 
@@ -17,6 +17,7 @@ __all__ = [
     "card_list",
     "cards",
     "contexts",
+    "known",
     "kv_bytes_per_token",
     "of",
     "parameter_count",

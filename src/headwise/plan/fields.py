@@ -32,8 +32,9 @@ def everywhere() -> dict[str, Any]:
 class Fields:
     """The fields of one config, as its architecture understands them.
 
-    A size is asked for by its standard name; `names` of the architecture says what its configs call it. Both spellings
-    are read, and two that contradict one another are refused. Absent fields get the architecture's default.
+    A size is asked for by its standard name; `names` of the architecture says what its configs call it, and `aliases`
+    what transformers takes for the same. All spellings are read, and two that contradict one another are refused.
+    Absent fields get the architecture's default.
 
     Raises:
         ValueError: with one line, from every method, for a field that is not what it must be.
@@ -43,6 +44,7 @@ class Fields:
         self.config = config
         self.architecture = architecture
         self.own: dict[str, str] = architecture.get("names", {})
+        self.aliases: dict[str, str] = architecture.get("aliases", {})
         self.defaults: dict[str, Any] = architecture["defaults"]
         self._refuse_what_is_not_modelled()
 
@@ -63,11 +65,11 @@ class Fields:
 
     def raw(self, name: str) -> tuple[str, Any]:
         """The name the config uses and the value, unchecked; the default where the field is absent."""
-        names = dict.fromkeys((self.own.get(name, name), name))
-        given = {n: self.config[n] for n in names if n in self.config}
-        if len({json.dumps(value) for value in given.values()}) > 1:
-            raise ValueError(f"contradicts itself: {', '.join(f'{n} = {short(v)}' for n, v in given.items())}")
         own = self.own.get(name, name)
+        names = dict.fromkeys((own, name, *(alias for alias, field in self.aliases.items() if field == own)))
+        given = {n: self.config[n] for n in names if n in self.config}
+        if len({repr(value) for value in given.values()}) > 1:
+            raise ValueError(f"contradicts itself: {', '.join(f'{n} = {short(v)}' for n, v in given.items())}")
         called, value = next(iter(given.items()), (own, self.defaults.get(own)))
         instead = self.architecture.get("null_means", {})
         return self.raw(instead[own]) if value is None and own in instead else (called, value)
@@ -127,22 +129,10 @@ class Fields:
     def unknown(self) -> list[str]:
         """Names in the config that nothing here knows: they are told, for one of them might matter to other code."""
         about, general = self.architecture, everywhere()
-        known = {
-            *self.defaults,
-            *self.own,
-            *about.get("must", {}),
-            *about.get("must_equal", {}),
-            *about.get("neutral", ()),
-        }
-        known |= {
-            *about.get("marks", {}),
-            *general["marks"],
-            *general["must"],
-            "head_dim",
-            "layer_types",
-            "sliding_window",
-        }
-        return [name for name in self.config if name not in known and name not in general["fields"]]
+        known = {*self.defaults, *self.own, *self.aliases, "head_dim", "layer_types", "sliding_window"}
+        known.update(*(about.get(kind, ()) for kind in ("must", "must_equal", "neutral", "marks")))
+        known.update(general["must"], general["marks"], general["fields"])
+        return [name for name in self.config if name not in known]
 
     def marks(self) -> list[str]:
         """What this config has and the counts leave out, in words."""
@@ -150,7 +140,7 @@ class Fields:
         return [told for name, told in on.items() if self._is_on(name)]
 
     def _is_on(self, name: str) -> bool:
-        value = self.config.get(name)
+        _, value = self.raw(name)
         return value is False if name == "tie_word_embeddings" else bool(value)
 
 
@@ -165,6 +155,9 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
     kv_heads = heads if kv_heads is None else kv_heads
     if "one_kv_head" in fields.architecture:
         kv_heads = 1 if fields.choice("one_kv_head") else heads
+        given = fields.config.get("num_key_value_heads")
+        if given not in (None, kv_heads):
+            raise ValueError(f"contradicts itself: num_key_value_heads = {short(given)} where {kv_heads} follows")
     dim = fields.optional("head_dim")
     check_heads(width, heads, kv_heads, dim)
     if "head_dim" not in fields.defaults and dim not in (None, width // heads):

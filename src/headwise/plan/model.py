@@ -78,8 +78,8 @@ class Model:
         return replace(self, layers=layers)
 
 
-def model_of(config: Mapping[str, Any], name: str | None = None) -> Model:
-    """The model that a parsed config describes.
+def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tuple[str, ...] = ()) -> Model:
+    """The model that a parsed config describes; `left_out` is what else is known to be missing in it, for the notes.
 
     Raises:
         ValueError: in one line: an architecture that is not known, a field that is wrong, or one that changes
@@ -100,7 +100,12 @@ def model_of(config: Mapping[str, Any], name: str | None = None) -> Model:
     with_head, head_note = _head(config, about)
     layers = tuple(room.attention_layers(fields))
     others = tuple(room.other_parts(fields, with_head=with_head))
-    notes = [*fields.marks(), *([about["note"]] if "note" in about else []), *([head_note] if head_note else [])]
+    notes = [
+        *left_out,
+        *fields.marks(),
+        *([about["note"]] if "note" in about else []),
+        *([head_note] if head_note else []),
+    ]
     unknown = fields.unknown()
     if unknown:
         shown = ", ".join(short(field) for field in unknown[:5]) + (", ..." if len(unknown) > 5 else "")

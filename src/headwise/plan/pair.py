@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .build import biases, feed_forward, norm_size
+from .config import short
 from .fields import Fields, check_heads
 from .layer import AttentionLayer
 from .parts import Part, linear, table, vector
@@ -77,7 +78,10 @@ def _gated(fields: Fields) -> bool:
     words = fields.text(choice).split("-")
     if len(words) > 2 or (len(words) == 2 and words[0] != "gated"):
         raise ValueError(f"{choice} is an activation or gated-activation; got {fields.text(choice)[:40]!r}")
-    return words[0] == "gated"
+    gated = words[0] == "gated"
+    if fields.config.get("is_gated_act", gated) is not gated:
+        raise ValueError(f"contradicts itself: is_gated_act = {short(fields.config['is_gated_act'])} beside {choice}")
+    return gated
 
 
 def _audio(fields: Fields, audio: dict[str, Any], width: int) -> Iterator[Part]:

@@ -225,7 +225,7 @@ def of(
     """
     name, found, card = find_config(config)
     try:
-        model = model_of(found, name)
+        model = model_of(found, name, left_out=tuple(card.get("left_out", ())))
     except ValueError as wrong:
         raise ValueError(f"{name!r}: {wrong}") from None
     lengths = _checked((context,) if isinstance(context, int) else tuple(context), batch, kv_dtype)
@@ -238,7 +238,7 @@ def of(
         after = apply_heads(model, _heads_plan(heads_plan))
         planned = _priced(after, lengths, batch, kv_dtype, speeds)
     priced = _priced(model, lengths, batch, kv_dtype, speeds)
-    return AttentionPlan(model, batch, kv_dtype, priced.contexts, planned, card)
+    return AttentionPlan(model, batch, kv_dtype, priced.contexts, planned, card.get("note", ""))
 
 
 def _priced(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import parse, printable, short
+from .fields import architectures
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -24,8 +25,13 @@ def cards() -> dict[str, dict[str, Any]]:
     return found
 
 
-def find_config(what: Any) -> tuple[str, dict[str, Any], str]:
-    """(name, config, what the card says): of a file, a folder, a card, a name in the hub's cache, or a config itself.
+def known() -> dict[str, Any]:
+    """What can be planned without a word more: ``cards`` by name, and ``architectures``, the model_type of configs."""
+    return {"cards": cards(), "architectures": sorted(architectures())}
+
+
+def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """(name, config, the card): of a file, a folder, a card, a name in the hub's cache, or a config itself.
 
     What is on the disk comes before a card, and a card before the cache; nothing is fetched.
 
@@ -34,26 +40,26 @@ def find_config(what: Any) -> tuple[str, dict[str, Any], str]:
         TypeError: something that is neither a name nor a config.
     """
     if isinstance(what, Mapping):
-        return printable(str(what.get("model_type", "config"))), dict(what), ""
+        return printable(str(what.get("model_type", "config"))), dict(what), {}
     if not isinstance(what, str | Path):
         if not hasattr(what, "to_dict"):
             raise TypeError(
                 f"a config is a path, a name, a dict or an object with to_dict(); got {type(what).__name__}"
             )
         config = what.to_dict()
-        return printable(str(config.get("model_type", "config"))), config, ""
+        return printable(str(config.get("model_type", "config"))), config, {}
     path = Path(what)
     if "\0" not in str(what) and os.path.lexists(path):
         path = path / "config.json" if path.is_dir() else path
         own = (path.parent.name or str(what)) if path.name == "config.json" else path.stem
-        return printable(own), _read(path), ""
+        return printable(own), _read(path), {}
     name = str(what)
     card = cards().get(name.lower())
     if card is not None:
-        return name.lower(), card["config"], card.get("note", "")
+        return name.lower(), card["config"], card
     cached = _cached(name)
     if cached is not None:
-        return name, _read(cached), ""
+        return name, _read(cached), {}
     near = difflib.get_close_matches(name.lower()[:80], cards(), n=3, cutoff=0.5)
     hint = f"cards like it: {', '.join(near)}" if near else "headwise plan --list shows the cards"
     raise ValueError(f"{short(name)}: no such file or folder, no card and no model in the hub's local cache; {hint}")

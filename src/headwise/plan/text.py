@@ -218,11 +218,14 @@ def _saving(table: Table, name: str, before: int, after: int, told: Any) -> None
     table.add_row(name, told(before), told(after), f"{1 - after / before:.1%}" if before else NONE)
 
 
-def card_list(cards: dict[str, dict[str, Any]]) -> Table:
-    """The built-in cards, and where common texts differ."""
+def card_list(known: dict[str, Any]) -> Any:
+    """What `known` holds: the built-in cards with where common texts differ, and the architectures."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("card", "model", "the facts, where common texts differ", title="Built-in cards")
-    for name, card in cards.items():
+    for name, card in known["cards"].items():
         table.add_row(name, card["title"], card.get("note", ""))
-    return table
+    told = f"{len(known['architectures'])} architectures of configs are known: {', '.join(known['architectures'])}"
+    return Group(table, Text(told))

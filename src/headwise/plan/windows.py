@@ -107,6 +107,9 @@ def _types(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
         found += kinds * times
     if len(found) != layers or any(kind not in ("global", "local") for kind in found):
         raise wrong
+    listed = fields.config.get(rule["listed"])
+    if listed not in (None, found):
+        raise ValueError(f"{rule['listed']} is not what {called} says; got {short(listed)}")
     return [kind == "local" for kind in found]
 
 
