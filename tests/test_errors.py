@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise
+from headwise.ops import native_library
 from headwise.testing import make_qkv
 
 pytestmark = pytest.mark.unchecked  # the shape checker would speak before we do
@@ -110,7 +111,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "gate of bools": ({"gate": zeros(6, dtype=torch.bool)}, ValueError, ["gate is a float tensor", "bool (6,)"]),
     "gate elsewhere": ({"gate": zeros(6, device="meta")}, ValueError, ["gate", "device", "cpu", "meta"]),
     "gate is a number": ({"gate": 0.5}, TypeError, ["gate", "float"]),
-    "unknown backend": ({"backend": "cudnn"}, ValueError, ["auto, native, sdpa, flex, blocks, reference", "got 'cudnn'"]),
+    "unknown backend": (
+        {"backend": "cudnn"},
+        ValueError,
+        ["auto, native, sdpa, flex, blocks, reference", "got 'cudnn'"],
+    ),
     "no backend": ({"backend": None}, ValueError, ["auto, native, sdpa, flex, blocks, reference", "got None"]),
     # masks
     "mask is a list": ({"mask": [[True]]}, TypeError, ["a Mask", "a bool tensor with True = attend", "list"]),
@@ -175,6 +180,16 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 }
 
 
+@pytest.fixture(params=["the short way", "the long way"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is said in the same words where the native kernel is called at once, before any check of ours."""
+    if request.param == "the long way":
+        monkeypatch.setattr(native_library, "attend", None)
+    elif native_library.trouble():
+        pytest.skip(f"there is no short way: {native_library.trouble()}")
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", CASES)
 def test_attention_says_what_is_wrong(name: str) -> None:
     changed, error, fragments = CASES[name]
