@@ -255,6 +255,12 @@ def test_no_conversion_hides_a_wrong_index(index: Tensor) -> None:
 
 
 @needs_native
+def test_a_bias_of_a_small_float_type_is_converted() -> None:
+    qkv, small = make_qkv(*SHORT), torch.randn(5, 7).to(torch.float8_e5m2)
+    assert_same_bits(headwise.attention(*qkv, mask=small), headwise.attention(*qkv, mask=small.float()))
+
+
+@needs_native
 def test_no_mask_becomes_a_matrix() -> None:
     """Nor does a bias that broadcasts; forward and backward."""
     n = Sizes(2, 2, 1, 1500, 1600, 8, 8)

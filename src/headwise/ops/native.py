@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..shapes import INTEGERS, check_gate, check_options
+from ..shapes import DTYPES, INTEGERS, check_gate, check_options
 from . import native_library
 from .call import Call, Limit
 from .masks import Mask, as_mask
-from .native_library import isas as isas
 from .native_library import trouble
 from .rules import Alibi, Band, Bias, Keep, Lengths, Segments
 
@@ -184,7 +183,7 @@ def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
         elif isinstance(part, Segments):
             segments += [_int64(part.query_ids), _int64(part.key_ids)]
         elif isinstance(part, (Keep, Bias)):
-            dense.append(part.full)
+            dense.append(part.full if part.tensor.dtype in _READ else part.full.float())
         elif isinstance(part, Alibi):
             at = S - T if part.offset is None else part.offset
             alibi += [part.slopes.float().view(-1, part.slopes.shape[-1])]
@@ -211,6 +210,8 @@ def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> 
     return torch.cat(columns, dim=1)
 
 
+# What the operator reads of a mask; a bias of another float type is converted.
+_READ = (torch.bool, *DTYPES)
 # How two rules join into one, and what stands for no rule.
 _ENDS = ((torch.maximum, -FAR), (torch.minimum, FAR), (torch.maximum, 0), (torch.minimum, FAR))
 
