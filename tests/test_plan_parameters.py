@@ -56,6 +56,23 @@ def test_attention_s_share_is_that_of_the_attention_modules(name: str) -> None:
     assert model_of({**fields, "model_type": name}).attention_parameters() == held
 
 
+def test_the_text_model_inside_of_another_is_counted_as_it_is() -> None:
+    import torch
+    import transformers
+
+    text = {**random_config("gemma3_text", random.Random(6)), "tie_word_embeddings": True}
+    vision = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 4}
+    config = transformers.Gemma3Config(
+        text_config={**text, "pad_token_id": 0}, vision_config={**vision, "image_size": 56}
+    )
+    with torch.device("meta"):
+        real = transformers.Gemma3ForConditionalGeneration._from_config(config)
+    inside = sum(p.numel() for key, p in real.named_parameters() if "vision" not in key and "multi_modal" not in key)
+    found = plan.of(config)
+    assert found.model.total_parameters() == inside
+    assert not found.exact and "vision tower" in found.notes[0]
+
+
 def test_there_are_enough_architectures() -> None:
     assert len(SINGLE) >= 40
 

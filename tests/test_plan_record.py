@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 from hostile import PAYLOADS
+from plan_models import random_config
 
 import headwise
 from headwise import plan
 from headwise.plan import units
+from headwise.plan.fields import architectures
 from headwise.plan.heads import apply_heads
 
 pytestmark = pytest.mark.unchecked
@@ -138,9 +141,52 @@ def test_a_pipe_and_a_folder_are_no_config(tmp_path: Path) -> None:
         plan.of(tmp_path.parent)
 
 
+VALUES = [
+    0,
+    -1,
+    1,
+    3,
+    10**6,
+    10**30,
+    True,
+    False,
+    None,
+    0.5,
+    float("nan"),
+    "x",
+    "",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    [None],
+    -(10**9),
+]
+
+
+@pytest.mark.parametrize("model_type", [*architectures()])
+def test_any_value_in_any_field_is_answered_or_refused(model_type: str) -> None:
+    """One field of a small config after another gets a value that no one asked for; nothing but ValueError may come."""
+    about = architectures()[model_type]
+    dice = random.Random(7)
+    start = {"text_config": {"num_hidden_layers": 2}} if "text" in about else random_config(model_type, dice)
+    fields = [*about.get("defaults", {}), *about.get("must", {}), *about.get("aliases", {}), "layer_types", "head_dim"]
+    fields += ["text_config", "architectures", "dtype", "torch_dtype", "sliding_window", "tie_word_embeddings"]
+    for field in fields:
+        for value in dice.sample(VALUES, 5):
+            config = {**start, field: value, "model_type": model_type}
+            try:
+                found = plan.of(config, context=(1, 10), bandwidth=1.0)
+            except ValueError as wrong:
+                assert str(wrong).isprintable() and len(str(wrong)) < 400
+            else:
+                json.dumps(found.to_dict(), allow_nan=False)
+                assert found.model.total_parameters() > 0
+
+
 def test_many_layers_are_answered_all_the_same() -> None:
     start = time.process_time()
-    found = plan.of({**SMALL, "num_hidden_layers": 10_000}, bandwidth=1e12)
+    found = plan.of({**SMALL, "num_hidden_layers": 10_000}, context=100, bandwidth=1e12)
     assert found.model.total_parameters() > 10_000 * 64 and time.process_time() - start < 30
 
 

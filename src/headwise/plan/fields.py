@@ -17,7 +17,23 @@ HEADS_AT_MOST = 10_000
 
 @functools.cache
 def architectures() -> dict[str, dict[str, Any]]:
-    """What `architectures.json` says of each ``model_type``."""
+    """What `architectures.json` says of each ``model_type``.
+
+    ``classes`` are transformers' names; ``defaults`` the fields that count, each with what its absence means; ``names``
+    lead from the standard names of sizes to the config's own; ``aliases`` are other names of a field; ``null_means``
+    the field that stands in for a null. What follows says how the model is built, each a constant or the name of the
+    bool field that decides:
+
+    - ``stack``: a decoder where absent, ``encoder``, or ``pair`` for both; ``text`` leads to the model inside;
+    - attention: ``qkv_bias k_bias o_bias qk_norm sinks sub_norms square_o one_kv_head latent windows`` and
+      ``relative_buckets``;
+    - feed-forward: ``mlp`` (gated where absent, or plain), ``mlp_bias wide activation_numbers moe``;
+    - norms: ``norm`` (rms where absent, layer, none), ``norm_bias layer_norms one_norm first_norm final_norm``;
+    - ends: ``positions position_extra token_types embed_norm embed_project audio pooler head_transform head_bias``;
+    - quirks of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
+    - the rest: ``must`` and ``must_equal`` (else the config is refused), ``neutral`` (counts nothing here), ``marks``
+      and ``note`` (told beside the counts).
+    """
     found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_bytes())
     return found
 
@@ -60,7 +76,8 @@ class Fields:
                 raise ValueError(f"{name} = {short(given)} is not {other}, and that is not modelled")
         for name in everywhere()["activation_fields"]:
             given = self.config.get(name)
-            if isinstance(given, str) and given in everywhere()["refused_activations"] and name not in must:
+            word = given.split("-")[-1] if isinstance(given, str) else ""
+            if word in everywhere()["refused_activations"] and name not in must:
                 raise ValueError(f"{name} = {given!r} has learned numbers of its own, and that is not modelled")
 
     def raw(self, name: str) -> tuple[str, Any]:
