@@ -23,6 +23,7 @@ struct BlockScratch {
   float* spare;
   float* line;
   Rows* rows;
+  bool shared;  // several blocks use a tile, so that a copy of it pays
 
   BlockScratch(Arena& arena, const Problem& p, int blocks) {
     const int64_t depth = N::depth(p.D), wide = round_up(p.V, W);
@@ -33,11 +34,12 @@ struct BlockScratch {
     top = arena.take<float>(kMaxBlocks * kRows), total = arena.take<float>(kMaxBlocks * kRows);
     alpha = arena.take<float>(kRows);
     scores = arena.take<float>(kTile * kRows);
-    key_copy = arena.take<float>(kTile * round_up(p.D, W));
-    value_copy = arena.take<float>(kTile * wide);
+    key_copy = arena.take<float>(kTile * pitch_of(p.D));
+    value_copy = arena.take<float>(kTile * pitch_of(p.V));
     spare = arena.take<float>(most(W * round_up(p.D, W), W * wide));
     line = arena.take<float>(W * wide);
     rows = arena.take<Rows>(kMaxBlocks);
+    shared = blocks > 1;
   }
 };
 
@@ -61,8 +63,9 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
                              reinterpret_cast<uint16_t*>(s.spare));
 #endif
   } else {
-    tile.key = float_rows(p.key, b, kv_head, j0, n, p.D, tile.bad, s.key_copy);
-    tile.value = float_rows(p.value, b, kv_head, j0, n, p.V, tile.bad, static_cast<float*>(s.value_copy));
+    tile.key = float_rows(p.key, b, kv_head, j0, n, p.D, tile.bad, true, s.key_copy);
+    tile.value = float_rows(p.value, b, kv_head, j0, n, p.V, tile.bad, !(s.shared && collides(p.value)),
+                            static_cast<float*>(s.value_copy));
   }
 }
 

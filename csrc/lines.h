@@ -74,17 +74,17 @@ struct LineScratch {
   }
 };
 
-// Asks for the 2 W elements that lie `ahead` behind p; they are read a tile later.
+// Asks for the 2 W elements that lie some way behind p: far enough for memory to answer, near enough to be still there.
 template <class T>
-HW_INLINE void prefetch(const T* p, int64_t ahead) {
-  const char* next = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(ahead));
+HW_INLINE void prefetch(const T* p) {
+  const char* next = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + 4096);
   for (size_t line = 0; line < 2 * W * sizeof(T); line += 64) HW_PREFETCH_ONCE(next + line);
 }
 
 // Scores of U keys times R rows, U R = W sums: side by side in `out`, row by row.
 template <class Read, int R>
 static inline void dots(const float* HW_RESTRICT query, int64_t deep, const typename Read::T* HW_RESTRICT key,
-                        int64_t stride, int64_t ahead, float* HW_RESTRICT out) {
+                        int64_t stride, float* HW_RESTRICT out) {
   constexpr int U = W / R;
   F acc[W];
   HW_UNROLL
@@ -99,7 +99,7 @@ static inline void dots(const float* HW_RESTRICT query, int64_t deep, const type
     for (int u = 0; u < U; ++u) {
       F a, b;
       Read::load_key(key + u * stride + d, a, b);
-      prefetch(key + u * stride + d, ahead);
+      prefetch(key + u * stride + d);
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
         if constexpr (R > U) Read::load_query(query, r * deep + d, qa[r], qb[r]);
@@ -113,7 +113,7 @@ static inline void dots(const float* HW_RESTRICT query, int64_t deep, const type
 // sums[row][columns] = sums * alpha + weights V for X pairs of vectors of columns.
 template <class Read, int R, int X>
 static inline void mix(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                       int64_t stride, int64_t ahead, const float* alpha, float* HW_RESTRICT sums, int64_t wide) {
+                       int64_t stride, const float* alpha, float* HW_RESTRICT sums, int64_t wide) {
   F acc[R][2 * X];
   HW_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -128,7 +128,7 @@ static inline void mix(const float* HW_RESTRICT weights, int n, const typename R
     for (int x = 0; x < X; ++x) {
       F a, b;
       load_pairs(first + x * 2 * W, second + x * 2 * W, a, b);
-      prefetch(first + x * 2 * W, ahead), prefetch(second + x * 2 * W, ahead);
+      prefetch(first + x * 2 * W), prefetch(second + x * 2 * W);
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
         const F w = set1(weights[r * kLineTile + j]);
@@ -143,7 +143,7 @@ static inline void mix(const float* HW_RESTRICT weights, int n, const typename R
     for (int x = 0; x < X; ++x) {
       F a, b;
       Read::load2(value + j * stride + x * 2 * W, a, b);
-      prefetch(value + j * stride + x * 2 * W, ahead);
+      prefetch(value + j * stride + x * 2 * W);
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
         const F w = set1(weights[r * kLineTile + j]);
@@ -220,14 +220,13 @@ template <class Read, int R>
 static inline void scores_of_lines(const LineScratch& s, int64_t deep, const RowsOf& key, int n) {
   constexpr int U = W / R;
   const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
-  const int64_t ahead = kLineTile * key.stride * static_cast<int64_t>(sizeof(*k));
   float out[W];
   for (int j = 0; j < n; j += U) {
     if (j + U <= n) {
-      dots<Read, R>(s.query, deep, k + j * key.stride, key.stride, ahead, out);
+      dots<Read, R>(s.query, deep, k + j * key.stride, key.stride, out);
     } else {  // the last keys one at a time, as U times the same one
       for (int i = j; i < n; ++i) {
-        dots<Read, R>(s.query, deep, k + i * key.stride, 0, 0, out);
+        dots<Read, R>(s.query, deep, k + i * key.stride, 0, out);
         for (int r = 0; r < R; ++r) s.scores[r * kLineTile + i] = out[r * U];
       }
       return;
@@ -279,15 +278,14 @@ static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int6
 #endif
     const RowsOf value = line_rows(p.value, b, kv_head, j0, n, p.V, &bad, s.value_copy);
     const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
-    const int64_t ahead = kLineTile * value.stride * static_cast<int64_t>(sizeof(*v));
     int64_t d = 0;
     for (; d + 2 * W * X <= wide; d += 2 * W * X) {
-      mix<Read, R, X>(s.scores, n, v + d, value.stride, ahead, s.alpha, s.sums + d, wide);
+      mix<Read, R, X>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
     }
     if constexpr (X == 4) {
-      for (; d + 4 * W <= wide; d += 4 * W) mix<Read, R, 2>(s.scores, n, v + d, value.stride, ahead, s.alpha, s.sums + d, wide);
+      for (; d + 4 * W <= wide; d += 4 * W) mix<Read, R, 2>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
     }
-    for (; d < wide; d += 2 * W) mix<Read, R, 1>(s.scores, n, v + d, value.stride, ahead, s.alpha, s.sums + d, wide);
+    for (; d < wide; d += 2 * W) mix<Read, R, 1>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
   }
   if (careful) return true;
   return floats_are_finite(s.sums, R * wide);

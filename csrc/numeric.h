@@ -86,7 +86,7 @@ static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t
 // The same for 16-bit elements as they are.
 static inline void copy_halves(uint16_t* out, const char* row, int64_t stride, int64_t n, int64_t padded) {
   const uint16_t* in = reinterpret_cast<const uint16_t*>(row);
-  if (stride == 1) {
+  if (stride == 1 && n > 0) {  // `row` is null where n is 0
     memcpy(out, in, static_cast<size_t>(n) * sizeof(uint16_t));
   } else {
     for (int64_t i = 0; i < n; ++i) out[i] = in[i * stride];

@@ -42,16 +42,26 @@ struct BadKeys {
   }
 };
 
-// Rows of x as floats: in place where they lie as floats and none is bad, else copied, `bad` ones as zeros.
-static inline RowsOf float_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
-                                const BadKeys& bad, float* copy) {
-  if (x.dtype == Dtype::f32 && x.stride[3] == 1 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
+// Elements from row to row of a copy. Rows a power of two apart would share a few lines of the first cache, and a
+// micro-kernel that walks down a column of V would throw out what it needs next.
+HW_INLINE int64_t pitch_of(int64_t width) {
   const int64_t padded = round_up(width, W);
+  return padded % 64 == 0 ? padded + 16 : padded;
+}
+
+HW_INLINE bool collides(const Tensor4& x) { return x.stride[2] * size_of(x.dtype) % 1024 == 0; }
+
+// Rows of x as floats: in place where that is wanted, they lie as floats and none is bad, else copied, `bad` ones as zeros.
+static inline RowsOf float_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                                const BadKeys& bad, bool in_place, float* copy) {
+  if (in_place && x.dtype == Dtype::f32 && x.stride[3] == 1 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
+  const int64_t pitch = pitch_of(width);
   for (int j = 0; j < n; ++j) {
     const bool drop = bad.any && bad.is[j];
-    copy_floats(copy + j * padded, at(x, b, kv_head, j0 + j), x.dtype, x.stride[3], drop ? 0 : width, padded);
+    copy_floats(copy + j * pitch, at(x, b, kv_head, j0 + j), x.dtype, x.stride[3], drop ? 0 : width,
+                round_up(width, W));
   }
-  return {reinterpret_cast<const char*>(copy), padded};
+  return {reinterpret_cast<const char*>(copy), pitch};
 }
 
 #if HW_BF16
@@ -70,7 +80,7 @@ static inline RowsOf half_rows(const Tensor4& x, int64_t b, int64_t kv_head, int
 // Rows of values in pairs of keys: [key / 2][column], the even key in the low half. `spare` has two rows.
 static inline RowsOf paired_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                  const BadKeys& bad, uint32_t* copy, uint16_t* spare) {
-  const int64_t padded = round_up(width, W);
+  const int64_t padded = round_up(width, W), pitch = pitch_of(width);
   for (int j = 0; j < n; j += 2) {
     const uint16_t* row[2];
     for (int side = 0; side < 2; ++side) {
@@ -83,9 +93,9 @@ static inline RowsOf paired_rows(const Tensor4& x, int64_t b, int64_t kv_head, i
       copy_halves(spare + side * padded, drop ? nullptr : at(x, b, kv_head, j0 + j + side), x.stride[3],
                   drop ? 0 : width, padded);
     }
-    for (int64_t d = 0; d < padded; d += W) interleave(copy + j / 2 * padded + d, row[0] + d, row[1] + d);
+    for (int64_t d = 0; d < padded; d += W) interleave(copy + j / 2 * pitch + d, row[0] + d, row[1] + d);
   }
-  return {reinterpret_cast<const char*>(copy), padded};
+  return {reinterpret_cast<const char*>(copy), pitch};
 }
 #endif
 
