@@ -16,10 +16,10 @@
 namespace headwise {
 namespace {
 
-bool cpu_has(const char* name) {
+[[maybe_unused]] bool cpu_has(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // every one of these has F16C too
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (std::strcmp(name, "avx2") == 0) return avx2;
