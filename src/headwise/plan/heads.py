@@ -65,7 +65,7 @@ def kept(layer: AttentionLayer, heads: object) -> AttentionLayer:
 
     Example:
         >>> layer = AttentionLayer("self", 0, 64, 8, 4, 8, 8)
-        >>> pruned = kept(layer, [0, 1, 5])
+        >>> pruned = kept(layer, [0, 1, 3])
         >>> pruned.num_heads, pruned.num_kv_heads
         (3, 2)
     """
