@@ -78,7 +78,17 @@ def test_forward(backend: str, dtype: torch.dtype, n: Sizes) -> None:
         qkv = inputs(n, dtype, which)
         exact, rough = answers(n, dtype, which)
         ours = attend(backend, *qkv, mask=headwise.causal())
-        assert_close_like_torch(ours, exact, rough, values=qkv[2], what=f"{backend} {INPUTS[which]}")
+        what = f"{backend} {INPUTS[which]}"
+        assert_close_like_torch(ours, exact, rough, values=qkv[2], factor=factor_of(backend, n, dtype), what=what)
+
+
+def factor_of(backend: str, n: Sizes, dtype: torch.dtype) -> float | None:
+    """On naive's error, where it is not the usual one. `test_native_accuracy` holds many rows to the usual one."""
+    if dtype != torch.float32 or backend not in NATIVE:
+        return None
+    if n.B * n.H * n.T <= 8:  # the largest error of a handful of rows is luck, ours and naive's
+        return 2.0
+    return 1.5 if backend == "native-baseline" else None  # no fused multiply-add; naive, on this CPU's best, has it
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, *BEST])

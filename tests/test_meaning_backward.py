@@ -33,8 +33,11 @@ Leaves = dict[str, Tensor]
 
 
 def budget_of(backend: str) -> tuple[float, int]:
-    """(factor on naive's error, ulps) of a gradient: where torch's fused backward runs, it sets the error."""
-    return (2.0, 1) if backend in MUST else (TORCH_FACTOR, 4)
+    """(factor on naive's error, ulps) of a gradient: where torch's fused backward runs, it sets the error.
+
+    Given the native kernel's lse, which rounds another way than its own scores, it errs up to 23 times as much.
+    """
+    return (2.0, 1) if backend in MUST else (TORCH_FACTOR if backend == "sdpa" else 1.5 * TORCH_FACTOR, 4)
 
 
 def upstream(n: Sizes, dtype: torch.dtype) -> Tensor:
