@@ -26,19 +26,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 
 
-def exact(
+def weights_of(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     *,
     mask: Mask | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in float64, all rows at once; held against `oracle` by a test."""
+    """(weights (B, K, G T, S), lse (B, H, T)) in float64, all rows at once."""
     (B, H, T, D), (K, S) = query.shape, key.shape[1:3]
-    q, k, v = (x.double() for x in (query, key, value))
+    q, k = query.double(), key.double()
     scores = (q.reshape(B, K, -1, D) @ k.mT).view(B, H, T, S) * (D**-0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -53,13 +52,21 @@ def exact(
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.double().view(1, H, 1))
     weights = torch.exp(scores - lse.masked_fill(empty, 0)[..., None])
-    out = (weights.view(B, K, -1, S) @ v).view(B, H, T, -1)
-    return out, lse.masked_fill(empty, -math.inf)
+    return weights.view(B, K, -1, S), lse.masked_fill(empty, -math.inf)
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64; held against `oracle` by a test."""
+    weights, lse = weights_of(query, key, **options)
+    return (weights @ value.double()).view(*query.shape[:3], -1), lse
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A case's inputs and its answers: out and lse in float64, out by naive PyTorch, and the largest |score|."""
+    """A case's inputs and its answers: out and lse in float64, out by naive PyTorch.
+
+    And two sizes that roundings follow: the largest |score|, and the root of the largest sum of (weight * value)^2.
+    """
 
     qkv: tuple[Tensor, Tensor, Tensor]
     options: dict[str, Any]
@@ -67,15 +74,19 @@ class Answer:
     lse: Tensor
     rough: tuple[Tensor, ...]
     tallest: float
+    spread: float
 
 
 def answer_of(qkv: tuple[Tensor, Tensor, Tensor], **options: Any) -> Answer:
     """The answers for these inputs."""
-    out, lse = exact(*qkv, **options)
+    weights, lse = weights_of(*qkv[:2], **options)
+    value = qkv[2].double()
+    out = (weights @ value).view(*qkv[0].shape[:3], -1)
+    spread = float((weights.square() @ value.square()).amax().sqrt())
     scale = options.get("scale")
     tops = [x.detach().double().norm(dim=-1).max() for x in qkv[:2]]
     tallest = float(tops[0] * tops[1]) * abs(qkv[0].shape[-1] ** -0.5 if scale is None else scale)
-    return Answer(qkv, options, out, lse, naive(*qkv, **options), tallest)
+    return Answer(qkv, options, out, lse, naive(*qkv, **options), tallest, spread)
 
 
 @cache
@@ -99,9 +110,11 @@ def check_out(out: Tensor, wanted: Answer) -> None:
     """Within the budget of `assert_close_like_torch`, with slack that fits a case of a few rows.
 
     There naive's largest error is luck. In float32 a score's own rounding is added, times the largest value; in the
-    half dtypes 1 ulp of the largest output, which is small: one key too many or too few of thousands is seen.
+    half dtypes 1 ulp of the largest output, or of what its terms come to where their signs differ. That is small:
+    one key too many or too few of thousands is seen.
     """
-    slack = wanted.qkv[2] * max(1.0, wanted.tallest) if out.dtype == torch.float32 else wanted.out
+    half = wanted.out.abs().max().clamp(min=wanted.spread)
+    slack = wanted.qkv[2] * max(1.0, wanted.tallest) if out.dtype == torch.float32 else half
     assert_close_like_torch(out, wanted.out, wanted.rough, values=slack)
 
 
