@@ -1,0 +1,75 @@
+"""The instruction set: chosen at load, forced by HEADWISE_ISA, switched for tests; each gives the same to rounding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from backends import ISAS, NATIVE, attend, natives, needs_native
+from mask_cases import Sizes
+from native_cases import dtypes
+
+import headwise
+from headwise.testing import make_qkv
+
+KNOWN = ("avx512_bf16", "avx512", "avx2", "baseline")
+pytestmark = needs_native
+
+
+def told(code: str, **environment: str) -> str:
+    """What a fresh process prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+WHICH = """
+import torch, headwise
+from headwise.testing import make_qkv
+headwise.attention(*make_qkv(1, 1, 1, 1, 3, 8, 8), backend="native")
+print(torch.ops.headwise.isa())
+"""
+
+
+def test_the_best_comes_first_and_the_baseline_is_always_there() -> None:
+    assert list(ISAS) == [name for name in KNOWN if name in ISAS] and ISAS[-1] == "baseline"
+
+
+@natives
+def test_the_environment_forces_one(backend: str) -> None:
+    name = backend.removeprefix("native-")
+    assert told(WHICH, HEADWISE_ISA=name) == name
+
+
+def test_without_a_word_the_best_is_used() -> None:
+    assert told(WHICH, HEADWISE_ISA="") == ISAS[0]
+
+
+def test_switching() -> None:
+    ops = torch.ops.headwise
+    before = ops.isa()
+    try:
+        for name in ISAS:
+            assert ops.use_isa(name) and ops.isa() == name
+        for name in ("", "avx", "AVX2", "neon", "avx2 ", "x" * 10_000):
+            assert not ops.use_isa(name) and ops.isa() == ISAS[-1], "an unknown name changes nothing"
+    finally:
+        ops.use_isa(before)
+
+
+@dtypes
+@pytest.mark.parametrize("n", [Sizes(2, 4, 2, 1, 700, 64, 64), Sizes(1, 4, 2, 130, 257, 40, 24)], ids=["few", "many"])
+def test_all_agree_to_rounding(dtype: torch.dtype, n: Sizes) -> None:
+    """And they are different code: not all of them give the same last bit in float32."""
+    qkv = make_qkv(*n, dtype=dtype)
+    outs = [attend(backend, *qkv, mask=headwise.causal()) for backend in NATIVE]
+    eps = torch.finfo(dtype).eps
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=8 * eps, atol=4 * eps)
+    if dtype == torch.float32 and len(ISAS) > 1:
+        assert not all(torch.equal(out, outs[0]) for out in outs[1:])
