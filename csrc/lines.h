@@ -10,7 +10,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kLineTile = 32;  // keys of a tile: it and the next one fit the first cache
+constexpr int kLineTile = 128;  // keys of a tile: so long does one stream of memory run before the other
 constexpr int kLineRows = W < 16 ? 4 : 8;  // the most rows this kernel takes: W sums in registers, and what they need
 
 // Elements of a row as two vectors of floats, from 2 W elements; and where element i of these goes.
