@@ -9,9 +9,8 @@
 #include <pthread.h>
 #endif
 
+#include "driver.h"
 #include "philox.h"
-#include "plan.h"
-#include "threads.h"
 
 namespace headwise {
 namespace {
@@ -60,7 +59,27 @@ std::atomic<const Kernels*>& chosen() {
   return set;
 }
 
-// A thread's scratch: kept from call to call, for fresh pages cost more than a decoding step.
+std::atomic<bool> forked{false};
+
+// In a forked child the parent's pool is gone, and entering a parallel region would wait for it for ever.
+void watch_forks() {
+#if defined(__unix__) || defined(__APPLE__)
+  static const int once = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  (void)once;
+#endif
+}
+
+constexpr double kWorthThreads = 15000.0;
+
+}  // namespace
+
+const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
+
+int64_t workers_for(double nanoseconds) {
+  watch_forks();
+  return forked || nanoseconds < kWorthThreads ? 1 : thread_count();
+}
+
 char* scratch_of(int64_t bytes) {
   thread_local std::unique_ptr<char[]> kept;
   thread_local int64_t size = 0;
@@ -74,32 +93,16 @@ char* scratch_of(int64_t bytes) {
   return reinterpret_cast<char*>((place + 63) / 64 * 64);
 }
 
-std::atomic<bool> forked{false};
-
-// In a forked child the parent's pool is gone, and entering a parallel region would wait for it for ever.
-void watch_forks() {
-#if defined(__unix__) || defined(__APPLE__)
-  static const int once = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  (void)once;
-#endif
-}
-
-// Nanoseconds of a call on one thread, roughly: enough to say whether threads are worth waking.
-double estimate(const Problem& p, const Plan& plan) {
-  int64_t keys = p.S;  // a band lets a row see no more than this
+double estimate(const Problem& p) {
+  int64_t keys = p.S;
   if (p.bounds == nullptr && p.high - p.low < keys) keys = p.high - p.low;
-  const double pairs = static_cast<double>(p.B * p.K * plan.rows) * static_cast<double>(keys);
+  const double pairs = static_cast<double>(p.B * p.H * p.T) * static_cast<double>(keys);
   const double read = static_cast<double>(p.B * p.K * keys) * static_cast<double>(p.D + p.V);
   return pairs * static_cast<double>(p.D + p.V) / 100.0 + read / 10.0;
 }
 
-constexpr double kWorthThreads = 15000.0;
-
-}  // namespace
-
 void attend(const Problem& p) {
-  watch_forks();
-  const Kernels& set = *chosen().load(std::memory_order_relaxed);
+  const Kernels& set = kernels();
   Plan plan = set.plan(p);
   std::unique_ptr<float[]> partial;
   if (plan.splits > 1) {
@@ -107,7 +110,7 @@ void attend(const Problem& p) {
     plan.partial = partial.get();
   }
   const int64_t items = plan.groups(p) * plan.splits;
-  const int64_t workers = forked || estimate(p, plan) < kWorthThreads ? 1 : thread_count();
+  const int64_t workers = workers_for(estimate(p));
   // The last rows first: under a causal mask they have the most keys.
   const auto item = [&](int64_t i, char* scratch) {
     const int64_t back = plan.groups(p) - 1 - i / plan.splits;
@@ -133,7 +136,7 @@ void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows,
   }
 }
 
-const char* isa() { return chosen().load(std::memory_order_relaxed)->name; }
+const char* isa() { return kernels().name; }
 
 const char* const* isas() {
   static const std::vector<const char*> names = [] {

@@ -170,15 +170,13 @@ def sources(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
     for name in ("hatch_build.py", "pyproject.toml", "README.md", "LICENSE", "LICENSE-python.txt", "CMakeLists.txt"):
         shutil.copy(ROOT / name, tree / name)
-    shutil.copytree(CSRC / "stub", tree / "csrc" / "stub")
-    for name in ("problem.h", "torch_abi.h", "tensors.h", "tensors.cpp", "bind.cpp"):
-        shutil.copy(CSRC / name, tree / "csrc" / name)
-    (tree / "csrc" / "driver.cpp").write_text(
-        '#include "problem.h"\nnamespace headwise {\nconst char* names[2] = {"none", nullptr};\n'
-        "void attend(const Problem&) {}\n"
-        "void dropout_keep(bool*, int64_t, int64_t, int64_t, int64_t, int64_t, float, uint64_t) {}\n"
-        "const char* isa() { return names[0]; }\nconst char* const* isas() { return names; }\n"
-        "bool use_isa(const char*) { return false; }\n}\n"
+    shutil.copytree(CSRC, tree / "csrc", ignore=shutil.ignore_patterns("isa_*.cpp", "fuzz"))
+    sets = ("baseline", "avx2", "avx512", "avx512_bf16")
+    (tree / "csrc" / "isa_none.cpp").write_text(
+        '#include "plan.h"\nnamespace headwise {\nstatic Kernels none;\n'
+        'static const Kernels* named() {\n  none.name = "baseline";\n  return &none;\n}\n'
+        + "".join(f"const Kernels* {name}_kernels() {{ return named(); }}\n" for name in sets)
+        + "}\n"
     )
     return tree
 
