@@ -116,10 +116,9 @@ bool define(TorchLibraryHandle definitions, const Operator& op) {
 bool register_operators() {
   TorchLibraryHandle definitions = nullptr;
   if (aoti_torch_library_init_def("headwise", __FILE__, __LINE__, &definitions) != 0) return false;
-  for (const Operator& op : kAttend) {
-    if (!define(definitions, op)) return false;
-  }
-  return true;
+  bool good = define(definitions, kBackward);
+  for (const Operator& op : kAttend) good = good && define(definitions, op);
+  return good;
 }
 
 const bool registered = register_operators();

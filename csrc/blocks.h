@@ -112,28 +112,31 @@ static inline void block_tile(const Problem& p, int64_t b, const TileOfKeys& til
                    tile.value.stride, p.V, s.alpha, s.sums[block]);
 }
 
-// O^T turned back, W rows at a time.
+// W rows of sums^T, [column][row] with `pitch` from column to column, turned back to rows of `wide`.
+static inline void turn_back(const float* sums, int64_t pitch, int64_t width, float* line, int64_t wide) {
+  for (int64_t d = 0; d < width; d += W) {
+    F x[W];
+    const float* from = sums + d * pitch;
+    if (width - d >= W) {
+      HW_UNROLL
+      for (int i = 0; i < W; ++i) x[i] = load(from + i * pitch);
+    } else {
+      for (int i = 0; i < W; ++i) x[i] = d + i < width ? load(from + i * pitch) : zero();
+    }
+    transpose(x);
+    HW_UNROLL
+    for (int i = 0; i < W; ++i) store(line + i * wide + d, x[i]);
+  }
+}
+
 template <class N, int NV>
 static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
                                 int64_t split, int block, int64_t from, int64_t to, BlockScratch<N>& s) {
-  constexpr int R = NV * W;
   const Rows& rows = s.rows[block];
   const int64_t wide = round_up(p.V, W);
   const float unit = unit_of(p);
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
-    for (int64_t d = 0; d < p.V; d += W) {
-      F x[W];
-      const float* sums = s.sums[block] + d * R + v * W;
-      if (p.V - d >= W) {
-        HW_UNROLL
-        for (int i = 0; i < W; ++i) x[i] = load(sums + i * R);
-      } else {
-        for (int i = 0; i < W; ++i) x[i] = d + i < p.V ? load(sums + i * R) : zero();
-      }
-      transpose(x);
-      HW_UNROLL
-      for (int i = 0; i < W; ++i) store(s.line + i * wide + d, x[i]);
-    }
+    turn_back(s.sums[block] + v * W, NV * W, p.V, s.line, wide);
     for (int i = 0; i < W && v * W + i < rows.n; ++i) {
       const int r = v * W + i;
       const float top = s.top[block * kRows + r] * unit, total = s.total[block * kRows + r];

@@ -1,6 +1,7 @@
 // An instruction set's kernels as a table. A file isa_*.cpp names the set, includes its vec_*.h and then this.
 #pragma once
 
+#include "backward.h"
 #include "blocks.h"
 #include "lines.h"
 
@@ -68,7 +69,9 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
   run_blocks<Float32>(p, plan, group, split, scratch);
 }
 
-static const Kernels kernels = {HW_NAME, make_plan, run_item, merge_rows};
+static const Kernels kernels = {HW_NAME,       make_plan,    run_item,       merge_rows,
+                                plan_backward, run_backward, merge_backward, run_backward_bias,
+                                round_floats};
 
 }  // namespace HW_ISA
 }  // namespace headwise

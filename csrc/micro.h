@@ -44,12 +44,10 @@ struct Bfloat16 {
 };
 #endif
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x where it is no first.
-template <class N, int NV, int U, bool First>
-static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
-                      int64_t stride, float* HW_RESTRICT x) {
-  constexpr int R = NV * W;
-  F acc[U][NV];
+// acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
+template <class N, int NV, int U>
+HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes, int64_t pitch, int64_t depth,
+                        const typename N::Key* HW_RESTRICT k, int64_t stride) {
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
     HW_UNROLL
@@ -60,9 +58,18 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
     for (int u = 0; u < U; ++u) {
       const F b = N::broadcast(k + u * stride + d * N::kPair);
       HW_UNROLL
-      for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], q + d * R + v * W, b);
+      for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], lanes + d * pitch + v * W, b);
     }
   }
+}
+
+// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x where it is no first.
+template <class N, int NV, int U, bool First>
+static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
+                      int64_t stride, float* HW_RESTRICT x) {
+  constexpr int R = NV * W;
+  F acc[U][NV];
+  multiply<N, NV, U>(acc, q, R, depth, k, stride);
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
     HW_UNROLL

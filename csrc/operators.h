@@ -12,6 +12,8 @@ struct Operator {
   Boxed function;
 };
 
+extern const Operator kBackward;
+
 // A fresh tensor in the memory order (B, T, H, V) for a result (B, H, T, V), so that the heads of a position lie
 // together for what follows; `to` takes its place and strides, not its dtype.
 Owned empty_heads(int64_t B, int64_t H, int64_t T, int64_t V, int32_t torch_dtype, Tensor4& to);

@@ -20,6 +20,35 @@ struct Plan {
   int64_t groups(const Problem& p) const { return p.B * p.K * row_items; }
 };
 
+// Where an item adds a gradient that several rows share: at `stride` steps of (batch, head, query, key), and `chunk`
+// steps of its chunk, so that no two items ever add to one place. Data null = not wanted.
+struct Shared {
+  float* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+  int64_t chunk = 0;
+};
+
+// How a gradient is cut. An item: a chunk of the query rows of one key-value head of one batch row. It owns the gradients
+// of its queries, and has sums of its own for those of keys and values: its thread's scratch where there is one chunk,
+// else a share of `partial`, added up afterwards in order.
+struct BackwardPlan {
+  int64_t rows = 0;            // of a key-value head, as in Plan
+  int64_t rows_per_chunk = 0;
+  int64_t chunks = 0;
+  int64_t rows_per_step = 0;   // that use a tile of keys while it is near
+  int64_t wide_key = 0, wide_value = 0;  // floats from row to row of the sums
+  int64_t scratch_bytes = 0;
+  bool has_partial = false;
+  float* partial = nullptr;    // (B, K, chunks): a share of (S, wide_key) and (S, wide_value) each
+  // Biases whose gradient has queries and keys but is summed over batch or heads: found by items of their own, which
+  // walk through what is summed. An item: `queries_per_bias_item` queries.
+  int64_t queries_per_bias_item = 0;
+  Shared sinks, slopes[kMaxAlibi], dense[kMaxDense];
+  bool summed[kMaxDense] = {false};  // such a bias
+
+  int64_t share_floats(const Problem& p) const { return p.S * (wide_key + wide_value); }
+};
+
 struct Kernels {
   const char* name;
   Plan (*plan)(const Problem&);
@@ -27,6 +56,14 @@ struct Kernels {
   void (*run)(const Problem&, const Plan&, int64_t group, int64_t split, char* scratch);
   // Rows first <= row < last of (batch, key-value head), from their splits' partial results.
   void (*merge)(const Problem&, const Plan&, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
+  BackwardPlan (*plan_backward)(const Problem&);
+  void (*backward)(const Problem&, const Gradients&, const BackwardPlan&, int64_t item, char* scratch);
+  // Sums of the keys first <= j < last over the chunks, scaled, rounded and written.
+  void (*merge_backward)(const Problem&, const Gradients&, const BackwardPlan&, int64_t batch, int64_t kv_head,
+                         int64_t first, int64_t last);
+  // Those biases alone, one of them, for an item's queries and whatever of batch and heads they are summed over.
+  void (*backward_bias)(const Problem&, const Gradients&, const BackwardPlan&, int dense, int64_t item, char* scratch);
+  void (*round)(const float* x, int64_t n, Dtype dtype, void* out);  // to another float dtype
 };
 
 const Kernels* baseline_kernels();

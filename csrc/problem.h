@@ -66,8 +66,21 @@ struct Problem {
   uint64_t seed = 0;
 };
 
+// What the gradient of a call needs beside it (whose `out` and `lse` are the forward's), and where it is written.
+struct Gradients {
+  Tensor4 grad_out;             // (B, H, T, V) in the query's dtype, any strides
+  Tensor4 grad_lse;             // (B, H, T, 1) float32; data null = none
+  Tensor4 query, key, value;    // results, in the query's dtype; their last axis is contiguous
+  float* sinks = nullptr;       // (H), where the call has sinks
+  Tensor4 dense[kMaxDense];     // of each float mask, contiguous but for broadcast axes; data null = not wanted
+  float* slopes[kMaxAlibi] = {nullptr};  // of each rule, as its slopes but contiguous; null = not wanted
+};
+
 // Runs the call on torch's threads with the instruction set chosen. B, T, S, D, V > 0. Same bits for any thread count.
 void attend(const Problem& problem);
+
+// The gradient of the call. Same bits for any thread count.
+void attend_backward(const Problem& problem, const Gradients& gradients);
 
 // The weights that dropout keeps, as `attend` draws them for this seed: bool (B, H, rows, S), contiguous,
 // for the queries first <= i < first + rows.

@@ -90,6 +90,13 @@ Tensors::Tensors(StableIValue value) {
   check(error, "read a list of tensors");
 }
 
+StableIValue list(std::vector<Owned>& tensors) {
+  StableListHandle handle = nullptr;
+  check(torch_new_list_reserve_size(tensors.size(), &handle), "make a list");
+  for (Owned& tensor : tensors) check(torch_list_push_back(handle, tensor.release()), "fill a list");
+  return reinterpret_cast<StableIValue>(handle);
+}
+
 StableIValue optional(StableIValue value) {
   const auto box = reinterpret_cast<StableIValue*>(value);
   if (!box) return 0;

@@ -50,6 +50,7 @@ class Tensors {
   std::vector<Owned> tensors_;
 };
 
+StableIValue list(std::vector<Owned>& tensors);  // gives them away
 StableIValue optional(StableIValue value);  // the handle in a Tensor? or Tensor[]?, or 0
 double number(StableIValue value);
 StableIValue text(const std::string& value);

@@ -99,39 +99,52 @@ static inline RowsOf paired_rows(const Tensor4& x, int64_t b, int64_t kv_head, i
 }
 #endif
 
-// Q^T of a block: W rows at a time copied side by side, then turned. Bad rows become zeros and are remembered.
+// Marks the rows of a block that hold a NaN or Inf in x.
+static inline void mark_bad(const Tensor4& x, int64_t b, Rows& rows, int64_t width) {
+  for (int r = 0; r < rows.padded; ++r) {
+    rows.bad[r] |= !row_is_finite(at(x, b, rows.h[r], rows.t[r]), x.dtype, x.stride[3], width);
+  }
+}
+
+// X^T of a block's rows of x, W rows at a time copied side by side, then turned. Bad rows become zeros.
 template <class N, int NV>
-static inline void pack_query(const Problem& p, int64_t b, Rows& rows, typename N::Query* out, char* spare) {
+static inline void pack_turned(const Tensor4& x, int64_t b, const Rows& rows, int64_t width, typename N::Query* out,
+                               char* spare) {
   constexpr int R = NV * W;
-  const int64_t depth = N::depth(p.D), padded = round_up(depth, W);
+  const int64_t depth = N::depth(width), padded = round_up(depth, W);
   float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` 32-bit elements
   for (int v = 0; v < NV; ++v) {
     for (int i = 0; i < W; ++i) {
       const int r = v * W + i;
-      const char* row = at(p.query, b, rows.h[r], rows.t[r]);
-      rows.bad[r] = !row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
-      const int64_t width = r >= rows.n || rows.bad[r] ? 0 : p.D;
+      const char* row = at(x, b, rows.h[r], rows.t[r]);
+      const int64_t kept = r >= rows.n || rows.bad[r] ? 0 : width;
       if constexpr (N::kPair == 2) {
-        copy_halves(reinterpret_cast<uint16_t*>(lanes + i * padded), row, p.query.stride[3], width, 2 * padded);
+        copy_halves(reinterpret_cast<uint16_t*>(lanes + i * padded), row, x.stride[3], kept, 2 * padded);
       } else {
-        copy_floats(lanes + i * padded, row, p.query.dtype, p.query.stride[3], width, padded);
+        copy_floats(lanes + i * padded, row, x.dtype, x.stride[3], kept, padded);
       }
     }
     for (int64_t d = 0; d < depth; d += W) {
-      F x[W];
+      F y[W];
       HW_UNROLL
-      for (int i = 0; i < W; ++i) x[i] = load(lanes + i * padded + d);
-      transpose(x);
+      for (int i = 0; i < W; ++i) y[i] = load(lanes + i * padded + d);
+      transpose(y);
       const int64_t last = least(W, depth - d);
       float* to = reinterpret_cast<float*>(out) + d * R + v * W;
       if (last == W) {
         HW_UNROLL
-        for (int i = 0; i < W; ++i) store(to + i * R, x[i]);
+        for (int i = 0; i < W; ++i) store(to + i * R, y[i]);
       } else {
-        for (int64_t i = 0; i < last; ++i) store(to + i * R, x[i]);
+        for (int64_t i = 0; i < last; ++i) store(to + i * R, y[i]);
       }
     }
   }
+}
+
+template <class N, int NV>
+static inline void pack_query(const Problem& p, int64_t b, Rows& rows, typename N::Query* out, char* spare) {
+  mark_bad(p.query, b, rows, p.D);
+  pack_turned<N, NV>(p.query, b, rows, p.D, out, spare);
 }
 
 }  // namespace HW_ISA

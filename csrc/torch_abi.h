@@ -47,6 +47,8 @@ constexpr uint64_t kTorchAbi = (uint64_t{2} << 56) | (uint64_t{10} << 48);  // w
     (int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device, int32_t index,     \
      AtenTensorHandle*))                                                                                           \
   F(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle))                                           \
+  F(AOTITorchError, torch_new_list_reserve_size, (size_t size, StableListHandle*))                                 \
+  F(AOTITorchError, torch_list_push_back, (StableListHandle, StableIValue))                                        \
   F(AOTITorchError, torch_list_size, (StableListHandle, size_t*))                                                  \
   F(AOTITorchError, torch_list_get_item, (StableListHandle, size_t index, StableIValue*))                          \
   F(AOTITorchError, torch_delete_list, (StableListHandle))                                                         \

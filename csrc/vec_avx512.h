@@ -148,6 +148,10 @@ HW_INLINE void store_pairs(uint32_t* p, F first, F second) {
   const __m512i hi = _mm512_add_epi32(_mm512_castps_si512(second), half);
   _mm512_storeu_si512(p, _mm512_ternarylogic_epi32(high, hi, lo, 0xEA));  // (high & hi) | lo
 }
+// Round to nearest even, as the instruction does: denormals become 0.
+HW_INLINE void store_bf16_fast(uint16_t* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+}
 // Pairs of neighbours of W floats >= 0, rounded half up, in the even places.
 HW_INLINE void pair_neighbours(float* x) {
   const __m512i up = _mm512_add_epi32(_mm512_loadu_si512(x), _mm512_set1_epi32(0x8000));

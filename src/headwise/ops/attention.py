@@ -214,11 +214,8 @@ _PREFERENCES = (
     ),
     _Preference("native", lambda c: not c.needs_grad, "headwise's own kernel"),
     _Preference(
-        "native",
-        native.fused_gradient,
-        "headwise's own kernel; the gradient by torch's fused backward, fed with its lse",
+        "native", lambda c: True, "headwise's own kernel, and so its gradient; a gradient of that by the definition"
     ),
-    _Preference("native", lambda c: True, "headwise's own kernel; the gradient in plain torch ops, block by block"),
     _Preference("flex", flex.pays, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
     _Preference("blocks", sdpa.loses, "float32 decoding on the CPU: a plain product is as fast as the fused kernel"),
     _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),

@@ -64,11 +64,6 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
-def fused_gradient(call: Call) -> bool:
-    """Whether the gradient goes by torch's fused backward: as `native_backward.gradients` decides, but for an lse."""
-    return call.softcap is None and call.dropout == 0 and not call.bias_needs_grad
-
-
 def at_once(
     query: Tensor,
     key: Tensor,

@@ -1,7 +1,7 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
-`headwise::attend`, `attend_full` and `dropout_keep` are the library's own (csrc/bind.cpp). `attend_train` is
-`attend_full` with a gradient, `attend_backward` that gradient: one operator, so torch.compile sees no strips.
+`headwise::attend`, `attend_full`, `attend_backward` and `dropout_keep` are the library's own (csrc/bind*.cpp).
+`attend_train` is `attend_full` with `attend_backward` as its gradient.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .native_backward import Problem, gradients, leaves_of
+from .native_backward import Problem, by_definition, leaves_of
 
 LIBRARY = Path(__file__).parents[1] / "_native.so"
-OWN = ("attend", "attend_full", "dropout_keep", "isa", "isas", "use_isa")
+OWN = ("attend", "attend_full", "attend_backward", "dropout_keep", "isa", "isas", "use_isa")
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
     "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, float dropout, Tensor? seed"
@@ -74,15 +74,12 @@ def _load() -> str | None:
 
 
 def _register() -> None:
-    """What torch must know beside the library: shapes and strides without data, and our own two operators."""
+    """What torch must know beside the library: shapes and strides without data, and the operator with a gradient."""
     global _fragment
     _fragment = torch.library.Library("headwise", "FRAGMENT")
-    given = "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool biases"
     _fragment.define(f"attend_train({ARGUMENTS}) -> (Tensor, Tensor)")
-    _fragment.define(f"attend_backward({given}, {ARGUMENTS}) -> Tensor[]")
     _fragment.impl("attend_train", attend_train, "CPU")
     _fragment.impl("attend_train", attend_train, "Autograd")
-    _fragment.impl("attend_backward", _attend_backward, "CPU")
     fakes: dict[str, Callable[..., Any]] = {
         "attend": lambda *args: _empty_pair(*args)[0],
         "attend_full": _empty_pair,
@@ -109,15 +106,6 @@ def _empty_gradients(
     return qkv + [x.new_empty(x.shape) for x in leaves[3:]]
 
 
-def _attend_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, biases: bool, *args: Any
-) -> list[Tensor]:
-    with torch.no_grad():
-        grads = gradients(grad_out, grad_lse, out, lse, biases, *args)
-        qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads[:3]]
-        return qkv + [x.contiguous() for x in grads[3:]]
-
-
 class _Attend(torch.autograd.Function):
     """`attend_full` with a gradient: its tensors one by one, for autograd looks into no list."""
 
@@ -135,10 +123,11 @@ class _Attend(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         p, (n_segments, _, _) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
         biases = any(ctx.needs_input_grad[1 + 6 + n_segments :])
-        given = torch.zeros_like(out) if grads[0] is None else grads[0], grads[1], out, lse, biases
-        # The operator is for tracers; and a gradient of the gradient only the plain torch ops have.
-        plain = torch.is_grad_enabled() or type(out) is Tensor
-        found = iter((gradients if plain else torch.ops.headwise.attend_backward.default)(*given, *p))
+        grad_out = torch.zeros_like(out) if grads[0] is None else grads[0]
+        if torch.is_grad_enabled():  # a gradient of the gradient will be asked
+            found = iter(by_definition(p, biases, grad_out, grads[1]))
+        else:
+            found = iter(torch.ops.headwise.attend_backward.default(grad_out, grads[1], out, lse, biases, *p))
         return (
             None,
             *(next(found) for _ in "qkv"),

@@ -69,8 +69,9 @@ def reference(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     dropout: float = 0.0,
+    kept: Tensor | None = None,
 ) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]:
-    """(out, lse): what every backend must give.
+    """(out, lse): what every backend must give. `kept`, bool (B, H, T, S): the weights that dropout keeps, where drawn.
 
     What may not be attended cannot influence: a NaN or Inf there is taken out first, for 0 * NaN is NaN.
     What may be attended is honest: a row that may attend a NaN or Inf, or holds one itself, comes out NaN.
@@ -89,7 +90,10 @@ def reference(
 
     query, key, value = clean(query, bad_BHT), clean(key, bad_BKS), clean(value, bad_BKS)
     weights_BHTS, lse_BHT = reference_weights(query, key, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
-    weights_BHTS = torch.dropout(weights_BHTS, dropout, train=dropout > 0)
+    if kept is None:
+        weights_BHTS = torch.dropout(weights_BHTS, dropout, train=dropout > 0)
+    else:
+        weights_BHTS = weights_BHTS * kept / (1 - dropout)
     out_BHTV = weights_BHTS @ value.to(weights_BHTS.dtype).repeat_interleave(H // K, dim=1)
     out_BHTV = out_BHTV.masked_fill(~alive[..., None], 0.0)  # 0 already; so is its gradient, whatever comes in
 
