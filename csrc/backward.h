@@ -114,7 +114,8 @@ static inline void pack_rows(const Tensor4& x, int64_t b, const Rows& rows, int 
 }
 
 // delta of each row, and the lse as the weights take it: NaN for a row in which anything is no number, so that all it
-// may attend comes out NaN, and +inf for one that attends nothing, whose weights are then 0. Both are packed as zeros.
+// may attend comes out NaN; +inf, whose weights are 0, for one that attends nothing, or that is no number but left out
+// of the loss. All of these are packed as zeros.
 static inline void look_at_ends(const Problem& p, const Gradients& g, int64_t b, Rows& rows, float* line, float* lse,
                                 float* delta) {
   const int64_t padded = round_up(p.V, W);
@@ -128,11 +129,11 @@ static inline void look_at_ends(const Problem& p, const Gradients& g, int64_t b,
     delta[r] = reduce_add(sum);
     if (g.grad_lse.data != nullptr) delta[r] -= read_as<float>(at(g.grad_lse, b, h, t));
     lse[r] = p.lse[(b * p.H + h) * p.T + t];
-    if (lse[r] == -kInf) {
-      rows.bad[r] = true, lse[r] = kInf, delta[r] = 0.0f;
-    } else if (rows.bad[r] || lse[r] - lse[r] != 0.0f || delta[r] - delta[r] != 0.0f) {
-      rows.bad[r] = true, lse[r] = NAN, delta[r] = 0.0f;
-    }
+    if (lse[r] != -kInf && !rows.bad[r] && lse[r] - lse[r] == 0.0f && delta[r] - delta[r] == 0.0f) continue;
+    bool wanted = g.grad_lse.data != nullptr && read_as<float>(at(g.grad_lse, b, h, t)) != 0.0f;
+    for (int64_t d = 0; d < p.V; ++d) wanted |= line[d] != 0.0f;
+    rows.bad[r] = true, delta[r] = 0.0f;
+    lse[r] = lse[r] == -kInf || !wanted ? kInf : NAN;
   }
   for (int r = rows.n; r < kRows; ++r) lse[r] = kInf, delta[r] = 0.0f;
 }

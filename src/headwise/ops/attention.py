@@ -174,7 +174,7 @@ class _Backend(NamedTuple):
     run: Callable[[Call], tuple[Tensor, Tensor | None]]
     limits: tuple[Limit, ...]
     aside: str  # what `explain` says where it could serve and is not chosen
-    entire: bool = False  # without a gradient it takes any rows, keeps NaN and Inf in their place, and gates
+    entire: bool = False  # takes any rows, keeps NaN and Inf in their place, and gates where no gradient is needed
 
 
 def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -246,9 +246,12 @@ def _choose(call: Call, name: str) -> tuple[str, str]:
 
 def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     """Run a backend; the gate comes last."""
-    if _BACKENDS[name].entire and not call.needs_grad:
-        return _BACKENDS[name].run(call)
-    out, lse = _fenced(call, name)
+    if _BACKENDS[name].entire:
+        out, lse = _BACKENDS[name].run(call)
+        if not call.needs_grad:
+            return out, lse
+    else:
+        out, lse = _fenced(call, name)
     return out if call.gate is None else out * call.gate.to(out.dtype), lse
 
 

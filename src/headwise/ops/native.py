@@ -64,6 +64,10 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
+# bounds, segments, dense, alibi, dropout and seed of a call without them.
+_PLAIN = (None, None, None, None, 0.0, None)
+
+
 def at_once(
     query: Tensor,
     key: Tensor,
@@ -78,13 +82,12 @@ def at_once(
 ) -> Any:
     """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
 
-    Here is asked only what the operator cannot know: whether anything but plain tensors, plain numbers and no gradient
-    is at work. Sizes and dtypes it checks itself, and where it refuses, the full path finds the words.
+    Here is asked only what the operator cannot know: whether anything but plain tensors and plain numbers is at work.
+    Sizes and dtypes it checks itself, and where it refuses, the full path finds the words.
     """
     if (
         native_library.attend is None
         or not (type(query) is type(key) is type(value) is Tensor)
-        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
@@ -96,16 +99,20 @@ def at_once(
     try:
         (_, _, T, D), S = query.shape, key.shape[2]
         scale = D**-0.5 if scale is None else scale
+        learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if not (gate is not None or sinks is not None or softcap is not None or return_lse):
-            if mask is None:
-                return native_library.attend(query, key, value, scale, -FAR, FAR)
+            ends = (-FAR, FAR) if mask is None else None
             band = mask.simple_band if type(mask) is Mask else None
             if band is not None:
                 left, right, at_end = band
                 shift = S - T if at_end else 0
-                low = -FAR if left is None else left + shift
-                high = FAR if right is None else right + shift
-                return native_library.attend(query, key, value, scale, low, high)
+                ends = -FAR if left is None else left + shift, FAR if right is None else right + shift
+            if ends is not None and not learning:
+                return native_library.attend(query, key, value, scale, *ends)
+            if ends is not None:
+                return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_PLAIN)[0]
+        if learning:
+            return None
         return _in_full(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse)
     except Exception:  # our own checks say it better; what they do not know the full path meets again
         return None
