@@ -63,7 +63,9 @@ void take_sinks(Problem& p, const Owned& sinks) {
 
 void take_bounds(Problem& p, const Owned& bounds) {
   if (!bounds) return;
-  const View view = rows(look(bounds, "bounds"), "bounds", p.B, 4);
+  const View given = look(bounds, "bounds");
+  p.bounds_size = given.axes > 0 && given.sizes[given.axes - 1] == 5 ? 5 : 4;
+  const View view = rows(given, "bounds", p.B, p.bounds_size);
   require_int64(view, "bounds");
   if (view.strides[1] != 1) fail("the rows of bounds must be contiguous");
   p.bounds = static_cast<const int64_t*>(view.data);

@@ -439,16 +439,17 @@ template <class N>
 static void grade_rows(const Problem& p, const Gradients& g, const BackwardPlan& plan, const GradTarget& to,
                        int64_t first, int64_t last, GradScratch<N>& s) {
   const int blocks = static_cast<int>((last - first + kRows - 1) / kRows);
-  int64_t k0 = p.S, k1 = 0;
+  int64_t k0 = p.S, k1 = 0, gap = p.S;
   for (int i = 0; i < blocks; ++i) {
     const int n = static_cast<int>(least(kRows, last - first - i * kRows));
     place_rows(p, to.b, to.kv_head, first + i * kRows, n, static_cast<int>(round_up(n, W)), s.rows[i]);
     HW_BY_VECTORS(n, begin_block, p, g, plan, to.b, i, s);
-    k0 = least(k0, s.rows[i].lo_min), k1 = most(k1, s.rows[i].hi_max);
+    k0 = least(k0, s.rows[i].lo_min), k1 = most(k1, s.rows[i].hi_max), gap = least(gap, s.rows[i].gap_max);
   }
   GradTile<N> tile;
   for (int64_t j = k0 / kGradTile * kGradTile; j < k1; j += kGradTile) {
     const int64_t j0 = most(j, k0 / 2 * 2), j1 = least(j + kGradTile, k1);
+    if (j0 >= s.rows[0].gap_min && j1 <= gap) continue;
     load_tile<N>(p, to.b, to.kv_head, j0, static_cast<int>(j1 - j0), s, tile);
     for (int i = 0; i < blocks; ++i) {
       const int64_t next = least(j + kGradTile + i * kGradTile / blocks, k1);

@@ -167,12 +167,12 @@ static void run_blocks(const Problem& p, const Plan& plan, int64_t group, int64_
   const int blocks = static_cast<int>((last - first + kRows - 1) / kRows);
   BlockScratch<N> s(arena, p, static_cast<int>(plan.rows_per_item / kRows));
 
-  int64_t k0 = p.S, k1 = 0;
+  int64_t k0 = p.S, k1 = 0, gap = p.S;
   for (int i = 0; i < blocks; ++i) {
     const int n = static_cast<int>(least(kRows, last - first - i * kRows));
     place_rows(p, b, kv_head, first + i * kRows, n, static_cast<int>(round_up(n, W)), s.rows[i]);
     HW_BY_VECTORS(n, pack_query, p, b, s.rows[i], s.query[i], reinterpret_cast<char*>(s.spare));
-    k0 = least(k0, s.rows[i].lo_min), k1 = most(k1, s.rows[i].hi_max);
+    k0 = least(k0, s.rows[i].lo_min), k1 = most(k1, s.rows[i].hi_max), gap = least(gap, s.rows[i].gap_max);
     memset(s.sums[i], 0, static_cast<size_t>(p.V * kRows) * sizeof(float));
     for (int r = 0; r < kRows; ++r) s.top[i * kRows + r] = -kInf, s.total[i * kRows + r] = 0.0f;
   }
@@ -181,6 +181,7 @@ static void run_blocks(const Problem& p, const Plan& plan, int64_t group, int64_
   TileOfKeys tile;
   for (int64_t j = from / kTile * kTile; j < to; j += kTile) {
     const int64_t j0 = most(j, from / 2 * 2), j1 = least(j + kTile, to);
+    if (j0 >= s.rows[0].gap_min && j1 <= gap) continue;  // between the first keys and the window
     load_tile<N>(p, b, kv_head, j0, static_cast<int>(j1 - j0), s, tile);
     for (int i = 0; i < blocks; ++i) {
       const int64_t next = least(j + kTile + i * kTile / blocks, to);

@@ -48,11 +48,12 @@ struct Problem {
   float softcap = 0.0f;  // 0 = none
   const float* sinks = nullptr;  // (H), or null
 
-  // Row i of batch b may attend max(start, i + low) <= j < min(stop, i + high), from `bounds` where it is given
-  // (int64 (B|1, 4): low, high, start, stop; stride 0 where one serves all), else from `low` and `high` alone.
+  // Row i of batch b may attend max(start, i + low) <= j < min(stop, i + high), and the keys start <= j < always below
+  // that end, from `bounds` where it is given (int64 (B|1, 4 or 5): low, high, start, stop, always; stride 0 where one
+  // serves all), else from `low` and `high` alone.
   int64_t low = -kFar, high = kFar;
   const int64_t* bounds = nullptr;
-  int64_t bounds_stride = 0;
+  int64_t bounds_stride = 0, bounds_size = 4;
 
   SegmentRule segments[kMaxSegments];
   int n_segments = 0;

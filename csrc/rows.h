@@ -17,8 +17,12 @@ struct Rows {
   int padded = 0;  // and with those that fill up the last vector: copies of the last real one
   int64_t t[kRows];
   int64_t h[kRows];
-  int32_t lo[kRows], hi[kRows];  // row r may attend lo <= j < hi; an empty row has lo = S, hi = 0
-  int32_t lo_min, lo_max, hi_min, hi_max;
+  // Row r may attend lo <= j < hi, and of the keys first_min <= j < first_max those below hi; an empty row has hi = 0,
+  // and lo = S where there is nothing but the first keys.
+  int32_t lo[kRows], hi[kRows];
+  int32_t first_min, first_max;
+  int32_t lo_min, lo_max, hi_min, hi_max;  // lo_min: of the first keys too
+  int32_t gap_min, gap_max;                // no row may attend gap_min <= j < gap_max
   int64_t ids[kMaxSegments][kRows];
   int64_t id_min[kMaxSegments], id_max[kMaxSegments];
   bool bad[kRows];   // the query itself holds a NaN or Inf
@@ -28,26 +32,32 @@ struct Rows {
 static inline void place_rows(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int n, int padded,
                               Rows& rows) {
   const int64_t G = p.H / p.K;
-  int64_t low = p.low, high = p.high, start = 0, stop = p.S;
+  int64_t low = p.low, high = p.high, start = 0, stop = p.S, always = 0;
   if (p.bounds != nullptr) {
     const int64_t* of_batch = p.bounds + b * p.bounds_stride;
     low = of_batch[0], high = of_batch[1], start = of_batch[2], stop = of_batch[3];
+    if (p.bounds_size > 4) always = of_batch[4];
   }
   low = most(least(low, kFar), -kFar), high = most(least(high, kFar), -kFar);
+  start = most(least(start, p.S), 0), stop = most(least(stop, p.S), 0);
   rows.n = n, rows.padded = padded;
+  rows.first_min = static_cast<int32_t>(start);
+  rows.first_max = static_cast<int32_t>(most(least(always, stop), start));
   rows.lo_min = rows.hi_min = static_cast<int32_t>(p.S), rows.lo_max = rows.hi_max = 0;
   for (int r = 0; r < padded; ++r) {
     const int64_t row = first + (r < n ? r : n - 1), t = row / G;
     rows.t[r] = t, rows.h[r] = kv_head * G + row % G;
     rows.bad[r] = rows.seen[r] = false;
-    const int64_t lo = most(most(start, t + low), 0), hi = least(least(stop, t + high), p.S);
-    const bool empty = lo >= hi;
-    rows.lo[r] = static_cast<int32_t>(empty ? p.S : lo), rows.hi[r] = static_cast<int32_t>(empty ? 0 : hi);
+    const int64_t lo = most(start, t + low), hi = least(stop, t + high);
+    const bool beyond = lo >= hi, empty = beyond && least(rows.first_max, hi) <= rows.first_min;
+    rows.lo[r] = static_cast<int32_t>(beyond ? p.S : lo), rows.hi[r] = static_cast<int32_t>(empty ? 0 : hi);
     if (rows.lo[r] < rows.lo_min) rows.lo_min = rows.lo[r];
     if (rows.lo[r] > rows.lo_max) rows.lo_max = rows.lo[r];
     if (rows.hi[r] < rows.hi_min) rows.hi_min = rows.hi[r];
     if (rows.hi[r] > rows.hi_max) rows.hi_max = rows.hi[r];
   }
+  rows.gap_min = rows.first_max, rows.gap_max = rows.lo_min;
+  if (rows.first_max > rows.first_min && rows.hi_max > 0) rows.lo_min = rows.first_min;
   for (int s = 0; s < p.n_segments; ++s) {
     const SegmentRule& rule = p.segments[s];
     for (int r = 0; r < padded; ++r) {
@@ -57,6 +67,12 @@ static inline void place_rows(const Problem& p, int64_t b, int64_t kv_head, int6
       rows.id_max[s] = r == 0 ? id : most(rows.id_max[s], id);
     }
   }
+}
+
+// Whether bands and lengths let row r attend key j.
+HW_INLINE bool may_reach(const Rows& rows, int r, int32_t j) {
+  const bool above = (j >= rows.lo[r]) | ((j >= rows.first_min) & (j < rows.first_max));
+  return above & (j < rows.hi[r]);
 }
 
 // What segments say of a tile, from the least and the greatest id on each side.
@@ -95,8 +111,9 @@ static inline Tile keep_tile(const Tensor4& keep, int64_t b, const Rows& rows, i
 
 // Whether any, some or all pairs of the rows and the keys j0 <= j < j1 may attend (a bias is not looked at).
 static inline Tile tile_of(const Problem& p, int64_t b, const Rows& rows, int64_t j0, int64_t j1) {
-  if (j0 >= rows.hi_max || j1 <= rows.lo_min) return Tile::empty;
-  Tile tile = j0 >= rows.lo_max && j1 <= rows.hi_min ? Tile::full : Tile::mixed;
+  if (j0 >= rows.hi_max || j1 <= rows.lo_min || (j0 >= rows.gap_min && j1 <= rows.gap_max)) return Tile::empty;
+  const bool reached = j0 >= rows.lo_max || (j0 >= rows.first_min && j1 <= rows.first_max);
+  Tile tile = reached && j1 <= rows.hi_min ? Tile::full : Tile::mixed;
   for (int s = 0; s < p.n_segments; ++s) {
     const Tile by_ids = segment_tile(p.segments[s], b, rows.id_min[s], rows.id_max[s], j0, j1);
     if (by_ids == Tile::empty) return Tile::empty;
@@ -199,8 +216,7 @@ static inline void mask_tile(const Problem& p, int64_t b, Rows& rows, int64_t j0
     }
     const int32_t at0 = static_cast<int32_t>(j0);
     L::each(rows.padded, n, x, [&](int r, int j, float s) {
-      const int32_t key = at0 + j;
-      return key >= rows.lo[r] && key < rows.hi[r] ? s : -kInf;
+      return may_reach(rows, r, at0 + j) ? s : -kInf;
     });
   }
   if (bad == nullptr) return;
@@ -213,8 +229,8 @@ static inline void mask_tile(const Problem& p, int64_t b, Rows& rows, int64_t j0
 // Whether row r may attend any of the keys from <= j < to. Read only for rows whose greatest score is -inf: they are
 // empty, or their scores overflowed.
 static inline bool attends_any(const Problem& p, int64_t b, const Rows& rows, int r, int64_t from, int64_t to) {
-  for (int64_t j = most(from, rows.lo[r]); j < least(to, rows.hi[r]); ++j) {
-    bool allowed = true;
+  for (int64_t j = most(from, rows.lo_min); j < least(to, rows.hi[r]); ++j) {
+    bool allowed = may_reach(rows, r, static_cast<int32_t>(j));
     for (int i = 0; i < p.n_segments; ++i) {
       const SegmentRule& rule = p.segments[i];
       allowed &= rule.key_ids[b * rule.key_stride[0] + j * rule.key_stride[1]] == rows.ids[i][r];

@@ -113,6 +113,15 @@ def _between(n: Sizes) -> Built:
     return Built(headwise.lengths(stop, start), lambda b, h, i, j: bool(start[b] <= j < stop[b]))
 
 
+def _first(left: int, first: int) -> Callable[[Sizes], Built]:
+    """A window that keeps the first keys in sight."""
+
+    def sees(n: Sizes) -> Sees:
+        return lambda b, h, i, j: (j > i + n.S - n.T - left or j < first) and j <= i + n.S - n.T
+
+    return lambda n: Built(headwise.window(left, first=first), sees(n), interval=False)
+
+
 def _segments(n: Sizes) -> Built:
     q, k = _ids(n, n.T), _ids(n, 1, n.S)[0]
     return Built(headwise.segments(q, k), lambda b, h, i, j: bool(q[i] == k[j]), interval=False)
@@ -170,6 +179,8 @@ MASKS: dict[str, Callable[[Sizes], Built]] = {
     "window 2 (B,)": _simple(
         lambda n: headwise.window(2, 1, offset=torch.tensor([2, -1, 0])[: n.B]), _band(2, 1, _BATCH)
     ),
+    "window 2 first 1": _first(2, 1),
+    "window 1 first 3": _first(1, 3),
     "window far": _simple(lambda n: headwise.window(2, offset=1000), lambda n: lambda *_: False),
     "lengths": _lengths,
     "lengths start": _between,
@@ -194,6 +205,7 @@ MASKS |= {
     "keep & bias": _joined("keep BHTS", "bias H1S"),
     "bias & bias": _joined("bias TS", "bias BHTS", "alibi"),
     "all kinds": _joined("window 3 2", "lengths", "segments", "keep HTS", "bias TS", "alibi"),
+    "window first & lengths": _joined("window 2 first 1", "lengths start"),
     "window & window": _joined("window 3", "causal -3", "lengths start"),
 }
 # A few that between them hold every kind of rule, and rows that see nothing: for tests that cost more.

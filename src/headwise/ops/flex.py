@@ -123,10 +123,10 @@ def _value(part: Part, b: Tensor, h: Tensor, i: Tensor, j: Tensor, T: int, S: in
         return ends if isinstance(ends, int) else ends[b if ends.shape[0] > 1 else 0]
 
     match part:
-        case Band(left, right, offset):
+        case Band(left, right, offset, first):
             pos = i + (S - T if offset is None else row(offset))
             seen = (j == j) if right is None else j <= pos + right
-            return seen if left is None else seen & (j > pos - left)
+            return seen if left is None else seen & ((j > pos - left) | (j < first))
         case Lengths(stop, start):
             return j < row(stop) if start is None else (j < row(stop)) & (j >= row(start))
         case Segments(query_ids, key_ids):

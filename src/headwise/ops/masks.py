@@ -33,7 +33,7 @@ class Mask:
     """Rules joined by `and`. Made by `causal()`, `window()`, ...; joined with `&`; frozen.
 
     >>> (causal() & window(4)).parts
-    (Band(left=None, right=0, offset=None), Band(left=4, right=0, offset=None))
+    (Band(left=None, right=0, offset=None, first=0), Band(left=4, right=0, offset=None, first=0))
     """
 
     parts: tuple[Part, ...]
@@ -102,7 +102,11 @@ class Mask:
     @property
     def is_interval(self) -> bool:
         """True where each row's keys are one interval, so that `bounds` tells all."""
-        return all(isinstance(part, (Band, Lengths)) for part in self.parts if part.restricts)
+        return all(
+            isinstance(part, Lengths) or (isinstance(part, Band) and not part.kept)
+            for part in self.parts
+            if part.restricts
+        )
 
     @property
     def is_top_left(self) -> bool:
@@ -121,7 +125,7 @@ class Mask:
         """
         lows, highs, at_end = [], [], set()
         for part in self.parts:
-            if not isinstance(part, Band) or isinstance(part.offset, Tensor):
+            if not isinstance(part, Band) or isinstance(part.offset, Tensor) or part.kept:
                 return None
             shift = part.offset or 0
             at_end.add(part.offset is None)
@@ -175,7 +179,7 @@ class Mask:
         for part in self.parts:
             shift = part.shift(T, S) if isinstance(part, Band) else None
             if isinstance(part, Band) and not isinstance(shift, Tensor) and shift is not None:
-                k0 = k0 if part.left is None else max(k0, first + shift - part.left + 1)
+                k0 = k0 if part.left is None or part.kept else max(k0, first + shift - part.left + 1)
                 k1 = k1 if part.right is None else min(k1, last + shift + part.right)
         k0 = min(max(k0, 0), S)
         return k0, min(max(k1, k0), S)
@@ -270,17 +274,24 @@ def causal_top_left() -> Mask:
     return causal(offset=0)
 
 
-def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | None = None) -> Mask:
+def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | None = None, first: int = 0) -> Mask:
     """Query at pos = i + offset sees pos - left < j <= pos + right.
 
     `left` counts keys with **self included**, `right` counts the keys after self; None = no limit on that side.
     `window(W)` is therefore W keys, self included, none in the future. Others count W + 1: convert at the edge.
+    The `first` keys stay in sight however far the window has moved on, as attention sinks (Xiao et al. 2023,
+    arXiv 2309.17453).
 
     >>> print(window(2).draw(4, 4))
     ■ · · ·
     ■ ■ · ·
     · ■ ■ ·
     · · ■ ■
+    >>> print(window(2, first=1).draw(4, 4))
+    ■ · · ·
+    ■ ■ · ·
+    ■ ■ ■ ·
+    ■ · ■ ■
     >>> print(window(1, 1).draw(3, 3))
     ■ ■ ·
     · ■ ■
@@ -289,11 +300,14 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | No
     check_integers("left of window()", left, tensor=False)
     check_integers("right of window()", right, tensor=False)
     check_integers("offset of window()", offset, tensor=True)
+    check_integers("first of window()", first, tensor=False)
     if left is not None and left < 1:
         raise ValueError(f"window(left) counts keys with self included, so left >= 1 or None; got {left}")
     if right is not None and right < 0:
         raise ValueError(f"window(right) counts the keys after self, so right >= 0 or None; got {right}")
-    return Mask((Band(left, right, offset),))
+    if first < 0:
+        raise ValueError(f"window(first) counts the first keys, which stay in sight, so first >= 0; got {first}")
+    return Mask((Band(left, right, offset, first),))
 
 
 def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:

@@ -31,6 +31,11 @@ def _count(call: Call, *kinds: type) -> int:
     return 0 if call.mask is None else sum(isinstance(part, kinds) for part in call.mask.parts)
 
 
+def _firsts(call: Call) -> set[int]:
+    parts = () if call.mask is None else call.mask.parts
+    return {part.first for part in parts if isinstance(part, Band) and part.left is not None}
+
+
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
     Limit(lambda c: c.query.dtype == torch.float64, "headwise's own kernel has no float64"),
@@ -43,6 +48,9 @@ LIMITS = (
     Limit(lambda c: _count(c, Keep, Bias) > MOST[Keep], "headwise's own kernel takes at most 8 mask tensors"),
     Limit(lambda c: _count(c, Segments) > MOST[Segments], "headwise's own kernel takes at most 4 pairs of segments"),
     Limit(lambda c: _count(c, Alibi) > MOST[Alibi], "headwise's own kernel takes at most 4 rules of ALiBi"),
+    Limit(
+        lambda c: len(_firsts(c)) > 1, "headwise's own kernel takes windows that all keep the same first keys in sight"
+    ),
     Limit(lambda c: trouble() is not None, lambda: trouble() or ""),
 )
 
@@ -153,7 +161,9 @@ class Lowered(NamedTuple):
 
     low: int  # row i sees i + low <= j < i + high, by the bands whose place is a number
     high: int
-    bounds: Tensor | None  # where a mask says more: int64 (B|1, 4), low, high, start, stop, by all rules together
+    bounds: (
+        Tensor | None
+    )  # where a mask says more: int64 (B|1, 4), low, high, start, stop, by all rules together; 5: always
     segments: list[Tensor] | None  # query ids, key ids, ...; None for no tensors: cheaper than an empty list
     dense: list[Tensor] | None  # (B|1, H|1, T|1, S|1)
     alibi: list[Tensor] | None  # slopes (B|1, H), offsets (B|1,), ...
@@ -165,7 +175,7 @@ def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
     Raises TypeError for an index that is no integer tensor, which a conversion would hide.
     """
     numbers: tuple[list[Any], ...] = [], []  # low, high
-    tensors: tuple[list[Any], ...] = [], [], [], []  # low, high, start, stop
+    tensors: tuple[list[Any], ...] = [], [], [], [], []  # low, high, start, stop, always
     segments: list[Tensor] = []
     dense: list[Tensor] = []
     alibi: list[Tensor] = []
@@ -178,6 +188,8 @@ def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
                 to[0].append(shift - part.left + 1)
             if part.right is not None:
                 to[1].append(shift + part.right + 1)
+            if part.kept:
+                tensors[4].append(_number(part.kept, 1)[0])
         elif isinstance(part, Lengths):
             tensors[3].append(_int64(part.stop))
             if part.start is not None:
@@ -194,16 +206,21 @@ def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
             raise TypeError(f"headwise's own kernel has no form for {type(part).__name__}")
     low = reduce(torch.sym_max, numbers[0]) if numbers[0] else None
     high = reduce(torch.sym_min, numbers[1]) if numbers[1] else None
-    bounds = _bounds((low, high, None, None), tensors) if any(tensors) else None
+    bounds = _bounds((low, high, None, None, None), tensors) if any(tensors) else None
     ends = -FAR if low is None else low, FAR if high is None else high
     return Lowered(*ends, bounds, segments or None, dense or None, alibi or None)
 
 
 def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> Tensor:
-    """int64 (B|1, 4): low, high, start, stop of each row of the batch, each the tightest of the rules."""
+    """int64 (B|1, 4): low, high, start, stop of each row of the batch, each the tightest of the rules.
+
+    (B|1, 5) where some keys stay in sight however far back: their end.
+    """
     n = next((x.shape[0] for given in tensors for x in given if x.shape[0] != 1), 1)
-    columns = []
-    for number, given, (tightest, none) in zip(numbers, tensors, _ENDS, strict=True):
+    columns: list[Tensor] = []
+    if not tensors[4]:
+        numbers, tensors = numbers[:4], tensors[:4]
+    for number, given, (tightest, none) in zip(numbers, tensors, _ENDS, strict=False):
         terms = [x[:, None] for x in given]
         if number is not None or not given:
             terms.append(_number(none if number is None else number, n))
@@ -215,7 +232,7 @@ def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> 
 # What the operator reads of a mask; a bias of another float type is converted.
 _READ = (torch.bool, *DTYPES)
 # How two rules join into one, and what stands for no rule.
-_ENDS = ((torch.maximum, -FAR), (torch.minimum, FAR), (torch.maximum, 0), (torch.minimum, FAR))
+_ENDS = ((torch.maximum, -FAR), (torch.minimum, FAR), (torch.maximum, 0), (torch.minimum, FAR), (torch.minimum, 0))
 
 
 def _number(number: int, n: int) -> Tensor:

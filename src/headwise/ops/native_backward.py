@@ -41,8 +41,9 @@ class Problem(NamedTuple):
         band = Band(1 - self.low, self.high - 1, 0).trimmed(T, S)
         parts: list[Part] = [] if band is None else [band]
         if self.bounds is not None:
-            low, high, start, stop = self.bounds.unbind(1)
-            parts += [Band(1, None, low), Band(None, -1, high)] if bool(((low > -T) | (high < S)).any()) else []
+            low, high, start, stop, *always = self.bounds.unbind(1)
+            first = int(always[0][0]) if always else 0
+            parts += [Band(1, None, low, first), Band(None, -1, high)] if bool(((low > -T) | (high < S)).any()) else []
             parts += [Lengths(stop, start)]
         parts += [Segments(*pair) for pair in _pairs(self.segments)]
         parts += [Keep(x) if x.dtype == torch.bool else Bias(x) for x in self.dense or []]

@@ -71,11 +71,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Band(Part):
-    """Query i stands at pos = i + offset and sees the keys pos - left < j <= pos + right."""
+    """Query i stands at pos = i + offset and sees the keys pos - left < j <= pos + right.
+
+    The keys j < first it sees however far back they lie.
+    """
 
     left: int | None
     right: int | None
     offset: int | Tensor | None = None
+    first: int = 0
 
     def shift(self, T: int, S: int) -> int | Tensor:
         """The position of query 0 among the keys."""
@@ -86,10 +90,11 @@ class Band(Part):
         pos = i + _per_batch(self.shift(T, S))
         if self.right is None and self.left is None:
             return torch.ones_like(pos + j, dtype=torch.bool)
-        if self.right is None:
-            return j > pos - self.left
-        seen = j <= pos + self.right
-        return seen if self.left is None else seen & (j > pos - self.left)
+        if self.left is None:
+            return j <= pos + self.right
+        near = j > pos - self.left
+        near = near | (j < self.first) if self.first else near
+        return near if self.right is None else near & (j <= pos + self.right)
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
@@ -103,7 +108,12 @@ class Band(Part):
             return self
         left = None if self.left is None or known(T - 1 + shift - self.left < 0) else self.left
         right = None if self.right is None or known(shift + self.right >= S - 1) else self.right
-        return None if left is None and right is None else Band(left, right, shift)
+        return None if left is None and right is None else Band(left, right, shift, self.first)
+
+    @property
+    def kept(self) -> int:
+        """How many of the first keys are seen from beyond the window; 0 where it has no end on that side."""
+        return 0 if self.left is None else self.first
 
 
 @dataclass(frozen=True, eq=False)
