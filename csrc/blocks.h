@@ -179,15 +179,18 @@ static void run_blocks(const Problem& p, const Plan& plan, int64_t group, int64_
   const int64_t from = most(k0, split * plan.keys_per_split), to = least(k1, (split + 1) * plan.keys_per_split);
   const bool general = is_general(p);
   TileOfKeys tile;
+  Pages pages(p);
   for (int64_t j = from / kTile * kTile; j < to; j += kTile) {
     const int64_t j0 = most(j, from / 2 * 2), j1 = least(j + kTile, to);
     if (j0 >= s.rows[0].gap_min && j1 <= gap) continue;  // between the first keys and the window
-    load_tile<N>(p, b, kv_head, j0, static_cast<int>(j1 - j0), s, tile);
+    load_tile<N>(pages.turn(b, j0), b, kv_head, j0, static_cast<int>(j1 - j0), s, tile);
     for (int i = 0; i < blocks; ++i) {
       const int64_t next = least(j + kTile + i * kTile / blocks, to);
       const int64_t end = least(j + kTile + (i + 1) * kTile / blocks, to);
-      prefetch_rows(p.key, b, kv_head, next, end, p.D);
-      prefetch_rows(p.value, b, kv_head, next, end, p.V);
+      if (p.table == nullptr) {
+        prefetch_rows(p.key, b, kv_head, next, end, p.D);
+        prefetch_rows(p.value, b, kv_head, next, end, p.V);
+      }
       HW_BY_VECTORS(s.rows[i].n, block_tile, p, b, tile, general, i, s);
     }
   }

@@ -248,21 +248,23 @@ HW_INLINE bool lines_are_finite(const float* x, int R, int n) {
 
 // One pass over the keys of an item; false where a NaN or Inf has shown and `careful` was not set.
 template <class Read, int R>
-static inline bool pass_lines(const Problem& p, int64_t b, int64_t kv_head, int64_t from, int64_t to, bool careful,
+static inline bool pass_lines(const Problem& call, int64_t b, int64_t kv_head, int64_t from, int64_t to, bool careful,
                               LineScratch& s) {
   constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
-  const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
+  const int64_t deep = round_up(call.D, 2 * W), wide = round_up(call.V, 2 * W);
   Rows& rows = *s.rows;
-  const bool general = is_general(p);
-  const float c = unit_of(p) * kLog2e;
+  const bool general = is_general(call);
+  const float c = unit_of(call) * kLog2e;
   memset(s.sums, 0, static_cast<size_t>(R * wide) * sizeof(float));
   for (int r = 0; r < R; ++r) s.top[r] = -kInf, s.total[r] = 0.0f;
   BadKeys bad;
+  Pages pages(call);
   for (int64_t j = from / kLineTile * kLineTile; j < to; j += kLineTile) {
     const int64_t j0 = most(j, from), j1 = least(j + kLineTile, to);
     const int n = static_cast<int>(j1 - j0);
-    const Tile kind = tile_of(p, b, rows, j0, j1);
+    const Tile kind = tile_of(call, b, rows, j0, j1);
     if (kind == Tile::empty) continue;
+    const Problem& p = pages.turn(b, j0);
     if (careful) bad.look(p, b, kv_head, j0, n);
     const RowsOf key = line_rows(p.key, b, kv_head, j0, n, p.D, &bad, s.key_copy);
     scores_of_lines<Read, R>(s, deep, key, n);

@@ -43,6 +43,10 @@ struct Problem {
   int64_t B = 0, H = 0, K = 0, T = 0, S = 0, D = 0, V = 0;
   Tensor4 query, key, value, out;  // query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), out (B, H, T, V)
   Dtype dtype() const { return query.dtype; }  // one for all four
+  // Keys and values in pages, where `table` is given: key (P, K, page, D), value (P, K, page, V), and key j of batch b
+  // lies in page table[b * table_stride + j / page], at place j % page. A page holds whole tiles.
+  const int64_t* table = nullptr;
+  int64_t table_stride = 0, page = 0;
   float* lse = nullptr;  // (B, H, T) contiguous, or null
   float scale = 1.0f;
   float softcap = 0.0f;  // 0 = none

@@ -25,6 +25,30 @@ struct RowsOf {
   int64_t stride = 0;  // elements of the number format from key to key
 };
 
+// The call as it looks to one tile of keys: where these lie in pages, with keys and values placed so that key j is found
+// at j as everywhere else.
+class Pages {
+ public:
+  explicit Pages(const Problem& p) : given_(p) {
+    if (p.table != nullptr) memcpy(room_, &p, sizeof(Problem));
+  }
+  const Problem& turn(int64_t b, int64_t j) {
+    if (given_.table == nullptr) return given_;
+    const int64_t page = given_.table[b * given_.table_stride + j / given_.page];
+    const auto place = [&](Tensor4& to, const Tensor4& from) {
+      const int64_t elements = (page - b) * from.stride[0] - j / given_.page * given_.page * from.stride[2];
+      to.data = static_cast<char*>(from.data) + elements * size_of(from.dtype);
+    };
+    Problem& here = *reinterpret_cast<Problem*>(room_);
+    place(here.key, given_.key), place(here.value, given_.value);
+    return here;
+  }
+
+ private:
+  const Problem& given_;
+  alignas(Problem) char room_[sizeof(Problem)];  // made only where there are pages
+};
+
 // Looks for NaN and Inf in the keys j0 <= j < j0 + n. What is bad is remembered, and read as 0 from a copy: rows that
 // may attend it come out NaN, and the others are not touched by it.
 struct BadKeys {
