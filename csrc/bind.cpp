@@ -119,6 +119,9 @@ bool register_operators() {
   for (const Operator& op : kAttend) {
     if (!define(definitions, op)) return false;
   }
+  for (int i = 0; i < kInt8Count; ++i) {
+    if (!define(definitions, kInt8[i])) return false;
+  }
   return true;
 }
 

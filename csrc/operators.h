@@ -12,6 +12,9 @@ struct Operator {
   Boxed function;
 };
 
+extern const Operator kInt8[];  // bind_int8.cpp
+extern const int kInt8Count;
+
 // A fresh tensor in the memory order (B, T, H, V) for a result (B, H, T, V), so that the heads of a position lie
 // together for what follows; `to` takes its place and strides, not its dtype.
 Owned empty_heads(int64_t B, int64_t H, int64_t T, int64_t V, int32_t torch_dtype, Tensor4& to);
