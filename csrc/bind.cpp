@@ -116,8 +116,9 @@ bool define(TorchLibraryHandle definitions, const Operator& op) {
 bool register_operators() {
   TorchLibraryHandle definitions = nullptr;
   if (aoti_torch_library_init_def("headwise", __FILE__, __LINE__, &definitions) != 0) return false;
-  bool good = define(definitions, kBackward);
+  bool good = true;
   for (const Operator& op : kAttend) good = good && define(definitions, op);
+  for (const Operator* op : {&kBackward, &kInt8}) good = good && define(definitions, *op);
   return good;
 }
 

@@ -17,6 +17,7 @@ constexpr int kLineRows = W < 16 ? 4 : 8;  // the most rows this kernel takes: W
 struct ReadFloat {
   using T = float;
   static constexpr bool kPairs = false;  // whether values are multiplied as pairs of keys
+  static constexpr bool kScaled = false;  // whether a token has a scale
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
   HW_INLINE int64_t place(int64_t i) { return i; }
   // Keys and queries, and their product.
@@ -52,6 +53,13 @@ struct ReadBfloat : ReadFloat {
   HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
   HW_INLINE void put_query(float* q, int64_t i, float x) { q[place(i)] = x; }
 #endif
+};
+
+struct ReadByte : ReadFloat {
+  using T = int8_t;
+  static constexpr bool kScaled = true;
+  HW_INLINE void load2(const int8_t* p, F& a, F& b) { a = load_i8(p), b = load_i8(p + W); }
+  HW_INLINE void load_key(const int8_t* p, F& a, F& b) { load2(p, a, b); }
 };
 
 struct LineScratch {
@@ -209,6 +217,8 @@ static inline RowsOf line_rows(const Tensor4& x, int64_t b, int64_t kv_head, int
     const int64_t kept = drops && bad->is[j] ? 0 : width;
     if (x.dtype == Dtype::f32) {
       copy_floats(reinterpret_cast<float*>(copy) + j * padded, row, x.dtype, x.stride[3], kept, padded);
+    } else if (x.dtype == Dtype::i8) {
+      copy_bytes(reinterpret_cast<int8_t*>(copy) + j * padded, row, x.stride[3], kept, padded);
     } else {
       copy_halves(reinterpret_cast<uint16_t*>(copy) + j * padded, row, x.stride[3], kept, padded);
     }
@@ -268,6 +278,7 @@ static inline bool pass_lines(const Problem& call, int64_t b, int64_t kv_head, i
     if (careful) bad.look(p, b, kv_head, j0, n);
     const RowsOf key = line_rows(p.key, b, kv_head, j0, n, p.D, &bad, s.key_copy);
     scores_of_lines<Read, R>(s, deep, key, n);
+    if (Read::kScaled) scale_lines<R, kLineTile>(s.scores, p.key_scale, b, kv_head, j0, n, bad.any ? bad.is : nullptr);
     if (!careful && !lines_are_finite(s.scores, R, n)) return false;
     if (general) scale_scores(p, s.scores, R * kLineTile);
     if (general || kind == Tile::mixed || bad.any) {
@@ -275,6 +286,7 @@ static inline bool pass_lines(const Problem& call, int64_t b, int64_t kv_head, i
     }
     softmax_lines<R>(s.scores, n, c, s.top, s.total, s.alpha);
     if (p.dropout > 0.0f) drop_tile<kLineTile, 1>(p, b, rows, j0, n, s.scores);
+    if (Read::kScaled) scale_lines<R, kLineTile>(s.scores, p.value_scale, b, kv_head, j0, n, bad.any ? bad.is : nullptr);
 #if HW_BF16
     for (int i = 0; Read::kPairs && i < R * kLineTile; i += W) pair_neighbours(s.scores + i);
 #endif

@@ -12,7 +12,8 @@ struct Operator {
   Boxed function;
 };
 
-extern const Operator kBackward;
+extern const Operator kBackward;  // bind_backward.cpp
+extern const Operator kInt8;      // bind_int8.cpp
 
 // A fresh tensor in the memory order (B, T, H, V) for a result (B, H, T, V), so that the heads of a position lie
 // together for what follows; `to` takes its place and strides, not its dtype.

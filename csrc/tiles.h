@@ -1,6 +1,7 @@
 // Scratch memory of a thread, and tiles of keys and values as the kernels take them.
 #pragma once
 
+#include "bytes.h"
 #include "micro.h"
 
 namespace headwise {
@@ -41,6 +42,7 @@ class Pages {
     };
     Problem& here = *reinterpret_cast<Problem*>(room_);
     place(here.key, given_.key), place(here.value, given_.value);
+    if (given_.bytes()) place(here.key_scale, given_.key_scale), place(here.value_scale, given_.value_scale);
     return here;
   }
 
@@ -56,6 +58,15 @@ struct BadKeys {
   bool is[kTile];
 
   void look(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
+    if (p.bytes()) {  // an int8 is a number; a scale need not be
+      any = false;
+      for (int j = 0; j < n; ++j) {
+        is[j] = !is_number(scale_at(p.key_scale, b, kv_head, j0 + j)) ||
+                !is_number(scale_at(p.value_scale, b, kv_head, j0 + j));
+        any |= is[j];
+      }
+      return;
+    }
     any = !rows_are_finite(at(p.key, b, kv_head, j0), p.dtype(), p.key.stride[2], n, p.key.stride[3], p.D) ||
           !rows_are_finite(at(p.value, b, kv_head, j0), p.dtype(), p.value.stride[2], n, p.value.stride[3], p.V);
     if (!any) return;
@@ -75,8 +86,9 @@ HW_INLINE int64_t pitch_of(int64_t width) {
 
 HW_INLINE bool collides(const Tensor4& x) { return x.stride[2] * size_of(x.dtype) % 1024 == 0; }
 
-// Rows of x as floats: in place where that is wanted, they lie as floats and none is bad, else copied, `bad` ones as zeros.
-static inline RowsOf float_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+// Rows of x as floats: in place where that is wanted, they lie as floats and none is bad, else copied, `bad` ones as
+// zeros, int8 times its `scale`.
+static inline RowsOf float_rows(const Tensor4& x, const Tensor4& scale, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                 const BadKeys& bad, bool in_place, float* copy) {
   if (in_place && x.dtype == Dtype::f32 && x.stride[3] == 1 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
   const int64_t pitch = pitch_of(width);
@@ -84,6 +96,7 @@ static inline RowsOf float_rows(const Tensor4& x, int64_t b, int64_t kv_head, in
     const bool drop = bad.any && bad.is[j];
     copy_floats(copy + j * pitch, at(x, b, kv_head, j0 + j), x.dtype, x.stride[3], drop ? 0 : width,
                 round_up(width, W));
+    if (scale.data != nullptr && !drop) scale_row(copy + j * pitch, width, scale_at(scale, b, kv_head, j0 + j));
   }
   return {reinterpret_cast<const char*>(copy), pitch};
 }
