@@ -72,14 +72,15 @@ void take_bounds(Problem& p, const Owned& bounds) {
   p.bounds_stride = view.strides[0];
 }
 
-void fill_sizes(Problem& p, const View& query, const View& key, const View& value) {
+// Sizes of a call; keys and values lie in pages where `length` > 0, and are so many then.
+void fill_sizes(Problem& p, const View& query, const View& key, const View& value, int64_t length = 0) {
   require_axes(query, "query", 4);
   require_axes(key, "key", 4);
   require_axes(value, "value", 4);
   p.B = query.sizes[0], p.H = query.sizes[1], p.T = query.sizes[2], p.D = query.sizes[3];
-  p.K = key.sizes[1], p.S = key.sizes[2], p.V = value.sizes[3];
-  const bool fits = key.sizes[0] == p.B && value.sizes[0] == p.B && value.sizes[1] == p.K && value.sizes[2] == p.S &&
-                    key.sizes[3] == p.D;
+  p.K = key.sizes[1], p.S = length > 0 ? length : key.sizes[2], p.V = value.sizes[3];
+  const bool fits = (length > 0 || key.sizes[0] == p.B) && value.sizes[0] == key.sizes[0] && value.sizes[1] == p.K &&
+                    value.sizes[2] == key.sizes[2] && key.sizes[3] == p.D;
   if (!fits) {
     fail("query (B, H, T, D), key (B, K, S, D) and value (B, K, S, V) do not fit: " + shape(query) + ", " +
          shape(key) + ", " + shape(value));
@@ -93,14 +94,35 @@ void fill_sizes(Problem& p, const View& query, const View& key, const View& valu
   p.value = tensor4(value);
 }
 
+// The pages of each row of the batch; each is there.
+void take_table(Problem& p, const View& table, const View& key) {
+  require_int64(table, "table");
+  require_axes(table, "table", 2);
+  p.page = key.sizes[2];
+  if (p.page % kPageStep != 0 || p.page == 0) fail("pages hold a multiple of 128 keys, got " + shape(key));
+  if (table.sizes[0] != p.B || table.sizes[1] * p.page < p.S) {
+    fail("the table must be (B, N) with room for all keys in its N pages, got " + shape(table));
+  }
+  if (table.strides[1] != 1) fail("the rows of the table must be contiguous");
+  p.table = static_cast<const int64_t*>(table.data);
+  p.table_stride = table.strides[0];
+  const int64_t used = (p.S + p.page - 1) / p.page;
+  for (int64_t b = 0; b < p.B; ++b) {
+    for (int64_t n = 0; n < used; ++n) {
+      const int64_t page = p.table[b * p.table_stride + n];
+      if (page < 0 || page >= key.sizes[0]) fail("the table names page " + std::to_string(page) + " of " + shape(key));
+    }
+  }
+}
+
 bool is_served(const View& query) {
   return !query.int64 && (query.dtype == Dtype::f32 || query.dtype == Dtype::bf16 || query.dtype == Dtype::f16);
 }
 
-Tensor4 take_scale(const Problem& p, const View& scale, const char* name) {
+Tensor4 take_scale(const View& scale, const char* name, const View& of) {
   require_dtype(scale, name, Dtype::f32);
   require_axes(scale, name, 3);
-  if (scale.sizes[0] != p.B || scale.sizes[1] != p.K || scale.sizes[2] != p.S) {
+  if (!std::equal(scale.sizes, scale.sizes + 3, of.sizes)) {
     fail(std::string(name) + " must be (B, K, S), got " + shape(scale));
   }
   return tensor4(scale);
@@ -142,12 +164,23 @@ void fill_problem(Problem& p, const View& query, const View& key, const View& va
   if (!is_served(query)) fail("query, key and value must be float32, bfloat16 or float16");
 }
 
-void fill_int8(Problem& p, const View& query, const View (&key)[2], const View (&value)[2]) {
-  fill_sizes(p, query, key[0], value[0]);
+void fill_held(Problem& p, const View& query, const Held& key, const Held& value, const Owned& table, int64_t length) {
+  const View key_view = look(key.data, "key", true), value_view = look(value.data, "value", true);
+  if (table && length < 1) fail("pages hold at least one key, got a length of " + std::to_string(length));
+  fill_sizes(p, query, key_view, value_view, table ? length : 0);
   if (!is_served(query)) fail("the query must be float32, bfloat16 or float16");
-  if (key[0].dtype != Dtype::i8 || value[0].dtype != Dtype::i8) fail("key and value must be int8");
-  p.key_scale = take_scale(p, key[1], "key_scale");
-  p.value_scale = take_scale(p, value[1], "value_scale");
+  const bool bytes = !key_view.int64 && key_view.dtype == Dtype::i8;
+  if (value_view.torch_dtype != key_view.torch_dtype || (!bytes && key_view.torch_dtype != query.torch_dtype)) {
+    fail("key and value must have one dtype, the query's or int8");
+  }
+  if (bytes != static_cast<bool>(key.scale) || bytes != static_cast<bool>(value.scale)) {
+    fail("key and value have scales if they are int8, and only then");
+  }
+  if (bytes) {
+    p.key_scale = take_scale(look(key.scale, "key_scale"), "key_scale", key_view);
+    p.value_scale = take_scale(look(value.scale, "value_scale"), "value_scale", value_view);
+  }
+  if (table) take_table(p, look(table, "table"), key_view);
 }
 
 void take_gate(Problem& p, const Owned& gate) {

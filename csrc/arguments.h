@@ -8,8 +8,13 @@ namespace headwise {
 
 // query, key, value and their sizes; all of one dtype.
 void fill_problem(Problem& p, const View& query, const View& key, const View& value);
-// The same with keys and values of int8, and their scales.
-void fill_int8(Problem& p, const View& query, const View (&key)[2], const View (&value)[2]);
+// Keys or values that a cache holds: a scale with them where they are int8.
+struct Held {
+  const Owned& data;
+  const Owned& scale;
+};
+// The same with what a cache holds; in pages where there is a table, for each row of the batch a list of them.
+void fill_held(Problem& p, const View& query, const Held& key, const Held& value, const Owned& table, int64_t length);
 
 int64_t clamp_far(int64_t offset);
 

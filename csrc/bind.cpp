@@ -47,11 +47,7 @@ void attend_full_boxed(StableIValue* stack, uint64_t, uint64_t) {
   take_gate(p, gate);
   take_dropout(p, read_dropout(stack[13]), seed);
   Owned out = empty_out(p, query_view.torch_dtype);
-  const int64_t lse_sizes[3] = {p.B, p.H, p.T};
-  const int64_t lse_strides[3] = {multiply(p.H, p.T), p.T, 1};
-  void* lse_data = nullptr;
-  Owned lse = empty(3, lse_sizes, lse_strides, aoti_torch_dtype_float32(), &lse_data);
-  p.lse = static_cast<float*>(lse_data);
+  Owned lse = empty_lse(p);
   attend(p);
   stack[0] = out.release();
   stack[1] = lse.release();
@@ -118,13 +114,22 @@ bool register_operators() {
   if (aoti_torch_library_init_def("headwise", __FILE__, __LINE__, &definitions) != 0) return false;
   bool good = true;
   for (const Operator& op : kAttend) good = good && define(definitions, op);
-  for (const Operator* op : {&kBackward, &kInt8}) good = good && define(definitions, *op);
+  for (const Operator* op : {&kBackward, &kHeld}) good = good && define(definitions, *op);
   return good;
 }
 
 const bool registered = register_operators();
 
 }  // namespace
+
+Owned empty_lse(Problem& p) {
+  const int64_t sizes[3] = {p.B, p.H, p.T};
+  const int64_t strides[3] = {multiply(p.H, p.T), p.T, 1};
+  void* data = nullptr;
+  Owned lse = empty(3, sizes, strides, aoti_torch_dtype_float32(), &data);
+  p.lse = static_cast<float*>(data);
+  return lse;
+}
 
 Owned empty_heads(int64_t B, int64_t H, int64_t T, int64_t V, int32_t torch_dtype, Tensor4& to) {
   const int64_t sizes[4] = {B, H, T, V};

@@ -13,7 +13,9 @@ struct Operator {
 };
 
 extern const Operator kBackward;  // bind_backward.cpp
-extern const Operator kInt8;      // bind_int8.cpp
+extern const Operator kHeld;      // bind_held.cpp
+
+Owned empty_lse(Problem& p);  // (B, H, T), and p.lse in it
 
 // A fresh tensor in the memory order (B, T, H, V) for a result (B, H, T, V), so that the heads of a position lie
 // together for what follows; `to` takes its place and strides, not its dtype.

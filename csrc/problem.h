@@ -34,6 +34,7 @@ struct AlibiRule {
   int64_t offsets_stride = 0;
 };
 
+constexpr int64_t kPageStep = 128;  // pages hold a multiple of so many keys: no tile lies in two of them
 constexpr int kMaxDense = 8;
 constexpr int kMaxSegments = 4;
 constexpr int kMaxAlibi = 4;
