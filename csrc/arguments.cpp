@@ -72,6 +72,40 @@ void take_bounds(Problem& p, const Owned& bounds) {
   p.bounds_stride = view.strides[0];
 }
 
+void fill_sizes(Problem& p, const View& query, const View& key, const View& value) {
+  require_axes(query, "query", 4);
+  require_axes(key, "key", 4);
+  require_axes(value, "value", 4);
+  p.B = query.sizes[0], p.H = query.sizes[1], p.T = query.sizes[2], p.D = query.sizes[3];
+  p.K = key.sizes[1], p.S = key.sizes[2], p.V = value.sizes[3];
+  const bool fits = key.sizes[0] == p.B && value.sizes[0] == p.B && value.sizes[1] == p.K && value.sizes[2] == p.S &&
+                    key.sizes[3] == p.D;
+  if (!fits) {
+    fail("query (B, H, T, D), key (B, K, S, D) and value (B, K, S, V) do not fit: " + shape(query) + ", " +
+         shape(key) + ", " + shape(value));
+  }
+  if (std::min({p.B, p.H, p.K, p.T, p.S, p.D, p.V}) < 1) fail("empty query, key or value: " + shape(query));
+  if (p.H % p.K != 0) fail("query heads must be a multiple of key heads, got " + shape(query) + ", " + shape(key));
+  if (p.T >= kMaxLength || p.S >= kMaxLength) fail("more queries or keys than 2**30");
+  if (p.D > kMaxWidth || p.V > kMaxWidth) fail("a head dim above 2**20");
+  p.query = tensor4(query);
+  p.key = tensor4(key);
+  p.value = tensor4(value);
+}
+
+bool is_served(const View& query) {
+  return !query.int64 && (query.dtype == Dtype::f32 || query.dtype == Dtype::bf16 || query.dtype == Dtype::f16);
+}
+
+Tensor4 take_scale(const Problem& p, const View& scale, const char* name) {
+  require_dtype(scale, name, Dtype::f32);
+  require_axes(scale, name, 3);
+  if (scale.sizes[0] != p.B || scale.sizes[1] != p.K || scale.sizes[2] != p.S) {
+    fail(std::string(name) + " must be (B, K, S), got " + shape(scale));
+  }
+  return tensor4(scale);
+}
+
 }  // namespace
 
 int64_t clamp_far(int64_t offset) { return std::min(std::max(offset, -kFar), kFar); }
@@ -101,31 +135,19 @@ void Rules::fill(Problem& p) const {
 }
 
 void fill_problem(Problem& p, const View& query, const View& key, const View& value) {
-  require_axes(query, "query", 4);
-  require_axes(key, "key", 4);
-  require_axes(value, "value", 4);
-  p.B = query.sizes[0], p.H = query.sizes[1], p.T = query.sizes[2], p.D = query.sizes[3];
-  p.K = key.sizes[1], p.S = key.sizes[2], p.V = value.sizes[3];
-  const bool fits = key.sizes[0] == p.B && value.sizes[0] == p.B && value.sizes[1] == p.K && value.sizes[2] == p.S &&
-                    key.sizes[3] == p.D;
-  if (!fits) {
-    fail("query (B, H, T, D), key (B, K, S, D) and value (B, K, S, V) do not fit: " + shape(query) + ", " +
-         shape(key) + ", " + shape(value));
-  }
-  if (std::min({p.B, p.H, p.K, p.T, p.S, p.D, p.V}) < 1) fail("empty query, key or value: " + shape(query));
-  if (p.H % p.K != 0) fail("query heads must be a multiple of key heads, got " + shape(query) + ", " + shape(key));
-  if (p.T >= kMaxLength || p.S >= kMaxLength) fail("more queries or keys than 2**30");
-  if (p.D > kMaxWidth || p.V > kMaxWidth) fail("a head dim above 2**20");
+  fill_sizes(p, query, key, value);
   if (key.torch_dtype != query.torch_dtype || value.torch_dtype != query.torch_dtype) {
     fail("query, key and value must have one dtype");
   }
-  const bool half = query.dtype == Dtype::bf16 || query.dtype == Dtype::f16;
-  if (query.int64 || (query.dtype != Dtype::f32 && !half)) {
-    fail("query, key and value must be float32, bfloat16 or float16");
-  }
-  p.query = tensor4(query);
-  p.key = tensor4(key);
-  p.value = tensor4(value);
+  if (!is_served(query)) fail("query, key and value must be float32, bfloat16 or float16");
+}
+
+void fill_int8(Problem& p, const View& query, const View (&key)[2], const View (&value)[2]) {
+  fill_sizes(p, query, key[0], value[0]);
+  if (!is_served(query)) fail("the query must be float32, bfloat16 or float16");
+  if (key[0].dtype != Dtype::i8 || value[0].dtype != Dtype::i8) fail("key and value must be int8");
+  p.key_scale = take_scale(p, key[1], "key_scale");
+  p.value_scale = take_scale(p, value[1], "value_scale");
 }
 
 void take_gate(Problem& p, const Owned& gate) {

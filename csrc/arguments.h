@@ -6,8 +6,10 @@
 
 namespace headwise {
 
-// query, key, value and their sizes.
+// query, key, value and their sizes; all of one dtype.
 void fill_problem(Problem& p, const View& query, const View& key, const View& value);
+// The same with keys and values of int8, and their scales.
+void fill_int8(Problem& p, const View& query, const View (&key)[2], const View (&value)[2]);
 
 int64_t clamp_far(int64_t offset);
 

@@ -116,7 +116,7 @@ bool define(TorchLibraryHandle definitions, const Operator& op) {
 bool register_operators() {
   TorchLibraryHandle definitions = nullptr;
   if (aoti_torch_library_init_def("headwise", __FILE__, __LINE__, &definitions) != 0) return false;
-  bool good = define(definitions, kBackward);
+  bool good = define(definitions, kBackward) && define(definitions, kInt8);
   for (const Operator& op : kAttend) good = good && define(definitions, op);
   return good;
 }

@@ -50,7 +50,8 @@ HW_INLINE F tanh(F x) {
 }
 
 HW_INLINE int64_t size_of(Dtype dtype) {
-  return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : dtype == Dtype::boolean ? 1 : 2;
+  const bool byte = dtype == Dtype::boolean || dtype == Dtype::i8;
+  return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : byte ? 1 : 2;
 }
 
 HW_INLINE const char* at(const Tensor4& x, int64_t a, int64_t b, int64_t c) {
@@ -62,6 +63,7 @@ static inline float element(const char* row, Dtype dtype, int64_t i) {
   if (dtype == Dtype::f32) return reinterpret_cast<const float*>(row)[i];
   if (dtype == Dtype::f64) return static_cast<float>(reinterpret_cast<const double*>(row)[i]);
   if (dtype == Dtype::boolean) return row[i] != 0 ? 1.0f : 0.0f;
+  if (dtype == Dtype::i8) return static_cast<float>(reinterpret_cast<const int8_t*>(row)[i]);
   uint16_t lane[W] = {reinterpret_cast<const uint16_t*>(row)[i]};
   float out[W];
   store(out, dtype == Dtype::bf16 ? load_bf16(lane) : load_f16(lane));
@@ -70,12 +72,14 @@ static inline float element(const char* row, Dtype dtype, int64_t i) {
 
 HW_INLINE F load_half(const uint16_t* p, Dtype dtype) { return dtype == Dtype::bf16 ? load_bf16(p) : load_f16(p); }
 
-// n elements of a row of f32, bf16 or f16, `stride` apart, as floats; zeros behind them up to `padded`.
+// n elements of a row of f32, bf16, f16 or i8, `stride` apart, as floats; zeros behind them up to `padded`.
 static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t stride, int64_t n, int64_t padded) {
   int64_t i = 0;
   if (stride == 1 && dtype == Dtype::f32) {
     memcpy(out, row, static_cast<size_t>(n) * sizeof(float));
     i = n;
+  } else if (stride == 1 && dtype == Dtype::i8) {
+    for (; i + W <= n; i += W) store(out + i, load_i8(reinterpret_cast<const int8_t*>(row) + i));
   } else if (stride == 1) {
     for (; i + W <= n; i += W) store(out + i, load_half(reinterpret_cast<const uint16_t*>(row) + i, dtype));
   }

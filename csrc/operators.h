@@ -13,6 +13,7 @@ struct Operator {
 };
 
 extern const Operator kBackward;
+extern const Operator kInt8;
 
 // A fresh tensor in the memory order (B, T, H, V) for a result (B, H, T, V), so that the heads of a position lie
 // together for what follows; `to` takes its place and strides, not its dtype.

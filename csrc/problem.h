@@ -9,7 +9,7 @@
 
 namespace headwise {
 
-enum class Dtype : int32_t { f32, bf16, f16, f64, boolean };
+enum class Dtype : int32_t { f32, bf16, f16, f64, boolean, i8 };
 
 // A (B, H, T, S)-like tensor of four axes; a broadcast axis has stride 0.
 struct Tensor4 {
@@ -42,7 +42,9 @@ constexpr int64_t kFar = int64_t{1} << 40;  // farther than any key
 struct Problem {
   int64_t B = 0, H = 0, K = 0, T = 0, S = 0, D = 0, V = 0;
   Tensor4 query, key, value, out;  // query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), out (B, H, T, V)
-  Dtype dtype() const { return query.dtype; }  // one for all four
+  Tensor4 key_scale, value_scale;  // float32 (B, K, S), where keys and values are int8: an element is data * scale
+  Dtype dtype() const { return query.dtype; }  // one for all four, but for keys and values of int8
+  bool bytes() const { return key.dtype == Dtype::i8; }
   // Keys and values in pages, where `table` is given: key (P, K, page, D), value (P, K, page, V), and key j of batch b
   // lies in page table[b * table_stride + j / page], at place j % page. A page holds whole tiles.
   const int64_t* table = nullptr;

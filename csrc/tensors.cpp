@@ -17,6 +17,7 @@ struct Codes {
   int32_t bf16 = aoti_torch_dtype_bfloat16();
   int32_t f16 = aoti_torch_dtype_float16();
   int32_t int64 = aoti_torch_dtype_int64();
+  int32_t i8 = aoti_torch_dtype_int8();
   int32_t boolean = aoti_torch_dtype_bool();
 };
 
@@ -34,12 +35,13 @@ int64_t element_size(const View& view) {
   switch (view.dtype) {
     case Dtype::f64: return 8;
     case Dtype::f32: return 4;
-    case Dtype::boolean: return 1;
+    case Dtype::boolean:
+    case Dtype::i8: return 1;
     default: return 2;
   }
 }
 
-void read_dtype(View& view, const char* name) {
+void read_dtype(View& view, const char* name, bool bytes) {
   const Codes& code = codes();
   const int32_t dtype = view.torch_dtype;
   if (dtype == code.f32) view.dtype = Dtype::f32;
@@ -48,6 +50,7 @@ void read_dtype(View& view, const char* name) {
   else if (dtype == code.f64) view.dtype = Dtype::f64;
   else if (dtype == code.boolean) view.dtype = Dtype::boolean;
   else if (dtype == code.int64) view.int64 = true;
+  else if (dtype == code.i8 && bytes) view.dtype = Dtype::i8;
   else fail(std::string(name) + ": a dtype that headwise does not read");
 }
 
@@ -135,7 +138,7 @@ int64_t multiply(int64_t a, int64_t b) {
   return product;
 }
 
-View look(const Owned& tensor, const char* name) {
+View look(const Owned& tensor, const char* name, bool bytes) {
   const AtenTensorHandle handle = tensor.get();
   const Codes& code = codes();
   View view;
@@ -153,7 +156,7 @@ View look(const Owned& tensor, const char* name) {
   view.axes = static_cast<int>(axes);
   std::copy(sizes, sizes + axes, view.sizes);
   std::copy(strides, strides + axes, view.strides);
-  read_dtype(view, name);
+  read_dtype(view, name, bytes);
   check_storage(view, handle, name);
   return view;
 }

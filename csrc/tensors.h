@@ -68,7 +68,8 @@ struct View {
   Dtype dtype = Dtype::f32;
 };
 
-View look(const Owned& tensor, const char* name);  // at most 4 axes, on the CPU, int64 or a dtype in `Dtype`
+// At most 4 axes, on the CPU, int64 or a dtype in `Dtype`; int8 only where `bytes` are wanted.
+View look(const Owned& tensor, const char* name, bool bytes = false);
 std::string shape(const View& view);
 void require_axes(const View& view, const char* name, int axes);
 void require_dtype(const View& view, const char* name, Dtype dtype);

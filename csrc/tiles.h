@@ -1,6 +1,7 @@
 // Scratch memory of a thread, and tiles of keys and values as the kernels take them.
 #pragma once
 
+#include "bytes.h"
 #include "micro.h"
 
 namespace headwise {
@@ -41,6 +42,7 @@ class Pages {
     };
     Problem& here = *reinterpret_cast<Problem*>(room_);
     place(here.key, given_.key), place(here.value, given_.value);
+    if (given_.bytes()) place(here.key_scale, given_.key_scale), place(here.value_scale, given_.value_scale);
     return here;
   }
 
@@ -56,6 +58,15 @@ struct BadKeys {
   bool is[kTile];
 
   void look(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
+    if (p.bytes()) {  // an int8 is a number; a scale need not be
+      any = false;
+      for (int j = 0; j < n; ++j) {
+        is[j] = !is_number(scale_at(p.key_scale, b, kv_head, j0 + j)) ||
+                !is_number(scale_at(p.value_scale, b, kv_head, j0 + j));
+        any |= is[j];
+      }
+      return;
+    }
     any = !rows_are_finite(at(p.key, b, kv_head, j0), p.dtype(), p.key.stride[2], n, p.key.stride[3], p.D) ||
           !rows_are_finite(at(p.value, b, kv_head, j0), p.dtype(), p.value.stride[2], n, p.value.stride[3], p.V);
     if (!any) return;

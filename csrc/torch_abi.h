@@ -32,6 +32,7 @@ constexpr uint64_t kTorchAbi = (uint64_t{2} << 56) | (uint64_t{10} << 48);  // w
   F(int32_t, aoti_torch_dtype_bfloat16, ())                                                                        \
   F(int32_t, aoti_torch_dtype_float16, ())                                                                         \
   F(int32_t, aoti_torch_dtype_int64, ())                                                                           \
+  F(int32_t, aoti_torch_dtype_int8, ())                                                                            \
   F(int32_t, aoti_torch_dtype_bool, ())                                                                            \
   F(AOTITorchError, aoti_torch_get_device_type, (AtenTensorHandle, int32_t*))                                      \
   F(AOTITorchError, aoti_torch_get_layout, (AtenTensorHandle, int32_t*))                                           \

@@ -135,6 +135,9 @@ HW_INLINE uint16_t float_to_bf16(float x) {
 HW_INLINE F load_bf16(const uint16_t* p) {
   return each([&](int i) { return from_bits(static_cast<uint32_t>(p[i]) << 16); });
 }
+HW_INLINE F load_i8(const int8_t* p) {
+  return each([&](int i) { return static_cast<float>(p[i]); });
+}
 HW_INLINE F load_f16(const uint16_t* p) {
   return each([&](int i) { return half_to_float(p[i]); });
 }
