@@ -13,6 +13,7 @@ from ..shapes import check_attention, check_gate, check_options
 from . import blocks, flex, native, sdpa
 from .call import Call, Limit, refusal
 from .fence import fence, show, surely_finite
+from .int8 import Quantized, Scales, parts_of
 from .masks import Mask, fitted
 from .reference import reference
 
@@ -20,8 +21,8 @@ from .reference import reference
 @overload
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Float[Tensor, "B K S D"] | Quantized,
+    value: Float[Tensor, "B K S V"] | Quantized,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -35,8 +36,8 @@ def attention(
 @overload
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Float[Tensor, "B K S D"] | Quantized,
+    value: Float[Tensor, "B K S V"] | Quantized,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -50,8 +51,8 @@ def attention(
 @overload
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Float[Tensor, "B K S D"] | Quantized,
+    value: Float[Tensor, "B K S V"] | Quantized,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -64,8 +65,8 @@ def attention(
 ) -> Float[Tensor, "B H T V"] | tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]: ...
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Float[Tensor, "B K S D"] | Quantized,
+    value: Float[Tensor, "B K S V"] | Quantized,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -83,7 +84,8 @@ def attention(
     Args:
         query: (B, H, T, D), float32, bfloat16, float16 or float64; any strides. One dtype and device for all three.
         key: (B, K, S, D).
-        value: (B, K, S, V).
+        value: (B, K, S, V). Key and value may both be `headwise.cache.Quantized`, int8 with a scale for every token and
+            head: attended as they lie, as if they had been dequantised to float32.
         mask: what may be attended: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with `&`; or a bool
             tensor (True = attend), or a float tensor (added), that broadcasts to (B, H, T, S).
         scale: factor of the scores; D ** -0.5 by default.
@@ -108,12 +110,13 @@ def attention(
     >>> attention(q, k, v, mask=causal() & window(4)).shape
     torch.Size([2, 8, 5, 16])
     """
+    k, v, scales = parts_of(key, value)
     if (backend == "auto" or backend == "native") and not torch.compiler.is_compiling():
-        done = native.at_once(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
+        done = native.at_once(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, scales)
         if done is not None:
             return done
-    query, key, value = _autocast(query, key, value)
-    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
+    query, k, v = _autocast(query, k, v)
+    call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, scales)
     with _no_autocast(call):
         out, lse = _run(call, _choose(call, backend)[0])
     if not return_lse:
@@ -137,8 +140,8 @@ class Explanation:
 
 def explain(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Float[Tensor, "B K S D"] | Quantized,
+    value: Float[Tensor, "B K S V"] | Quantized,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -163,10 +166,13 @@ def explain(
       not flex: FlexAttention has no float64
       not blocks: able, but slower than a fused kernel
     """
-    query, key, value = _autocast(query, key, value)
-    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
+    k, v, scales = parts_of(key, value)
+    query, k, v = _autocast(query, k, v)
+    call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, scales)
     chosen, why = _choose(call, backend)
     others = {name: refusal(other.limits, call) or other.aside for name, other in _BACKENDS.items() if name != chosen}
+    if scales is not None and chosen != "native":
+        why += "; keys and values are dequantised as a whole"
     return Explanation(chosen, why, others)
 
 
@@ -246,6 +252,9 @@ def _choose(call: Call, name: str) -> tuple[str, str]:
 
 def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     """Run a backend; the gate comes last."""
+    if call.scales is not None and name != "native":
+        out, lse = _run(call.dequantized(), name)
+        return out.to(call.query.dtype), lse
     if _BACKENDS[name].entire:
         out, lse = _BACKENDS[name].run(call)
         if not call.needs_grad:
@@ -296,15 +305,16 @@ def _checked(
     dropout: float,
     gate: Tensor | None,
     return_lse: bool,
+    scales: Scales | None,
 ) -> Call:
-    check_attention(query, key, value)
+    check_attention(query, key, value, quantised=scales is not None)
     check_options(query, scale, softcap, sinks, dropout)
     (B, H, T, D), (_, _, S, V) = query.shape, value.shape
     mask = fitted(mask, query, key)
     mask = None if mask is None else mask.trimmed(T, S)
     gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
     scale = D**-0.5 if scale is None else scale
-    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate)
+    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate, scales)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

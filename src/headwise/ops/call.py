@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ class Call:
     dropout: float
     return_lse: bool
     gate: Tensor | None = None  # four axes, each 1 or the output's
+    scales: tuple[Tensor, Tensor] | None = None  # of key and value where they are int8
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -50,13 +51,23 @@ class Call:
         """A gradient will be asked of query, key, value, sinks, gate or the mask's biases."""
         if not torch.is_grad_enabled():
             return False
-        tensors = (self.query, self.key, self.value, self.sinks, self.gate)
+        tensors = (self.query, self.key, self.value, self.sinks, self.gate, *(self.scales or ()))
         return any(t is not None and t.requires_grad for t in tensors) or self.bias_needs_grad
 
     @property
     def bias_needs_grad(self) -> bool:
         """A gradient will be asked of a bias or of ALiBi's slopes."""
         return self.mask is not None and torch.is_grad_enabled() and self.mask.learns
+
+    def dequantized(self) -> Call:
+        """The same call on float keys and values, and a query as wide as they are."""
+        if self.scales is None:
+            return self
+        wide = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        key, value = (
+            x.to(wide) * scale.to(wide)[..., None] for x, scale in zip((self.key, self.value), self.scales, strict=True)
+        )
+        return replace(self, query=self.query.to(wide), key=key, value=value, scales=None)
 
     @property
     def is_transformed(self) -> bool:

@@ -51,6 +51,10 @@ LIMITS = (
     Limit(
         lambda c: len(_firsts(c)) > 1, "headwise's own kernel takes windows that all keep the same first keys in sight"
     ),
+    Limit(
+        lambda c: c.scales is not None and c.needs_grad,
+        "headwise's own kernel has no gradient through int8 keys and values",
+    ),
     Limit(lambda c: trouble() is not None, lambda: trouble() or ""),
 )
 
@@ -68,7 +72,11 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         out, lse = attend_train(*qkv, call.scale, softcap, sinks, *masks, dropout, seed)
     else:
         gate = None if call.gate is None else call.gate.expand(B, H, T, V)
-        out, lse = ops.attend_full(*qkv, call.scale, softcap, sinks, *masks, gate, dropout, seed)
+        rules = (call.scale, softcap, sinks, *masks, gate, dropout, seed)
+        if call.scales is None:
+            out, lse = ops.attend_full(*qkv, *rules)
+        else:
+            out, lse = ops.attend_int8(call.query, call.key, call.scales[0], call.value, call.scales[1], *rules)
     return out, lse if call.return_lse else None
 
 
@@ -87,6 +95,7 @@ def at_once(
     dropout: float,
     gate: Tensor | None,
     return_lse: bool,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Any:
     """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
 
@@ -108,7 +117,7 @@ def at_once(
         (_, _, T, D), S = query.shape, key.shape[2]
         scale = D**-0.5 if scale is None else scale
         learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if not (gate is not None or sinks is not None or softcap is not None or return_lse):
+        if not (scales is not None or gate is not None or sinks is not None or softcap is not None or return_lse):
             ends = (-FAR, FAR) if mask is None else None
             band = mask.simple_band if type(mask) is Mask else None
             if band is not None:
@@ -121,7 +130,7 @@ def at_once(
                 return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_PLAIN)[0]
         if learning:
             return None
-        return _in_full(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse)
+        return _in_full(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, scales)
     except Exception:  # our own checks say it better; what they do not know the full path meets again
         return None
 
@@ -136,12 +145,14 @@ def _in_full(
     sinks: Tensor | None,
     gate: Tensor | None,
     return_lse: bool,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> Any:
     """`at_once` with a mask of any kind and further options."""
     learning = torch.is_grad_enabled() and (
         (sinks is not None and sinks.requires_grad)
         or (gate is not None and gate.requires_grad)
         or (mask is not None and mask.learns)
+        or any(x.requires_grad for x in scales or ())
     )
     if learning or not (softcap is None or (type(softcap) is float and 0.0 < softcap < math.inf)):
         return None
@@ -152,7 +163,11 @@ def _in_full(
     if gate is not None:
         gate = check_gate(gate, (B, H, T, V), query.device).expand(B, H, T, V)
     masks = lowered(mask, T, S)
-    out, lse = native_library.attend_full(query, key, value, scale, softcap or 0.0, sinks, *masks, gate, 0.0, None)
+    rules = (scale, softcap or 0.0, sinks, *masks, gate, 0.0, None)
+    if scales is None:
+        out, lse = native_library.attend_full(query, key, value, *rules)
+    else:
+        out, lse = native_library.attend_int8(query, key, scales[0], value, scales[1], *rules)
     return (out, lse) if return_lse else out
 
 
