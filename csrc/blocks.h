@@ -63,9 +63,13 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
                              reinterpret_cast<uint16_t*>(s.spare));
 #endif
   } else {
-    tile.key = float_rows(p.key, p.key_scale, b, kv_head, j0, n, p.D, tile.bad, true, s.key_copy);
-    tile.value = float_rows(p.value, p.value_scale, b, kv_head, j0, n, p.V, tile.bad,
-                            !(s.shared && collides(p.value)), static_cast<float*>(s.value_copy));
+    tile.key = float_rows(p.key, b, kv_head, j0, n, p.D, tile.bad, true, s.key_copy);
+    tile.value = float_rows(p.value, b, kv_head, j0, n, p.V, tile.bad, !(s.shared && collides(p.value)),
+                            static_cast<float*>(s.value_copy));
+    if (p.bytes()) {
+      scale_rows(s.key_copy, pitch_of(p.D), p.key_scale, b, kv_head, j0, n, p.D);
+      scale_rows(static_cast<float*>(s.value_copy), pitch_of(p.V), p.value_scale, b, kv_head, j0, n, p.V);
+    }
   }
 }
 

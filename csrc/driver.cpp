@@ -23,7 +23,9 @@ namespace {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (std::strcmp(name, "avx2") == 0) return avx2;
   if (std::strcmp(name, "avx512") == 0) return avx512;
-  if (std::strcmp(name, "avx512_bf16") == 0) return avx512 && __builtin_cpu_supports("avx512bf16");
+  if (std::strcmp(name, "avx512_bf16") == 0) {
+    return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  }
 #endif
   return std::strcmp(name, "baseline") == 0;
 }

@@ -3,16 +3,19 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define HW_INLINE static inline __attribute__((always_inline))
+#define HW_APART __attribute__((noinline))  // on its own the compiler finds registers for all it holds
 #define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, 0)  // read once, soon: past the second cache
 #define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the second cache
 #define HW_RESTRICT __restrict__
 #elif defined(_MSC_VER)
 #define HW_INLINE static __forceinline
+#define HW_APART __declspec(noinline)
 #define HW_PREFETCH_ONCE(p) ((void)(p))
 #define HW_PREFETCH_NEAR(p) ((void)(p))
 #define HW_RESTRICT __restrict
 #else
 #define HW_INLINE static inline
+#define HW_APART
 #define HW_PREFETCH_ONCE(p) ((void)(p))
 #define HW_PREFETCH_NEAR(p) ((void)(p))
 #define HW_RESTRICT

@@ -52,7 +52,15 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
   (void)flushed;
   if (plan.by_row) {
     if (p.bytes()) {
+#if HW_BF16
+      if (p.dtype() == Dtype::bf16) {  // two digits hold what it holds
+        run_lines_of<ReadDigits<2>>(p, plan, group, split, scratch);
+      } else {
+        run_lines_of<ReadDigits<3>>(p, plan, group, split, scratch);
+      }
+#else
       run_lines_of<ReadByte>(p, plan, group, split, scratch);
+#endif
     } else if (p.dtype() == Dtype::f32) {
       run_lines_of<ReadFloat>(p, plan, group, split, scratch);
     } else if (p.dtype() == Dtype::bf16) {

@@ -3,6 +3,7 @@
 // item is done again on clean copies.
 #pragma once
 
+#include "digits.h"
 #include "dropout.h"
 #include "finish.h"
 #include "tiles.h"
@@ -18,6 +19,8 @@ struct ReadFloat {
   using T = float;
   static constexpr bool kPairs = false;  // whether values are multiplied as pairs of keys
   static constexpr bool kScaled = false;  // whether a token has a scale
+  static constexpr int kDigits = 0;  // whole numbers are multiplied, of so many digits (digits.h)
+  static constexpr int64_t kStep = 2 * W;  // elements at a time
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
   HW_INLINE int64_t place(int64_t i) { return i; }
   // Keys and queries, and their product.
@@ -62,23 +65,44 @@ struct ReadByte : ReadFloat {
   HW_INLINE void load_key(const int8_t* p, F& a, F& b) { load2(p, a, b); }
 };
 
+#if HW_BF16
+template <int Digits>
+struct ReadDigits : ReadByte {
+  static constexpr int kDigits = Digits;
+  static constexpr int64_t kStep = kBytes;
+  HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
+};
+constexpr int64_t kMostStep = kBytes;
+#else
+constexpr int64_t kMostStep = 2 * W;
+#endif
+
 struct LineScratch {
-  float* query;      // [row][D up to 2 W]
-  float* sums;       // [row][V up to 2 W], in the reader's order
+  float* query;      // [row][D up to a step]
+  float* sums;       // [row][V up to a step], in the reader's order
   float* scores;     // [row][kLineTile], then weights
   char *key_copy, *value_copy;
   float* line;
   Rows* rows;
   float top[kLineRows], total[kLineRows], alpha[W] = {0};
+#if HW_BF16
+  int8_t *query_digits, *digits;                        // of queries and of weights
+  int32_t query_bias[kLineRows * 4], weight_bias[kLineRows * 4];
+  float query_unit[kLineRows], weight_unit[kLineRows];  // what a last digit is worth
+#endif
 
   LineScratch(Arena& arena, const Problem& p) {
-    const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
+    const int64_t deep = round_up(p.D, kMostStep), wide = round_up(p.V, kMostStep);
     query = arena.take<float>(kLineRows * deep);
     sums = arena.take<float>(kLineRows * wide);
     scores = arena.take<float>(kLineRows * kLineTile);
     key_copy = arena.take<char>(kLineTile * deep * 4), value_copy = arena.take<char>(kLineTile * wide * 4);
     line = arena.take<float>(most(deep, wide));
     rows = arena.take<Rows>(1);
+#if HW_BF16
+    query_digits = reinterpret_cast<int8_t*>(query);
+    digits = arena.take<int8_t>(kLineRows * kLineTile * kDigitBytes);
+#endif
   }
 };
 
@@ -206,12 +230,13 @@ static inline void softmax_lines(float* HW_RESTRICT x, int n, float c, float* HW
   for (int r = 0; r < R; ++r) total[r] = total[r] * alpha[r] + reduce_add(sum[r]);
 }
 
-// Rows of keys or values that can be read 2 W elements at a time to the end of `width`: in place or a copy.
+// Rows of keys or values that can be read `step` elements at a time to the end of `width`: in place or a copy.
 static inline RowsOf line_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
-                               const BadKeys* bad, char* copy) {
-  const bool drops = bad != nullptr && bad->any;
-  if (x.stride[3] == 1 && width % (2 * W) == 0 && !drops) return {at(x, b, kv_head, j0), x.stride[2]};
-  const int64_t padded = round_up(width, 2 * W);
+                               const BadKeys* bad, char* copy, int64_t step) {
+  const bool drops = bad != nullptr && bad->any && x.dtype != Dtype::i8;
+  const bool partly = x.dtype == Dtype::i8 && step > 2 * W;  // reads what there is of a step
+  if (x.stride[3] == 1 && (width % step == 0 || partly) && !drops) return {at(x, b, kv_head, j0), x.stride[2]};
+  const int64_t padded = round_up(width, step);
   for (int j = 0; j < n; ++j) {
     const char* row = at(x, b, kv_head, j0 + j);
     const int64_t kept = drops && bad->is[j] ? 0 : width;
@@ -245,6 +270,38 @@ static inline void scores_of_lines(const LineScratch& s, int64_t deep, const Row
   }
 }
 
+static inline Ahead ahead_of(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j) {
+  return {reinterpret_cast<const int8_t*>(at(x, b, kv_head, j)), x.stride[2]};
+}
+
+#if HW_BF16
+// The first keys of an item: those that follow are asked for while their predecessors are worked on.
+static inline void prefetch_first(const Problem& p, int64_t b, int64_t kv_head, int64_t from, int64_t to) {
+  for (int64_t j = from; j < to; ++j) {
+    const Ahead row = ahead_of(p.key, b, kv_head, j);
+    for (int64_t d = 0; d < p.D; d += kBytes) prefetch_line(row.rows + d);
+  }
+}
+#endif
+
+template <int Digits, int R>
+static inline void scores_of_digits(const LineScratch& s, int64_t deep, int64_t D, const RowsOf& key, int n,
+                                    const float* scales, Ahead ahead) {
+#if HW_BF16
+  constexpr int Some = R < 4 ? R : 4;  // more would not fit into the registers
+  const int64_t pitch = deep * kDigitBytes;
+  const auto* k = reinterpret_cast<const int8_t*>(key.data);
+  for (int j = 0; j < n; j += W) {
+    for (int r = 0; r < R; r += Some) {
+      score_digits<Digits, Some, kLineTile>(s.query_digits + r * pitch, s.query_bias + r * 4, s.query_unit + r, pitch, D,
+                                    k + j * key.stride, key.stride, n - j, scales + j, {ahead.rows + j * ahead.stride, ahead.stride}, s.scores + r * kLineTile + j);
+    }
+  }
+#else
+  (void)s, (void)deep, (void)D, (void)key, (void)n, (void)scales, (void)ahead;
+#endif
+}
+
 // Whether the products of R rows with n keys are numbers.
 HW_INLINE bool lines_are_finite(const float* x, int R, int n) {
   bool good = true;
@@ -256,19 +313,60 @@ HW_INLINE bool lines_are_finite(const float* x, int R, int n) {
   return good;
 }
 
+// sums = sums * alpha + weights V, all columns.
+template <class Read, int R>
+static inline void mix_lines(LineScratch& s, int n, const RowsOf& value, int64_t V, int64_t wide, Ahead ahead) {
+  const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
+#if HW_BF16
+  if constexpr (Read::kDigits != 0) {
+    for (int r = 0; r < R; ++r) {
+      s.weight_unit[r] = put_digits<Read::kDigits, false>(s.digits + r * kLineTile * kDigitBytes, s.weight_bias + r * 4, s.scores + r * kLineTile, n);
+    }
+    for (int64_t d = 0; d < wide; d += kBytes) {
+      const auto some = [&](auto mix) {
+        mix(s.digits, s.weight_bias, s.weight_unit, n, v + d, value.stride, V - d, {ahead.rows + d, ahead.stride}, s.alpha, s.sums + d, wide);
+      };
+      if constexpr (R <= 2) {
+        some(mix_digits<Read::kDigits, R, 0, 4, kLineTile>);
+      } else if constexpr (R == 4) {
+        some(mix_digits<Read::kDigits, R, 0, 2, kLineTile>), some(mix_digits<Read::kDigits, R, 2, 2, kLineTile>);
+      } else {
+        some(mix_digits<Read::kDigits, R, 0, 1, kLineTile>), some(mix_digits<Read::kDigits, R, 1, 1, kLineTile>);
+        some(mix_digits<Read::kDigits, R, 2, 1, kLineTile>), some(mix_digits<Read::kDigits, R, 3, 1, kLineTile>);
+      }
+    }
+    return;
+  }
+#endif
+  (void)V, (void)ahead;
+  constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
+  int64_t d = 0;
+  for (; d + 2 * W * X <= wide; d += 2 * W * X) {
+    mix<Read, R, X>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+  }
+  if constexpr (X == 4) {
+    for (; d + 4 * W <= wide; d += 4 * W) mix<Read, R, 2>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+  }
+  for (; d < wide; d += 2 * W) mix<Read, R, 1>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+}
+
 // One pass over the keys of an item; false where a NaN or Inf has shown and `careful` was not set.
 template <class Read, int R>
 static inline bool pass_lines(const Problem& call, int64_t b, int64_t kv_head, int64_t from, int64_t to, bool careful,
                               LineScratch& s) {
-  constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
-  const int64_t deep = round_up(call.D, 2 * W), wide = round_up(call.V, 2 * W);
+  const int64_t deep = round_up(call.D, Read::kStep), wide = round_up(call.V, Read::kStep);
   Rows& rows = *s.rows;
   const bool general = is_general(call);
   const float c = unit_of(call) * kLog2e;
   memset(s.sums, 0, static_cast<size_t>(R * wide) * sizeof(float));
   for (int r = 0; r < R; ++r) s.top[r] = -kInf, s.total[r] = 0.0f;
   BadKeys bad;
-  Pages pages(call);
+  Pages pages(call), ahead(call);
+  float scales[kLineTile];
+  (void)scales;
+#if HW_BF16
+  if constexpr (Read::kDigits != 0) prefetch_first(pages.turn(b, from), b, kv_head, from, least(from + kLineTile, to));
+#endif
   for (int64_t j = from / kLineTile * kLineTile; j < to; j += kLineTile) {
     const int64_t j0 = most(j, from), j1 = least(j + kLineTile, to);
     const int n = static_cast<int>(j1 - j0);
@@ -276,9 +374,14 @@ static inline bool pass_lines(const Problem& call, int64_t b, int64_t kv_head, i
     if (kind == Tile::empty) continue;
     const Problem& p = pages.turn(b, j0);
     if (careful) bad.look(p, b, kv_head, j0, n);
-    const RowsOf key = line_rows(p.key, b, kv_head, j0, n, p.D, &bad, s.key_copy);
-    scores_of_lines<Read, R>(s, deep, key, n);
-    if (Read::kScaled) scale_lines<R, kLineTile>(s.scores, p.key_scale, b, kv_head, j0, n, bad.any ? bad.is : nullptr);
+    const RowsOf key = line_rows(p.key, b, kv_head, j0, n, p.D, &bad, s.key_copy, Read::kStep);
+    if constexpr (Read::kScaled) of_keys(p.key_scale, b, kv_head, j0, n, bad.any ? bad.is : nullptr, scales);
+    if constexpr (Read::kDigits != 0) {
+      scores_of_digits<Read::kDigits, R>(s, deep, p.D, key, n, scales, ahead_of(p.value, b, kv_head, j0));
+    } else {
+      scores_of_lines<Read, R>(s, deep, key, n);
+      if constexpr (Read::kScaled) scale_lines<R, kLineTile>(s.scores, scales, n);
+    }
     if (!careful && !lines_are_finite(s.scores, R, n)) return false;
     if (general) scale_scores(p, s.scores, R * kLineTile);
     if (general || kind == Tile::mixed || bad.any) {
@@ -286,20 +389,17 @@ static inline bool pass_lines(const Problem& call, int64_t b, int64_t kv_head, i
     }
     softmax_lines<R>(s.scores, n, c, s.top, s.total, s.alpha);
     if (p.dropout > 0.0f) drop_tile<kLineTile, 1>(p, b, rows, j0, n, s.scores);
-    if (Read::kScaled) scale_lines<R, kLineTile>(s.scores, p.value_scale, b, kv_head, j0, n, bad.any ? bad.is : nullptr);
+    if constexpr (Read::kScaled) {
+      of_keys(p.value_scale, b, kv_head, j0, n, bad.any ? bad.is : nullptr, scales);
+      scale_lines<R, kLineTile>(s.scores, scales, n);
+      if (Read::kDigits != 0 && !careful && !lines_are_finite(s.scores, R, n)) return false;
+    }
 #if HW_BF16
     for (int i = 0; Read::kPairs && i < R * kLineTile; i += W) pair_neighbours(s.scores + i);
 #endif
-    const RowsOf value = line_rows(p.value, b, kv_head, j0, n, p.V, &bad, s.value_copy);
-    const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
-    int64_t d = 0;
-    for (; d + 2 * W * X <= wide; d += 2 * W * X) {
-      mix<Read, R, X>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
-    }
-    if constexpr (X == 4) {
-      for (; d + 4 * W <= wide; d += 4 * W) mix<Read, R, 2>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
-    }
-    for (; d < wide; d += 2 * W) mix<Read, R, 1>(s.scores, n, v + d, value.stride, s.alpha, s.sums + d, wide);
+    const RowsOf value = line_rows(p.value, b, kv_head, j0, n, p.V, &bad, s.value_copy, Read::kStep);
+    const int64_t next = j1 < to ? j1 : j0;
+    mix_lines<Read, R>(s, n, value, p.V, wide, ahead_of(ahead.turn(b, next).key, b, kv_head, next));
   }
   if (careful) return true;
   return floats_are_finite(s.sums, R * wide);
@@ -310,16 +410,25 @@ static void run_lines(const Problem& p, const Plan& plan, int64_t group, int64_t
   Arena arena{scratch};
   LineScratch s(arena, p);
   const int64_t b = group / p.K, kv_head = group % p.K;
-  const int64_t deep = round_up(p.D, 2 * W), wide = round_up(p.V, 2 * W);
+  const int64_t deep = round_up(p.D, Read::kStep), wide = round_up(p.V, Read::kStep);
   Rows& rows = *s.rows;
   const int n = static_cast<int>(plan.rows);
   place_rows(p, b, kv_head, 0, n, R, rows);
   memset(s.query, 0, static_cast<size_t>(R * deep) * sizeof(float));
+#if HW_BF16
+  memset(s.query_bias, 0, sizeof(s.query_bias)), memset(s.query_unit, 0, sizeof(s.query_unit));
+#endif
   for (int r = 0; r < n; ++r) {
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
     rows.bad[r] = !row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
     if (rows.bad[r]) continue;
     copy_floats(s.line, row, p.query.dtype, p.query.stride[3], p.D, deep);
+#if HW_BF16
+    if constexpr (Read::kDigits != 0) {
+      s.query_unit[r] = put_digits<Read::kDigits, true>(s.query_digits + r * deep * kDigitBytes, s.query_bias + r * 4, s.line, deep);
+      continue;
+    }
+#endif
     for (int64_t d = 0; d < deep; ++d) Read::put_query(s.query, r * deep + d, s.line[d]);
   }
   const int64_t from = most(rows.lo_min, split * plan.keys_per_split);

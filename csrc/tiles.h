@@ -87,8 +87,8 @@ HW_INLINE int64_t pitch_of(int64_t width) {
 HW_INLINE bool collides(const Tensor4& x) { return x.stride[2] * size_of(x.dtype) % 1024 == 0; }
 
 // Rows of x as floats: in place where that is wanted, they lie as floats and none is bad, else copied, `bad` ones as
-// zeros, int8 times its `scale`.
-static inline RowsOf float_rows(const Tensor4& x, const Tensor4& scale, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+// zeros.
+static inline RowsOf float_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                 const BadKeys& bad, bool in_place, float* copy) {
   if (in_place && x.dtype == Dtype::f32 && x.stride[3] == 1 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
   const int64_t pitch = pitch_of(width);
@@ -96,7 +96,6 @@ static inline RowsOf float_rows(const Tensor4& x, const Tensor4& scale, int64_t 
     const bool drop = bad.any && bad.is[j];
     copy_floats(copy + j * pitch, at(x, b, kv_head, j0 + j), x.dtype, x.stride[3], drop ? 0 : width,
                 round_up(width, W));
-    if (scale.data != nullptr && !drop) scale_row(copy + j * pitch, width, scale_at(scale, b, kv_head, j0 + j));
   }
   return {reinterpret_cast<const char*>(copy), pitch};
 }

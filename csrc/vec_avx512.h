@@ -174,6 +174,82 @@ HW_INLINE void interleave(uint32_t* p, const uint16_t* first, const uint16_t* se
   const __m512i hi = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(second)));
   _mm512_storeu_si512(p, _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
 }
+
+// Whole numbers: 64 of 8 bits, or 16 of 32 bits. A product takes 128 + x of one factor and x of the other, as VPDPBUSD does.
+constexpr int kBytes = 64;  // of a vector
+using I = __m512i;
+HW_INLINE I set_whole(int32_t x) { return _mm512_set1_epi32(x); }
+HW_INLINE I load_bytes(const int8_t* p, int64_t n) {  // the first n; zeros behind them
+  return _mm512_maskz_loadu_epi8(_cvtu64_mask64(n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1), p);
+}
+HW_INLINE I biased(I bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80))); }
+HW_INLINE I four_bytes(const int8_t* p) {  // in every place
+  int32_t x;
+  memcpy(&x, p, sizeof(x));
+  return _mm512_set1_epi32(x);
+}
+// acc[i] + the sum over the four bytes of place i of (128 + x) * digit. In words of the assembler: GCC 12 copies the
+// accumulators of the intrinsic around, which takes twice the time.
+HW_INLINE I dot_bytes(I acc, I biased_x, I digits) {
+#if defined(__GNUC__)
+  asm volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(biased_x), "v"(digits));
+  return acc;
+#else
+  return _mm512_dpbusd_epi32(acc, biased_x, digits);
+#endif
+}
+// The same with four digits for every place.
+HW_INLINE I dot_bytes(I acc, I biased_x, const int8_t* digits) {
+#if defined(__GNUC__)
+  struct Four {
+    int8_t x[4];
+  };
+  asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(biased_x), "m"(*reinterpret_cast<const Four*>(digits)));
+  return acc;
+#else
+  return _mm512_dpbusd_epi32(acc, biased_x, four_bytes(digits));
+#endif
+}
+HW_INLINE F floats_of(I whole) { return _mm512_cvtepi32_ps(whole); }
+// W rows of 64 bytes to the 16 vectors of their fours: place r of x[i] holds bytes 4 i to 4 i + 3 of row r.
+HW_INLINE void fours_of_rows(I* x) {
+  F r[W];
+  HW_UNROLL
+  for (int i = 0; i < W; ++i) r[i] = _mm512_castsi512_ps(x[i]);
+  transpose(r);
+  HW_UNROLL
+  for (int i = 0; i < W; ++i) x[i] = _mm512_castps_si512(r[i]);
+}
+// Four rows of 64 bytes to vectors whose places hold a column's four: place 4 q + i of vector m is column
+// 16 q + 4 m + i. `Count` of the four vectors, from `First` on.
+template <int First, int Count>
+HW_INLINE void fours_of_columns(const I* row, I* out) {
+  HW_UNROLL
+  for (int i = 0; i < Count; ++i) {
+    const bool low = First + i < 2;
+    const I ab = low ? _mm512_unpacklo_epi8(row[0], row[1]) : _mm512_unpackhi_epi8(row[0], row[1]);
+    const I cd = low ? _mm512_unpacklo_epi8(row[2], row[3]) : _mm512_unpackhi_epi8(row[2], row[3]);
+    out[i] = (First + i) % 2 == 0 ? _mm512_unpacklo_epi16(ab, cd) : _mm512_unpackhi_epi16(ab, cd);
+  }
+}
+HW_INLINE int place_of_column(int c) { return c % 16 / 4 * 16 + c / 16 * 4 + c % 4; }
+// W floats, rounded to whole numbers below 127.5 * 256^(Digits - 1) in size, as 2 or 3 digits of -128 to 127: for each four
+// of them their lowest digits, the next ones, and so on, and fillers. `bias` takes 128 times the digits' sums away.
+template <int Digits>
+HW_INLINE void store_digits(int8_t* p, I& bias, F x) {
+  const I middle = _mm512_set1_epi32(Digits == 2 ? 0x8080 : 0x808080);
+  const I digits = _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(x), middle), middle);
+  const I turned = _mm512_shuffle_epi8(
+      digits, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, -1, -1, -1, -1)));
+  _mm512_storeu_si512(p, turned);
+  bias = _mm512_sub_epi32(bias, dot_bytes(_mm512_setzero_si512(), biased(_mm512_setzero_si512()), turned));
+}
+// The sums of the places i, 4 + i, 8 + i, 12 + i.
+HW_INLINE void sum_fours(int32_t* p, I x) {
+  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+  const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), sum);
+}
 #endif
 
 }  // namespace HW_ISA

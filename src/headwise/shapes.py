@@ -37,12 +37,14 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
 
 
-def check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: bool = False) -> None:
     """Ranks, sizes, head counts, dtypes, devices of query, key and value.
+
+    Keys and values that are `quantised` have a dtype of their own.
 
     Raises TypeError for what is no tensor, ValueError for the rest.
     """
-    check_query_key(query, key)
+    check_query_key(query, key, quantised=quantised)
     if not isinstance(value, Tensor):
         raise TypeError(f"{LAYOUT} as tensors; value is {type(value).__name__}")
     if value.ndim != 4:
@@ -52,7 +54,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"key and value share batch, key-value heads and length: key {tuple(key.shape[:3])}, "
             f"value {tuple(value.shape[:3])}; project or slice them alike"
         )
-    if value.dtype != query.dtype:
+    if value.dtype != query.dtype and not quantised:
         raise ValueError(f"query, key and value share one dtype; {_got(query, key, value)}; cast with .to(query.dtype)")
     if value.device != query.device:
         raise ValueError(
@@ -62,7 +64,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"the value dim V is at least 1; {_got(query, key, value)}")
 
 
-def check_query_key(query: Tensor, key: Tensor) -> None:
+def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> None:
     """As `check_attention`, for what scores need: query (B, H, T, D) and key (B, K, S, D)."""
     for name, tensor in (("query", query), ("key", key)):
         if not isinstance(tensor, Tensor):
@@ -73,7 +75,7 @@ def check_query_key(query: Tensor, key: Tensor) -> None:
         raise ValueError(
             f"attention runs in float32, bfloat16, float16 or float64; {_got(query, key)}; convert with .float()"
         )
-    if key.dtype != query.dtype:
+    if key.dtype != query.dtype and not quantised:
         raise ValueError(f"query, key and value share one dtype; {_got(query, key)}; cast with .to(query.dtype)")
     if key.device != query.device:
         raise ValueError(f"query, key and value live on one device; {_got(query, key)}; move with .to(query.device)")
@@ -95,6 +97,21 @@ def check_query_key(query: Tensor, key: Tensor) -> None:
 def _got(query: Tensor, key: Tensor, value: Tensor | None = None) -> str:
     told = f"got query {describe(query)}, key {describe(key)}"
     return told if value is None else f"{told}, value {describe(value)}"
+
+
+def check_int8(name: str, data: Tensor, scale: Tensor) -> None:
+    """What quantised keys or values are made of: int8 (B, K, S, D) and float32 (B, K, S) on one device."""
+    rule = f"a quantised {name} is data, int8 (B, K, S, D), and scale, float32 (B, K, S)"
+    for part, tensor in (("data", data), ("scale", scale)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{rule}; {part} is {type(tensor).__name__}")
+    got = f"got data {describe(data)}, scale {describe(scale)}"
+    if data.dtype != torch.int8 or scale.dtype != torch.float32:
+        raise ValueError(f"{rule}; {got}; headwise.cache.quantize makes both from floats")
+    if data.ndim != 4 or scale.shape != data.shape[:3]:
+        raise ValueError(f"{rule}: one scale for every token and head; {got}")
+    if scale.device != data.device:
+        raise ValueError(f"{rule} on one device; {got}; move with .to(device)")
 
 
 def check_head_counts(num_heads: int, num_kv_heads: int) -> None:

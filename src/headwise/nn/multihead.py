@@ -6,8 +6,10 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..ops.held import Held
 from ..ops.masks import Mask
 from ..plan.shape import Bias
+from .cached import positions_of, step
 from .checks import check_input, check_memory, check_sizes
 from .heads import Head, check_heads, fill, rows_of
 from .inner import as_inner
@@ -100,23 +102,35 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         positions: Positions = None,
         gate: Float[Tensor, "..."] | None = None,
-    ) -> Float[Tensor, "B T M"]:
-        """Attend from `x` to `memory`, or to `x` itself.
+        cache: Held | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], Held]:
+        """Attend from `x` to `memory`, or to `x` itself, or with a cache to all the tokens so far.
 
         Args:
             x: (B, T, M).
             memory: (B, S, N) for keys and values, or a pair of such tensors for each; `x` by default.
             mask: What may be attended (`headwise.causal()`, a bool tensor with True = attend, ...); all by default.
-            positions: For the rotary part: (T,) or (B, T), or a pair of those for queries and keys.
+                A cache is causal by itself.
+            positions: For the rotary part: (T,) or (B, T), or a pair of those for queries and keys. By default they
+                count on from what the cache holds.
             gate: Factor on the heads before W_O: (H,), (B, H), (B, H, T) or (B, H, T, V); 0 switches a head off.
+            cache: Of `headwise.cache`: takes the keys and values of `x`, and is attended. One that is not causal
+                takes those of the memory, once, and then needs it no more.
+            lengths: (B,) how many of the T tokens are real in each row, the others being padding behind them; with a
+                cache only.
 
         Returns:
-            (B, T, M). A row that may attend nothing gives the bias of o_proj, or 0.
+            (B, T, M); with a cache, the pair of that and the cache. A row that may attend nothing gives the bias of
+            o_proj, or 0.
 
         Raises:
             ValueError: wrong shapes, a memory that is missing, or positions without a rotary part.
         """
         check_input(x, self.d_model)
+        if cache is not None:
+            heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
+            return self.o_proj(self.concatenate(heads_BHTV)), cache
         for_keys, for_values = check_memory(x, memory, self.memory_widths, required=self.memory_dim is not None)
         q_BHTD = self.split(self.q_proj(x), self.num_heads)
         k_BKSD = self.split(self.k_proj(for_keys), self.num_kv_heads)
@@ -126,6 +140,26 @@ class MultiHeadAttention(nn.Module):
         gated = {} if gate is None else {"gate": gate}
         heads_BHTV = self.inner(q_BHTD, k_BKSD, v_BKSV, mask=mask, **gated)
         return self.o_proj(self.concatenate(heads_BHTV))
+
+    def _cached(
+        self, x: Tensor, memory: Memory | None, cache: Held, *, positions: Positions, lengths: Any, **options: Any
+    ) -> Tensor:
+        """The heads of `x` (B, H, T, V) against what the cache holds, once it has what is new."""
+        query = self.split(self.q_proj(x), self.num_heads)
+        if not cache.causal and any(cache.lengths):  # a memory that is there already
+            if memory is not None:
+                raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
+            query, _ = self.normalize(query, query[:, :0])
+            query, _ = self.rotate(query, query[:, :0], positions)
+            return step(self.inner, cache, query, None, None, **options)
+        for_keys, for_values = check_memory(x, memory, self.memory_widths, required=self.memory_dim is not None)
+        key = self.split(self.k_proj(for_keys), self.num_kv_heads)
+        value = self.split(self.v_proj(for_values), self.num_kv_heads)
+        if self.rotary is not None and positions is None and cache.causal:
+            positions = positions_of(cache, x.shape[1])
+        query, key = self.normalize(query, key)
+        query, key = self.rotate(query, key, positions)
+        return step(self.inner, cache, query, key, value, lengths=lengths, **options)
 
     @staticmethod
     def split(fused: Tensor, heads: int) -> Tensor:

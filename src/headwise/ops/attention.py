@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 from jaxtyping import Float
@@ -13,15 +13,21 @@ from ..shapes import check_attention, check_gate, check_options
 from . import blocks, flex, native, sdpa
 from .call import Call, Limit, refusal
 from .fence import fence, show, surely_finite
+from .held import Held, Layout, parts_of
+from .int8 import Quantized
 from .masks import Mask, fitted
+from .paged import Paged
 from .reference import reference
+
+Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Held
+Values: TypeAlias = Float[Tensor, "B K S V"] | Quantized | Paged | None
 
 
 @overload
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Keys,
+    value: Values = None,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -35,8 +41,8 @@ def attention(
 @overload
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Keys,
+    value: Values = None,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -50,8 +56,8 @@ def attention(
 @overload
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Keys,
+    value: Values = None,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -64,8 +70,8 @@ def attention(
 ) -> Float[Tensor, "B H T V"] | tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]: ...
 def attention(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Keys,
+    value: Values = None,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -83,7 +89,9 @@ def attention(
     Args:
         query: (B, H, T, D), float32, bfloat16, float16 or float64; any strides. One dtype and device for all three.
         key: (B, K, S, D).
-        value: (B, K, S, V).
+        value: (B, K, S, V). Key and value may both be `headwise.cache.Quantized`, int8 with a scale for every token and
+            head: attended as they lie, as if they had been dequantised to float32. Or `key` is a cache of
+            `headwise.cache`, and no value is given: the queries are then those of the last tokens it holds.
         mask: what may be attended: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with `&`; or a bool
             tensor (True = attend), or a float tensor (added), that broadcasts to (B, H, T, S).
         scale: factor of the scores; D ** -0.5 by default.
@@ -108,18 +116,41 @@ def attention(
     >>> attention(q, k, v, mask=causal() & window(4)).shape
     torch.Size([2, 8, 5, 16])
     """
+    if value is None:
+        return _attend_held(
+            key,
+            query,
+            mask=mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+            gate=gate,
+            return_lse=return_lse,
+            backend=backend,
+        )
+    k, v, layout = parts_of(key, value)
     if (backend == "auto" or backend == "native") and not torch.compiler.is_compiling():
-        done = native.at_once(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
+        done = native.at_once(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
         if done is not None:
             return done
-    query, key, value = _autocast(query, key, value)
-    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
+    query, k, v = _autocast(query, k, v)
+    call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     with _no_autocast(call):
         out, lse = _run(call, _choose(call, backend)[0])
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
+
+
+def _attend_held(key: Any, query: Tensor, **options: Any) -> Any:
+    if isinstance(key, Held):
+        return key.attend(query, **options)
+    raise TypeError(
+        "attention takes query, key and value; value may be left out where key is a cache of headwise.cache; got "
+        f"{type(key).__name__}"
+    )
 
 
 @dataclass(frozen=True)
@@ -137,8 +168,8 @@ class Explanation:
 
 def explain(
     query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    key: Keys,
+    value: Values = None,
     *,
     mask: Mask | Tensor | None = None,
     scale: float | None = None,
@@ -163,10 +194,13 @@ def explain(
       not flex: FlexAttention has no float64
       not blocks: able, but slower than a fused kernel
     """
-    query, key, value = _autocast(query, key, value)
-    call = _checked(query, key, value, mask, scale, softcap, sinks, dropout, gate, return_lse)
+    k, v, layout = parts_of(key, value)
+    query, k, v = _autocast(query, k, v)
+    call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     chosen, why = _choose(call, backend)
     others = {name: refusal(other.limits, call) or other.aside for name, other in _BACKENDS.items() if name != chosen}
+    if layout is not None and chosen != "native":
+        why += "; keys and values are copied, dequantised as a whole, first"
     return Explanation(chosen, why, others)
 
 
@@ -246,6 +280,9 @@ def _choose(call: Call, name: str) -> tuple[str, str]:
 
 def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     """Run a backend; the gate comes last."""
+    if call.layout is not None and name != "native":
+        out, lse = _run(call.plain(), name)
+        return out.to(call.query.dtype), lse
     if _BACKENDS[name].entire:
         out, lse = _BACKENDS[name].run(call)
         if not call.needs_grad:
@@ -296,15 +333,21 @@ def _checked(
     dropout: float,
     gate: Tensor | None,
     return_lse: bool,
+    layout: Layout | None,
 ) -> Call:
-    check_attention(query, key, value)
+    quantised, shown = layout is not None and layout.key_scale is not None, key
+    if layout is not None:
+        shown = layout.shown(key)
+        check_attention(query, shown, layout.shown(value), quantised=quantised)
+    else:
+        check_attention(query, key, value)
     check_options(query, scale, softcap, sinks, dropout)
-    (B, H, T, D), (_, _, S, V) = query.shape, value.shape
-    mask = fitted(mask, query, key)
+    (B, H, T, D), S, V = query.shape, shown.shape[2], value.shape[3]
+    mask = fitted(mask, query, shown)
     mask = None if mask is None else mask.trimmed(T, S)
     gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
     scale = D**-0.5 if scale is None else scale
-    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate)
+    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate, layout)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .held import Layout
 from .masks import Mask
 
 
@@ -27,12 +28,14 @@ class Call:
     dropout: float
     return_lse: bool
     gate: Tensor | None = None  # four axes, each 1 or the output's
+    layout: Layout | None = None  # where key and value are int8 or lie in pages
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """B, H, K, T, S."""
         B, H, T, _ = self.query.shape
-        return B, H, self.key.shape[1], T, self.key.shape[2]
+        paged = self.layout is not None and self.layout.table is not None
+        return B, H, self.key.shape[1], T, self.layout.length if paged else self.key.shape[2]  # type: ignore[union-attr]
 
     @property
     def device_type(self) -> str:
@@ -50,13 +53,21 @@ class Call:
         """A gradient will be asked of query, key, value, sinks, gate or the mask's biases."""
         if not torch.is_grad_enabled():
             return False
-        tensors = (self.query, self.key, self.value, self.sinks, self.gate)
+        tensors = (self.query, self.key, self.value, self.sinks, self.gate, *(self.layout or ())[:2])
         return any(t is not None and t.requires_grad for t in tensors) or self.bias_needs_grad
 
     @property
     def bias_needs_grad(self) -> bool:
         """A gradient will be asked of a bias or of ALiBi's slopes."""
         return self.mask is not None and torch.is_grad_enabled() and self.mask.learns
+
+    def plain(self) -> Call:
+        """The same call on keys and values in one piece and of floats, and a query as wide as they are."""
+        if self.layout is None:
+            return self
+        wide = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        key, value = self.layout.plain(self.key, self.value, wide)
+        return replace(self, query=self.query.to(key.dtype), key=key, value=value, layout=None)
 
     @property
     def is_transformed(self) -> bool:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..shapes import DTYPES, INTEGERS, check_gate, check_options
 from . import native_library
 from .call import Call, Limit
+from .held import Layout
 from .masks import Mask, as_mask
 from .native_library import trouble
 from .rules import Alibi, Band, Bias, Keep, Lengths, Segments
@@ -51,6 +52,10 @@ LIMITS = (
     Limit(
         lambda c: len(_firsts(c)) > 1, "headwise's own kernel takes windows that all keep the same first keys in sight"
     ),
+    Limit(
+        lambda c: c.layout is not None and c.needs_grad,
+        "headwise's own kernel has no gradient through int8 keys and values, or through pages",
+    ),
     Limit(lambda c: trouble() is not None, lambda: trouble() or ""),
 )
 
@@ -68,7 +73,12 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         out, lse = attend_train(*qkv, call.scale, softcap, sinks, *masks, dropout, seed)
     else:
         gate = None if call.gate is None else call.gate.expand(B, H, T, V)
-        out, lse = ops.attend_full(*qkv, call.scale, softcap, sinks, *masks, gate, dropout, seed)
+        rules = (call.scale, softcap, sinks, *masks, gate, dropout, seed)
+        if call.layout is None:
+            out, lse = ops.attend_full(*qkv, *rules)
+        else:
+            key_scale, value_scale, *pages = call.layout
+            out, lse = ops.attend_held(call.query, call.key, key_scale, call.value, value_scale, *pages, *rules)
     return out, lse if call.return_lse else None
 
 
@@ -87,6 +97,7 @@ def at_once(
     dropout: float,
     gate: Tensor | None,
     return_lse: bool,
+    layout: Layout | None = None,
 ) -> Any:
     """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
 
@@ -106,9 +117,11 @@ def at_once(
         return None
     try:
         (_, _, T, D), S = query.shape, key.shape[2]
+        if layout is not None and layout.table is not None:
+            S = layout.length
         scale = D**-0.5 if scale is None else scale
         learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if not (gate is not None or sinks is not None or softcap is not None or return_lse):
+        if not (layout is not None or gate is not None or sinks is not None or softcap is not None or return_lse):
             ends = (-FAR, FAR) if mask is None else None
             band = mask.simple_band if type(mask) is Mask else None
             if band is not None:
@@ -121,7 +134,7 @@ def at_once(
                 return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_PLAIN)[0]
         if learning:
             return None
-        return _in_full(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse)
+        return _in_full(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
     except Exception:  # our own checks say it better; what they do not know the full path meets again
         return None
 
@@ -136,23 +149,31 @@ def _in_full(
     sinks: Tensor | None,
     gate: Tensor | None,
     return_lse: bool,
+    S: int,
+    layout: Layout | None,
 ) -> Any:
     """`at_once` with a mask of any kind and further options."""
     learning = torch.is_grad_enabled() and (
         (sinks is not None and sinks.requires_grad)
         or (gate is not None and gate.requires_grad)
         or (mask is not None and mask.learns)
+        or any(x is not None and x.requires_grad for x in (layout or ())[:2])
     )
     if learning or not (softcap is None or (type(softcap) is float and 0.0 < softcap < math.inf)):
         return None
-    (B, H, T, _), (_, _, S, V) = query.shape, value.shape
+    (B, H, T, _), V = query.shape, value.shape[3]
     if sinks is not None:
         check_options(query, scale, softcap, sinks, 0.0)
         sinks = sinks.float().contiguous()
     if gate is not None:
         gate = check_gate(gate, (B, H, T, V), query.device).expand(B, H, T, V)
     masks = lowered(mask, T, S)
-    out, lse = native_library.attend_full(query, key, value, scale, softcap or 0.0, sinks, *masks, gate, 0.0, None)
+    rules = (scale, softcap or 0.0, sinks, *masks, gate, 0.0, None)
+    if layout is None:
+        out, lse = native_library.attend_full(query, key, value, *rules)
+    else:
+        key_scale, value_scale, *pages = layout
+        out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
     return (out, lse) if return_lse else out
 
 

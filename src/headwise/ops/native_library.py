@@ -1,6 +1,7 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
-`headwise::attend`, `attend_full`, `attend_backward` and `dropout_keep` are the library's own (csrc/bind*.cpp).
+`headwise::attend`, `attend_full`, `attend_held`, `attend_backward` and `dropout_keep` are the library's own
+(csrc/bind*.cpp).
 `attend_train` is `attend_full` with `attend_backward` as its gradient.
 """
 
@@ -18,15 +19,16 @@ from torch import Tensor
 from .native_backward import Problem, by_definition, leaves_of
 
 LIBRARY = Path(__file__).parents[1] / "_native.so"
-OWN = ("attend", "attend_full", "attend_backward", "dropout_keep", "isa", "isas", "use_isa")
+OWN = ("attend", "attend_full", "attend_held", "attend_backward", "dropout_keep", "isa", "isas", "use_isa")
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
     "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, float dropout, Tensor? seed"
 )
 
-# The two operators, once they are there: found by name they cost a tenth of a small call.
+# The operators, once they are there: found by name they cost a tenth of a small call.
 attend: Any = None
 attend_full: Any = None
+attend_held: Any = None
 
 _UNASKED = "not loaded yet"
 _trouble: str | None = _UNASKED
@@ -40,13 +42,15 @@ def trouble() -> str | None:
 
     A constant to torch.compile, which asks while it traces: the loading is no part of the graph.
     """
-    global _trouble, attend, attend_full
+    global _trouble, attend, attend_full, attend_held
     if _trouble is _UNASKED:
         with _lock:
             if _trouble is _UNASKED:
                 found = _load()
                 if found is None:
-                    attend, attend_full = torch.ops.headwise.attend.default, torch.ops.headwise.attend_full.default
+                    ops = torch.ops.headwise
+                    attend, attend_full = ops.attend.default, ops.attend_full.default
+                    attend_held = ops.attend_held.default
                 _trouble = found
     return _trouble
 
@@ -83,6 +87,7 @@ def _register() -> None:
     fakes: dict[str, Callable[..., Any]] = {
         "attend": lambda *args: _empty_pair(*args)[0],
         "attend_full": _empty_pair,
+        "attend_held": lambda query, key, key_scale, value, *_: _empty_pair(query, key, value),
         "attend_train": _empty_pair,
         "attend_backward": _empty_gradients,
         "dropout_keep": lambda seed, dropout, B, H, first, rows, S: seed.new_empty((B, H, rows, S), dtype=torch.bool),

@@ -1,0 +1,20 @@
+"""Key-value caches: what is kept of keys and values, and how it is attended as it lies."""
+
+from ..ops.int8 import Quantized
+from .base import KVCache
+from .paged import PagedCache, PagePool
+from .quantize import QuantizationError, quantization_error, quantize
+from .rolling import RollingCache
+from .static import StaticCache
+
+__all__ = [
+    "KVCache",
+    "PagePool",
+    "PagedCache",
+    "QuantizationError",
+    "Quantized",
+    "RollingCache",
+    "StaticCache",
+    "quantization_error",
+    "quantize",
+]

@@ -1,0 +1,259 @@
+"""A cache in pages that rows, and other caches, may share (as in vLLM: Kwon et al. 2023, arXiv 2309.06180)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..ops.paged import PAGE, Paged
+from .base import KVCache
+from .checks import check_made, check_truncate
+from .store import Store
+
+PagedT = TypeVar("PagedT", bound="PagedCache")
+
+
+class PagePool:
+    """Pages of keys and values that caches take from and give back to.
+
+    Args:
+        num_pages: how many.
+        num_kv_heads: K.
+        head_dim: D of a key.
+        value_dim: V of a value; D by default.
+        page_size: tokens of a page, a multiple of 128 (default), the tile of the native kernel.
+        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
+        shared: values are the first V columns of the keys (MLA's latent).
+        device: where it lies.
+
+    Attributes:
+        free: pages that nobody holds.
+        page_nbytes: bytes of a page.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        page_size: int = PAGE,
+        dtype: torch.dtype = torch.float32,
+        shared: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_made(
+            dtype,
+            shared,
+            num_pages=num_pages,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            page_size=page_size,
+        )
+        if page_size % PAGE:
+            raise ValueError(f"page_size is a multiple of {PAGE}; got {page_size}")
+        self.num_kv_heads, self.head_dim, self.dtype, self.shared = num_kv_heads, head_dim, dtype, shared
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.page_size = page_size
+        self.store = Store((num_pages, num_kv_heads, page_size), head_dim, self.value_dim, dtype, shared, device)
+        self._refs = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of a page: keys, values and scales."""
+        return self.store.nbytes // len(self._refs)
+
+    def require(self, pages: int) -> None:
+        """Raises ValueError where fewer pages are free."""
+        if pages > self.free:
+            raise ValueError(
+                f"the pool of {len(self._refs)} pages has {self.free} free, and {pages} are needed: release() or "
+                "truncate() caches, or make a larger pool"
+            )
+
+    def take(self) -> int:
+        """A free page, held once."""
+        page = self._free.pop()
+        self._refs[page] = 1
+        return page
+
+    def hold(self, page: int) -> int:
+        """The page, held once more."""
+        self._refs[page] += 1
+        return page
+
+    def give(self, page: int) -> None:
+        """Held once less; free when nobody holds it."""
+        self._refs[page] -= 1
+        if self._refs[page] == 0:
+            self._free.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether more than one holds it."""
+        return self._refs[page] > 1
+
+    def copy(self, page: int) -> int:
+        """A page of one's own with the same content, in exchange for a shared one."""
+        new = self.take()
+        for x in (self.store.key, self.store.value, self.store.key_scale, self.store.value_scale):
+            if x is not None:
+                x[new] = x[page]
+        self.give(page)
+        return new
+
+    def clone(self) -> PagePool:
+        """Another pool with the same pages, held alike."""
+        new = object.__new__(PagePool)
+        vars(new).update(vars(self))
+        new.store = self.store.map(torch.clone)
+        new._refs, new._free = list(self._refs), list(self._free)
+        return new
+
+    def grow(self, pages: int) -> None:
+        """As many pages more; what is held is copied."""
+        have = len(self._refs)
+        self.store = self.store.map(lambda x: torch.cat([x, x.new_empty(pages, *x.shape[1:])]))
+        self._refs += [0] * pages
+        self._free = list(range(have + pages - 1, have - 1, -1)) + self._free
+
+
+class PagedCache(KVCache):
+    """Rows of different length in pages of a pool; pages with the same beginning are shared until one is written to.
+
+    Args:
+        pool: the pages; many caches may take from one.
+        batch: rows B.
+        causal: False for cross-attention.
+
+    Example:
+        >>> import torch, headwise
+        >>> from headwise.cache import PagedCache, PagePool
+        >>> pool = PagePool(8, 2, 16)
+        >>> q, k, v = torch.randn(3, 1, 2, 200, 16)
+        >>> prompt = PagedCache(pool, 1).append(k, v)
+        >>> headwise.attention(q, prompt).shape, pool.free
+        (torch.Size([1, 2, 200, 16]), 6)
+        >>> three = prompt.fork().reorder([0, 0, 0])                     # three rows that share the prompt's pages
+        >>> pool.free
+        6
+        >>> three = three.append(torch.randn(3, 2, 1, 16), torch.randn(3, 2, 1, 16))
+        >>> pool.free, three.release().length, pool.free                 # each wrote to a page of its own
+        (3, 0, 6)
+    """
+
+    def __init__(self, pool: PagePool, batch: int, *, causal: bool = True) -> None:
+        check_made(pool.dtype, pool.shared, batch=batch, head_dim=pool.head_dim, value_dim=pool.value_dim)
+        super().__init__(
+            batch, pool.num_kv_heads, pool.head_dim, pool.value_dim, pool.dtype, shared=pool.shared, causal=causal
+        )
+        self.pool = pool
+        self.tables: list[list[int]] = [[] for _ in range(batch)]
+        self._table: Tensor | None = None  # the tables as the kernel reads them, until one changes
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return len({page for table in self.tables for page in table}) * self.pool.page_nbytes
+
+    @override
+    def _make_room(self, counts: list[int]) -> None:
+        self.pool.require(sum(self._lacking(b, n) for b, n in enumerate(counts)))
+
+    def _lacking(self, b: int, count: int) -> int:
+        """Pages that row b must take before it can write so many tokens."""
+        if count == 0:
+            return 0
+        at, size, table = self._columns()[b], self.pool.page_size, self.tables[b]
+        return -(-(at + count) // size) - len(table) + bool(at % size and self.pool.is_shared(table[at // size]))
+
+    def _prepare(self, b: int, count: int) -> None:
+        """Row b takes the pages it lacks; the one that it goes on writing to is its own."""
+        at, size, table = self._columns()[b], self.pool.page_size, self.tables[b]
+        if count and at % size and self.pool.is_shared(table[at // size]):
+            table[at // size], self._table = self.pool.copy(table[at // size]), None
+        while len(table) * size < at + count:
+            table.append(self.pool.take())
+            self._table = None
+
+    @override
+    def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
+        for b, count in enumerate(counts):
+            self._prepare(b, count)
+        size, store, columns = self.pool.page_size, self.pool.store, self._columns()
+        if self.batch > 1 and key.shape[2] == 1 and all(n == 1 for n in counts):
+            pages = [table[at // size] for table, at in zip(self.tables, columns, strict=True)]
+            where = torch.tensor(pages), slice(None), torch.tensor([at % size for at in columns])
+            store.put(where, key[:, :, 0], None if value is None else value[:, :, 0])
+            return
+        for b, (at, count, start) in enumerate(zip(columns, counts, starts, strict=True)):
+            done = 0
+            while done < count:
+                page, first = self.tables[b][(at + done) // size], (at + done) % size
+                n = min(size - first, count - done)
+                part = (b, slice(None), slice(start + done, start + done + n))
+                store.put(
+                    (page, slice(None), slice(first, first + n)), key[part], None if value is None else value[part]
+                )
+                done += n
+
+    @override
+    def _held(self, length: int) -> tuple[Any, Any]:
+        if self._table is None:
+            widest = max(len(table) for table in self.tables)
+            self._table = torch.tensor([table + [0] * (widest - len(table)) for table in self.tables])
+        key, value = self.pool.store.held(None)
+        return Paged(key, self._table, length), Paged(value, self._table, length)
+
+    @override
+    def truncate(self: PagedT, lengths: int | Sequence[int]) -> PagedT:
+        wanted = check_truncate(self, lengths)
+        gone = [have - keep for have, keep in zip(self.lengths, wanted, strict=True)]
+        for table, at, n in zip(self.tables, self._columns(), gone, strict=True):
+            while (len(table) - 1) * self.pool.page_size >= at - n and table:
+                self.pool.give(table.pop())
+                self._table = None
+        self.lengths = wanted
+        return self
+
+    @override
+    def reorder(self: PagedT, rows: Tensor | Sequence[int]) -> PagedT:
+        wanted = self._rows(rows)
+        tables = [[self.pool.hold(page) for page in self.tables[r]] for r in wanted]
+        self._give_all()
+        self.tables = tables
+        self.lengths = [self.lengths[r] for r in wanted]
+        self._last = (self._last[0], [self._last[1][r] for r in wanted], self._last[2])
+        self.batch = len(wanted)
+        return self
+
+    @override
+    def fork(self: PagedT) -> PagedT:
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        new.lengths = list(self.lengths)
+        new.tables = [[self.pool.hold(page) for page in table] for table in self.tables]
+        return new
+
+    def release(self: PagedT) -> PagedT:
+        """Gives all pages back; every row is empty then."""
+        self._give_all()
+        self.tables, self.lengths = [[] for _ in range(self.batch)], [0] * self.batch
+        return self
+
+    def _give_all(self) -> None:
+        for table in self.tables:
+            for page in table:
+                self.pool.give(page)
+        self._table = None

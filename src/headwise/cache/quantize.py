@@ -1,0 +1,143 @@
+"""Keys and values to int8, and what that costs in accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..ops.attention import attention
+from ..ops.int8 import Quantized
+from ..ops.masks import Mask
+from ..shapes import check_attention, describe
+
+MOST = 127  # symmetric: -128 is not used
+
+
+def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
+    """Keys or values as int8, with a scale for every token and head: a quarter of float32's memory, half of bfloat16's.
+
+    An element is `data * scale` with scale = max |x| / 127 of its token and head, rounded to nearest, ties to even, so
+    that it is off by half a scale at most. Values need not be of one size: each token has its own scale.
+
+    Args:
+        x: (B, K, S, D), any float dtype and strides.
+
+    Returns:
+        `Quantized` on x's device, contiguous. A token of zeros has the scale 0. A token with a NaN or Inf (or, from
+        float64, beyond float32) has the scale NaN, so that it shows where it may be attended, and nowhere else.
+
+    Raises:
+        TypeError: x is no tensor.
+        ValueError: x is no float tensor of four axes.
+
+    >>> k = torch.tensor([[[[1.0, -0.5, 0.25], [0.0, 0.0, 0.0]]]])
+    >>> quantize(k).data
+    tensor([[[[127, -64,  32],
+              [  0,   0,   0]]]], dtype=torch.int8)
+    >>> q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 99, 64), torch.randn(1, 2, 99, 64)
+    >>> import headwise
+    >>> headwise.attention(q, quantize(k), quantize(v)).shape
+    torch.Size([1, 8, 1, 64])
+    """
+    rule = "quantize takes keys or values (B, K, S, D)"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{rule} as a float tensor; got {type(x).__name__}")
+    if x.ndim != 4 or not x.is_floating_point():
+        raise ValueError(f"{rule} as a float tensor; got {describe(x)}; split heads with .unflatten(-1, (K, D))")
+    with torch.no_grad():
+        x = x.float()
+        scale = x.abs().amax(-1) / MOST
+        unit = torch.where(scale > 0, scale, 1.0)
+        data = (x / unit[..., None]).round().nan_to_num(0.0).clamp(-MOST, MOST).to(torch.int8)
+        return Quantized(data.contiguous(), torch.where(scale.isfinite(), scale, torch.nan).contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizationError:
+    """What int8 keys and values are off by, head by head; `str()` sums it up.
+
+    Attributes:
+        key_rms: (K,) root of the mean square of dequantised - given keys.
+        key_largest: (K,) the largest such difference.
+        value_rms: (K,).
+        value_largest: (K,).
+        out_rms: (H,) root of the mean square of the difference that it makes to the attention output.
+        out_largest: (H,) the largest such difference.
+        out_relative: (H,) out_rms over the root of the mean square of the output itself.
+    """
+
+    key_rms: Float[Tensor, " K"]
+    key_largest: Float[Tensor, " K"]
+    value_rms: Float[Tensor, " K"]
+    value_largest: Float[Tensor, " K"]
+    out_rms: Float[Tensor, " H"]
+    out_largest: Float[Tensor, " H"]
+    out_relative: Float[Tensor, " H"]
+
+    def __str__(self) -> str:
+        worst = int(self.out_relative.argmax())
+        lines = [
+            f"{name}: rms {float(rms.square().mean().sqrt()):.1e}, largest {float(largest.max()):.1e}"
+            for name, rms, largest in (
+                ("keys", self.key_rms, self.key_largest),
+                ("values", self.value_rms, self.value_largest),
+                ("output", self.out_rms, self.out_largest),
+            )
+        ]
+        return "\n".join([*lines, f"worst head: {worst}, off by {float(self.out_relative[worst]):.1%} of its output"])
+
+
+def quantization_error(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+) -> QuantizationError:
+    """What keeping these keys and values in int8 changes, for these queries: measure it before you rely on it.
+
+    Both outputs are computed in float32, so that what is reported is the error of `quantize` alone. It takes the memory
+    of float32 copies of key and value; some hundred queries say enough.
+
+    Args:
+        query: (B, H, T, D), float32, bfloat16 or float16; the queries to judge by.
+        key: (B, K, S, D), as it would be without quantisation.
+        value: (B, K, S, V).
+        mask: what may be attended, as in `headwise.attention`.
+        scale: as in `headwise.attention`.
+        softcap: as in `headwise.attention`.
+        sinks: as in `headwise.attention`.
+
+    Raises what `headwise.attention` raises.
+
+    >>> source = torch.Generator().manual_seed(0)
+    >>> q, k, v = (torch.randn(1, heads, 256, 64, generator=source) for heads in (8, 2, 2))
+    >>> print(quantization_error(q, k, v))
+    keys: rms 5.8e-03, largest 1.7e-02
+    values: rms 5.8e-03, largest 1.7e-02
+    output: rms 8.2e-04, largest 4.0e-03
+    worst head: 5, off by 0.8% of its output
+    """
+    check_attention(query, key, value)
+    with torch.no_grad():
+        q, k, v = query.float(), key.float(), value.float()
+        k8, v8 = quantize(k).dequantize(), quantize(v).dequantize()
+        exact = attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
+        ours = attention(q, k8, v8, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
+        (key_rms, key_largest), (value_rms, value_largest) = _off(k8 - k), _off(v8 - v)
+        out_rms, out_largest = _off(ours - exact)
+        size = _off(exact)[0]
+        relative = torch.where(size > 0, out_rms / size, torch.where(out_rms > 0, torch.inf, 0.0))
+    return QuantizationError(key_rms, key_largest, value_rms, value_largest, out_rms, out_largest, relative)
+
+
+def _off(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Root mean square and largest size of (B, heads, length, dim), for every head."""
+    flat = x.transpose(0, 1).flatten(1).double()
+    return flat.square().mean(-1).sqrt().float(), flat.abs().amax(-1).float()

@@ -1,0 +1,138 @@
+"""A cache of the last tokens alone: constant memory however long the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..ops.masks import Mask, window
+from ..ops.paged import PAGE
+from .checks import check_made, check_truncate
+from .paged import PagedCache, PagePool
+
+RollingT = TypeVar("RollingT", bound="RollingCache")
+
+
+class RollingCache(PagedCache):
+    """Keys and values of the last `window` tokens of each row, and of its first ones where they are to stay.
+
+    Queries see at most `window` keys, self included, and the `first` keys of all, as attention sinks (Xiao et al. 2023,
+    arXiv 2309.17453). Pages whose tokens nobody can see any more are used again.
+
+    Args:
+        batch: rows B.
+        num_kv_heads: K.
+        head_dim: D of a key.
+        value_dim: V of a value; D by default.
+        window: keys that a query sees, self included.
+        first: tokens at the beginning that stay in sight.
+        chunk: the most tokens of one append; a long prompt comes in pieces.
+        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
+        shared: values are the first V columns of the keys (MLA's latent).
+        device: where it lies.
+
+    Example:
+        >>> import torch, headwise
+        >>> from headwise.cache import RollingCache
+        >>> cache = RollingCache(1, 2, 16, window=100, first=4)
+        >>> before = cache.nbytes
+        >>> for x in torch.randn(1, 2, 1000, 16).split(128, dim=2):
+        ...     out = headwise.attention(x, cache.append(x, x))
+        >>> cache.length, cache.nbytes == before
+        (1000, True)
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        window: int,
+        first: int = 0,
+        chunk: int = PAGE,
+        dtype: torch.dtype = torch.float32,
+        shared: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_made(dtype, shared, head_dim=head_dim, value_dim=value_dim, window=window, chunk=chunk, batch=batch)
+        if first < 0:
+            raise ValueError(f"first counts the tokens that stay in sight, so first >= 0; got {first}")
+        # Tokens that the first query of a chunk still sees, the chunk, and what a page holds of older ones.
+        self._pages_of_row = -(-first // PAGE) + -(-(window - 1 + chunk + PAGE - 1) // PAGE)
+        pages = batch * self._pages_of_row
+        pool = PagePool(pages, num_kv_heads, head_dim, value_dim, dtype=dtype, shared=shared, device=device)
+        super().__init__(pool, batch)
+        self.window, self.first, self.chunk = window, first, chunk
+        self._dropped = [0] * batch  # pages that each row has given back
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.pool.store.nbytes
+
+    @override
+    def _columns(self) -> list[int]:
+        return [n - dropped * PAGE for n, dropped in zip(self.lengths, self._dropped, strict=True)]
+
+    @override
+    def _extra(self, offset: Tensor | None) -> Mask:
+        return window(self.window, offset=offset, first=self.first)
+
+    @override
+    def _make_room(self, counts: list[int]) -> None:
+        if max(counts) > self.chunk:
+            raise ValueError(
+                f"this RollingCache takes at most chunk = {self.chunk} tokens at a time, for each may have to see the "
+                f"{self.window} before it; got {max(counts)}: append and attend piece by piece, or make it with a "
+                "larger chunk"
+            )
+
+    @override
+    def _prepare(self, b: int, count: int) -> None:
+        table, kept = self.tables[b], -(-self.first // PAGE)
+        # The next query, at the place lengths[b], sees window - 1 tokens before it.
+        while count and len(table) > kept and (self._dropped[b] + kept + 1) * PAGE <= self.lengths[b] - self.window + 1:
+            self.pool.give(table.pop(kept))
+            self._dropped[b] += 1
+            self._table = None
+        super()._prepare(b, count)
+
+    @override
+    def truncate(self: RollingT, lengths: int | Sequence[int]) -> RollingT:
+        kept = -(-self.first // PAGE) * PAGE
+        for n, have, dropped in zip(check_truncate(self, lengths), self.lengths, self._dropped, strict=True):
+            if dropped and n < have and n - self.window + 1 < kept + dropped * PAGE:
+                raise ValueError(
+                    f"a RollingCache cannot go back to {n} tokens: of the {self.window} that the next one sees, some "
+                    f"are gone; the shortest length left is {kept + dropped * PAGE + self.window - 1}"
+                )
+        return super().truncate(lengths)
+
+    @override
+    def reorder(self: RollingT, rows: Tensor | Sequence[int]) -> RollingT:
+        wanted = self._rows(rows)
+        lacking = len(wanted) * self._pages_of_row - self.pool.store.key.shape[0]
+        if lacking > 0:
+            self.pool.grow(lacking)
+        self._dropped = [self._dropped[r] for r in wanted]
+        return super().reorder(wanted)
+
+    @override
+    def fork(self: RollingT) -> RollingT:
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        new.pool = self.pool.clone()
+        new.lengths, new._dropped = list(self.lengths), list(self._dropped)
+        new.tables = [list(table) for table in self.tables]
+        return new
+
+    @override
+    def release(self: RollingT) -> RollingT:
+        self._dropped = [0] * self.batch
+        return super().release()

@@ -1,0 +1,126 @@
+"""A cache of given capacity: one tensor for keys, one for values, reserved once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from .base import KVCache
+from .checks import check_made, check_truncate
+from .store import Store
+
+StaticT = TypeVar("StaticT", bound="StaticCache")
+
+
+class StaticCache(KVCache):
+    """Keys and values of up to `capacity` tokens a row, in tensors that are made once.
+
+    Args:
+        batch: rows B.
+        num_kv_heads: K.
+        head_dim: D of a key.
+        value_dim: V of a value; D by default.
+        capacity: tokens that a row has room for.
+        dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
+        shared: values are the first V columns of the keys (MLA's latent).
+        causal: False for cross-attention, whose memory is appended once.
+        device: where it lies.
+
+    Raises:
+        TypeError, ValueError: sizes or a dtype that cannot be.
+
+    Example:
+        >>> import torch, headwise
+        >>> from headwise.cache import StaticCache
+        >>> cache = StaticCache(1, 2, 16, capacity=100)
+        >>> prompt = torch.randn(3, 1, 2, 5, 16)                                  # query, key, value of 5 tokens
+        >>> headwise.attention(prompt[0], cache.append(prompt[1], prompt[2])).shape
+        torch.Size([1, 2, 5, 16])
+        >>> step = torch.randn(3, 1, 2, 1, 16)
+        >>> headwise.attention(step[0], cache.append(step[1], step[2])).shape
+        torch.Size([1, 2, 1, 16])
+        >>> cache.length, cache.truncate(5).length, cache.nbytes                  # 2 x 2 heads x 100 x 16 x 4 bytes
+        (6, 5, 25600)
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        shared: bool = False,
+        causal: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_made(
+            dtype,
+            shared,
+            batch=batch,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            capacity=capacity,
+        )
+        super().__init__(batch, num_kv_heads, head_dim, value_dim, dtype, shared=shared, causal=causal)
+        self.capacity = capacity
+        self._store = Store((batch, num_kv_heads, capacity), head_dim, self.value_dim, dtype, shared, device)
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self._store.nbytes
+
+    @override
+    def _make_room(self, counts: list[int]) -> None:
+        ends = [have + n for have, n in zip(self.lengths, counts, strict=True)]
+        if max(ends) > self.capacity:
+            raise ValueError(
+                f"a StaticCache of capacity {self.capacity} has no room for {max(ends)} tokens: make it larger, "
+                "truncate() it, or take a RollingCache (window) or a PagedCache"
+            )
+
+    @override
+    def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
+        if len(set(self.lengths)) == 1 and all(n == key.shape[2] for n in counts):
+            at = self.lengths[0]
+            self._store.put((slice(None), slice(None), slice(at, at + counts[0])), key, value)
+            return
+        for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True)):
+            part = (b, slice(None), slice(start, start + n))
+            self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
+
+    @override
+    def _held(self, length: int) -> tuple[Any, Any]:
+        return self._store.held(length)
+
+    @override
+    def truncate(self: StaticT, lengths: int | Sequence[int]) -> StaticT:
+        self.lengths = check_truncate(self, lengths)
+        return self
+
+    @override
+    def reorder(self: StaticT, rows: Tensor | Sequence[int]) -> StaticT:
+        wanted = self._rows(rows)
+        if wanted != list(range(self.batch)):
+            index = torch.tensor(wanted, device=self._store.key.device)
+            self._store = self._store.map(lambda x: x.index_select(0, index))
+        self.lengths = [self.lengths[r] for r in wanted]
+        self._last = (self._last[0], [self._last[1][r] for r in wanted], self._last[2])
+        self.batch = len(wanted)
+        return self
+
+    @override
+    def fork(self: StaticT) -> StaticT:
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        new._store = self._store.map(torch.clone)
+        new.lengths = list(self.lengths)
+        return new

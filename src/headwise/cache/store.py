@@ -1,0 +1,76 @@
+"""Where a cache keeps its numbers: tensors in the model's dtype, or int8 with a scale a token and head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.int8 import Quantized
+from .quantize import quantize
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Store:
+    """Keys (N, K, L, D) and values (N, K, L, V), and their scales (N, K, L) where they are int8.
+
+    Without values of their own (`shared`), the values are the first V columns of the keys, as in MLA.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int, int],
+        head_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        shared: bool,
+        device: torch.device | str | None,
+    ) -> None:
+        self.value_dim, self.shared = value_dim, shared
+        self.key = torch.empty(*size, head_dim, dtype=dtype, device=device)
+        self.value = None if shared else torch.empty(*size, value_dim, dtype=dtype, device=device)
+        self.key_scale = self.value_scale = None
+        if dtype == torch.int8:
+            self.key_scale = torch.empty(size, device=device)
+            self.value_scale = None if shared else torch.empty(size, device=device)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the numbers take, used or not."""
+        return sum(x.nbytes for x in self._tensors().values())
+
+    def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
+        """Writes at an index of (N, K, L)."""
+        for name, x in (("key", key), ("value", value)):
+            if x is None:
+                continue
+            to, scales = getattr(self, name), getattr(self, f"{name}_scale")
+            if scales is None:
+                to[where] = x
+            else:
+                small = quantize(x.reshape(1, 1, -1, x.shape[-1]))
+                to[where], scales[where] = small.data.view(x.shape), small.scale.view(x.shape[:-1])
+
+    def map(self, change: Any) -> Store:
+        """Another store, of the tensors that `change` makes of this one's."""
+        new = object.__new__(Store)
+        vars(new).update(vars(self))
+        for name, x in self._tensors().items():
+            setattr(new, name, change(x))
+        return new
+
+    def held(self, length: int | None) -> tuple[Any, Any]:
+        """Keys and values up to a length, as `headwise.attention` takes them: views, nothing is copied."""
+        part = slice(None) if length is None else slice(length)
+        key: Any = self.key[:, :, part]
+        value: Any = key[..., : self.value_dim] if self.value is None else self.value[:, :, part]
+        if self.key_scale is not None:
+            scale = self.key_scale[:, :, part]
+            key = Quantized(key, scale)
+            value = Quantized(value, scale if self.value_scale is None else self.value_scale[:, :, part])
+        return key, value
