@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..plan.shape import AttentionShape, check_size
 from ..shapes import describe
+from .latent_form import check_form
 
 MemoryDim = int | tuple[int, int] | None
 
@@ -68,3 +69,24 @@ def check_memory(
             f"keys and values come from memories of one length: got S = {pair[0].shape[1]} and {pair[1].shape[1]}"
         )
     return pair[0], pair[1]
+
+
+def check_latent_call(x: Tensor, mask: object, cache: Any, form: str) -> list[int] | None:
+    """The arguments of a call of `LatentAttention`; returns how many tokens each row of the cache holds, if any."""
+    check_form(form)
+    if cache is None:
+        return None
+    if mask is not None:
+        raise ValueError(
+            "a cache is causal by itself, each row by its own length, so mask is for calls without one; got both"
+        )
+    missing = [name for name in ("lengths", "append", "attend") if not hasattr(cache, name)]
+    if missing:
+        raise TypeError(
+            f"a cache for latent attention has lengths, append() and attend(); {type(cache).__name__} has no "
+            f"{', '.join(missing)}"
+        )
+    held = list(cache.lengths)
+    if len(held) != x.shape[0]:
+        raise ValueError(f"x and the cache share the batch size: x B = {x.shape[0]}, the cache has {len(held)} rows")
+    return held

@@ -1,0 +1,282 @@
+"""Multi-head latent attention: keys and values are made from one small vector a token, which is all a cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..ops.masks import Mask, causal
+from ..plan.layer import AttentionLayer
+from .checks import check_input, check_latent_call
+from .inner import InnerAttention
+from .latent_form import Choice, Form, cheaper_form, latent_layer
+from .multihead import MultiHeadAttention, Rotate
+from .rotary import Positions, Rotary
+
+NORM_EPS = 1e-6  # of the norms on both latents, in every published model
+
+
+@runtime_checkable
+class LatentCache(Protocol):
+    """What `LatentAttention` asks of a cache: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it.
+
+    The expanded form over tokens held before also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b
+    holds the first ``lengths[b]``. A cache that has no such view is attended to in absorbed form.
+    """
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens held, one number a row of the batch."""
+
+    def append(self, key: Tensor, value: Tensor | None = None) -> Any:
+        """Hold (B, 1, T, kv_lora_rank + rope_dim) behind what each row has; values are its first columns."""
+
+    def attend(self, query: Tensor, *, scale: float) -> Tensor:
+        """(B, H, T, kv_lora_rank), causal: the last query of a row is at the last key that the row holds."""
+
+
+class LatentAttention(nn.Module):
+    r"""Multi-head latent attention (MLA): the keys and values of all heads come out of one latent vector a token.
+
+    $$c_t = \text{norm}(x_t W_{DKV}), \qquad k^R_t = \text{rope}(x_t W_{KR}), \qquad
+    k_t^i = [\,c_t W_{UK}^i ;\; k^R_t\,], \qquad v_t^i = c_t W_{UV}^i$$
+
+    $$q_t^i = [\,q_t^{N,i} ;\; \text{rope}(q_t^{R,i})\,], \qquad
+    \text{head}_i = \text{Attention}(Q^i, K^i, V^i), \qquad \text{out} = \text{Concat}(\text{head}_1, \dots)\, W_O$$
+
+    Liu et al. 2024, arXiv 2405.04434. A cache holds $[c_t ; k^R_t]$, `kv_lora_rank` + `rope_dim` numbers a token,
+    whatever the number of heads. The same function has two forms, equal up to rounding:
+
+    - *expanded*: make all keys and values, and attend with d_k = `nope_dim` + `rope_dim` and d_v = `value_dim`;
+    - *absorbed*: as $q \cdot (c\, W_{UK}) = (q\, W_{UK}^T) \cdot c$, carry the queries into the latent space and attend
+      to the cached vectors themselves: one key head for all query heads (as in MQA), d_k = `kv_lora_rank` + `rope_dim`,
+      and the values are the keys' first `kv_lora_rank` columns (a view). $W_{UV}$ follows on what comes out.
+
+    The parameters bear the names of published checkpoints, so the attention of such a layer loads as it is:
+    ``q_proj``, or ``q_a_proj q_a_layernorm q_b_proj`` where `q_lora_rank` is given; ``kv_a_proj_with_mqa``
+    ($W_{DKV}$ and $W_{KR}$), ``kv_a_layernorm``, ``kv_b_proj`` (each head's $W_{UK}$, then its $W_{UV}$), ``o_proj``.
+
+    Args:
+        d_model: Width M of input and output.
+        num_heads: Heads H.
+        q_lora_rank: Width of the latent that queries are made from; None makes them straight from the input.
+        kv_lora_rank: Width of the latent that keys and values are made from.
+        nope_dim: Size of the part of a query or key that has no position (``qk_nope_head_dim``).
+        rope_dim: Size of the part that turns with the position, even (``qk_rope_head_dim``).
+        value_dim: Size of a value (``v_head_dim``).
+        bias: Whether q_a_proj, kv_a_proj_with_mqa and o_proj have biases (``attention_bias``).
+        rotary: A part ``(query, key, positions) -> (query, key)`` on `rope_dim` numbers;
+            ``Rotary(rope_dim, interleaved=True)`` by default. Longer contexts: `headwise.nn.yarn_frequencies`.
+        scale: Factor on the scores; ``(nope_dim + rope_dim) ** -0.5`` by default. YaRN: `headwise.nn.yarn_scale`.
+        dropout: Probability with which a weight is dropped in training.
+
+    Raises:
+        TypeError: a size that is no int.
+        ValueError: a size below 1, or an odd `rope_dim`.
+
+    Example:
+        >>> import torch, headwise
+        >>> mla = LatentAttention(64, 4, kv_lora_rank=16, nope_dim=8, rope_dim=4, value_dim=8)
+        >>> x = torch.randn(2, 5, 64)
+        >>> out = mla(x, mask=headwise.causal())
+        >>> out.shape
+        torch.Size([2, 5, 64])
+        >>> torch.allclose(out, mla(x, mask=headwise.causal(), form="absorbed"), atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        bias: bool = False,
+        rotary: Rotate | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        sizes = {"kv_lora_rank": kv_lora_rank, "nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
+        self.sizes: AttentionLayer = latent_layer(d_model, num_heads, q_lora_rank=q_lora_rank, **sizes)
+        self.d_model, self.num_heads, self.q_lora_rank = d_model, num_heads, q_lora_rank
+        self.kv_lora_rank, self.nope_dim, self.rope_dim, self.value_dim = kv_lora_rank, nope_dim, rope_dim, value_dim
+        self.head_dim = nope_dim + rope_dim
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(d_model, q_lora_rank, bias=bias)
+            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=NORM_EPS)
+            self.q_b_proj = nn.Linear(q_lora_rank, num_heads * self.head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(d_model, kv_lora_rank + rope_dim, bias=bias)
+        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=NORM_EPS)
+        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (nope_dim + value_dim), bias=False)
+        self.o_proj = nn.Linear(num_heads * value_dim, d_model, bias=bias)
+        self.rotary = Rotary(rope_dim, interleaved=True) if rotary is None else rotary
+        self.inner = InnerAttention(scale=self.scale, dropout=dropout)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions = None,
+        cache: LatentCache | None = None,
+        form: Choice = "auto",
+    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], LatentCache]:
+        """Attend from `x` to itself, or with a cache to what it holds and then `x`.
+
+        ``form="auto"`` takes the form with fewer multiply-adds for the lengths at hand. Of the last T of S tokens,
+        *expanded* pays ``S H C (N + V)`` and H (N + R + V) a pair, *absorbed* ``T H C (N + V)`` and H (2 C + R) a
+        pair (C, N, R, V: kv_lora_rank, nope_dim, rope_dim, value_dim). So without a cache, where T = S, the smaller
+        pair wins, which is the expanded one unless the rank is small; with one, a few tokens go absorbed and a long
+        prompt expanded. At 512, 128, 64, 128 and a long cache the border is at T = 170.
+
+        Args:
+            x: (B, T, M).
+            mask: What may be attended; all by default. Not with a cache, which is causal by itself.
+            positions: For the rotary part: (T,) or (B, T); by default they count on from what the cache holds.
+            cache: Where to put the latents, and what to attend to; it is changed in place.
+            form: "auto", "expanded" or "absorbed".
+
+        Returns:
+            (B, T, M); with a cache a pair of that and the cache.
+
+        Raises:
+            ValueError: wrong shapes, an unknown form, a mask beside a cache, or a cache of another size.
+        """
+        check_input(x, self.d_model)
+        held = check_latent_call(x, mask, cache, form)
+        absorbed = self.absorbs(x.shape[1], held, cache, form)
+        q_nope_BHTN, q_rope_BHTR = self.queries(x)
+        latent_B1TC, k_rope_B1TR = self.compress(x)
+        q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self.places(x, held, positions))
+        key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: all that a cache holds
+        if cache is not None:
+            cache.append(key_B1TE)
+        if absorbed:
+            query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
+            if cache is None:
+                mixed_BHTC = self.inner(query_BHTE, key_B1TE, key_B1TE[..., : self.kv_lora_rank], mask=mask)
+            else:
+                mixed_BHTC = self.attend(cache, query_BHTE)
+            heads_BHTV = self.from_latent(mixed_BHTC)
+        else:
+            query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
+            if cache is not None:
+                key_B1SE, mask = self.read(cache, held, key_B1TE)
+            heads_BHTV = self.inner(query_BHTD, *self.expand(key_B1TE if cache is None else key_B1SE), mask=mask)
+        out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
+        return out if cache is None else (out, cache)
+
+    # --- projections --------------------------------------------------------------------------------------------------
+
+    def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The two parts of each head's query: (B, H, T, nope_dim), and (B, H, T, rope_dim) before it is turned."""
+        if self.q_lora_rank is None:
+            fused = self.q_proj(x)
+        else:
+            latent = self.q_a_proj(x)
+            fused = self.q_b_proj(self.q_a_layernorm(latent).to(latent.dtype))
+        nope, rope = MultiHeadAttention.split(fused, self.num_heads).split((self.nope_dim, self.rope_dim), dim=-1)
+        return nope, rope
+
+    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents (B, 1, T, kv_lora_rank), and the part of the key that all heads share (B, 1, T, rope_dim)."""
+        latent, rope = self.kv_a_proj_with_mqa(x)[:, None].split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        return self.kv_a_layernorm(latent).to(latent.dtype), rope
+
+    def expand(self, key: Float[Tensor, "B 1 S E"]) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S V"]]:
+        """The keys (B, H, S, nope_dim + rope_dim) and values (B, H, S, value_dim) of every head."""
+        latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        both = MultiHeadAttention.split(self.kv_b_proj(latent[:, 0]), self.num_heads)
+        nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
+        return torch.cat((nope, rope.expand(-1, self.num_heads, -1, -1)), dim=-1), value
+
+    def to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:
+        """Queries in the latent space: its dot product with a latent is that of the query with the expanded key."""
+        return torch.einsum("bhtn,hnc->bhtc", nope, self.up_matrices()[0])
+
+    def from_latent(self, mixed: Float[Tensor, "B H T C"]) -> Float[Tensor, "B H T V"]:
+        """The heads, from weighted sums of latents."""
+        return torch.einsum("bhtc,hvc->bhtv", mixed, self.up_matrices()[1])
+
+    def up_matrices(self) -> tuple[Float[Tensor, "H N C"], Float[Tensor, "H V C"]]:
+        """Each head's $W_{UK}$ and $W_{UV}$, transposed, as they lie in kv_b_proj: views."""
+        both = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        up_key, up_value = both.split((self.nope_dim, self.value_dim), dim=1)
+        return up_key, up_value
+
+    # --- cache --------------------------------------------------------------------------------------------------------
+
+    def form(self, queries: int, held: Sequence[int] | None = None) -> Form:
+        """The form that "auto" takes for T new tokens where each row holds `held` tokens; None is no cache.
+
+        Example:
+            >>> mla = LatentAttention(64, 4, kv_lora_rank=32, nope_dim=8, rope_dim=4, value_dim=8)
+            >>> mla.form(5), mla.form(1, held=[100]), mla.form(50, held=[100])
+            ('expanded', 'absorbed', 'expanded')
+        """
+        if held is None:  # T = S: the same answer for every length
+            return cheaper_form(self.sizes, 1, [0])
+        return cheaper_form(self.sizes, queries, held)
+
+    def absorbs(self, queries: int, held: Sequence[int] | None, cache: LatentCache | None, form: Choice) -> bool:
+        """Whether this call runs absorbed; ValueError where it has to be expanded over keys that cannot be read."""
+        if (self.form(queries, held) if form == "auto" else form) == "absorbed":
+            return True
+        readable = not any(held or ()) or hasattr(cache, "keys")
+        if form == "expanded" and not readable:
+            raise ValueError(
+                f"the expanded form makes keys and values from all latents held, and {type(cache).__name__} has no "
+                'keys to read; form="absorbed" attends in the cache'
+            )
+        return not readable
+
+    @staticmethod
+    def places(x: Tensor, held: Sequence[int] | None, positions: Positions) -> Positions:
+        """The positions given, or those behind what each row of the cache holds."""
+        if held is None or positions is not None:
+            return positions
+        new = torch.arange(x.shape[1], device=x.device)
+        if len(set(held)) <= 1:
+            return new + held[0] if held else new
+        return new + torch.tensor(held, device=x.device)[:, None]
+
+    @staticmethod
+    def read(cache: Any, held: Sequence[int] | None, new: Tensor) -> tuple[Tensor, Mask]:
+        """The keys (B, 1, S, E) that the expanded form attends to, and the mask of each row's own length."""
+        if not any(held or ()):
+            return new, causal()  # the first tokens: what was appended, before a cache may have rounded it
+        keys, lengths = cache.keys, list(cache.lengths)
+        if all(length == keys.shape[2] for length in lengths):
+            return keys, causal()
+        return keys, causal(offset=torch.tensor(lengths, device=keys.device) - new.shape[2])
+
+    def attend(self, cache: LatentCache, query: Float[Tensor, "B H T E"]) -> Float[Tensor, "B H T C"]:
+        """What the cache gives for latent queries; options that are not in use are not passed on."""
+        options = {name: option for name, option in self.inner.options().items() if option not in (None, 0.0)}
+        mixed = cache.attend(query, **options)
+        if mixed.shape[-1] != self.kv_lora_rank:
+            raise ValueError(
+                f"the cache's values are the first kv_lora_rank = {self.kv_lora_rank} columns of its keys; it gave "
+                f"values of {mixed.shape[-1]}; make it with value_dim={self.kv_lora_rank}"
+            )
+        return mixed
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        low = "" if self.q_lora_rank is None else f"q_lora_rank={self.q_lora_rank}, "
+        return (
+            f"{self.d_model}, {self.num_heads}, {low}kv_lora_rank={self.kv_lora_rank}, nope_dim={self.nope_dim}, "
+            f"rope_dim={self.rope_dim}, value_dim={self.value_dim}"
+        )
