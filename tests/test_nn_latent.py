@@ -1,0 +1,351 @@
+"""LatentAttention: both forms against the definition, with and without a cache, and what it says when misused."""
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from latent_cases import FORMS, KINDS, SIZES, B, H, Held, M, Sealed, T, make, rms, textbook
+from torch import Tensor, nn
+
+import headwise
+from headwise import LatentAttention
+from headwise.nn import InnerAttention, Rotary, probe
+from headwise.nn.latent_form import cheaper_form, form_macs
+from headwise.testing import assert_same_bits
+
+C, N, R, V = (SIZES[name] for name in ("kv_lora_rank", "nope_dim", "rope_dim", "value_dim"))
+
+ALLOWED = {
+    "all": (None, None),
+    "causal": (headwise.causal(), torch.ones(T, T, dtype=torch.bool).tril()),
+    "window": (headwise.window(5), torch.ones(T, T, dtype=torch.bool).tril().triu(-4)),
+}
+
+
+# --- the two forms are one function -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", ALLOWED)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_either_form_is_the_definition(kind: str, form: Any, masked: str) -> None:
+    mla, x = make(**KINDS[kind]), torch.randn(B, T, M)
+    mask, allowed = ALLOWED[masked]
+    wide = copy.deepcopy(mla).double()
+    exact = textbook(wide, x.double(), allowed)
+    # torch's RMSNorm of float64 has the definition's own rounding, and so has everything else
+    assert torch.allclose(wide(x.double(), mask=mask, form=form), exact, rtol=1e-12, atol=1e-12)
+    assert rms(mla(x, mask=mask, form=form), exact) <= 2 * rms(textbook(mla, x, allowed), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_is_as_exact_as_the_definition_in_it(form: Any, dtype: torch.dtype) -> None:
+    mla, x = make(q_lora_rank=13).to(dtype), torch.randn(B, T, M).to(dtype)
+    mask, allowed = ALLOWED["causal"]
+    exact = textbook(copy.deepcopy(mla).double(), x.double(), allowed)
+    out = mla(x, mask=mask, form=form)
+    assert out.dtype == dtype
+    assert rms(out, exact) <= 2 * rms(textbook(mla, x, allowed), exact)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_scale_is_that_of_the_expanded_head_in_both_forms(form: Any) -> None:
+    mla = make()
+    assert mla.scale == mla.inner.scale == (N + R) ** -0.5
+    with probe(mla) as seen:
+        mla(torch.randn(B, T, M), form=form)
+    assert seen.calls[0].scale == (N + R) ** -0.5
+
+
+def test_what_each_form_attends_to() -> None:
+    """Expanded: H heads of N + R, V. Absorbed: one key head of C + R; its first C columns, uncopied, are the values."""
+    mla, x = make(), torch.randn(B, T, M)
+    with probe(mla) as seen:
+        mla(x, form="expanded")
+        mla(x, form="absorbed")
+    expanded, absorbed = seen.calls
+    assert expanded.value is not None and absorbed.value is not None
+    assert (expanded.query.shape, expanded.key.shape) == ((B, H, T, N + R), (B, H, T, N + R))
+    assert expanded.value.shape == (B, H, T, V)
+    assert (absorbed.query.shape, absorbed.key.shape) == ((B, H, T, C + R), (B, 1, T, C + R))
+    assert absorbed.value.shape == (B, 1, T, C) and absorbed.value.data_ptr() == absorbed.key.data_ptr()
+    assert absorbed.value.stride() == absorbed.key.stride()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_either_form_are_those_of_the_definition(kind: str, form: Any) -> None:
+    mla, x = make(**KINDS[kind]).double(), torch.randn(B, T, M, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(B, T, M, dtype=torch.float64)
+    mask, allowed = ALLOWED["causal"]
+    wanted = dict(mla.named_parameters())
+
+    def gradients(out: Tensor) -> dict[str, Tensor]:
+        return dict(zip([*wanted, "x"], torch.autograd.grad((out * weight).sum(), [*wanted.values(), x]), strict=True))
+
+    ours = gradients(mla(x, mask=mask, form=form))
+    # state_dict detaches; the definition must see the parameters themselves
+    mla.state_dict = lambda: dict(mla.named_parameters())  # type: ignore[assignment]
+    for name, exact in gradients(textbook(mla, x, allowed)).items():
+        assert torch.allclose(ours[name], exact, rtol=1e-11, atol=1e-11 * float(exact.abs().max())), name
+        assert bool(exact.abs().max() > 0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_gradients_are_close_to_those_in_float64(form: Any) -> None:
+    """Through the kernel of the device, whose values are a view of its keys in the absorbed form."""
+    mla, x = make(q_lora_rank=13), torch.randn(B, T, M)
+    wide = copy.deepcopy(mla).double()
+    mla(x, mask=headwise.causal(), form=form).square().sum().backward()
+    wide(x.double(), mask=headwise.causal(), form=form).square().sum().backward()
+    for (name, ours), exact in zip(mla.named_parameters(), wide.parameters(), strict=True):
+        assert ours.grad is not None and exact.grad is not None
+        size = float(exact.grad.square().mean().sqrt())
+        assert rms(ours.grad, exact.grad) < 1e-5 * size, name  # measured: 1e-7 to 1e-6
+
+
+# --- which form -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [SIZES, SIZES | {"kv_lora_rank": 5}, SIZES | {"kv_lora_rank": 200}], ids=str)
+def test_the_costs_are_what_the_products_multiply(sizes: dict[str, int]) -> None:
+    C, N, R, V = (sizes[name] for name in ("kv_lora_rank", "nope_dim", "rope_dim", "value_dim"))
+    layer = LatentAttention(M, H, **sizes).sizes
+    for new in (1, 2, 5, 40):
+        for held in (0, 1, 7, 100):
+            pairs = sum(held + 1 + i for i in range(new))
+            expanded = H * ((held + new) * C * (N + V) + pairs * (N + R + V))
+            absorbed = H * (new * C * N + new * C * V + pairs * (C + R + C))
+            assert form_macs(layer, new, held + new) == {"expanded": expanded, "absorbed": absorbed}
+            cheaper = "absorbed" if absorbed < expanded else "expanded"
+            assert cheaper_form(layer, new, [held]) == cheaper
+            assert LatentAttention(M, H, **sizes).form(new, [held]) == cheaper
+
+
+def test_rows_of_many_lengths_share_the_form_that_is_cheaper_in_sum() -> None:
+    layer = make(kv_lora_rank=40).sizes
+    assert (cheaper_form(layer, 9, [0]), cheaper_form(layer, 9, [500])) == ("expanded", "absorbed")
+    assert (cheaper_form(layer, 9, [0] * 2 + [3]), cheaper_form(layer, 9, [0] * 2 + [500])) == ("expanded", "absorbed")
+    assert cheaper_form(layer, 1, []) == "expanded"
+
+
+@pytest.mark.parametrize(("kind", "form"), [("direct", "expanded"), ("small rank", "absorbed")])
+def test_without_a_cache_the_smaller_pair_wins_at_every_length(kind: str, form: str) -> None:
+    mla = make(**KINDS[kind])
+    assert mla.form(1) == mla.form(100) == form
+    macs = form_macs(mla.sizes, 100, 100)
+    assert min(macs, key=lambda name: macs[name]) == form
+    x = torch.randn(B, T, M)
+    assert_same_bits(mla(x), mla(x, form=form))
+
+
+def test_the_planner_counts_the_same_parameters() -> None:
+    for sizes in (SIZES, SIZES | {"q_lora_rank": 13}):
+        mla = LatentAttention(M, H, **sizes)
+        assert sum(p.numel() for p in mla.parameters()) == mla.sizes.parameter_count()
+        assert mla.sizes.cached_numbers() == C + R
+
+
+# --- cache ------------------------------------------------------------------------------------------------------------
+
+
+def fed(mla: LatentAttention, x: Tensor, chunks: list[int], **how: Any) -> tuple[Tensor, Held]:
+    """The outputs of a text fed in chunks to an empty cache."""
+    cache, outs = Held.of(mla, x.shape[0]), []
+    for chunk in x.split(chunks, dim=1):
+        out, returned = mla(chunk, cache=cache, **how)
+        assert returned is cache
+        outs.append(out)
+    return torch.cat(outs, dim=1), cache
+
+
+@pytest.mark.parametrize("form", ["auto", *FORMS])
+@pytest.mark.parametrize("chunks", [[19], [1] * 19, [11, 1, 1, 6], [4, 15], [7, 1, 11]], ids=str)
+def test_a_text_in_chunks_is_the_text_at_once(chunks: list[int], form: Any) -> None:
+    mla, x = make(q_lora_rank=13), torch.randn(B, T, M)
+    exact = textbook(copy.deepcopy(mla).double(), x.double(), ALLOWED["causal"][1])
+    out, cache = fed(mla, x, chunks, form=form)
+    assert rms(out, exact) <= 2 * rms(textbook(mla, x, ALLOWED["causal"][1]), exact)
+    assert cache.lengths == [T] * B
+    assert cache.appended == [(B, 1, chunk, C + R) for chunk in chunks]
+
+
+def test_the_cache_is_the_same_whatever_the_form() -> None:
+    mla, x = make(), torch.randn(B, T, M)
+    one, other = (fed(mla, x, [11, 8], form=form)[1] for form in FORMS)
+    assert_same_bits(one.keys, other.keys)
+
+
+@pytest.mark.parametrize("step", [1, 4], ids=["token", "chunk"])
+@pytest.mark.parametrize("form", ["auto", *FORMS])
+def test_each_row_goes_on_from_its_own_length(form: Any, step: int) -> None:
+    """A batch of padded prompts, then further tokens behind each row's real end; every row as if it were alone."""
+    mla, lengths = make(q_lora_rank=13), [9, 4, 1]
+    prompt, more = torch.randn(3, 9, M), torch.randn(3, 2 * step, M)
+    cache = Held.of(mla, 3)
+    for row, length in enumerate(lengths):
+        prompt[row, length:] = torch.nan  # padding
+    first, _ = mla(prompt, cache=cache, form="expanded")
+    cache.keep(lengths)
+    outs = [mla(chunk, cache=cache, form=form)[0] for chunk in more.split(step, dim=1)]
+    assert cache.lengths == [length + 2 * step for length in lengths]
+    for row, length in enumerate(lengths):
+        text = torch.cat((prompt[row, :length], more[row]))[None]
+        causal = torch.ones(len(text[0]), len(text[0]), dtype=torch.bool).tril()
+        exact = textbook(copy.deepcopy(mla).double(), text.double(), causal)
+        ours = torch.cat([first[row, :length], *(out[row] for out in outs)])[None]
+        assert rms(ours, exact) <= 2 * rms(textbook(mla, text, causal), exact) + 1e-7
+
+
+def test_a_cache_that_hides_its_keys_is_attended_to_absorbed() -> None:
+    mla, x = make(), torch.randn(B, T, M)
+    cache, plain = Sealed.of(mla, B), Held.of(mla, B)
+    first = mla(x[:, :1], cache=cache)[0]
+    rest, _ = mla(x[:, 1:], cache=cache)
+    assert mla.form(T - 1, [1]) == "expanded"  # what auto would rather take
+    assert_same_bits(first, mla(x[:, :1], cache=plain)[0])
+    assert_same_bits(rest, mla(x[:, 1:], cache=plain, form="absorbed")[0])
+    with pytest.raises(ValueError, match=r'Sealed has no keys to read; form="absorbed" attends in the cache'):
+        mla(x, cache=cache, form="expanded")
+    assert cache.lengths == [T] * B  # an error leaves the cache as it was
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_options_in_use_reach_the_cache(form: Any) -> None:
+    mla, x = make(scale=0.2), torch.randn(B, T, M)
+    mla.inner = InnerAttention(scale=0.2, softcap=1.5, sinks=torch.randn(H))
+    out, _ = fed(mla, x, [12, 7], form=form)
+    assert torch.allclose(out, mla(x, mask=headwise.causal()), atol=1e-5)
+    mla.inner = InnerAttention(scale=0.2)
+    assert not torch.allclose(out, mla(x, mask=headwise.causal()), atol=1e-2)
+
+
+# --- positions, masks, parts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_positions_are_those_given(form: Any) -> None:
+    mla, x = make().double(), torch.randn(B, T, M).double()
+    positions = torch.stack([torch.arange(T) * 3, torch.randperm(T)])
+    exact = torch.cat([textbook(mla, x[b : b + 1], positions=positions[b]) for b in range(B)])
+    assert torch.allclose(mla(x, positions=positions, form=form), exact, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(mla(x, form=form), exact, atol=1e-2)
+    out, _ = mla(x, positions=positions, cache=Held.of(mla, B), form=form)
+    assert torch.allclose(out, mla(x, positions=positions, mask=headwise.causal()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_cannot_influence(form: Any) -> None:
+    mla, x, lengths = make(), torch.randn(B, T, M), torch.tensor([T, 8])
+    mask = headwise.causal() & headwise.lengths(lengths)
+    clean = mla(x, mask=mask, form=form)
+    for poison in (torch.nan, torch.inf, 1e4):
+        spoilt = x.clone()
+        spoilt[1, 8:] = poison
+        out = mla(spoilt, mask=mask, form=form)
+        assert_same_bits(out[0], clean[0])
+        assert_same_bits(out[1, :8], clean[1, :8])
+    seen = x.clone()
+    seen[1, 3] = torch.nan
+    assert bool(mla(seen, mask=mask, form=form)[1, 3:].isnan().all())
+
+
+def test_another_rotary_part_plugs_in() -> None:
+    x = torch.randn(B, T, M)
+    halves = make(rotary=Rotary(R, base=500.0))
+    assert torch.allclose(halves(x), halves(x, form="absorbed"), atol=1e-5)
+    neighbours = make()
+    neighbours.load_state_dict(halves.state_dict())
+    assert not torch.allclose(halves(x), neighbours(x), atol=1e-2)
+
+
+def test_dropout_is_on_in_training_only() -> None:
+    mla, x = make(dropout=0.5), torch.randn(B, T, M)
+    assert not torch.allclose(mla(x), mla(x), atol=1e-3)
+    mla.eval()
+    assert_same_bits(mla(x), mla(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (3, 0), (1, 1)])
+def test_shape_in_equals_shape_out(batch: int, length: int, form: Any) -> None:
+    assert make()(torch.randn(batch, length, M), form=form).shape == (batch, length, M)
+
+
+def test_a_copy_and_a_pickle_are_the_same_module() -> None:
+    mla, x = make(q_lora_rank=13, rotary=Rotary(R, frequencies=(1.0, 0.3, 0.01))), torch.randn(B, T, M)
+    assert_same_bits(copy.deepcopy(mla)(x), mla(x))
+    assert_same_bits(pickle.loads(pickle.dumps(mla))(x), mla(x))
+
+
+# torch's RMSNorm says that float32 weights and bfloat16 input, which is what autocast makes, run unfused.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast_runs_in_the_lower_precision_and_gives_close_numbers(form: Any) -> None:
+    mla, x = make(q_lora_rank=13), torch.randn(B, T, M)
+    exact = mla(x, mask=headwise.causal())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mla(x, mask=headwise.causal(), form=form)
+    assert out.dtype == torch.bfloat16
+    assert rms(out, exact) < 0.05 * rms(exact, torch.zeros_like(exact))
+
+
+def test_the_module_says_its_sizes() -> None:
+    told = repr(make(q_lora_rank=13))
+    assert "23, 3, q_lora_rank=13, kv_lora_rank=17, nope_dim=7, rope_dim=6, value_dim=11" in told
+    assert "q_lora_rank" not in repr(make())
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("sizes", "error", "text"),
+    [
+        ({"kv_lora_rank": 0}, ValueError, "kv_lora_rank is at least 1; got 0"),
+        ({"q_lora_rank": -1}, ValueError, "q_lora_rank is at least 1; got -1"),
+        ({"nope_dim": 2.0}, TypeError, "nope_dim is an int; got 2.0"),
+        ({"value_dim": None}, TypeError, "value_dim is an int; got None"),
+        ({"rope_dim": 7}, ValueError, "rotary positions turn pairs"),
+    ],
+)
+def test_wrong_sizes_are_named(sizes: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        LatentAttention(M, H, **SIZES | sizes)
+
+
+@pytest.mark.unchecked
+def test_wrong_calls_are_named_and_leave_the_cache_alone() -> None:
+    mla, x = make(), torch.randn(B, T, M)
+    cache = Held.of(mla, B)
+    for arguments, error, text in (
+        ({"form": "folded"}, ValueError, 'form is "auto", "expanded" or "absorbed"; got \'folded\''),
+        ({"mask": headwise.causal(), "cache": cache}, ValueError, "a cache is causal by itself, each row by its own"),
+        ({"cache": object()}, TypeError, "object has no lengths, append, attend"),
+        ({"cache": Held.of(mla, 3)}, ValueError, "x B = 2, the cache has 3 rows"),
+        ({"positions": torch.arange(3), "cache": cache}, ValueError, "positions are (T,) or (B, T)"),
+    ):
+        with pytest.raises(error, match=re.escape(text)):
+            mla(x, **arguments)
+    with pytest.raises(ValueError, match=r"x is \(B, T, d_model\) with d_model = 23"):
+        mla(torch.randn(B, T, M + 1), cache=cache)
+    assert cache.lengths == [0, 0]
+
+
+@pytest.mark.unchecked
+def test_a_cache_whose_values_have_another_size_is_named() -> None:
+    mla, cache = make(), Held(B, 64, C + R, value_dim=C + 1)
+    with pytest.raises(ValueError, match=rf"it gave values of {C + 1}; make it with value_dim={C}"):
+        mla(torch.randn(B, 1, M), cache=cache, form="absorbed")
+
+
+def test_the_probe_says_that_it_cannot_see_into_a_cache() -> None:
+    mla = make()
+    with pytest.raises(RuntimeError, match="was called with a cache"), probe(nn.Sequential(mla)):
+        mla(torch.randn(B, T, M), cache=Held.of(mla, B))
+    mla(torch.randn(B, T, M), cache=Held.of(mla, B))  # and is gone again
