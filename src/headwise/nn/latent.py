@@ -265,7 +265,7 @@ class LatentAttention(nn.Module):
     def attend(self, cache: LatentCache, query: Float[Tensor, "B H T E"]) -> Float[Tensor, "B H T C"]:
         """What the cache gives for latent queries; options that are not in use are not passed on."""
         options = {name: option for name, option in self.inner.options().items() if option is not None}
-        if not options["dropout"]:
+        if options.get("dropout") == 0:
             del options["dropout"]
         mixed = cache.attend(query, **options)
         if mixed.shape[-1] != self.kv_lora_rank:
