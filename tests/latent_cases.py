@@ -84,7 +84,8 @@ class Held:
     def __init__(self, batch: int, room: int, width: int, value_dim: int, dtype: torch.dtype = torch.float32) -> None:
         self.room = torch.full((batch, 1, room, width), torch.nan, dtype=dtype)  # what was never written is never read
         self.value_dim = value_dim
-        self.lengths: Sequence[int] = [0] * batch
+        self.lengths = self.first = [0] * batch
+        self.causal = True
         self.appended: list[tuple[int, ...]] = []
 
     @classmethod
@@ -96,19 +97,23 @@ class Held:
     def keys(self) -> Tensor:
         return self.room[:, :, : max(self.lengths)]
 
-    def append(self, key: Tensor, value: Tensor | None = None) -> None:
+    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Any = None) -> Held:
         assert value is None
         self.appended.append(tuple(key.shape))
-        for row, (new, length) in enumerate(zip(key.detach(), self.lengths, strict=True)):
-            self.room[row, :, length : length + key.shape[2]] = new
-        self.lengths = [length + key.shape[2] for length in self.lengths]
+        counts = [key.shape[2]] * len(self.lengths) if lengths is None else [int(n) for n in lengths]
+        for row, (new, have, count) in enumerate(zip(key.detach(), self.lengths, counts, strict=True)):
+            self.room[row, :, have : have + count] = new[:, :count]
+        self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
+        self.first = [end - count for end, count in zip(self.lengths, counts, strict=True)]
+        return self
 
-    def attend(self, query: Tensor, **options: Any) -> Tensor:
+    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Tensor:
         keys = self.room[:, :, : max(self.lengths)]
-        offset = torch.tensor(self.lengths) - query.shape[2]
-        return headwise.attention(
-            query, keys, keys[..., : self.value_dim], mask=headwise.causal(offset=offset), **options
-        )
+        rule = headwise.causal(offset=torch.tensor(self.first)) & headwise.lengths(torch.tensor(self.lengths))
+        real = torch.arange(query.shape[2]) < (torch.tensor(self.lengths) - torch.tensor(self.first))[:, None]
+        rule = rule & headwise.keep(real[:, None, :, None])
+        rule = rule if mask is None else rule & mask
+        return headwise.attention(query, keys, keys[..., : self.value_dim], mask=rule, **options)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Forget what each row holds beyond its length, such as the padding of a prompt."""

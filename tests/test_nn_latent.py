@@ -201,6 +201,47 @@ def test_each_row_goes_on_from_its_own_length(form: Any, step: int) -> None:
         assert rms(ours, exact) <= 2 * rms(textbook(mla, text, causal), exact) + 1e-7
 
 
+@pytest.mark.parametrize("form", ["auto", *FORMS])
+def test_padding_behind_a_prompt_or_a_chunk_is_not_held(form: Any) -> None:
+    """`lengths` say what is real: the rest, NaN even, is neither kept nor seen, and gives 0, whatever the form."""
+    mla, x, cache = make(), torch.randn(3, T, M), Held.of(make(), 3)
+    pieces, ends = [(0, [9, 4, 1]), (9, [2, 6, 3])], [0, 0, 0]
+    for at, counts in pieces:
+        chunk = x[:, at : at + 9].clone()
+        for row, count in enumerate(counts):
+            chunk[row, count:] = torch.nan
+        out, _ = mla(chunk, cache=cache, lengths=counts, form=form)
+        for row, count in enumerate(counts):
+            text = torch.cat([x[row, a : a + c[row]] for a, c in pieces[: 1 + (at > 0)]])[None]
+            alone = mla(text, mask=headwise.causal())[0, ends[row] :]
+            assert torch.allclose(out[row, :count], alone, atol=1e-5)
+            assert bool((out[row, count:] == 0).all())
+            ends[row] += count
+    assert cache.lengths == ends == [11, 10, 4]
+
+
+@pytest.mark.parametrize("form", ["auto", *FORMS])
+def test_a_mask_narrows_what_a_cache_lets_be_seen(form: Any) -> None:
+    mla, x, mask = make(), torch.randn(B, T, M), headwise.window(4)
+    whole = mla(x, mask=mask)
+    out, _ = fed(mla, x, [9, 1, 9], form=form, mask=mask)
+    assert torch.allclose(out, whole, atol=1e-5)
+    assert not torch.allclose(whole, mla(x, mask=headwise.causal()), atol=1e-2)
+
+
+@pytest.mark.unchecked
+def test_a_mask_over_uneven_rows_is_left_to_the_cache() -> None:
+    mla, cache, x, mask = make(), Held.of(make(), B), torch.randn(B, T, M), headwise.window(4)
+    mla(x, cache=cache, lengths=[3, 9])
+    asked: list[Any] = []
+    cache.attend = lambda query, mask=None, **options: asked.append(mask) or query[..., :C]  # type: ignore
+    mla(x, cache=cache, mask=mask)
+    assert len(asked) == 1 and asked[0] is mask
+    with pytest.raises(ValueError, match=r"a mask has its place in every row alike, while the rows hold \[22, 28\]"):
+        mla(x, cache=cache, mask=mask, form="expanded")
+    assert cache.lengths == [22, 28]
+
+
 def test_a_cache_that_hides_its_keys_is_attended_to_absorbed() -> None:
     mla, x = make(), torch.randn(B, T, M)
     cache, plain = Sealed.of(mla, B), Held.of(mla, B)
@@ -209,7 +250,7 @@ def test_a_cache_that_hides_its_keys_is_attended_to_absorbed() -> None:
     assert mla.form(T - 1, [1]) == "expanded"  # what auto would rather take
     assert_same_bits(first, mla(x[:, :1], cache=plain)[0])
     assert_same_bits(rest, mla(x[:, 1:], cache=plain, form="absorbed")[0])
-    with pytest.raises(ValueError, match=r'Sealed has no keys to read; form="absorbed" attends in the cache'):
+    with pytest.raises(ValueError, match=r'Sealed has no keys to read; form="absorbed" leaves that'):
         mla(x, cache=cache, form="expanded")
     assert cache.lengths == [T] * B  # an error leaves the cache as it was
 
@@ -322,10 +363,12 @@ def test_wrong_sizes_are_named(sizes: dict[str, Any], error: type[Exception], te
 @pytest.mark.unchecked
 def test_wrong_calls_are_named_and_leave_the_cache_alone() -> None:
     mla, x = make(), torch.randn(B, T, M)
-    cache = Held.of(mla, B)
+    cache, across = Held.of(mla, B), Held.of(mla, B)
+    across.causal = False
     for arguments, error, text in (
         ({"form": "folded"}, ValueError, 'form is "auto", "expanded" or "absorbed"; got \'folded\''),
-        ({"mask": headwise.causal(), "cache": cache}, ValueError, "a cache is causal by itself, each row by its own"),
+        ({"lengths": [3, 4]}, ValueError, "lengths say what of x a cache is to take"),
+        ({"cache": across}, ValueError, "latent attention attends to its own past, so its cache is causal"),
         ({"cache": object()}, TypeError, "object has no lengths, append, attend"),
         ({"cache": Held.of(mla, 3)}, ValueError, "x B = 2, the cache has 3 rows"),
         ({"positions": torch.arange(3), "cache": cache}, ValueError, "positions are (T,) or (B, T)"),

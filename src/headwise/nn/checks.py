@@ -71,22 +71,25 @@ def check_memory(
     return pair[0], pair[1]
 
 
-def check_latent_call(x: Tensor, mask: object, cache: Any, form: str) -> list[int] | None:
-    """The arguments of a call of `LatentAttention`; returns how many tokens each row of the cache holds, if any."""
+def check_latent_call(x: Tensor, cache: Any, lengths: object, form: str) -> None:
+    """What `LatentAttention` is called with; where it is refused, the cache has not changed."""
     check_form(form)
     if cache is None:
-        return None
-    if mask is not None:
-        raise ValueError(
-            "a cache is causal by itself, each row by its own length, so mask is for calls without one; got both"
-        )
+        if lengths is not None:
+            raise ValueError(
+                "lengths say what of x a cache is to take; without a cache, padding is hidden by "
+                "mask=headwise.causal() & headwise.lengths(...)"
+            )
+        return
     missing = [name for name in ("lengths", "append", "attend") if not hasattr(cache, name)]
     if missing:
         raise TypeError(
             f"a cache for latent attention has lengths, append() and attend(); {type(cache).__name__} has no "
             f"{', '.join(missing)}"
         )
-    held = list(cache.lengths)
-    if len(held) != x.shape[0]:
-        raise ValueError(f"x and the cache share the batch size: x B = {x.shape[0]}, the cache has {len(held)} rows")
-    return held
+    if not getattr(cache, "causal", True):
+        raise ValueError("latent attention attends to its own past, so its cache is causal; got one with causal=False")
+    if len(cache.lengths) != x.shape[0]:
+        raise ValueError(
+            f"x and the cache share the batch size: x B = {x.shape[0]}, the cache has {len(cache.lengths)} rows"
+        )

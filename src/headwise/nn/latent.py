@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.masks import Mask, causal
+from ..ops.masks import Mask, as_mask, causal, keep
 from ..plan.layer import AttentionLayer
 from .checks import check_input, check_latent_call
 from .inner import InnerAttention
@@ -17,6 +17,7 @@ from .latent_form import Choice, Form, cheaper_form, latent_layer
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
 
+Lengths = Sequence[int] | Tensor | None
 NORM_EPS = 1e-6  # of the norms on both latents, in every published model
 
 
@@ -32,11 +33,11 @@ class LatentCache(Protocol):
     def lengths(self) -> Sequence[int]:
         """Tokens held, one number a row of the batch."""
 
-    def append(self, key: Tensor, value: Tensor | None = None) -> Any:
-        """Hold (B, 1, T, kv_lora_rank + rope_dim) behind what each row has; values are its first columns."""
+    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Lengths = None) -> Any:
+        """Hold (B, 1, T, kv_lora_rank + rope_dim), of each row its first `lengths`; values are the first columns."""
 
-    def attend(self, query: Tensor, *, scale: float) -> Tensor:
-        """(B, H, T, kv_lora_rank), causal: the last query of a row is at the last key that the row holds."""
+    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
+        """(B, H, T, kv_lora_rank) of the queries of the last T tokens appended; causal."""
 
 
 class LatentAttention(nn.Module):
@@ -131,6 +132,7 @@ class LatentAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         positions: Positions = None,
         cache: LatentCache | None = None,
+        lengths: Lengths = None,
         form: Choice = "auto",
     ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], LatentCache]:
         """Attend from `x` to itself, or with a cache to what it holds and then `x`.
@@ -143,38 +145,40 @@ class LatentAttention(nn.Module):
 
         Args:
             x: (B, T, M).
-            mask: What may be attended; all by default. Not with a cache, which is causal by itself.
+            mask: What may be attended (`headwise.causal()`, ...); all by default. A cache is causal by itself.
             positions: For the rotary part: (T,) or (B, T); by default they count on from what the cache holds.
-            cache: Where to put the latents, and what to attend to; it is changed in place.
+            cache: Takes the latents of `x`, in place, and is attended: of one key head, `kv_lora_rank` + `rope_dim`
+                wide, whose values are its first `kv_lora_rank` columns.
+            lengths: (B,) how many of the T tokens are real in each row, the others being padding behind them; with a
+                cache only.
             form: "auto", "expanded" or "absorbed".
 
         Returns:
-            (B, T, M); with a cache a pair of that and the cache.
+            (B, T, M); with a cache, the pair of that and the cache. A row that may attend nothing gives the bias of
+            o_proj, or 0.
 
         Raises:
-            ValueError: wrong shapes, an unknown form, a mask beside a cache, or a cache of another size.
+            TypeError: a cache without the methods of one.
+            ValueError: wrong shapes, an unknown form, or a cache of another size.
         """
         check_input(x, self.d_model)
-        held = check_latent_call(x, mask, cache, form)
-        absorbed = self.absorbs(x.shape[1], held, cache, form)
+        check_latent_call(x, cache, lengths, form)
+        absorbed = self.absorbs(x.shape[1], cache, form, mask=mask, lengths=lengths)
         q_nope_BHTN, q_rope_BHTR = self.queries(x)
         latent_B1TC, k_rope_B1TR = self.compress(x)
-        q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self.places(x, held, positions))
+        q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self.places(x, cache, positions))
         key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: all that a cache holds
-        if cache is not None:
-            cache.append(key_B1TE)
         if absorbed:
             query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
             if cache is None:
                 mixed_BHTC = self.inner(query_BHTE, key_B1TE, key_B1TE[..., : self.kv_lora_rank], mask=mask)
             else:
-                mixed_BHTC = self.attend(cache, query_BHTE)
+                mixed_BHTC = self.attend(cache, query_BHTE, key_B1TE, mask, lengths)
             heads_BHTV = self.from_latent(mixed_BHTC)
         else:
             query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
-            if cache is not None:
-                key_B1SE, mask = self.read(cache, held, key_B1TE)
-            heads_BHTV = self.inner(query_BHTD, *self.expand(key_B1TE if cache is None else key_B1SE), mask=mask)
+            keys, rule = (key_B1TE, mask) if cache is None else self.hold(cache, key_B1TE, mask, lengths)
+            heads_BHTV = self.inner(query_BHTD, *self.expand(keys), mask=rule)
         out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
         return out if cache is None else (out, cache)
 
@@ -230,50 +234,61 @@ class LatentAttention(nn.Module):
             return cheaper_form(self.sizes, 1, [0])
         return cheaper_form(self.sizes, queries, held)
 
-    def absorbs(self, queries: int, held: Sequence[int] | None, cache: LatentCache | None, form: Choice) -> bool:
-        """Whether this call runs absorbed; ValueError where it has to be expanded over keys that cannot be read."""
-        if (self.form(queries, held) if form == "auto" else form) == "absorbed":
+    def absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: Lengths) -> bool:
+        """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
+        held = None if cache is None else list(cache.lengths)
+        if (self.form(new, held) if form == "auto" else form) == "absorbed":
             return True
-        readable = not any(held or ()) or hasattr(cache, "keys")
-        if form == "expanded" and not readable:
+        if held is None or not any(held):
+            return False
+        why = ""
+        if not hasattr(cache, "keys"):
+            why = f"{type(cache).__name__} has no keys to read"
+        elif mask is not None and (lengths is not None or len(set(held)) > 1):
+            why = f"a mask has its place in every row alike, while the rows hold {held} and then lengths = {lengths}"
+        if why and form == "expanded":
             raise ValueError(
-                f"the expanded form makes keys and values from all latents held, and {type(cache).__name__} has no "
-                'keys to read; form="absorbed" attends in the cache'
+                f"the expanded form makes keys and values from all latents held, and {why}; "
+                'form="absorbed" leaves that to the cache'
             )
-        return not readable
+        return bool(why)
 
     @staticmethod
-    def places(x: Tensor, held: Sequence[int] | None, positions: Positions) -> Positions:
+    def places(x: Tensor, cache: LatentCache | None, positions: Positions) -> Positions:
         """The positions given, or those behind what each row of the cache holds."""
-        if held is None or positions is not None:
+        if cache is None or positions is not None:
             return positions
-        new = torch.arange(x.shape[1], device=x.device)
-        if len(set(held)) <= 1:
-            return new + held[0] if held else new
-        return new + torch.tensor(held, device=x.device)[:, None]
+        held = torch.tensor(cache.lengths, device=x.device)
+        alike = len(set(cache.lengths)) == 1
+        return torch.arange(x.shape[1], device=x.device) + (held[0] if alike else held[:, None])
 
-    @staticmethod
-    def read(cache: Any, held: Sequence[int] | None, new: Tensor) -> tuple[Tensor, Mask]:
-        """The keys (B, 1, S, E) that the expanded form attends to, and the mask of each row's own length."""
-        if not any(held or ()):
-            return new, causal()  # the first tokens: what was appended, before a cache may have rounded it
-        keys, lengths = cache.keys, list(cache.lengths)
-        if all(length == keys.shape[2] for length in lengths):
-            return keys, causal()
-        return keys, causal(offset=torch.tensor(lengths, device=keys.device) - new.shape[2])
-
-    def attend(self, cache: LatentCache, query: Float[Tensor, "B H T E"]) -> Float[Tensor, "B H T C"]:
-        """What the cache gives for latent queries; options that are not in use are not passed on."""
+    def attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Lengths) -> Tensor:
+        """Weighted sums of latents (B, H, T, C) over the cache, once it holds the new ones; options in use go along."""
         options = {name: option for name, option in self.inner.options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
-        mixed = cache.attend(query, **options)
+        cache.append(new, lengths=lengths)
+        mixed: Tensor = cache.attend(query, mask=mask, **options)
         if mixed.shape[-1] != self.kv_lora_rank:
             raise ValueError(
                 f"the cache's values are the first kv_lora_rank = {self.kv_lora_rank} columns of its keys; it gave "
                 f"values of {mixed.shape[-1]}; make it with value_dim={self.kv_lora_rank}"
             )
         return mixed
+
+    @staticmethod
+    def hold(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Lengths) -> tuple[Tensor, Mask]:
+        """The keys (B, 1, S, E) that the expanded form attends to, the new ones appended, and who may see which."""
+        held, length = list(cache.lengths), new.shape[2]
+        cache.append(new, lengths=lengths)
+        keys = cache.keys if any(held) else new  # the first tokens as they are, before a cache may have rounded them
+        even = all(seen == keys.shape[2] - length for seen in held)
+        rule = causal() if even else causal(offset=torch.tensor(held, device=new.device))
+        if lengths is not None:
+            real = torch.arange(length) < torch.as_tensor(lengths, device="cpu")[:, None]
+            rule = rule & keep(real[:, None, :, None].to(new.device))
+        other = as_mask(mask)
+        return keys, rule if other is None else rule & other
 
     def extra_repr(self) -> str:
         """The sizes."""
