@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import headwise
 from headwise import LatentAttention
 from headwise.nn import InnerAttention, Rotary, probe
-from headwise.nn.latent_form import cheaper_form, form_macs
+from headwise.nn.latent_form import FormCosts, latent_layer
 from headwise.testing import assert_same_bits
 
 C, N, R, V = (SIZES[name] for name in ("kv_lora_rank", "nope_dim", "rope_dim", "value_dim"))
@@ -114,40 +114,40 @@ def test_float32_gradients_are_close_to_those_in_float64(form: Any) -> None:
 @pytest.mark.parametrize("sizes", [SIZES, SIZES | {"kv_lora_rank": 5}, SIZES | {"kv_lora_rank": 200}], ids=str)
 def test_the_costs_are_what_the_products_multiply(sizes: dict[str, int]) -> None:
     C, N, R, V = (sizes[name] for name in ("kv_lora_rank", "nope_dim", "rope_dim", "value_dim"))
-    layer = LatentAttention(M, H, **sizes).sizes
+    costs = FormCosts.of(latent_layer(M, H, q_lora_rank=None, **sizes))
     for new in (1, 2, 5, 40):
         for held in (0, 1, 7, 100):
             pairs = sum(held + 1 + i for i in range(new))
             expanded = H * ((held + new) * C * (N + V) + pairs * (N + R + V))
             absorbed = H * (new * C * N + new * C * V + pairs * (C + R + C))
-            assert form_macs(layer, new, held + new) == {"expanded": expanded, "absorbed": absorbed}
+            assert costs.macs(new, held + new) == {"expanded": expanded, "absorbed": absorbed}
             cheaper = "absorbed" if absorbed < expanded else "expanded"
-            assert cheaper_form(layer, new, [held]) == cheaper
+            assert costs.cheaper(new, [held]) == cheaper
             assert LatentAttention(M, H, **sizes).form(new, [held]) == cheaper
 
 
 def test_rows_of_many_lengths_share_the_form_that_is_cheaper_in_sum() -> None:
-    layer = make(kv_lora_rank=40).sizes
-    assert (cheaper_form(layer, 9, [0]), cheaper_form(layer, 9, [500])) == ("expanded", "absorbed")
-    assert (cheaper_form(layer, 9, [0] * 2 + [3]), cheaper_form(layer, 9, [0] * 2 + [500])) == ("expanded", "absorbed")
-    assert cheaper_form(layer, 1, []) == "expanded"
+    costs = make(kv_lora_rank=40).costs
+    assert (costs.cheaper(9, [0]), costs.cheaper(9, [500])) == ("expanded", "absorbed")
+    assert (costs.cheaper(9, [0] * 2 + [3]), costs.cheaper(9, [0] * 2 + [500])) == ("expanded", "absorbed")
+    assert costs.cheaper(1, []) == "expanded"
 
 
 @pytest.mark.parametrize(("kind", "form"), [("direct", "expanded"), ("small rank", "absorbed")])
 def test_without_a_cache_the_smaller_pair_wins_at_every_length(kind: str, form: str) -> None:
     mla = make(**KINDS[kind])
     assert mla.form(1) == mla.form(100) == form
-    macs = form_macs(mla.sizes, 100, 100)
+    macs = mla.costs.macs(100, 100)
     assert min(macs, key=lambda name: macs[name]) == form
     x = torch.randn(B, T, M)
     assert_same_bits(mla(x), mla(x, form=form))
 
 
 def test_the_planner_counts_the_same_parameters() -> None:
-    for sizes in (SIZES, SIZES | {"q_lora_rank": 13}):
-        mla = LatentAttention(M, H, **sizes)
-        assert sum(p.numel() for p in mla.parameters()) == mla.sizes.parameter_count()
-        assert mla.sizes.cached_numbers() == C + R
+    for rank in (None, 13):
+        layer, mla = latent_layer(M, H, q_lora_rank=rank, **SIZES), LatentAttention(M, H, q_lora_rank=rank, **SIZES)
+        assert sum(p.numel() for p in mla.parameters()) == layer.parameter_count()
+        assert layer.cached_numbers() == C + R
 
 
 # --- cache ------------------------------------------------------------------------------------------------------------

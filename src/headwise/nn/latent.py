@@ -10,10 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..ops.masks import Mask, as_mask, causal, keep
-from ..plan.layer import AttentionLayer
 from .checks import check_input, check_latent_call
 from .inner import InnerAttention
-from .latent_form import Choice, Form, cheaper_form, latent_layer
+from .latent_form import Choice, Form, FormCosts, latent_layer
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
 
@@ -107,7 +106,8 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"kv_lora_rank": kv_lora_rank, "nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
-        self.sizes: AttentionLayer = latent_layer(d_model, num_heads, q_lora_rank=q_lora_rank, **sizes)
+        self.costs = FormCosts.of(latent_layer(d_model, num_heads, q_lora_rank=q_lora_rank, **sizes))
+        self.uncached: Form = self.costs.cheaper(1, [0])  # with S = T it is the same form for every length
         self.d_model, self.num_heads, self.q_lora_rank = d_model, num_heads, q_lora_rank
         self.kv_lora_rank, self.nope_dim, self.rope_dim, self.value_dim = kv_lora_rank, nope_dim, rope_dim, value_dim
         self.head_dim = nope_dim + rope_dim
@@ -230,9 +230,7 @@ class LatentAttention(nn.Module):
             >>> mla.form(5), mla.form(1, held=[100]), mla.form(50, held=[100])
             ('expanded', 'absorbed', 'expanded')
         """
-        if held is None:  # T = S: the same answer for every length
-            return cheaper_form(self.sizes, 1, [0])
-        return cheaper_form(self.sizes, queries, held)
+        return self.uncached if held is None else self.costs.cheaper(queries, held)
 
     def absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: Lengths) -> bool:
         """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
