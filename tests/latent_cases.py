@@ -78,8 +78,8 @@ def rms(out: Tensor, exact: Tensor) -> float:
     return float((out.detach().double() - exact.detach()).square().mean().sqrt())
 
 
-class Held:
-    """A cache of the least kind: one tensor of room for all, one length a row."""
+class Sealed:
+    """A cache of the least kind: one tensor of room for all, one length a row. It is attended to and shows no keys."""
 
     def __init__(self, batch: int, room: int, width: int, value_dim: int, dtype: torch.dtype = torch.float32) -> None:
         self.room = torch.full((batch, 1, room, width), torch.nan, dtype=dtype)  # what was never written is never read
@@ -89,15 +89,11 @@ class Held:
         self.appended: list[tuple[int, ...]] = []
 
     @classmethod
-    def of(cls, mla: LatentAttention, batch: int, room: int = 64) -> Held:
+    def of(cls, mla: LatentAttention, batch: int, room: int = 64) -> Any:
         width = mla.kv_lora_rank + mla.rope_dim
         return cls(batch, room, width, mla.kv_lora_rank, mla.o_proj.weight.dtype)
 
-    @property
-    def keys(self) -> Tensor:
-        return self.room[:, :, : max(self.lengths)]
-
-    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Any = None) -> Held:
+    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Any = None) -> Any:
         assert value is None
         self.appended.append(tuple(key.shape))
         counts = [key.shape[2]] * len(self.lengths) if lengths is None else [int(n) for n in lengths]
@@ -120,9 +116,9 @@ class Held:
         self.lengths = list(lengths)
 
 
-class Sealed(Held):
-    """A cache that is attended to but does not show its keys, as one of rounded numbers may be."""
+class Held(Sealed):
+    """One that shows its keys, too."""
 
     @property
     def keys(self) -> Tensor:
-        raise AttributeError("sealed")
+        return self.room[:, :, : max(self.lengths)]

@@ -245,14 +245,23 @@ def test_a_mask_over_uneven_rows_is_left_to_the_cache() -> None:
 def test_a_cache_that_hides_its_keys_is_attended_to_absorbed() -> None:
     mla, x = make(), torch.randn(B, T, M)
     cache, plain = Sealed.of(mla, B), Held.of(mla, B)
-    first = mla(x[:, :1], cache=cache)[0]
-    rest, _ = mla(x[:, 1:], cache=cache)
-    assert mla.form(T - 1, [1]) == "expanded"  # what auto would rather take
-    assert_same_bits(first, mla(x[:, :1], cache=plain)[0])
-    assert_same_bits(rest, mla(x[:, 1:], cache=plain, form="absorbed")[0])
-    with pytest.raises(ValueError, match=r'Sealed has no keys to read; form="absorbed" leaves that'):
-        mla(x, cache=cache, form="expanded")
-    assert cache.lengths == [T] * B  # an error leaves the cache as it was
+    assert mla.form(1, [0] * B) == mla.form(T - 1, [1] * B) == "expanded"  # what auto would rather take
+    for chunk in x.split([1, T - 1], dim=1):
+        assert_same_bits(mla(chunk, cache=cache)[0], mla(chunk, cache=plain, form="absorbed")[0])
+    for sealed in (cache, Sealed.of(mla, B)):  # an empty one too: what it may let be seen is not known
+        held = list(sealed.lengths)
+        with pytest.raises(ValueError, match=r'Sealed has no keys to read; form="absorbed" leaves that'):
+            mla(x, cache=sealed, form="expanded")
+        assert sealed.lengths == held  # an error leaves the cache as it was
+
+
+def test_a_prompt_is_attended_to_as_it_is_before_a_cache_rounds_it() -> None:
+    mla, x, cache = make(), torch.randn(B, T, M), Held.of(make(), B)
+    append = cache.append
+    cache.append = lambda key, **how: append(key.bfloat16().float(), **how)  # type: ignore[method-assign]
+    assert_same_bits(mla(x[:, :9], cache=cache)[0], mla(x[:, :9], mask=headwise.causal()))
+    rounded, exact = mla(x[:, 9:], cache=cache, form="expanded")[0], mla(x, mask=headwise.causal())[:, 9:]
+    assert 1e-4 < float((rounded - exact).abs().max()) < 0.2  # further tokens see what is held
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import getattr_static
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,8 +25,9 @@ NORM_EPS = 1e-6  # of the norms on both latents, in every published model
 class LatentCache(Protocol):
     """What `LatentAttention` asks of a cache: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it.
 
-    The expanded form over tokens held before also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b
-    holds the first ``lengths[b]``. A cache that has no such view is attended to in absorbed form.
+    The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b holds the first
+    ``lengths[b]``, and takes causality for the cache's only rule. A cache that has no ``keys`` (as one that forgets old
+    tokens must not) is always attended to in absorbed form.
     """
 
     @property
@@ -237,12 +239,12 @@ class LatentAttention(nn.Module):
         held = None if cache is None else list(cache.lengths)
         if (self.form(new, held) if form == "auto" else form) == "absorbed":
             return True
-        if held is None or not any(held):
+        if held is None:
             return False
         why = ""
-        if not hasattr(cache, "keys"):
+        if getattr_static(cache, "keys", None) is None:  # found, not fetched: it may take time
             why = f"{type(cache).__name__} has no keys to read"
-        elif mask is not None and (lengths is not None or len(set(held)) > 1):
+        elif mask is not None and any(held) and (lengths is not None or len(set(held)) > 1):
             why = f"a mask has its place in every row alike, while the rows hold {held} and then lengths = {lengths}"
         if why and form == "expanded":
             raise ValueError(
