@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.nn import InnerAttention, MultiHeadAttention, Rotary
+from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary, yarn_frequencies
 
 pytestmark = [
     # torch's own tracer makes an instance of the fence's autograd function, against torch's own advice
@@ -82,7 +82,7 @@ def test_cross_attention_compiles() -> None:
 class Causal(nn.Module):
     """A module with its mask inside, as one exports it."""
 
-    def __init__(self, mha: MultiHeadAttention) -> None:
+    def __init__(self, mha: nn.Module) -> None:
         super().__init__()
         self.mha = mha
 
@@ -109,3 +109,26 @@ def test_a_probe_sees_a_module_that_was_compiled_before_and_leaves_it_compiled()
     with torch.compiler.set_stance("fail_on_recompile"):
         assert torch.equal(compiled(x, mask=headwise.causal()), before)
     assert len(seen.calls) == 1
+
+
+@pytest.mark.parametrize("form", ["auto", "expanded", "absorbed"])
+def test_latent_attention_compiles_trains_and_exports(form: Any) -> None:
+    rotary = Rotary(6, interleaved=True, frequencies=yarn_frequencies(6, factor=4.0, original_length=64))
+    mla = LatentAttention(M, H, q_lora_rank=5, kv_lora_rank=16, nope_dim=7, rope_dim=6, value_dim=V, rotary=rotary)
+    x = torch.randn(B, T, M)
+    compiled = torch.compile(copy.deepcopy(mla), fullgraph=True, backend="aot_eager")
+    for module in (mla, compiled):
+        module(x, mask=headwise.causal(), form=form).square().sum().backward()
+    for one, other in zip(mla.parameters(), compiled.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert bool((one.grad - other.grad).abs().max() <= 32 * torch.finfo(one.dtype).eps * one.grad.abs().max())
+
+    class Formed(Causal):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mha(x, mask=headwise.causal(), form=form)
+
+    model = Formed(mla).eval()
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: torch.export.Dim("length", min=2, max=64)}})
+    for other in (T, 5, 31):
+        x = torch.randn(B, other, M)
+        assert like(program.module()(x), model(x))

@@ -148,3 +148,23 @@ def test_rotate_refuses_more_angles_than_numbers() -> None:
         rotate(x, angles, angles)
     with pytest.raises(ValueError, match=r"cos and sin share one shape"):
         rotate(x, angles[:, :2], angles[:, :1])
+
+
+def test_given_frequencies_take_the_place_of_those_of_the_base() -> None:
+    query, key = torch.randn(B, H, T, D), torch.randn(B, K, T, D)
+    pairs = [0.25 * n for n in range(D // 2)]
+    cos, sin = Rotary(D, frequencies=pairs).angles(torch.tensor([0, 3]))
+    assert torch.equal(
+        cos, torch.tensor([[0.75 * 0 * n for n in range(D // 2)], [0.75 * n for n in range(D // 2)]]).cos()
+    )
+    assert torch.equal(sin[1], torch.tensor([0.75 * n for n in range(D // 2)]).sin())
+    same = [500.0 ** (-2 * n / D) for n in range(D // 2)]
+    given, based = Rotary(D, frequencies=same)(query, key)[0], Rotary(D, base=500.0)(query, key)[0]
+    assert torch.allclose(given, based, atol=1e-6)
+    assert "frequencies=..." in repr(Rotary(D, frequencies=same))
+
+
+@pytest.mark.unchecked
+def test_frequencies_are_one_a_pair() -> None:
+    with pytest.raises(ValueError, match=r"one number a pair, rotary_dim / 2 = 3; got 7"):
+        Rotary(D, rotary_dim=6, frequencies=[1.0] * 7)

@@ -206,8 +206,8 @@ def test_other_rooms_register_their_models() -> None:
 @pytest.mark.unchecked
 def test_a_model_without_attention_is_named() -> None:
     text = (
-        "Linear holds no headwise.MultiHeadAttention, so there is nothing to probe; for a transformers model, import "
-        "headwise.hf first"
+        "Linear holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to probe; for a "
+        "transformers model, import headwise.hf first"
     )
     with pytest.raises(TypeError, match=text), probe(nn.Linear(2, 2)):
         pass

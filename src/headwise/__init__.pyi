@@ -3,6 +3,7 @@
 from . import look as look
 from . import nn as nn
 from . import plan as plan
+from .nn.latent import LatentAttention as LatentAttention
 from .nn.multihead import MultiHeadAttention as MultiHeadAttention
 from .nn.trace import trace as trace
 from .ops.attention import Explanation as Explanation

@@ -2,17 +2,21 @@
 
 from .heads import Head
 from .inner import Inner, InnerAttention
+from .latent import LatentAttention, LatentCache
 from .multihead import MultiHeadAttention
 from .probe import AttentionCall, Probe, probe
 from .rotary import Rotary, rotate
 from .torch_mha import from_torch, mask_from_torch, mask_to_torch, to_torch
 from .trace import Stage, Trace, trace, trace_shape
+from .yarn import yarn_frequencies, yarn_scale
 
 __all__ = [
     "AttentionCall",
     "Head",
     "Inner",
     "InnerAttention",
+    "LatentAttention",
+    "LatentCache",
     "MultiHeadAttention",
     "Probe",
     "Rotary",
@@ -26,4 +30,6 @@ __all__ = [
     "to_torch",
     "trace",
     "trace_shape",
+    "yarn_frequencies",
+    "yarn_scale",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..plan.shape import AttentionShape, check_size
 from ..shapes import describe
+from .latent_form import check_form
 
 MemoryDim = int | tuple[int, int] | None
 
@@ -68,3 +69,27 @@ def check_memory(
             f"keys and values come from memories of one length: got S = {pair[0].shape[1]} and {pair[1].shape[1]}"
         )
     return pair[0], pair[1]
+
+
+def check_latent_call(x: Tensor, cache: Any, lengths: object, form: str) -> None:
+    """What `LatentAttention` is called with; where it is refused, the cache has not changed."""
+    check_form(form)
+    if cache is None:
+        if lengths is not None:
+            raise ValueError(
+                "lengths say what of x a cache is to take; without a cache, padding is hidden by "
+                "mask=headwise.causal() & headwise.lengths(...)"
+            )
+        return
+    missing = [name for name in ("lengths", "append", "attend") if not hasattr(cache, name)]
+    if missing:
+        raise TypeError(
+            f"a cache for latent attention has lengths, append() and attend(); {type(cache).__name__} has no "
+            f"{', '.join(missing)}"
+        )
+    if not getattr(cache, "causal", True):
+        raise ValueError("latent attention attends to its own past, so its cache is causal; got one with causal=False")
+    if len(cache.lengths) != x.shape[0]:
+        raise ValueError(
+            f"x and the cache share the batch size: x B = {x.shape[0]}, the cache has {len(cache.lengths)} rows"
+        )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.masks import Mask, as_mask
 from .inner import Inner
+from .latent import LatentAttention
 from .multihead import MultiHeadAttention
 
 
@@ -89,9 +90,9 @@ def _listed(names: list[str], most: int = 5) -> str:
 def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None) -> Iterator[Probe]:
     """Watch every attention call of `model` while the with block runs.
 
-    This implementation sees each `headwise.MultiHeadAttention` inside any module; other rooms register theirs for other
-    kinds of model with ``probe.register(type)``. Nothing is paid while no probe is open. A compiled model runs
-    uncompiled inside the block. The model is left as it was, also after an exception.
+    This implementation sees each `headwise.MultiHeadAttention` and `headwise.LatentAttention` inside any module; other
+    rooms register theirs for other kinds of model with ``probe.register(type)``. Nothing is paid while no probe is
+    open. A compiled model runs uncompiled inside the block. The model is left as it was, also after an exception.
 
     Args:
         model: The module to watch.
@@ -102,7 +103,8 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
 
     Raises:
         TypeError: `model` has no attention module that headwise knows, or one whose inner part cannot be described.
-        RuntimeError: an attention module of the model was never called.
+        RuntimeError: an attention module of the model was never called, or one was called with a cache, which attends
+            by itself and shows no tensors.
 
     Example:
         >>> import torch, headwise
@@ -122,7 +124,8 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
             # A compiled graph was traced without the hooks and would run past them.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         for name, mha in found.items():
-            undo.callback(mha.register_forward_pre_hook(partial(_before_module, running, name)).remove)
+            hook = mha.register_forward_pre_hook(partial(_before_module, running, name), with_kwargs=True)
+            undo.callback(hook.remove)
         for inner in {id(mha.inner): mha.inner for mha in found.values()}.values():
             hook = inner.register_forward_pre_hook(partial(_before_inner, running, seen), with_kwargs=True)
             undo.callback(hook.remove)
@@ -130,15 +133,16 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
     seen.check_complete()
 
 
-def _attention_modules(model: object) -> dict[str, MultiHeadAttention]:
+def _attention_modules(model: object) -> dict[str, MultiHeadAttention | LatentAttention]:
     """The attention modules inside `model`, by their qualified names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"probe needs a torch.nn.Module, got {type(model).__name__}")
-    found = {name: part for name, part in model.named_modules() if isinstance(part, MultiHeadAttention)}
+    kinds = (MultiHeadAttention, LatentAttention)
+    found = {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
     if not found:
         raise TypeError(
-            f"{type(model).__name__} holds no headwise.MultiHeadAttention, so there is nothing to probe; "
-            "for a transformers model, import headwise.hf first"
+            f"{type(model).__name__} holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to "
+            "probe; for a transformers model, import headwise.hf first"
         )
     return found
 
@@ -156,7 +160,12 @@ def _options(name: str, inner: nn.Module) -> dict[str, Any]:
         raise TypeError(f"cannot probe module {name!r}: {unknown}") from None
 
 
-def _before_module(running: list[str], name: str, mha: nn.Module, args: object) -> None:
+def _before_module(running: list[str], name: str, mha: nn.Module, args: object, given: dict[str, Any]) -> None:
+    if given.get("cache") is not None:
+        raise RuntimeError(
+            f"module {name!r} was called with a cache, which attends by itself and shows the probe nothing; probe a "
+            "call on the whole text without a cache, with mask=headwise.causal()"
+        )
     running[0] = name
 
 

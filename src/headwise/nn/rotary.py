@@ -4,6 +4,8 @@ Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
 positions only through their difference.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -66,9 +68,12 @@ class Rotary(nn.Module):
         base: Wavelengths grow from 2 pi to ``2 pi * base``.
         rotary_dim: How many of the D numbers turn, even; all by default.
         interleaved: Pairs are neighbours (2n, 2n + 1) instead of halves (n, n + rotary_dim / 2).
+        frequencies: Radians a position for each of the rotary_dim / 2 pairs, in place of those that `base` gives; such
+            as `headwise.nn.yarn_frequencies`.
 
     Raises:
-        ValueError: `rotary_dim` is odd, below 2 or above `head_dim`; `base` is not positive.
+        ValueError: `rotary_dim` is odd, below 2 or above `head_dim`; `base` is not positive; another number of
+            `frequencies` than pairs.
 
     Example:
         >>> query, key = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 5, 8)
@@ -78,7 +83,13 @@ class Rotary(nn.Module):
     """
 
     def __init__(
-        self, head_dim: int, *, base: float = 10000.0, rotary_dim: int | None = None, interleaved: bool = False
+        self,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        rotary_dim: int | None = None,
+        interleaved: bool = False,
+        frequencies: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
@@ -89,10 +100,15 @@ class Rotary(nn.Module):
             )
         if not base > 0:
             raise ValueError(f"base sets the wavelengths 2 pi * base ** (2n / rotary_dim), so base > 0; got {base}")
+        if frequencies is not None and len(frequencies) != rotary_dim // 2:
+            raise ValueError(
+                f"frequencies are one number a pair, rotary_dim / 2 = {rotary_dim // 2}; got {len(frequencies)}"
+            )
         self.head_dim = head_dim
         self.base = base
         self.rotary_dim = rotary_dim
         self.interleaved = interleaved
+        self.frequencies = None if frequencies is None else tuple(float(f) for f in frequencies)
 
     def forward(
         self,
@@ -128,8 +144,12 @@ class Rotary(nn.Module):
 
     def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cosines and sines (..., rotary_dim / 2) of the angles at `positions` (...), for `rotate`."""
-        pair = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=dtype)
-        angle = positions.to(dtype)[..., None] * self.base ** (-pair / self.rotary_dim)
+        if self.frequencies is None:
+            pair = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=dtype)
+            frequencies = self.base ** (-pair / self.rotary_dim)
+        else:
+            frequencies = torch.tensor(self.frequencies, device=positions.device, dtype=dtype)
+        angle = positions.to(dtype)[..., None] * frequencies
         return angle.cos(), angle.sin()
 
     def _turn(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
@@ -146,4 +166,5 @@ class Rotary(nn.Module):
     def extra_repr(self) -> str:
         """The arguments."""
         part = "" if self.rotary_dim == self.head_dim else f", rotary_dim={self.rotary_dim}"
-        return f"{self.head_dim}, base={self.base:g}{part}" + (", interleaved=True" if self.interleaved else "")
+        turns = f"base={self.base:g}" if self.frequencies is None else "frequencies=..."
+        return f"{self.head_dim}, {turns}{part}" + (", interleaved=True" if self.interleaved else "")

@@ -1,0 +1,299 @@
+"""Multi-head latent attention: keys and values are made from one small vector a token, which is all a cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import getattr_static
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..ops.masks import Mask, as_mask, causal, keep
+from .checks import check_input, check_latent_call
+from .inner import InnerAttention
+from .latent_form import Choice, Form, FormCosts, latent_layer
+from .multihead import MultiHeadAttention, Rotate
+from .rotary import Positions, Rotary
+
+Lengths = Sequence[int] | Tensor | None
+NORM_EPS = 1e-6  # of the norms on both latents, in every published model
+
+
+@runtime_checkable
+class LatentCache(Protocol):
+    """What `LatentAttention` asks of a cache: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it.
+
+    The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b holds the first
+    ``lengths[b]``, and takes causality for the cache's only rule. A cache that has no ``keys`` (as one that forgets old
+    tokens must not) is always attended to in absorbed form.
+    """
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens held, one number a row of the batch."""
+
+    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Lengths = None) -> Any:
+        """Hold (B, 1, T, kv_lora_rank + rope_dim), of each row its first `lengths`; values are the first columns."""
+
+    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
+        """(B, H, T, kv_lora_rank) of the queries of the last T tokens appended; causal."""
+
+
+class LatentAttention(nn.Module):
+    r"""Multi-head latent attention (MLA): the keys and values of all heads come out of one latent vector a token.
+
+    $$c_t = \text{norm}(x_t W_{DKV}), \qquad k^R_t = \text{rope}(x_t W_{KR}), \qquad
+    k_t^i = [\,c_t W_{UK}^i ;\; k^R_t\,], \qquad v_t^i = c_t W_{UV}^i$$
+
+    $$q_t^i = [\,q_t^{N,i} ;\; \text{rope}(q_t^{R,i})\,], \qquad
+    \text{head}_i = \text{Attention}(Q^i, K^i, V^i), \qquad \text{out} = \text{Concat}(\text{head}_1, \dots)\, W_O$$
+
+    Liu et al. 2024, arXiv 2405.04434. A cache holds $[c_t ; k^R_t]$, `kv_lora_rank` + `rope_dim` numbers a token,
+    whatever the number of heads. The same function has two forms, equal up to rounding:
+
+    - *expanded*: make all keys and values, and attend with d_k = `nope_dim` + `rope_dim` and d_v = `value_dim`;
+    - *absorbed*: as $q \cdot (c\, W_{UK}) = (q\, W_{UK}^T) \cdot c$, carry the queries into the latent space and attend
+      to the cached vectors themselves: one key head for all query heads (as in MQA), d_k = `kv_lora_rank` + `rope_dim`,
+      and the values are the keys' first `kv_lora_rank` columns (a view). $W_{UV}$ follows on what comes out.
+
+    The parameters bear the names of published checkpoints, so the attention of such a layer loads as it is:
+    ``q_proj``, or ``q_a_proj q_a_layernorm q_b_proj`` where `q_lora_rank` is given; ``kv_a_proj_with_mqa``
+    ($W_{DKV}$ and $W_{KR}$), ``kv_a_layernorm``, ``kv_b_proj`` (each head's $W_{UK}$, then its $W_{UV}$), ``o_proj``.
+
+    Args:
+        d_model: Width M of input and output.
+        num_heads: Heads H.
+        q_lora_rank: Width of the latent that queries are made from; None makes them straight from the input.
+        kv_lora_rank: Width of the latent that keys and values are made from.
+        nope_dim: Size of the part of a query or key that has no position (``qk_nope_head_dim``).
+        rope_dim: Size of the part that turns with the position, even (``qk_rope_head_dim``).
+        value_dim: Size of a value (``v_head_dim``).
+        bias: Whether q_a_proj, kv_a_proj_with_mqa and o_proj have biases (``attention_bias``).
+        rotary: A part ``(query, key, positions) -> (query, key)`` on `rope_dim` numbers;
+            ``Rotary(rope_dim, interleaved=True)`` by default. Longer contexts: `headwise.nn.yarn_frequencies`.
+        scale: Factor on the scores; ``(nope_dim + rope_dim) ** -0.5`` by default. YaRN: `headwise.nn.yarn_scale`.
+        dropout: Probability with which a weight is dropped in training.
+
+    Raises:
+        TypeError: a size that is no int.
+        ValueError: a size below 1, or an odd `rope_dim`.
+
+    Example:
+        >>> import torch, headwise
+        >>> mla = LatentAttention(64, 4, kv_lora_rank=16, nope_dim=8, rope_dim=4, value_dim=8)
+        >>> x = torch.randn(2, 5, 64)
+        >>> out = mla(x, mask=headwise.causal())
+        >>> out.shape
+        torch.Size([2, 5, 64])
+        >>> torch.allclose(out, mla(x, mask=headwise.causal(), form="absorbed"), atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        bias: bool = False,
+        rotary: Rotate | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        sizes = {"kv_lora_rank": kv_lora_rank, "nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
+        self.costs = FormCosts.of(latent_layer(d_model, num_heads, q_lora_rank=q_lora_rank, **sizes))
+        self.uncached: Form = self.costs.cheaper(1, [0])  # with S = T it is the same form for every length
+        self.d_model, self.num_heads, self.q_lora_rank = d_model, num_heads, q_lora_rank
+        self.kv_lora_rank, self.nope_dim, self.rope_dim, self.value_dim = kv_lora_rank, nope_dim, rope_dim, value_dim
+        self.head_dim = nope_dim + rope_dim
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        if q_lora_rank is None:
+            self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(d_model, q_lora_rank, bias=bias)
+            self.q_a_layernorm = nn.RMSNorm(q_lora_rank, eps=NORM_EPS)
+            self.q_b_proj = nn.Linear(q_lora_rank, num_heads * self.head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(d_model, kv_lora_rank + rope_dim, bias=bias)
+        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, eps=NORM_EPS)
+        self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (nope_dim + value_dim), bias=False)
+        self.o_proj = nn.Linear(num_heads * value_dim, d_model, bias=bias)
+        self.rotary = Rotary(rope_dim, interleaved=True) if rotary is None else rotary
+        self.inner = InnerAttention(scale=self.scale, dropout=dropout)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions = None,
+        cache: LatentCache | None = None,
+        lengths: Lengths = None,
+        form: Choice = "auto",
+    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], LatentCache]:
+        """Attend from `x` to itself, or with a cache to what it holds and then `x`.
+
+        ``form="auto"`` takes the form with fewer multiply-adds for the lengths at hand. Of the last T of S tokens,
+        *expanded* pays ``S H C (N + V)`` and H (N + R + V) a pair, *absorbed* ``T H C (N + V)`` and H (2 C + R) a
+        pair (C, N, R, V: kv_lora_rank, nope_dim, rope_dim, value_dim). So without a cache, where T = S, the smaller
+        pair wins, which is the expanded one unless the rank is small; with one, a few tokens go absorbed and a long
+        prompt expanded. At 512, 128, 64, 128 and a long cache the border is at T = 170.
+
+        Args:
+            x: (B, T, M).
+            mask: What may be attended (`headwise.causal()`, ...); all by default. A cache is causal by itself.
+            positions: For the rotary part: (T,) or (B, T); by default they count on from what the cache holds.
+            cache: Takes the latents of `x`, in place, and is attended: of one key head, `kv_lora_rank` + `rope_dim`
+                wide, whose values are its first `kv_lora_rank` columns.
+            lengths: (B,) how many of the T tokens are real in each row, the others being padding behind them; with a
+                cache only.
+            form: "auto", "expanded" or "absorbed".
+
+        Returns:
+            (B, T, M); with a cache, the pair of that and the cache. A row that may attend nothing gives the bias of
+            o_proj, or 0.
+
+        Raises:
+            TypeError: a cache without the methods of one.
+            ValueError: wrong shapes, an unknown form, or a cache of another size.
+        """
+        check_input(x, self.d_model)
+        check_latent_call(x, cache, lengths, form)
+        absorbed = self.absorbs(x.shape[1], cache, form, mask=mask, lengths=lengths)
+        q_nope_BHTN, q_rope_BHTR = self.queries(x)
+        latent_B1TC, k_rope_B1TR = self.compress(x)
+        q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self.places(x, cache, positions))
+        key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: all that a cache holds
+        if absorbed:
+            query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
+            if cache is None:
+                mixed_BHTC = self.inner(query_BHTE, key_B1TE, key_B1TE[..., : self.kv_lora_rank], mask=mask)
+            else:
+                mixed_BHTC = self.attend(cache, query_BHTE, key_B1TE, mask, lengths)
+            heads_BHTV = self.from_latent(mixed_BHTC)
+        else:
+            query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
+            keys, rule = (key_B1TE, mask) if cache is None else self.hold(cache, key_B1TE, mask, lengths)
+            heads_BHTV = self.inner(query_BHTD, *self.expand(keys), mask=rule)
+        out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
+        return out if cache is None else (out, cache)
+
+    # --- projections --------------------------------------------------------------------------------------------------
+
+    def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The two parts of each head's query: (B, H, T, nope_dim), and (B, H, T, rope_dim) before it is turned."""
+        if self.q_lora_rank is None:
+            fused = self.q_proj(x)
+        else:
+            latent = self.q_a_proj(x)
+            fused = self.q_b_proj(self.q_a_layernorm(latent).to(latent.dtype))
+        nope, rope = MultiHeadAttention.split(fused, self.num_heads).split((self.nope_dim, self.rope_dim), dim=-1)
+        return nope, rope
+
+    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents (B, 1, T, kv_lora_rank), and the part of the key that all heads share (B, 1, T, rope_dim)."""
+        latent, rope = self.kv_a_proj_with_mqa(x)[:, None].split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        return self.kv_a_layernorm(latent).to(latent.dtype), rope
+
+    def expand(self, key: Float[Tensor, "B 1 S E"]) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S V"]]:
+        """The keys (B, H, S, nope_dim + rope_dim) and values (B, H, S, value_dim) of every head."""
+        latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        both = MultiHeadAttention.split(self.kv_b_proj(latent[:, 0]), self.num_heads)
+        nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
+        return torch.cat((nope, rope.expand(-1, self.num_heads, -1, -1)), dim=-1), value
+
+    def to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:
+        """Queries in the latent space: its dot product with a latent is that of the query with the expanded key."""
+        return torch.einsum("bhtn,hnc->bhtc", nope, self.up_matrices()[0])
+
+    def from_latent(self, mixed: Float[Tensor, "B H T C"]) -> Float[Tensor, "B H T V"]:
+        """The heads, from weighted sums of latents."""
+        return torch.einsum("bhtc,hvc->bhtv", mixed, self.up_matrices()[1])
+
+    def up_matrices(self) -> tuple[Float[Tensor, "H N C"], Float[Tensor, "H V C"]]:
+        """Each head's $W_{UK}$ and $W_{UV}$, transposed, as they lie in kv_b_proj: views."""
+        both = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        up_key, up_value = both.split((self.nope_dim, self.value_dim), dim=1)
+        return up_key, up_value
+
+    # --- cache --------------------------------------------------------------------------------------------------------
+
+    def form(self, queries: int, held: Sequence[int] | None = None) -> Form:
+        """The form that "auto" takes for T new tokens where each row holds `held` tokens; None is no cache.
+
+        Example:
+            >>> mla = LatentAttention(64, 4, kv_lora_rank=32, nope_dim=8, rope_dim=4, value_dim=8)
+            >>> mla.form(5), mla.form(1, held=[100]), mla.form(50, held=[100])
+            ('expanded', 'absorbed', 'expanded')
+        """
+        return self.uncached if held is None else self.costs.cheaper(queries, held)
+
+    def absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: Lengths) -> bool:
+        """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
+        held = None if cache is None else list(cache.lengths)
+        if (self.form(new, held) if form == "auto" else form) == "absorbed":
+            return True
+        if held is None:
+            return False
+        why = ""
+        if getattr_static(cache, "keys", None) is None:  # found, not fetched: it may take time
+            why = f"{type(cache).__name__} has no keys to read"
+        elif mask is not None and any(held) and (lengths is not None or len(set(held)) > 1):
+            why = f"a mask has its place in every row alike, while the rows hold {held} and then lengths = {lengths}"
+        if why and form == "expanded":
+            raise ValueError(
+                f"the expanded form makes keys and values from all latents held, and {why}; "
+                'form="absorbed" leaves that to the cache'
+            )
+        return bool(why)
+
+    @staticmethod
+    def places(x: Tensor, cache: LatentCache | None, positions: Positions) -> Positions:
+        """The positions given, or those behind what each row of the cache holds."""
+        if cache is None or positions is not None:
+            return positions
+        held = torch.tensor(cache.lengths, device=x.device)
+        alike = len(set(cache.lengths)) == 1
+        return torch.arange(x.shape[1], device=x.device) + (held[0] if alike else held[:, None])
+
+    def attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Lengths) -> Tensor:
+        """Weighted sums of latents (B, H, T, C) over the cache, once it holds the new ones; options in use go along."""
+        options = {name: option for name, option in self.inner.options().items() if option is not None}
+        if options.get("dropout") == 0:
+            del options["dropout"]
+        cache.append(new, lengths=lengths)
+        mixed: Tensor = cache.attend(query, mask=mask, **options)
+        if mixed.shape[-1] != self.kv_lora_rank:
+            raise ValueError(
+                f"the cache's values are the first kv_lora_rank = {self.kv_lora_rank} columns of its keys; it gave "
+                f"values of {mixed.shape[-1]}; make it with value_dim={self.kv_lora_rank}"
+            )
+        return mixed
+
+    @staticmethod
+    def hold(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Lengths) -> tuple[Tensor, Mask]:
+        """The keys (B, 1, S, E) that the expanded form attends to, the new ones appended, and who may see which."""
+        held, length = list(cache.lengths), new.shape[2]
+        cache.append(new, lengths=lengths)
+        keys = cache.keys if any(held) else new  # the first tokens as they are, before a cache may have rounded them
+        even = all(seen == keys.shape[2] - length for seen in held)
+        rule = causal() if even else causal(offset=torch.tensor(held, device=new.device))
+        if lengths is not None:
+            real = torch.arange(length) < torch.as_tensor(lengths, device="cpu")[:, None]
+            rule = rule & keep(real[:, None, :, None].to(new.device))
+        other = as_mask(mask)
+        return keys, rule if other is None else rule & other
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        low = "" if self.q_lora_rank is None else f"q_lora_rank={self.q_lora_rank}, "
+        return (
+            f"{self.d_model}, {self.num_heads}, {low}kv_lora_rank={self.kv_lora_rank}, nope_dim={self.nope_dim}, "
+            f"rope_dim={self.rope_dim}, value_dim={self.value_dim}"
+        )

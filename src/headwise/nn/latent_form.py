@@ -1,0 +1,99 @@
+"""Which of its two forms latent attention computes in: the one with fewer multiply-adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..plan.layer import AttentionLayer, Latent
+from ..plan.shape import check_size
+
+Form = Literal["expanded", "absorbed"]
+Choice = Literal["auto", "expanded", "absorbed"]
+
+
+def latent_layer(
+    d_model: int,
+    num_heads: int,
+    *,
+    q_lora_rank: int | None,
+    kv_lora_rank: int,
+    nope_dim: int,
+    rope_dim: int,
+    value_dim: int,
+) -> AttentionLayer:
+    """The sizes of one layer of latent attention, as the planner counts them.
+
+    Raises:
+        TypeError: a size is no int.
+        ValueError: a size below 1.
+    """
+    sizes = {"d_model": d_model, "num_heads": num_heads, "q_lora_rank": q_lora_rank, "kv_lora_rank": kv_lora_rank}
+    sizes |= {"nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+        check_size(name, size, optional=name == "q_lora_rank")
+    latent = Latent(kv_lora_rank, rope_dim, q_lora_rank)
+    return AttentionLayer("self", 0, d_model, num_heads, num_heads, nope_dim + rope_dim, value_dim, latent=latent)
+
+
+@dataclass(frozen=True)
+class FormCosts:
+    """Multiply-adds of the two forms; what both do alike is left out.
+
+    With H heads, rank C, and nope, rope and value dims N, R, V: *expanded* makes keys and values of all S keys anew,
+    ``S H C (N + V)``, and then pays ``H (N + R + V)`` a pair of query and key. *Absorbed* carries T queries into the
+    latent space and what comes out back, ``T H C (N + V)``, and pays ``H (2 C + R)`` a pair.
+
+    Attributes:
+        expanded_key: of the expanded form, a key.
+        expanded_pair: of the expanded form, a pair.
+        absorbed_query: of the absorbed form, a query.
+        absorbed_pair: of the absorbed form, a pair.
+
+    Example:
+        >>> costs = FormCosts.of(latent_layer(
+        ...     7168, 128, q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, value_dim=128))
+        >>> macs = costs.macs(queries=1, keys=4096)
+        >>> macs["expanded"] // macs["absorbed"]
+        117
+        >>> costs.cheaper(queries=4096, held=[0]), costs.cheaper(queries=1, held=[4096])
+        ('expanded', 'absorbed')
+        >>> [costs.cheaper(queries=chunk, held=[32768]) for chunk in (128, 170, 171, 512)]
+        ['absorbed', 'absorbed', 'expanded', 'expanded']
+    """
+
+    expanded_key: int
+    expanded_pair: int
+    absorbed_query: int
+    absorbed_pair: int
+
+    @classmethod
+    def of(cls, layer: AttentionLayer) -> FormCosts:
+        """The costs of a layer of these sizes."""
+        return cls(layer.expansion_macs(), layer.score_macs(), *layer.absorbed_macs())
+
+    def macs(self, queries: int, keys: int) -> dict[Form, int]:
+        """Multiply-adds of each form for the last `queries` of `keys` tokens, causal."""
+        pairs = queries * keys - queries * (queries - 1) // 2
+        return {
+            "expanded": self.expanded_key * keys + self.expanded_pair * pairs,
+            "absorbed": self.absorbed_query * queries + self.absorbed_pair * pairs,
+        }
+
+    def cheaper(self, queries: int, held: Iterable[int]) -> Form:
+        """The form with fewer multiply-adds where each row appends `queries` tokens to the `held` ones it has.
+
+        One form serves the whole batch, so the rows' costs are added up. At a tie it is the expanded one.
+        """
+        total: dict[Form, int] = {"expanded": 0, "absorbed": 0}
+        for tokens in held:
+            for form, macs in self.macs(queries, tokens + queries).items():
+                total[form] += macs
+        return "absorbed" if total["absorbed"] < total["expanded"] else "expanded"
+
+
+def check_form(form: str) -> None:
+    """Raise ValueError for a form that there is not."""
+    if form not in get_args(Choice):
+        raise ValueError(f'form is "auto", "expanded" or "absorbed"; got {form!r}; "auto" takes the cheaper one')

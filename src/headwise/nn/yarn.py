@@ -1,0 +1,76 @@
+"""YaRN: rotary frequencies and the scale of scores for a context longer than the one a model was trained on.
+
+Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", arXiv 2309.00071.
+"""
+
+import math
+
+
+def yarn_frequencies(
+    rotary_dim: int,
+    *,
+    factor: float,
+    original_length: int,
+    base: float = 10000.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+) -> tuple[float, ...]:
+    """The rotary frequencies for a context `factor` times longer, for ``Rotary(..., frequencies=...)``.
+
+    A pair that turns more than `beta_fast` times within the original length keeps its frequency, one that turns less
+    than `beta_slow` times gets it divided by `factor`; between, they are mixed linearly in the pair's number.
+
+    Args:
+        rotary_dim: How many numbers turn, even.
+        factor: How much longer the context becomes, at least 1.
+        original_length: Tokens of context in training (``original_max_position_embeddings``).
+        base: As for `headwise.nn.Rotary` (``rope_theta``).
+        beta_fast: Turns above which a pair is left alone.
+        beta_slow: Turns below which a pair is slowed down fully.
+
+    Returns:
+        Radians a position, one number a pair: ``rotary_dim / 2`` of them.
+
+    Raises:
+        ValueError: an odd `rotary_dim`, or a factor or length below 1.
+
+    Example:
+        >>> slow = yarn_frequencies(64, factor=40, original_length=4096)
+        >>> slow[0], round(slow[-1] / 10000 ** (-62 / 64), 6)
+        (1.0, 0.025)
+    """
+    if rotary_dim % 2 or rotary_dim < 2 or factor < 1 or original_length < 1:
+        raise ValueError(
+            "YaRN stretches the turns of rotary_dim / 2 pairs by factor >= 1 from original_length >= 1 tokens; got "
+            f"rotary_dim {rotary_dim}, factor {factor}, original_length {original_length}"
+        )
+
+    def pair_of(turns: float) -> float:
+        """The number, not whole, of the pair that turns so often within the original length."""
+        return rotary_dim * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(pair_of(beta_fast)), 0)
+    high = min(math.ceil(pair_of(beta_slow)), rotary_dim - 1)
+    width = high - low or 0.001
+    found = []
+    for pair in range(rotary_dim // 2):
+        frequency = base ** (-2 * pair / rotary_dim)
+        slowed = min(max((pair - low) / width, 0.0), 1.0)
+        found.append(frequency * (1 - slowed) + frequency / factor * slowed)
+    return tuple(found)
+
+
+def yarn_scale(head_dim: int, *, factor: float, mscale: float = 1.0) -> float:
+    """The scale of scores for a context `factor` times longer: ``(1 + 0.1 mscale ln factor)^2 / sqrt(head_dim)``.
+
+    Args:
+        head_dim: Size of a whole query or key; for latent attention ``nope_dim + rope_dim``.
+        factor: How much longer the context becomes; at most 1 changes nothing.
+        mscale: The configuration's ``mscale_all_dim``; where it has none, or 0, the scale stays ``head_dim ** -0.5``.
+
+    Example:
+        >>> round(yarn_scale(192, factor=40) * 192**0.5, 4)
+        1.8739
+    """
+    stretch = 1.0 if factor <= 1 else 1.0 + 0.1 * mscale * math.log(factor)
+    return stretch * stretch * head_dim**-0.5
