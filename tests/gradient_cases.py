@@ -170,14 +170,16 @@ def textbook(
     return (out * leaves["gate"].to(dtype) if "gate" in leaves else out), lse
 
 
-def written_out(case: Case, dtype: torch.dtype, order: int = 0, fault: Callable[[Leaves], Leaves] | None = None) -> Leaves:
+def written_out(
+    case: Case, dtype: torch.dtype, order: int = 0, fault: Callable[[Leaves], Leaves] | None = None
+) -> Leaves:
     """The gradients through `textbook`, by autograd; `fault` changes the leaves beforehand, to plant an error."""
     leaves = {name: x.to(dtype).requires_grad_() for name, x in case.leaves().items()}
     grad_out, grad_lse = (x.to(dtype) for x in case.upstream())
     out, lse = textbook(case, leaves if fault is None else fault(leaves), dtype, order)
     outs, given = ([out, lse], [grad_out, grad_lse]) if case.lse else ([out], [grad_out])
-    found = torch.autograd.grad(outs, list(leaves.values()), given, allow_unused=True)
-    return {name: torch.zeros_like(leaves[name]) if x is None else x for name, x in zip(leaves, found, strict=True)}
+    found = torch.autograd.grad(outs, list(leaves.values()), given, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------
@@ -239,7 +241,9 @@ def spreads(case: Case) -> Leaves:
     if case.bias is not None:
         found["bias"] = terms.sum_to_size((1,) * (4 - len(case.bias)) + case.bias)
     if case.slopes is not None:
-        found["slopes"] = (terms * away(case).square()).sum((2, 3)).sum_to_size((1,) * (2 - len(case.slopes)) + case.slopes)
+        found["slopes"] = (
+            (terms * away(case).square()).sum((2, 3)).sum_to_size((1,) * (2 - len(case.slopes)) + case.slopes)
+        )
     return {name: found[name].sqrt() for name in leaves}
 
 
@@ -251,7 +255,9 @@ def check(backend: str, case: Case) -> None:
 def compare(ours: Leaves, wanted: Answer, leaves: Leaves) -> None:
     assert ours.keys() == leaves.keys()
     for name, grad in ours.items():
-        assert grad.dtype == leaves[name].dtype and grad.shape == leaves[name].shape, f"{name}: {grad.dtype} {grad.shape}"
+        assert grad.dtype == leaves[name].dtype and grad.shape == leaves[name].shape, (
+            f"{name}: {grad.dtype} {grad.shape}"
+        )
         exact = wanted.exact[name]
         error, naive = far(grad, exact), max(far(x[name], exact) for x in wanted.rough)
         assert math.isfinite(naive), f"the yardstick of {name} is broken"
