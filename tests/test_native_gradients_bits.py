@@ -165,13 +165,14 @@ torch.set_num_threads(1)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def train(N):
     q, k, v = make_qkv(1, 2, 1, N, N, 8, 8, dtype=torch.bfloat16, requires_grad=True)
-    learned = {
-        "a key": torch.zeros(N), "a head": torch.zeros(2, 1, 1), "a row": torch.zeros(N, 1),
-    }.get(what, torch.zeros(1)).requires_grad_()
-    mask = headwise.causal() & (headwise.alibi(learned[0] + torch.ones(2)) if what == "slopes" else headwise.bias(learned))
-    kept = {"dropout": 0.1} if what == "dropout" else {}
-    out = headwise.attention(q, k, v, mask=headwise.causal() if kept else mask, backend="native", **kept)
-    out.sum().backward()
+    mask = headwise.causal()
+    if what == "biases":
+        learned = [torch.zeros(shape, requires_grad=True) for shape in ((N,), (N, 1), (2, 1, 1), (2,))]
+        for x in learned[:3]:
+            mask = mask & headwise.bias(x)
+        mask = mask & headwise.alibi(learned[3])
+    dropout = 0.1 if what == "dropout" else 0.0
+    headwise.attention(q, k, v, mask=mask, dropout=dropout, backend="native").sum().backward()
 train(64)
 before = peak()
 if what == "a matrix":
@@ -190,7 +191,7 @@ def used(what: str) -> int:
 
 
 @pytest.mark.parametrize("backend", BEST)
-@pytest.mark.parametrize("what", ["plain", "dropout", "a key", "a head", "a row", "slopes"])
+@pytest.mark.parametrize("what", ["biases", "dropout"])
 def test_nothing_is_as_large_as_the_scores(backend: str, what: str) -> None:
     """A mask of one byte a score would be 1 GiB here, one of bits 128 MiB."""
     assert used(what) < LENGTH * LENGTH // 16
@@ -198,7 +199,7 @@ def test_nothing_is_as_large_as_the_scores(backend: str, what: str) -> None:
 
 def test_the_memory_test_can_fail() -> None:
     if BEST:
-        assert used("a matrix") > LENGTH * LENGTH
+        assert used("a matrix") > LENGTH * LENGTH // 2
 
 
 def test_a_change_of_one_bit_is_seen() -> None:
