@@ -9,13 +9,14 @@ namespace {
 
 constexpr double kUnit = 0x1p-24;      // float32, in which kernels accumulate
 constexpr double kNothing = 0x1p-120;  // a weight that small may be 0
+constexpr double kFlushed = 0x1p-125;  // and so may any product
 
 // A sum that knows how far off it may be: errors of its terms, and of adding them in whatever order.
 struct Sum {
   double x = 0, size = 0, error = 0;
   int64_t terms = 0;
 
-  void add(double term, double off) { x += term, size += fabs(term), error += off, ++terms; }
+  void add(double term, double off) { x += term, size += fabs(term), error += off + kFlushed, ++terms; }
   void into(Gradient& to, size_t at, double factor, double rounding, double smallest) const {
     to.x[at] = x * factor;
     const double off = error + kUnit * static_cast<double>(terms + 16) * size;
@@ -84,7 +85,9 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
       const double weight_error = weight * off + kNothing;
       const double apart = fabs(dp) + fabs(r.delta);
       const double dp_error = kUnit * static_cast<double>(c.V + 12) * dp_size + r.delta_error + 4 * kUnit * apart;
-      const double score = weight * (dp - r.delta), score_error = weight_error * apart + weight * dp_error * (1 + off);
+      const double score = weight * (dp - r.delta);
+      const double score_error =
+          weight_error * apart + weight * dp_error * (1 + off) + kFlushed;
       g.scores.x[at] = score, g.scores.error[at] = score_error;
       for (size_t n = 0; n < slopes.size(); ++n) {
         const double away = fabs(static_cast<double>(i - j + c.alibi[n].offsets[static_cast<size_t>(b)]));
