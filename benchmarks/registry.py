@@ -188,9 +188,22 @@ def _others() -> list[Case]:
     for dtype, kind in product(("float32", "bfloat16"), ("far-bias", "far-logits")):
         near = (Mark("near", 1 / 1.2),)  # at most 1.2 times the time on ordinary numbers
         cases.append(Case("denormal", 1, 8, 8, 1024, 1024, 64, dtype, kind, marks=near, without=("flex", *PEERS)))
-    for dtype, kind in product(("float32", "bfloat16"), (FULL, "causal")):
-        cases.append(Case("train", 1, 12, 12, 1024, 1024, 64, dtype, kind, backward=True))
+    return cases
+
+
+def _training() -> list[Case]:
+    """Forward and backward."""
+    fused = (Mark("torch", 1.5, 2.0),)
+    cases = []
+    for (H, K, N, D), dtype, kind in product(
+        ((12, 12, 1024, 64), (32, 8, 2048, 128)), ("float32", "bfloat16"), (FULL, "causal")
+    ):
+        cases.append(Case("train", 1, H, K, N, N, D, dtype, kind, backward=True, marks=fused))
     cases.append(Case("train", 8, 8, 8, 256, 256, 64, kind="padded", backward=True))
+    cases.append(Case("train", 2, 2, 2, 16, 16, 16, kind="causal", backward=True))  # the overhead of a call
+    window = (Mark("torch", 10.0),)
+    for dtype in ("float32", "bfloat16"):
+        cases.append(Case("train", 1, 8, 8, 8192, 8192, 64, dtype, "window", backward=True, marks=window))
     return cases
 
 
@@ -205,7 +218,7 @@ def _held_to_avx2() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-CASES = (*_prefill(), *_masked(), *_decode(), *_others())
+CASES = (*_prefill(), *_masked(), *_decode(), *_others(), *_training())
 AVX2 = _held_to_avx2()
 FOLD = tuple(
     Case("fold", 1, 4 * G, 4, T, S, 64, without=("flex", *PEERS))

@@ -16,152 +16,39 @@ import json
 import math
 import os
 import platform
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-VOCAB_SIZE = 2048
-MAX_POSITIONS = 512
-BOS, EOS = "<s>", "</s>"
-BOS_ID, EOS_ID = 0, 1
-NUM_SPECIAL = 2
-IGNORE = -100  # label that the cross entropy skips
+import headwise.hf  # noqa: F401  registers attn_implementation="headwise"
 
-# Never trained on: whole modules, so that the held-out loss is a loss on unseen code.
-HELD_OUT = {
-    "configparser.py", "csv.py", "fractions.py", "heapq.py", "queue.py", "sched.py", "shlex.py", "statistics.py",
-    "textwrap.py", "json/__init__.py", "json/decoder.py", "json/encoder.py", "json/scanner.py", "json/tool.py",
-}  # fmt: skip
-# Test suites are repetitive; `encodings` is tables of numbers; the last two record how this machine was built.
-SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
-SKIPPED_STARTS = ("_sysconfigdata", "config-")
+try:
+    from scripts import tiny_data as data
+except ImportError:  # run as a script: this folder is on the path, its parent is not
+    import tiny_data as data  # type: ignore[import-not-found,no-redef]
+
+ATTENTIONS = ("eager", "sdpa", "headwise")
 
 
-def stdlib_files() -> tuple[list[Path], list[Path]]:
-    """The standard library's source files as ``(training, held_out)``, each sorted by path."""
-    root = Path(sysconfig.get_path("stdlib"))
-    training: list[Path] = []
-    held_out: list[Path] = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(relative.parts) or relative.as_posix().startswith(SKIPPED_STARTS):
-            continue
-        (held_out if relative.as_posix() in HELD_OUT else training).append(path)
-    return training, held_out
-
-
-def read(paths: list[Path]) -> list[str]:
-    """The files' texts; a byte that is not UTF-8 becomes the replacement character."""
-    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
-
-
-def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """A byte-level BPE of ``VOCAB_SIZE`` tokens that puts BOS before every text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[BOS, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, BOS_ID)])
-    return tokenizer
-
-
-def encode(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
-    """All texts as one stream of ids, each text followed by EOS; shape ``(N,)``."""
-    stream: list[int] = []
-    for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-        stream += [*encoding.ids, EOS_ID]
-    return torch.tensor(stream, dtype=torch.long)
-
-
-def load_data(run: Path) -> tuple[Tokenizer, torch.Tensor, torch.Tensor]:
-    """The tokenizer and the two streams, from the run's folder where they were made before."""
-    tokenizer_file, streams_file = run / "tokenizer.json", run / "streams.pt"
-    if not streams_file.exists():
-        training, held_out = map(read, stdlib_files())
-        tokenizer = train_tokenizer(training)
-        tokenizer.save(str(tokenizer_file))
-        save_atomically([encode(tokenizer, training), encode(tokenizer, held_out)], streams_file)
-    training_stream, held_out_stream = torch.load(streams_file)
-    return Tokenizer.from_file(str(tokenizer_file)), training_stream, held_out_stream
-
-
-def repeat_to(segment: torch.Tensor, length: int) -> torch.Tensor:
-    """The segment again and again until ``length`` tokens."""
-    return segment.repeat(-(-length // len(segment)))[:length]
-
-
-def make_sequence(stream: torch.Tensor, length: int, kind: str, rng: torch.Generator) -> tuple[torch.Tensor, int]:
-    """One training sequence of ``length`` ids, and how many of its first ids cannot be predicted.
-
-    ``kind``: "random" (a random segment, repeated), "repeated" (a piece of text, repeated) or "text". The period
-    differs from sequence to sequence: a head that looks back at one fixed offset gains nothing.
-    """
-    body = length - 1
-    if kind in ("random", "repeated"):
-        period = int(torch.randint(8, body // 2, (), generator=rng))
-        if kind == "random":
-            segment = torch.randint(NUM_SPECIAL, VOCAB_SIZE, (period,), generator=rng)
-            unpredictable = period + 1
-        else:
-            start = int(torch.randint(len(stream) - period, (), generator=rng))
-            segment, unpredictable = stream[start : start + period], 1
-        tokens = repeat_to(segment, body)
-    else:
-        start = int(torch.randint(len(stream) - body, (), generator=rng))
-        tokens, unpredictable = stream[start : start + body], 1
-    return torch.cat([torch.tensor([BOS_ID]), tokens]), unpredictable
-
-
-def make_batch(
-    stream: torch.Tensor, rows: int, length: int, shares: tuple[float, float], rng: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids and labels of a step, each ``(rows, length)``; the first copy of random tokens has no loss.
-
-    ``shares``: of the rows, how many are random segments and how many are text repeated; the others are plain text.
-    """
-    random, repeated = shares
-    draws = torch.rand(rows, generator=rng).tolist()
-    kinds = ["random" if draw < random else "repeated" if draw < random + repeated else "text" for draw in draws]
-    made = [make_sequence(stream, length, kind, rng) for kind in kinds]
-    ids = torch.stack([tokens for tokens, _ in made])
-    labels = ids.clone()
-    for row, (_, unpredictable) in enumerate(made):
-        labels[row, :unpredictable] = IGNORE
-    return ids, labels
-
-
-def text_rows(stream: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """Evenly spaced windows of the stream, each with BOS before it; shape ``(rows, length)``."""
-    starts = torch.linspace(0, len(stream) - length, rows).long().tolist()
-    bos = torch.tensor([BOS_ID])
-    return torch.stack([torch.cat([bos, stream[start : start + length - 1]]) for start in starts])
-
-
-def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, rows: int, length: int = MAX_POSITIONS) -> float:
+def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, rows: int, length: int = data.MAX_POSITIONS) -> float:
     """Mean cross entropy in nats a token on held-out windows of ``length`` tokens."""
-    ids = text_rows(stream, rows, length)
+    ids = data.text_rows(stream, rows, length)
     with torch.inference_mode():
         return sum(float(model(input_ids=row, labels=row, use_cache=False).loss) for row in ids.unsqueeze(1)) / rows
 
 
 def attention_maps(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """Every head's weights, ``(layers, rows, heads, length, length)``."""
+    before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         maps = model(input_ids=ids, output_attentions=True, use_cache=False).attentions
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(before)
     return torch.stack(maps).float()
 
 
@@ -172,7 +59,7 @@ def head_scores(model: LlamaForCausalLM, stream: torch.Tensor, rows: int = 8) ->
     induction: BOS, then random tokens twice, with a period of its own for each row; mean over the second copy,
     its first token left out, of A[i, i-p+1], the token after the current token's earlier occurrence.
     """
-    text = attention_maps(model, text_rows(stream, rows, 128))
+    text = attention_maps(model, data.text_rows(stream, rows, 128))
     previous = text.diagonal(offset=-1, dim1=-2, dim2=-1).mean(dim=(1, 3))
     first = text[..., 8:, 0].mean(dim=(1, 3))
 
@@ -180,28 +67,28 @@ def head_scores(model: LlamaForCausalLM, stream: torch.Tensor, rows: int = 8) ->
     per_row = []
     for _ in range(rows):
         period = int(torch.randint(20, 100, (), generator=rng))
-        segment = torch.randint(NUM_SPECIAL, VOCAB_SIZE, (period,), generator=rng)
-        maps = attention_maps(model, torch.cat([torch.tensor([BOS_ID]), segment, segment])[None])[:, 0]
+        segment = torch.randint(data.NUM_SPECIAL, data.VOCAB_SIZE, (period,), generator=rng)
+        maps = attention_maps(model, torch.cat([torch.tensor([data.BOS_ID]), segment, segment])[None])[:, 0]
         # Queries of the second copy but its first: i = period + 2 ... 2 * period.
         per_row.append(maps.diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 3:].mean(dim=-1))
     return {"previous": previous, "induction": torch.stack(per_row).mean(0), "first": first}
 
 
-def new_model(seed: int) -> LlamaForCausalLM:
+def new_model(seed: int, attention: str = "headwise", positions: int = data.MAX_POSITIONS) -> LlamaForCausalLM:
     """A fresh model: 4 layers of 8 heads with their own keys and values, so that it can be regrouped later."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=data.VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=688,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=8,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        attn_implementation="sdpa",
+        bos_token_id=data.BOS_ID,
+        eos_token_id=data.EOS_ID,
+        attn_implementation=attention,
     )
     return LlamaForCausalLM(config)
 
@@ -228,12 +115,6 @@ def lr_factor(step: int, steps: int, warmup: int = 100) -> float:
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def save_atomically(value: Any, path: Path) -> None:
-    """torch.save beside the file, then rename: a reader never meets half a file."""
-    torch.save(value, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
-
-
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, record: dict[str, Any], out: Path) -> None:
     """Write the model (float16), its tokenizer and the loss curve to ``out``, each file in one move."""
     out.mkdir(parents=True, exist_ok=True)
@@ -242,7 +123,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, record: dict[str, Any]
         half.load_state_dict(model.state_dict())
         half.save_pretrained(folder)
         fast = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, model_max_length=MAX_POSITIONS
+            tokenizer_object=tokenizer, bos_token=data.BOS, eos_token=data.EOS, model_max_length=data.MAX_POSITIONS
         )
         fast.save_pretrained(folder)
         (Path(folder) / "loss_curve.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -266,8 +147,8 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.tokenizer, self.training, self.held_out = load_data(args.run)
-        self.model = new_model(args.seed)
+        self.tokenizer, self.training, self.held_out = data.load_data(args.run)
+        self.model = new_model(args.seed, args.attention, args.context or data.MAX_POSITIONS)
         self.optimizers = new_optimizers(self.model, args.lr, args.muon)
         self.step = 0
         self.checkpoint = args.run / "checkpoint.pt"
@@ -277,6 +158,7 @@ class Run:
             "tokens": 0,
             "seconds": 0.0,
             "curve": [],
+            "losses": [],
         }
         if self.checkpoint.exists():
             saved = torch.load(self.checkpoint)
@@ -284,19 +166,20 @@ class Run:
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             self.step, self.record = saved["step"], saved["record"]
+            self.record.setdefault("losses", [])
         if not args.export_only:
-            chosen = ("steps", "seed", "lr", "muon", "batch_tokens")
+            chosen = ("steps", "seed", "lr", "muon", "batch_tokens", "attention", "context", "threads")
             self.record["settings"] = {name: getattr(args, name) for name in chosen}
 
     def save(self) -> None:
         """Write the checkpoint that a later start continues from."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         state = {"model": self.model.state_dict(), "optimizers": optimizers, "step": self.step, "record": self.record}
-        save_atomically(state, self.checkpoint)
+        data.save_atomically(state, self.checkpoint)
 
     def shape(self) -> tuple[int, int]:
         """Rows and length of this step: short sequences first, which are quicker, then the model's full length."""
-        length = 256 if self.step < 0.65 * self.args.steps else MAX_POSITIONS
+        length = self.args.context or (256 if self.step < 0.65 * self.args.steps else data.MAX_POSITIONS)
         return self.args.batch_tokens // length, length
 
     def train_step(self) -> float:
@@ -305,7 +188,7 @@ class Run:
         # Much repetition until the induction heads stand, then half of it for the sake of the text.
         shares = (0.2, 0.1) if self.step < 0.4 * self.args.steps else (0.1, 0.05)
         rng = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.step)
-        ids, labels = make_batch(self.training, rows, length, shares, rng)
+        ids, labels = data.make_batch(self.training, rows, length, shares, rng)
         with torch.autocast("cpu", torch.bfloat16):
             loss = self.model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
@@ -317,6 +200,7 @@ class Run:
             optimizer.zero_grad()
         self.step += 1
         self.record["tokens"] += rows * length
+        self.record["losses"].append(round(float(loss.detach()), 4))
         return float(loss.detach())
 
     def measure(self, training_loss: float) -> str:
@@ -336,13 +220,16 @@ class Run:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.half().float()  # what is shipped is what is measured
         scores = head_scores(self.model, self.held_out, rows=32)
-        rows = len(self.held_out) // MAX_POSITIONS
+        rows = len(self.held_out) // data.MAX_POSITIONS
         self.record["final"] = {
             "step": self.step,
             "held_out_tokens": len(self.held_out),
             "held_out_loss": round(held_out_loss(self.model, self.held_out, rows), 4),
             "heads": {role: [[round(s, 3) for s in row] for row in t.tolist()] for role, t in scores.items()},
         }
+        losses = self.record.pop("losses")  # of every step: for comparing runs, beside the checkpoint
+        told = {"settings": self.record["settings"], "seconds": self.record["seconds"], "losses": losses}
+        (self.args.run / "losses.json").write_text(json.dumps(told) + "\n")
         export(self.model, self.tokenizer, self.record, self.args.out)
         print(f"final held-out loss {self.record['final']['held_out_loss']}  {describe(scores)}", flush=True)
 
@@ -373,6 +260,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--run", type=Path, default=Path("runs/tiny"), help="folder for the checkpoint and the data")
     parser.add_argument("--out", type=Path, default=Path("runs/tiny/model"), help="folder of the exported model")
     parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--attention", choices=ATTENTIONS, default="headwise", help="transformers' attn_implementation")
+    parser.add_argument("--context", type=int, help="tokens of every sequence (by default 256 first, 512 later)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--muon", action=argparse.BooleanOptionalAction, default=True)

@@ -17,7 +17,7 @@ from rich.console import Console
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import attention, clock, hf_end_to_end, limits, overhead, table, ways  # noqa: E402
+from benchmarks import attention, clock, hf_end_to_end, limits, overhead, table, train, ways  # noqa: E402
 from benchmarks.registry import AVX2, CASES, FOLD, Case, Mark  # noqa: E402
 
 QUICK = ("flex", "onnxruntime", "openvino")  # compiling takes seconds a case; the others are looked at below
@@ -201,6 +201,20 @@ def test_a_model_runs_end_to_end_with_each_attention() -> None:
         assert (
             set(row["tokens_per_second"]) == set(hf_end_to_end.ATTENTIONS) and max(row["differences"].values()) < 0.05
         )
+
+
+def test_training_goes_with_each_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {"eager": [3.0, 2.0], "headwise": [3.0, 2.5]}
+    for name, its in losses.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "losses.json").write_text(json.dumps({"settings": {}, "losses": its}))
+    told = train.measured([(2, 24)], [tmp_path / name for name in losses], rounds=1)
+    for row in told["results"]:
+        first = row["first_losses"]
+        assert set(first) == set(train.ATTENTIONS) and max(first.values()) - min(first.values()) < 0.01
+    assert told["curves"][1]["difference_most"] == 0.5 and told["curves"][1]["last"] == 2.75
+    train.print_table(told)
+    assert "headwise" in capsys.readouterr().out
 
 
 def test_committed_results_tell_machine_and_versions_and_no_path() -> None:

@@ -62,21 +62,6 @@ Drawn draw_tensor(Draw& draw, int32_t dtype, std::vector<int64_t> sizes, bool ma
   return t;
 }
 
-// The numbers of a broadcast tensor, spread over all axes.
-std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full) {
-  std::vector<double> all(static_cast<size_t>(count(full)));
-  for (size_t n = 0; n < all.size(); ++n) {
-    int64_t rest = static_cast<int64_t>(n), place = 0, step = 1;
-    for (size_t axis = full.size(); axis-- > 0;) {
-      const int64_t at = rest % full[axis];
-      rest /= full[axis];
-      place += (t.sizes[axis] == 1 ? 0 : at) * step, step *= t.sizes[axis];
-    }
-    all[n] = t.x[static_cast<size_t>(place)];
-  }
-  return all;
-}
-
 int64_t draw_length(Draw& draw, int64_t most) {
   const int64_t edge = draw.one_of<int64_t>({1, 2, 3, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 1024, 2048});
   const int64_t n = draw.once_in(2) ? draw.between(1, 100) : edge + draw.between(-1, 1);
@@ -119,9 +104,14 @@ void draw_band(Draw& draw, Case& k) {
     return draw.once_in(10) ? draw.one_of<double>({-0x1p63, 0x1p62, 9223372036854774784.0})
                             : static_cast<double>(draw.between(-c.S - 2, c.S + 2));
   };
-  k.bounds = draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B, 4}, false, edge);
-  k.bounds.strides[1] = 1, k.bounds.strides[0] = 4 + draw.below(3);
-  for (double x : spread(k.bounds, {c.B, 4})) c.bounds.push_back(static_cast<int64_t>(x));
+  const int64_t width = draw.once_in(2) ? 4 : 5;
+  k.bounds = draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B, width}, false, edge);
+  k.bounds.strides[1] = 1, k.bounds.strides[0] = width + draw.below(3);
+  const std::vector<double> all = spread(k.bounds, {c.B, width});
+  for (int64_t b = 0; b < c.B; ++b) {
+    for (int64_t n = 0; n < width; ++n) c.bounds.push_back(static_cast<int64_t>(all[static_cast<size_t>(b * width + n)]));
+    if (width == 4) c.bounds.push_back(INT64_MIN);
+  }
 }
 
 void draw_segments(Draw& draw, Case& k) {
@@ -201,7 +191,43 @@ void draw_extras(Draw& draw, Case& k) {
   if (draw.once_in(6)) c.dropout = static_cast<float>(draw.one_of<double>({0.1, 0.5, 0.9, 1.0}));
 }
 
+// What comes from behind in the backward; now and then nothing, or no number, for some rows.
+void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
+  const naive::Call& c = k.call;
+  const double size = draw.one_of<double>({1, 1, 0.01, 8});
+  const int64_t quiet = draw.one_of<int64_t>({5, 1000000}), width = c.V;
+  int64_t at = 0;
+  bool silent = false;
+  k.grad_out = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.V}, true, [&] {
+    if (at++ % width == 0) silent = draw.once_in(quiet);
+    return silent ? 0.0 : draw.normal() * size;
+  });
+  if (draw.once_in(25) && !k.grad_out.aliased()) {
+    k.grad_out.x[static_cast<size_t>(draw.below(static_cast<int64_t>(k.grad_out.x.size())))] = draw.one_of<double>({NAN, kInf});
+  }
+  k.upstream.out = k.grad_out.x;
+  if (draw.once_in(3)) {
+    k.grad_lse = draw_tensor(draw, kFloat, {c.B, c.H, c.T}, true, [&] { return draw.normal() * size; });
+    k.upstream.lse = k.grad_lse.x;
+  }
+  k.biases = draw.once_in(2);
+}
+
 }  // namespace
+
+std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full) {
+  std::vector<double> all(static_cast<size_t>(count(full)));
+  for (size_t n = 0; n < all.size(); ++n) {
+    int64_t rest = static_cast<int64_t>(n), place = 0, step = 1;
+    for (size_t axis = full.size(); axis-- > 0;) {
+      const int64_t at = rest % full[axis];
+      rest /= full[axis];
+      place += (t.sizes[axis] == 1 ? 0 : at) * step, step *= t.sizes[axis];
+    }
+    all[n] = t.x[static_cast<size_t>(place)];
+  }
+  return all;
+}
 
 uint64_t Draw::bits() {
   uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
@@ -291,6 +317,7 @@ Case draw_case(uint64_t seed) {
   const double usual = 1 / sqrt(static_cast<double>(c.D));
   c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 4.0}) : usual);
   if (!k.plain) draw_extras(draw, k);
+  draw_upstream(draw, k, dtype);
   return k;
 }
 

@@ -42,14 +42,19 @@ struct Drawn {
   fake::Tensor tensor(unsigned char fill) const;
 };
 
+// The numbers of a broadcast tensor, spread over all axes.
+std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full);
+
 double read(const AtenTensorOpaque& tensor, int64_t element);       // logical order
 void write(AtenTensorOpaque& tensor, int64_t element, double value);
 
 struct Case {
   naive::Call call;
-  Drawn query, key, value, sinks, bounds, gate;
+  naive::Upstream upstream;
+  Drawn query, key, value, sinks, bounds, gate, grad_out, grad_lse;
   std::vector<Drawn> segments, dense, alibi;
   bool plain = false;   // the operator `attend`, without extras
+  bool biases = false;  // whether the gradients of biases and slopes are asked for
   bool wild = false;    // numbers beyond what the definition covers: must only not crash
   uint64_t seed = 0;
   std::string describe() const;

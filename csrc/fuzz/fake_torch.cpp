@@ -46,7 +46,7 @@ int64_t code_size(int32_t dtype) {
   switch (dtype) {
     case kFloat: return 4;
     case kDouble: case kLong: return 8;
-    case kBool: return 1;
+    case kBool: case kByte: return 1;
     default: return 2;
   }
 }
@@ -112,6 +112,15 @@ Tensor take(StableIValue value) {
   return Tensor(reinterpret_cast<AtenTensorHandle>(value));
 }
 
+std::vector<Tensor> take_list(StableIValue value) {
+  auto* list = reinterpret_cast<StableListOpaque*>(value);
+  std::vector<Tensor> all;
+  for (const StableIValue item : list->items) all.push_back(take(item));
+  --live_handles;
+  delete list;
+  return all;
+}
+
 int64_t live() { return live_handles; }
 
 void set_threads(int count) { threads = static_cast<uint32_t>(count); }
@@ -127,6 +136,7 @@ int32_t aoti_torch_dtype_float64() { return kDouble; }
 int32_t aoti_torch_dtype_bfloat16() { return kBfloat; }
 int32_t aoti_torch_dtype_float16() { return kHalf; }
 int32_t aoti_torch_dtype_int64() { return kLong; }
+int32_t aoti_torch_dtype_int8() { return kByte; }
 int32_t aoti_torch_dtype_bool() { return kBool; }
 
 AOTITorchError aoti_torch_get_device_type(AtenTensorHandle x, int32_t* to) { return *to = x->device, 0; }
@@ -157,6 +167,12 @@ AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle x) {
   return 0;
 }
 
+AOTITorchError torch_new_list_reserve_size(size_t size, StableListHandle* to) {
+  ++live_handles;
+  *to = new StableListOpaque;
+  return (*to)->items.reserve(size), 0;
+}
+AOTITorchError torch_list_push_back(StableListHandle list, StableIValue item) { return list->items.push_back(item), 0; }
 AOTITorchError torch_list_size(StableListHandle list, size_t* to) { return *to = list->items.size(), 0; }
 AOTITorchError torch_list_get_item(StableListHandle list, size_t index, StableIValue* to) {
   return *to = list->items[index], 0;

@@ -10,7 +10,7 @@
 
 #include "../torch_abi.h"
 
-enum Code : int32_t { kHalf = 5, kFloat = 6, kDouble = 7, kLong = 4, kBool = 11, kBfloat = 15 };
+enum Code : int32_t { kHalf = 5, kFloat = 6, kDouble = 7, kLong = 4, kBool = 11, kByte = 1, kBfloat = 15 };
 
 int64_t code_size(int32_t dtype);
 
@@ -44,6 +44,7 @@ StableIValue give_list(const std::vector<Tensor>* tensors);           // null = 
 StableIValue give_number(double value);
 std::string call(const char* name, std::vector<StableIValue>& stack, uint64_t outputs);  // the error, or empty
 Tensor take(StableIValue value);
+std::vector<Tensor> take_list(StableIValue value);
 
 int64_t live();  // handles that somebody still owns
 void set_threads(int count);

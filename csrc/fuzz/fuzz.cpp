@@ -1,9 +1,9 @@
-// The fuzzer: drawn calls through the boxed operators, on every instruction set of this CPU.
+// The fuzzer: drawn calls through the boxed operators, forward and backward, on every instruction set of this CPU.
 //
 //   headwise_fuzz SECONDS [FIRST_SEED]     many cases; the seed that fails is printed
 //   headwise_fuzz case SEED                that one again
 //
-// Each case is checked against the definition in double, within an error derived from its own numbers (naive.cpp); for
+// Each case is checked against the definition in double, within an error derived from its own numbers (naive.cpp, naive_backward.cpp); for
 // equal bits on any number of threads; for equal bits whatever lies in gaps, behind a tensor's end, or where nothing
 // may look. Then its arguments are spoiled: nothing may crash, and no handle may leak. Buffers end where they must, so
 // that AddressSanitizer sees one byte too far.
@@ -13,148 +13,13 @@
 #include <string.h>
 
 #include <chrono>
-#include <map>
 
-#include "cases.h"
+#include "calls.h"
 
 namespace fuzz {
 namespace {
 
-struct Output {
-  std::string error;
-  std::vector<double> out, lse;  // in logical order
-};
-
-struct Worst {
-  double share = 0;  // of the error allowed
-  uint64_t seed = 0;
-};
-
-std::map<std::string, Worst> worst;
 int64_t refused = 0, spoiled = 0;
-
-// The tensors of one call. `dirty` fills what must not matter with NaN, else with zeros.
-struct Tensors {
-  fake::Tensor query, key, value, sinks, bounds, gate, seed;
-  std::vector<fake::Tensor> segments, dense, alibi;
-
-  Tensors(const Case& k, bool dirty) {
-    const unsigned char fill = dirty ? 0xff : 0;
-    const auto place = [&](const Drawn& t) { return t.present ? t.tensor(fill) : nullptr; };
-    query = place(k.query), key = place(k.key), value = place(k.value);
-    sinks = place(k.sinks), bounds = place(k.bounds), gate = place(k.gate);
-    for (const Drawn& t : k.segments) segments.push_back(place(t));
-    for (const Drawn& t : k.dense) dense.push_back(place(t));
-    for (const Drawn& t : k.alibi) alibi.push_back(place(t));
-    seed = fake::make(kLong, {1}, {1}, 0, 0);
-    write(*seed, 0, static_cast<double>(k.seed));
-    if (dirty) poison(k);
-  }
-
-  // Keys that no row may see, and biases where something else forbids.
-  void poison(const Case& k) {
-    const naive::Call& c = k.call;
-    if (!k.key.aliased() && !k.value.aliased()) {
-      for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
-        if (seen(c, row)) continue;
-        for (int64_t d = 0; d < c.D; ++d) write(*key, row * c.D + d, d % 2 == 0 ? NAN : HUGE_VAL);
-        for (int64_t d = 0; d < c.V; ++d) write(*value, row * c.V + d, d % 2 == 0 ? -HUGE_VAL : NAN);
-      }
-    }
-    for (size_t n = 0; n < dense.size(); ++n) {
-      const bool full = k.dense[n].x.size() == static_cast<size_t>(c.B * c.H * c.T * c.S) && !k.dense[n].aliased();
-      if (k.dense[n].dtype == kBool || !full) continue;
-      for (int64_t at = 0; at < c.B * c.H * c.T * c.S; ++at) {
-        const int64_t row = at / c.S;
-        if (!naive::may_see(c, row / c.T / c.H, row / c.T % c.H, row % c.T, at % c.S)) write(*dense[n], at, NAN);
-      }
-    }
-  }
-
-  static bool seen(const naive::Call& c, int64_t row) {
-    const int64_t j = row % c.S, head = row / c.S % c.K, b = row / c.S / c.K, G = c.H / c.K;
-    for (int64_t h = head * G; h < (head + 1) * G; ++h) {
-      for (int64_t i = 0; i < c.T; ++i) {
-        bool on = naive::may_see(c, b, h, i, j);
-        for (const naive::Dense& rule : c.dense) {
-          on = on && (rule.boolean || rule.x[static_cast<size_t>(((b * c.H + h) * c.T + i) * c.S + j)] != -HUGE_VAL);
-        }
-        if (on) return true;
-      }
-    }
-    return false;
-  }
-
-  std::vector<fake::Tensor*> all() {
-    std::vector<fake::Tensor*> some = {&query, &key, &value, &sinks, &bounds, &gate, &seed};
-    for (auto* list : {&segments, &dense, &alibi}) {
-      for (fake::Tensor& t : *list) some.push_back(&t);
-    }
-    return some;
-  }
-};
-
-std::vector<double> numbers(const fake::Tensor& t) {
-  std::vector<double> x(static_cast<size_t>(t->numel()));
-  for (size_t n = 0; n < x.size(); ++n) x[n] = read(*t, static_cast<int64_t>(n));
-  return x;
-}
-
-const std::vector<fake::Tensor>* some(const std::vector<fake::Tensor>& list, bool empty_too) {
-  return list.empty() && !empty_too ? nullptr : &list;
-}
-
-Output run(const Case& k, const Tensors& t) {
-  using namespace fake;
-  const naive::Call& c = k.call;
-  const auto low = static_cast<StableIValue>(c.low), high = static_cast<StableIValue>(c.high);
-  std::vector<StableIValue> stack = {give(t.query), give(t.key), give(t.value), give_number(c.scale)};
-  Output result;
-  if (k.plain) {
-    stack.insert(stack.end(), {low, high});
-    result.error = call("attend", stack, 1);
-    if (result.error.empty()) result.out = numbers(take(stack[0]));
-    return result;
-  }
-  const bool lists = k.seed % 2 == 0;
-  stack.insert(stack.end(), {give_number(c.softcap), give_optional(t.sinks), low, high, give_optional(t.bounds),
-                             give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                             give_list(some(t.alibi, lists)), give_optional(t.gate), give_number(c.dropout),
-                             give_optional(t.seed)});
-  result.error = call("attend_full", stack, 2);
-  if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
-  return result;
-}
-
-bool same_bits(const std::vector<double>& a, const std::vector<double>& b) {
-  return a.size() == b.size() && (a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0);
-}
-
-// Empty, or what is wrong with x. Remembers how much of the allowed error was used.
-std::string compare(const char* what, const std::vector<double>& x, const std::vector<double>& expected,
-                    const std::vector<double>& error, const Case& k, const std::string& isa) {
-  const char* kind = k.query.dtype == kBfloat ? "bf16" : k.query.dtype == kHalf ? "f16" : "f32";
-  for (size_t n = 0; n < x.size(); ++n) {
-    if (std::isnan(x[n]) && std::isnan(expected[n])) continue;
-    if (x[n] == expected[n]) continue;
-    const double off = fabs(x[n] - expected[n]);
-    if (!(off <= error[n])) {
-      char text[200];
-      snprintf(text, sizeof text, "%s[%zu] on %s is %.9g, expected %.9g within %.3g", what, n, isa.c_str(), x[n],
-               expected[n], error[n]);
-      return text;
-    }
-    Worst& most = worst[isa + " " + what + " " + kind];
-    if (off / error[n] > most.share) most = {off / error[n], k.seed};
-  }
-  return "";
-}
-
-naive::Rounding rounding(int32_t dtype) {
-  if (dtype == kBfloat) return {0x1p-8, 0x1p-8, 0x1p-17, 0x1p-126};
-  if (dtype == kHalf) return {0x1p-11, 0, 0x1p-21, 0x1p-25};
-  return {0x1p-24, 0, 0x1p-21, 0x1p-126};
-}
 
 std::vector<std::string> isas() {
   std::vector<StableIValue> stack(1);
@@ -210,6 +75,17 @@ std::string check(Case& k) {
   return "";
 }
 
+std::string check_gradients(Case& k) {
+  const Tensors dirty(k, true), clean(k, false);
+  if (k.call.dropout > 0) k.call.keep = drawn_keep(k, clean);
+  for (const std::string& isa : isas()) {
+    use(isa);
+    const std::string wrong = check_backward(k, dirty, clean, isa);
+    if (!wrong.empty()) return isa + ": " + wrong;
+  }
+  return "";
+}
+
 // Turns one tensor into something it should not be. Sizes become huge enough to be refused, not to be computed.
 void spoil(Draw& draw, AtenTensorOpaque& t) {
   const size_t axes = t.sizes.size();
@@ -246,14 +122,15 @@ std::string check_spoiled(Case& k) {
   if (draw.once_in(8) && !t.alibi.empty()) t.alibi.pop_back();
   if (draw.once_in(8)) t.seed = nullptr;
   ++spoiled;
-  const Output result = run(k, t);
-  if (!result.error.empty()) ++refused;
+  const std::string error = draw.once_in(2) ? run(k, t).error : run_backward(k, t, true).error;
+  if (!error.empty()) ++refused;
   return "";
 }
 
 bool one_case(uint64_t seed) {
   Case k = draw_case(seed);
   std::string wrong = check(k);
+  if (wrong.empty()) wrong = check_gradients(k);
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked";
   if (wrong.empty()) wrong = check_spoiled(k);
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked from a refused call";

@@ -12,10 +12,12 @@ constexpr double kUnit = 0x1p-24;  // float32, in which kernels accumulate
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int64_t kFar = int64_t{1} << 40;
 
-struct Score {
-  bool attended = false;
-  double value = 0, error = 0;
-};
+bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
+  const auto begin = x.begin() + row * width;
+  return std::all_of(begin, begin + width, [](double element) { return std::isfinite(element); });
+}
+
+}  // namespace
 
 // A sum of n products rounds to within n units of the sum of magnitudes, in whatever order and with or without fma.
 // Everything after that adds a few units of its own magnitude.
@@ -29,7 +31,9 @@ Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   double x = sum * c.scale;
   double error = kUnit * static_cast<double>(c.D + 8) * size * fabs(c.scale);
   if (c.softcap > 0) {
-    x = c.softcap * tanh(x / c.softcap);
+    const double t = tanh(x / c.softcap);
+    x = c.softcap * t;
+    s.slope = 1 - t * t, s.slope_error = 2 * fabs(t) * (error / c.softcap + 20 * kUnit * fabs(t)) + 4 * kUnit;
     error += 16 * kUnit * fabs(x);
   }
   double passed = fabs(x);
@@ -49,19 +53,13 @@ Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   return s;
 }
 
-bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
-  const auto begin = x.begin() + row * width;
-  return std::all_of(begin, begin + width, [](double element) { return std::isfinite(element); });
-}
-
-}  // namespace
-
 bool may_see(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   int64_t low = c.low, high = c.high;
   if (!c.bounds.empty()) {
-    const int64_t* row = &c.bounds[static_cast<size_t>(b * 4)];
+    const int64_t* row = &c.bounds[static_cast<size_t>(b * 5)];
     low = row[0], high = row[1];
     if (j < row[2] || j >= row[3]) return false;
+    if (j < row[4]) low = -kFar;
   }
   low = std::clamp(low, -kFar, kFar), high = std::clamp(high, -kFar, kFar);
   if (j < i + low || j >= i + high) return false;

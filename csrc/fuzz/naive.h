@@ -27,7 +27,7 @@ struct Call {
   double scale = 1, softcap = 0;
   std::vector<double> sinks;     // (H), or empty
   int64_t low, high;
-  std::vector<int64_t> bounds;   // (B, 4), or empty
+  std::vector<int64_t> bounds;   // (B, 5): low, high, start, stop, always; or empty
   std::vector<Segments> segments;
   std::vector<Dense> dense;
   std::vector<Alibi> alibi;
@@ -35,6 +35,14 @@ struct Call {
   double dropout = 0;
   std::vector<char> keep;        // (B, H, T, S) where dropout > 0
 };
+
+struct Score {
+  bool attended = false;
+  double value = 0, error = 0;
+  double slope = 1, slope_error = 0;  // of the softcap
+};
+
+Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
 
 // Unit roundoffs of what a kernel may round: the output, the weights before they meet the values, the exponential.
 struct Rounding {
@@ -50,5 +58,25 @@ struct Result {
 bool may_see(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
 
 Result attention(const Call& c, const Rounding& unit);
+
+struct Gradient {
+  std::vector<double> x, error;
+};
+
+// What comes from behind.
+struct Upstream {
+  std::vector<double> out;  // (B, H, T, V)
+  std::vector<double> lse;  // (B, H, T), or empty
+};
+
+struct Gradients {
+  Gradient query, key, value, sinks;
+  Gradient scores;               // (B, H, T, S): what a bias of that size gets
+  std::vector<Gradient> slopes;  // (B, H) of each rule
+};
+
+// By the formulas; `forward` is the call's own result, without a gate. A row in which anything is no number makes all
+// that it may attend NaN, if anything comes back to it at all.
+Gradients backward(const Call& c, const Rounding& unit, const Result& forward, const Upstream& upstream);
 
 }  // namespace naive

@@ -1,0 +1,123 @@
+"""Training the packaged model with each attention: tokens a second, and whether the loss goes the same way.
+
+    python benchmarks/train.py [--rounds 5] [--curves runs/eager runs/sdpa runs/headwise ...] [--json]
+
+A step is forward, loss, backward, clipping and optimizers, as `scripts/train_tiny.py` takes it; the attentions take
+turns. The curves are of runs made with that script, the first of them being the one the others are compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: the scripts lie beside this folder
+
+from benchmarks import clock, table
+from scripts.tiny_data import VOCAB_SIZE
+from scripts.train_tiny import ATTENTIONS, new_model, new_optimizers
+
+CONTEXTS = ((4, 512), (1, 4096))  # rows and tokens of each
+SMOOTHED = 50  # steps
+
+
+def step_of(model: Any, ids: torch.Tensor, half: bool) -> Callable[[], torch.Tensor]:
+    """A whole training step on these ids; gives its loss."""
+    optimizers = new_optimizers(model, lr=1e-5, muon=True)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def speed(rows: int, length: int, half: bool, rounds: int, seconds: float = 60.0) -> dict[str, Any]:
+    """Tokens a second of each attention, in turns; the loss of the first step tells that all do the same."""
+    ids = torch.randint(2, VOCAB_SIZE, (rows, length), generator=torch.Generator().manual_seed(1))
+    steps = {name: step_of(new_model(0, name, length).train(), ids, half) for name in ATTENTIONS}
+    losses = {name: float(step()) for name, step in steps.items()}
+    found = clock.measure(steps, {}, rounds, seconds)
+    return {
+        "case": f"{rows} x {length} tokens, {'bfloat16 autocast' if half else 'float32'}",
+        "tokens_per_second": {name: rows * length / found.median(name) for name in steps},
+        "ratios": {name: found.ratio(name, "headwise") for name in steps},
+        "ways": {name: found.summary(name) for name in steps},
+        "first_losses": losses,
+        "disturbed": found.disturbed,
+    }
+
+
+def curve(folder: Path, base: Sequence[float]) -> dict[str, Any]:
+    """A run's losses, and how far they are from the first run's."""
+    told = json.loads((folder / "losses.json").read_text())
+    losses, apart = told["losses"], [x - y for x, y in zip(told["losses"], base, strict=False)]
+    record = folder / "model" / "loss_curve.json"
+    return {
+        "run": folder.name,
+        "settings": told["settings"],
+        "losses": losses,
+        "last": statistics.mean(losses[-SMOOTHED:]),
+        "held_out": json.loads(record.read_text())["final"]["held_out_loss"] if record.exists() else None,
+        "difference_rms": statistics.mean(x * x for x in apart) ** 0.5,
+        "difference_mean": statistics.mean(apart),
+        "difference_most": max(abs(x) for x in apart),
+    }
+
+
+def measured(
+    contexts: Sequence[tuple[int, int]] = CONTEXTS, folders: Sequence[Path] = (), rounds: int = 5
+) -> dict[str, Any]:
+    """The machine, a row for each context and dtype, and the curves."""
+    results = [speed(*context, half, rounds) for context in contexts for half in (True, False)]
+    base = json.loads((folders[0] / "losses.json").read_text())["losses"] if folders else []
+    return {"machine": clock.machine(), "results": results, "curves": [curve(folder, base) for folder in folders]}
+
+
+def print_table(told: dict[str, Any]) -> None:
+    shown = Table(title="Training the packaged model, tokens a second", title_justify="left")
+    for name in ("case", *ATTENTIONS, "against sdpa", "against eager"):
+        shown.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
+    for row in told["results"]:
+        rates = [f"{row['tokens_per_second'][name]:.0f}" for name in ATTENTIONS]
+        ratios = [f"{row['ratios'][name]:.2f}x" for name in ("sdpa", "eager")]
+        shown.add_row(row["case"] + ("~" if row["disturbed"] else ""), *rates, *ratios)
+    table.console().print(shown)
+    if not told["curves"]:
+        return
+    first = told["curves"][0]
+    shown = Table(title=f"Loss of {len(first['losses'])} steps, and its distance from {first['run']}'s")
+    for name in ("run", f"mean of the last {SMOOTHED}", "held-out", "distance, rms", "mean", "largest"):
+        shown.add_column(name, justify="left" if name == "run" else "right")
+    for one in told["curves"]:
+        apart = (f"{one[f'difference_{name}']:.4f}" for name in ("rms", "mean", "most"))
+        shown.add_row(one["run"], f"{one['last']:.4f}", f"{one['held_out']}", *apart)
+    table.console().print(shown)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--rounds", type=int, default=5)
+    ask.add_argument("--curves", type=Path, nargs="*", default=[], help="folders of runs of scripts/train_tiny.py")
+    table.add_delivery(ask)
+    given = ask.parse_args()
+    table.deliver(measured(folders=given.curves, rounds=given.rounds), print_table, given, "training")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+#include "calls.h"
+
+#include <stdio.h>
+#include <string.h>
+
+namespace fuzz {
+
+std::map<std::string, Worst> worst;
+
+namespace {
+
+bool attends(const naive::Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
+  bool on = naive::may_see(c, b, h, i, j);
+  for (const naive::Dense& rule : c.dense) {
+    on = on && (rule.boolean || rule.x[static_cast<size_t>(((b * c.H + h) * c.T + i) * c.S + j)] != -HUGE_VAL);
+  }
+  return on;
+}
+
+bool seen(const naive::Call& c, int64_t row) {
+  const int64_t j = row % c.S, head = row / c.S % c.K, b = row / c.S / c.K, G = c.H / c.K;
+  for (int64_t h = head * G; h < (head + 1) * G; ++h) {
+    for (int64_t i = 0; i < c.T; ++i) {
+      if (attends(c, b, h, i, j)) return true;
+    }
+  }
+  return false;
+}
+
+const std::vector<fake::Tensor>* some(const std::vector<fake::Tensor>& list, bool empty_too) {
+  return list.empty() && !empty_too ? nullptr : &list;
+}
+
+}  // namespace
+
+Tensors::Tensors(const Case& k, bool dirty) {
+  const unsigned char fill = dirty ? 0xff : 0;
+  const auto place = [&](const Drawn& t) { return t.present ? t.tensor(fill) : nullptr; };
+  query = place(k.query), key = place(k.key), value = place(k.value);
+  sinks = place(k.sinks), bounds = place(k.bounds), gate = place(k.gate);
+  grad_out = place(k.grad_out), grad_lse = place(k.grad_lse);
+  for (const Drawn& t : k.segments) segments.push_back(place(t));
+  for (const Drawn& t : k.dense) dense.push_back(place(t));
+  for (const Drawn& t : k.alibi) alibi.push_back(place(t));
+  seed = fake::make(kLong, {1}, {1}, 0, 0);
+  write(*seed, 0, static_cast<double>(k.seed));
+  if (dirty) poison(k);
+}
+
+// Keys that no row may see, and biases where something else forbids.
+void Tensors::poison(const Case& k) {
+  const naive::Call& c = k.call;
+  if (!k.key.aliased() && !k.value.aliased()) {
+    for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
+      if (seen(c, row)) continue;
+      for (int64_t d = 0; d < c.D; ++d) write(*key, row * c.D + d, d % 2 == 0 ? NAN : HUGE_VAL);
+      for (int64_t d = 0; d < c.V; ++d) write(*value, row * c.V + d, d % 2 == 0 ? -HUGE_VAL : NAN);
+    }
+  }
+  for (size_t n = 0; n < dense.size(); ++n) {
+    const bool full = k.dense[n].x.size() == static_cast<size_t>(c.B * c.H * c.T * c.S) && !k.dense[n].aliased();
+    if (k.dense[n].dtype == kBool || !full) continue;
+    for (int64_t at = 0; at < c.B * c.H * c.T * c.S; ++at) {
+      const int64_t row = at / c.S;
+      if (!naive::may_see(c, row / c.T / c.H, row / c.T % c.H, row % c.T, at % c.S)) write(*dense[n], at, NAN);
+    }
+  }
+  // What comes back to rows that attend nothing.
+  for (int64_t row = 0; row < c.B * c.H * c.T; ++row) {
+    bool alive = false;
+    for (int64_t j = 0; j < c.S && !alive; ++j) alive = attends(c, row / c.T / c.H, row / c.T % c.H, row % c.T, j);
+    for (int64_t d = 0; d < c.V && !alive && !k.grad_out.aliased(); ++d) write(*grad_out, row * c.V + d, NAN);
+    if (!alive && k.grad_lse.present && !k.grad_lse.aliased()) write(*grad_lse, row, HUGE_VAL);
+  }
+}
+
+  std::vector<fake::Tensor*> Tensors::all() {
+    std::vector<fake::Tensor*> some = {&query, &key, &value, &sinks, &bounds, &gate, &seed, &grad_out, &grad_lse};
+    for (auto* list : {&segments, &dense, &alibi}) {
+      for (fake::Tensor& t : *list) some.push_back(&t);
+    }
+    return some;
+  }
+
+std::vector<double> numbers(const fake::Tensor& t) {
+  std::vector<double> x(static_cast<size_t>(t->numel()));
+  for (size_t n = 0; n < x.size(); ++n) x[n] = read(*t, static_cast<int64_t>(n));
+  return x;
+}
+
+Output run(const Case& k, const Tensors& t) {
+  using namespace fake;
+  const naive::Call& c = k.call;
+  const auto low = static_cast<StableIValue>(c.low), high = static_cast<StableIValue>(c.high);
+  std::vector<StableIValue> stack = {give(t.query), give(t.key), give(t.value), give_number(c.scale)};
+  Output result;
+  if (k.plain) {
+    stack.insert(stack.end(), {low, high});
+    result.error = call("attend", stack, 1);
+    if (result.error.empty()) result.out = numbers(take(stack[0]));
+    return result;
+  }
+  const bool lists = k.seed % 2 == 0;
+  stack.insert(stack.end(), {give_number(c.softcap), give_optional(t.sinks), low, high, give_optional(t.bounds),
+                             give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
+                             give_list(some(t.alibi, lists)), give_optional(t.gate), give_number(c.dropout),
+                             give_optional(t.seed)});
+  result.error = call("attend_full", stack, 2);
+  if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
+  return result;
+}
+
+bool same_bits(const std::vector<double>& a, const std::vector<double>& b) {
+  return a.size() == b.size() && (a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(double)) == 0);
+}
+
+std::string compare(const char* what, const std::vector<double>& x, const std::vector<double>& expected,
+                    const std::vector<double>& error, const Case& k, const std::string& isa) {
+  const char* kind = k.query.dtype == kBfloat ? "bf16" : k.query.dtype == kHalf ? "f16" : "f32";
+  for (size_t n = 0; n < x.size(); ++n) {
+    if (std::isnan(x[n]) && std::isnan(expected[n])) continue;
+    if (x[n] == expected[n]) continue;
+    const bool beyond = k.query.dtype == kHalf && fabs(expected[n]) + error[n] >= 65504;  // of what the dtype holds
+    if (beyond && std::isinf(x[n])) continue;
+    const double off = fabs(x[n] - expected[n]);
+    if (!(off <= error[n])) {
+      char text[200];
+      snprintf(text, sizeof text, "%s[%zu] on %s is %.9g, expected %.9g within %.3g", what, n, isa.c_str(), x[n],
+               expected[n], error[n]);
+      return text;
+    }
+    Worst& most = worst[isa + " " + what + " " + kind];
+    if (off / error[n] > most.share) most = {off / error[n], k.seed};
+  }
+  return "";
+}
+
+naive::Rounding rounding(int32_t dtype) {
+  if (dtype == kBfloat) return {0x1p-8, 0x1p-8, 0x1p-17, 0x1p-126};
+  if (dtype == kHalf) return {0x1p-11, 0, 0x1p-21, 0x1p-25};
+  return {0x1p-24, 0, 0x1p-21, 0x1p-126};
+}
+
+Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends) {
+  using namespace fake;
+  const naive::Call& c = k.call;
+  const auto low = static_cast<StableIValue>(c.low), high = static_cast<StableIValue>(c.high);
+  const bool lists = k.seed % 2 == 0;
+  const auto rules = [&](std::vector<StableIValue>& stack) {
+    stack.insert(stack.end(), {give(t.query), give(t.key), give(t.value), give_number(c.scale), give_number(c.softcap),
+                               give_optional(t.sinks), low, high, give_optional(t.bounds),
+                               give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
+                               give_list(some(t.alibi, lists))});
+  };
+  std::vector<StableIValue> stack;
+  rules(stack);
+  stack.insert(stack.end(), {give_optional(nullptr), give_number(c.dropout), give_optional(t.seed)});
+  Back result;
+  fake::Tensor out, lse;
+  result.error = call("attend_full", stack, 2);
+  if (!result.error.empty() && !spoiled_ends) return result;
+  if (result.error.empty()) {
+    out = take(stack[0]), lse = take(stack[1]);
+  } else {  // what the forward refuses the backward must refuse, too, whatever it is given
+    out = t.grad_out, lse = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
+  }
+  stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(lse), static_cast<StableIValue>(k.biases)};
+  rules(stack);
+  stack.insert(stack.end(), {give_number(c.dropout), give_optional(t.seed)});
+  result.error = call("attend_backward", stack, 1);
+  if (!result.error.empty()) return result;
+  for (const fake::Tensor& grad : take_list(stack[0])) result.grads.push_back(numbers(grad));
+  return result;
+}
+
+}  // namespace fuzz

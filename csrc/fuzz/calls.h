@@ -1,0 +1,53 @@
+// One call of the fuzzer: its tensors, the forward and the backward run on them, and what they are compared by.
+#pragma once
+
+#include <map>
+
+#include "cases.h"
+
+namespace fuzz {
+
+struct Output {
+  std::string error;
+  std::vector<double> out, lse;  // in logical order
+};
+
+struct Worst {
+  double share = 0;  // of the error allowed
+  uint64_t seed = 0;
+};
+
+extern std::map<std::string, Worst> worst;
+
+// The tensors of one call. `dirty` fills what must not matter with NaN, else with zeros.
+struct Tensors {
+  fake::Tensor query, key, value, sinks, bounds, gate, seed, grad_out, grad_lse;
+  std::vector<fake::Tensor> segments, dense, alibi;
+
+  Tensors(const Case& k, bool dirty);
+  std::vector<fake::Tensor*> all();
+
+ private:
+  void poison(const Case& k);
+};
+
+std::vector<double> numbers(const fake::Tensor& t);
+Output run(const Case& k, const Tensors& t);
+bool same_bits(const std::vector<double>& a, const std::vector<double>& b);
+
+// Empty, or what is wrong with x. Remembers how much of the allowed error was used.
+std::string compare(const char* what, const std::vector<double>& x, const std::vector<double>& expected,
+                    const std::vector<double>& error, const Case& k, const std::string& isa);
+naive::Rounding rounding(int32_t dtype);
+
+// The gradients: those of query, key, value, and then, where there are such, of sinks, biases and slopes.
+struct Back {
+  std::string error;
+  std::vector<std::vector<double>> grads;
+};
+
+Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends);
+// What `check` in fuzz.cpp does with the forward; on the instruction set in use.
+std::string check_backward(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa);
+
+}  // namespace fuzz

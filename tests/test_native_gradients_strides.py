@@ -1,0 +1,198 @@
+"""The native backward reads any strides: each memory layout of each tensor gives the bits of the contiguous copy.
+
+What lies in the gaps and around is NaN, or 1e30. Layouts are those of `test_native_strides`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from backends import instructions, natives
+from gradient_cases import Case, Leaves, gradients
+from mask_cases import Sizes
+from native_cases import collected, dtypes
+from test_native_strides import LAST, lay, layouts
+from torch import Tensor
+
+import headwise
+from headwise.ops import native
+from headwise.testing import STRIDES, assert_same_bits
+
+pytestmark = pytest.mark.unchecked
+
+FORMS = {
+    "a query": Sizes(2, 4, 2, 1, 70, 24, 20),
+    "many rows": Sizes(2, 6, 3, 53, 67, 24, 20),
+    "odd dims": Sizes(2, 2, 1, 19, 41, 11, 13),
+}
+forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
+
+
+def same(call: Callable[..., Leaves], odd: dict[str, Tensor]) -> None:
+    """The call with odd tensors is the call with their contiguous copies, to the bit."""
+    theirs = call(**{name: x.contiguous() for name, x in odd.items()})
+    for name, x in call(**odd).items():
+        assert_same_bits(x, theirs[name], what=f"gradient of {name}")
+        assert not bool(x.isnan().any()), f"gradient of {name}: a gap was read"
+
+
+def caller(backend: str, case: Case) -> Callable[..., Leaves]:
+    leaves, (grad_out, grad_lse) = case.leaves(), case.upstream()
+
+    def call(**change: Tensor) -> Leaves:
+        given: dict[str, Any] = {**leaves, "grad_out": grad_out, "grad_lse": grad_lse, **change}
+        lse = given["grad_lse"] if case.lse else None
+        return gradients(backend, case, {name: given[name] for name in leaves}, given["grad_out"], lse)
+
+    return call
+
+
+@natives
+@dtypes
+@forms
+def test_query_key_value_and_what_comes_back(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    case = Case(n, dtype, "causal")
+    call = caller(backend, case)
+    with collected() as attempt:
+        for name, x in {**case.leaves(), "grad_out": case.upstream()[0]}.items():
+            for pattern, odd in layouts(x):
+                attempt(f"{name}, {pattern}", same, call, {name: odd})
+
+
+@natives
+@dtypes
+@forms
+def test_all_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    """Each with a layout of its own, and 1e30 in the gaps; without a mask."""
+    case = Case(n, dtype)
+    given = {**case.leaves(), "grad_out": case.upstream()[0]}
+    every, slack = (*STRIDES, *LAST), min(1e30, torch.finfo(dtype).max)
+    steps = ((1, 0), (2, 5), (3, 11), (5, 7))
+    with collected() as attempt:
+        for i in range(len(every)):
+            odd = {
+                name: lay(x, every[(i * step + shift) % len(every)], slack)
+                for (name, x), (step, shift) in zip(given.items(), steps, strict=True)
+            }
+            attempt(f"{i}", same, caller(backend, case), odd)
+
+
+@natives
+@dtypes
+@forms
+def test_biases(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    """In every layout and in every broadcast form of one; its gradient is that of the contiguous copy."""
+    B, H, T, S = n.B, n.H, n.T, n.S
+    with collected() as attempt:
+        for shape in [(a, b, c, d) for a in (1, B) for b in (1, H) for c in (1, T) for d in (1, S)]:
+            case = Case(n, dtype, "causal", bias=shape)
+            patterns = (*STRIDES, *LAST) if shape == (B, H, T, S) else ("order 3012 and step 2",)
+            for pattern in patterns:
+                odd = lay(case.leaves()["bias"], pattern)
+                attempt(f"{shape}, {pattern}", same, caller(backend, case), {"bias": odd})
+
+
+@natives
+@forms
+def test_sinks_slopes_gates_and_the_gradient_of_lse(backend: str, n: Sizes) -> None:
+    case = Case(n, mask="causal", sinks=True, slopes=(n.B, n.H), gate=True, lse=True)
+    given = {**case.leaves(), "grad_lse": case.upstream()[1]}
+
+    def spread(x: Tensor) -> Tensor:
+        """Every third entry of a longer tensor."""
+        wide = torch.full((*x.shape[:-1], 3 * x.shape[-1] + 2), math.nan, dtype=x.dtype)[..., 2:]
+        return wide[..., ::3][..., : x.shape[-1]].copy_(x)
+
+    call = caller(backend, case)
+    with collected() as attempt:
+        for name in ("sinks", "slopes", "gate", "grad_lse"):
+            attempt(f"{name}, spread", same, call, {name: spread(given[name])})
+            if given[name].ndim > 1:
+                attempt(f"{name}, swapped", same, call, {name: given[name].mT.contiguous().mT})
+        attempt("all", same, call, {name: spread(given[name]) for name in ("sinks", "slopes", "gate", "grad_lse")})
+
+
+def operator(backend: str, given: dict[str, Tensor]) -> Leaves:
+    """`attend_backward` itself."""
+    far = native.FAR
+    with instructions(backend):
+        found = torch.ops.headwise.attend_backward(
+            given["grad_out"], None, given["out"], given["lse"], False, given["query"], given["key"], given["value"],
+            0.3, 0.0, None, -far, far, None, None, None, None, 0.0, None,
+        )  # fmt: skip
+    return dict(zip(("query", "key", "value"), found, strict=True))
+
+
+@natives
+@dtypes
+@forms
+def test_the_operator_takes_what_the_forward_gave_in_any_layout(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    case, far = Case(n, dtype), native.FAR
+    leaves = case.leaves()
+    none = (-far, far, None, None, None, None)
+    with instructions(backend):
+        out, lse = torch.ops.headwise.attend_full(*leaves.values(), 0.3, 0.0, None, *none, None, 0.0, None)
+    given = {**leaves, "out": out, "lse": lse, "grad_out": case.upstream()[0]}
+
+    def call(**change: Tensor) -> Leaves:
+        return operator(backend, {**given, **change})
+
+    with collected() as attempt:
+        for pattern in ("order 0132", "order 3210", "step 2 in 2", "step 3 in 3", "odd offset", "rows padded by 3"):
+            attempt(f"out, {pattern}", same, call, {"out": lay(out, pattern)})
+        attempt("lse, odd offset", same, call, {"lse": lay(lse[..., None], "odd offset")[..., 0]})
+    with pytest.raises(RuntimeError, match="lse must be contiguous"):
+        call(lse=lse.repeat_interleave(2, 1)[:, ::2])
+
+
+@natives
+@dtypes
+def test_gradients_lie_batch_time_head(backend: str, dtype: torch.dtype) -> None:
+    """Their memory is (B, T, H, D), whatever the layout of what they belong to: a projection takes them as they are."""
+    n = FORMS["many rows"]
+    case = Case(n, dtype, "causal")
+    for pattern in (None, "order 3210", "step 2 in 2"):
+        leaves = {name: x if pattern is None else lay(x, pattern) for name, x in case.leaves().items()}
+        for name, grad in gradients(backend, case, leaves, case.upstream()[0]).items():
+            assert grad.transpose(1, 2).is_contiguous() and grad.storage_offset() == 0, name
+
+
+@natives
+@dtypes
+def test_projections_as_they_come(backend: str, dtype: torch.dtype) -> None:
+    """One projection (B, T, (H + K + K) * D), split and transposed: what a model hands over, and gets back."""
+    n = Sizes(2, 6, 3, 53, 53, 24, 24)
+    case = Case(n, dtype, "causal")
+    fused = torch.cat([x.transpose(1, 2).flatten(2) for x in case.leaves().values()], 2)
+    parts = fused.split([n.H * n.D, n.K * n.D, n.K * n.D], dim=2)
+    leaves = dict(
+        zip(("query", "key", "value"), (x.unflatten(2, (-1, n.D)).transpose(1, 2) for x in parts), strict=True)
+    )
+    assert not any(x.is_contiguous() for x in leaves.values())
+    plain = gradients(backend, case, case.leaves(), case.upstream()[0])
+    for name, x in gradients(backend, case, leaves, case.upstream()[0]).items():
+        assert_same_bits(x, plain[name], what=name)
+
+
+def test_a_gap_that_is_read_would_be_seen() -> None:
+    """A backward that takes every tensor for a contiguous one reads gaps and neighbours."""
+    case = Case(FORMS["many rows"], mask="causal")
+    given = {**case.leaves(), "grad_out": case.upstream()[0]}
+
+    def careless(**change: Tensor) -> Leaves:
+        flat = {
+            name: x.as_strided(x.shape, x.contiguous().stride()) if name in change else x
+            for name, x in {**given, **change}.items()
+        }
+        leaves = {name: flat[name].detach().requires_grad_() for name in ("query", "key", "value")}
+        out = headwise.attention(*leaves.values(), mask=headwise.causal(), backend="blocks")
+        return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), flat["grad_out"]), strict=True))
+
+    for name, x in given.items():
+        for pattern in ("order 0213", "step 2 in 2", "order 3012 and step 2"):
+            with pytest.raises(AssertionError):
+                same(careless, {name: lay(x, pattern)})
