@@ -49,8 +49,7 @@ void take_picks(Statistics& s, const Problem& p, const Owned& picks, const Owned
   std::copy(keys.strides, keys.strides + 3, s.picks_stride);
   if (keys.sizes[0] == 1) s.picks_stride[0] = 0;
   for (int64_t n = 0; n < s.n_picks; ++n) {
-    if (s.slots[n] < 0 || s.slots[n] >= kMostPicks) fail("slots must lie between 0 and 2**20");
-    s.n_slots = std::max(s.n_slots, s.slots[n] + 1);
+    if (s.slots[n] < 0 || s.slots[n] >= s.n_slots) fail("slots must lie between 0 and sums - 1");
   }
 }
 
@@ -72,7 +71,7 @@ void attend_statistics_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Owned query(stack[0]), key(stack[1]);
   const Owned value(optional(stack[2]));
   const Rules rules(stack + 3);
-  const Owned picks(optional(stack[12])), slots(optional(stack[13])), features(optional(stack[14]));
+  const Owned picks(optional(stack[12])), slots(optional(stack[13])), features(optional(stack[15]));
   Problem p;
   const View query_view = look(query, "query");
   if (value) {
@@ -82,9 +81,11 @@ void attend_statistics_boxed(StableIValue* stack, uint64_t, uint64_t) {
   }
   rules.fill(p);
   Statistics s;
+  s.n_slots = static_cast<int64_t>(stack[14]);
+  if (s.n_slots < 0 || s.n_slots > kMostPicks) fail("sums must lie between 0 and 2**20");
   take_picks(s, p, picks, slots);
   take_features(s, p, features);
-  s.bins = static_cast<int64_t>(stack[15]);
+  s.bins = static_cast<int64_t>(stack[16]);
   if (s.bins < 0 || s.bins > std::min(p.S, kMostPicks)) fail("bins must lie between 0 and the number of keys");
 
   const int32_t f32 = aoti_torch_dtype_float32(), int64 = aoti_torch_dtype_int64();
@@ -136,7 +137,7 @@ void attend_received_boxed(StableIValue* stack, uint64_t, uint64_t) {
 extern const Operator kStatistics[2] = {
     {"attend_statistics",
      "attend_statistics(Tensor query, Tensor key, Tensor? value, " HEADWISE_RULES
-     ", Tensor? picks, Tensor? slots, Tensor? features, SymInt bins) -> "
+     ", Tensor? picks, Tensor? slots, SymInt sums, Tensor? features, SymInt bins) -> "
      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
      "CPU", attend_statistics_boxed},
     {"attend_received",
