@@ -1,8 +1,8 @@
 """What a head did: the statistics of its attention matrix P, (B, H, T, S), without ever holding P.
 
-On the CPU the native kernel adds the numbers up in the pass that makes the output (`statistics_native`); elsewhere a block
-of query rows is scored, folded into sums, and forgotten (`statistics_blocks`). Memory is O(T + S) either way, and every
-number is exact. "Row" means a query, "mass" a sum of weights. Two rules hold for all statistics:
+On the CPU the native kernel adds the numbers up in the pass that makes the output (`statistics_native`); elsewhere a
+block of query rows is scored, folded into sums, and forgotten (`statistics_blocks`). Memory is O(T + S) either way, and
+every number is exact. "Row" means a query, "mass" a sum of weights. Two rules hold for all statistics:
 
 - A row that may attend nothing contributes nothing: no mean counts it.
 - With `sinks` the softmax has a further column that holds no key. Masses are of the keys alone, so they sum to less
@@ -143,8 +143,8 @@ def attention_statistics(
         offsets, features, targets, pool: as for `statistics`.
 
     Returns:
-        out (B, H, T, V) in the query's dtype, and what `statistics` gives, but for `received`, which takes a pass of its
-        own. Neither is differentiable.
+        out (B, H, T, V) in the query's dtype, and what `statistics` gives, but for `received`, which takes a pass of
+        its own. Neither is differentiable.
 
     Raises:
         TypeError, ValueError: as `attention` and `statistics` raise them.

@@ -1,9 +1,11 @@
-"""Statistics from the native kernel: sums of each row from the pass that makes the output, and a second pass for what each
-key receives. Here they become means: float64 sums over rows, in tensors of one number a row, bin or offset.
+"""Statistics from the native kernel: each row's from the pass that makes the output, each key's from a second pass.
+
+Here they become means over rows, by sums in float64.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ def serves(asked: Asked, value: Tensor | None) -> bool:
 
 
 def measure(asked: Asked, value: Tensor | None, *, received: bool) -> tuple[Tensor, dict[str, Any]]:
-    """out (B, H, T, V), V = 0 without a value, and the fields of `RowStatistics` or, with `received`, `HeadStatistics`."""
+    """out (B, H, T, V), V = 0 without a value, and the fields of `RowStatistics`; with `received`, of `HeadStatistics`."""
     query, key, targets = asked.query, asked.key, asked.targets
     rules = _rules(asked)
     picks, slots = _picks(asked)
@@ -47,9 +49,7 @@ def measure(asked: Asked, value: Tensor | None, *, received: bool) -> tuple[Tens
         sink=sink,
         offsets=_mean(_held(back).sum(-2, dtype=torch.float64), (back != UNSEEN).sum(-2)),
         targets={
-            name: _mean(
-                _held(aimed[..., n]).sum(-1, dtype=torch.float64), (alive & (x >= 0).any(-1)[:, None]).sum(-1)
-            )
+            name: _mean(_held(aimed[..., n]).sum(-1, dtype=torch.float64), (alive & (x >= 0).any(-1)[:, None]).sum(-1))
             for n, (name, x) in enumerate(targets.items())
         },
         rows=rows,
@@ -97,10 +97,10 @@ def _held(picked: Tensor) -> Tensor:
 
 
 def _pooled(binned: Tensor, counted: Tensor, R: int) -> tuple[Tensor, Tensor]:
-    """The map (B, H, R, C) from each row's bins (B, H, T, C), means over the rows that count, and how many those are."""
+    """The map (B, H, R, C) from the rows' bins (B, H, T, C): means over the rows that count, and how many those are."""
     T = binned.shape[2]
     ends = [-(-i * T // R) for i in range(R + 1)]
-    pairs = list(zip(ends[:-1], ends[1:], strict=True))
+    pairs = list(pairwise(ends))
     sums = torch.stack([binned[:, :, a:b].sum(2, dtype=torch.float64) for a, b in pairs], 2)
     rows = torch.stack([counted[:, :, a:b].sum(2) for a, b in pairs], 2)
     return _mean(sums, rows[..., None]), rows
