@@ -20,7 +20,7 @@ struct Tally {
   float* bin;             // [bin][row]: weight, relative to
   float* bin_top;         // [bin][row]: the greatest score when its last key was met
   float* picked;          // [pick][row]: masked scores; -inf = not seen
-  float* features;        // [feature][row]
+  float* features;        // [feature][row], as O^T: rows of as many lanes as the block has
   int32_t* largest_key;   // [row]
   int32_t* keys;          // [row]: how many may be attended; only where masks make them count
   int32_t* pos;           // [row]: the row's own place among the keys
@@ -423,7 +423,8 @@ static inline void write_numbers(const Problem& p, const Statistics& s, int64_t 
   s.lse[at] = peak + log_whole;
 }
 
-static inline void write_lists(const Statistics& s, int64_t at, int r, float largest, float share, const Tally& t) {
+static inline void write_lists(const Statistics& s, int64_t at, int r, int R, float largest, float share,
+                               const Tally& t) {
   float* picked = s.picked + at * s.n_slots;
   for (int64_t i = 0; i < s.n_slots; ++i) picked[i] = kUnseen;
   for (int64_t i = 0; i < s.n_picks; ++i) {
@@ -434,7 +435,7 @@ static inline void write_lists(const Statistics& s, int64_t at, int r, float lar
   float* binned = s.binned + at * s.bins;
   for (int64_t i = 0; i < s.bins; ++i) binned[i] = t.bin[i * kRows + r] * share;
   float* featured = s.featured + at * s.F;
-  for (int64_t i = 0; i < s.F; ++i) featured[i] = t.features[i * kRows + r] * largest;
+  for (int64_t i = 0; i < s.F; ++i) featured[i] = t.features[i * R + r] * largest;
 }
 
 template <class N, int NV>
@@ -458,7 +459,7 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
     if (p.n_segments == 0 && p.n_dense == 0) keys = most(0, int64_t{rows.hi[r]} - rows.lo[r]);
     s.places[at] = empty ? -1 : most(t.largest_key[r], 0);
     s.places[plane + at] = empty ? 0 : most(keys, 1);
-    write_lists(s, at, r, largest, empty || mass == 0.0f ? 0.0f : mass != mass ? NAN : 1.0f / total, t);
+    write_lists(s, at, r, NV * W, largest, empty || mass == 0.0f ? 0.0f : mass != mass ? NAN : 1.0f / total, t);
   }
   if (p.V > 0) finish_block<N, NV>(p, plan, b, kv_head, first, 0, block, from, to, scratch.block);
 }

@@ -24,7 +24,7 @@ def serves(asked: Asked, value: Tensor | None) -> bool:
 
 
 def measure(asked: Asked, value: Tensor | None, *, received: bool) -> tuple[Tensor, dict[str, Any]]:
-    """out (B, H, T, V), V = 0 without a value, and the fields of `RowStatistics`; with `received`, of `HeadStatistics`."""
+    """out, of V = 0 without a value, and the fields of `RowStatistics`, with `received` of `HeadStatistics`."""
     query, key, targets = asked.query, asked.key, asked.targets
     rules = _rules(asked)
     picks, slots = _picks(asked)
