@@ -310,10 +310,28 @@ static inline void keep_picks(const Statistics& s, int64_t b, const Rows& rows, 
   }
 }
 
+// A NaN or Inf in a value says nothing of the weights: where there is one, keys are read again for what they are.
+template <class N>
+static inline void read_keys_alone(const Problem& p, int64_t b, int64_t kv_head, BlockScratch<N>& s, TileOfKeys& tile,
+                                   BadKeys& bad_key) {
+  bad_key.any = false;
+  for (int j = 0; j < tile.n; ++j) {
+    bad_key.is[j] = !row_is_finite(at(p.key, b, kv_head, tile.j0 + j), p.dtype(), p.key.stride[3], p.D);
+    bad_key.any |= bad_key.is[j];
+  }
+  if constexpr (N::kPair == 2) {
+#if HW_BF16
+    tile.key = half_rows(p.key, b, kv_head, tile.j0, tile.n, p.D, bad_key, reinterpret_cast<uint16_t*>(s.key_copy));
+#endif
+  } else {
+    tile.key = float_rows(p.key, b, kv_head, tile.j0, tile.n, p.D, bad_key, true, s.key_copy);
+  }
+}
+
 // One block of rows against one tile; `bad_key` where the tile has NaN or Inf.
 template <class N, int NV>
 static inline void statistics_tile(const Problem& p, const Statistics& s, int64_t b, const TileOfKeys& tile,
-                                   const bool* bad_key, bool general, int block, StatisticsScratch<N>& scratch) {
+                                   const BadKeys& bad_key, bool general, int block, StatisticsScratch<N>& scratch) {
   constexpr int R = NV * W;
   BlockScratch<N>& own = scratch.block;
   Rows& rows = own.rows[block];
@@ -336,7 +354,7 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
   }
   if (tile.bad.any) {
     for (int j = 0; j < n; ++j) {
-      for (int r = 0; r < rows.n; ++r) t.seen[r] |= bad_key[skip + j] && x[j * R + r] != -kInf;
+      for (int r = 0; r < rows.n; ++r) t.seen[r] |= bad_key.is[skip + j] && x[j * R + r] != -kInf;
     }
   }
   if (p.n_segments > 0 || p.n_dense > 0) count_keys(p, rows, n, kind, x, R, t);
@@ -487,13 +505,11 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
   }
   const bool general = is_general(p);
   TileOfKeys tile;
-  bool bad_key[kTile];
+  BadKeys bad_key;
   for (int64_t j = from / kTile * kTile; j < to; j += kTile) {
     const int64_t j0 = most(j, from / 2 * 2), j1 = least(j + kTile, to);
     load_tile<N>(p, b, kv_head, j0, static_cast<int>(j1 - j0), own, tile);
-    for (int i = 0; tile.bad.any && i < tile.n; ++i) {
-      bad_key[i] = !row_is_finite(at(p.key, b, kv_head, j0 + i), p.dtype(), p.key.stride[3], p.D);
-    }
+    if (tile.bad.any) read_keys_alone<N>(p, b, kv_head, own, tile, bad_key);
     for (int i = 0; i < blocks; ++i) {
       const int64_t next = least(j + kTile + i * kTile / blocks, to);
       const int64_t end = least(j + kTile + (i + 1) * kTile / blocks, to);
