@@ -106,6 +106,20 @@ def test_seventy_thousand_heads(backend: str) -> None:
         assert (found.received - weights.sum(2) / torch.tensor([2, 2, 1])).abs().max() <= TOLERANCE
 
 
+@natives
+@dtypes
+def test_more_rows_than_are_added_up_in_float32(backend: str, dtype: torch.dtype) -> None:
+    """What a key receives from thousands of rows, most of which give it little."""
+    query, key = inputs(Sizes(1, 2, 1, 7001, 600, 8, 8), dtype)
+    mask = headwise.window(301, 7, offset=-3000)
+    with instructions(backend):
+        found = statistics(query, key, mask=mask, pool=3)
+    weights = headwise.weights(query.double(), key.double(), mask=mask)
+    count = mask.dense(7001, 600).sum(-2)
+    assert count.max() < 7001 and torch.equal(found.keys[0, 0] > 0, weights[0, 0].sum(-1) > 0.5)
+    assert (found.received - weights.sum(2) / count.clamp(min=1)).abs().max() <= TOLERANCE
+
+
 # -- every mask, every option ----------------------------------------------------------------------------------------
 
 
