@@ -113,10 +113,16 @@ static inline void find_tops(const float* x, int n, float c, int64_t j0, float* 
     F best[NV];
     HW_UNROLL
     for (int v = 0; v < NV; ++v) best[v] = load(x + g * R + v * W);
-    const int end = g + kGroup < n ? g + kGroup : n;
-    for (int j = g + 1; j < end; ++j) {
+    if (g + kGroup <= n) {
       HW_UNROLL
-      for (int v = 0; v < NV; ++v) best[v] = max(best[v], load(x + j * R + v * W));
+      for (int j = 1; j < kGroup; ++j) {
+        HW_UNROLL
+        for (int v = 0; v < NV; ++v) best[v] = max(best[v], load(x + (g + j) * R + v * W));
+      }
+    } else {
+      for (int j = g + 1; j < n; ++j) {
+        for (int v = 0; v < NV; ++v) best[v] = max(best[v], load(x + j * R + v * W));
+      }
     }
     const F at = set1(static_cast<float>(g));
     HW_UNROLL
@@ -138,11 +144,14 @@ static inline void find_tops(const float* x, int n, float c, int64_t j0, float* 
     store(t.bits + v * W, mul(bits, worth));
     store(t.away + v * W, mul(load(t.away + v * W), worth));
   }
-  for (int r = 0; r < rows.n; ++r) {
-    if (!(was[r] < top[r])) continue;
-    int j = static_cast<int>(from[r]);
-    while (j < n - 1 && x[j * R + r] != top[r]) ++j;
-    t.largest_key[r] = static_cast<int32_t>(j0 + j);
+  // Which rows rose is chance, and so is where: without branches on either.
+  int rose[R], count = 0;
+  for (int r = 0; r < rows.n; ++r) rose[count] = r, count += was[r] < top[r];
+  for (int i = 0; i < count; ++i) {
+    const int r = rose[i], first = static_cast<int>(from[r]);
+    int at = n - 1;
+    for (int j = (first + kGroup < n ? first + kGroup : n) - 1; j >= first; --j) at = x[j * R + r] == top[r] ? j : at;
+    t.largest_key[r] = static_cast<int32_t>(j0 + at);
   }
 }
 

@@ -47,9 +47,9 @@ def measure(asked: Asked, value: Tensor | None, *, received: bool) -> tuple[Tens
         distance=distance,
         keys=keys,
         sink=sink,
-        offsets=_mean(_held(back).sum(-2, dtype=torch.float64), (back != UNSEEN).sum(-2)),
+        offsets=_mean(_held(back, -2), (back != UNSEEN).sum(-2)),
         targets={
-            name: _mean(_held(aimed[..., n]).sum(-1, dtype=torch.float64), (alive & (x >= 0).any(-1)[:, None]).sum(-1))
+            name: _mean(_held(aimed[..., n], -1), (alive & (x >= 0).any(-1)[:, None]).sum(-1))
             for n, (name, x) in enumerate(targets.items())
         },
         rows=rows,
@@ -83,8 +83,8 @@ def _picks(asked: Asked) -> tuple[Tensor, Tensor]:
     First the offsets, a sum each; then the targets, a sum a name.
     """
     T, S = asked.query.shape[2], asked.key.shape[2]
-    pos, steps = torch.arange(T, device="cpu")[:, None] + (S - T), torch.arange(asked.offsets + 1, device="cpu")
-    back = (pos - steps).clamp(min=-1)  # and those beyond the last key are nobody's
+    pos, steps = torch.arange(T, device="cpu") + (S - T), torch.arange(asked.offsets + 1, device="cpu")
+    back = (pos - steps[:, None]).clamp(min=-1).mT  # and those beyond the last key are nobody's
     slots = [steps, *(torch.full((x.shape[-1],), len(steps) + n) for n, x in enumerate(asked.targets.values()))]
     if not asked.targets:
         return back[None], steps
@@ -92,8 +92,9 @@ def _picks(asked: Asked) -> tuple[Tensor, Tensor]:
     return torch.cat([back.expand(B, -1, -1), *asked.targets.values()], -1), torch.cat(slots)
 
 
-def _held(picked: Tensor) -> Tensor:
-    return picked.masked_fill(picked == UNSEEN, 0.0)
+def _held(picked: Tensor, dim: int) -> Tensor:
+    """The sum of the weights along an axis, without those that stand for none."""
+    return picked.sum(dim, dtype=torch.float64) - UNSEEN * (picked == UNSEEN).sum(dim)
 
 
 def _pooled(binned: Tensor, counted: Tensor, R: int) -> tuple[Tensor, Tensor]:
