@@ -9,10 +9,13 @@ import torch
 from mask_cases import Sizes
 from torch import Tensor
 
+from headwise import Mask
 from headwise.ops.reference import reference_weights
 from headwise.ops.statistics import RowStatistics, row_statistics, statistics
 from headwise.testing import make_qkv
 
+# What a pass over the rows tells, but for features and targets.
+NUMBERS = ("entropy", "largest", "largest_key", "distance", "keys", "sink", "offsets", "pooled", "pooled_rows", "rows")
 TOLERANCE = 1e-5  # what the statistics promise, against the float64 matrix
 
 
@@ -126,3 +129,9 @@ def check(
 
 def everything(n: Sizes) -> Tensor:
     return torch.ones(n.B, n.H, n.T, n.S, dtype=torch.bool)
+
+
+def seen(mask: Mask | None, n: Sizes) -> Tensor:
+    """What may be attended, (B, H, T, S)."""
+    allowed = None if mask is None else mask.allowed(n.T, n.S)
+    return everything(n) if allowed is None else allowed.expand(n.B, n.H, n.T, n.S)
