@@ -13,6 +13,7 @@ from mask_cases import MASKS, Sizes
 from native_cases import collected, dtypes
 from statistics_cases import NUMBERS, extras, inputs, seen
 from test_invariance import threads
+from test_native_sizes import far_apart
 from torch import Tensor
 
 import headwise
@@ -115,6 +116,23 @@ def test_any_strides(backend: str, dtype: torch.dtype) -> None:
                     pair = {k: given[k] for k in ("query", "key")}
                     ours_, theirs_ = (statistics(**{**pair, name: y}) for y in (odd, odd.contiguous()))
                     attempt((name, pattern, "received"), same, ours_, theirs_)
+
+
+@natives
+def test_offsets_beyond_2_to_the_31(backend: str) -> None:
+    """Of query, key and value along any axis: the same bits as near by."""
+    near = dict(zip(("query", "key", "value"), make_qkv(2, 4, 2, 13, 19, 8, 8), strict=True))
+    with instructions(backend), collected() as attempt:
+        out, found = attention_statistics(**near, mask=headwise.causal())
+        whole = statistics(near["query"], near["key"], mask=headwise.causal())
+        for name, x in near.items():
+            for dim in range(4):
+                far = {**near, name: far_apart(x, dim)}
+                ours, told = attention_statistics(**far, mask=headwise.causal())
+                attempt((name, dim), assert_same_bits, ours, out)
+                attempt((name, dim), same, told, found)
+                given = statistics(far["query"], far["key"], mask=headwise.causal())
+                attempt((name, dim, "received"), same, given, whole)
 
 
 # -- what may not be attended, and what may --------------------------------------------------------------------------
