@@ -141,7 +141,7 @@ static void run_received_of(const Problem& p, const Received& asked, int64_t ite
                            reinterpret_cast<uint16_t*>(s.key_copy[i]));
 #endif
     } else {
-      tile.key = float_rows(p.key, b, kv_head, tile.j0, tile.n, p.D, tile.bad, true, s.key_copy[i]);
+      tile.key = float_rows(p.key, p.key_scale, b, kv_head, tile.j0, tile.n, p.D, tile.bad, true, s.key_copy[i]);
     }
   }
   int blocks = 0;
@@ -149,6 +149,7 @@ static void run_received_of(const Problem& p, const Received& asked, int64_t ite
     const int n = static_cast<int>(least(kRows, p.T - t));
     place_rows(own, b, h, t, n, static_cast<int>(round_up(n, W)), *s.rows);
     if (s.rows->lo_min >= first + keys || s.rows->hi_max <= first) continue;
+    if (s.rows->gap_min <= first && s.rows->gap_max >= first + keys) continue;
     HW_BY_VECTORS(n, pack_query, own, b, *s.rows, s.query, reinterpret_cast<char*>(s.spare));
     const bool bad = take_ends(own, asked, b, *s.rows, s.top, s.largest);
     for (int i = 0; i * kTile < keys; ++i) {

@@ -333,7 +333,7 @@ static inline void read_keys_alone(const Problem& p, int64_t b, int64_t kv_head,
     tile.key = half_rows(p.key, b, kv_head, tile.j0, tile.n, p.D, bad_key, reinterpret_cast<uint16_t*>(s.key_copy));
 #endif
   } else {
-    tile.key = float_rows(p.key, b, kv_head, tile.j0, tile.n, p.D, bad_key, true, s.key_copy);
+    tile.key = float_rows(p.key, p.key_scale, b, kv_head, tile.j0, tile.n, p.D, bad_key, true, s.key_copy);
   }
 }
 
@@ -465,6 +465,12 @@ static inline void write_lists(const Statistics& s, int64_t at, int r, int R, fl
   for (int64_t i = 0; i < s.F; ++i) featured[i] = t.features[i * R + r] * largest;
 }
 
+// How many keys bands and lengths let row r attend.
+static inline int64_t keys_of(const Rows& rows, int r) {
+  const int64_t first = least(least(rows.first_max, rows.hi[r]), rows.lo[r]) - rows.first_min;
+  return most(0, int64_t{rows.hi[r]} - rows.lo[r]) + most(0, first);
+}
+
 template <class N, int NV>
 static inline void finish_statistics(const Problem& p, const Plan& plan, const Statistics& s, int64_t b,
                                      int64_t kv_head, int64_t first, int block, int64_t from, int64_t to,
@@ -483,7 +489,7 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
     const float largest = s.numbers[kLargest * plane + at], mass = s.numbers[kMass * plane + at];
     const bool empty = row.top == -kInf && largest == 0.0f;
     int64_t keys = t.keys[r];
-    if (p.n_segments == 0 && p.n_dense == 0) keys = most(0, int64_t{rows.hi[r]} - rows.lo[r]);
+    if (p.n_segments == 0 && p.n_dense == 0) keys = keys_of(rows, r);
     s.places[at] = empty ? -1 : most(t.largest_key[r], 0);
     s.places[plane + at] = empty ? 0 : most(keys, 1);
     write_lists(s, at, r, NV * W, largest, empty || mass == 0.0f ? 0.0f : mass != mass ? NAN : 1.0f / total, t);
@@ -501,13 +507,13 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
   StatisticsScratch<N> scratch(arena, p, s, static_cast<int>(plan.rows_per_item / kRows));
   BlockScratch<N>& own = scratch.block;
 
-  int64_t from = p.S, to = 0;
+  int64_t from = p.S, to = 0, gap = p.S;
   for (int i = 0; i < blocks; ++i) {
     Rows& rows = own.rows[i];
     const int n = static_cast<int>(least(kRows, last - first - i * kRows));
     place_rows(p, b, kv_head, first + i * kRows, n, static_cast<int>(round_up(n, W)), rows);
     HW_BY_VECTORS(n, pack_query, p, b, rows, own.query[i], reinterpret_cast<char*>(own.spare));
-    from = least(from, rows.lo_min), to = most(to, rows.hi_max);
+    from = least(from, rows.lo_min), to = most(to, rows.hi_max), gap = least(gap, rows.gap_max);
     memset(own.sums[i], 0, static_cast<size_t>(p.V * kRows) * sizeof(float));
     for (int r = 0; r < kRows; ++r) own.top[i * kRows + r] = -kInf, own.total[i * kRows + r] = 0.0f;
     clear_tally(p, s, b, rows, scratch.tally[i]);
@@ -517,6 +523,7 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
   BadKeys bad_key;
   for (int64_t j = from / kTile * kTile; j < to; j += kTile) {
     const int64_t j0 = most(j, from / 2 * 2), j1 = least(j + kTile, to);
+    if (j0 >= own.rows[0].gap_min && j1 <= gap) continue;  // between the first keys and the window
     load_tile<N>(p, b, kv_head, j0, static_cast<int>(j1 - j0), own, tile);
     if (tile.bad.any) read_keys_alone<N>(p, b, kv_head, own, tile, bad_key);
     for (int i = 0; i < blocks; ++i) {
