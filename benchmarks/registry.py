@@ -188,6 +188,9 @@ def _others() -> list[Case]:
     for dtype, kind in product(("float32", "bfloat16"), ("far-bias", "far-logits")):
         near = (Mark("near", 1 / 1.2),)  # at most 1.2 times the time on ordinary numbers
         cases.append(Case("denormal", 1, 8, 8, 1024, 1024, 64, dtype, kind, marks=near, without=("flex", *PEERS)))
+    for dtype, D in product(("float32", "bfloat16"), (64, 128)):
+        alone = (Mark("alone", 1 / 1.3, 1 / 1.1),)  # output and statistics in at most 1.3 times attention's time
+        cases.append(Case("statistics", 1, 8, 8, 8192, 8192, D, dtype, "causal", marks=alone, without=("flex", *PEERS)))
     return cases
 
 

@@ -115,6 +115,7 @@ bool register_operators() {
   bool good = true;
   for (const Operator& op : kAttend) good = good && define(definitions, op);
   for (const Operator* op : {&kBackward, &kHeld}) good = good && define(definitions, *op);
+  for (const Operator& op : kStatistics) good = good && define(definitions, op);
   return good;
 }
 

@@ -4,6 +4,8 @@
 #include "backward.h"
 #include "blocks.h"
 #include "lines.h"
+#include "received.h"
+#include "statistics.h"
 
 namespace headwise {
 namespace HW_ISA {
@@ -11,13 +13,18 @@ namespace HW_ISA {
 constexpr int64_t kSplitKeys = 1024;         // keys of an item where the rows of a head are few
 constexpr int64_t kItemBytes = 320 * 1024;  // of packed queries and sums that stay in a core's own cache
 
+// Rows of an item of `run_blocks`.
+static int64_t rows_per_item(const Problem& p, int64_t rows) {
+  const int64_t block_bytes = kRows * (p.D + p.V) * static_cast<int64_t>(sizeof(float));
+  const int64_t blocks = most(1, least(kMaxBlocks, kItemBytes / block_bytes));
+  return least(blocks, (rows + kRows - 1) / kRows) * kRows;
+}
+
 static Plan make_plan(const Problem& p) {
   Plan plan;
   plan.rows = p.T * (p.H / p.K);
   plan.by_row = plan.rows <= kLineRows;
-  const int64_t block_bytes = kRows * (p.D + p.V) * static_cast<int64_t>(sizeof(float));
-  const int64_t blocks = most(1, least(kMaxBlocks, kItemBytes / block_bytes));
-  plan.rows_per_item = plan.by_row ? plan.rows : least(blocks, (plan.rows + kRows - 1) / kRows) * kRows;
+  plan.rows_per_item = plan.by_row ? plan.rows : rows_per_item(p, plan.rows);
   plan.row_items = (plan.rows + plan.rows_per_item - 1) / plan.rows_per_item;
   // Many rows give threads enough to share; few rows share the keys.
   const bool split = plan.rows <= kMaxBlocks * kRows && p.S > kSplitKeys;
@@ -30,6 +37,18 @@ static Plan make_plan(const Problem& p) {
   } else {
     BlockScratch<Float32>(count, p, static_cast<int>(plan.rows_per_item / kRows));
   }
+  plan.scratch_bytes = count.used;
+  return plan;
+}
+
+static Plan plan_statistics(const Problem& p, const Statistics& statistics) {
+  Plan plan;
+  plan.rows = p.T * (p.H / p.K);
+  plan.rows_per_item = rows_per_item(p, plan.rows);
+  plan.row_items = (plan.rows + plan.rows_per_item - 1) / plan.rows_per_item;
+  plan.splits = 1, plan.keys_per_split = p.S;
+  Arena count{nullptr};
+  StatisticsScratch<Float32>(count, p, statistics, static_cast<int>(plan.rows_per_item / kRows));
   plan.scratch_bytes = count.used;
   return plan;
 }
@@ -79,9 +98,10 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
   run_blocks<Float32>(p, plan, group, split, scratch);
 }
 
-static const Kernels kernels = {HW_NAME,       make_plan,    run_item,       merge_rows,
-                                plan_backward, run_backward, merge_backward, run_backward_bias,
-                                round_floats};
+static const Kernels kernels = {HW_NAME,         make_plan,      run_item,       merge_rows,
+                                plan_backward,   run_backward,   merge_backward, run_backward_bias,
+                                round_floats,    plan_statistics, run_statistics, plan_received,
+                                run_received};
 
 }  // namespace HW_ISA
 }  // namespace headwise

@@ -14,6 +14,7 @@ struct Operator {
 
 extern const Operator kBackward;  // bind_backward.cpp
 extern const Operator kHeld;      // bind_held.cpp
+extern const Operator kStatistics[2];  // bind_statistics.cpp
 
 Owned empty_lse(Problem& p);  // (B, H, T), and p.lse in it
 

@@ -49,6 +49,15 @@ struct BackwardPlan {
   int64_t share_floats(const Problem& p) const { return p.S * (wide_key + wide_value); }
 };
 
+struct Statistics;
+struct Received;
+
+// Items that need no merging, and a thread's scratch.
+struct ItemPlan {
+  int64_t items;
+  int64_t scratch_bytes;
+};
+
 struct Kernels {
   const char* name;
   Plan (*plan)(const Problem&);
@@ -64,6 +73,11 @@ struct Kernels {
   // Those biases alone, one of them, for an item's queries and whatever of batch and heads they are summed over.
   void (*backward_bias)(const Problem&, const Gradients&, const BackwardPlan&, int dense, int64_t item, char* scratch);
   void (*round)(const float* x, int64_t n, Dtype dtype, void* out);  // to another float dtype
+  // Statistics (statistics_call.h): no splits, so an item is a group alone.
+  Plan (*plan_statistics)(const Problem&, const Statistics&);
+  void (*run_statistics)(const Problem&, const Plan&, const Statistics&, int64_t group, char* scratch);
+  ItemPlan (*plan_received)(const Problem&);
+  void (*run_received)(const Problem&, const Received&, int64_t item, char* scratch);
 };
 
 const Kernels* baseline_kernels();

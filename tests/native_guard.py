@@ -74,6 +74,15 @@ def calls(dtype: torch.dtype, end: bool) -> None:
         for (name, mask), extra in itertools.product(masks.items(), extras):
             print(dtype, end, n, name, list(extra), flush=True)
             headwise.attention(q, k, v, mask=mask, backend="native", **extra)
+        for name, mask in masks.items():
+            print(dtype, end, n, name, "statistics", flush=True)
+            given: dict[str, Any] = {
+                "mask": mask,
+                "features": {f"{i}": guarded(torch.randn(B, S), end) for i in range(T % 4)},
+                "targets": {"some": guarded(torch.randint(-1, S, (B, T, 2)), end)},
+            }
+            headwise.attention_statistics(q, k, v, **given)
+            headwise.statistics(q, k, **given)
         print(dtype, end, n, "strides", flush=True)
         headwise.attention(*(guarded(x.mT.contiguous(), end).mT for x in (q, k, v)), backend="native")
         kept.clear()

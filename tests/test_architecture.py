@@ -34,8 +34,9 @@ BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
 PUBLIC = """
-    alibi alibi_slopes attention bias causal causal_top_left explain Explanation HeadStatistics keep LatentAttention
-    lengths look Mask MultiHeadAttention nn plan segments statistics trace weights window
+    alibi alibi_slopes attention attention_statistics bias causal causal_top_left explain Explanation HeadStatistics
+    keep LatentAttention lengths look Mask MultiHeadAttention nn plan RowStatistics segments statistics top_keys TopKeys
+    trace weights window
 """
 EXPORTS = PUBLIC.split()
 ARCHITECTURES = """

@@ -20,7 +20,11 @@ from .ops.masks import lengths as lengths
 from .ops.masks import segments as segments
 from .ops.masks import window as window
 from .ops.statistics import HeadStatistics as HeadStatistics
+from .ops.statistics import RowStatistics as RowStatistics
+from .ops.statistics import attention_statistics as attention_statistics
 from .ops.statistics import statistics as statistics
+from .ops.top_keys import TopKeys as TopKeys
+from .ops.top_keys import top_keys as top_keys
 from .ops.weights import weights as weights
 
 __version__: str

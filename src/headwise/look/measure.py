@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..nn.probe import AttentionCall
 from ..ops.masks import Mask
 from ..ops.rules import Bias, Keep, Part
-from ..ops.statistics import HeadStatistics, statistics
+from ..ops.statistics import RowStatistics, row_statistics
 from .records import HeadMap, HeadRecord
 from .roles import CLARK_KEYS, FEW_KEYS
 
@@ -48,9 +48,9 @@ class Uniform:
     One instance serves one text, so features and targets are the same wherever lengths are.
     """
 
-    known: dict[tuple[str, int, int, int], HeadStatistics] = field(default_factory=dict)
+    known: dict[tuple[str, int, int, int], RowStatistics] = field(default_factory=dict)
 
-    def of(self, call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor]) -> HeadStatistics:
+    def of(self, call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor]) -> RowStatistics:
         """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
         mask = forbids(call.mask)
@@ -59,7 +59,7 @@ class Uniform:
         if about in self.known:
             return self.known[about]
         zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
-        found = statistics(
+        found = row_statistics(
             zero[:, :, :T], zero[:, :, :S], mask=mask, offsets=OFFSETS, features=features, targets=targets, pool=1
         )
         if told:
@@ -93,9 +93,9 @@ def looks_ahead(call: AttentionCall) -> bool | None:
     return False
 
 
-def of_call(call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor], pool: int) -> HeadStatistics:
+def of_call(call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor], pool: int) -> RowStatistics:
     """The statistics of a call as it was made."""
-    return statistics(
+    return row_statistics(
         call.query,
         call.key,
         mask=call.mask,
@@ -145,7 +145,7 @@ def measure(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, u
 
 
 def records(
-    found: HeadStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool
+    found: RowStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool
 ) -> list[HeadRecord]:
     """A record a head of the first row of the batch; `place` makes one from its numbers."""
     count = found.rows.clamp(min=1)
@@ -174,7 +174,7 @@ def records(
     ]
 
 
-def evenness(found: HeadStatistics, *, sinks: bool) -> Tensor:
+def evenness(found: RowStatistics, *, sinks: bool) -> Tensor:
     """(B, H): mean of entropy / ln(number of choices, at most 128) over rows of 8 keys and more, at most 1."""
     choices = (found.keys + int(sinks)).clamp(max=CLARK_KEYS)
     told = found.keys >= FEW_KEYS
@@ -182,7 +182,7 @@ def evenness(found: HeadStatistics, *, sinks: bool) -> Tensor:
     return torch.where(told, ratio, 0.0).sum(-1) / told.sum(-1).clamp(min=1)
 
 
-def pooled(found: HeadStatistics, size: int) -> list[Map]:
+def pooled(found: RowStatistics, size: int) -> list[Map]:
     """The map of each head at `size` cells a side, pooled from the statistics' own."""
     large, weight = found.pooled[0].double(), found.pooled_rows[0, :, :, None].double()
     _, R, C = large.shape

@@ -102,11 +102,8 @@ class Mask:
     @property
     def is_interval(self) -> bool:
         """True where each row's keys are one interval, so that `bounds` tells all."""
-        return all(
-            isinstance(part, Lengths) or (isinstance(part, Band) and not part.kept)
-            for part in self.parts
-            if part.restricts
-        )
+        rules = [part for part in self.parts if part.restricts]
+        return all(isinstance(part, Lengths) or (isinstance(part, Band) and not part.kept) for part in rules)
 
     @property
     def is_top_left(self) -> bool:

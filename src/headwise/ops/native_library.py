@@ -19,7 +19,10 @@ from torch import Tensor
 from .native_backward import Problem, by_definition, leaves_of
 
 LIBRARY = Path(__file__).parents[1] / "_native.so"
-OWN = ("attend", "attend_full", "attend_held", "attend_backward", "dropout_keep", "isa", "isas", "use_isa")
+OWN = (
+    "attend", "attend_full", "attend_held", "attend_backward", "attend_statistics", "attend_received", "dropout_keep",
+    "isa", "isas", "use_isa",
+)  # fmt: skip
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
     "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, float dropout, Tensor? seed"
@@ -90,6 +93,8 @@ def _register() -> None:
         "attend_held": lambda query, key, key_scale, value, *_: _empty_pair(query, key, value),
         "attend_train": _empty_pair,
         "attend_backward": _empty_gradients,
+        "attend_statistics": _empty_statistics,
+        "attend_received": _empty_received,
         "dropout_keep": lambda seed, dropout, B, H, first, rows, S: seed.new_empty((B, H, rows, S), dtype=torch.bool),
     }
     for name, fake in fakes.items():
@@ -101,6 +106,23 @@ def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Ten
     B, H, T, _D = query.shape
     out = query.new_empty(B, T, H, value.shape[3]).transpose(1, 2)
     return out, query.new_empty((B, H, T), dtype=torch.float32)
+
+
+def _empty_statistics(query: Tensor, key: Tensor, value: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    B, H, T, _D = query.shape
+    *_, sums, features, bins = args
+    columns = 0 if features is None else features.shape[-1]
+    out = query.new_empty(B, T, H, 0 if value is None else value.shape[3]).transpose(1, 2)
+    lse, numbers, *lists = (
+        query.new_empty(shape, dtype=torch.float32)
+        for shape in ((B, H, T), (6, B, H, T), (B, H, T, sums), (B, H, T, bins), (B, H, T, columns))
+    )
+    return out, lse, numbers, query.new_empty((2, B, H, T), dtype=torch.int64), *lists
+
+
+def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    (B, H), S = query.shape[:2], key.shape[2]
+    return query.new_empty((B, H, S), dtype=torch.float64), query.new_empty((B, H, S), dtype=torch.int64)
 
 
 def _empty_gradients(

@@ -53,8 +53,8 @@ def weights(
         raise ValueError(f"stage is one of {', '.join(STAGES)}; got {stage!r}")
     (H, T, D), (K, S) = query.shape[1:], key.shape[1:3]
     mask = fitted(mask, query, key)
-    row_index = _chosen("rows", rows, T, query.device)
-    head_index = _chosen("heads", heads, H, query.device)
+    row_index = chosen("rows", rows, T, query.device)
+    head_index = chosen("heads", heads, H, query.device)
 
     # One group of heads after another would read each key once; the chosen few are simply picked.
     q_BhrD = query[:, head_index][:, :, row_index]
@@ -62,21 +62,29 @@ def weights(
     scores = score_rows(q_BhrD, k_BhSD, D**-0.5 if scale is None else scale, None if stage == "raw" else softcap)
     if stage in ("raw", "softcapped"):
         return scores
-    allowed = added = None
-    if mask is not None:
-        allowed = _of_heads(mask.allowed(T, S, rows=row_index, device=query.device), head_index)
-        added = _of_heads(mask.added(T, S, rows=row_index, device=query.device), head_index)
+    allowed, added = rules_of(mask, T, S, row_index, head_index)
     scores = mask_scores(scores, allowed, added)
     if stage == "biased":
         return scores
     return softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
 
 
+def rules_of(
+    mask: Mask | None, T: int, S: int, row_index: Tensor, head_index: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """What a mask allows and adds for the chosen rows and heads."""
+    if mask is None:
+        return None, None
+    allowed = mask.allowed(T, S, rows=row_index, device=row_index.device)
+    added = mask.added(T, S, rows=row_index, device=row_index.device)
+    return _of_heads(allowed, head_index), _of_heads(added, head_index)
+
+
 def _of_heads(rule: Tensor | None, head_index: Tensor) -> Tensor | None:
     return rule if rule is None or rule.shape[1] == 1 else rule[:, head_index]
 
 
-def _chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int, device: torch.device) -> Tensor:
+def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int, device: torch.device) -> Tensor:
     """The chosen indices of an axis, counted from the start."""
     if pick is None or isinstance(pick, slice):
         return torch.arange(length, device=device)[pick or slice(None)]

@@ -1,0 +1,95 @@
+"""What a call for statistics asks, checked: what both ways of answering it take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..shapes import check_options, check_query_key, describe
+from .masks import Mask, fitted
+
+
+class Asked(NamedTuple):
+    """A checked call. Features are (B, S) each, targets (B, T, n) long, on the query's device."""
+
+    query: Tensor
+    key: Tensor
+    mask: Mask | None
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    offsets: int
+    features: dict[str, Tensor]
+    targets: dict[str, Tensor]
+    pool: int
+
+    @property
+    def bins(self) -> tuple[int, int]:
+        """Of the pooled map: along the queries, along the keys."""
+        return min(self.query.shape[2], self.pool), min(self.key.shape[2], self.pool)
+
+
+def checked(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    offsets: int,
+    features: Mapping[str, Tensor] | None,
+    targets: Mapping[str, Tensor] | None,
+    pool: int,
+) -> Asked:
+    """The call, or the error that says what does not fit."""
+    check_query_key(query, key)
+    check_options(query, scale, softcap, sinks, 0.0)
+    (T, D), S = query.shape[2:], key.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    mask = fitted(mask, query, key)
+    if offsets < 0 or pool < 1:
+        raise ValueError(f"statistics needs offsets >= 0 and pool >= 1; got offsets={offsets}, pool={pool}")
+    mask = None if mask is None else mask.trimmed(T, S)
+    columns, lists = _checked_features(features, query, S), _checked_targets(targets, query, S)
+    return Asked(query, key, mask, scale, softcap, sinks, offsets, columns, lists, pool)
+
+
+def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:
+    """Each feature as (B|1, S) on the query's device."""
+    B = query.shape[0]
+    out = {}
+    for name, feature in (features or {}).items():
+        if not isinstance(feature, Tensor):
+            raise TypeError(
+                f"feature {name!r} is a tensor (S,) or (B, S), a number a key; got {type(feature).__name__}"
+            )
+        if tuple(feature.shape) not in ((S,), (1, S), (B, S)) or feature.is_complex():
+            raise ValueError(
+                f"feature {name!r} is a number a key: (S,) or (B, S) with B = {B}, S = {S}; got {describe(feature)}"
+            )
+        out[name] = feature.to(query.device).expand(B, S)
+    return out
+
+
+def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:
+    """Each list of targets as (B, T, n) long on the query's device."""
+    B, T = query.shape[0], query.shape[2]
+    out = {}
+    for name, keys in (targets or {}).items():
+        if not isinstance(keys, Tensor) or keys.is_floating_point() or keys.dtype == torch.bool:
+            got = describe(keys) if isinstance(keys, Tensor) else type(keys).__name__
+            raise TypeError(f"targets {name!r} are key positions, an integer tensor (T, n) or (B, T, n); got {got}")
+        if keys.ndim not in (2, 3) or keys.shape[-2] != T or keys.shape[:-2] not in ((), (1,), (B,)):
+            raise ValueError(
+                f"targets {name!r} list n keys a row: (T, n) or (B, T, n) with B = {B}, T = {T}; got {describe(keys)}"
+            )
+        if keys.numel() and (int(keys.min()) < -1 or int(keys.max()) >= S):
+            raise ValueError(
+                f"targets {name!r} are positions 0 <= j < S = {S}, or -1 for none; "
+                f"got {int(keys.min())} to {int(keys.max())}"
+            )
+        out[name] = keys.to(query.device, torch.long).expand(B, T, keys.shape[-1])
+    return out

@@ -1,0 +1,137 @@
+"""What tests of statistics share: features and targets of each kind, the definitions on the whole float64 matrix."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from mask_cases import Sizes
+from torch import Tensor
+
+from headwise import Mask
+from headwise.ops.reference import reference_weights
+from headwise.ops.statistics import RowStatistics, row_statistics, statistics
+from headwise.testing import make_qkv
+
+# What a pass over the rows tells, but for features and targets.
+NUMBERS = ("entropy", "largest", "largest_key", "distance", "keys", "sink", "offsets", "pooled", "pooled_rows", "rows")
+TOLERANCE = 1e-5  # what the statistics promise, against the float64 matrix
+
+
+def inputs(n: Sizes, dtype: torch.dtype = torch.float32, kind: str = "normal") -> tuple[Tensor, Tensor]:
+    query, key, _ = make_qkv(*n, dtype=dtype, kind=kind)
+    return query, key
+
+
+def extras(n: Sizes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Features of each kind and targets with rows that have none, two, or the same key as another row."""
+    make = torch.Generator().manual_seed(7)
+    features = {
+        "first": torch.arange(n.S) == 0,
+        "real (B, S)": torch.randn(n.B, n.S, generator=make),
+        "integer": torch.arange(n.S) % 3,
+    }
+    targets = {
+        "two": torch.randint(-1, n.S, (n.B, n.T, 2), generator=make),
+        "few": torch.where(torch.arange(n.T) % 3 == 1, torch.arange(n.T) % n.S, -1)[:, None],
+        "none": torch.full((n.T, 3), -1),
+    }
+    targets["empty list"] = torch.zeros(n.B, n.T, 0, dtype=torch.long)
+    return features, targets
+
+
+def mean(total: Tensor, count: Tensor) -> Tensor:
+    return torch.where(count > 0, total / count.clamp(min=1), 0.0)
+
+
+def expected(
+    p: Tensor, seen: Tensor, sink: Tensor, offsets: int, pool: int, n: Sizes
+) -> dict[str, Tensor | dict[str, Tensor]]:
+    """The definitions, written on the whole matrix p (B, H, T, S); `seen` says what may be attended."""
+    T, S = p.shape[2:]
+    features, targets = extras(n)
+    alive = seen.any(-1)
+    pos, j = torch.arange(T)[:, None] + S - T, torch.arange(S)[None]
+    on_keys = p.sum(-1)
+    share = torch.where(on_keys[..., None] > 0, p / on_keys.clamp(min=1e-300)[..., None], 0.0)
+    back = [torch.where(pos - j == k, 1.0, 0.0).double() for k in range(offsets + 1)]
+    rows_in = torch.nn.functional.one_hot(torch.arange(T) * min(T, pool) // T, min(T, pool)).double()
+    keys_in = torch.nn.functional.one_hot(torch.arange(S) * min(S, pool) // S, min(S, pool)).double()
+    per_bin = alive.double() @ rows_in
+    want: dict[str, Tensor | dict[str, Tensor]] = {
+        "entropy": -(torch.xlogy(p, p).sum(-1) + torch.xlogy(sink, sink)),
+        "largest": p.max(-1).values,
+        "distance": (share * (pos - j).abs()).sum(-1),
+        "keys": seen.sum(-1),
+        "sink": sink,
+        "offsets": torch.stack([mean((p * d).sum((-1, -2)), (seen * d).sum((-1, -2))) for d in back], -1),
+        "received": mean(p.sum(-2), seen.sum(-2)),
+        "pooled": mean(rows_in.mT @ share @ keys_in, per_bin[..., None]),
+        "pooled_rows": per_bin,
+        "rows": alive.sum(-1),
+    }
+    want["features"] = {
+        name: mean((p * f.double().view(-1, 1, 1, S)).sum((-1, -2)), alive.sum(-1)) for name, f in features.items()
+    }
+    aims: dict[str, Tensor] = {}
+    for name, keys in targets.items():
+        lists = keys.expand(n.B, *keys.shape[-2:])
+        hits = torch.nn.functional.one_hot(lists + 1, S + 1)[..., 1:].sum(-2).double()[:, None]
+        has = alive & (lists >= 0).any(-1)[:, None]
+        aims[name] = mean((p * hits).sum((-1, -2)), has.sum(-1))
+    want["targets"] = aims
+    return want
+
+
+def worst(found: RowStatistics, want: dict[str, Tensor | dict[str, Tensor]]) -> dict[str, float]:
+    """The largest error of each statistic, relative where numbers exceed 1; shapes must agree."""
+    errors = {}
+    for name, truth in want.items():
+        ours = getattr(found, name)
+        pairs = [(ours, truth)] if isinstance(truth, Tensor) else [(ours[key], truth[key]) for key in truth]
+        for mine, exact in pairs:
+            assert mine.shape == exact.shape, (name, mine.shape, exact.shape)
+            off = (mine.double() - exact).abs() / exact.double().abs().clamp(min=1)
+            errors[name] = max(errors.get(name, 0.0), float(off.nan_to_num(nan=math.inf).max()) if off.numel() else 0.0)
+    return errors
+
+
+def check(
+    n: Sizes,
+    query: Tensor,
+    key: Tensor,
+    allowed: Tensor,
+    tolerance: float = TOLERANCE,
+    pool: int = 5,
+    **options: Any,
+) -> None:
+    """Statistics against the float64 matrix of the same (rounded) inputs; with and without the second pass."""
+    features, targets = extras(n)
+    mask, sinks = options.pop("mask", None), options.pop("sinks", None)
+    asked = {**options, "mask": mask, "sinks": sinks, "features": features, "targets": targets}
+    found = statistics(query, key, offsets=3, pool=pool, **asked)
+    wide = None if sinks is None else sinks.double()
+    p, _ = reference_weights(query.double(), key.double(), mask=mask, sinks=wide, **options)
+    sink = (1 - p.sum(-1)).masked_fill(~allowed.any(-1), 0.0) if sinks is not None else torch.zeros_like(p[..., 0])
+    want = expected(p, allowed, sink, 3, pool, n)
+    errors = worst(found, want)
+    assert max(errors.values()) <= tolerance, errors
+    top = found.largest_key
+    assert torch.equal(top == -1, ~allowed.any(-1))
+    held = p.gather(-1, top.clamp(min=0)[..., None])[..., 0]
+    assert ((held - p.max(-1).values).abs() <= tolerance).all()  # ties may go either way
+    assert found.entropy.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
+    rows = row_statistics(query, key, offsets=3, pool=pool, **asked)
+    errors = worst(rows, {name: x for name, x in want.items() if name != "received"})
+    assert max(errors.values()) <= tolerance, ("one pass", errors)
+
+
+def everything(n: Sizes) -> Tensor:
+    return torch.ones(n.B, n.H, n.T, n.S, dtype=torch.bool)
+
+
+def seen(mask: Mask | None, n: Sizes) -> Tensor:
+    """What may be attended, (B, H, T, S)."""
+    allowed = None if mask is None else mask.allowed(n.T, n.S)
+    return everything(n) if allowed is None else allowed.expand(n.B, n.H, n.T, n.S)

@@ -1,0 +1,194 @@
+"""The native kernel's statistics: right at every size, for every mask, on every instruction set.
+
+Answers are those of the definitions on the float64 matrix (`statistics_cases`), to 1e-5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backends import BEST, instructions, natives, needs_native
+from mask_cases import FEW, MASKS, SIZES, TILED, Sizes, dense
+from native_cases import answer_of, check_out, collected, dtypes
+from statistics_cases import NUMBERS, TOLERANCE, check, inputs, seen
+
+import headwise
+from headwise import Mask
+from headwise.ops.statistics import attention_statistics, row_statistics, statistics
+from headwise.testing import assert_same_bits, make_qkv
+
+pytestmark = needs_native
+best = pytest.mark.parametrize("backend", BEST)
+
+
+@pytest.fixture(autouse=True)
+def never_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that went the other way would be tested for nothing."""
+    monkeypatch.setattr("headwise.ops.statistics_blocks.measure", lambda asked: pytest.fail("not the kernel"))
+
+
+def right(n: Sizes, dtype: torch.dtype, mask: Mask | None, pool: int = 5, **options: Any) -> None:
+    query, key = inputs(n, dtype)
+    check(n, query, key, seen(mask, n), pool=pool, mask=mask, **options)
+
+
+# -- every size ------------------------------------------------------------------------------------------------------
+
+LENGTHS = (*range(1, 131), 255, 256, 257)
+
+
+@natives
+@dtypes
+def test_every_length(backend: str, dtype: torch.dtype) -> None:
+    """Of queries, of keys, of both: tiles, blocks of rows, pairs of keys and bins end everywhere."""
+    with instructions(backend), collected() as attempt:
+        for n in LENGTHS:
+            for T, S, pool in ((n, n, 7), (67, n, n), (n, 131, 32)):
+                attempt((T, S, pool), right, Sizes(1, 2, 1, T, S, 5, 5), dtype, headwise.causal(), pool)
+
+
+@natives
+@dtypes
+@pytest.mark.parametrize("S", [1023, 1024, 1025])
+def test_a_thousand_keys(backend: str, dtype: torch.dtype, S: int) -> None:
+    with instructions(backend), collected() as attempt:
+        for T, mask in ((3, None), (61, headwise.causal()), (S, headwise.window(129, 3))):
+            attempt(T, right, Sizes(1, 2, 1, T, S, 8, 8), dtype, mask, 32)
+
+
+@natives
+@dtypes
+def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
+    with instructions(backend), collected() as attempt:
+        for D in (*range(1, 34), 63, 64, 65, 80, 96, 127, 128, 129, 160, 256, 257, 320, 576):
+            attempt(D, right, Sizes(1, 2, 2, 19, 37, D, D), dtype, headwise.causal())
+
+
+@natives
+@dtypes
+def test_primes_and_groups(backend: str, dtype: torch.dtype) -> None:
+    sizes = [Sizes(3, 35, 7, 23, 61, 59, 3), Sizes(5, 3, 3, 47, 53, 11, 3), Sizes(2, 13, 1, 17, 257, 31, 3)]
+    with instructions(backend), collected() as attempt:
+        for n in sizes:
+            for mask in (None, headwise.causal(), headwise.window(11, 4)):
+                attempt((n, mask), right, n, dtype, mask, 13)
+
+
+@natives
+@dtypes
+@pytest.mark.parametrize("pool", [1, 2, 3, 31, 97, 130, 131, 200])
+def test_bins_of_any_number(backend: str, dtype: torch.dtype, pool: int) -> None:
+    with instructions(backend), collected() as attempt:
+        for T in (1, 67, 131):
+            attempt(T, right, Sizes(1, 2, 1, T, 131, 8, 8), dtype, headwise.causal(), pool)
+
+
+@natives
+def test_seventy_thousand_heads(backend: str) -> None:
+    with instructions(backend):
+        n = Sizes(35_000, 2, 1, 2, 3, 2, 2)
+        query, key = inputs(n)
+        found = statistics(query, key, mask=headwise.causal())
+        weights = headwise.weights(query.double(), key.double(), mask=headwise.causal())
+        assert (found.largest - weights.amax(-1)).abs().max() <= TOLERANCE
+        assert (found.received - weights.sum(2) / torch.tensor([2, 2, 1])).abs().max() <= TOLERANCE
+
+
+@natives
+@dtypes
+def test_more_rows_than_are_added_up_in_float32(backend: str, dtype: torch.dtype) -> None:
+    """What a key receives from thousands of rows, most of which give it little."""
+    query, key = inputs(Sizes(1, 2, 1, 7001, 600, 8, 8), dtype)
+    mask = headwise.window(301, 7, offset=-3000)
+    with instructions(backend):
+        found = statistics(query, key, mask=mask, pool=3)
+    weights = headwise.weights(query.double(), key.double(), mask=mask)
+    count = mask.dense(7001, 600).sum(-2)
+    assert count.max() < 7001 and torch.equal(found.keys[0, 0] > 0, weights[0, 0].sum(-1) > 0.5)
+    assert (found.received - weights.sum(2) / count.clamp(min=1)).abs().max() <= TOLERANCE
+
+
+# -- every mask, every option ----------------------------------------------------------------------------------------
+
+
+@natives
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(backend: str, name: str) -> None:
+    with instructions(backend), collected() as attempt:
+        for n in SIZES:
+            query, key = inputs(n)
+            attempt(n, check, n, query, key, dense(name, n)[0], mask=MASKS[name](n).mask)
+
+
+@natives
+@dtypes
+@pytest.mark.parametrize("name", FEW)
+def test_all_options_at_once_across_tiles(backend: str, dtype: torch.dtype, name: str) -> None:
+    query, key = inputs(TILED, dtype)
+    options: dict[str, Any] = {"scale": 0.7, "softcap": 3.0, "sinks": torch.tensor([0.5, 4.0])}
+    with instructions(backend):
+        check(TILED, query, key, dense(name, TILED)[0], mask=MASKS[name](TILED).mask, **options)
+
+
+@natives
+@dtypes
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-38, 30.0])
+def test_any_scale(backend: str, dtype: torch.dtype, scale: float) -> None:
+    n = Sizes(1, 2, 1, 19, 131, 7, 7)
+    query, key = inputs(n, dtype)
+    # A score carries roundings of its own size, whoever computes it.
+    tolerance = max(TOLERANCE, abs(scale) * float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * 2**-22)
+    with instructions(backend):
+        check(n, query, key, seen(headwise.causal(), n), tolerance, mask=headwise.causal(), scale=scale)
+
+
+@natives
+@dtypes
+def test_the_first_of_equal_keys_is_the_largest(backend: str, dtype: torch.dtype) -> None:
+    n = Sizes(1, 2, 1, 61, 391, 6, 6)
+    query, key = inputs(n, dtype)
+    key = key[:, :, :23].repeat(1, 1, 17, 1)  # the same 23 keys over and over
+    weights = headwise.weights(query.double(), key.double(), mask=headwise.causal())
+    first = (weights >= weights.amax(-1, keepdim=True) * (1 - 1e-9)).int().argmax(-1)
+    with instructions(backend):
+        assert torch.equal(statistics(query, key, mask=headwise.causal()).largest_key, first)
+        assert torch.equal(statistics(0 * query, key).largest_key, torch.zeros_like(first))
+
+
+@natives
+@dtypes
+@pytest.mark.parametrize("name", ["causal", "window 3", "keep BHTS", "bias BHTS", "all kinds"])
+def test_out_is_that_of_attention(backend: str, dtype: torch.dtype, name: str) -> None:
+    """Within attention's own budget, and the statistics are those without a value, to the bit."""
+    with instructions(backend), collected() as attempt:
+        for n in (*SIZES, TILED, Sizes(2, 4, 2, 1, 1100, 16, 24)):
+            qkv, mask = make_qkv(*n, dtype=dtype), MASKS[name](n).mask
+            sinks = torch.linspace(-1, 1, n.H)
+            out, found = attention_statistics(*qkv, mask=mask, sinks=sinks)
+            attempt(n, check_out, out, answer_of(qkv, mask=mask, sinks=sinks))
+            assert out.dtype == dtype and out.stride() == headwise.attention(*qkv).stride()
+            alone = row_statistics(*qkv[:2], mask=mask, sinks=sinks)
+            for field in NUMBERS:
+                attempt(f"{n} {field}", assert_same_bits, getattr(found, field), getattr(alone, field))
+
+
+@natives
+@dtypes
+def test_scores_that_overflow_are_honest(backend: str, dtype: torch.dtype) -> None:
+    """An infinite score makes its row NaN, one of -inf has no weight, and other rows are as ever."""
+    query, key = torch.ones(1, 1, 3, 4), torch.randn(1, 1, 150, 4)
+    huge = torch.finfo(dtype).max
+    query[0, 0, 1] = torch.tensor([huge, 0, 0, 0])
+    key[0, 0, 7, 0], key[0, 0, 9, 0] = 4.0, -huge
+    query, key = query.to(dtype), key.to(dtype)
+    wide = headwise.weights(query.double(), key.double(), scale=1.0)
+    with instructions(backend):
+        found = statistics(query, key, scale=1.0)
+    if dtype == torch.float16:  # nothing overflows in float32
+        assert not found.entropy.isnan().any()
+    else:
+        assert torch.equal(found.entropy[0, 0].isnan(), torch.tensor([False, True, False]))
+    assert (found.largest - wide.amax(-1))[0, 0, [0, 2]].abs().max() <= TOLERANCE
+    assert found.keys.eq(150).all()
