@@ -24,28 +24,66 @@ constexpr int kDigitBytes = 4;  // of a number's digits, with fillers
 // What fits in so many digits, and one rounding more.
 HW_INLINE float most_of(int digits) { return digits == 2 ? 127.0f * 256.0f : 127.0f * 65536.0f; }
 
-// n floats as digits, n up to the next W readable and 0 behind the last, with what the bias of the other factor adds to
-// the products with each digit. Gives the worth of the last digit, 0 where all are 0. `Binary`: it is a power of two, so
-// that numbers of few bits, as bfloat16 has, are exact down to a 128th of the greatest with two digits.
-template <int Digits, bool Binary>
-static inline float put_digits(int8_t* HW_RESTRICT digits, int32_t* bias, const float* HW_RESTRICT x, int64_t n) {
+HW_INLINE F peak_of(const float* x, int64_t n) {
   F peak = zero();
   for (int64_t i = 0; i < n; i += W) peak = max(peak, abs(load(x + i)));
-  const float top = reduce_max(peak);
-  const bool none = !(top > 1e-30f);  // and what is so small is nothing
-  float inverse = none ? 0.0f : most_of(Digits) / top;
-  if (Binary) {
-    uint32_t bits;
-    memcpy(&bits, &inverse, sizeof(bits));
-    bits &= 0x7f800000u;
-    memcpy(&inverse, &bits, sizeof(bits));
-  }
+  return peak;
+}
+
+// n floats times `inverse` as digits, n up to the next W readable and 0 behind the last, with what the bias of the other
+// factor adds to the products with each digit.
+template <int Digits>
+static inline void put_digits(int8_t* HW_RESTRICT digits, int32_t* bias, const float* HW_RESTRICT x, int64_t n,
+                              float inverse) {
   I sum = set_whole(0);
-  for (int64_t i = 0; i < n; i += W) {
-    store_digits<Digits>(digits + i * kDigitBytes, sum, mul(load(x + i), set1(inverse)));
-  }
+  for (int64_t i = 0; i < n; i += W) store_digits<Digits>(digits + i * kDigitBytes, sum, mul(load(x + i), set1(inverse)));
   sum_fours(bias, sum);
-  return none ? 0.0f : 1.0f / inverse;
+}
+
+// The weights of a row as digits. Gives the worth of the last digit, 0 where all are 0 (and 1e-30 is nothing).
+template <int Digits>
+static inline float put_weights(int8_t* digits, int32_t* bias, const float* x, int64_t n) {
+  const float top = reduce_max(peak_of(x, n));
+  const bool none = !(top > 1e-30f);
+  put_digits<Digits>(digits, bias, x, n, none ? 0.0f : most_of(Digits) / top);
+  return none ? 0.0f : top / most_of(Digits);
+}
+
+// The greatest power of two, at most 2^100, that leaves numbers up to `top` room in so many digits.
+HW_INLINE float power_for(int digits, float top) {
+  float inverse = most_of(digits) / (top > 1e-24f ? top : 1e-24f);
+  uint32_t bits;
+  memcpy(&bits, &inverse, sizeof(bits));
+  bits &= 0x7f800000u;
+  memcpy(&inverse, &bits, sizeof(bits));
+  return inverse;
+}
+
+// A query of n floats (whole vectors), as digits in units of a power of two: two of them hold numbers of bfloat16 exactly,
+// down to a 128th of the greatest. Where what they leave over is more than 2^-16 of the whole (some numbers are far greater
+// than the others), three are needed; `fits` says so. Three digits say the same as two where two are enough and `two`
+// asks for it: what other rows need changes no bit of this one.
+template <int Digits>
+static inline float put_query(int8_t* digits, int32_t* bias, float* x, int64_t n, bool two, bool& fits) {
+  const float top = reduce_max(peak_of(x, n)), inverse = power_for(2, top);
+  F over = zero(), whole = zero();
+  for (int64_t i = 0; i < n; i += W) {
+    const F y = mul(load(x + i), set1(inverse)), rest = sub(y, rounded(y));
+    over = fma(rest, rest, over), whole = fma(y, y, whole);
+  }
+  fits = reduce_add(over) <= 0x1p-32f * reduce_add(whole);
+  if (Digits == 2) {
+    put_digits<2>(digits, bias, x, n, inverse);
+    return 1.0f / inverse;
+  }
+  if (two && fits) {
+    for (int64_t i = 0; i < n; i += W) store(x + i, rounded(mul(load(x + i), set1(inverse))));
+    put_digits<3>(digits, bias, x, n, 256.0f);
+    return 1.0f / 256.0f / inverse;
+  }
+  const float finer = power_for(3, top);
+  put_digits<3>(digits, bias, x, n, finer);
+  return 1.0f / finer;
 }
 
 // Whole numbers from the sums of their digits, the lowest first.

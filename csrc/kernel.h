@@ -73,9 +73,9 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
     if (p.bytes()) {
 #if HW_BF16
       if (p.dtype() == Dtype::bf16) {  // two digits hold what it holds
-        run_lines_of<ReadDigits<2>>(p, plan, group, split, scratch);
+        run_lines_of<ReadDigits<2, 2>>(p, plan, group, split, scratch);
       } else {
-        run_lines_of<ReadDigits<3>>(p, plan, group, split, scratch);
+        run_lines_of<ReadDigits<3, 3>>(p, plan, group, split, scratch);
       }
 #else
       run_lines_of<ReadByte>(p, plan, group, split, scratch);

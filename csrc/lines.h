@@ -66,9 +66,10 @@ struct ReadByte : ReadFloat {
 };
 
 #if HW_BF16
-template <int Digits>
+template <int Query, int Weight>
 struct ReadDigits : ReadByte {
-  static constexpr int kDigits = Digits;
+  static constexpr int kDigits = Query, kWeightDigits = Weight;
+  using More = ReadDigits<3, Weight>;  // for queries that need them
   static constexpr int64_t kStep = kBytes;
   HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
 };
@@ -320,19 +321,22 @@ static inline void mix_lines(LineScratch& s, int n, const RowsOf& value, int64_t
 #if HW_BF16
   if constexpr (Read::kDigits != 0) {
     for (int r = 0; r < R; ++r) {
-      s.weight_unit[r] = put_digits<Read::kDigits, false>(s.digits + r * kLineTile * kDigitBytes, s.weight_bias + r * 4, s.scores + r * kLineTile, n);
+      s.weight_unit[r] = put_weights<Read::kWeightDigits>(s.digits + r * kLineTile * kDigitBytes, s.weight_bias + r * 4,
+                                                          s.scores + r * kLineTile, n);
     }
     for (int64_t d = 0; d < wide; d += kBytes) {
+      constexpr int N = Read::kWeightDigits;
       const auto some = [&](auto mix) {
-        mix(s.digits, s.weight_bias, s.weight_unit, n, v + d, value.stride, V - d, {ahead.rows + d, ahead.stride}, s.alpha, s.sums + d, wide);
+        const Ahead row = {ahead.rows + d, ahead.stride};
+        mix(s.digits, s.weight_bias, s.weight_unit, n, v + d, value.stride, V - d, row, s.alpha, s.sums + d, wide);
       };
       if constexpr (R <= 2) {
-        some(mix_digits<Read::kDigits, R, 0, 4, kLineTile>);
+        some(mix_digits<N, R, 0, 4, kLineTile>);
       } else if constexpr (R == 4) {
-        some(mix_digits<Read::kDigits, R, 0, 2, kLineTile>), some(mix_digits<Read::kDigits, R, 2, 2, kLineTile>);
+        some(mix_digits<N, R, 0, 2, kLineTile>), some(mix_digits<N, R, 2, 2, kLineTile>);
       } else {
-        some(mix_digits<Read::kDigits, R, 0, 1, kLineTile>), some(mix_digits<Read::kDigits, R, 1, 1, kLineTile>);
-        some(mix_digits<Read::kDigits, R, 2, 1, kLineTile>), some(mix_digits<Read::kDigits, R, 3, 1, kLineTile>);
+        some(mix_digits<N, R, 0, 1, kLineTile>), some(mix_digits<N, R, 1, 1, kLineTile>);
+        some(mix_digits<N, R, 2, 1, kLineTile>), some(mix_digits<N, R, 3, 1, kLineTile>);
       }
     }
     return;
@@ -425,7 +429,12 @@ static void run_lines(const Problem& p, const Plan& plan, int64_t group, int64_t
     copy_floats(s.line, row, p.query.dtype, p.query.stride[3], p.D, deep);
 #if HW_BF16
     if constexpr (Read::kDigits != 0) {
-      s.query_unit[r] = put_digits<Read::kDigits, true>(s.query_digits + r * deep * kDigitBytes, s.query_bias + r * 4, s.line, deep);
+      bool fits;
+      s.query_unit[r] = put_query<Read::kDigits>(s.query_digits + r * deep * kDigitBytes, s.query_bias + r * 4, s.line, deep,
+                                                 Read::kWeightDigits == 2, fits);
+      if constexpr (Read::kDigits == 2) {
+        if (!fits) return run_lines<typename Read::More, R>(p, plan, group, split, scratch);
+      }
       continue;
     }
 #endif

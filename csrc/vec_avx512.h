@@ -210,6 +210,7 @@ HW_INLINE I dot_bytes(I acc, I biased_x, const int8_t* digits) {
   return _mm512_dpbusd_epi32(acc, biased_x, four_bytes(digits));
 #endif
 }
+HW_INLINE F rounded(F x) { return _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); }  // to the nearest whole number
 HW_INLINE F floats_of(I whole) { return _mm512_cvtepi32_ps(whole); }
 // W rows of 64 bytes to the 16 vectors of their fours: place r of x[i] holds bytes 4 i to 4 i + 3 of row r.
 HW_INLINE void fours_of_rows(I* x) {
