@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
+from ..ops.int8 import Quantized
 from ..ops.masks import Mask, as_mask, causal, keep, lengths
 from ..ops.rules import Alibi, Band
 from .checks import check_append, check_rows
@@ -53,6 +54,7 @@ class KVCache(ABC):
         self.lengths = [0] * batch
         # The last append: its tokens T, how many of them are real in each row, and on which side the others lie.
         self._last: tuple[int, list[int], Side] = (0, [0] * batch, "right")
+        self._given = torch.float32 if dtype == torch.int8 else dtype  # the dtype in which tokens came
 
     # -- what a cache must do ------------------------------------------------------------------------------------------
 
@@ -127,7 +129,7 @@ class KVCache(ABC):
         starts = [T - count if side == "left" else 0 for count in counts]
         self._write(key, value, counts, starts)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
-        self._last = (T, counts, side)
+        self._last, self._given = (T, counts, side), key.dtype
         return self
 
     def attend(self, query: Tensor, *, mask: Mask | Tensor | None = None, **options: Any) -> Any:
@@ -173,6 +175,9 @@ class KVCache(ABC):
             found = keep(real[:, None, :, None]) if found is None else found & keep(real[:, None, :, None])
         both = found if mask is None else mask if found is None else found & mask
         return both if both is None or device.type == "cpu" else both.to(device)
+
+    def _plain(self, x: Tensor | Quantized) -> Tensor:
+        return x.dequantize(self._given) if isinstance(x, Quantized) else x
 
     def _rows(self, rows: Tensor | Sequence[int]) -> list[int]:
         return check_rows(rows, self.batch)

@@ -167,6 +167,11 @@ class PagedCache(KVCache):
     def nbytes(self) -> int:
         return len({page for table in self.tables for page in table}) * self.pool.page_nbytes
 
+    @property
+    def keys(self) -> Tensor:
+        """(B, K, S, D) up to the longest row's end, gathered: a copy."""
+        return self._plain(self._held(max(self._columns()))[0].dense())
+
     @override
     def _make_room(self, counts: list[int]) -> None:
         self.pool.require(sum(self._lacking(b, n) for b, n in enumerate(counts)))

@@ -46,6 +46,8 @@ class RollingCache(PagedCache):
         (1000, True)
     """
 
+    keys = None  # type: ignore[assignment]  # its columns are no positions, so nobody is to read them as such
+
     def __init__(
         self,
         batch: int,

@@ -78,6 +78,11 @@ class StaticCache(KVCache):
     def nbytes(self) -> int:
         return self._store.nbytes
 
+    @property
+    def keys(self) -> Tensor:
+        """(B, K, S, D) up to the longest row's end: a view; of int8 a copy in the dtype of the last tokens."""
+        return self._plain(self._store.held(max(self.lengths))[0])
+
     @override
     def _make_room(self, counts: list[int]) -> None:
         ends = [have + n for have, n in zip(self.lengths, counts, strict=True)]

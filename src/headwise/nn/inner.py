@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops.attention import attention
+from ..ops.held import Held
 from ..ops.masks import Mask
 from ..shapes import check_gate
 
@@ -66,13 +67,16 @@ class InnerAttention(Inner):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | Held,
+        value: Tensor | None,
         *,
         mask: Mask | Tensor | None = None,
         gate: Tensor | None = None,
     ) -> Tensor:
-        """(B, H, T, V) from query (B, H, T, D), key (B, K, S, D), value (B, K, S, V): see `headwise.attention`."""
+        """(B, H, T, V) from query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), or a cache and no value.
+
+        See `headwise.attention`.
+        """
         return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **self.options())
 
     def options(self) -> dict[str, Any]:
