@@ -146,10 +146,10 @@ class KVCache(ABC):
         T = query.shape[2] if query.ndim == 4 else 0
         columns = self._columns()
         S = max(columns, default=0)
-        if query.ndim != 4 or query.shape[0] != self.batch:
+        if query.ndim != 4 or (query.shape[0], query.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
-                f"a cache of {self.batch} rows is attended by query ({self.batch}, H, T, D); got {tuple(query.shape)}; "
-                "reorder() gives it other rows"
+                f"a cache of {self.batch} rows is attended by query (B, H, T, D) = ({self.batch}, H, T, {self.head_dim}"
+                f"); got {tuple(query.shape)}; reorder() gives it other rows"
             )
         if S == 0:
             raise ValueError("an empty cache has nothing to attend; append keys and values first")

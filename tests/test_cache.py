@@ -1,0 +1,188 @@
+"""Caches: sizes to the byte, what they refuse, pages shared and given back, and a stream of a million tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise
+from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
+from headwise.testing import assert_same_bits
+
+B, H, K, D, V = 2, 6, 2, 16, 8
+
+
+def tokens(T: int, rows: int = B, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, K, T, D).to(dtype), torch.randn(rows, K, T, V).to(dtype)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bytes_a_token"),
+    [(torch.float32, 4 * (D + V)), (torch.bfloat16, 2 * (D + V)), (torch.int8, D + V + 2 * 4)],
+    ids=str,
+)
+def test_bytes(dtype: torch.dtype, bytes_a_token: int) -> None:
+    """Keys and values, and of int8 two float32 scales a token and head; nothing else."""
+    assert StaticCache(B, K, D, V, capacity=100, dtype=dtype).nbytes == B * K * 100 * bytes_a_token
+    pool = PagePool(5, K, D, V, dtype=dtype)
+    assert pool.page_nbytes == K * 128 * bytes_a_token
+    cache = PagedCache(pool, B).append(*tokens(129, dtype=torch.float32 if dtype == torch.int8 else dtype))
+    assert cache.nbytes == 4 * pool.page_nbytes
+    assert RollingCache(1, K, D, V, window=128, dtype=dtype).nbytes == 3 * pool.page_nbytes
+
+
+def test_shared_values_take_no_room() -> None:
+    assert StaticCache(1, 1, 576, 512, capacity=10, shared=True, dtype=torch.bfloat16).nbytes == 10 * 576 * 2
+
+
+def test_appending_copies_nothing() -> None:
+    cache = StaticCache(B, K, D, V, capacity=9).append(*tokens(1))
+    place = cache.keys.data_ptr()
+    for _ in range(8):
+        cache.append(*tokens(1))
+        assert cache.keys.data_ptr() == place
+
+
+def test_a_million_tokens_stream_through() -> None:
+    """In constant memory; the last of them sees the window and the first tokens, as if the rest had never been."""
+    window, first, total = 200, 3, 1_000_000
+    cache = RollingCache(1, 1, 8, window=window, first=first, dtype=torch.bfloat16)
+    nbytes, pages = cache.nbytes, cache.pool.store.key.data_ptr()
+    beginning = torch.randn(1, 1, 128, 8).bfloat16()
+    piece = torch.randn(1, 1, 128, 8).bfloat16()
+    cache.append(beginning, beginning)
+    while cache.length + 128 <= total - 300:
+        cache.append(piece, piece)
+    ends = torch.randn(1, 1, total - cache.length, 8).bfloat16()
+    for x in ends.split(1, dim=2):
+        cache.append(x, x)
+        out = headwise.attention(x, cache)
+        assert len(cache.tables[0]) <= 4
+    assert cache.length == total and cache.nbytes == nbytes and cache.pool.store.key.data_ptr() == pages
+    seen = torch.cat([beginning[:, :, :first], ends[:, :, -window:]], dim=2)
+    torch.testing.assert_close(out, headwise.attention(ends[:, :, -1:], seen, seen), rtol=1e-2, atol=1e-2)
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_until_it_writes() -> None:
+    pool = PagePool(6, K, D, V)
+    one = PagedCache(pool, 1).append(*tokens(200, 1))
+    other = one.fork()
+    assert pool.free == 4 and other.tables == one.tables
+    other.append(*tokens(1, 1))
+    assert pool.free == 3 and other.tables[0][0] == one.tables[0][0] and other.tables[0][1] != one.tables[0][1]
+    one.append(*tokens(1, 1))
+    assert pool.free == 3, "nobody else held that page any more"
+    one.release()
+    assert pool.free == 4 and other.length == 201
+    other.truncate(100)
+    assert pool.free == 5
+    other.truncate(0)
+    assert pool.free == 6
+
+
+def test_a_full_page_is_never_copied() -> None:
+    pool = PagePool(4, K, D, V)
+    one = PagedCache(pool, 1).append(*tokens(128, 1))
+    other = one.fork().append(*tokens(1, 1))
+    assert other.tables[0][0] == one.tables[0][0] and pool.free == 2
+
+
+def test_the_bits_of_pages_are_those_of_one_piece() -> None:
+    key, value = tokens(300)
+    query = torch.randn(B, H, 3, D)
+    static = StaticCache(B, K, D, V, capacity=300).append(key, value)
+    paged = PagedCache(PagePool(7, K, D, V), B).append(key, value)
+    assert_same_bits(headwise.attention(query, static), headwise.attention(query, paged))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Callable[[KVCache], Any], type[Exception], str]] = {
+    "heads": (lambda c: c.append(torch.zeros(B, 3, 1, D), torch.zeros(B, 3, 1, V)), ValueError, r"takes key \(B, K, T"),
+    "rows": (lambda c: c.append(*tokens(1, 3)), ValueError, r"= \(2, 2, T, 16\); got \(3, 2, 1, 16\)"),
+    "width": (lambda c: c.append(tokens(1)[0], tokens(1)[0]), ValueError, r"takes value \(B, K, T, V\)"),
+    "length": (lambda c: c.append(tokens(2)[0], tokens(1)[1]), ValueError, "takes value"),
+    "dtype": (lambda c: c.append(*tokens(1, dtype=torch.bfloat16)), TypeError, "keeps torch.float32"),
+    "no value": (lambda c: c.append(tokens(1)[0]), ValueError, "takes append\\(key, value\\); got no value"),
+    "real": (lambda c: c.append(*tokens(3), lengths=[4, 1]), ValueError, "numbers from 0 to T = 3"),
+    "room": (lambda c: c.append(*tokens(500)), ValueError, "has no room|are needed|at most chunk"),
+    "longer": (lambda c: c.truncate(9), ValueError, "at most what is there"),
+    "no row": (lambda c: c.reorder([0, 2]), ValueError, "rows are numbers from 0 to 1"),
+    "query": (lambda c: headwise.attention(torch.zeros(3, H, 1, D), c), ValueError, "a cache of 2 rows is attended"),
+    "query's heads": (lambda c: headwise.attention(torch.zeros(B, 5, 1, D), c), ValueError, "multiple"),
+    "query's dim": (
+        lambda c: headwise.attention(torch.zeros(B, H, 1, D + 1), c),
+        ValueError,
+        r"\(2, H, T, 16\); got \(2, 6, 1, 17\)",
+    ),
+}
+KINDS: dict[str, Callable[[], KVCache]] = {
+    "static": lambda: StaticCache(B, K, D, V, capacity=20),
+    "paged": lambda: PagedCache(PagePool(4, K, D, V), B),
+    "rolling": lambda: RollingCache(B, K, D, V, window=9),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_and_unchanged(kind: str, what: str) -> None:
+    call, error, text = REFUSED[what]
+    cache = KINDS[kind]().append(*tokens(5))
+    query = torch.randn(B, H, 1, D)
+    before, lengths = headwise.attention(query, cache), list(cache.lengths)
+    with pytest.raises(error, match=text):
+        call(cache)
+    assert cache.lengths == lengths
+    assert_same_bits(before, headwise.attention(query, cache))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: StaticCache(B, K, D, capacity=0), ValueError, "capacity is at least 1; got 0"),
+        (lambda: StaticCache(B, K, D, capacity=1, dtype=torch.int32), ValueError, "keeps one of float32"),
+        (lambda: StaticCache(B, K, D, D + 1, capacity=1, shared=True), ValueError, "columns of the keys"),
+        (lambda: PagePool(3, K, D, page_size=100), ValueError, "a multiple of 128; got 100"),
+        (lambda: RollingCache(B, K, D, window=0), ValueError, "window is at least 1"),
+        (lambda: RollingCache(B, K, D, window=3, first=-1), ValueError, "first >= 0"),
+    ],
+)
+def test_what_cannot_be_made(make: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_a_window_cannot_go_back_beyond_what_is_left() -> None:
+    cache = RollingCache(1, K, D, V, window=100)
+    for _ in range(10):
+        cache.append(*tokens(128, 1))
+    with pytest.raises(ValueError, match="the shortest length left is"):
+        cache.truncate(900)
+    assert cache.truncate(1250).length == 1250
+
+
+def test_an_empty_cache_and_no_cache() -> None:
+    with pytest.raises(ValueError, match="an empty cache has nothing to attend"):
+        headwise.attention(torch.zeros(B, H, 1, D), KINDS["static"]())
+    with pytest.raises(TypeError, match="value may be left out where key is a cache"):
+        headwise.attention(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4))
+    with pytest.raises(ValueError, match="rows of this cache have different lengths"):
+        _ = KINDS["static"]().append(*tokens(3), lengths=[1, 2]).length
+
+
+def test_a_cache_has_a_gradient_where_it_is_in_one_piece_and_of_floats() -> None:
+    """Through the query: the tokens themselves are kept as numbers."""
+    query = torch.randn(B, H, 1, D, requires_grad=True)
+    for make in KINDS.values():
+        out = headwise.attention(query, make().append(*tokens(7)))
+        assert torch.autograd.grad(out.sum(), query)[0].abs().sum() > 0
