@@ -135,7 +135,7 @@ def test_gradients_of_the_query_and_of_the_scales() -> None:
     for x, y in zip(ours, torch.autograd.grad(out.square().sum(), leaves), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     told = headwise.explain(leaves[0], k, v)
-    assert told.why.endswith("keys and values are dequantised as a whole") and told.backend != "native"
+    assert "dequantised as a whole" in told.why and told.backend != "native"
     assert told.others["native"]
 
 
@@ -184,7 +184,7 @@ BAD: dict[str, tuple[Callable[[Tensor, Quantized, Quantized], Any], type[Excepti
     "raw int8": (lambda q, k, v: (q, k.data, v.data), ValueError, "query, key and value share one dtype"),
     "an int8 query": (lambda q, k, v: (k.data, k, v), ValueError, "attention runs in float32"),
     "other heads": (
-        lambda q, k, v: (q, *(Quantized(x.data[:, :2].repeat(1, 2, 1, 1), x.scale[:, :2].repeat(1, 2, 1)) for x in (k, v))),
+        lambda q, k, v: (q, *(Quantized(torch.cat([x.data] * 3, 1), torch.cat([x.scale] * 3, 1)) for x in (k, v))),
         ValueError,
         "num_heads must be a multiple of num_kv_heads",
     ),
