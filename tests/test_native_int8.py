@@ -287,7 +287,7 @@ def test_dropout(backend: str, form: str) -> None:
 
 @natives
 def test_the_error_beside_floats(backend: str) -> None:
-    """A long decode in float32, where sums are small: as near to float64 as the kernel is on float32 keys and values."""
+    """A long decode in float32, where sums are small: as near to float64 as the kernel is on float32."""
     inputs = make(Sizes(1, 8, 2, 1, 8192, 128, 128))
     wanted = answer_of(inputs)
 
@@ -311,7 +311,7 @@ def test_these_tests_can_fail() -> None:
             check("auto", (q, key, bad), wanted)
 
 
-# -- the operator, as it is ---------------------------------------------------------------------------------------------
+# -- the operator, as it is --------------------------------------------------------------------------------------------
 
 FAR = 1 << 40
 
@@ -320,14 +320,14 @@ def arguments(**change: Any) -> dict[str, Any]:
     q, key, value = make(Sizes(2, 4, 2, 3, 7, 16, 8))
     given = {
         "query": q, "key": key.data, "key_scale": key.scale, "value": value.data, "value_scale": value.scale,
-        "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR, "high": FAR, "bounds": None, "segments": None,
-        "dense": None, "alibi": None, "gate": None, "dropout": 0.0, "seed": None,
+        "table": None, "length": 0, "scale": 0.25, "softcap": 0.0, "sinks": None,
+        "low": -FAR, "high": FAR, "bounds": None, "segments": None, "dense": None, "alibi": None, "gate": None, "dropout": 0.0, "seed": None,
     }  # fmt: skip
     return given | {name: make(given[name]) for name, make in change.items()}
 
 
 REFUSED: dict[str, tuple[dict[str, Callable[[Tensor], Tensor]], str]] = {
-    "float keys": ({"key": lambda x: x.float()}, "key and value must be int8"),
+    "float keys": ({"key": lambda x: x.float()}, "one dtype, the query's or int8"),
     "uint8 values": ({"value": lambda x: x.to(torch.uint8)}, "a dtype that headwise does not read"),
     "an int8 query": ({"query": lambda x: x.to(torch.int8)}, "a dtype that headwise does not read"),
     "a float64 query": ({"query": lambda x: x.double()}, "the query must be float32, bfloat16 or float16"),
@@ -344,7 +344,7 @@ REFUSED: dict[str, tuple[dict[str, Callable[[Tensor], Tensor]], str]] = {
 def test_refused(backend: str, what: str) -> None:
     change, why = REFUSED[what]
     with pytest.raises(RuntimeError, match=why):
-        torch.ops.headwise.attend_int8(**arguments(**change))
+        torch.ops.headwise.attend_held(**arguments(**change))
 
 
 @pytest.mark.parametrize("backend", BEST)
@@ -355,10 +355,10 @@ def test_no_other_operator_reads_bytes(backend: str) -> None:
     ones = torch.ones(2, 4, 3, 8, dtype=torch.int8)
     for given in (arguments() | {"gate": ones}, arguments() | {"dense": [ones[..., :7]]}):
         with pytest.raises(RuntimeError, match="a dtype that headwise does not read"):
-            torch.ops.headwise.attend_int8(**given)
+            torch.ops.headwise.attend_held(**given)
 
 
 @pytest.mark.parametrize("backend", BEST)
 def test_opcheck(backend: str) -> None:
-    result = torch.library.opcheck(torch.ops.headwise.attend_int8.default, tuple(arguments().values()))
+    result = torch.library.opcheck(torch.ops.headwise.attend_held.default, tuple(arguments().values()))
     assert set(result.values()) == {"SUCCESS"}, result
