@@ -54,7 +54,12 @@ def test_every_length(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("S", [1023, 1024, 1025])
 def test_a_thousand_keys(backend: str, dtype: torch.dtype, S: int) -> None:
     with instructions(backend), collected() as attempt:
-        for T, mask in ((3, None), (61, headwise.causal()), (S, headwise.window(129, 3))):
+        for T, mask in (
+            (3, None),
+            (61, headwise.causal()),
+            (S, headwise.window(129, 3)),
+            (S, headwise.window(70, first=130)),
+        ):
             attempt(T, right, Sizes(1, 2, 1, T, S, 8, 8), dtype, mask, 32)
 
 
