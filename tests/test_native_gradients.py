@@ -1,4 +1,4 @@
-"""The gradient of the native kernel, by torch's fused backward and written out; its operators under torch's checks."""
+"""The native kernel's gradient as torch sees it: by which means, of which order, through its operators' checks."""
 
 from __future__ import annotations
 
@@ -7,61 +7,36 @@ from typing import Any
 import pytest
 import torch
 from backends import MUST, needs_native
-from mask_cases import MASKS, SHORT, TILED, Sizes
-from test_meaning import EMPTY_ROWS
-from test_native_python import problem
+from gradient_cases import SEED, Case, textbook
+from mask_cases import MASKS, SHORT, Sizes
 from torch import Tensor
 
 import headwise
-from headwise.ops import native, native_backward
+from headwise.ops import native
 from headwise.ops.reference import reference_weights
 from headwise.testing import STRIDES, assert_same_bits, make_qkv, oracle, strided
 
-FUSED = "headwise's own kernel; the gradient by torch's fused backward, fed with its lse"
-WRITTEN = "headwise's own kernel; the gradient in plain torch ops, block by block"
+WHY = "headwise's own kernel, and so its gradient; a gradient of that by the definition"
 
 
 @needs_native
 def test_explain_says_by_which_means_the_gradient_goes() -> None:
     qkv, learned = make_qkv(*SHORT, requires_grad=True), torch.zeros(5, 7, requires_grad=True)
-    fused: list[dict[str, Any]] = [{}, {"mask": headwise.causal()}, {"sinks": torch.zeros(6)}, {"return_lse": True}]
-    written: list[dict[str, Any]] = [{"softcap": 2.0}, {"dropout": 0.1}, {"mask": headwise.bias(learned)}]
-    assert [headwise.explain(*qkv, **options).why for options in fused] == [FUSED] * 4
-    assert [headwise.explain(*qkv, **options).why for options in written] == [WRITTEN] * 3
+    options: list[dict[str, Any]] = [{}, {"mask": headwise.causal()}, {"softcap": 2.0}, {"dropout": 0.1}]
+    options += [{"mask": headwise.bias(learned)}, {"sinks": torch.zeros(6)}, {"return_lse": True}]
+    assert {headwise.explain(*qkv, **each).why for each in options} == {WHY}
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("options", "means"),
-    [
-        ({"mask": headwise.causal()}, "by_torch"),
-        ({"sinks": torch.zeros(6)}, "by_torch"),
-        ({"softcap": 2.0}, "written_out"),
-        ({"dropout": 0.1}, "written_out"),
-    ],
-)
-def test_the_gradient_goes_as_explained(options: dict[str, Any], means: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str] = []
-    for name in ("by_torch", "written_out"):
-        real = getattr(native_backward, name)
-        monkeypatch.setattr(native_backward, name, lambda *a, real=real, name=name: used.append(name) or real(*a))
-    qkv = make_qkv(*SHORT, requires_grad=True)
-    torch.autograd.grad(headwise.attention(*qkv, **options).sum(), qkv)
-    assert used == [means]
+def test_the_gradient_is_one_call_of_the_kernel_and_that_of_a_gradient_none() -> None:
+    def called(create_graph: bool) -> list[str]:
+        leaves = make_qkv(*SHORT, requires_grad=True)
+        out = headwise.attention(*leaves, mask=headwise.causal())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            torch.autograd.grad(out.sum(), leaves, create_graph=create_graph)
+        return [event.name for event in seen.events() if event.name.startswith("headwise::")]
 
-
-@needs_native
-@pytest.mark.parametrize("name", [*MASKS, *(f"empty rows: {name}" for name in EMPTY_ROWS)])
-def test_both_means_give_the_same_gradient(name: str) -> None:
-    for n in (SHORT, Sizes(2, 4, 2, 7, 5, 13, 11), TILED) if name in MASKS else (SHORT,):
-        mask = MASKS[name](n).mask if name in MASKS else EMPTY_ROWS[name.removeprefix("empty rows: ")]
-        p = problem(mask, n)._replace(scale=n.D**-0.5, sinks=torch.linspace(-1, 1, n.H))
-        out, lse = torch.ops.headwise.attend_full(*p[:-2], None, *p[-2:])
-        grad_out = make_qkv(n.B, n.H, 1, n.T, 1, n.V, 1, seed=3)[0]
-        by_torch = native_backward.gradients(grad_out, None, out, lse, False, *p)
-        written = native_backward.gradients(grad_out, torch.zeros_like(lse), out, lse, False, *p)
-        for x, y in zip(by_torch, written, strict=True):
-            torch.testing.assert_close(x, y, rtol=2e-5, atol=5e-6)
+    assert called(False) == ["headwise::attend_backward"] and called(True) == []
 
 
 @needs_native
@@ -125,19 +100,48 @@ def test_a_gradient_through_the_lse_alone() -> None:
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-6)
 
 
+def penalty(backend: str, dtype: torch.dtype, case: Case) -> list[Tensor]:
+    """The gradient of the size of a gradient, for every leaf."""
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in case.leaves().items()}
+    torch.default_generator.manual_seed(SEED)
+    qkv = [leaves[name] for name in ("query", "key", "value")]
+    out, lse = headwise.attention(*qkv, **case.options(leaves), return_lse=True, backend=backend)
+    grad_out, grad_lse = (x.to(dtype) for x in case.upstream())
+    loss = (out * out * grad_out).sum() + (lse.masked_fill(lse == -torch.inf, 0) * grad_lse).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in grads), list(leaves.values())))  # type: ignore[arg-type]
+
+
 @needs_native
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sinks": torch.ones(6)}, {"mask": EMPTY_ROWS["joined"]}])
-def test_the_gradient_of_a_gradient(options: dict[str, Any]) -> None:
-    """Exact in float32 too: plain torch ops stand in for the fused backward, which has none."""
+@pytest.mark.parametrize("extra", ["plain", "softcap", "everything", "bias", "slopes"])
+@pytest.mark.parametrize("name", [None, *MASKS])
+def test_the_gradient_of_a_gradient_is_the_definitions(name: str | None, extra: str) -> None:
+    n = SHORT
+    given: dict[str, dict[str, Any]] = {
+        "softcap": {"softcap": 1.5},
+        "everything": {"softcap": 1.5, "sinks": True, "gate": True},
+        "bias": {"bias": (n.H, n.T, n.S)},
+        "slopes": {"slopes": (n.B, n.H)},
+    }
+    case = Case(n, mask=name, **given.get(extra, {}))
+    for x, exact in zip(penalty("native", torch.float32, case), penalty("reference", torch.float64, case), strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=2e-4, atol=2e-4)
 
-    def penalty(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        leaves = make_qkv(*SHORT, dtype=dtype, requires_grad=True)
-        grads = torch.autograd.grad(headwise.attention(*leaves, **options).square().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)  # type: ignore[arg-type]
 
-    options = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
-    for x, exact in zip(penalty(torch.float32), penalty(torch.float64), strict=True):
-        torch.testing.assert_close(x.double(), exact, rtol=1e-4, atol=1e-4)
+@needs_native
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_the_gradient_of_a_gradient_drops_what_the_forward_dropped(mask: str | None) -> None:
+    case = Case(SHORT, mask=mask, dropout=0.375)
+    leaves = {name: x.double().requires_grad_() for name, x in case.leaves().items()}
+    out, lse = textbook(case, leaves, torch.float64)
+    grad_out, grad_lse = (x.double() for x in case.upstream())
+    grads = torch.autograd.grad(
+        (out * out * grad_out).sum() + (lse * grad_lse).sum(), list(leaves.values()), create_graph=True
+    )
+    total = sum(g.square().sum() for g in grads)
+    wanted = torch.autograd.grad(total, list(leaves.values()))  # type: ignore[arg-type]
+    for x, exact in zip(penalty("native", torch.float32, case), wanted, strict=True):
+        torch.testing.assert_close(x.double(), exact, rtol=2e-4, atol=2e-4)
 
 
 @needs_native

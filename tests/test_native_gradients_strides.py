@@ -113,6 +113,7 @@ def test_sinks_slopes_gates_and_the_gradient_of_lse(backend: str, n: Sizes) -> N
             attempt(f"{name}, spread", same, call, {name: spread(given[name])})
             if given[name].ndim > 1:
                 attempt(f"{name}, swapped", same, call, {name: given[name].mT.contiguous().mT})
+            attempt(f"{name}, expanded", same, call, {name: given[name][:1].expand(given[name].shape)})
         attempt("all", same, call, {name: spread(given[name]) for name in ("sinks", "slopes", "gate", "grad_lse")})
 
 
