@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -104,6 +105,10 @@ class PagePool:
         """Whether more than one holds it."""
         return self._refs[page] > 1
 
+    def holders(self, page: int) -> int:
+        """How many hold it."""
+        return self._refs[page]
+
     def copy(self, page: int) -> int:
         """A page of one's own with the same content, in exchange for a shared one."""
         new = self.take()
@@ -174,7 +179,11 @@ class PagedCache(KVCache):
 
     @override
     def _make_room(self, counts: list[int]) -> None:
-        self.pool.require(sum(self._lacking(b, n) for b, n in enumerate(counts)))
+        lacking = sum(self._lacking(b, n) for b, n in enumerate(counts))
+        # Of the rows that go on writing to one page, the last has it to itself once the others have their copies.
+        at, size = self._columns(), self.pool.page_size
+        writers = Counter(table[at[b] // size] for b, table in enumerate(self.tables) if counts[b] and at[b] % size)
+        self.pool.require(lacking - sum(n > 1 and self.pool.holders(page) == n for page, n in writers.items()))
 
     def _lacking(self, b: int, count: int) -> int:
         """Pages that row b must take before it can write so many tokens."""

@@ -65,18 +65,43 @@ class RollingCache(PagedCache):
         check_made(dtype, shared, head_dim=head_dim, value_dim=value_dim, window=window, chunk=chunk, batch=batch)
         if first < 0:
             raise ValueError(f"first counts the tokens that stay in sight, so first >= 0; got {first}")
-        # Tokens that the first query of a chunk still sees, the chunk, and what a page holds of older ones.
-        self._pages_of_row = -(-first // PAGE) + -(-(window - 1 + chunk + PAGE - 1) // PAGE)
+        self.window, self.first, self.chunk, self._remembered = window, first, chunk, 0
         pages = batch * self._pages_of_row
         pool = PagePool(pages, num_kv_heads, head_dim, value_dim, dtype=dtype, shared=shared, device=device)
         super().__init__(pool, batch)
-        self.window, self.first, self.chunk = window, first, chunk
         self._dropped = [0] * batch  # pages that each row has given back
 
     @property
     @override
     def nbytes(self) -> int:
         return self.pool.store.nbytes
+
+    @property
+    def dropped(self) -> list[int]:
+        """Tokens of each row that are gone: those between its first ones and the others that are held."""
+        return [pages * PAGE for pages in self._dropped]
+
+    @property
+    def _pages_of_row(self) -> int:
+        """For what the first query of a chunk still sees, the chunk, and what a page holds of older tokens."""
+        return -(-self.first // PAGE) + -(-(self.window - 1 + self._remembered + self.chunk + PAGE - 1) // PAGE)
+
+    def remember(self: RollingT, tokens: int) -> RollingT:
+        """Keeps so many tokens longer than a query sees them: `truncate` can go back so far, over several appends."""
+        self._remembered = tokens
+        self._grow(self.batch)
+        return self
+
+    def settle(self: RollingT) -> RollingT:
+        """Gives back the pages that no later token sees. `append` does so first; queries of earlier tokens are over."""
+        for b in range(self.batch):
+            self._drop(b)
+        return self
+
+    def _grow(self, batch: int) -> None:
+        lacking = batch * self._pages_of_row - self.pool.store.key.shape[0]
+        if lacking > 0:
+            self.pool.grow(lacking)
 
     @override
     def _columns(self) -> list[int]:
@@ -97,13 +122,18 @@ class RollingCache(PagedCache):
 
     @override
     def _prepare(self, b: int, count: int) -> None:
+        if count:
+            self._drop(b)
+        super()._prepare(b, count)
+
+    def _drop(self, b: int) -> None:
         table, kept = self.tables[b], -(-self.first // PAGE)
         # The next query, at the place lengths[b], sees window - 1 tokens before it.
-        while count and len(table) > kept and (self._dropped[b] + kept + 1) * PAGE <= self.lengths[b] - self.window + 1:
+        last = self.lengths[b] - self.window + 1 - self._remembered
+        while len(table) > kept and (self._dropped[b] + kept + 1) * PAGE <= last:
             self.pool.give(table.pop(kept))
             self._dropped[b] += 1
             self._table = None
-        super()._prepare(b, count)
 
     @override
     def truncate(self: RollingT, lengths: int | Sequence[int]) -> RollingT:
@@ -119,9 +149,7 @@ class RollingCache(PagedCache):
     @override
     def reorder(self: RollingT, rows: Tensor | Sequence[int]) -> RollingT:
         wanted = self._rows(rows)
-        lacking = len(wanted) * self._pages_of_row - self.pool.store.key.shape[0]
-        if lacking > 0:
-            self.pool.grow(lacking)
+        self._grow(len(wanted))
         self._dropped = [self._dropped[r] for r in wanted]
         return super().reorder(wanted)
 

@@ -13,6 +13,7 @@ honoured raises. The only room of the package that imports transformers.
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import headwise_attention
+from .caching import make_cache
 from .errors import ModelError
 from .interface import NAME
 from .loading import Loaded, load
@@ -22,4 +23,4 @@ from .probing import probe
 AttentionInterface.register(NAME, headwise_attention)
 AttentionMaskInterface.register(NAME, headwise_mask)
 
-__all__ = ["Loaded", "ModelError", "StructuralMask", "load", "probe"]
+__all__ = ["Loaded", "ModelError", "StructuralMask", "load", "make_cache", "probe"]

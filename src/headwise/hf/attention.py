@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.attention import attention
+from ..ops.int8 import Quantized
 from ..ops.masks import Mask, bias, causal, keep, segments
+from ..ops.paged import Paged
 from ..ops.rules import Segments
 from ..ops.weights import weights
 from .masks import StructuralMask
 from .probing import watchers
+
+Keys: TypeAlias = Tensor | Quantized | Paged
 
 HARMLESS = frozenset(
     {
@@ -39,8 +43,8 @@ HARMLESS = frozenset(
 def headwise_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Keys,
+    value: Keys,
     attention_mask: StructuralMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -55,12 +59,17 @@ def headwise_attention(
 
     query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), after rotation and cache; gives out (B, T, H, V), and the
     weights (B, H, T, S) where the caller asked for attentions, None else. A query that may attend nothing gives 0.
+    A cache of `make_cache` gives key and value as they lie, in pages or int8; a probe and weights take copies of them.
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
     _refuse_unknown(module, kwargs)
     S_given = key.shape[2]
-    query, key, value = _one_batch(query, key, value)
-    if attention_mask is None and _is_causal(module, is_causal, query):
+    is_plain = isinstance(key, Tensor) and isinstance(value, Tensor)
+    if is_plain:
+        query, key, value = _one_batch(query, key, value)
+    if attention_mask is None and _is_causal(module, is_causal, query) and not is_plain:
+        mask = causal()  # a cache of ours gives no unused room: the queries are those of its last keys
+    elif attention_mask is None and _is_causal(module, is_causal, query):
         # Without a mask, "causal" is aligned top-left: the keys past the queries (a static cache's unused room) are
         # not there yet.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -78,13 +87,19 @@ def headwise_attention(
         "sinks": s_aux,
     }
     for record in watchers(module):
-        record(query=query, key=key, value=value, dropout=dropout, **options)
+        record(query=query, key=_in_one_piece(key, query), value=_in_one_piece(value, query), dropout=dropout, **options)
     out = attention(query, key, value, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
     if not (output_attentions or _attentions_are_collected()):
         return out, None
-    seen = weights(query, key, **options).to(query.dtype)
+    seen = weights(query, _in_one_piece(key, query), **options).to(query.dtype)
     return out, nn.functional.pad(seen, (0, S_given - key.shape[2]))
+
+
+def _in_one_piece(x: Keys, query: Tensor) -> Tensor:
+    """Keys or values (B, K, S, n) as a tensor in the query's dtype: a copy where they lie otherwise."""
+    x = x.dense() if isinstance(x, Paged) else x
+    return x.dequantize(query.dtype) if isinstance(x, Quantized) else x
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -139,7 +154,7 @@ def mask_of(module: nn.Module, attention_mask: StructuralMask | Tensor | None) -
 _SEQUENCES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
 
 
-def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query: Tensor, key: Tensor) -> Mask:
+def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query: Tensor, key: Keys) -> Mask:
     """Keeps apart the sequences that `cu_seq_lens_*` (as for flash attention) or `seq_idx` name in a packed batch."""
     given = {name: kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None}
     if not given or any(isinstance(part, Segments) for part in mask.parts):
@@ -154,12 +169,12 @@ def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query
         return mask & segments(given["seq_idx"].view(1, -1))
     ends_q = given.get("cu_seq_lens_q", given.get("cu_seq_lens_k"))
     ends_k = given.get("cu_seq_lens_k", ends_q)
-    return mask & segments(_sequence_of(ends_q, query), _sequence_of(ends_k, key))
+    return mask & segments(*(_sequence_of(ends, x.shape[2], query) for ends, x in ((ends_q, query), (ends_k, key))))
 
 
-def _sequence_of(ends: Any, tensor: Tensor) -> Tensor:
+def _sequence_of(ends: Any, length: int, query: Tensor) -> Tensor:
     """The running number of the sequence each position lies in; ends: (n + 1,), beginning with 0."""
-    at = torch.arange(tensor.shape[2], device=tensor.device)
+    at = torch.arange(length, device=query.device)
     return torch.searchsorted(ends[1:].to(at), at, right=True)
 
 

@@ -1,0 +1,330 @@
+"""Caches of transformers that keep keys and values in ours: attended as they lie, in pages and in int8."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from typing_extensions import override
+
+from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
+from ..ops.paged import PAGE
+from .architectures import TENSOR_MASKS
+from .errors import ModelError
+from .interface import NAME, require_interface
+
+KINDS = ("static", "paged")
+LENGTHS = ("max_position_embeddings", "max_target_positions")  # what a config calls the longest text
+
+
+class FullLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer that keeps every token, up to `max_length`; its cache is made at the first update, of the sizes met."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, kind: str, max_length: int, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.kind, self.max_length, self.dtype = kind, max_length, dtype
+        self.cache: Any = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.cache or f'{self.kind}, max_length={self.max_length}'})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        return 0 if self.cache is None else int(self.cache.nbytes)
+
+    # -- in and out ----------------------------------------------------------------------------------------------------
+
+    @override
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Makes the cache for key (B, K, T, D) and value (B, K, T, V); nothing is added."""
+        dtype = key_states.dtype if self.dtype is None else self.dtype
+        sizes = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3])
+        self.cache = self._made(sizes, dtype, key_states.device)
+        self.is_initialized = True
+
+    def _made(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
+        B, *per_row = sizes
+        if self.kind == "static":
+            return StaticCache(B, *per_row, capacity=self.max_length, dtype=dtype, device=device)
+        return PagedCache(PagePool(B * self._pages, *per_row, dtype=dtype, device=device), B)
+
+    @property
+    def _pages(self) -> int:
+        return -(-self.max_length // PAGE)
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Adds key (B, K, T, D) and value (B, K, T, V); gives all that is held, as attention takes it."""
+        T = key_states.shape[2]
+        self._check_room(T)
+        if self.cache is None or (self.get_seq_length() == 0 and not self._fits(key_states, value_states)):
+            self.lazy_initialization(key_states, value_states)
+        return self._added(key_states, value_states)
+
+    def _added(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
+        self.cache.append(key, value)
+        return self.cache._held(self.cache._columns()[0])  # type: ignore[no-any-return]
+
+    def _check_room(self, count: int) -> None:
+        length = self.get_seq_length() + count
+        if length > self.max_length:
+            raise ValueError(
+                f"this cache has max_length = {self.max_length:,}, and the text comes to {length:,} tokens: "
+                f"make_cache(model, max_length={length}), or more"
+            )
+
+    def _fits(self, key: Tensor, value: Tensor) -> bool:
+        cache = self.cache
+        sizes = (cache.batch, cache.num_kv_heads, cache.head_dim, cache.value_dim)
+        dtype = key.dtype if self.dtype is None else self.dtype
+        return sizes == (*key.shape[:2], key.shape[3], value.shape[3]) and cache.dtype == dtype
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def get_seq_length(self) -> int:
+        """Tokens of a row so far, padding included."""
+        return 0 if self.cache is None else int(self.cache.length)
+
+    @override
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(S, position of the first key) once `query_length` more tokens are in."""
+        return self.get_seq_length() + query_length, 0
+
+    @override
+    def get_max_length(self) -> int:
+        """Tokens that a row has room for."""
+        return self.max_length
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+
+    @override
+    def reset(self) -> None:
+        """Empty again; the memory stays for the next text of the same sizes."""
+        if self.cache is not None:
+            self.cache.release() if isinstance(self.cache, PagedCache) else self.cache.truncate(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last tokens; their number is given below zero, as transformers does."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove; got {tokens_to_remove}")
+        if tokens_to_remove < 0 and self.cache is not None:
+            self.cache.truncate(max(self.get_seq_length() + tokens_to_remove, 0))
+
+    @override
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row r becomes what row beam_idx[r] was."""
+        if self.cache is None:
+            return
+        if isinstance(self.cache, PagedCache) and not isinstance(self.cache, RollingCache):
+            lacking = len(beam_idx) * self._pages - self.cache.pool.store.key.shape[0]
+            if lacking > 0:
+                self.cache.pool.grow(lacking)
+        self.cache.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after another."""
+        if self.cache is not None:
+            self.reorder_cache(torch.arange(self.cache.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The chosen rows alone: their numbers, or a bool tensor."""
+        if self.cache is not None:
+            self.reorder_cache(torch.arange(self.cache.batch)[indices.to("cpu")])
+
+
+class SlidingLayer(FullLayer):
+    """A layer whose queries see `sliding_window` keys, self included: it holds those, in pages that are used again."""
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int, max_length: int, dtype: torch.dtype | None) -> None:
+        super().__init__("rolling", max_length, dtype)
+        self.sliding_window = sliding_window
+        self.record_past = False
+
+    @override
+    def _made(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
+        cache = RollingCache(*sizes, window=self.sliding_window, dtype=dtype, device=device)
+        return cache.remember(PAGE) if self.record_past else cache
+
+    def activate_past_recording(self) -> None:
+        """From here on `crop` can take back a page of tokens (128), over several updates, and not only the last one."""
+        self.record_past = True
+        if self.cache is not None:
+            self.cache.remember(PAGE)
+
+    @override
+    def _added(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
+        chunk = self.cache.chunk
+        if key.shape[2] <= chunk:
+            return super()._added(key, value)
+        # More than the cache takes at once: attention reads the window as it was before and the new tokens beside it.
+        columns = self.cache.settle()._columns()[0]
+        seen = [key, value]
+        if columns:
+            seen = [_joined(old, new) for old, new in zip(self.cache._held(columns), seen, strict=True)]
+        for piece in zip(key.split(chunk, 2), value.split(chunk, 2), strict=True):
+            self.cache.append(*piece)
+        return seen[0], seen[1]
+
+    @override
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.cache is None:
+            return query_length, 0
+        # Now, for the mask is made before the update, which would move the columns under it.
+        self.cache.settle()
+        return self.cache._columns()[0] + query_length, self.cache.dropped[0]
+
+    @override
+    def get_max_length(self) -> int:
+        """The window, as transformers has it."""
+        return self.sliding_window
+
+
+def _joined(old: Any, new: Tensor) -> Tensor:
+    """Keys or values as they lie, and further ones behind them: a copy."""
+    old = old.dense()
+    return torch.cat([old if isinstance(old, Tensor) else old.dequantize(new.dtype), new], 2)
+
+
+class HeadwiseCache(Cache):  # type: ignore[misc]
+    """What `make_cache` gives: transformers' Cache, its layers kept by headwise.
+
+    Attributes:
+        nbytes: bytes of all keys, values and scales; 0 before the first token. Pages count when a row holds them.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys, values and scales."""
+        return sum(getattr(layer, "nbytes", 0) for layer in self.layers)
+
+
+class HeadwiseEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]
+    """The same for an encoder-decoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoder's own keys, values and scales; the encoder's memory is not counted."""
+        return int(self.self_attention_cache.nbytes)
+
+    @override
+    def check_dynamic_cache(self, method: str) -> None:
+        """Both halves can be cropped and have their rows chosen."""
+
+
+def make_cache(
+    model: PreTrainedModel,
+    kind: Literal["static", "paged"] = "static",
+    *,
+    max_length: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> HeadwiseCache | HeadwiseEncoderDecoderCache:
+    """A `transformers.Cache` of headwise's own, for `model.generate(..., past_key_values=cache)` or any forward.
+
+    Which layers keep all tokens and which a sliding window is read from the model's config. A windowed layer holds its
+    window and never more, whatever the length. Memory is taken at the first token, for the batch, heads and sizes met.
+    One cache is for one text or batch of texts; `cache.reset()` makes it ready for another.
+
+    Args:
+        model: any model of transformers that generates with a `DynamicCache`.
+        kind: `"static"` reserves `max_length` tokens for each row; `"paged"` pages of 128 tokens, which rows share
+            while they are alike, so that beam search copies a page at most in place of all.
+        max_length: tokens of a row, prompt included; the most that the config allows by default.
+        dtype: None for the model's own, or `torch.int8` with a scale for each token and head, attended as it lies.
+
+    Returns:
+        A Cache with `nbytes`. Keys and values of a `"static"` cache in the model's dtype are plain tensors, for any
+        attention implementation; pages, windows and int8 are read by `attn_implementation="headwise"` alone.
+
+    Raises:
+        ModelError: the model has layers of another kind (recurrent states, sparse indices), or does not run headwise's
+            attention and the cache needs it.
+        TypeError: model is not a PreTrainedModel.
+        ValueError: an unknown kind or dtype, or no max_length where the config names none.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=24, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8, vocab_size=11)
+        >>> model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation="headwise")
+        >>> cache = make_cache(model, "paged", dtype=torch.int8)
+        >>> out = model.generate(torch.tensor([[3, 4, 5]]), past_key_values=cache, max_new_tokens=7, min_new_tokens=7)
+        >>> out.shape, cache.get_seq_length(), cache.nbytes    # the last token was not needed again
+        (torch.Size([1, 10]), 9, 20480)
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"make_cache takes a transformers PreTrainedModel; got {type(model).__name__}")
+    if kind not in KINDS:
+        raise ValueError(f'kind is "static" or "paged"; got {kind!r}')
+    if dtype not in (None, torch.int8):
+        raise ValueError(
+            f"dtype is torch.int8, or None for that of the keys the model makes; got {dtype}; load the model in the "
+            "dtype it is to run in"
+        )
+    length = _max_length(model, max_length)
+    layers = [_layer(model, at, theirs, kind, length, dtype) for at, theirs in enumerate(_their_layers(model))]
+    if kind != "static" or dtype is not None or any(isinstance(layer, SlidingLayer) for layer in layers):
+        _require_headwise(model, kind, dtype)
+    cache = HeadwiseCache(layers=layers)
+    if not model.config.is_encoder_decoder:
+        return cache
+    return HeadwiseEncoderDecoderCache(cache, DynamicCache())
+
+
+def _their_layers(model: PreTrainedModel) -> list[Any]:
+    return list(DynamicCache(config=model.config).layers)
+
+
+def _layer(
+    model: PreTrainedModel, at: int, theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None
+) -> FullLayer | DummyLayer:
+    """Ours for one of theirs."""
+    if type(theirs) is DynamicLayer:
+        return FullLayer(kind, max_length, dtype)
+    if type(theirs) is DynamicSlidingWindowLayer:
+        return SlidingLayer(theirs.sliding_window, max_length, dtype)
+    if type(theirs) is DummyLayer:  # keeps nothing: it has no attention, or reads another layer's keys
+        return theirs
+    raise ModelError(
+        f"{_title(model)}: layer {at} keeps a {type(theirs).__name__}, and headwise's caches keep keys and values of "
+        "full and of sliding-window attention only; use transformers.DynamicCache(config=model.config)"
+    )
+
+
+def _max_length(model: PreTrainedModel, given: int | None) -> int:
+    config = model.config.get_text_config(decoder=True)
+    found = given if given is not None else next((getattr(config, n) for n in LENGTHS if getattr(config, n, None)), None)
+    if found is None:
+        raise ValueError(f"{_title(model)}: its config names no longest text; give make_cache a max_length")
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ValueError(f"max_length is a number of tokens, at least 1; got {found!r}")
+    return found
+
+
+def _require_headwise(model: PreTrainedModel, kind: str, dtype: torch.dtype | None) -> None:
+    config = model.config.get_text_config(decoder=True)
+    what = "int8" if dtype is not None else "pages" if kind == "paged" else "a sliding window's pages"
+    require_interface(type(model), config.model_type)
+    if config.model_type in TENSOR_MASKS:
+        raise ModelError(
+            f"{_title(model)}: it computes with keys, values or masks on the way to its attention, which takes tensors "
+            f'and not {what}; use make_cache(model, "static") where it has no windows, or transformers.DynamicCache'
+        )
+    if config._attn_implementation != NAME:
+        raise ModelError(
+            f"{_title(model)}: a cache that holds {what} is read by headwise's attention alone, and the model runs "
+            f'{config._attn_implementation!r}; call model.set_attn_implementation("{NAME}") first'
+        )
+
+
+def _title(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} (model_type {model.config.model_type!r})"
