@@ -139,7 +139,7 @@ def test_drawn_schedules(kind: str, dtype: torch.dtype) -> None:
         cache = make(kind, draw.randint(1, 3), dtype, shared)
         truth = Truth(cache, kind)
         model = torch.float32 if dtype == torch.int8 else dtype
-        for _ in range(draw.randint(4, 12)):
+        for _ in range(draw.randint(3, 9)):
             what = draw.random()
             if what < 0.7:
                 step(cache, truth, draw, model, shared)

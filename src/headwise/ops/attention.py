@@ -145,7 +145,7 @@ def attention(
 
 
 def _attend_held(key: Any, query: Tensor, **options: Any) -> Any:
-    if isinstance(key, Held):
+    if hasattr(key, "attend"):  # and not isinstance: asking a protocol takes longer than a token
         return key.attend(query, **options)
     raise TypeError(
         "attention takes query, key and value; value may be left out where key is a cache of headwise.cache; got "
