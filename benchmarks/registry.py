@@ -116,6 +116,8 @@ class Case:
         """Bytes of keys and values that are attended, each once; values that are columns of the keys count nothing."""
         columns = self.D + (0 if self.V else self.D)
         rows = float(self.lengths().sum()) if self.kind == "padded" else float(self.B * self.S)
+        if self.regime == "int8 decode":  # a byte an element, and two scales
+            return rows * self.K * (columns + 8)
         return rows * self.K * columns * getattr(torch, self.dtype).itemsize
 
     def flops(self) -> float:
@@ -180,6 +182,8 @@ def _decode() -> list[Case]:
             Case("decode", 1, 32, 1, 1, 32768, 128, dtype, marks=shared),
             Case("decode", 1, 128, 1, 1, 4096, 576, dtype, V=512, marks=latent),
         ]
+    for (H, K, D), marks in (((32, 8, 128), (Mark("as-bf16", 1.9, 2.0),)), ((12, 12, 64), ())):
+        cases.append(Case("int8 decode", 1, H, K, 1, 32768, D, "bfloat16", marks=marks, without=("flex", *PEERS)))
     return cases
 
 

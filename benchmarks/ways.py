@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import headwise
+from headwise.cache import quantize
 
 try:
     from benchmarks import peers
@@ -55,6 +56,8 @@ def lineup(case: Case) -> Lineup:
             line.runs["near"] = headwise_way(near, near.inputs())
         if case.regime == "statistics":
             line.runs["alone"] = headwise_way(replace(case, regime="prefill"), inputs)
+        if case.regime == "int8 decode":
+            line.runs["as-bf16"] = headwise_way(replace(case, regime="decode"), inputs)
         if case.dtype == "float16":
             line.runs["as-fp32"] = headwise_way(replace(case, dtype="float32"), tuple(x.float() for x in inputs))
         if case.backward:
@@ -104,6 +107,9 @@ def headwise_way(case: Case, inputs: Inputs) -> Run:
     mask = case.mask()
     if case.regime == "statistics":
         return lambda: headwise.attention_statistics(q, k, v, mask=mask)[0]
+    if case.regime == "int8 decode":
+        k8, v8 = quantize(k), quantize(v)
+        return lambda: headwise.attention(q, k8, v8, mask=mask)
     return lambda: headwise.attention(q, k, v, mask=mask)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import headwise
+from headwise.cache import Quantized, quantize
 from headwise.ops.native_library import isas
 from headwise.testing import assert_same_bits, make_qkv
 
@@ -139,6 +140,27 @@ def test_the_native_kernel_is_one_operator(name: str) -> None:
     results(compiled, make_qkv(*SHORT))
     found = [name for graph in graphs for name in operators(graph) if "headwise" in name]
     assert found == ["headwise.attend_full.default", "headwise.attend_backward.default"]
+
+
+def test_int8() -> None:
+    """One graph with the container passed in or made inside; one operator, where the native kernel is there."""
+    q, k, v = make_qkv(*SHORT)
+    k8, v8 = quantize(k), quantize(v)
+
+    def given(q: Tensor, k: Quantized, v: Quantized) -> Tensor:
+        return headwise.attention(q, k, v, mask=headwise.causal())
+
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headwise.attention(q, quantize(k), quantize(v), mask=headwise.causal())
+
+    plain = given(q, k8, v8)
+    assert_same_bits(whole(given)(q, k8, v8), plain)
+    assert_same_bits(whole(inside)(q, k, v), plain)
+    graphs: list[torch.fx.GraphModule] = []
+    compiled = torch.compile(given, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    compiled(q, k8, v8)
+    if isas():
+        assert operators(graphs[0]) == ["headwise.attend_held"], operators(graphs[0])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
