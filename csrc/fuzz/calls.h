@@ -49,5 +49,7 @@ struct Back {
 Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends);
 // What `check` in fuzz.cpp does with the forward; on the instruction set in use.
 std::string check_backward(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa);
+std::string check_statistics(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa);
+std::string spoiled_statistics(const Case& k, const Tensors& t);  // the error of the calls, or empty
 
 }  // namespace fuzz

@@ -1,4 +1,5 @@
-// The fuzzer: drawn calls through the boxed operators, forward and backward, on every instruction set of this CPU.
+// The fuzzer: drawn calls through the boxed operators, forward, backward and statistics, on every instruction set of this
+// CPU.
 //
 //   headwise_fuzz SECONDS [FIRST_SEED]     many cases; the seed that fails is printed
 //   headwise_fuzz case SEED                that one again
@@ -80,7 +81,8 @@ std::string check_gradients(Case& k) {
   if (k.call.dropout > 0) k.call.keep = drawn_keep(k, clean);
   for (const std::string& isa : isas()) {
     use(isa);
-    const std::string wrong = check_backward(k, dirty, clean, isa);
+    std::string wrong = check_backward(k, dirty, clean, isa);
+    if (wrong.empty()) wrong = check_statistics(k, dirty, clean, isa);
     if (!wrong.empty()) return isa + ": " + wrong;
   }
   return "";
@@ -122,7 +124,10 @@ std::string check_spoiled(Case& k) {
   if (draw.once_in(8) && !t.alibi.empty()) t.alibi.pop_back();
   if (draw.once_in(8)) t.seed = nullptr;
   ++spoiled;
-  const std::string error = draw.once_in(2) ? run(k, t).error : run_backward(k, t, true).error;
+  const int64_t which = draw.below(3);
+  const std::string error = which == 0   ? run(k, t).error
+                            : which == 1 ? run_backward(k, t, true).error
+                                         : spoiled_statistics(k, t);
   if (!error.empty()) ++refused;
   return "";
 }
