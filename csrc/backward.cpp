@@ -10,25 +10,28 @@ namespace headwise {
 namespace {
 
 // A gradient that many rows add to: found in `sums`, apart for each item that adds, then added up in order.
+template <class T>
 struct Gathered {
-  std::vector<float> sums;
-  Shared place;
+  std::vector<T> sums;
+  SharedOf<T> place;
 };
 
 // Sums for (B, H, T or chunks, S), where `T` and `S` may be 1.
-void prepare(Gathered& x, const Problem& p, int64_t chunks, int64_t T, int64_t S) {
+template <class N>
+void prepare(Gathered<N>& x, const Problem& p, int64_t chunks, int64_t T, int64_t S) {
   const int64_t rows = T > 1 ? T : chunks;
-  x.sums.assign(static_cast<size_t>(p.B * p.H * rows * S), 0.0f);
+  x.sums.assign(static_cast<size_t>(p.B * p.H * rows * S), N{0});
   x.place = {x.sums.data(), {p.H * rows * S, rows * S, T > 1 ? S : 0, S > 1 ? 1 : 0}, T > 1 ? 0 : S};
 }
 
 // Adds up (B, H, rows, S) to a result of the strides `to`, 0 where it is broadcast. `rows` are queries or chunks.
-void reduce(const Gathered& x, const Problem& p, int64_t rows, int64_t S, float* out, const int64_t* to) {
-  const float* from = x.sums.data();
+template <class N, class To>
+void reduce(const Gathered<N>& x, const Problem& p, int64_t rows, int64_t S, To* out, const int64_t* to) {
+  const N* from = x.sums.data();
   for (int64_t b = 0; b < p.B; ++b) {
     for (int64_t h = 0; h < p.H; ++h) {
       for (int64_t i = 0; i < rows; ++i, from += S) {
-        float* row = out + b * to[0] + h * to[1] + i * to[2];
+        To* row = out + b * to[0] + h * to[1] + i * to[2];
         for (int64_t j = 0; j < S; ++j) row[j * to[3]] += from[j];
       }
     }
@@ -44,7 +47,7 @@ int64_t count(const Problem& p, const Tensor4& x) {
 }
 
 struct Bias {
-  Gathered gathered;        // where it has no queries or no keys
+  Gathered<float> gathered;       // where it has no queries or no keys
   std::vector<float> wide;  // where it has both and is not float32 itself
   float* out = nullptr;     // its gradient as floats
   bool rows = false, keys = false;
@@ -90,7 +93,7 @@ void attend_backward(const Problem& p, const Gradients& g) {
     partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.chunks * plan.share_floats(p))]);
     plan.partial = partial.get();
   }
-  Gathered sinks, slopes[kMaxAlibi];
+  Gathered<double> sinks, slopes[kMaxAlibi];
   Bias bias[kMaxDense];
   if (g.sinks != nullptr) {
     prepare(sinks, p, plan.chunks, 1, 1);
@@ -124,17 +127,15 @@ void attend_backward(const Problem& p, const Gradients& g) {
     share_out(parts, [&](int64_t part, char* scratch) { set.backward_bias(p, g, plan, i, part, scratch); });
   }
 
-  if (g.sinks != nullptr) {
-    const int64_t to[4] = {0, 1, 0, 0};
-    std::fill(g.sinks, g.sinks + p.H, 0.0f);
-    reduce(sinks, p, plan.chunks, 1, g.sinks, to);
-  }
+  const auto finish = [&](const Gathered<double>& x, float* out, bool batched) {
+    const int64_t n = (batched ? p.B : 1) * p.H, to[4] = {batched ? p.H : 0, 1, 0, 0};
+    std::vector<double> sums(static_cast<size_t>(n), 0.0);
+    reduce(x, p, plan.chunks, 1, sums.data(), to);
+    std::transform(sums.begin(), sums.end(), out, [](double sum) { return static_cast<float>(sum); });
+  };
+  if (g.sinks != nullptr) finish(sinks, g.sinks, false);
   for (int i = 0; i < p.n_alibi; ++i) {
-    if (g.slopes[i] == nullptr) continue;
-    const bool batched = p.alibi[i].slopes_stride[0] != 0;
-    const int64_t to[4] = {batched ? p.H : 0, 1, 0, 0};
-    std::fill(g.slopes[i], g.slopes[i] + (batched ? p.B : 1) * p.H, 0.0f);
-    reduce(slopes[i], p, plan.chunks, 1, g.slopes[i], to);
+    if (g.slopes[i] != nullptr) finish(slopes[i], g.slopes[i], p.alibi[i].slopes_stride[0] != 0);
   }
   for (int i = 0; i < p.n_dense; ++i) {
     if (g.dense[i].data != nullptr) finish_bias(p, g, plan, i, bias[i]);

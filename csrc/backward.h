@@ -144,12 +144,15 @@ static inline void grade(float* HW_RESTRICT x, float* HW_RESTRICT y, int64_t key
                          const float* HW_RESTRICT lse, const float* HW_RESTRICT delta, const float* HW_RESTRICT kept) {
   constexpr int R = NV * W;
   const F scale = set1(unit), log2e = set1(kLog2e), none = set1(-kInf);
+  F shift[NV];
+  HW_UNROLL
+  for (int v = 0; v < NV; ++v) shift[v] = sub(zero(), load(lse + v * W));
   for (int64_t j = 0; j < keys; ++j) {
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
       const int64_t at = j * R + v * W;
       const F s = load(x + at);
-      const F weight = exp2<6>(mul(sub(mul(s, scale), load(lse + v * W)), log2e));
+      const F weight = exp2<6>(mul(fma(s, scale, shift[v]), log2e));  // rounded when the difference is small already
       const F w = select(not_less(none, s), zero(), weight);
       F dp = load(y + at);
       if (kept != nullptr) {
@@ -173,11 +176,14 @@ static inline void grade_pairs(const float* HW_RESTRICT x, const float* HW_RESTR
                                uint32_t* HW_RESTRICT scores) {
   constexpr int R = NV * W;
   const F scale = set1(unit), log2e = set1(kLog2e), none = set1(-kInf);
+  F shift[NV];
+  HW_UNROLL
+  for (int v = 0; v < NV; ++v) shift[v] = sub(zero(), load(lse + v * W));
   const auto one = [&](int64_t j, int v) {
     const int64_t at = j * R + v * W;
     F w = load(x + at), d = load(y + at);
     if (!ready) {
-      const F weight = exp2<Bfloat16::kDegree>(mul(sub(mul(w, scale), load(lse + v * W)), log2e));
+      const F weight = exp2<Bfloat16::kDegree>(mul(fma(w, scale, shift[v]), log2e));
       w = select(not_less(none, w), zero(), weight);
       d = mul(w, sub(d, load(delta + v * W)));
     }
@@ -248,12 +254,16 @@ static inline void add_bias(const Shared& to, int64_t b, int64_t chunk, const Ro
     }
     return;
   }
+  // Rows that go to one place are added up here first: its sum grows by few and larger terms, and rounds less.
+  float sum[kGradTile] = {0};
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
     turn_back(dS + v * W, R, n, spare, kGradTile);
-    for (int i = 0; i < W && v * W + i < rows.n; ++i) {
-      float* row = place(v * W + i) + j0 * to.stride[3];
-      const float* from = spare + i * kGradTile;
-      for (int j = 0; j < n; ++j) row[j] += from[j];  // such a gradient has contiguous keys
+    for (int r = v * W; r < v * W + W && r < rows.n; ++r) {
+      const float* from = spare + (r - v * W) * kGradTile;
+      for (int j = 0; j < n; ++j) sum[j] += from[j];
+      if (r + 1 < rows.n && place(r + 1) == place(r)) continue;
+      float* row = place(r) + j0 * to.stride[3];  // such a gradient has contiguous keys
+      for (int j = 0; j < n; ++j) row[j] += sum[j], sum[j] = 0.0f;
     }
   }
 }
@@ -421,15 +431,16 @@ static inline void end_block(const Problem& p, const Gradients& g, const Backwar
       write_floats(const_cast<char*>(at(g.query, to.b, rows.h[r], rows.t[r])), g.query.dtype, line, p.D);
     }
   }
-  const auto place = [&](const Shared& x, int r) {
+  const auto place = [&](const SharedOf<double>& x, int r) {
     return x.data + to.b * x.stride[0] + rows.h[r] * x.stride[1] + to.chunk * x.chunk;
   };
   for (int r = 0; r < rows.n; ++r) {
     if (plan.sinks.data != nullptr && own.lse[r] != kInf) {
-      *place(plan.sinks, r) -= expf(p.sinks[rows.h[r]] - own.lse[r]) * own.delta[r];
+      const float weight = expf(p.sinks[rows.h[r]] - own.lse[r]);
+      *place(plan.sinks, r) -= static_cast<double>(weight) * static_cast<double>(own.delta[r]);
     }
     for (int i = 0; i < p.n_alibi; ++i) {
-      if (plan.slopes[i].data != nullptr) *place(plan.slopes[i], r) += own.slope[i][r];
+      if (plan.slopes[i].data != nullptr) *place(plan.slopes[i], r) += static_cast<double>(own.slope[i][r]);
     }
   }
 }

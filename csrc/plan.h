@@ -22,11 +22,13 @@ struct Plan {
 
 // Where an item adds a gradient that several rows share: at `stride` steps of (batch, head, query, key), and `chunk`
 // steps of its chunk, so that no two items ever add to one place. Data null = not wanted.
-struct Shared {
-  float* data = nullptr;
+template <class T>
+struct SharedOf {
+  T* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};
   int64_t chunk = 0;
 };
+using Shared = SharedOf<float>;
 
 // How a gradient is cut. An item: a chunk of the query rows of one key-value head of one batch row. It owns the gradients
 // of its queries, and has sums of its own for those of keys and values: its thread's scratch where there is one chunk,
@@ -43,7 +45,8 @@ struct BackwardPlan {
   // Biases whose gradient has queries and keys but is summed over batch or heads: found by items of their own, which
   // walk through what is summed. An item: `queries_per_bias_item` queries.
   int64_t queries_per_bias_item = 0;
-  Shared sinks, slopes[kMaxAlibi], dense[kMaxDense];
+  SharedOf<double> sinks, slopes[kMaxAlibi];  // one number of very many rows
+  Shared dense[kMaxDense];
   bool summed[kMaxDense] = {false};  // such a bias
 
   int64_t share_floats(const Problem& p) const { return p.S * (wide_key + wide_value); }

@@ -121,8 +121,13 @@ def code_lines(function: Function) -> int:
 
 
 def options(function: Function) -> int:
-    """How many parameters a caller may leave out: those with a default. `*args` and `**kwargs` are not counted."""
-    return len(function.args.defaults) + sum(default is not None for default in function.args.kw_defaults)
+    """How many parameters a caller may leave out: those with a default. `*args` and `**kwargs` are not counted.
+
+    Nor is an operand: `value`, which a cache stands for.
+    """
+    operands = [x.arg for x in function.args.args[-len(function.args.defaults) or 99 :]].count("value")
+    given = len(function.args.defaults) + sum(default is not None for default in function.args.kw_defaults)
+    return given - operands
 
 
 # --- the rules ------------------------------------------------------------------------------------------------------
