@@ -12,15 +12,15 @@ from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ..ops.paged import PAGE
-from .architectures import TENSOR_MASKS
 from .errors import ModelError
 from .interface import NAME, require_interface
+from .lazy import in_one_piece, lent
 
 KINDS = ("static", "paged")
 LENGTHS = ("max_position_embeddings", "max_target_positions")  # what a config calls the longest text
 
 
-class FullLayer(CacheLayerMixin):  # type: ignore[misc]
+class FullLayer(CacheLayerMixin):
     """A layer that keeps every token, up to `max_length`; its cache is made at the first update, of the sizes met."""
 
     is_sliding = False
@@ -69,8 +69,8 @@ class FullLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._added(key_states, value_states)
 
     def _added(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        self.cache.append(key, value)
-        return self.cache._held(self.cache._columns()[0])  # type: ignore[no-any-return]
+        held = self.cache.append(key, value)._held(self.cache._columns()[0])
+        return lent(held[0], key.dtype), lent(held[1], value.dtype)
 
     def _check_room(self, count: int) -> None:
         length = self.get_seq_length() + count
@@ -170,7 +170,8 @@ class SlidingLayer(FullLayer):
         columns = self.cache.settle()._columns()[0]
         seen = [key, value]
         if columns:
-            seen = [_joined(old, new) for old, new in zip(self.cache._held(columns), seen, strict=True)]
+            held = self.cache._held(columns)
+            seen = [torch.cat([in_one_piece(old, new.dtype), new], 2) for old, new in zip(held, seen, strict=True)]
         for piece in zip(key.split(chunk, 2), value.split(chunk, 2), strict=True):
             self.cache.append(*piece)
         return seen[0], seen[1]
@@ -189,13 +190,7 @@ class SlidingLayer(FullLayer):
         return self.sliding_window
 
 
-def _joined(old: Any, new: Tensor) -> Tensor:
-    """Keys or values as they lie, and further ones behind them: a copy."""
-    old = old.dense()
-    return torch.cat([old if isinstance(old, Tensor) else old.dequantize(new.dtype), new], 2)
-
-
-class HeadwiseCache(Cache):  # type: ignore[misc]
+class HeadwiseCache(Cache):
     """What `make_cache` gives: transformers' Cache, its layers kept by headwise.
 
     Attributes:
@@ -208,7 +203,7 @@ class HeadwiseCache(Cache):  # type: ignore[misc]
         return sum(getattr(layer, "nbytes", 0) for layer in self.layers)
 
 
-class HeadwiseEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]
+class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
     """The same for an encoder-decoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
 
     @property
@@ -302,7 +297,9 @@ def _layer(
 
 def _max_length(model: PreTrainedModel, given: int | None) -> int:
     config = model.config.get_text_config(decoder=True)
-    found = given if given is not None else next((getattr(config, n) for n in LENGTHS if getattr(config, n, None)), None)
+    found = (
+        given if given is not None else next((getattr(config, n) for n in LENGTHS if getattr(config, n, None)), None)
+    )
     if found is None:
         raise ValueError(f"{_title(model)}: its config names no longest text; give make_cache a max_length")
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
@@ -314,11 +311,6 @@ def _require_headwise(model: PreTrainedModel, kind: str, dtype: torch.dtype | No
     config = model.config.get_text_config(decoder=True)
     what = "int8" if dtype is not None else "pages" if kind == "paged" else "a sliding window's pages"
     require_interface(type(model), config.model_type)
-    if config.model_type in TENSOR_MASKS:
-        raise ModelError(
-            f"{_title(model)}: it computes with keys, values or masks on the way to its attention, which takes tensors "
-            f'and not {what}; use make_cache(model, "static") where it has no windows, or transformers.DynamicCache'
-        )
     if config._attn_implementation != NAME:
         raise ModelError(
             f"{_title(model)}: a cache that holds {what} is read by headwise's attention alone, and the model runs "
