@@ -17,6 +17,7 @@ from .interface import NAME, require_interface
 from .lazy import in_one_piece, lent
 
 KINDS = ("static", "paged")
+KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 LENGTHS = ("max_position_embeddings", "max_target_positions")  # what a config calls the longest text
 
 
@@ -265,8 +266,10 @@ def make_cache(
             f"dtype is torch.int8, or None for that of the keys the model makes; got {dtype}; load the model in the "
             "dtype it is to run in"
         )
+    theirs = DynamicCache(config=model.config).layers
+    _require_kept(model, theirs)
     length = _max_length(model, max_length)
-    layers = [_layer(model, at, theirs, kind, length, dtype) for at, theirs in enumerate(_their_layers(model))]
+    layers = [_layer(layer, kind, length, dtype) for layer in theirs]
     if kind != "static" or dtype is not None or any(isinstance(layer, SlidingLayer) for layer in layers):
         _require_headwise(model, kind, dtype)
     cache = HeadwiseCache(layers=layers)
@@ -275,24 +278,22 @@ def make_cache(
     return HeadwiseEncoderDecoderCache(cache, DynamicCache())
 
 
-def _their_layers(model: PreTrainedModel) -> list[Any]:
-    return list(DynamicCache(config=model.config).layers)
-
-
-def _layer(
-    model: PreTrainedModel, at: int, theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None
-) -> FullLayer | DummyLayer:
-    """Ours for one of theirs."""
-    if type(theirs) is DynamicLayer:
-        return FullLayer(kind, max_length, dtype)
-    if type(theirs) is DynamicSlidingWindowLayer:
+def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> FullLayer | DummyLayer:
+    """Ours for one of theirs; a DummyLayer keeps nothing: it has no attention, or reads another layer's keys."""
+    if isinstance(theirs, DynamicSlidingWindowLayer):
         return SlidingLayer(theirs.sliding_window, max_length, dtype)
-    if type(theirs) is DummyLayer:  # keeps nothing: it has no attention, or reads another layer's keys
-        return theirs
-    raise ModelError(
-        f"{_title(model)}: layer {at} keeps a {type(theirs).__name__}, and headwise's caches keep keys and values of "
-        "full and of sliding-window attention only; use transformers.DynamicCache(config=model.config)"
-    )
+    return FullLayer(kind, max_length, dtype) if isinstance(theirs, DynamicLayer) else theirs
+
+
+def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
+    # By the very class: those derived from these keep more beside.
+    other = [(at, type(layer).__name__) for at, layer in enumerate(layers) if type(layer) not in KEPT]
+    if other:
+        at, name = other[0]
+        raise ModelError(
+            f"{_title(model)}: layer {at} keeps a {name}, and headwise's caches keep keys and values of full and of "
+            "sliding-window attention only; use transformers.DynamicCache(config=model.config)"
+        )
 
 
 def _max_length(model: PreTrainedModel, given: int | None) -> int:
