@@ -259,6 +259,20 @@ def test_a_probe_and_attentions_see_what_is_held() -> None:
             assert (weights.sum(-1) - 1).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+def test_autocast_inference_mode_and_gradients_do_not_stop_it(dtype: torch.dtype | None) -> None:
+    model, ids = model_of(BY_NAME["Qwen2"]), token_ids(9)
+    for kind in KINDS:
+        with torch.inference_mode():
+            plain = model(ids, past_key_values=make_cache(model, kind, max_length=20, dtype=dtype)).logits
+        cache = make_cache(model, kind, max_length=20, dtype=dtype)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            for piece in ids.split([5, 4], 1):
+                half = model(piece, past_key_values=cache).logits
+        assert (half - plain[:, 5:]).abs().max() < 0.1 * plain.abs().max()  # bfloat16: 2 ** -8, through two layers
+        assert close(model(ids, past_key_values=make_cache(model, kind, max_length=20, dtype=dtype)).logits, plain)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

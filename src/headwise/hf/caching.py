@@ -63,8 +63,9 @@ class FullLayer(CacheLayerMixin):
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Adds key (B, K, T, D) and value (B, K, T, V); gives all that is held, as attention takes it."""
-        T = key_states.shape[2]
-        self._check_room(T)
+        # Under autocast, keys may come wider than values, of a rotation in float32; attention takes them in the lower.
+        key_states = key_states.to(value_states.dtype)
+        self._check_room(key_states.shape[2])
         if self.cache is None or (self.get_seq_length() == 0 and not self._fits(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
         return self._added(key_states, value_states)
