@@ -229,7 +229,8 @@ def make_cache(
 
     Which layers keep all tokens and which a sliding window is read from the model's config. A windowed layer holds its
     window and never more, whatever the length. Memory is taken at the first token, for the batch, heads and sizes met.
-    One cache is for one text or batch of texts; `cache.reset()` makes it ready for another.
+    One cache is for one text or batch of texts; `cache.reset()` makes it ready for another. It is for inference: int8
+    passes no gradient on to keys and values, and a static cache cannot be differentiated over more than one update.
 
     Args:
         model: any model of transformers that generates with a `DynamicCache`.
