@@ -87,7 +87,19 @@ class RollingCache(PagedCache):
         return -(-self.first // PAGE) + -(-(self.window - 1 + self._remembered + self.chunk + PAGE - 1) // PAGE)
 
     def remember(self: RollingT, tokens: int) -> RollingT:
-        """Keeps so many tokens longer than a query sees them: `truncate` can go back so far, over several appends."""
+        """Keeps so many tokens longer than a query sees them: `truncate` can go back so far, over several appends.
+
+        >>> x = torch.randn(1, 1, 50, 8)
+        >>> cache = RollingCache(1, 1, 8, window=10).remember(200)
+        >>> for _ in range(10):
+        ...     cache = cache.append(x, x)
+        >>> cache.truncate(300).length
+        300
+
+        Raises ValueError below 0.
+        """
+        if tokens < 0:
+            raise ValueError(f"tokens to remember are at least 0; got {tokens}")
         self._remembered = tokens
         self._grow(self.batch)
         return self

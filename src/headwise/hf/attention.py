@@ -13,6 +13,7 @@ from ..ops.masks import Mask, bias, causal, keep, segments
 from ..ops.paged import Paged
 from ..ops.rules import Segments
 from ..ops.weights import weights
+from .lazy import in_one_piece
 from .masks import StructuralMask
 from .probing import watchers
 
@@ -64,17 +65,15 @@ def headwise_attention(
     """
     _refuse_unknown(module, kwargs)
     S_given = key.shape[2]
-    is_plain = isinstance(key, Tensor) and isinstance(value, Tensor)
-    if is_plain:
+    if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
-    if attention_mask is None and _is_causal(module, is_causal, query) and not is_plain:
-        mask = causal()  # a cache of ours gives no unused room: the queries are those of its last keys
-    elif attention_mask is None and _is_causal(module, is_causal, query):
+    if attention_mask is None and _is_causal(module, is_causal, query):
         # Without a mask, "causal" is aligned top-left: the keys past the queries (a static cache's unused room) are
-        # not there yet.
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        # not there yet. What lies in pages or int8 has no such room.
+        if isinstance(key, Tensor) and isinstance(value, Tensor):
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : key.shape[2]]
-        mask = causal(offset=None if key.shape[2] == query.shape[2] else 0)
+        mask = causal(offset=0 if key.shape[2] < query.shape[2] else None)
     else:
         mask = mask_of(module, attention_mask)
     mask = _with_sequences(mask, kwargs, module, query, key)
@@ -87,19 +86,14 @@ def headwise_attention(
         "sinks": s_aux,
     }
     for record in watchers(module):
-        record(query=query, key=_in_one_piece(key, query), value=_in_one_piece(value, query), dropout=dropout, **options)
+        k, v = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+        record(query=query, key=k, value=v, dropout=dropout, **options)
     out = attention(query, key, value, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
     if not (output_attentions or _attentions_are_collected()):
         return out, None
-    seen = weights(query, _in_one_piece(key, query), **options).to(query.dtype)
+    seen = weights(query, in_one_piece(key, query.dtype), **options).to(query.dtype)
     return out, nn.functional.pad(seen, (0, S_given - key.shape[2]))
-
-
-def _in_one_piece(x: Keys, query: Tensor) -> Tensor:
-    """Keys or values (B, K, S, n) as a tensor in the query's dtype: a copy where they lie otherwise."""
-    x = x.dense() if isinstance(x, Paged) else x
-    return x.dequantize(query.dtype) if isinstance(x, Quantized) else x
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:

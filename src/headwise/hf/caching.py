@@ -12,15 +12,16 @@ from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ..ops.paged import PAGE
-from .architectures import TENSOR_MASKS
 from .errors import ModelError
 from .interface import NAME, require_interface
+from .lazy import in_one_piece, lent
 
 KINDS = ("static", "paged")
+KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 LENGTHS = ("max_position_embeddings", "max_target_positions")  # what a config calls the longest text
 
 
-class FullLayer(CacheLayerMixin):  # type: ignore[misc]
+class FullLayer(CacheLayerMixin):
     """A layer that keeps every token, up to `max_length`; its cache is made at the first update, of the sizes met."""
 
     is_sliding = False
@@ -62,15 +63,16 @@ class FullLayer(CacheLayerMixin):  # type: ignore[misc]
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Adds key (B, K, T, D) and value (B, K, T, V); gives all that is held, as attention takes it."""
-        T = key_states.shape[2]
-        self._check_room(T)
+        # Under autocast, keys may come wider than values, of a rotation in float32; attention takes them in the lower.
+        key_states = key_states.to(value_states.dtype)
+        self._check_room(key_states.shape[2])
         if self.cache is None or (self.get_seq_length() == 0 and not self._fits(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
         return self._added(key_states, value_states)
 
     def _added(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        self.cache.append(key, value)
-        return self.cache._held(self.cache._columns()[0])  # type: ignore[no-any-return]
+        held = self.cache.append(key, value)._held(self.cache._columns()[0])
+        return lent(held[0], key.dtype), lent(held[1], value.dtype)
 
     def _check_room(self, count: int) -> None:
         length = self.get_seq_length() + count
@@ -170,7 +172,8 @@ class SlidingLayer(FullLayer):
         columns = self.cache.settle()._columns()[0]
         seen = [key, value]
         if columns:
-            seen = [_joined(old, new) for old, new in zip(self.cache._held(columns), seen, strict=True)]
+            held = self.cache._held(columns)
+            seen = [torch.cat([in_one_piece(old, new.dtype), new], 2) for old, new in zip(held, seen, strict=True)]
         for piece in zip(key.split(chunk, 2), value.split(chunk, 2), strict=True):
             self.cache.append(*piece)
         return seen[0], seen[1]
@@ -189,13 +192,7 @@ class SlidingLayer(FullLayer):
         return self.sliding_window
 
 
-def _joined(old: Any, new: Tensor) -> Tensor:
-    """Keys or values as they lie, and further ones behind them: a copy."""
-    old = old.dense()
-    return torch.cat([old if isinstance(old, Tensor) else old.dequantize(new.dtype), new], 2)
-
-
-class HeadwiseCache(Cache):  # type: ignore[misc]
+class HeadwiseCache(Cache):
     """What `make_cache` gives: transformers' Cache, its layers kept by headwise.
 
     Attributes:
@@ -208,7 +205,7 @@ class HeadwiseCache(Cache):  # type: ignore[misc]
         return sum(getattr(layer, "nbytes", 0) for layer in self.layers)
 
 
-class HeadwiseEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]
+class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
     """The same for an encoder-decoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
 
     @property
@@ -232,7 +229,8 @@ def make_cache(
 
     Which layers keep all tokens and which a sliding window is read from the model's config. A windowed layer holds its
     window and never more, whatever the length. Memory is taken at the first token, for the batch, heads and sizes met.
-    One cache is for one text or batch of texts; `cache.reset()` makes it ready for another.
+    One cache is for one text or batch of texts; `cache.reset()` makes it ready for another. It is for inference: int8
+    passes no gradient on to keys and values, and a static cache cannot be differentiated over more than one update.
 
     Args:
         model: any model of transformers that generates with a `DynamicCache`.
@@ -270,8 +268,10 @@ def make_cache(
             f"dtype is torch.int8, or None for that of the keys the model makes; got {dtype}; load the model in the "
             "dtype it is to run in"
         )
+    theirs = DynamicCache(config=model.config).layers
+    _require_kept(model, theirs)
     length = _max_length(model, max_length)
-    layers = [_layer(model, at, theirs, kind, length, dtype) for at, theirs in enumerate(_their_layers(model))]
+    layers = [_layer(layer, kind, length, dtype) for layer in theirs]
     if kind != "static" or dtype is not None or any(isinstance(layer, SlidingLayer) for layer in layers):
         _require_headwise(model, kind, dtype)
     cache = HeadwiseCache(layers=layers)
@@ -280,29 +280,29 @@ def make_cache(
     return HeadwiseEncoderDecoderCache(cache, DynamicCache())
 
 
-def _their_layers(model: PreTrainedModel) -> list[Any]:
-    return list(DynamicCache(config=model.config).layers)
-
-
-def _layer(
-    model: PreTrainedModel, at: int, theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None
-) -> FullLayer | DummyLayer:
-    """Ours for one of theirs."""
-    if type(theirs) is DynamicLayer:
-        return FullLayer(kind, max_length, dtype)
-    if type(theirs) is DynamicSlidingWindowLayer:
+def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> FullLayer | DummyLayer:
+    """Ours for one of theirs; a DummyLayer keeps nothing: it has no attention, or reads another layer's keys."""
+    if isinstance(theirs, DynamicSlidingWindowLayer):
         return SlidingLayer(theirs.sliding_window, max_length, dtype)
-    if type(theirs) is DummyLayer:  # keeps nothing: it has no attention, or reads another layer's keys
-        return theirs
-    raise ModelError(
-        f"{_title(model)}: layer {at} keeps a {type(theirs).__name__}, and headwise's caches keep keys and values of "
-        "full and of sliding-window attention only; use transformers.DynamicCache(config=model.config)"
-    )
+    return FullLayer(kind, max_length, dtype) if isinstance(theirs, DynamicLayer) else theirs
+
+
+def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
+    # By the very class: those derived from these keep more beside.
+    other = [(at, type(layer).__name__) for at, layer in enumerate(layers) if type(layer) not in KEPT]
+    if other:
+        at, name = other[0]
+        raise ModelError(
+            f"{_title(model)}: layer {at} keeps a {name}, and headwise's caches keep keys and values of full and of "
+            "sliding-window attention only; use transformers.DynamicCache(config=model.config)"
+        )
 
 
 def _max_length(model: PreTrainedModel, given: int | None) -> int:
     config = model.config.get_text_config(decoder=True)
-    found = given if given is not None else next((getattr(config, n) for n in LENGTHS if getattr(config, n, None)), None)
+    found = (
+        given if given is not None else next((getattr(config, n) for n in LENGTHS if getattr(config, n, None)), None)
+    )
     if found is None:
         raise ValueError(f"{_title(model)}: its config names no longest text; give make_cache a max_length")
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
@@ -314,11 +314,6 @@ def _require_headwise(model: PreTrainedModel, kind: str, dtype: torch.dtype | No
     config = model.config.get_text_config(decoder=True)
     what = "int8" if dtype is not None else "pages" if kind == "paged" else "a sliding window's pages"
     require_interface(type(model), config.model_type)
-    if config.model_type in TENSOR_MASKS:
-        raise ModelError(
-            f"{_title(model)}: it computes with keys, values or masks on the way to its attention, which takes tensors "
-            f'and not {what}; use make_cache(model, "static") where it has no windows, or transformers.DynamicCache'
-        )
     if config._attn_implementation != NAME:
         raise ModelError(
             f"{_title(model)}: a cache that holds {what} is read by headwise's attention alone, and the model runs "

@@ -89,7 +89,7 @@ def read_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = Non
 
     >>> frame = Frame(B=1, T=2, S=4, q_offset=2)
     >>> read_mask(theirs.sliding_window_causal_mask_function(3), frame)
-    Mask(parts=(Band(left=3, right=0, offset=2),))
+    Mask(parts=(Band(left=3, right=0, offset=2, first=0),))
     >>> read_mask(lambda b, h, q, k: q != k, frame) is None
     True
     """
