@@ -37,6 +37,7 @@ Tensors::Tensors(const Case& k, bool dirty) {
   const unsigned char fill = dirty ? 0xff : 0;
   const auto place = [&](const Drawn& t) { return t.present ? t.tensor(fill) : nullptr; };
   query = place(k.query), key = place(k.key), value = place(k.value);
+  key_scale = place(k.key_scale), value_scale = place(k.value_scale);
   sinks = place(k.sinks), bounds = place(k.bounds), gate = place(k.gate);
   grad_out = place(k.grad_out), grad_lse = place(k.grad_lse);
   for (const Drawn& t : k.segments) segments.push_back(place(t));
@@ -50,7 +51,14 @@ Tensors::Tensors(const Case& k, bool dirty) {
 // Keys that no row may see, and biases where something else forbids.
 void Tensors::poison(const Case& k) {
   const naive::Call& c = k.call;
-  if (!k.key.aliased() && !k.value.aliased()) {
+  for (int64_t row = 0; row < c.B * c.K * c.S && k.bytes; ++row) {
+    if (seen(c, row)) continue;
+    if (!k.key_scale.aliased()) write(*key_scale, row, row % 2 == 0 ? NAN : HUGE_VAL);
+    if (!k.value_scale.aliased()) write(*value_scale, row, row % 2 == 0 ? -HUGE_VAL : NAN);
+    for (int64_t d = 0; d < c.D && !k.key.aliased(); ++d) write(*key, row * c.D + d, -128);
+    for (int64_t d = 0; d < c.V && !k.value.aliased(); ++d) write(*value, row * c.V + d, 127);
+  }
+  if (!k.bytes && !k.key.aliased() && !k.value.aliased()) {
     for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
       if (seen(c, row)) continue;
       for (int64_t d = 0; d < c.D; ++d) write(*key, row * c.D + d, d % 2 == 0 ? NAN : HUGE_VAL);
@@ -75,7 +83,7 @@ void Tensors::poison(const Case& k) {
 }
 
   std::vector<fake::Tensor*> Tensors::all() {
-    std::vector<fake::Tensor*> some = {&query, &key, &value, &sinks, &bounds, &gate, &seed, &grad_out, &grad_lse};
+    std::vector<fake::Tensor*> some = {&query, &key, &value, &key_scale, &value_scale, &sinks, &bounds, &gate, &seed, &grad_out, &grad_lse};
     for (auto* list : {&segments, &dense, &alibi}) {
       for (fake::Tensor& t : *list) some.push_back(&t);
     }
@@ -92,7 +100,13 @@ Output run(const Case& k, const Tensors& t) {
   using namespace fake;
   const naive::Call& c = k.call;
   const auto low = static_cast<StableIValue>(c.low), high = static_cast<StableIValue>(c.high);
-  std::vector<StableIValue> stack = {give(t.query), give(t.key), give(t.value), give_number(c.scale)};
+  std::vector<StableIValue> stack;
+  if (k.bytes) {
+    stack = {give(t.query), give(t.key), give_optional(t.key_scale), give(t.value), give_optional(t.value_scale),
+             give_optional(nullptr), 0, give_number(c.scale)};
+  } else {
+    stack = {give(t.query), give(t.key), give(t.value), give_number(c.scale)};
+  }
   Output result;
   if (k.plain) {
     stack.insert(stack.end(), {low, high});
@@ -105,7 +119,7 @@ Output run(const Case& k, const Tensors& t) {
                              give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
                              give_list(some(t.alibi, lists)), give_optional(t.gate), give_number(c.dropout),
                              give_optional(t.seed)});
-  result.error = call("attend_full", stack, 2);
+  result.error = call(k.bytes ? "attend_held" : "attend_full", stack, 2);
   if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
   return result;
 }

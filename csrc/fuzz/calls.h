@@ -21,7 +21,7 @@ extern std::map<std::string, Worst> worst;
 
 // The tensors of one call. `dirty` fills what must not matter with NaN, else with zeros.
 struct Tensors {
-  fake::Tensor query, key, value, sinks, bounds, gate, seed, grad_out, grad_lse;
+  fake::Tensor query, key, value, key_scale, value_scale, sinks, bounds, gate, seed, grad_out, grad_lse;
   std::vector<fake::Tensor> segments, dense, alibi;
 
   Tensors(const Case& k, bool dirty);

@@ -273,6 +273,7 @@ double read(const AtenTensorOpaque& t, int64_t element) {
   switch (t.dtype) {
     case kLong: return static_cast<double>(static_cast<int64_t>(bits));
     case kBool: return bits != 0;
+    case kByte: return static_cast<int8_t>(bits);
     case kHalf: return half_value(static_cast<uint16_t>(bits));
     case kDouble: return memcpy(&wide, from, 8), wide;
     case kFloat: return memcpy(&single, from, 4), single;
@@ -289,6 +290,7 @@ void write(AtenTensorOpaque& t, int64_t element, double value) {
   uint64_t bits = 0;
   if (t.dtype == kLong) bits = static_cast<uint64_t>(static_cast<int64_t>(value));
   else if (t.dtype == kBool) bits = value != 0;
+  else if (t.dtype == kByte) bits = static_cast<uint8_t>(static_cast<int8_t>(value));
   else if (t.dtype == kHalf) bits = half_bits(value);
   else if (t.dtype == kDouble) memcpy(&bits, &value, 8);
   else memcpy(&bits, &single, 4);
@@ -307,13 +309,31 @@ Case draw_case(uint64_t seed) {
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
   const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
   k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, number);
-  k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, number);
-  k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, number);
-  for (Drawn* t : {&k.query, &k.key, &k.value}) {  // what is attended and no number must show
+  k.bytes = !k.plain && draw.once_in(4);
+  if (k.bytes) {
+    const auto byte = [&] { return static_cast<double>(draw.between(-128, 127)); };
+    const double spread = draw.one_of<double>({0, 0, 3});
+    const auto scale = [&] { return size / 64 * exp(spread * draw.normal()) * (draw.once_in(30) ? -1 : 1); };
+    k.key = draw_tensor(draw, kByte, {c.B, c.K, c.S, c.D}, true, byte);
+    k.value = draw_tensor(draw, kByte, {c.B, c.K, c.S, c.V}, true, byte);
+    k.key_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, [&] { return draw.normal() * size / 64; });
+    k.value_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, scale);
+  } else {
+    k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, number);
+    k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, number);
+  }
+  Drawn* const odd[] = {&k.query, k.bytes ? &k.key_scale : &k.key, k.bytes ? &k.value_scale : &k.value};
+  for (Drawn* t : odd) {  // what is attended and no number must show
     if (!draw.once_in(25) || t->aliased()) continue;
     t->x[static_cast<size_t>(draw.below(static_cast<int64_t>(t->x.size())))] = draw.one_of<double>({NAN, kInf, -kInf});
   }
   c.query = k.query.x, c.key = k.key.x, c.value = k.value.x;
+  if (k.bytes) {
+    for (size_t n = 0; n < c.key.size(); ++n) c.key[n] *= k.key_scale.x[n / static_cast<size_t>(c.D)];
+    for (size_t n = 0; n < c.value.size(); ++n) c.value[n] *= k.value_scale.x[n / static_cast<size_t>(c.V)];
+    c.bytes = dtype == kBfloat ? 2 : 3;
+    c.value_scale = k.value_scale.x;
+  }
   const double usual = 1 / sqrt(static_cast<double>(c.D));
   c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 4.0}) : usual);
   if (!k.plain) draw_extras(draw, k);
@@ -326,12 +346,12 @@ std::string Case::describe() const {
   char text[400];
   snprintf(text, sizeof text,
            "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
-           "bounds=%d segments=%zu dense=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d",
+           "bounds=%d segments=%zu dense=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d",
            static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
            static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
            static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
            static_cast<long long>(c.high), bounds.present, c.segments.size(), c.dense.size(), c.alibi.size(),
-           sinks.present, gate.present, c.dropout, plain);
+           sinks.present, gate.present, c.dropout, plain, bytes);
   return text;
 }
 

@@ -51,9 +51,10 @@ void write(AtenTensorOpaque& tensor, int64_t element, double value);
 struct Case {
   naive::Call call;
   naive::Upstream upstream;
-  Drawn query, key, value, sinks, bounds, gate, grad_out, grad_lse;
+  Drawn query, key, value, key_scale, value_scale, sinks, bounds, gate, grad_out, grad_lse;
   std::vector<Drawn> segments, dense, alibi;
   bool plain = false;   // the operator `attend`, without extras
+  bool bytes = false;   // int8 keys and values with their scales: `attend_held`
   bool biases = false;  // whether the gradients of biases and slopes are asked for
   bool wild = false;    // numbers beyond what the definition covers: must only not crash
   uint64_t seed = 0;

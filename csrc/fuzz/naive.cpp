@@ -30,6 +30,13 @@ Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   for (int64_t d = 0; d < c.D; ++d) sum += q[d] * k[d], size += fabs(q[d] * k[d]);
   double x = sum * c.scale;
   double error = kUnit * static_cast<double>(c.D + 8) * size * fabs(c.scale);
+  if (c.bytes != 0) {  // the last of three digits is at most 2^-21 of the greatest; two may leave over 2^-16 of the norm
+    double top = 0, total = 0, q2 = 0, k2 = 0;
+    for (int64_t d = 0; d < c.D; ++d) {
+      top = std::max(top, fabs(q[d])), total += fabs(k[d]), q2 += q[d] * q[d], k2 += k[d] * k[d];
+    }
+    error += (0x1p-22 * top * total + (c.bytes == 2 ? 0x1p-16 * sqrt(q2 * k2) : 0)) * fabs(c.scale);
+  }
   if (c.softcap > 0) {
     const double t = tanh(x / c.softcap);
     x = c.softcap * t;
@@ -110,6 +117,15 @@ Result attention(const Call& c, const Rounding& unit) {
     r.lse[row] = top + log(total);
     r.lse_error[row] = error + 2 * unit.exponential + summed + 4 * kUnit * fabs(r.lse[row]);
     const double up = c.dropout > 0 ? (c.dropout < 1 ? 1 / (1 - c.dropout) : 0) : 1;
+    // Weights in whole numbers of their tile's greatest, each times its value's scale.
+    std::vector<double> tops(static_cast<size_t>(c.bytes != 0 ? c.S / 128 + 1 : 0));
+    for (int64_t j = 0; j < c.S && c.bytes != 0; ++j) {
+      const Score& s = scores[static_cast<size_t>(j)];
+      if (!s.attended) continue;
+      const double scaled = exp(s.value - top) / total * up * fabs(c.value_scale[static_cast<size_t>(head * c.S + j)]);
+      double& most = tops[static_cast<size_t>(j / 128)];
+      most = std::max(most, scaled);
+    }
     for (int64_t j = 0; j < c.S; ++j) {
       const Score& s = scores[static_cast<size_t>(j)];
       if (!s.attended || (c.dropout > 0 && !c.keep[static_cast<size_t>(n * c.S + j)])) continue;
@@ -118,6 +134,10 @@ Result attention(const Call& c, const Rounding& unit) {
       for (size_t d = 0; d < width; ++d) {
         out[d] += weight * value[d];
         out_error[d] += weight * fabs(value[d]) * relative + 0x1p-120 * fabs(value[d]) * up;
+        if (c.bytes != 0) {
+          const double half = c.bytes == 2 ? 0.5 / 32512 : 0.5 / 8323072;
+          out_error[d] += 128 * (half * (1 + relative) * tops[static_cast<size_t>(j / 128)] + 1e-30 * up);
+        }
       }
     }
     for (size_t d = 0; d < width; ++d) {

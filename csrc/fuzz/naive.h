@@ -32,6 +32,8 @@ struct Call {
   std::vector<Dense> dense;
   std::vector<Alibi> alibi;
   std::vector<double> gate;      // (B, H, T, V), or empty
+  int bytes = 0;                    // int8 keys and values: the digits that queries and weights may be written in
+  std::vector<double> value_scale;  // (B, K, S) of these
   double dropout = 0;
   std::vector<char> keep;        // (B, H, T, S) where dropout > 0
 };
