@@ -83,6 +83,11 @@ def calls(dtype: torch.dtype, end: bool) -> None:
             }
             headwise.attention_statistics(q, k, v, **given)
             headwise.statistics(q, k, **given)
+        for name, mask in masks.items():
+            print(dtype, end, n, name, "backward", flush=True)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = headwise.attention(*leaves, mask=mask, backend="native")
+            torch.autograd.grad(out, leaves, guarded(torch.ones(B, H, T, V, dtype=dtype), end))
         print(dtype, end, n, "strides", flush=True)
         headwise.attention(*(guarded(x.mT.contiguous(), end).mT for x in (q, k, v)), backend="native")
         kept.clear()
