@@ -135,7 +135,7 @@ void attend_backward(const Problem& p, const Gradients& g) {
   };
   if (g.sinks != nullptr) finish(sinks, g.sinks, false);
   for (int i = 0; i < p.n_alibi; ++i) {
-    if (g.slopes[i] != nullptr) finish(slopes[i], g.slopes[i], p.alibi[i].slopes_stride[0] != 0);
+    if (g.slopes[i] != nullptr) finish(slopes[i], g.slopes[i], g.slopes_batched[i]);
   }
   for (int i = 0; i < p.n_dense; ++i) {
     if (g.dense[i].data != nullptr) finish_bias(p, g, plan, i, bias[i]);

@@ -143,7 +143,7 @@ template <int NV>
 static inline void grade(float* HW_RESTRICT x, float* HW_RESTRICT y, int64_t keys, float unit,
                          const float* HW_RESTRICT lse, const float* HW_RESTRICT delta, const float* HW_RESTRICT kept) {
   constexpr int R = NV * W;
-  const F scale = set1(unit), log2e = set1(kLog2e), none = set1(-kInf);
+  const F scale = set1(unit), log2e = set1(kLog2e), lowest = set1(-3.4028235e38f);
   F shift[NV];
   HW_UNROLL
   for (int v = 0; v < NV; ++v) shift[v] = sub(zero(), load(lse + v * W));
@@ -153,7 +153,7 @@ static inline void grade(float* HW_RESTRICT x, float* HW_RESTRICT y, int64_t key
       const int64_t at = j * R + v * W;
       const F s = load(x + at);
       const F weight = exp2<6>(mul(fma(s, scale, shift[v]), log2e));  // rounded when the difference is small already
-      const F w = select(not_less(none, s), zero(), weight);
+      const F w = select(not_less(s, lowest), weight, zero());  // 0 for -inf alone: a NaN shows
       F dp = load(y + at);
       if (kept != nullptr) {
         const F keep = load(kept + at);
@@ -175,7 +175,7 @@ static inline void grade_pairs(const float* HW_RESTRICT x, const float* HW_RESTR
                                uint16_t* HW_RESTRICT weight_rows, uint16_t* HW_RESTRICT score_rows,
                                uint32_t* HW_RESTRICT scores) {
   constexpr int R = NV * W;
-  const F scale = set1(unit), log2e = set1(kLog2e), none = set1(-kInf);
+  const F scale = set1(unit), log2e = set1(kLog2e), lowest = set1(-3.4028235e38f);
   F shift[NV];
   HW_UNROLL
   for (int v = 0; v < NV; ++v) shift[v] = sub(zero(), load(lse + v * W));
@@ -184,7 +184,7 @@ static inline void grade_pairs(const float* HW_RESTRICT x, const float* HW_RESTR
     F w = load(x + at), d = load(y + at);
     if (!ready) {
       const F weight = exp2<Bfloat16::kDegree>(mul(fma(w, scale, shift[v]), log2e));
-      w = select(not_less(none, w), zero(), weight);
+      w = select(not_less(w, lowest), weight, zero());
       d = mul(w, sub(d, load(delta + v * W)));
     }
     store_bf16_fast(weight_rows + at, w);

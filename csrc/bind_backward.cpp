@@ -104,6 +104,7 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
     const View slopes = look(rules.alibi()[static_cast<size_t>(2 * i)], "alibi slopes");
     grads.push_back(empty_like(slopes, &data));
     g.slopes[i] = static_cast<float*>(data);
+    g.slopes_batched[i] = slopes.axes == 2 && slopes.sizes[0] > 1;
   }
   attend_backward(p, g);
   stack[0] = list(grads);

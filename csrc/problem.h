@@ -81,7 +81,8 @@ struct Gradients {
   Tensor4 query, key, value;    // results, in the query's dtype; their last axis is contiguous
   float* sinks = nullptr;       // (H), where the call has sinks
   Tensor4 dense[kMaxDense];     // of each float mask, contiguous but for broadcast axes; data null = not wanted
-  float* slopes[kMaxAlibi] = {nullptr};  // of each rule, as its slopes but contiguous; null = not wanted
+  float* slopes[kMaxAlibi] = {nullptr};  // of each rule, (B, H) or (1, H), contiguous; null = not wanted
+  bool slopes_batched[kMaxAlibi] = {false};
 };
 
 // Runs the call on torch's threads with the instruction set chosen. B, T, S, D, V > 0. Same bits for any thread count.

@@ -38,7 +38,8 @@ class Problem(NamedTuple):
     def mask(self) -> Mask | None:
         """The mask again, from what the operator was given."""
         T, S = self.query.shape[2], self.key.shape[2]
-        band = Band(1 - self.low, self.high - 1, 0).trimmed(T, S)
+        # `bounds` says what the two numbers say, and more.
+        band = Band(1 - self.low, self.high - 1, 0).trimmed(T, S) if self.bounds is None else None
         parts: list[Part] = [] if band is None else [band]
         if self.bounds is not None:
             low, high, start, stop, *always = self.bounds.unbind(1)
