@@ -68,16 +68,19 @@ def attend(backend: str, *qkv: Any, **options: Any) -> Any:
 def excused(*qkv: Any, **options: Any) -> bool:
     """What the native kernel may leave to others: float64, nothing to compute, torch.func, other devices.
 
-    And a mask of more tensors than its operator takes.
+    And a mask of more tensors than its operator takes, or of windows that keep different first keys in sight.
     """
     given: list[Tensor] = [*qkv, *(options[name] for name in ("query", "key", "value") if name in options)]
     mask = options.get("mask")
     kinds = [type(part).__name__ for part in mask.parts] if isinstance(mask, headwise.Mask) else []
     dense = kinds.count("Keep") + kinds.count("Bias")
+    parts = mask.parts if isinstance(mask, headwise.Mask) else ()
+    firsts = {part.first for part in parts if type(part).__name__ == "Band" and part.left is not None}
     return (
         torch._C._are_functorch_transforms_active()
         or any(x.dtype == torch.float64 or x.numel() == 0 or x.device.type != "cpu" for x in given)
         or (dense > 8 or kinds.count("Segments") > 4 or kinds.count("Alibi") > 4)
+        or len(firsts) > 1
     )
 
 

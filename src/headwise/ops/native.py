@@ -32,11 +32,12 @@ def _count(call: Call, *kinds: type) -> int:
     return 0 if call.mask is None else sum(isinstance(part, kinds) for part in call.mask.parts)
 
 
-def _firsts(call: Call) -> set[int]:
-    parts = () if call.mask is None else call.mask.parts
+def _firsts(mask: Mask | None) -> set[int]:
+    parts = () if mask is None else mask.parts
     return {part.first for part in parts if isinstance(part, Band) and part.left is not None}
 
 
+FIRSTS = "headwise's own kernel takes windows that all keep the same first keys in sight"
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
     Limit(lambda c: c.query.dtype == torch.float64, "headwise's own kernel has no float64"),
@@ -49,9 +50,7 @@ LIMITS = (
     Limit(lambda c: _count(c, Keep, Bias) > MOST[Keep], "headwise's own kernel takes at most 8 mask tensors"),
     Limit(lambda c: _count(c, Segments) > MOST[Segments], "headwise's own kernel takes at most 4 pairs of segments"),
     Limit(lambda c: _count(c, Alibi) > MOST[Alibi], "headwise's own kernel takes at most 4 rules of ALiBi"),
-    Limit(
-        lambda c: len(_firsts(c)) > 1, "headwise's own kernel takes windows that all keep the same first keys in sight"
-    ),
+    Limit(lambda c: len(_firsts(c.mask)) > 1, FIRSTS),
     Limit(
         lambda c: c.layout is not None and c.needs_grad,
         "headwise's own kernel has no gradient through int8 keys and values, or through pages",
@@ -193,8 +192,10 @@ class Lowered(NamedTuple):
 def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
     """The mask in the operator's terms; what does not fit the call is left to the operator to refuse.
 
-    Raises TypeError for an index that is no integer tensor, which a conversion would hide.
+    Raises TypeError for an index that is no integer tensor, which a conversion would hide, and for what has no form.
     """
+    if len(_firsts(mask)) > 1:
+        raise TypeError(FIRSTS)
     numbers: tuple[list[Any], ...] = [], []  # low, high
     tensors: tuple[list[Any], ...] = [], [], [], [], []  # low, high, start, stop, always
     segments: list[Tensor] = []
