@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +15,7 @@ from ..ops.attention import attention
 from ..ops.int8 import Quantized
 from ..ops.masks import Mask, as_mask, causal, keep, lengths
 from ..ops.rules import Alibi, Band
-from .checks import check_append, check_rows
+from .checks import check_append
 
 Side = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
@@ -179,8 +180,17 @@ class KVCache(ABC):
     def _plain(self, x: Tensor | Quantized) -> Tensor:
         return x.dequantize(self._given) if isinstance(x, Quantized) else x
 
-    def _rows(self, rows: Tensor | Sequence[int]) -> list[int]:
-        return check_rows(rows, self.batch)
+    def _take_rows(self, rows: list[int]) -> None:
+        """What all caches know of a row, for `reorder`."""
+        last, counts, side = self._last
+        self.lengths, self._last = [self.lengths[r] for r in rows], (last, [counts[r] for r in rows], side)
+        self.batch = len(rows)
+
+    def _twin(self: CacheT) -> CacheT:
+        """Another cache with lengths of its own and all else in common, for `fork`."""
+        new = copy(self)
+        new.lengths = list(self.lengths)
+        return new
 
     def __repr__(self) -> str:
         return (

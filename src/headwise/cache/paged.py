@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from ..ops.paged import PAGE, Paged
 from .base import KVCache
-from .checks import check_made, check_truncate
+from .checks import check_made, check_rows, check_truncate
 from .store import Store
 
 PagedT = TypeVar("PagedT", bound="PagedCache")
@@ -120,8 +121,7 @@ class PagePool:
 
     def clone(self) -> PagePool:
         """Another pool with the same pages, held alike."""
-        new = object.__new__(PagePool)
-        vars(new).update(vars(self))
+        new = copy(self)
         new.store = self.store.map(torch.clone)
         new._refs, new._free = list(self._refs), list(self._free)
         return new
@@ -243,20 +243,16 @@ class PagedCache(KVCache):
 
     @override
     def reorder(self: PagedT, rows: Tensor | Sequence[int]) -> PagedT:
-        wanted = self._rows(rows)
+        wanted = check_rows(rows, self.batch)
         tables = [[self.pool.hold(page) for page in self.tables[r]] for r in wanted]
         self._give_all()
         self.tables = tables
-        self.lengths = [self.lengths[r] for r in wanted]
-        self._last = (self._last[0], [self._last[1][r] for r in wanted], self._last[2])
-        self.batch = len(wanted)
+        self._take_rows(wanted)
         return self
 
     @override
     def fork(self: PagedT) -> PagedT:
-        new = object.__new__(type(self))
-        vars(new).update(vars(self))
-        new.lengths = list(self.lengths)
+        new = self._twin()
         new.tables = [[self.pool.hold(page) for page in table] for table in self.tables]
         return new
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..ops.masks import Mask, window
 from ..ops.paged import PAGE
-from .checks import check_made, check_truncate
+from .checks import check_made, check_rows, check_truncate
 from .paged import PagedCache, PagePool
 
 RollingT = TypeVar("RollingT", bound="RollingCache")
@@ -160,17 +160,16 @@ class RollingCache(PagedCache):
 
     @override
     def reorder(self: RollingT, rows: Tensor | Sequence[int]) -> RollingT:
-        wanted = self._rows(rows)
+        wanted = check_rows(rows, self.batch)
         self._grow(len(wanted))
         self._dropped = [self._dropped[r] for r in wanted]
         return super().reorder(wanted)
 
     @override
     def fork(self: RollingT) -> RollingT:
-        new = object.__new__(type(self))
-        vars(new).update(vars(self))
+        new = self._twin()
         new.pool = self.pool.clone()
-        new.lengths, new._dropped = list(self.lengths), list(self._dropped)
+        new._dropped = list(self._dropped)
         new.tables = [list(table) for table in self.tables]
         return new
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from .base import KVCache
-from .checks import check_made, check_truncate
+from .checks import check_made, check_rows, check_truncate
 from .store import Store
 
 StaticT = TypeVar("StaticT", bound="StaticCache")
@@ -113,19 +113,15 @@ class StaticCache(KVCache):
 
     @override
     def reorder(self: StaticT, rows: Tensor | Sequence[int]) -> StaticT:
-        wanted = self._rows(rows)
+        wanted = check_rows(rows, self.batch)
         if wanted != list(range(self.batch)):
             index = torch.tensor(wanted, device=self._store.key.device)
             self._store = self._store.map(lambda x: x.index_select(0, index))
-        self.lengths = [self.lengths[r] for r in wanted]
-        self._last = (self._last[0], [self._last[1][r] for r in wanted], self._last[2])
-        self.batch = len(wanted)
+        self._take_rows(wanted)
         return self
 
     @override
     def fork(self: StaticT) -> StaticT:
-        new = object.__new__(type(self))
-        vars(new).update(vars(self))
+        new = self._twin()
         new._store = self._store.map(torch.clone)
-        new.lengths = list(self.lengths)
         return new

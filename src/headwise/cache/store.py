@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -58,8 +59,7 @@ class Store:
 
     def map(self, change: Any) -> Store:
         """Another store, of the tensors that `change` makes of this one's."""
-        new = object.__new__(Store)
-        vars(new).update(vars(self))
+        new = copy(self)
         for name, x in self._tensors().items():
             setattr(new, name, change(x))
         return new
