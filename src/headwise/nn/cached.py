@@ -12,11 +12,11 @@ from ..ops.held import Held
 from ..ops.masks import Mask
 
 
-def positions_of(cache: Held, T: int) -> Tensor:
+def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:
     """Where T new tokens stand: behind those that each row has seen; (T,), or (B, T) where rows differ."""
-    seen = torch.tensor(cache.lengths)
-    alike = bool((seen == seen[0]).all())
-    return torch.arange(T) + (seen[0] if alike else seen[:, None])
+    seen = torch.tensor(lengths, device=device)
+    alike = len(set(lengths)) == 1
+    return torch.arange(T, device=device) + (seen[0] if alike else seen[:, None])
 
 
 def step(

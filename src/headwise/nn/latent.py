@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..ops.masks import Mask, as_mask, causal, keep
+from .cached import positions_of
 from .checks import check_input, check_latent_call
 from .inner import InnerAttention
 from .latent_form import Choice, Form, FormCosts, latent_layer
@@ -258,9 +259,7 @@ class LatentAttention(nn.Module):
         """The positions given, or those behind what each row of the cache holds."""
         if cache is None or positions is not None:
             return positions
-        held = torch.tensor(cache.lengths, device=x.device)
-        alike = len(set(cache.lengths)) == 1
-        return torch.arange(x.shape[1], device=x.device) + (held[0] if alike else held[:, None])
+        return positions_of(cache.lengths, x.shape[1], x.device)
 
     def attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Lengths) -> Tensor:
         """Weighted sums of latents (B, H, T, C) over the cache, once it holds the new ones; options in use go along."""

@@ -156,7 +156,7 @@ class MultiHeadAttention(nn.Module):
         key = self.split(self.k_proj(for_keys), self.num_kv_heads)
         value = self.split(self.v_proj(for_values), self.num_kv_heads)
         if self.rotary is not None and positions is None and cache.causal:
-            positions = positions_of(cache, x.shape[1])
+            positions = positions_of(cache.lengths, x.shape[1], x.device)
         query, key = self.normalize(query, key)
         query, key = self.rotate(query, key, positions)
         return step(self.inner, cache, query, key, value, lengths=lengths, **options)

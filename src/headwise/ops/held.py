@@ -45,8 +45,8 @@ class Layout(NamedTuple):
         """Key and value (B, K, S, n), of the dtype `wide` where they were int8: copies."""
         out = []
         for x, scale in ((key, self.key_scale), (value, self.value_scale)):
-            x, scale = (self._laid_out(x), None if scale is None else self._laid_out(scale))
-            out.append(x if scale is None else x.to(wide) * scale.to(wide)[..., None])
+            x = self._laid_out(x)
+            out.append(x if scale is None else Quantized(x, self._laid_out(scale)).dequantize(wide))
         return out[0], out[1]
 
     def _laid_out(self, x: Tensor) -> Tensor:
