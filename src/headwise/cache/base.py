@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.int8 import Quantized
 from ..ops.masks import Mask, as_mask, causal, keep, lengths
 from ..ops.rules import Alibi, Band
 from .checks import check_append
@@ -176,9 +175,6 @@ class KVCache(ABC):
             found = keep(real[:, None, :, None]) if found is None else found & keep(real[:, None, :, None])
         both = found if mask is None else mask if found is None else found & mask
         return both if both is None or device.type == "cpu" else both.to(device)
-
-    def _plain(self, x: Tensor | Quantized) -> Tensor:
-        return x.dequantize(self._given) if isinstance(x, Quantized) else x
 
     def _take_rows(self, rows: list[int]) -> None:
         """What all caches know of a row, for `reorder`."""

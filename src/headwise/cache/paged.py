@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..ops.held import in_one_piece
 from ..ops.paged import PAGE, Paged
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate
@@ -175,7 +176,7 @@ class PagedCache(KVCache):
     @property
     def keys(self) -> Tensor:
         """(B, K, S, D) up to the longest row's end, gathered: a copy."""
-        return self._plain(self._held(max(self._columns()))[0].dense())
+        return in_one_piece(self._held(max(self._columns()))[0], self._given)
 
     @override
     def _make_room(self, counts: list[int]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..ops.held import in_one_piece
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate
 from .store import Store
@@ -81,7 +82,7 @@ class StaticCache(KVCache):
     @property
     def keys(self) -> Tensor:
         """(B, K, S, D) up to the longest row's end: a view; of int8 a copy in the dtype of the last tokens."""
-        return self._plain(self._store.held(max(self.lengths))[0])
+        return in_one_piece(self._store.held(max(self.lengths))[0], self._given)
 
     @override
     def _make_room(self, counts: list[int]) -> None:

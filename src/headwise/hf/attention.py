@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.attention import attention
+from ..ops.held import in_one_piece
 from ..ops.int8 import Quantized
 from ..ops.masks import Mask, bias, causal, keep, segments
 from ..ops.paged import Paged
 from ..ops.rules import Segments
 from ..ops.weights import weights
-from .lazy import in_one_piece
 from .masks import StructuralMask
 from .probing import watchers
 

@@ -11,10 +11,11 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, 
 from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
+from ..ops.held import in_one_piece
 from ..ops.paged import PAGE
 from .errors import ModelError
 from .interface import NAME, require_interface
-from .lazy import in_one_piece, lent
+from .lazy import lent
 
 KINDS = ("static", "paged")
 KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..ops.held import in_one_piece
 from ..ops.int8 import Quantized
 from ..ops.paged import Paged
-
-
-def in_one_piece(x: Tensor | Quantized | Paged, dtype: torch.dtype) -> Tensor:
-    """Keys or values (B, K, S, n) as a tensor: a copy, of this dtype, where they lie otherwise."""
-    x = x.dense() if isinstance(x, Paged) else x
-    return x.dequantize(dtype) if isinstance(x, Quantized) else x
 
 
 def lent(x: Tensor | Quantized | Paged, dtype: torch.dtype) -> Any:

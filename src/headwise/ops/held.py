@@ -79,3 +79,9 @@ def parts_of(key: Any, value: Any) -> tuple[Any, Any, Layout | None]:
     if isinstance(key, Paged) or isinstance(value, Paged):
         raise TypeError("key and value lie in pages both or neither; take .dense() of the one that does")
     return key, value, None if table is None else Layout(None, None, table, length)
+
+
+def in_one_piece(x: Tensor | Quantized | Paged, dtype: torch.dtype) -> Tensor:
+    """Keys or values (B, K, S, n) as a tensor: a copy, of this dtype, where they lie otherwise."""
+    x = x.dense() if isinstance(x, Paged) else x
+    return x.dequantize(dtype) if isinstance(x, Quantized) else x
