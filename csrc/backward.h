@@ -316,17 +316,24 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
   }
 }
 
-// P and dS of one block against one tile, as floats in x and y or as the products take them, and what the gradients of
-// biases and slopes get of them; `only` that bias where it is not -1. False where the mask leaves nothing.
+// What a step's blocks add to.
+struct GradTarget {
+  int64_t b, kv_head, chunk;
+  float *key_sums, *value_sums;
+  int only;  // the bias that is wanted alone, or -1
+};
+
+// P and dS of one block and its part of a tile, as floats in x and y or as the products take them, and what the gradients
+// of biases and slopes get of them.
 template <class N, int NV>
-static inline bool scores_and_gradients(const Problem& p, const BackwardPlan& plan, int64_t b, int64_t chunk,
-                                        const GradTile<N>& tile, int64_t j0, int n, int only, int block,
-                                        GradScratch<N>& s) {
+static inline void scores_and_gradients(const Problem& p, const BackwardPlan& plan, const GradTarget& to,
+                                        const GradTile<N>& tile, const Part& part, int block, GradScratch<N>& s) {
   constexpr int R = NV * W;
   Rows& rows = s.rows[block];
   GradBlock<N>& own = s.block[block];
-  const Tile kind = tile_of(p, b, rows, j0, j0 + n);
-  if (kind == Tile::empty) return false;
+  const int64_t b = to.b, chunk = to.chunk, j0 = part.j0;
+  const int n = part.n, only = to.only;
+  const Tile kind = part.kind;
   const int64_t skip = j0 - tile.j0;
   const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
   const auto* value = reinterpret_cast<const typename N::Key*>(tile.value.data) + skip * tile.value.stride;
@@ -367,27 +374,19 @@ static inline bool scores_and_gradients(const Problem& p, const BackwardPlan& pl
     }
   }
 #endif
-  return true;
 }
-
-// What a step's blocks add to.
-struct GradTarget {
-  int64_t b, kv_head, chunk;
-  float *key_sums, *value_sums;
-  int only;  // the bias that is wanted alone, or -1
-};
 
 template <class N, int NV>
 static inline void grade_tile(const Problem& p, const BackwardPlan& plan, const GradTarget& to, const GradTile<N>& tile,
                               int block, GradScratch<N>& s) {
   constexpr int R = NV * W;
   const Rows& rows = s.rows[block];
-  int64_t j0 = most(tile.j0, rows.lo_min);
-  const int64_t j1 = least(tile.j0 + tile.n, rows.hi_max);
-  if (j0 >= j1) return;
-  j0 -= (j0 - tile.j0) % N::kPair;  // pairs of keys begin where the tile begins
-  const int n = static_cast<int>(j1 - j0);
-  if (!scores_and_gradients<N, NV>(p, plan, to.b, to.chunk, tile, j0, n, to.only, block, s) || to.only >= 0) return;
+  const Part part = part_of(p, to.b, rows, tile.j0, tile.n, N::kPair);
+  if (part.kind == Tile::empty) return;
+  const int64_t j0 = part.j0;
+  const int n = part.n;
+  scores_and_gradients<N, NV>(p, plan, to, tile, part, block, s);
+  if (to.only >= 0) return;
   GradBlock<N>& own = s.block[block];
   const typename N::Key *weight_rows = s.weight_rows, *score_rows = s.score_rows;
   const typename N::Weight* scores = s.scores;

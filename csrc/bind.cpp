@@ -46,11 +46,7 @@ void attend_full_boxed(StableIValue* stack, uint64_t, uint64_t) {
   rules.fill(p);
   take_gate(p, gate);
   take_dropout(p, read_dropout(stack[13]), seed);
-  Owned out = empty_out(p, query_view.torch_dtype);
-  Owned lse = empty_lse(p);
-  attend(p);
-  stack[0] = out.release();
-  stack[1] = lse.release();
+  attend(p, query_view.torch_dtype, stack);
 }
 
 void dropout_keep_boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -122,6 +118,14 @@ bool register_operators() {
 const bool registered = register_operators();
 
 }  // namespace
+
+void attend(Problem& p, int32_t torch_dtype, StableIValue* stack) {
+  Owned out = empty_out(p, torch_dtype);
+  Owned lse = empty_lse(p);
+  attend(p);
+  stack[0] = out.release();
+  stack[1] = lse.release();
+}
 
 Owned empty_lse(Problem& p) {
   const int64_t sizes[3] = {p.B, p.H, p.T};

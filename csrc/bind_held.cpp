@@ -21,12 +21,7 @@ void attend_held_boxed(StableIValue* stack, uint64_t, uint64_t) {
   rules.fill(p);
   take_gate(p, gate);
   take_dropout(p, read_dropout(rest[1]), seed);
-  Owned out = empty_heads(p.B, p.H, p.T, p.V, query_view.torch_dtype, p.out);
-  p.out.dtype = p.query.dtype;
-  Owned lse = empty_lse(p);
-  attend(p);
-  stack[0] = out.release();
-  stack[1] = lse.release();
+  attend(p, query_view.torch_dtype, stack);
 }
 
 }  // namespace

@@ -82,27 +82,32 @@ static inline void prefetch_rows(const Tensor4& x, int64_t b, int64_t kv_head, i
   }
 }
 
+// Scores of a block of rows and its part of a tile, as the softmax takes them.
+template <class N, int NV>
+static inline void score_part(const Problem& p, int64_t b, const TileOfKeys& tile, const Part& part, bool general,
+                              int block, BlockScratch<N>& s) {
+  constexpr int R = NV * W;
+  const int64_t skip = part.j0 - tile.j0;
+  const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
+  scores_of<N, NV>(s.query[block], N::depth(p.D), key, tile.key.stride, part.n, s.scores);
+  if (general) scale_scores(p, s.scores, int64_t{part.n} * R);
+  if (general || part.kind == Tile::mixed || tile.bad.any) {
+    const bool* bad = tile.bad.any ? tile.bad.is + skip : nullptr;
+    mask_tile<Layout<1, R>>(p, b, s.rows[block], part.j0, part.n, s.scores, part.kind, bad);
+  }
+}
+
 // One block of rows against one tile.
 template <class N, int NV>
 static inline void block_tile(const Problem& p, int64_t b, const TileOfKeys& tile, bool general, int block,
                               BlockScratch<N>& s) {
   constexpr int R = NV * W;
-  Rows& rows = s.rows[block];
-  int64_t j0 = most(tile.j0, rows.lo_min);
-  const int64_t j1 = least(tile.j0 + tile.n, rows.hi_max);
-  if (j0 >= j1) return;
-  j0 -= (j0 - tile.j0) % N::kPair;  // pairs of keys begin where the tile begins
-  const int64_t skip = j0 - tile.j0;
-  const int n = static_cast<int>(j1 - j0);
-  const Tile kind = tile_of(p, b, rows, j0, j1);
-  if (kind == Tile::empty) return;
-
-  const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
-  scores_of<N, NV>(s.query[block], N::depth(p.D), key, tile.key.stride, n, s.scores);
-  if (general) scale_scores(p, s.scores, int64_t{n} * R);
-  if (general || kind == Tile::mixed || tile.bad.any) {
-    mask_tile<Layout<1, R>>(p, b, rows, j0, n, s.scores, kind, tile.bad.any ? tile.bad.is + skip : nullptr);
-  }
+  const Rows& rows = s.rows[block];
+  const Part part = part_of(p, b, rows, tile.j0, tile.n, N::kPair);
+  if (part.kind == Tile::empty) return;
+  const int64_t j0 = part.j0, skip = j0 - tile.j0;
+  const int n = part.n;
+  score_part<N, NV>(p, b, tile, part, general, block, s);
   float* top = s.top + block * kRows;
   float* total = s.total + block * kRows;
   const bool drops = p.dropout > 0.0f;

@@ -16,6 +16,9 @@ extern const Operator kBackward;  // bind_backward.cpp
 extern const Operator kHeld;      // bind_held.cpp
 extern const Operator kStatistics[2];  // bind_statistics.cpp
 
+// Runs the call; its results, out and lse, go to the first two places of the stack.
+void attend(Problem& p, int32_t torch_dtype, StableIValue* stack);
+
 Owned empty_lse(Problem& p);  // (B, H, T), and p.lse in it
 
 // A fresh tensor in the memory order (B, T, H, V) for a result (B, H, T, V), so that the heads of a position lie

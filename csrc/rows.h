@@ -128,6 +128,22 @@ static inline Tile tile_of(const Problem& p, int64_t b, const Rows& rows, int64_
   return tile;
 }
 
+// The part of a tile that a block of rows reaches, and what masks say of it.
+struct Part {
+  int64_t j0;
+  int n;
+  Tile kind;
+};
+
+// `pair` keys are taken together, from where the tile begins.
+static inline Part part_of(const Problem& p, int64_t b, const Rows& rows, int64_t tile_j0, int tile_n, int pair) {
+  int64_t j0 = most(tile_j0, rows.lo_min);
+  const int64_t j1 = least(tile_j0 + tile_n, rows.hi_max);
+  if (j0 >= j1) return {j0, 0, Tile::empty};
+  j0 -= (j0 - tile_j0) % pair;
+  return {j0, static_cast<int>(j1 - j0), tile_of(p, b, rows, j0, j1)};
+}
+
 // The scores of row r and key j of a tile lie at x[r * RowStep + j * KeyStep], one of the two being 1.
 template <int RowStep, int KeyStep>
 struct Layout {

@@ -345,22 +345,13 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
   BlockScratch<N>& own = scratch.block;
   Rows& rows = own.rows[block];
   Tally& t = scratch.tally[block];
-  int64_t j0 = most(tile.j0, rows.lo_min);
-  const int64_t j1 = least(tile.j0 + tile.n, rows.hi_max);
-  if (j0 >= j1) return;
-  j0 -= (j0 - tile.j0) % N::kPair;  // pairs of keys begin where the tile begins
-  const int64_t skip = j0 - tile.j0;
-  const int n = static_cast<int>(j1 - j0);
-  const Tile kind = tile_of(p, b, rows, j0, j1);
-  if (kind == Tile::empty) return;
-
+  const Part part = part_of(p, b, rows, tile.j0, tile.n, N::kPair);
+  if (part.kind == Tile::empty) return;
+  const int64_t j0 = part.j0, skip = j0 - tile.j0;
+  const int n = part.n;
+  const Tile kind = part.kind;
   float* x = own.scores;
-  const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
-  scores_of<N, NV>(own.query[block], N::depth(p.D), key, tile.key.stride, n, x);
-  if (general) scale_scores(p, x, int64_t{n} * R);
-  if (general || kind == Tile::mixed || tile.bad.any) {
-    mask_tile<Layout<1, R>>(p, b, rows, j0, n, x, kind, tile.bad.any ? tile.bad.is + skip : nullptr);
-  }
+  score_part<N, NV>(p, b, tile, part, general, block, own);
   if (tile.bad.any) {
     for (int j = 0; j < n; ++j) {
       for (int r = 0; r < rows.n; ++r) t.seen[r] |= bad_key.is[skip + j] && x[j * R + r] != -kInf;
