@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
+import headwise
 from headwise.ops import native_library
+from headwise.testing import assert_same_bits
 
 FAR = 1 << 40
 
@@ -37,9 +40,10 @@ def attend_full(**given: Any) -> tuple[Tensor, Tensor]:
     return torch.ops.headwise.attend_full(**arguments | given)
 
 
-def emptied(x: Tensor) -> Tensor:
-    """Its storage freed behind its back, as sharding libraries do."""
-    x.untyped_storage().resize_(0)
+def emptied(x: Tensor, missing: int | None = None) -> Tensor:
+    """Its storage freed behind its back, as sharding libraries do; or only its last bytes."""
+    size = x.untyped_storage().nbytes()
+    x.untyped_storage().resize_(0 if missing is None else size - missing)
     return x
 
 
@@ -61,6 +65,8 @@ QUERIES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "complex": (lambda q: q.cfloat(), "a dtype that headwise does not read"),
     "sparse": (lambda q: q.to_sparse(), "SparseCPU"),
     "freed": (emptied, "its storage does not hold its elements"),
+    "half freed": (lambda q: emptied(q, 4 * q.numel() // 2), "its storage does not hold its elements"),
+    "a byte freed": (lambda q: emptied(q, 1), "its storage does not hold its elements"),
     "odd address": (off_by_a_byte, "multiples of their size"),
     "endless": (lambda q: q[:, :, :1].expand(2, 4, 1 << 31, 16), r"more queries or keys than 2\*\*30"),
 }
@@ -85,9 +91,22 @@ def test_refused_all_alike() -> None:
 
 B, H, T, S, V = 2, 4, 5, 7, 8
 IDS = [torch.zeros(T, dtype=torch.int64), torch.zeros(S, dtype=torch.int64)]
+
+
+def alibi(*offsets: int) -> list[Tensor]:
+    return [torch.ones(H), torch.tensor(offsets)]
+
+
 EXTRAS: dict[str, tuple[dict[str, Any], str]] = {
-    "softcap": ({"softcap": -1.0}, "softcap must not be negative"),
-    "softcap NaN": ({"softcap": float("nan")}, "softcap must not be negative"),
+    "softcap": ({"softcap": -1.0}, "softcap must be 0, for none, or lie between 1.2e-38 and 3.4e38"),
+    "softcap NaN": ({"softcap": float("nan")}, "softcap must be 0.* got nan"),
+    "softcap Inf": ({"softcap": float("inf")}, "softcap must be 0.* got inf"),
+    "softcap of no float32": ({"softcap": 1e39}, r"softcap must be 0.* got 1e\+39"),
+    "softcap of 0 in float32": ({"softcap": 1e-300}, "softcap must be 0.* got 1e-300"),
+    "softcap denormal": ({"softcap": 1.17e-38}, "softcap must be 0.* got 1.17e-38"),
+    "scale NaN": ({"scale": float("nan")}, "scale must be finite in float32, within 3.4e38 of 0; got nan"),
+    "scale Inf": ({"scale": -float("inf")}, "scale must be finite in float32.* got -inf"),
+    "scale of no float32": ({"scale": -3.5e38}, r"scale must be finite in float32.* got -3.5e\+38"),
     "sinks": ({"sinks": torch.zeros(H + 1)}, r"sinks must be \(H\), got \(5\)"),
     "sinks' dtype": ({"sinks": torch.zeros(H).double()}, "sinks: a wrong dtype"),
     "sinks' steps": ({"sinks": torch.zeros(2 * H)[::2]}, "sinks must be contiguous"),
@@ -103,6 +122,9 @@ EXTRAS: dict[str, tuple[dict[str, Any], str]] = {
     "dense, dtype": ({"dense": [torch.zeros(1, 1, T, S).long()]}, "must be bool or floating point"),
     "alibi": ({"alibi": [torch.zeros(H)]}, "alibi must be at most 4 pairs"),
     "alibi offsets": ({"alibi": [torch.zeros(H), torch.zeros(3, dtype=torch.int64)]}, "alibi offsets must be"),
+    "alibi offsets, far": ({"alibi": alibi(FAR)}, r"must lie within 2\*\*30 of 0, got 1099511627776"),
+    "alibi offsets, far back": ({"alibi": alibi(0, -(1 << 63))}, r"within 2\*\*30 of 0, got -9223372036854775808"),
+    "alibi offsets, one too far": ({"alibi": alibi(0, (1 << 30) + 1)}, r"within 2\*\*30 of 0, got 1073741825"),
     "gate": ({"gate": torch.zeros(B, H, T, V + 1)}, "gate does not broadcast"),
     "gate's dtype": ({"gate": torch.zeros(B, H, T, V, dtype=torch.bool)}, "must be floating point"),
     "dropout": ({"dropout": 1.5}, "between 0 and 1"),
@@ -120,6 +142,14 @@ def test_refused_extras(case: str) -> None:
         attend_full(**given)
 
 
+def test_the_plain_operator_refuses_scales() -> None:
+    for scale in (1e300, -1e39, float("nan"), float("inf")):
+        with pytest.raises(RuntimeError, match="scale must be finite in float32"):
+            torch.ops.headwise.attend(*qkv(), scale, -FAR, FAR)
+    for scale in (3.4e38, -3.4e38, 0.0, 1e-300):
+        torch.ops.headwise.attend(*qkv(), scale, -FAR, FAR)
+
+
 def test_dropout_keep_refuses() -> None:
     keep, seed = torch.ops.headwise.dropout_keep, torch.zeros(1, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="sizes must lie between"):
@@ -129,10 +159,81 @@ def test_dropout_keep_refuses() -> None:
     assert keep(seed, 0.5, 0, 1, 0, 1, 1).shape == (0, 1, 1, 1)
 
 
-def test_views_with_pending_operations() -> None:
-    """A negated view is no copy: torch resolves it before the operator runs."""
+def calls() -> dict[str, list[Any]]:
+    """Every operator that reads tensors, with all that it can take."""
     query, key, value = qkv()
-    assert torch.equal(attend(torch._neg_view(query), key, value), attend(-query, key, value))
+    sinks, seed, gate = torch.randn(H), torch.tensor([7]), torch.rand(B, H, T, V)
+    bounds = torch.tensor([[-FAR, FAR, 1, S], [-3, FAR, 0, S - 1]])
+    segments = [torch.arange(T) // 3, torch.arange(S) // 4]
+    dense, slopes = (
+        [torch.randn(1, H, T, S), torch.randn(B, 1, 1, S).double()],
+        [torch.rand(B, H), torch.tensor([1, -2])],
+    )
+    rules: list[Any] = [0.25, 5.0, sinks, -FAR, FAR, bounds, segments, dense, slopes]
+    out, lse = torch.ops.headwise.attend_full(query, key, value, *rules, None, 0.3, seed)
+    data, scales = key.mul(30).to(torch.int8), torch.rand(B, 2, S) + 0.01
+    pages = (torch.randn(2, 2, 128, 16), None, torch.randn(2, 2, 128, 8), None, torch.tensor([[0], [1]]), 7)
+    picks = torch.arange(T * 3).view(1, T, 3)
+    return {
+        "attend": [query, key, value, 0.25, -FAR, FAR],
+        "attend_full": [query, key, value, *rules, gate, 0.3, seed],
+        "attend_held": [query, data, scales, data.clone(), scales * 2, None, 0, *rules, gate[..., :1], 0.3, seed],
+        "attend_held, pages": [query, *pages, *rules, None, 0.0, None],
+        "attend_backward": [out * 3, lse * 2, out, lse, True, query, key, value, *rules, 0.3, seed],
+        "attend_statistics": [query, key, value, *rules, picks, torch.tensor([0, 1, 1]), 2, torch.randn(1, S, 3), 4],
+        "attend_received": [query, key, torch.zeros(B, H, T), torch.ones(B, H, T), *rules],
+        "dropout_keep": [seed, 0.3, B, H, 0, T, S],
+    }  # fmt: skip
+
+
+CALLS = ("attend", "attend_full", "attend_held", "attend_held, pages", "attend_backward", "attend_statistics")
+
+
+def results(name: str, arguments: list[Any]) -> list[Tensor]:
+    found = getattr(torch.ops.headwise, name.split(",")[0])(*arguments)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def pending(x: Tensor) -> Tensor:
+    """The same numbers with torch's negative bit, as the imaginary part of a conjugate has it: memory holds -x."""
+    view = torch._neg_view(x.neg())
+    assert view.is_neg() and torch.equal(view, x)
+    return view
+
+
+@pytest.mark.parametrize("name", [*CALLS, "attend_received", "dropout_keep"])
+def test_views_with_pending_operations(name: str) -> None:
+    """A negated view is no copy: each argument, alone or in a list, is read as the numbers it stands for."""
+    arguments = calls()[name]
+    wanted = results(name, arguments)
+    flat, spec = pytree.tree_flatten(arguments)
+    tensors = [n for n, x in enumerate(flat) if isinstance(x, Tensor)]
+    for places in (*([n] for n in tensors), tensors):
+        given = [pending(x) if n in places else x for n, x in enumerate(flat)]
+        for x, y in zip(results(name, pytree.tree_unflatten(given, spec)), wanted, strict=True):
+            assert_same_bits(x, y, what=f"tensors {places}")
+
+
+def test_a_negated_mask_of_the_library() -> None:
+    """As it came to light: the imaginary part of a conjugate as a bias, and as slopes."""
+    query, key, value = qkv()
+    for make, size in ((headwise.bias, (T, S)), (headwise.alibi, (H,))):
+        numbers = torch.rand(size)
+        view = torch.complex(torch.zeros(size), -numbers).conj().imag
+        assert view.is_neg() and torch.equal(view, numbers)
+        ours = headwise.attention(query, key, value, mask=make(view), backend="native")
+        assert_same_bits(ours, headwise.attention(query, key, value, mask=make(numbers), backend="native"))
+
+
+def test_what_cannot_be_negated_is_refused() -> None:
+    """torch has no negative of a bool; complex numbers are no masks, conjugate or not."""
+    with pytest.raises(RuntimeError, match="carry out what is pending on one of them"):
+        attend_full(dense=[torch._neg_view(torch.ones(1, 1, T, S, dtype=torch.bool))])
+    for x in (torch.ones(1, 1, T, S).cfloat(), torch.ones(1, 1, T, S).cfloat().conj()):
+        with pytest.raises(RuntimeError, match="a dtype that headwise does not read"):
+            attend_full(dense=[x])
+        with pytest.raises(RuntimeError, match="a dtype that headwise does not read"):
+            attend(x.expand(2, 4, T, S), x.expand(2, 4, T, S), x.expand(2, 4, T, S))
 
 
 def test_layout_of_the_results() -> None:
