@@ -113,7 +113,7 @@ void take_table(Problem& p, const View& table, const View& key) {
   if (table.sizes[0] != p.B || table.sizes[1] * p.page < p.S) {
     fail("the table must be (B, N) with room for all keys in its N pages, got " + shape(table));
   }
-  if (table.strides[1] != 1) fail("the rows of the table must be contiguous");
+  if (table.strides[1] != 1 && table.sizes[1] > 1) fail("the rows of the table must be contiguous");
   p.table = static_cast<const int64_t*>(table.data);
   p.table_stride = table.strides[0];
   const int64_t used = (p.S + p.page - 1) / p.page;

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from native_calls import NAMES, calls, results, tensors
 from torch import Tensor
 
 import headwise
@@ -159,41 +160,6 @@ def test_dropout_keep_refuses() -> None:
     assert keep(seed, 0.5, 0, 1, 0, 1, 1).shape == (0, 1, 1, 1)
 
 
-def calls() -> dict[str, list[Any]]:
-    """Every operator that reads tensors, with all that it can take."""
-    query, key, value = qkv()
-    sinks, seed, gate = torch.randn(H), torch.tensor([7]), torch.rand(B, H, T, V)
-    bounds = torch.tensor([[-FAR, FAR, 1, S], [-3, FAR, 0, S - 1]])
-    segments = [torch.arange(T) // 3, torch.arange(S) // 4]
-    dense, slopes = (
-        [torch.randn(1, H, T, S), torch.randn(B, 1, 1, S).double()],
-        [torch.rand(B, H), torch.tensor([1, -2])],
-    )
-    rules: list[Any] = [0.25, 5.0, sinks, -FAR, FAR, bounds, segments, dense, slopes]
-    out, lse = torch.ops.headwise.attend_full(query, key, value, *rules, None, 0.3, seed)
-    data, scales = key.mul(30).to(torch.int8), torch.rand(B, 2, S) + 0.01
-    pages = (torch.randn(2, 2, 128, 16), None, torch.randn(2, 2, 128, 8), None, torch.tensor([[0], [1]]), 7)
-    picks = torch.arange(T * 3).view(1, T, 3)
-    return {
-        "attend": [query, key, value, 0.25, -FAR, FAR],
-        "attend_full": [query, key, value, *rules, gate, 0.3, seed],
-        "attend_held": [query, data, scales, data.clone(), scales * 2, None, 0, *rules, gate[..., :1], 0.3, seed],
-        "attend_held, pages": [query, *pages, *rules, None, 0.0, None],
-        "attend_backward": [out * 3, lse * 2, out, lse, True, query, key, value, *rules, 0.3, seed],
-        "attend_statistics": [query, key, value, *rules, picks, torch.tensor([0, 1, 1]), 2, torch.randn(1, S, 3), 4],
-        "attend_received": [query, key, torch.zeros(B, H, T), torch.ones(B, H, T), *rules],
-        "dropout_keep": [seed, 0.3, B, H, 0, T, S],
-    }  # fmt: skip
-
-
-CALLS = ("attend", "attend_full", "attend_held", "attend_held, pages", "attend_backward", "attend_statistics")
-
-
-def results(name: str, arguments: list[Any]) -> list[Tensor]:
-    found = getattr(torch.ops.headwise, name.split(",")[0])(*arguments)
-    return [found] if isinstance(found, Tensor) else list(found)
-
-
 def pending(x: Tensor) -> Tensor:
     """The same numbers with torch's negative bit, as the imaginary part of a conjugate has it: memory holds -x."""
     view = torch._neg_view(x.neg())
@@ -201,17 +167,20 @@ def pending(x: Tensor) -> Tensor:
     return view
 
 
-@pytest.mark.parametrize("name", [*CALLS, "attend_received", "dropout_keep"])
+@pytest.mark.parametrize("name", NAMES)
 def test_views_with_pending_operations(name: str) -> None:
     """A negated view is no copy: each argument, alone or in a list, is read as the numbers it stands for."""
     arguments = calls()[name]
     wanted = results(name, arguments)
+    for what, x, put in tensors(arguments):
+        if x.dtype == torch.bool:
+            continue
+        for y, right in zip(results(name, put(pending(x))), wanted, strict=True):
+            assert_same_bits(y, right, what=what)
     flat, spec = pytree.tree_flatten(arguments)
-    tensors = [n for n, x in enumerate(flat) if isinstance(x, Tensor)]
-    for places in (*([n] for n in tensors), tensors):
-        given = [pending(x) if n in places else x for n, x in enumerate(flat)]
-        for x, y in zip(results(name, pytree.tree_unflatten(given, spec)), wanted, strict=True):
-            assert_same_bits(x, y, what=f"tensors {places}")
+    all_of_them = [pending(x) if isinstance(x, Tensor) and x.dtype != torch.bool else x for x in flat]
+    for y, right in zip(results(name, pytree.tree_unflatten(all_of_them, spec)), wanted, strict=True):
+        assert_same_bits(y, right)
 
 
 def test_a_negated_mask_of_the_library() -> None:
