@@ -234,7 +234,7 @@ def test_a_width_no_scratch_has_room_for() -> None:
         attend(one, one, one.expand(1, 1, 1, wide), 1.0, -FAR, FAR)
     with pytest.raises(RuntimeError, match=r"more queries or keys than 2\*\*30"):
         attend(one, one.expand(1, 1, 1 << 30, 1), one.expand(1, 1, 1 << 30, 1), 1.0, -FAR, FAR)
-    refused("attend_statistics", statistics | {"features": one[0].expand(B, S, wide)})
+    refused("attend_statistics", statistics | {"features": torch.zeros(wide).expand(B, S, wide)})
     columns = {"picks": far.expand(B, T, wide), "slots": torch.zeros(wide, dtype=torch.int64)}
     refused("attend_statistics", statistics | columns)
     for name in ("B", "H", "rows", "S", "first"):

@@ -162,9 +162,9 @@ void draw_dense(Draw& draw, Case& k) {
 
 void draw_extras(Draw& draw, Case& k) {
   naive::Call& c = k.call;
-  if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0}));
+  if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0, 1.2e-38, 1e-20, 1e20, 1e38}));
   if (draw.once_in(4)) {
-    k.sinks = draw_tensor(draw, kFloat, {c.H}, false, [&] { return draw.normal() * 3; });
+    k.sinks = draw_tensor(draw, kFloat, {c.H}, false, [&] { return draw.normal() * (draw.once_in(9) ? 100 : 3); });
     k.sinks.strides[0] = 1;
     c.sinks = k.sinks.x;
   }
@@ -175,7 +175,7 @@ void draw_extras(Draw& draw, Case& k) {
     const bool far = draw.once_in(10);
     k.wild |= far;
     k.alibi.push_back(draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B}, false, [&] {
-      return far ? draw.one_of<double>({-0x1p63, 0x1p62, 0x1p41}) : static_cast<double>(draw.between(-c.T, c.S));
+      return far ? draw.one_of<double>({-0x1p30, 0x1p30, 0x1p29}) : static_cast<double>(draw.between(-c.T, c.S));
     }));
     naive::Alibi rule;
     rule.slopes = spread(k.alibi[0], {c.B, c.H});
@@ -298,6 +298,19 @@ void write(AtenTensorOpaque& t, int64_t element, double value) {
   memcpy(to, &bits, static_cast<size_t>(code_size(t.dtype)));
 }
 
+// Keys whose scores are -inf in float32 though they may be attended: ranges as long as those that items have, some, or all.
+void draw_lost(Draw& draw, Case& k) {
+  const naive::Call& c = k.call;
+  k.lost = true;
+  const int64_t column = draw.below(c.D), kind = draw.below(4), first = draw.below(c.S / 1024 + 1) * 1024;
+  for (size_t row = 0; row < k.query.x.size(); row += static_cast<size_t>(c.D)) k.query.x[row + static_cast<size_t>(column)] = 0x1p83;
+  for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
+    const int64_t j = row % c.S;
+    const bool gone = kind == 0 ? j >= first && j < first + 1024 : kind == 1 ? j < first : kind == 2 ? draw.once_in(3) : true;
+    k.key.x[static_cast<size_t>(row * c.D + column)] = gone ? -0x1p83 : 0;
+  }
+}
+
 Case draw_case(uint64_t seed) {
   Draw draw(seed * 0x2545f4914f6cdd1du + 1);
   Case k;
@@ -307,26 +320,31 @@ Case draw_case(uint64_t seed) {
   draw_band(draw, k);
   const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
+  // Queries and keys far from 1, so that their products are not, and values.
+  const double power = dtype == kHalf ? 0x1p6 : 0x1p40;
+  const double far = draw.one_of<double>({1, 1, 1, power, 1 / power}), high = draw.one_of<double>({1, 1, 1, power, 1 / power});
   const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
-  k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, number);
+  k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, [&] { return number() * far; });
   k.bytes = !k.plain && draw.once_in(4);
+  k.paged = !k.plain && draw.once_in(3);
   if (k.bytes) {
     const auto byte = [&] { return static_cast<double>(draw.between(-128, 127)); };
     const double spread = draw.one_of<double>({0, 0, 3});
-    const auto scale = [&] { return size / 64 * exp(spread * draw.normal()) * (draw.once_in(30) ? -1 : 1); };
+    const auto scale = [&] { return high * size / 64 * exp(spread * draw.normal()) * (draw.once_in(30) ? -1 : 1); };
     k.key = draw_tensor(draw, kByte, {c.B, c.K, c.S, c.D}, true, byte);
     k.value = draw_tensor(draw, kByte, {c.B, c.K, c.S, c.V}, true, byte);
-    k.key_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, [&] { return draw.normal() * size / 64; });
+    k.key_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, [&] { return draw.normal() * size / 64 / far; });
     k.value_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, scale);
   } else {
-    k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, number);
-    k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, number);
+    k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, [&] { return number() / far; });
+    k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, [&] { return number() * high; });
   }
   Drawn* const odd[] = {&k.query, k.bytes ? &k.key_scale : &k.key, k.bytes ? &k.value_scale : &k.value};
   for (Drawn* t : odd) {  // what is attended and no number must show
     if (!draw.once_in(25) || t->aliased()) continue;
     t->x[static_cast<size_t>(draw.below(static_cast<int64_t>(t->x.size())))] = draw.one_of<double>({NAN, kInf, -kInf});
   }
+  if (!k.bytes && dtype != kHalf && draw.once_in(12) && !k.query.aliased() && !k.key.aliased()) draw_lost(draw, k);
   c.query = k.query.x, c.key = k.key.x, c.value = k.value.x;
   if (k.bytes) {
     for (size_t n = 0; n < c.key.size(); ++n) c.key[n] *= k.key_scale.x[n / static_cast<size_t>(c.D)];
@@ -335,7 +353,8 @@ Case draw_case(uint64_t seed) {
     c.value_scale = k.value_scale.x;
   }
   const double usual = 1 / sqrt(static_cast<double>(c.D));
-  c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 4.0}) : usual);
+  c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 1e-38, 4.0}) : usual);
+  if (k.lost) c.scale = usual;  // others make NaN or +inf of -inf
   if (!k.plain) draw_extras(draw, k);
   draw_upstream(draw, k, dtype);
   return k;
@@ -346,12 +365,12 @@ std::string Case::describe() const {
   char text[400];
   snprintf(text, sizeof text,
            "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
-           "bounds=%d segments=%zu dense=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d",
+           "bounds=%d segments=%zu dense=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d paged=%d lost=%d",
            static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
            static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
            static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
            static_cast<long long>(c.high), bounds.present, c.segments.size(), c.dense.size(), c.alibi.size(),
-           sinks.present, gate.present, c.dropout, plain, bytes);
+           sinks.present, gate.present, c.dropout, plain, bytes, paged, lost);
   return text;
 }
 

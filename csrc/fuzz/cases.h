@@ -55,6 +55,8 @@ struct Case {
   std::vector<Drawn> segments, dense, alibi;
   bool plain = false;   // the operator `attend`, without extras
   bool bytes = false;   // int8 keys and values with their scales: `attend_held`
+  bool paged = false;   // once more with keys and values in pages: the same bits
+  bool lost = false;    // some scores are -inf in float32
   bool biases = false;  // whether the gradients of biases and slopes are asked for
   bool wild = false;    // numbers beyond what the definition covers: must only not crash
   uint64_t seed = 0;
