@@ -87,11 +87,13 @@ def test_a_look_shows_in_a_notebook_without_markup_of_others(planted: Look) -> N
         def handle_starttag(self, tag: str, attrs: object) -> None:
             self.seen.add(tag)
 
-    page = replace(planted, model="<script>alert(1)</script>")._repr_html_()
+    hostile = "<script>alert(1)</script>"
+    head = replace(planted.heads[0], roles=(replace(planted.heads[0].roles[0], name=hostile),))
+    page = replace(planted, model=hostile, heads=(head,), maps=())._repr_html_()
     parser = Tags()
     parser.feed(page)
     assert parser.seen == {"table", "caption", "tr", "th", "td"}
-    assert "&lt;script&gt;" in page
+    assert page.count("&lt;script&gt;") == 2
 
 
 def test_a_look_makes_a_frame(planted: Look) -> None:

@@ -286,7 +286,21 @@ class Look:
         return f"{self.model}: {self.num_layers} layers x {self.num_heads} heads, {self.kind}, {self.length} tokens"
 
 
-_COLUMNS = ("layer", "head", "entropy", "largest", "distance", "sink", "prev", "self", "next", "delim", "dup", "induct", "role")
+_COLUMNS = (
+    "layer",
+    "head",
+    "entropy",
+    "largest",
+    "distance",
+    "sink",
+    "prev",
+    "self",
+    "next",
+    "delim",
+    "dup",
+    "induct",
+    "role",
+)
 
 
 def _cells(head: HeadRecord) -> Sequence[str]:

@@ -148,9 +148,20 @@ def _attention_modules(model: object) -> dict[str, MultiHeadAttention | LatentAt
     if not found:
         raise TypeError(
             f"{type(model).__name__} holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to "
-            "probe; for a transformers model, import headwise.hf first"
+            f"probe; {_way_out(model)}"
         )
     return found
+
+
+def _way_out(model: nn.Module) -> str:
+    """What to do with a model in which there is nothing to see."""
+    ours = probe.dispatch(nn.Module)
+    for name, part in model.named_modules():
+        if probe.dispatch(type(part)) is not ours:
+            return f"its part {name!r} ({type(part).__name__}) is a model of its own: probe that"
+    if "headwise.hf" in sys.modules:
+        return "give a model that has some, or a transformers model on its attention interface"
+    return "for a transformers model, import headwise.hf first"
 
 
 def _options(name: str, inner: nn.Module) -> dict[str, Any]:

@@ -101,7 +101,16 @@ def _rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}") if value is not None and np.isfinite(value) else None
 
 
-_COLOURS = ("previous-token", "induction", "duplicate-token", "first-token sink", "delimiter", "self", "broad", "next-token")
+_COLOURS = (
+    "previous-token",
+    "induction",
+    "duplicate-token",
+    "first-token sink",
+    "delimiter",
+    "self",
+    "broad",
+    "next-token",
+)
 """A role keeps its colour from report to report; all others share the ninth, grey."""
 
 Played = tuple[int, float | None, float | None, float | None]
