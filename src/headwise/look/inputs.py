@@ -45,7 +45,8 @@ def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
 def _no_text(model: nn.Module, what: str) -> str:
     return (
         f"look reads models of text alone for now; {type(model).__name__} {what}; look at its text part, if it has "
-        "one, or measure its calls: headwise.nn.probe(model), then headwise.statistics(call.query, call.key, mask=call.mask)"
+        "one, or measure its calls: headwise.nn.probe(model), then headwise.statistics(call.query, call.key, "
+        "mask=call.mask)"
     )
 
 

@@ -96,8 +96,8 @@ def statistics(
         scale: multiplies the scores; D ** -0.5 by default.
         softcap: bounds scores by softcap * tanh(score / softcap).
         sinks: (H,) logits of a further softmax column.
-        offsets: whose mass is wanted: k stands for the keys 0, 1, ... k places before the query; or a sequence, key minus
-            query: ``(-1, 0, 1)`` is the one before it, its own, and the one after it.
+        offsets: whose mass is wanted: k stands for the keys 0, 1, ... k places before the query; or a sequence, key
+            minus query: ``(-1, 0, 1)`` is the one before it, its own, and the one after it.
         features: name -> (S,) or (B, S), a number a key (bool, integer or float).
         targets: name -> (T, n) or (B, T, n) long, n keys a row, -1 = none; a key named twice counts twice.
         pool: most bins of the pooled map, per axis.
