@@ -78,7 +78,7 @@ def test_a_hostile_string_adds_no_element_and_comes_back_to_the_letter(payload: 
     assert [kind for kind, _ in found.code] == ["style", "json", "script", "script"]
     data = found.data
     assert data["model"] == data["cells"][0]["text"] == data["heads"]["module"][0] == payload
-    assert data["roles"][0] == {"name": payload, "colour": 7, "formula": "", "source": payload}
+    assert data["roles"][0] == {"name": payload, "colour": 8, "formula": "", "source": payload}
 
 
 def test_there_are_enough_payloads() -> None:
@@ -175,6 +175,16 @@ def test_numbers_and_maps_are_those_of_the_look() -> None:
         [(r.name, pytest.approx(r.score, rel=1e-3), r.threshold, r.baseline) for r in h.roles] for h in look.heads
     ]
     assert [cell["text"] for cell in data["cells"]] == list(look.tokens)
+
+
+def test_what_an_encoder_attends_ahead_is_there() -> None:
+    look = make_look(layers=2, heads=5, encoder=True)
+    data = Elements(report.render(look)).data
+    assert data["heads"]["next"] == pytest.approx([h.ahead[0] for h in look.heads], rel=1e-3)
+    assert data["heads"]["ahead"] == [pytest.approx(h.ahead, rel=1e-3) for h in look.heads]
+    assert [role["colour"] for role in data["roles"] if role["name"] == "next-token"] == [7]
+    decoder = Elements(report.render(make_look(layers=2, heads=5))).data["heads"]
+    assert decoder["next"] == [None] * 10 and decoder["ahead"] == [[]] * 10
 
 
 def test_without_large_maps_the_pooled_ones_are_shown() -> None:

@@ -1,8 +1,10 @@
 """The table of contents."""
 
+from . import cache as cache
 from . import look as look
 from . import nn as nn
 from . import plan as plan
+from . import report as report
 from .nn.latent import LatentAttention as LatentAttention
 from .nn.multihead import MultiHeadAttention as MultiHeadAttention
 from .nn.trace import trace as trace

@@ -8,6 +8,7 @@ from .probe import AttentionCall, Probe, probe
 from .rotary import Rotary, rotate
 from .torch_mha import from_torch, mask_from_torch, mask_to_torch, to_torch
 from .trace import Stage, Trace, trace, trace_shape
+from .unwrap import unwrap
 from .yarn import yarn_frequencies, yarn_scale
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "to_torch",
     "trace",
     "trace_shape",
+    "unwrap",
     "yarn_frequencies",
     "yarn_scale",
 ]

@@ -12,7 +12,7 @@ every number is exact. "Row" means a query, "mass" a sum of weights. Two rules h
 Position: query i stands at pos = i + S - T among the keys (bottom-right, as `causal()`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ class RowStatistics:
         distance: (B, H, T), tokens: mean |pos - j| under the row's weights.
         keys: (B, H, T) long, how many keys the row may attend; 0 marks an empty row.
         sink: (B, H, T), mass that went to the sink column; 0 without `sinks`.
-        offsets: (B, H, k + 1), mass on the key o places before pos, mean over the rows that may attend that key.
+        offsets: (B, H, n), mass on the key at each of the n offsets from pos, mean over the rows that may attend it.
         features: name -> (B, H), sum_j P_ij f_j, mean over rows.
         targets: name -> (B, H), mass on the row's targets, mean over rows that have one.
         pooled: (B, H, min(T, pool), min(S, pool)), the matrix in bins: columns are summed, rows averaged; a row of it
@@ -79,7 +79,7 @@ def statistics(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
-    offsets: int = 8,
+    offsets: int | Iterable[int] = 8,
     features: Mapping[str, Tensor] | None = None,
     targets: Mapping[str, Tensor] | None = None,
     pool: int = 32,
@@ -96,7 +96,8 @@ def statistics(
         scale: multiplies the scores; D ** -0.5 by default.
         softcap: bounds scores by softcap * tanh(score / softcap).
         sinks: (H,) logits of a further softmax column.
-        offsets: the largest offset k; masses are given for the keys 0, 1, ... k places before the query.
+        offsets: whose mass is wanted: k stands for the keys 0, 1, ... k places before the query; or a sequence, key
+            minus query: ``(-1, 0, 1)`` is the one before it, its own, and the one after it.
         features: name -> (S,) or (B, S), a number a key (bool, integer or float).
         targets: name -> (T, n) or (B, T, n) long, n keys a row, -1 = none; a key named twice counts twice.
         pool: most bins of the pooled map, per axis.
@@ -131,7 +132,7 @@ def attention_statistics(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
-    offsets: int = 8,
+    offsets: int | Iterable[int] = 8,
     features: Mapping[str, Tensor] | None = None,
     targets: Mapping[str, Tensor] | None = None,
     pool: int = 32,
@@ -175,7 +176,7 @@ def row_statistics(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
-    offsets: int = 8,
+    offsets: int | Iterable[int] = 8,
     features: Mapping[str, Tensor] | None = None,
     targets: Mapping[str, Tensor] | None = None,
     pool: int = 32,

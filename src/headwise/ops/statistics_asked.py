@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,10 @@ from .masks import Mask, fitted
 
 
 class Asked(NamedTuple):
-    """A checked call. Features are (B, S) each, targets (B, T, n) long, on the query's device."""
+    """A checked call. Features are (B, S) each, targets (B, T, n) long, on the query's device.
+
+    Offsets are key minus query: negative before it, positive after it.
+    """
 
     query: Tensor
     key: Tensor
@@ -21,7 +25,7 @@ class Asked(NamedTuple):
     scale: float
     softcap: float | None
     sinks: Tensor | None
-    offsets: int
+    offsets: tuple[int, ...]
     features: dict[str, Tensor]
     targets: dict[str, Tensor]
     pool: int
@@ -39,7 +43,7 @@ def checked(
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
-    offsets: int,
+    offsets: int | Iterable[int],
     features: Mapping[str, Tensor] | None,
     targets: Mapping[str, Tensor] | None,
     pool: int,
@@ -50,11 +54,31 @@ def checked(
     (T, D), S = query.shape[2:], key.shape[2]
     scale = D**-0.5 if scale is None else scale
     mask = fitted(mask, query, key)
-    if offsets < 0 or pool < 1:
-        raise ValueError(f"statistics needs offsets >= 0 and pool >= 1; got offsets={offsets}, pool={pool}")
+    places = tuple(max(-T - S, min(o, T + S)) for o in _checked_offsets(offsets))  # further keys are nobody's
+    if pool < 1:
+        raise ValueError(f"statistics needs pool >= 1; got pool={pool}")
     mask = None if mask is None else mask.trimmed(T, S)
     columns, lists = _checked_features(features, query, S), _checked_targets(targets, query, S)
-    return Asked(query, key, mask, scale, softcap, sinks, offsets, columns, lists, pool)
+    return Asked(query, key, mask, scale, softcap, sinks, places, columns, lists, pool)
+
+
+def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
+    """Each offset as key minus query; a number k stands for 0, -1, ... -k."""
+    rule = (
+        "offsets are a whole number k >= 0, for the keys 0 to k places before the query, or whole numbers, key minus "
+        f"query (negative = before), such as range(-3, 4); got {offsets!r}"
+    )
+    if isinstance(offsets, bool):
+        raise TypeError(rule)
+    try:
+        if isinstance(offsets, Iterable):
+            return [operator.index(o) for o in offsets]
+        back = operator.index(offsets)
+    except TypeError:
+        raise TypeError(rule) from None
+    if back < 0:
+        raise ValueError(rule)
+    return range(0, -back - 1, -1)
 
 
 def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:

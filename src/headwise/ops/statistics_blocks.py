@@ -26,7 +26,7 @@ class _Sums:
     """The running sums; `add` folds in one block, `result` turns sums into means."""
 
     def __init__(self, asked: Asked) -> None:
-        query, offsets, targets = asked.query, asked.offsets, asked.targets
+        query, targets = asked.query, asked.targets
         (B, H, self.T, _), self.S = query.shape, asked.key.shape[2]
         self.features, self.targets, self.bins = asked.features, targets, asked.bins
         self.dtype, self.device = compute_dtype(query), query.device
@@ -38,7 +38,8 @@ class _Sums:
         self.entropy, self.largest, self.distance, self.sink = (zeros(self.T) for _ in range(4))
         self.largest_key = zeros(self.T, dtype=torch.long) - 1
         self.keys = zeros(self.T, dtype=torch.long)
-        self.offsets, self.offset_rows = zeros(offsets + 1, dtype=wide), zeros(offsets + 1, dtype=torch.long)
+        self.steps = torch.tensor(asked.offsets, dtype=torch.long, device=query.device)
+        self.offsets, self.offset_rows = (zeros(len(asked.offsets), dtype=d) for d in (wide, torch.long))
         self.target_mass = {name: zeros(dtype=wide) for name in targets}
         self.target_rows = {name: zeros(dtype=torch.long) for name in targets}
         self.received, self.received_rows = zeros(self.S, dtype=wide), zeros(self.S, dtype=torch.long)
@@ -91,8 +92,7 @@ class _Sums:
 
     def _add_offsets(self, block: Block, p_BHRC: Tensor) -> None:
         pos, _ = self._places(block)
-        steps = torch.arange(self.offsets.shape[-1], device=self.device)
-        keys = pos - steps
+        keys = pos + self.steps
         held, seen = _gather(p_BHRC, block, keys.expand(1, 1, *keys.shape))
         self.offsets += held.sum(-2)
         self.offset_rows += seen.sum(-2)

@@ -33,13 +33,13 @@ def measure(asked: Asked, value: Tensor | None, *, received: bool) -> tuple[Tens
     columns = None if second or not asked.features else torch.stack([*asked.features.values()], -1).float()
     R, C = asked.bins
     out, _, numbers, places, picked, binned, featured = torch.ops.headwise.attend_statistics(
-        query, key, value, *rules, picks, slots, asked.offsets + 1 + len(targets), columns, C
+        query, key, value, *rules, picks, slots, len(asked.offsets) + len(targets), columns, C
     )
     entropy, distance, sink, mass, top, largest = numbers
     largest_key, keys = places
     alive = keys > 0
     rows = alive.sum(-1)
-    back, aimed = picked[..., : asked.offsets + 1], picked[..., asked.offsets + 1 :]
+    beside, aimed = picked[..., : len(asked.offsets)], picked[..., len(asked.offsets) :]
     found: dict[str, Any] = dict(
         entropy=entropy,
         largest=largest,
@@ -47,7 +47,7 @@ def measure(asked: Asked, value: Tensor | None, *, received: bool) -> tuple[Tens
         distance=distance,
         keys=keys,
         sink=sink,
-        offsets=_mean(_held(back, -2), (back != UNSEEN).sum(-2)),
+        offsets=_mean(_held(beside, -2), (beside != UNSEEN).sum(-2)),
         targets={
             name: _mean(_held(aimed[..., n], -1), (alive & (x >= 0).any(-1)[:, None]).sum(-1))
             for n, (name, x) in enumerate(targets.items())
@@ -83,13 +83,14 @@ def _picks(asked: Asked) -> tuple[Tensor, Tensor]:
     First the offsets, a sum each; then the targets, a sum a name.
     """
     T, S = asked.query.shape[2], asked.key.shape[2]
-    pos, steps = torch.arange(T, device="cpu") + (S - T), torch.arange(asked.offsets + 1, device="cpu")
-    back = (pos - steps[:, None]).clamp(min=-1).mT  # and those beyond the last key are nobody's
+    pos, away = torch.arange(T, device="cpu") + (S - T), torch.tensor(asked.offsets, dtype=torch.long, device="cpu")
+    beside = (pos + away[:, None]).clamp(min=-1).mT  # and those beyond the last key are nobody's
+    steps = torch.arange(len(away), device="cpu")
     slots = [steps, *(torch.full((x.shape[-1],), len(steps) + n) for n, x in enumerate(asked.targets.values()))]
     if not asked.targets:
-        return back[None], steps
+        return beside[None], steps
     B = asked.query.shape[0]
-    return torch.cat([back.expand(B, -1, -1), *asked.targets.values()], -1), torch.cat(slots)
+    return torch.cat([beside.expand(B, -1, -1), *asked.targets.values()], -1), torch.cat(slots)
 
 
 def _held(picked: Tensor, dim: int) -> Tensor:
