@@ -206,8 +206,8 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"offsets": -1}, ValueError, "offsets >= 0 and pool >= 1; got offsets=-1, pool=32"),
-        ({"pool": 0}, ValueError, "offsets >= 0 and pool >= 1; got offsets=8, pool=0"),
+        ({"offsets": -1}, ValueError, "offsets is at least 0; got -1"),
+        ({"pool": 0}, ValueError, "pool is at least 1; got 0"),
         ({"features": {"dot": torch.zeros(3)}}, ValueError, "feature 'dot' is a number a key: (S,) or (B, S)"),
         ({"features": {"dot": [1]}}, TypeError, "feature 'dot' is a tensor (S,) or (B, S), a number a key; got list"),
         ({"targets": {"dup": torch.zeros(3, 1)}}, TypeError, "targets 'dup' are key positions, an integer tensor"),
