@@ -149,7 +149,7 @@ def test_tiles_take_a_row_of_tiles_at_a_time() -> None:
 
 @pytest.mark.parametrize("bad", [{"tile_q": 0}, {"tile_k": -1}])
 def test_tiles_have_a_size(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="tile_. is at least 1; got"):
+    with pytest.raises(ValueError, match=r"tile_[qk] is at least 1; got"):
         headwise.causal().tiles(4, 4, **bad)
 
 

@@ -134,9 +134,9 @@ def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_options(
-    query: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
+    query: Tensor | None, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
 ) -> None:
-    """Values of the options; raises TypeError or ValueError that names the option."""
+    """Values of the options; raises TypeError or ValueError that names the option. Without a query, not the sinks'."""
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         real = isinstance(number, (Real, torch.SymFloat, torch.SymInt)) and not isinstance(number, bool)
         if real or (number is None and name != "dropout"):
@@ -153,16 +153,20 @@ def check_options(
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is a probability 0 <= dropout < 1; got {shown(dropout)}")
-    if sinks is None:
-        return
-    H = query.shape[1]
+    if sinks is not None and query is not None:
+        check_sinks(sinks, query.shape[1], query.device)
+
+
+def check_sinks(sinks: Tensor, H: int | None = None, device: torch.device | None = None) -> None:
+    """Logits, one a query head; where H and the device are not known yet, of any."""
+    form = "(H,)" if H is None else f"(H,) = ({H},)"
     if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks are a float tensor (H,) = ({H},); got {type(sinks).__name__}")
+        raise TypeError(f"sinks are a float tensor {form}; got {type(sinks).__name__}")
     check_dense("sinks", sinks)
-    if not sinks.is_floating_point() or sinks.shape != (H,):
-        raise ValueError(f"sinks are float logits, one a query head: (H,) = ({H},); got {describe(sinks)}")
-    if sinks.device != query.device:
-        raise ValueError(f"sinks live on the query's device; query is on {query.device}, sinks on {sinks.device}")
+    if not sinks.is_floating_point() or sinks.ndim != 1 or H not in (None, sinks.shape[0]):
+        raise ValueError(f"sinks are float logits, one a query head: {form}; got {describe(sinks)}")
+    if device not in (None, sinks.device):
+        raise ValueError(f"sinks live on the query's device; query is on {device}, sinks on {sinks.device}")
 
 
 def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> Tensor:
@@ -244,7 +248,8 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # an int of more digits than Python writes; an object whose repr fails
         text = ""
-    return text if 0 < len(text) <= 60 and "\n" not in text else f"a value of type {type(value).__name__}"
+    plain = 0 < len(text) <= 60 and "\n" not in text and not text.startswith("<")
+    return text if plain else f"a value of type {type(value).__name__}"
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
@@ -318,6 +323,13 @@ def check_flags(**flags: Any) -> None:
             raise TypeError(f"{name} is True or False; got {shown(flag)}")
 
 
+def check_texts(**texts: Any) -> None:
+    """Strings."""
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"{name} is a text; got {shown(text)}")
+
+
 def check_device(device: Any) -> None:
     """A torch.device, its name, or None."""
     try:
@@ -352,6 +364,22 @@ def whole_numbers(name: str, values: Any) -> list[int]:
     if not isinstance(found, list) or not all(_is_whole(n) for n in found):
         raise TypeError(f"{rule}; got {shown(values)}")
     return [int(n) for n in found]
+
+
+def real_numbers(name: str, values: Any) -> list[float]:
+    """A list of finite floats from a sequence of numbers, or a tensor or array of one axis."""
+    rule = f"{name} are finite numbers: a sequence, or a tensor of one axis"
+    if isinstance(values, Tensor):
+        check_dense(name, values)
+        values = (
+            values.tolist() if values.ndim == 1 and values.dtype in DTYPES + INTEGERS and not values.is_meta else None
+        )
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise TypeError(f"{rule}; got {shown(values)}")
+    found = list(values)
+    if not all(isinstance(n, Real) and not isinstance(n, bool) and is_finite(n) for n in found):
+        raise ValueError(f"{rule}; got {shown(found)}")
+    return [float(n) for n in found]
 
 
 def _is_whole(n: object) -> bool:

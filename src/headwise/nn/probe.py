@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.masks import Mask, as_mask
+from .checks import check_part
 from .inner import Inner
 from .latent import LatentAttention
 from .multihead import MultiHeadAttention
@@ -114,6 +115,7 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
         >>> seen.calls[0].query.shape
         torch.Size([2, 3, 5, 4])
     """
+    check_part("each", each, "called with every AttentionCall")
     found = _attention_modules(model)
     for name, mha in found.items():
         _options(name, mha.inner)  # one that cannot tell what it computes is refused before anything runs

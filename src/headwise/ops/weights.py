@@ -87,8 +87,9 @@ def _of_heads(rule: Tensor | None, head_index: Tensor) -> Tensor | None:
 def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int, device: torch.device) -> Tensor:
     """The chosen indices of an axis, counted from the start."""
     rule = f"{name} are integer positions: an int, several, a slice, or an integer tensor"
+    whole = pick is None or isinstance(pick, slice)
     try:
-        if pick is None or isinstance(pick, slice):
+        if whole:
             pick = torch.arange(length, device=device)[pick or slice(None)]
         index = torch.as_tensor(pick, device=device).reshape(-1)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -99,6 +100,8 @@ def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length:
     index = index.long()
     if name == "heads" and not index.numel():
         raise ValueError("heads are one or more; got none")
-    if index.numel() and not torch.compiler.is_compiling() and not bool(((index >= -length) & (index < length)).all()):
+    if whole or not index.numel() or torch.compiler.is_compiling():
+        return index % max(length, 1)
+    if not bool(((index >= -length) & (index < length)).all()):
         raise ValueError(f"{name} lie in -{length} <= index < {length} here; got {index.tolist()}")
     return index % max(length, 1)
