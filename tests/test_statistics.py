@@ -227,7 +227,7 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
         ({"offsets": True}, TypeError, "such as range(-3, 4); got True"),
         ({"offsets": (1, 0.5)}, TypeError, "such as range(-3, 4); got (1, 0.5)"),
         ({"offsets": "ab"}, TypeError, "such as range(-3, 4); got 'ab'"),
-        ({"pool": 0}, ValueError, "statistics needs pool >= 1; got pool=0"),
+        ({"pool": 0}, ValueError, "pool is at least 1; got 0"),
         ({"features": {"dot": torch.zeros(3)}}, ValueError, "feature 'dot' is a number a key: (S,) or (B, S)"),
         ({"features": {"dot": [1]}}, TypeError, "feature 'dot' is a tensor (S,) or (B, S), a number a key; got list"),
         ({"targets": {"dup": torch.zeros(3, 1)}}, TypeError, "targets 'dup' are key positions, an integer tensor"),

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..shapes import check_attention, check_gate, check_options
+from ..shapes import check_attention, check_flags, check_gate, check_options, shown
 from . import blocks, flex, native, sdpa
 from .call import Call, Limit, refusal
 from .fence import fence, show, surely_finite
@@ -19,6 +19,7 @@ from .masks import Mask, fitted
 from .paged import Paged
 from .reference import reference
 
+AUTO = "auto"
 Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Held
 Values: TypeAlias = Float[Tensor, "B K S V"] | Quantized | Paged | None
 
@@ -130,7 +131,8 @@ def attention(
             backend=backend,
         )
     k, v, layout = parts_of(key, value)
-    if (backend == "auto" or backend == "native") and not torch.compiler.is_compiling():
+    hasty = backend is AUTO or (isinstance(backend, str) and backend in (AUTO, "native"))
+    if hasty and not torch.compiler.is_compiling():
         done = native.at_once(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
         if done is not None:
             return done
@@ -263,14 +265,14 @@ _PREFERENCES = (
 
 def _choose(call: Call, name: str) -> tuple[str, str]:
     """The backend that serves the call, and why."""
-    if name == "auto":
+    if isinstance(name, str) and name == AUTO:
         return next(
             (p.backend, p.why)
             for p in _PREFERENCES
             if p.when(call) and refusal(_BACKENDS[p.backend].limits, call) is None
         )
-    if name not in _BACKENDS:
-        raise ValueError(f"backend is auto, {', '.join(_BACKENDS)}; got {name!r}")
+    if not isinstance(name, str) or name not in _BACKENDS:
+        raise ValueError(f"backend is auto, {', '.join(_BACKENDS)}; got {shown(name)}")
     why_not = refusal(_BACKENDS[name].limits, call)
     if why_not is not None:
         able = [other for other in _BACKENDS if refusal(_BACKENDS[other].limits, call) is None]
@@ -335,15 +337,17 @@ def _checked(
     return_lse: bool,
     layout: Layout | None,
 ) -> Call:
-    quantised, shown = layout is not None and layout.key_scale is not None, key
+    quantised, sized = layout is not None and layout.key_scale is not None, key
     if layout is not None:
-        shown = layout.shown(key)
-        check_attention(query, shown, layout.shown(value), quantised=quantised)
+        layout.check(key, value)
+        sized = layout.shown(key)
+        check_attention(query, sized, layout.shown(value), quantised=quantised)
     else:
         check_attention(query, key, value)
     check_options(query, scale, softcap, sinks, dropout)
-    (B, H, T, D), S, V = query.shape, shown.shape[2], value.shape[3]
-    mask = fitted(mask, query, shown)
+    check_flags(return_lse=return_lse)
+    (B, H, T, D), S, V = query.shape, sized.shape[2], value.shape[3]
+    mask = fitted(mask, query, sized)
     mask = None if mask is None else mask.trimmed(T, S)
     gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
     scale = D**-0.5 if scale is None else scale
@@ -356,7 +360,10 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not _autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )
 
 
 def _no_autocast(call: Call) -> AbstractContextManager[object]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..shapes import check_int8
+from ..shapes import check_int8, check_tensor
 from .int8 import Quantized
-from .paged import Paged, gathered
+from .paged import Paged, check_pages, gathered
 
 
 @runtime_checkable
@@ -34,6 +34,20 @@ class Layout(NamedTuple):
     value_scale: Tensor | None
     table: Tensor | None  # int64 (B, N), the pages of each row
     length: int  # S, where there is a table
+
+    def check(self, key: Any, value: Any) -> None:
+        """Raises TypeError or ValueError where the parts that key and value are made of do not fit one another."""
+        for name, x, scale in (("key", key, self.key_scale), ("value", value, self.value_scale)):
+            if scale is not None:
+                check_int8(name, x, scale)
+            elif self.table is not None:
+                check_tensor(f"the pages of the {name}", x)
+            if self.table is not None:
+                check_pages(name, x, self.table, self.length)
+        if self.table is not None and key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                f"key and value lie in as many pages (P, K, size): key {tuple(key.shape)}, value {tuple(value.shape)}"
+            )
 
     def shown(self, x: Tensor) -> Tensor:
         """A tensor of the sizes (B, K, S, n) that x stands for; what is in it means nothing."""
@@ -62,13 +76,12 @@ def parts_of(key: Any, value: Any) -> tuple[Any, Any, Layout | None]:
         return key, value, None
     table, length = None, 0
     if isinstance(key, Paged) and isinstance(value, Paged):
-        if key.table is not value.table or key.length != value.length:
+        same = key.length is value.length or key.length == value.length
+        if key.table is not value.table or not same:
             raise ValueError("key and value in pages share their table and length; give both the same")
         table, length = key.table, key.length
         key, value = key.pages, value.pages
     if isinstance(key, Quantized) and isinstance(value, Quantized):
-        check_int8("key", key.data, key.scale)
-        check_int8("value", value.data, value.scale)
         return key.data, value.data, Layout(key.scale, value.scale, table, length)
     for x, name, others in ((key, "key", "value"), (value, "value", "key")):
         if isinstance(x, Quantized):

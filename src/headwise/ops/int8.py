@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
+from ..shapes import check_dtype, check_int8
 from .rules import register
 
 
@@ -38,6 +39,8 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "B K S D"]:
         """The numbers (B, K, S, D), multiplied in float32, or in float64 where that is asked for."""
+        check_int8("tensor", self.data, self.scale)
+        check_dtype(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return (self.data.to(wide) * self.scale.to(wide)[..., None]).to(dtype)
 

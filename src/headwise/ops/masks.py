@@ -21,8 +21,8 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from ..shapes import MASK_RULE, check_integers, check_made
-from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, count, rank4, register
+from ..shapes import MASK_RULE, check_counts, check_device, check_index, check_integers, check_made, check_tensor
+from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, check_asked, check_at, full_rank, register
 from .symbols import known
 
 EMPTY, MIXED, FULL = 0, 1, 2
@@ -50,22 +50,25 @@ class Mask:
 
         `rows`, `cols`: a slice or 1-D index tensor of the queries and keys wanted; all by default.
         """
+        check_asked(T, S, rows, cols, device)
         found = []
         for part in self.parts:
             if part.restricts:
                 rule = part.grid(T, S, rows, cols, device)
                 found.append(rule != -torch.inf if part.biases else rule)
-        return _full_rank(reduce(torch.logical_and, found), T, S, rows, cols) if found else None
+        return full_rank(reduce(torch.logical_and, found), T, S, rows, cols) if found else None
 
     def added(
         self, T: int, S: int, *, rows: Rows = None, cols: Rows = None, device: torch.device | None = None
     ) -> Tensor | None:
         """What is added to the scores: float (B|1, H|1, R, C); None where nothing is."""
+        check_asked(T, S, rows, cols, device)
         found = [part.grid(T, S, rows, cols, device) for part in self.parts if part.biases]
-        return _full_rank(reduce(torch.add, found), T, S, rows, cols) if found else None
+        return full_rank(reduce(torch.add, found), T, S, rows, cols) if found else None
 
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
         """(allowed, added) at gathered places; i, j: integer tensors that broadcast to (B, H, R, C)."""
+        check_at(i, j, T, S)
         allowed: list[Tensor] = []
         added: list[Tensor] = []
         for part in self.parts:
@@ -75,22 +78,18 @@ class Mask:
                 rule = rule != -torch.inf
             if part.restricts:
                 allowed.append(rule)
-        return (
-            reduce(torch.logical_and, allowed) if allowed else None,
-            reduce(torch.add, added) if added else None,
-        )
+        return reduce(torch.logical_and, allowed) if allowed else None, reduce(torch.add, added) if added else None
 
     def dense(self, T: int, S: int, *, device: torch.device | None = None) -> Tensor:
         """The whole matrix, as torch's SDPA takes it: bool, or float with -inf where a bias is among the rules."""
         allowed, added = self.allowed(T, S, device=device), self.added(T, S, device=device)
         if added is None:
-            if allowed is None:
-                return torch.ones(1, 1, T, S, dtype=torch.bool, device=device)
-            return allowed
+            return torch.ones(1, 1, T, S, dtype=torch.bool, device=device) if allowed is None else allowed
         return added if allowed is None else added.masked_fill(~allowed, -torch.inf)
 
     def draw(self, T: int, S: int, *, batch: int = 0, head: int = 0) -> str:
         """The T x S picture of one head: a line a query; `·` may not be attended; a bias shows its number."""
+        check_counts(T=T, S=S, batch=batch, head=head)
         grid = self.dense(T, S)
         grid = grid[min(batch, grid.shape[0] - 1), min(head, grid.shape[1] - 1)]
         if grid.dtype == torch.bool:
@@ -151,6 +150,7 @@ class Mask:
 
     def bounds(self, T: int, S: int, device: torch.device | None = None) -> tuple[Tensor, Tensor] | None:
         """(lo, hi), each (B|1, T): row i may attend exactly lo[i] <= j < hi[i]; None if rows are no intervals."""
+        check_asked(T, S, None, None, device)
         if not self.is_interval:
             return None
         lo = torch.zeros(1, T, dtype=torch.long, device=device)
@@ -172,6 +172,7 @@ class Mask:
 
         Plain integers, from the bands alone (no look at any tensor), so it may be wider than the truth.
         """
+        check_counts(T=T, S=S, first=first, last=last)
         k0, k1 = 0, S
         for part in self.parts:
             shift = part.shift(T, S) if isinstance(part, Band) else None
@@ -192,8 +193,8 @@ class Mask:
         tensor([[1, 1, 0, 0],
                 [2, 2, 1, 1]], dtype=torch.int8)
         """
-        if tile_q < 1 or tile_k < 1:
-            raise ValueError(f"a tile has at least one row and one column; got tile_q={tile_q}, tile_k={tile_k}")
+        check_counts(1, tile_q=tile_q, tile_k=tile_k)
+        check_asked(T, S, None, None, device)
         nk = -(-S // tile_k)
         lines = []
         for first in range(0, T, tile_q):
@@ -215,6 +216,7 @@ class Mask:
         >>> causal().trimmed(1, 7) is None        # one query at the end sees every key
         True
         """
+        check_counts(T=T, S=S)
         kept = tuple(
             part
             for part in (part.trimmed(T, S) if isinstance(part, Band) else part for part in self.parts)
@@ -224,22 +226,22 @@ class Mask:
 
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         """Raise ValueError where a rule's tensors do not fit a call of this shape."""
+        check_counts(B=B, H=H)
+        check_asked(T, S, None, None, device)
         for part in self.parts:
+            if not isinstance(part, Part):
+                raise TypeError(f"{MASK_RULE}; got a Mask of {type(part).__name__}, made by none of them")
             part.check(B, H, T, S, device)
 
     def to(self, device: torch.device | str) -> Mask:
         """The mask with its tensors on another device."""
+        check_device(device)
 
         def moved(part: Part) -> Part:
             tensors = {f.name: v for f in fields(part) if isinstance(v := getattr(part, f.name), Tensor)}
             return replace(part, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
         return Mask(tuple(moved(part) for part in self.parts))
-
-
-def _full_rank(rule: Tensor, T: int, S: int, rows: Rows, cols: Rows) -> Tensor:
-    """A rule with four axes, its last two the rows and columns asked for; a view."""
-    return rank4(rule).expand(-1, -1, count(rows, T), count(cols, S))
 
 
 def causal(*, offset: int | Tensor | None = None) -> Mask:
@@ -294,16 +296,14 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | No
     · ■ ■
     · · ■
     """
-    check_integers("left of window()", left, tensor=False)
-    check_integers("right of window()", right, tensor=False)
+    for side, keys in (("left", left), ("right", right)):
+        check_integers(f"{side} of window()", keys, tensor=False)
     check_integers("offset of window()", offset, tensor=True)
-    check_integers("first of window()", first, tensor=False)
+    check_counts(first=first)
     if left is not None and left < 1:
         raise ValueError(f"window(left) counts keys with self included, so left >= 1 or None; got {left}")
     if right is not None and right < 0:
         raise ValueError(f"window(right) counts the keys after self, so right >= 0 or None; got {right}")
-    if first < 0:
-        raise ValueError(f"window(first) counts the first keys, which stay in sight, so first >= 0; got {first}")
     return Mask((Band(left, right, offset, first),))
 
 
@@ -312,9 +312,7 @@ def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
 
     Right padding needs `stop` alone; left padding gives `start`, with stop = S.
     """
-    for name, ends in (("lengths()", stop), ("start of lengths()", start)):
-        if ends is not None and not isinstance(ends, Tensor):
-            raise TypeError(f"{name}: an integer tensor (B,); got {type(ends).__name__}; make one with torch.tensor")
+    check_index("an integer tensor (B,) for lengths()", stop=stop, start=stop if start is None else start)
     return Mask((Lengths(stop, start),))
 
 
@@ -326,10 +324,9 @@ def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     ■ ■ ·
     · · ■
     """
-    for name, ids in (("query_ids of segments()", query_ids), ("key_ids of segments()", key_ids)):
-        if ids is not None and not isinstance(ids, Tensor):
-            raise TypeError(f"{name}: an integer tensor (T,) or (B, T); got {type(ids).__name__}; use torch.tensor")
-    return Mask((Segments(query_ids, query_ids if key_ids is None else key_ids),))
+    key_ids = query_ids if key_ids is None else key_ids
+    check_index("an integer tensor (n,) or (B, n) for segments()", query_ids=query_ids, key_ids=key_ids)
+    return Mask((Segments(query_ids, key_ids),))
 
 
 def keep(tensor: Tensor) -> Mask:
@@ -353,6 +350,8 @@ def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
     -0.5    0 -0.5
       -1 -0.5    0
     """
+    check_tensor("slopes of alibi()", slopes, "a float tensor (H,) or (B, H)")
+    check_integers("offset of alibi()", offset, tensor=True)
     if not slopes.is_floating_point() or slopes.ndim not in (1, 2):
         raise TypeError(f"alibi() takes float slopes (H,) or (B, H); got {slopes.dtype} {tuple(slopes.shape)}")
     return Mask((Alibi(slopes, offset),))
@@ -364,8 +363,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
     >>> alibi_slopes(4)
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
     """
-    if num_heads < 1:
-        raise ValueError(f"alibi_slopes needs num_heads >= 1; got {num_heads}")
+    check_counts(1, 2**20, num_heads=num_heads)
     floor = 2 ** (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (n + 1) / floor) for n in range(floor)]
     extra = [2.0 ** (-4.0 * (n + 1) / floor) for n in range(0, 2 * (num_heads - floor), 2)]

@@ -116,11 +116,19 @@ def at_once(
         return None
     try:
         (_, _, T, D), S = query.shape, key.shape[2]
-        if layout is not None and layout.table is not None:
-            S = layout.length
+        if layout is not None:
+            if type(layout.length) is not int or not all(x is None or x.is_cpu for x in layout[:3]):
+                return None  # one tensor on meta would make it a call that is traced, whose numbers mean nothing
+            S = S if layout.table is None else layout.length
         scale = D**-0.5 if scale is None else scale
         learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if not (layout is not None or gate is not None or sinks is not None or softcap is not None or return_lse):
+        if not (
+            layout is not None
+            or gate is not None
+            or sinks is not None
+            or softcap is not None
+            or return_lse is not False
+        ):
             ends = (-FAR, FAR) if mask is None else None
             band = mask.simple_band if type(mask) is Mask else None
             if band is not None:
@@ -158,7 +166,9 @@ def _in_full(
         or (mask is not None and mask.learns)
         or any(x is not None and x.requires_grad for x in (layout or ())[:2])
     )
-    if learning or not (softcap is None or (type(softcap) is float and 0.0 < softcap < math.inf)):
+    if learning or (return_lse is not True and return_lse is not False):
+        return None
+    if not (softcap is None or (type(softcap) is float and 0.0 < softcap < math.inf)):
         return None
     (B, H, T, _), V = query.shape, value.shape[3]
     if sinks is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from ..shapes import check_index_tensor, check_mask_tensor
+from ..shapes import check_counts, check_device, check_index, check_index_tensor, check_mask_tensor, describe
 from .symbols import known
 
 Rows: TypeAlias = "slice | Tensor | None"
@@ -39,9 +39,56 @@ def count(pick: Rows, length: int) -> int:
     return stop - start if torch.compiler.is_compiling() else len(range(start, stop, step))
 
 
+def check_asked(T: int, S: int, rows: Rows, cols: Rows, device: Any) -> None:
+    """What a rule is asked for: sizes, which of its rows and columns, where; raises TypeError or ValueError."""
+    check_counts(T=T, S=S)
+    check_device(device)
+    for name, pick, length in (("rows", rows, T), ("cols", cols, S)):
+        if pick is None or isinstance(pick, slice):
+            continue
+        check_index("a slice or a 1-D index tensor", **{name: pick})
+        where = torch.get_default_device() if device is None else torch.device(device)
+        if pick.ndim != 1 or pick.device.type != where.type:
+            raise ValueError(f"{name} is a slice or a 1-D index tensor on {where}; got {describe(pick)}")
+        _check_within(name, pick, length)
+
+
+def check_at(i: Tensor, j: Tensor, T: int, S: int) -> None:
+    """Places at which a rule is asked: integers on one device, of shapes that broadcast."""
+    check_counts(T=T, S=S)
+    check_index("an integer tensor that broadcasts to (B, H, R, C)", i=i, j=j)
+    try:
+        fits = len(torch.broadcast_shapes(i.shape, j.shape)) <= 4 and i.device == j.device
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"i and j broadcast to (B, H, R, C), on one device; got i {describe(i)}, j {describe(j)}; "
+            "i[:, None] and j[None] are rows and columns"
+        )
+    _check_within("i", i, T)
+    _check_within("j", j, S)
+
+
+def _check_within(name: str, index: Tensor, length: int) -> None:
+    """Positions that are there; a look at the numbers, so only where it waits for nothing and nothing is traced."""
+    if type(index) is not Tensor or index.device.type != "cpu" or not index.numel():
+        return
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    low, high = (int(x) for x in index.aminmax())
+    if low < 0 or high >= length:
+        raise ValueError(f"{name} are positions 0 <= index < {length} here; got {low} to {high}")
+
+
 def rank4(x: Tensor) -> Tensor:
     """The same with axes of 1 in front, (B, H, R, C) in all: how a mask broadcasts; a view."""
     return x.view((1,) * (4 - x.ndim) + tuple(x.shape))
+
+
+def full_rank(rule: Tensor, T: int, S: int, rows: Rows, cols: Rows) -> Tensor:
+    """A rule with four axes, its last two the rows and columns asked for; a view."""
+    return rank4(rule).expand(-1, -1, count(rows, T), count(cols, S))
 
 
 def _per_batch(value: Any) -> Any:

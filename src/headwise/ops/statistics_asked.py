@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..shapes import check_options, check_query_key, describe
+from ..shapes import DTYPES, INTEGERS, check_counts, check_dense, check_options, check_query_key, describe, shown
 from .masks import Mask, fitted
 
 
@@ -55,8 +55,7 @@ def checked(
     scale = D**-0.5 if scale is None else scale
     mask = fitted(mask, query, key)
     places = tuple(max(-T - S, min(o, T + S)) for o in _checked_offsets(offsets))  # further keys are nobody's
-    if pool < 1:
-        raise ValueError(f"statistics needs pool >= 1; got pool={pool}")
+    check_counts(1, pool=pool)
     mask = None if mask is None else mask.trimmed(T, S)
     columns, lists = _checked_features(features, query, S), _checked_targets(targets, query, S)
     return Asked(query, key, mask, scale, softcap, sinks, places, columns, lists, pool)
@@ -85,12 +84,13 @@ def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: i
     """Each feature as (B|1, S) on the query's device."""
     B = query.shape[0]
     out = {}
-    for name, feature in (features or {}).items():
+    for name, feature in _named("features", features).items():
         if not isinstance(feature, Tensor):
             raise TypeError(
                 f"feature {name!r} is a tensor (S,) or (B, S), a number a key; got {type(feature).__name__}"
             )
-        if tuple(feature.shape) not in ((S,), (1, S), (B, S)) or feature.is_complex():
+        _check_held(f"feature {name!r}", feature, query)
+        if tuple(feature.shape) not in ((S,), (1, S), (B, S)) or feature.dtype not in (*DTYPES, *INTEGERS, torch.bool):
             raise ValueError(
                 f"feature {name!r} is a number a key: (S,) or (B, S) with B = {B}, S = {S}; got {describe(feature)}"
             )
@@ -102,10 +102,11 @@ def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int
     """Each list of targets as (B, T, n) long on the query's device."""
     B, T = query.shape[0], query.shape[2]
     out = {}
-    for name, keys in (targets or {}).items():
-        if not isinstance(keys, Tensor) or keys.is_floating_point() or keys.dtype == torch.bool:
+    for name, keys in _named("targets", targets).items():
+        if not isinstance(keys, Tensor) or keys.dtype not in INTEGERS:
             got = describe(keys) if isinstance(keys, Tensor) else type(keys).__name__
             raise TypeError(f"targets {name!r} are key positions, an integer tensor (T, n) or (B, T, n); got {got}")
+        _check_held(f"targets {name!r}", keys, query)
         if keys.ndim not in (2, 3) or keys.shape[-2] != T or keys.shape[:-2] not in ((), (1,), (B,)):
             raise ValueError(
                 f"targets {name!r} list n keys a row: (T, n) or (B, T, n) with B = {B}, T = {T}; got {describe(keys)}"
@@ -117,3 +118,16 @@ def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int
             )
         out[name] = keys.to(query.device, torch.long).expand(B, T, keys.shape[-1])
     return out
+
+
+def _named(what: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    if tensors is not None and not isinstance(tensors, Mapping):
+        raise TypeError(f"{what} are a dict, name -> tensor; got {shown(tensors)}")
+    return tensors or {}
+
+
+def _check_held(name: str, tensor: Tensor, query: Tensor) -> None:
+    """Numbers that can be brought to the query's device."""
+    check_dense(name, tensor)
+    if tensor.is_meta and not query.is_meta:
+        raise ValueError(f"{name} holds no numbers: it is on the meta device, the query on {query.device}")

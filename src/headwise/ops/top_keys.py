@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..shapes import check_options, check_query_key
+from ..shapes import check_counts, check_options, check_query_key
 from .masks import Mask, fitted
 from .scores import BLOCK_ELEMENTS, mask_scores, score_rows, softmax_rows, strips
 from .weights import chosen, rules_of
@@ -50,7 +50,7 @@ def top_keys(
         mask, scale, softcap, sinks: as for `attention`.
 
     Raises:
-        TypeError, ValueError, IndexError: shapes that do not fit, k below 1, a row or head that does not exist.
+        TypeError, ValueError: shapes that do not fit, k below 1, a row or head that does not exist.
 
     >>> from headwise.ops.masks import causal
     >>> q = k = torch.eye(3).view(1, 1, 3, 3) * 100
@@ -60,8 +60,7 @@ def top_keys(
     """
     check_query_key(query, key)
     check_options(query, scale, softcap, sinks, 0.0)
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"top_keys gives k keys a row, an integer of at least 1; got {k!r}")
+    check_counts(1, k=k)
     (H, T, D), (K, S) = query.shape[1:], key.shape[1:3]
     mask = fitted(mask, query, key)
     row_index, head_index = chosen("rows", rows, T, query.device), chosen("heads", heads, H, query.device)

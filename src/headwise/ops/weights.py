@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..shapes import INTEGERS, check_options, check_query_key, describe
+from ..shapes import INTEGERS, check_dense, check_options, check_query_key, describe, shown
 from .masks import Mask, fitted
 from .scores import mask_scores, score_rows, softmax_rows
 
@@ -40,7 +40,7 @@ def weights(
         float32 (float64 for float64) (B, heads, rows, S). Memory: that of the result.
 
     Raises:
-        ValueError, IndexError: shapes that do not fit, an unknown stage, a row or head that does not exist.
+        TypeError, ValueError: shapes that do not fit, an unknown stage, a row or head that does not exist.
 
     >>> from headwise.ops.masks import causal
     >>> q = k = torch.eye(3).view(1, 1, 3, 3) * 100
@@ -49,8 +49,8 @@ def weights(
     """
     check_query_key(query, key)
     check_options(query, scale, softcap, sinks, 0.0)
-    if stage not in STAGES:
-        raise ValueError(f"stage is one of {', '.join(STAGES)}; got {stage!r}")
+    if not isinstance(stage, str) or stage not in STAGES:
+        raise ValueError(f"stage is one of {', '.join(STAGES)}; got {shown(stage)}")
     (H, T, D), (K, S) = query.shape[1:], key.shape[1:3]
     mask = fitted(mask, query, key)
     row_index = chosen("rows", rows, T, query.device)
@@ -86,12 +86,22 @@ def _of_heads(rule: Tensor | None, head_index: Tensor) -> Tensor | None:
 
 def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int, device: torch.device) -> Tensor:
     """The chosen indices of an axis, counted from the start."""
-    if pick is None or isinstance(pick, slice):
-        return torch.arange(length, device=device)[pick or slice(None)]
-    index = torch.as_tensor(pick, device=device).reshape(-1)
+    rule = f"{name} are integer positions: an int, several, a slice, or an integer tensor"
+    whole = pick is None or isinstance(pick, slice)
+    try:
+        if whole:
+            pick = torch.arange(length, device=device)[pick or slice(None)]
+        index = torch.as_tensor(pick, device=device).reshape(-1)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{rule}; got {shown(pick)}") from None
+    check_dense(name, index)
     if index.dtype not in INTEGERS and index.numel():
-        raise TypeError(f"{name} are integer positions; got {describe(index)}; a bool mask gives them by .nonzero()")
+        raise TypeError(f"{rule}; got {describe(index)}; a bool mask gives them by .nonzero()")
     index = index.long()
-    if index.numel() and not torch.compiler.is_compiling() and not bool(((index >= -length) & (index < length)).all()):
-        raise IndexError(f"{name} lie in -{length} <= index < {length} here; got {index.tolist()}")
+    if name == "heads" and not index.numel():
+        raise ValueError("heads are one or more; got none")
+    if whole or not index.numel() or torch.compiler.is_compiling():
+        return index % max(length, 1)
+    if not bool(((index >= -length) & (index < length)).all()):
+        raise ValueError(f"{name} lie in -{length} <= index < {length} here; got {index.tolist()}")
     return index % max(length, 1)
