@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # trace_shape computes with real numbers up to this many (weights and largest activation); beyond it, shapes only.
 MAX_NUMBERS = 1 << 26
+MOST_NUMBERS = 10**15  # more than any machine has; torch counts the bytes of a tensor in 63 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +225,11 @@ def trace_shape(
     shape = AttentionShape.of(d_model, num_heads, **sizes)
     widest = max(d_model, num_heads * max(shape.head_dim, shape.value_dim, length))
     numbers = parameter_count(d_model, num_heads, **sizes) + batch * length * widest
+    if numbers > MOST_NUMBERS:
+        raise ValueError(
+            f"weights and activations have at most {MOST_NUMBERS:,} numbers together; d_model {d_model}, {num_heads} "
+            f"heads of {shape.head_dim}, batch {batch} and length {length} make more: give smaller sizes"
+        )
     device = "meta" if numbers > MAX_NUMBERS else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
         torch.manual_seed(0)
