@@ -18,7 +18,6 @@ Inside `ops/` a tensor carries its shape as a suffix: `q_BHTD`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Real
 
@@ -29,12 +28,21 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
 SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
+# What multiplies or divides scores stays this far from the ends of float32, whose exponents go from -126 to 127: its
+# product with a score, or with the log2(e) that a kernel folds in, then neither overflows nor vanishes.
+LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100
+FAR = 1 << 40  # farther than any key lies: sums of such places stay far within int64
 MASK_RULE = "mask is a Mask (causal(), window(), ...), a bool tensor with True = attend, or a float bias"
 
 
 def describe(tensor: Tensor) -> str:
     """dtype, shape and device in one short phrase, for error texts."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Scores, biases and softmax are computed in float32, in float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: bool = False) -> None:
@@ -126,26 +134,47 @@ def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_options(
-    query: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
-) -> None:
-    """Values of the options; raises TypeError or ValueError that names the option."""
+    query: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float = 0.0
+) -> tuple[float, float | None, float]:
+    """scale, softcap and dropout as plain numbers, scale by default D ** -0.5.
+
+    Raises TypeError or ValueError that names the option.
+    """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         if isinstance(number, (Real, torch.SymFloat, torch.SymInt)) or (number is None and name != "dropout"):
             continue
         hint = "; take it out of the tensor with .item()" if isinstance(number, Tensor) else ""
         rule = "a number" if name == "dropout" else "a number or None"
         raise TypeError(f"{name} is {rule}; got {type(number).__name__}{hint}")
-    if isinstance(scale, float) and not math.isfinite(scale):
-        raise ValueError(f"scale is a finite factor of the scores; got {scale}; None stands for D ** -0.5")
-    if softcap is not None and not 0 < softcap < math.inf:
+    if scale is not None and scale != 0 and not LEAST_FACTOR <= abs(scale) <= MOST_FACTOR:
         raise ValueError(
-            f"softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0 and finite; got {softcap}; "
-            "None leaves scores as they are"
+            f"scale is a finite factor of the scores, 0 or in size from 2**-100 to 2**100, so that float32 holds its "
+            f"products; got {_number(scale)}; None stands for D ** -0.5"
+        )
+    if softcap is not None and not LEAST_FACTOR <= softcap <= MOST_FACTOR:
+        raise ValueError(
+            f"softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0, and from 2**-100 to 2**100, so "
+            f"that float32 holds its products; got {_number(softcap)}; None leaves scores as they are"
         )
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is a probability 0 <= dropout < 1; got {dropout}")
-    if sinks is None:
-        return
+        raise ValueError(f"dropout is a probability 0 <= dropout < 1; got {_number(dropout)}")
+    if sinks is not None:
+        _check_sinks(query, sinks)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    return _plain(scale), None if softcap is None else _plain(softcap), _plain(dropout)
+
+
+def _number(x: float) -> str:
+    """A number in an error text; of a huge integer its length, for Python does not print all of them."""
+    return f"an integer of {x.bit_length()} bits" if isinstance(x, int) and x.bit_length() > 64 else str(x)
+
+
+def _plain(x: float) -> float:
+    """A float of any real number, numpy's among them; a symbol of torch.compile stays one."""
+    return x if isinstance(x, (torch.SymFloat, torch.SymInt)) else float(x)
+
+
+def _check_sinks(query: Tensor, sinks: Tensor) -> None:
     H = query.shape[1]
     if not isinstance(sinks, Tensor):
         raise TypeError(f"sinks are a float tensor (H,) = ({H},); got {type(sinks).__name__}")
@@ -215,3 +244,7 @@ def check_integers(name: str, value: int | Tensor | None, *, tensor: bool) -> No
         raise TypeError(f"{name}: {'integers' if tensor else 'an int or None'}; got a Tensor, {describe(value)}")
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
         raise TypeError(f"{name}: an int or None; got {value!r} ({type(value).__name__})")
+    if isinstance(value, int) and not -FAR <= value <= FAR:
+        raise ValueError(
+            f"{name}: from -2**40 to 2**40, farther than any key; got {_number(value)}; None sets no limit"
+        )

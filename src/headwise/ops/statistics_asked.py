@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..shapes import check_options, check_query_key, describe
-from .masks import Mask, fitted
+from .call import fitted
+from .masks import Mask
 
 
 class Asked(NamedTuple):
@@ -46,9 +47,8 @@ def checked(
 ) -> Asked:
     """The call, or the error that says what does not fit."""
     check_query_key(query, key)
-    check_options(query, scale, softcap, sinks, 0.0)
-    (T, D), S = query.shape[2:], key.shape[2]
-    scale = D**-0.5 if scale is None else scale
+    scale, softcap, _ = check_options(query, scale, softcap, sinks)
+    T, S = query.shape[2], key.shape[2]
     mask = fitted(mask, query, key)
     if offsets < 0 or pool < 1:
         raise ValueError(f"statistics needs offsets >= 0 and pool >= 1; got offsets={offsets}, pool={pool}")
