@@ -1,4 +1,7 @@
-"""What may not be attended changes no bit; what may be attended is honest: a NaN there shows. Forward."""
+"""What may not be attended changes no bit; what may be attended is honest: a NaN there shows.
+
+Forward in every mask, layout and place; and drawn calls, forward and backward, with every leaf that a call can have.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, MUST, NATIVE, attend, quick
+from drawn_cases import POISONS as DRAWN_POISONS
+from drawn_cases import Learning, squeezed
 from mask_cases import LONG, MASKS, SHORT, SIZES, Sizes, dense
 from test_meaning import options_of
 from torch import Tensor
@@ -195,6 +200,44 @@ def test_dropout_and_poison(what: float) -> None:
             results.append(attend(backend, q, *pair, mask=made, dropout=0.3))
         assert_same_bits(results[1], results[0])
         assert_same_bits(results[2], results[0])
+
+
+# -- drawn calls, forward and backward ---------------------------------------------------------------------------------
+
+ROUNDS = 120
+# Torch's kernels get 0 in place of what nobody may attend, and ours multiplies it: with more than float32 squared.
+drawn_poisons = {"blocks": (*DRAWN_POISONS, 3e38), "reference": (*DRAWN_POISONS, 3e38), "sdpa": (*DRAWN_POISONS, 3e38)}
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *NATIVE[:1], *NATIVE[-1:]])
+def test_drawn_calls_and_their_gradients(backend: str) -> None:
+    """Poison in some of the places where nothing may look, of any kind: every result and gradient keeps every bit."""
+    ran = 0
+    for number in range(ROUNDS):
+        case = Learning(number)
+        bad, what = case.spoiled(number, drawn_poisons.get(backend, DRAWN_POISONS))
+        with squeezed(number // 2):
+            clean = case.run(backend, case.leaves)
+            ours = case.run(backend, bad)
+        if clean is None or ours is None:
+            continue
+        ran += 1
+        alive = case.sees.any(-1)
+        for name, x in clean.items():
+            y = ours[name]
+            if name == "out":  # in an empty row a gate shows what it holds
+                x, y = x[alive], y[alive]
+            assert_same_bits(y, x, what=f"case {number}, {case}: {name} with {', '.join(what)}")
+    assert ran >= (ROUNDS // 3 if backend == "sdpa" else ROUNDS - 10)
+
+
+def test_the_drawn_calls_are_wide() -> None:
+    cases = [Learning(number) for number in range(ROUNDS)]
+    spoiled = [" ".join(case.spoiled(number, DRAWN_POISONS)[1]) for number, case in enumerate(cases)]
+    for what in ("query", "key", "value", "from out", "from lse", "bias", "gate", "nan", "inf", "1e+30"):
+        assert sum(what in x for x in spoiled) >= 8, f"{what}: {sum(what in x for x in spoiled)}"
+    assert sum(case.n.T > 8 * case.n.S for case in cases) > 5 and sum(case.n.S > 8 * case.n.T for case in cases) > 5
+    assert {case.dtype for case in cases} == {torch.float32, torch.bfloat16, torch.float16}
 
 
 def test_the_traps_can_fail() -> None:
