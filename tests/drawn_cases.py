@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from backends import attend
-from mask_cases import MASKS, Sizes, as_tensor
+from mask_cases import MASKS, SHORT, Sizes, as_tensor
 from torch import Tensor
 
 import headwise
@@ -29,6 +29,7 @@ LENGTHS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33)
 UNEQUAL = ((1, 67), (1, 131), (2, 131), (3, 67), (67, 3), (67, 5), (131, 4))
 GATES = ("H", "BH", "BHT", "BHTV")
 BIASES = ("S", "TS", "H1S", "B1TS", "BHTS", "BHT1")
+INTERVALS = tuple(name for name in sorted(MASKS) if MASKS[name](SHORT).interval)
 Leaves = dict[str, Tensor]
 
 
@@ -39,7 +40,7 @@ def _shape(n: Sizes, axes: str) -> tuple[int, ...]:
 class Drawn:
     """One drawn case: sizes, tensors, a mask, options."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, masks: tuple[str, ...] = tuple(sorted(MASKS))) -> None:
         draw = self.random = random.Random(number)
         self.source = torch.Generator().manual_seed(number)
         K, G = draw.choice([1, 2, 3]), draw.choice([1, 2, 3])
@@ -56,10 +57,10 @@ class Drawn:
         if number % 3 == 0:
             T, S = draw.choice(UNEQUAL)
             self.n = self.n._replace(T=T, S=S)
-        self.names = draw.sample(sorted(MASKS), draw.choice([0, 1, 1, 2, 3]))
+        self.names = draw.sample(masks, draw.choice([0, 1, 1, 2, 3]))
         self.qkv = make_qkv(*self.n, seed=number, kind=draw.choice(["normal", "sink", "duplicates"]))
-        masks = [MASKS[name](self.n).mask for name in self.names]
-        self.mask = reduce(and_, masks) if masks else None
+        parts = [MASKS[name](self.n).mask for name in self.names]
+        self.mask = reduce(and_, parts) if parts else None
         self.options: dict[str, Any] = {}
         if draw.random() < 0.3:
             self.options["softcap"] = draw.choice([0.5, 2.0, 30.0])
@@ -83,25 +84,28 @@ class Drawn:
 class Learning:
     """A drawn call with leaves: query, key, value always, and some of sinks, gate, bias, slopes.
 
-    Every second one is plain, so that a backend with few options takes it, too.
+    Every second one is plain, so that a backend with few options takes it, too. In two of five the keys of each row are
+    an interval; in the others there are holes: rows that may attend nothing, keys that nobody may attend.
     """
 
     def __init__(self, number: int) -> None:
-        case = Drawn(number)
-        self.n, self.names, draw = case.n, case.names, case.random
+        interval = number % 5 < 2
+        case = Drawn(number, INTERVALS if interval else tuple(sorted(MASKS)))
+        self.n, self.names, self.source = case.n, case.names, case.source
+        draw = self.draw = case.random
         n, plain = case.n, number % 2 == 0
         self.dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
         self.rules = () if case.mask is None else case.mask.parts
-        if draw.random() < 0.7:  # rows that may attend nothing, keys that nobody may attend
-            hole = self.random(n.B, draw.choice([1, n.H]), n.T, n.S, source=case.source) > 0.2
-            gone = [self.random(n.T, source=case.source) < 0.3, self.random(n.S, source=case.source) < 0.3]
+        if not interval:
+            hole = self.random(n.B, draw.choice([1, n.H]), n.T, n.S) > 0.2
+            gone = [self.random(n.T) < 0.3, self.random(n.S) < 0.3]
             self.rules += headwise.keep(hole & ~gone[0][:, None] & ~gone[1]).parts
         self.leaves = dict(zip(("query", "key", "value"), (x.to(self.dtype) for x in case.qkv), strict=True))
-        self.options = {"scale": case.options.get("scale", 0.7)}
+        self.options = {"scale": draw.choice([0.7, 0.7, -0.5, 0.0])}
         self.lse = not plain and draw.random() < 0.5
         shapes = {"gate": _shape(n, draw.choice(GATES))}
         if not plain:
-            self.options["softcap"] = case.options.get("softcap")
+            self.options["softcap"] = draw.choice([None, 1.3, 1.3])
             shapes |= {"sinks": (n.H,), "bias": _shape(n, draw.choice(BIASES)), "slopes": (n.H,)}
         for name, shape in shapes.items():
             if draw.random() < 0.5:
@@ -110,9 +114,8 @@ class Learning:
         up = torch.randn(n.B, n.H, n.T, n.V + 1, generator=case.source)
         self.upstream = {"out": up[..., :-1].to(self.dtype), "lse": up[..., -1]}
 
-    @staticmethod
-    def random(*shape: int, source: torch.Generator) -> Tensor:
-        return torch.rand(shape, generator=source)
+    def random(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.source)
 
     @cached_property
     def sees(self) -> Tensor:
@@ -126,6 +129,10 @@ class Learning:
     def unseen(self) -> Tensor:
         """The keys that no query of their group may attend: bool (B, K, S)."""
         return ~self.sees.unflatten(1, (self.n.K, -1)).any(2).any(2)
+
+    def clean(self) -> Leaves:
+        """The leaves and what comes from behind."""
+        return {**self.leaves, **{f"from {name}": x for name, x in self.upstream.items()}}
 
     def run(self, backend: str, leaves: Leaves, learns: tuple[str, ...] | None = None) -> dict[str, Tensor] | None:
         """out, lse where it is looked at, and the gradient of each leaf that learns, of all by default.
@@ -166,16 +173,18 @@ class Learning:
             places["bias"] = _nowhere(self.sees, self.leaves["bias"].shape)
         if "gate" in self.leaves and self.leaves["gate"].ndim > 2:
             places["gate"] = empty if self.leaves["gate"].ndim == 3 else empty[..., None]
-        clean = {**self.leaves, **{f"from {name}": x for name, x in self.upstream.items()}}
-        chosen = {name: draw.choice(poisons) for name in places if draw.random() < 0.7}
-        bad = {name: _poisoned(x, places[name], chosen[name]) if name in chosen else x for name, x in clean.items()}
+        clean = self.clean()
+        common = draw.choice(poisons) if draw.random() < 0.5 else None  # two huge numbers may meet
+        chosen = {name: common or draw.choice(poisons) for name in places if draw.random() < 0.7}
+        bad = {name: spoil(x, places[name], chosen[name]) if name in chosen else x for name, x in clean.items()}
         return bad, [f"{what} in {name}" for name, what in chosen.items() if bool(places[name].any())]
 
     def __repr__(self) -> str:
         return f"{self.n}, {self.dtype}, {self.names}, {sorted(self.leaves)}, {self.options}"
 
 
-def _poisoned(x: Tensor, where: Tensor, what: float) -> Tensor:
+def spoil(x: Tensor, where: Tensor, what: float) -> Tensor:
+    """`poison` with what the dtype holds of a finite number."""
     most = torch.finfo(x.dtype).max
     return poison(x, where, min(what, most) if math.isfinite(what) else what)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..shapes import check_attention, check_gate, check_options
 from . import blocks, flex, native, sdpa
 from .call import Call, Limit, fitted, refusal
-from .fence import alive_rows, fence, quiet, show, surely_finite, surely_tame
+from .fence import alive_rows, fence, quiet, show, surely_tame
 from .held import Held, Layout, parts_of
 from .int8 import Quantized
 from .masks import Mask
@@ -312,9 +312,9 @@ def _fenced(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     # A bad value always shows in the output, 0 * NaN being NaN, so it is looked for there, where less is to be read.
     # Not so in a gradient; and a second run would draw another dropout.
     once = call.needs_grad or call.dropout > 0
-    if surely_tame(query, key, value if once else None, call.scale):
+    if surely_tame(query, key, *([value] if once else [])):
         out, lse = run(call)
-        if once or surely_finite(out):
+        if once or surely_tame(out):
             return out[..., :V], lse
     query, key, value, rows_BHT = fence(query, key, value, call.mask)
     out, lse = run(replace(call, query=query, key=key, value=value))

@@ -9,6 +9,7 @@ left is a key that some rows may attend, and so huge that its product with the q
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,30 +21,18 @@ from .masks import Mask
 from .scores import row_blocks
 
 
-def surely_tame(query: Tensor, key: Tensor, value: Tensor | None, scale: float) -> bool:
+def surely_tame(*tensors: Tensor) -> bool:
     """True where one cheap pass shows that nothing is NaN or Inf and no product overflows, so that no fence is needed.
 
-    Only where looking at data is free of harm: eager, on the CPU. No score is larger than the product of the norms.
+    Only where looking at data is free of harm: eager, on the CPU. Where the sum of squares is finite, so is the product
+    of two rows, which is not larger than that of their norms.
     """
-    tensors = (query, key) if value is None else (query, key, value)
-    if not _readable(*tensors):
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if any(x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
         return False
     with torch.no_grad():
-        norms = [float(torch.linalg.vector_norm(x, dtype=compute_dtype(x))) for x in tensors]
-    room = torch.finfo(compute_dtype(query)).max / 16
-    # The gradient that values will meet is not known yet: there is room for one of their own size.
-    return norms[0] * norms[1] * max(1.0, abs(scale)) < room and all(norm * norm < room for norm in norms[2:])
-
-
-def surely_finite(x: Tensor) -> bool:
-    """As `surely_tame`, of an output: True where nothing is NaN or Inf. (A sum that overflows only costs the fence.)"""
-    return _readable(x) and bool(x.detach().sum(dtype=torch.float32).isfinite())
-
-
-def _readable(*tensors: Tensor) -> bool:
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()) and all(
-        x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter) for x in tensors
-    )
+        return all(math.isfinite(torch.linalg.vector_norm(x, dtype=compute_dtype(x))) for x in tensors)
 
 
 def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
