@@ -30,9 +30,12 @@ from torch.nn import Parameter
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOST = 2**31 - 1  # of what is counted: sizes, positions
-FAR = 2**60  # no place is farther: sums of such numbers still are int64
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
 SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
+# What multiplies or divides scores stays this far from the ends of float32, whose exponents go from -126 to 127: its
+# product with a score, or with the log2(e) that a kernel folds in, then neither overflows nor vanishes.
+LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100
+FAR = 1 << 40  # farther than any key lies: sums of such places stay far within int64
 MASK_RULE = "mask is a Mask (causal(), window(), ...), a bool tensor with True = attend, or a float bias"
 
 
@@ -40,6 +43,11 @@ def describe(tensor: Tensor) -> str:
     """dtype, shape and device in one short phrase, for error texts."""
     shape = f"({tensor.ndim} axes, ragged)" if tensor.is_nested else tuple(tensor.shape)
     return f"{str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device}"
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Scores, biases and softmax are computed in float32, in float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: bool = False) -> None:
@@ -134,9 +142,12 @@ def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_options(
-    query: Tensor | None, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
-) -> None:
-    """Values of the options; raises TypeError or ValueError that names the option. Without a query, not the sinks'."""
+    query: Tensor | None, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float = 0.0
+) -> tuple[float, float | None, float]:
+    """scale, softcap and dropout as plain numbers, scale by default D ** -0.5. Without a query, not the sinks.
+
+    Raises TypeError or ValueError that names the option.
+    """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         real = isinstance(number, (Real, torch.SymFloat, torch.SymInt)) and not isinstance(number, bool)
         if real or (number is None and name != "dropout"):
@@ -144,17 +155,28 @@ def check_options(
         hint = "; take it out of the tensor with .item()" if isinstance(number, Tensor) else ""
         rule = "a number" if name == "dropout" else "a number or None"
         raise TypeError(f"{name} is {rule}; got {type(number).__name__}{hint}")
-    if scale is not None and not is_finite(scale):
-        raise ValueError(f"scale is a finite factor of the scores; got {shown(scale)}; None stands for D ** -0.5")
-    if softcap is not None and not (0 < softcap < math.inf and is_finite(softcap)):
+    if scale is not None and scale != 0 and not LEAST_FACTOR <= abs(scale) <= MOST_FACTOR:
         raise ValueError(
-            "softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0 and finite; got "
-            f"{shown(softcap)}; None leaves scores as they are"
+            "scale is a finite factor of the scores, 0 or in size from 2**-100 to 2**100, so that float32 holds its "
+            f"products; got {shown(scale)}; None stands for D ** -0.5"
+        )
+    if softcap is not None and not LEAST_FACTOR <= softcap <= MOST_FACTOR:
+        raise ValueError(
+            "softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0, and from 2**-100 to 2**100, so "
+            f"that float32 holds its products; got {shown(softcap)}; None leaves scores as they are"
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is a probability 0 <= dropout < 1; got {shown(dropout)}")
     if sinks is not None and query is not None:
         check_sinks(sinks, query.shape[1], query.device)
+    if scale is None:
+        scale = 1.0 if query is None else query.shape[3] ** -0.5
+    return _plain(scale), None if softcap is None else _plain(softcap), _plain(dropout)
+
+
+def _plain(x: float) -> float:
+    """A float of any real number, numpy's among them; a symbol of torch.compile stays one."""
+    return x if isinstance(x, (torch.SymFloat, torch.SymInt)) else float(x)
 
 
 def check_sinks(sinks: Tensor, H: int | None = None, device: torch.device | None = None) -> None:
@@ -234,7 +256,7 @@ def check_integers(name: str, value: int | Tensor | None, *, tensor: bool) -> No
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
         raise TypeError(f"{name}: an int or None; got {shown(value)} ({type(value).__name__})")
     if isinstance(value, int) and not -FAR <= value <= FAR:
-        raise ValueError(f"{name}: at most {FAR} away; got {shown(value)}; None stands for no limit of a window")
+        raise ValueError(f"{name}: from -2**40 to 2**40, farther than any key; got {shown(value)}; None sets no limit")
 
 
 # --- arguments by kind, for every public function --------------------------------------------------------------------
@@ -244,9 +266,11 @@ def shown(value: object) -> str:
     """A value as an error text shows it: on one line, not long."""
     if isinstance(value, Tensor):
         return f"a tensor, {describe(value)}"
+    if isinstance(value, int) and value.bit_length() > 64:  # Python does not write all of them
+        return f"an integer of {value.bit_length()} bits"
     try:
-        text = repr(value)
-    except Exception:  # an int of more digits than Python writes; an object whose repr fails
+        text = repr(value.item() if isinstance(value, Real) and hasattr(value, "item") else value)
+    except Exception:  # an object whose repr fails
         text = ""
     plain = 0 < len(text) <= 60 and "\n" not in text and not text.startswith("<")
     return text if plain else f"a value of type {type(value).__name__}"

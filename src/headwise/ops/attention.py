@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..shapes import check_attention, check_flags, check_gate, check_options, shown
 from . import blocks, flex, native, sdpa
-from .call import Call, Limit, refusal
-from .fence import fence, show, surely_finite
+from .call import Call, Limit, fitted, refusal
+from .fence import alive_rows, fence, quiet, show, surely_tame
 from .held import Held, Layout, parts_of
 from .int8 import Quantized
-from .masks import Mask, fitted
+from .masks import Mask
 from .paged import Paged
 from .reference import reference
 
@@ -291,11 +291,20 @@ def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
             return out, lse
     else:
         out, lse = _fenced(call, name)
-    return out if call.gate is None else out * call.gate.to(out.dtype), lse
+    return out if call.gate is None else _gated(out, call), lse
+
+
+def _gated(out: Tensor, call: Call) -> Tensor:
+    """The output times the gate, whose gradient is 0, too, in rows that may attend nothing, whatever comes in there."""
+    gate = call.gate.to(out.dtype)  # type: ignore[union-attr]
+    if call.mask is None or not gate.requires_grad:
+        return out * gate
+    T, S = call.sizes[3:]
+    return quiet(out * gate, ~alive_rows(call.mask, T, S, out.device)[..., None])
 
 
 def _fenced(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
-    """Run a backend on aligned rows, behind the fence that keeps NaN and Inf where they belong."""
+    """Run a backend on aligned rows, behind the fence that keeps NaN, Inf and the huge where they belong."""
     V, run = call.value.shape[-1], _BACKENDS[name].run
     query, key, value = (_aligned(x) for x in (call.query, call.key, call.value))
     call = replace(call, query=query, key=key, value=value)
@@ -305,9 +314,9 @@ def _fenced(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     # A bad value always shows in the output, 0 * NaN being NaN, so it is looked for there, where less is to be read.
     # Not so in a gradient; and a second run would draw another dropout.
     once = call.needs_grad or call.dropout > 0
-    if surely_finite(query, key, *([value] if once else [])):
+    if surely_tame(query, key, *([value] if once else [])):
         out, lse = run(call)
-        if once or surely_finite(out):
+        if once or surely_tame(out):
             return out[..., :V], lse
     query, key, value, rows_BHT = fence(query, key, value, call.mask)
     out, lse = run(replace(call, query=query, key=key, value=value))
@@ -344,13 +353,12 @@ def _checked(
         check_attention(query, sized, layout.shown(value), quantised=quantised)
     else:
         check_attention(query, key, value)
-    check_options(query, scale, softcap, sinks, dropout)
+    scale, softcap, dropout = check_options(query, scale, softcap, sinks, dropout)
     check_flags(return_lse=return_lse)
-    (B, H, T, D), S, V = query.shape, sized.shape[2], value.shape[3]
+    (B, H, T, _), S, V = query.shape, sized.shape[2], value.shape[3]
     mask = fitted(mask, query, sized)
     mask = None if mask is None else mask.trimmed(T, S)
     gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
-    scale = D**-0.5 if scale is None else scale
     return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate, layout)
 
 

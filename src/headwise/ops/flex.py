@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from .call import Call, Limit
 from .masks import FULL, MIXED, Mask
-from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Segments
+from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Segments, saturated
 
 TILE = 128
 MIN_HEAD_DIM = 16
@@ -124,7 +124,7 @@ def _value(part: Part, b: Tensor, h: Tensor, i: Tensor, j: Tensor, T: int, S: in
 
     match part:
         case Band(left, right, offset, first):
-            pos = i + (S - T if offset is None else row(offset))
+            pos = i + (S - T if offset is None else row(saturated(offset)))
             seen = (j == j) if right is None else j <= pos + right
             return seen if left is None else seen & ((j > pos - left) | (j < first))
         case Lengths(stop, start):
@@ -139,6 +139,6 @@ def _value(part: Part, b: Tensor, h: Tensor, i: Tensor, j: Tensor, T: int, S: in
             return full[tuple(at)]
         case Alibi(slopes, offset):
             slopes = slopes.view(-1, slopes.shape[-1])
-            pos = i + (S - T if offset is None else row(offset))
+            pos = i + (S - T if offset is None else row(saturated(offset)))
             return -slopes[b if slopes.shape[0] > 1 else 0, h] * (pos - j).abs()
     raise NotImplementedError(f"FlexAttention has no form for {type(part).__name__}")

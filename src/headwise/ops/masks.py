@@ -17,12 +17,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from ..shapes import MASK_RULE, check_counts, check_device, check_index, check_integers, check_made, check_tensor
-from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, check_asked, check_at, full_rank, register
+from .rules import (
+    Alibi,
+    Band,
+    Bias,
+    Keep,
+    Lengths,
+    Part,
+    Rows,
+    Segments,
+    check_asked,
+    check_at,
+    full_rank,
+    register,
+    wide,
+)
 from .symbols import known
 
 EMPTY, MIXED, FULL = 0, 1, 2
@@ -63,7 +78,7 @@ class Mask:
     ) -> Tensor | None:
         """What is added to the scores: float (B|1, H|1, R, C); None where nothing is."""
         check_asked(T, S, rows, cols, device)
-        found = [part.grid(T, S, rows, cols, device) for part in self.parts if part.biases]
+        found = [wide(part.grid(T, S, rows, cols, device)) for part in self.parts if part.biases]
         return full_rank(reduce(torch.add, found), T, S, rows, cols) if found else None
 
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
@@ -74,7 +89,7 @@ class Mask:
         for part in self.parts:
             rule = part.at(i, j, T, S)
             if part.biases:
-                added.append(rule)
+                added.append(wide(rule))
                 rule = rule != -torch.inf
             if part.restricts:
                 allowed.append(rule)
@@ -233,6 +248,11 @@ class Mask:
                 raise TypeError(f"{MASK_RULE}; got a Mask of {type(part).__name__}, made by none of them")
             part.check(B, H, T, S, device)
 
+    def computed_in(self, dtype: torch.dtype) -> Mask:
+        """The mask as a computation in float32 or float64 takes it: no bias finer, ALiBi's slopes of that dtype."""
+        parts = tuple(part.computed_in(dtype) for part in self.parts)
+        return self if all(map(is_, parts, self.parts)) else Mask(parts)
+
     def to(self, device: torch.device | str) -> Mask:
         """The mask with its tensors on another device."""
         check_device(device)
@@ -336,7 +356,10 @@ def keep(tensor: Tensor) -> Mask:
 
 
 def bias(tensor: Tensor) -> Mask:
-    """A float tensor added to the scaled (and softcapped) scores; broadcasts to (B, H, T, S); -inf forbids."""
+    """A float tensor added to the scaled (and softcapped) scores; broadcasts to (B, H, T, S); -inf forbids.
+
+    It is added in float32, in float64 to float64 scores: what is -inf there forbids.
+    """
     check_made("bias()", tensor, "float", "a bool mask goes to keep()")
     return Mask((Bias(tensor),))
 
@@ -383,15 +406,6 @@ def as_mask(mask: Mask | Tensor | None) -> Mask | None:
             f"{MASK_RULE}; got a tensor of {mask.dtype}: a 0/1 mask becomes one by mask.bool() (True = attend)"
         )
     raise TypeError(f"{MASK_RULE}; got {type(mask).__name__}")
-
-
-def fitted(mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | None:
-    """`as_mask`, and checked against a call of query (B, H, T, D) and key (B, K, S, D)."""
-    mask = as_mask(mask)
-    if mask is not None:
-        B, H, T, _ = query.shape
-        mask.check(B, H, T, key.shape[2], query.device)
-    return mask
 
 
 register(Mask)

@@ -7,7 +7,6 @@ could use it (`native_library`); without it everything runs on the other backend
 
 from __future__ import annotations
 
-import math
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..shapes import DTYPES, INTEGERS, check_gate, check_options
+from ..shapes import DTYPES, FAR, INTEGERS, LEAST_FACTOR, MOST_FACTOR, check_gate, check_options
 from . import native_library
 from .call import Call, Limit
 from .held import Layout
@@ -24,7 +23,6 @@ from .masks import Mask, as_mask
 from .native_library import trouble
 from .rules import Alibi, Band, Bias, Keep, Lengths, Segments
 
-FAR = 1 << 40  # farther than any key: no limit on that side
 MOST = {Keep: 8, Bias: 8, Segments: 4, Alibi: 4}  # of one kind in a mask; Keep and Bias share theirs
 
 
@@ -110,7 +108,7 @@ def at_once(
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or not (scale is None or (type(scale) is float and scale - scale == 0.0))
+        or not (scale is None or (type(scale) is float and LEAST_FACTOR <= abs(scale) <= MOST_FACTOR))
         or not (type(dropout) in (float, int) and dropout == 0)  # not in haste, and not without a seed
     ):
         return None
@@ -168,11 +166,11 @@ def _in_full(
     )
     if learning or (return_lse is not True and return_lse is not False):
         return None
-    if not (softcap is None or (type(softcap) is float and 0.0 < softcap < math.inf)):
+    if not (softcap is None or (type(softcap) is float and LEAST_FACTOR <= softcap <= MOST_FACTOR)):
         return None
     (B, H, T, _), V = query.shape, value.shape[3]
     if sinks is not None:
-        check_options(query, scale, softcap, sinks, 0.0)
+        check_options(query, scale, softcap, sinks)
         sinks = sinks.float().contiguous()
     if gate is not None:
         gate = check_gate(gate, (B, H, T, V), query.device).expand(B, H, T, V)
@@ -215,7 +213,7 @@ def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
         if isinstance(part, Band):
             shift = S - T if part.offset is None else part.offset
             to = tensors if isinstance(shift, Tensor) else numbers
-            shift = _int64(shift) if isinstance(shift, Tensor) else shift
+            shift = _int64(shift).clamp(-FAR, FAR) if isinstance(shift, Tensor) else shift
             if part.left is not None:
                 to[0].append(shift - part.left + 1)
             if part.right is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from ..shapes import check_counts, check_device, check_index, check_index_tensor, check_mask_tensor, describe
+from ..shapes import FAR, check_counts, check_device, check_index, check_index_tensor, check_mask_tensor, describe
 from .symbols import known
 
 Rows: TypeAlias = "slice | Tensor | None"
@@ -91,6 +91,16 @@ def full_rank(rule: Tensor, T: int, S: int, rows: Rows, cols: Rows) -> Tensor:
     return rank4(rule).expand(-1, -1, count(rows, T), count(cols, S))
 
 
+def wide(bias: Tensor) -> Tensor:
+    """A bias of a half dtype, or of a smaller one, in float32: no sum and no product of biases is coarser."""
+    return bias.float() if bias.itemsize < 4 else bias
+
+
+def saturated(offset: int | Tensor) -> int | Tensor:
+    """An offset that what is added to it does not carry past int64: numbers are checked, a tensor is cut off."""
+    return offset.long().clamp(-FAR, FAR) if isinstance(offset, Tensor) else offset
+
+
 def _per_batch(value: Any) -> Any:
     """A (B,) tensor made to broadcast against (B, H, R, C); an int is left alone."""
     return value.view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
@@ -115,6 +125,10 @@ class Part:
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         """Raise ValueError where the rule's tensors do not fit the call."""
 
+    def computed_in(self, dtype: torch.dtype) -> Part:
+        """The rule as a computation in float32 or float64 takes it."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class Band(Part):
@@ -130,7 +144,7 @@ class Band(Part):
 
     def shift(self, T: int, S: int) -> int | Tensor:
         """The position of query 0 among the keys."""
-        return S - T if self.offset is None else self.offset
+        return S - T if self.offset is None else saturated(self.offset)
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
@@ -249,6 +263,11 @@ class Bias(_Dense):
 
     biases: ClassVar[bool] = True
 
+    @override
+    def computed_in(self, dtype: torch.dtype) -> Bias:
+        finer = self.tensor.dtype == torch.float64 and dtype != torch.float64
+        return Bias(self.tensor.to(dtype)) if finer else self
+
 
 @dataclass(frozen=True, eq=False)
 class Alibi(Part):
@@ -262,9 +281,13 @@ class Alibi(Part):
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        shift = S - T if self.offset is None else _per_batch(self.offset)
-        slopes = self.slopes.view(-1, self.slopes.shape[-1], 1, 1)
+        shift = S - T if self.offset is None else _per_batch(saturated(self.offset))
+        slopes = wide(self.slopes).view(-1, self.slopes.shape[-1], 1, 1)
         return -slopes * (i + shift - j).abs().to(slopes.dtype)
+
+    @override
+    def computed_in(self, dtype: torch.dtype) -> Alibi:
+        return self if self.slopes.dtype == dtype else Alibi(self.slopes.to(dtype), self.offset)
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:

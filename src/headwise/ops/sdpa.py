@@ -91,19 +91,20 @@ def _strip(
     cols, allowed, added = strip_of(call.mask, mask_rows or rows, T, S, query.device)
     empty = None
     if allowed is not None:
-        # An empty row is let in everywhere and zeroed after: not every kernel gives 0 for it.
+        # Not every kernel gives 0 for an empty row: it attends one key, whatever that holds, and is zeroed after. One,
+        # for the sum of several could overflow, and then its gradient would be 0 * Inf.
         empty = ~allowed.any(-1, keepdim=True)
-        allowed = allowed | empty
+        allowed = allowed | (empty & (torch.arange(allowed.shape[-1], device=allowed.device) == 0))
     mask = allowed
     if added is not None:
         mask = added.to(query.dtype if query.dtype == torch.float64 else torch.float32)
-        mask = mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
         mask = mask if empty is None else mask.masked_fill(empty, 0.0)
+        mask = mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
     assert mask is not None  # `trimmed` has left no mask that says nothing
     query, key, value = query[:, :, rows], key[:, :, cols], value[:, :, cols]
     if key.shape[2] == 0:
-        zero = query[..., :1] * 0.0 + (key.sum() + value.sum())  # and a gradient can pass to all three
-        return zero.expand(-1, -1, -1, value.shape[-1])
+        zero = query[..., :1] + (key.sum() + value.sum())  # and a gradient can pass to all three, which is 0
+        return zero.masked_fill(zero == zero, 0.0).expand(-1, -1, -1, value.shape[-1])
     out = _fused(call, query, key, value, mask)
     return out if empty is None else out.masked_fill(empty, 0.0)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..shapes import DTYPES, INTEGERS, check_counts, check_dense, check_options, check_query_key, describe, shown
-from .masks import Mask, fitted
+from .call import fitted
+from .masks import Mask
 
 
 class Asked(NamedTuple):
@@ -50,9 +51,8 @@ def checked(
 ) -> Asked:
     """The call, or the error that says what does not fit."""
     check_query_key(query, key)
-    check_options(query, scale, softcap, sinks, 0.0)
-    (T, D), S = query.shape[2:], key.shape[2]
-    scale = D**-0.5 if scale is None else scale
+    scale, softcap, _ = check_options(query, scale, softcap, sinks)
+    T, S = query.shape[2], key.shape[2]
     mask = fitted(mask, query, key)
     places = tuple(max(-T - S, min(o, T + S)) for o in _checked_offsets(offsets))  # further keys are nobody's
     check_counts(1, pool=pool)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scores import Block, compute_dtype, row_blocks, score_block
+from ..shapes import compute_dtype
+from .scores import Block, row_blocks, score_block
 from .statistics_asked import Asked
 
 

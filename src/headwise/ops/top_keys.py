@@ -8,8 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..shapes import check_counts, check_options, check_query_key
-from .masks import Mask, fitted
-from .scores import BLOCK_ELEMENTS, mask_scores, score_rows, softmax_rows, strips
+from .call import fitted
+from .masks import Mask
+from .scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips
 from .weights import chosen, rules_of
 
 
@@ -59,9 +60,9 @@ def top_keys(
     ([[0, -1], [2, 0]], [[1.0, 0.0], [1.0, 0.0]])
     """
     check_query_key(query, key)
-    check_options(query, scale, softcap, sinks, 0.0)
+    scale, softcap, _ = check_options(query, scale, softcap, sinks)
     check_counts(1, k=k)
-    (H, T, D), (K, S) = query.shape[1:], key.shape[1:3]
+    (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
     mask = fitted(mask, query, key)
     row_index, head_index = chosen("rows", rows, T, query.device), chosen("heads", heads, H, query.device)
     q_BhTD, k_BhSD = query[:, head_index], key[:, head_index // (H // K)]
@@ -69,7 +70,7 @@ def top_keys(
     found: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for some in strips(len(row_index), max(1, BLOCK_ELEMENTS // max(S, 1))) if len(row_index) else [slice(0, 0)]:
-            scores = score_rows(q_BhTD[:, :, row_index[some]], k_BhSD, D**-0.5 if scale is None else scale, softcap)
+            scores = softcapped(score_rows(q_BhTD[:, :, row_index[some]], k_BhSD, scale), softcap)
             allowed, added = rules_of(mask, T, S, row_index[some], head_index)
             scores = mask_scores(scores, allowed, added)
             order = scores.argsort(stable=True, dim=-1, descending=True)[..., :k]

@@ -8,8 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..shapes import INTEGERS, check_dense, check_options, check_query_key, describe, shown
-from .masks import Mask, fitted
-from .scores import mask_scores, score_rows, softmax_rows
+from .call import fitted
+from .masks import Mask
+from .scores import mask_scores, score_rows, softcapped, softmax_rows
 
 STAGES = ("raw", "softcapped", "biased", "probabilities")
 
@@ -48,10 +49,10 @@ def weights(
     tensor([[[[0., 0., 1.]]]])
     """
     check_query_key(query, key)
-    check_options(query, scale, softcap, sinks, 0.0)
+    scale, softcap, _ = check_options(query, scale, softcap, sinks)
     if not isinstance(stage, str) or stage not in STAGES:
         raise ValueError(f"stage is one of {', '.join(STAGES)}; got {shown(stage)}")
-    (H, T, D), (K, S) = query.shape[1:], key.shape[1:3]
+    (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
     mask = fitted(mask, query, key)
     row_index = chosen("rows", rows, T, query.device)
     head_index = chosen("heads", heads, H, query.device)
@@ -59,11 +60,11 @@ def weights(
     # One group of heads after another would read each key once; the chosen few are simply picked.
     q_BhrD = query[:, head_index][:, :, row_index]
     k_BhSD = key[:, head_index // (H // K)]
-    scores = score_rows(q_BhrD, k_BhSD, D**-0.5 if scale is None else scale, None if stage == "raw" else softcap)
+    scores = score_rows(q_BhrD, k_BhSD, scale)
     if stage in ("raw", "softcapped"):
-        return scores
+        return softcapped(scores, None if stage == "raw" else softcap)
     allowed, added = rules_of(mask, T, S, row_index, head_index)
-    scores = mask_scores(scores, allowed, added)
+    scores = mask_scores(softcapped(scores, softcap, allowed), allowed, added)
     if stage == "biased":
         return scores
     return softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
