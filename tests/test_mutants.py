@@ -351,9 +351,9 @@ def test_sum():
 }
 NATIVE_FATES = [
     ("csrc/three.h", "return 10", "return 11", "killed"),
-    ("csrc/four.cpp", "return 4", "return 5", "killed"),
     ("csrc/four.cpp", "return 4", "return 2 + 2", "survived"),
     ("csrc/four.cpp", "return 4", "return four", "proves nothing"),
+    ("csrc/four.cpp", "return 4", "return 5", "killed"),
     ("src/fake/native.py", "SEVEN = 7", "SEVEN = 3 + 4", "survived"),
     ("src/fake/native.py", "SEVEN = 7", "SEVEN = 8", "killed"),
 ]
