@@ -1,6 +1,10 @@
 #include "arguments.h"
 
+#include <float.h>
+#include <stdio.h>
+
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 namespace headwise {
@@ -44,6 +48,12 @@ void take_alibi(Problem& p, const Tensors& pairs) {
     require_int64(offsets, "alibi offsets");
     require_axes(offsets, "alibi offsets", 1);
     if (offsets.sizes[0] != p.B && offsets.sizes[0] != 1) fail("alibi offsets must be (B) or (1), got " + shape(offsets));
+    for (int64_t b = 0; b < offsets.sizes[0]; ++b) {
+      const int64_t offset = static_cast<const int64_t*>(offsets.data)[b * offsets.strides[0]];
+      if (offset < -kMaxLength || offset > kMaxLength) {
+        fail("alibi offsets must lie within 2**30 of 0, got " + std::to_string(offset));
+      }
+    }
     rule.slopes = static_cast<const float*>(slopes.data);
     rule.offsets = static_cast<const int64_t*>(offsets.data);
     std::copy(slopes.strides, slopes.strides + 2, rule.slopes_stride);
@@ -103,7 +113,7 @@ void take_table(Problem& p, const View& table, const View& key) {
   if (table.sizes[0] != p.B || table.sizes[1] * p.page < p.S) {
     fail("the table must be (B, N) with room for all keys in its N pages, got " + shape(table));
   }
-  if (table.strides[1] != 1) fail("the rows of the table must be contiguous");
+  if (table.strides[1] != 1 && table.sizes[1] > 1) fail("the rows of the table must be contiguous");
   p.table = static_cast<const int64_t*>(table.data);
   p.table_stride = table.strides[0];
   const int64_t used = (p.S + p.page - 1) / p.page;
@@ -119,6 +129,20 @@ bool is_served(const View& query) {
   return !query.int64 && (query.dtype == Dtype::f32 || query.dtype == Dtype::bf16 || query.dtype == Dtype::f16);
 }
 
+std::string shown(double x) {
+  char text[32];
+  snprintf(text, sizeof text, "%.6g", x);
+  return text;
+}
+
+float read_softcap(double softcap) {
+  if (softcap != 0.0 && !(softcap >= FLT_MIN && softcap <= FLT_MAX)) {
+    fail("softcap must be 0, for none, or lie between 1.2e-38 and 3.4e38, the normal numbers of float32; got " +
+         shown(softcap));
+  }
+  return static_cast<float>(softcap);
+}
+
 Tensor4 take_scale(const View& scale, const char* name, const View& of) {
   require_dtype(scale, name, Dtype::f32);
   require_axes(scale, name, 3);
@@ -129,6 +153,11 @@ Tensor4 take_scale(const View& scale, const char* name, const View& of) {
 }
 
 }  // namespace
+
+float read_scale(double scale) {
+  if (!(std::abs(scale) <= FLT_MAX)) fail("scale must be finite in float32, within 3.4e38 of 0; got " + shown(scale));
+  return static_cast<float>(scale);
+}
 
 int64_t clamp_far(int64_t offset) { return std::min(std::max(offset, -kFar), kFar); }
 
@@ -144,9 +173,8 @@ Rules::Rules(const StableIValue* stack)
       alibi_(optional(stack[8])) {}
 
 void Rules::fill(Problem& p) const {
-  p.scale = static_cast<float>(scale_);
-  p.softcap = static_cast<float>(softcap_);
-  if (!(p.softcap >= 0.0f)) fail("softcap must not be negative");
+  p.scale = read_scale(scale_);
+  p.softcap = read_softcap(softcap_);
   take_sinks(p, sinks_);
   p.low = clamp_far(low_);
   p.high = clamp_far(high_);

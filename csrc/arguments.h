@@ -17,6 +17,7 @@ struct Held {
 void fill_held(Problem& p, const View& query, const Held& key, const Held& value, const Owned& table, int64_t length);
 
 int64_t clamp_far(int64_t offset);
+float read_scale(double scale);
 
 // What stands between scores and weights: nine arguments, scale, softcap, sinks?, low, high, bounds?, segments?, dense?,
 // alibi?. Takes them from the stack as soon as it is made; owns what the filled problem points to.

@@ -28,7 +28,7 @@ void attend_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Problem p;
   const View query_view = look(query, "query");
   fill_problem(p, query_view, look(key, "key"), look(value, "value"));
-  p.scale = static_cast<float>(number(stack[3]));
+  p.scale = read_scale(number(stack[3]));
   p.low = clamp_far(static_cast<int64_t>(stack[4]));
   p.high = clamp_far(static_cast<int64_t>(stack[5]));
   Owned out = empty_out(p, query_view.torch_dtype);

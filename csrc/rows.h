@@ -253,7 +253,12 @@ static inline bool attends_any(const Problem& p, int64_t b, const Rows& rows, in
     }
     for (int i = 0; i < p.n_dense && allowed; ++i) {
       const Tensor4& dense = p.dense[i];
-      const float x = element(at(dense, b, rows.h[r], rows.t[r]), dense.dtype, j * dense.stride[3]);
+      const char* row = at(dense, b, rows.h[r], rows.t[r]);
+      if (dense.dtype == Dtype::f64) {  // -1e300 forbids nothing, though float32 has no such number
+        allowed = read_as<double>(row + j * dense.stride[3] * 8) != -static_cast<double>(kInf);
+        continue;
+      }
+      const float x = element(row, dense.dtype, j * dense.stride[3]);
       allowed = dense.dtype == Dtype::boolean ? x != 0.0f : x != -kInf;
     }
     if (allowed) return true;
@@ -276,7 +281,11 @@ static inline void scale_scores(const Problem& p, float* x, int64_t n) {
   const F scale = set1(p.scale);
   if (p.softcap > 0.0f) {
     const F cap = set1(p.softcap);
-    for (int64_t i = 0; i < n; i += W) store(x + i, mul(cap, tanh(div(mul(load(x + i), scale), cap))));
+    const F near = set1(p.softcap * 0x1p-12f);  // within it tanh is the identity to float32; and below, no denormal is made
+    for (int64_t i = 0; i < n; i += W) {
+      const F score = mul(load(x + i), scale);
+      store(x + i, select(not_less(abs(score), near), mul(cap, tanh(div(score, cap))), score));
+    }
   } else {
     for (int64_t i = 0; i < n; i += W) store(x + i, mul(load(x + i), scale));
   }

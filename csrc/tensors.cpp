@@ -87,10 +87,11 @@ Tensors::Tensors(StableIValue value) {
   for (size_t n = 0; n < size && error == 0; ++n) {
     StableIValue item = 0;
     error = torch_list_get_item(list, n, &item);
+    if (error == 0) error = torch_call_dispatcher("aten::resolve_neg", "", &item, kTorchAbi);
     if (error == 0) tensors_.emplace_back(item);
   }
   torch_delete_list(list);
-  check(error, "read a list of tensors");
+  check(error, "read a list of tensors, or carry out what is pending on one of them (its negative bit)");
 }
 
 StableIValue list(std::vector<Owned>& tensors) {

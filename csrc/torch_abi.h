@@ -61,6 +61,8 @@ constexpr uint64_t kTorchAbi = (uint64_t{2} << 56) | (uint64_t{10} << 48);  // w
     (int64_t begin, int64_t end, int64_t grain, headwise::Range function, void* context))                          \
   F(AOTITorchError, torch_get_num_threads, (uint32_t*))                                                            \
   F(AOTITorchError, torch_get_thread_idx, (uint32_t*))                                                             \
+  F(AOTITorchError, torch_call_dispatcher,                                                                         \
+    (const char* name, const char* overload, StableIValue* stack, uint64_t version))                               \
   F(AOTITorchError, aoti_torch_library_init_def,                                                                   \
     (const char* space, const char* file, uint32_t line, TorchLibraryHandle*))                                     \
   F(AOTITorchError, aoti_torch_library_init_impl,                                                                  \

@@ -172,6 +172,94 @@ def test_scores_that_overflow_are_honest(backend: str, T: int) -> None:
 
 
 @natives
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@rows
+def test_scores_that_overflow_beside_some_that_do_not(backend: str, dtype: torch.dtype, T: int) -> None:
+    """Keys whose score is -inf in float32 weigh nothing, whole ranges of them too; a row without others is NaN."""
+    S, D = 2300, 8
+    keys = torch.arange(S)
+    lost = {
+        "the first range": keys < 1024, "the last": keys >= 2048, "the middle": (keys >= 1024) & (keys < 2048),
+        "all ranges but the last": keys < 2048, "all but one key": keys != 1500, "some of each": keys % 3 == 0,
+        "all": keys >= 0,
+    }  # fmt: skip
+    q, k, v = make_qkv(1, 2, 1, T, S, D, 8)
+    q[..., 0], k[..., 0] = 1e25, 0
+    with collected() as attempt:
+        for what, where in lost.items():
+            k[0, 0, :, 0] = torch.where(where, -1e25, 0.0)
+            given = [x.to(dtype) for x in (q, k, v)]
+            options: dict[str, Any] = {"sinks": torch.tensor([0.5, -2.0])} if "range" in what else {}
+            out, lse = attend(backend, *given, **options, return_lse=True)
+            if bool(where.all()):
+                attempt(what, assert_same_bits, out.isnan() & lse.isnan()[..., None], torch.ones_like(out).bool())
+                continue
+            kept = [given[0], *(x[:, :, ~where] for x in given[1:])]
+            wanted, its = reference(*(x.double() for x in kept), **options)
+            eps = 16 * torch.finfo(dtype).eps
+            attempt(what, torch.testing.assert_close, out.double(), wanted, rtol=eps, atol=eps)
+            attempt(f"{what}, lse", torch.testing.assert_close, lse.double(), its, rtol=1e-5, atol=1e-5)
+
+
+@natives
+@rows
+@pytest.mark.parametrize("S", [70, 1100])
+def test_a_sink_that_takes_all(backend: str, T: int, S: int) -> None:
+    """Next to it the largest values come to 0, though their sum is beyond float32; a sink of -inf takes nothing."""
+    q, k, v = make_qkv(1, 2, 1, T, S, 8, 8)
+    out, lse = attend(backend, q, k, torch.full_like(v, 3e38), sinks=torch.tensor([300.0, 3e38]), return_lse=True)
+    assert bool((out == 0).all())
+    assert_same_bits(lse, torch.tensor([300.0, 3e38])[None, :, None].expand(1, 2, T))
+    plain = attend(backend, q, k, v, return_lse=True)
+    for x, y in zip(attend(backend, q, k, v, sinks=torch.tensor([-math.inf] * 2), return_lse=True), plain, strict=True):
+        assert_same_bits(x, y)
+
+
+@natives
+@rows
+def test_any_softcap(backend: str, T: int) -> None:
+    """From the least to the greatest normal float32: near 0 all keys are alike, far above nothing is capped."""
+    qkv = make_qkv(1, 2, 1, T, 70, 16, 24)
+    with collected() as attempt:
+        for softcap in (1.18e-38, 1e-30, 0.3, 20.0, 300.0, 4096.0, 1e20, 1e38, 3.4e38):
+            attempt(softcap, check, backend, answer_of(qkv, mask=headwise.causal(), softcap=softcap))
+
+
+@natives
+@rows
+def test_the_gradient_below_any_softcap(backend: str, T: int) -> None:
+    """Far above the scores it is that of no softcap, far below it no score has one."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 2, 1, T, 70, 16, 24))
+    go = torch.randn(1, 2, T, 24)
+    plain = torch.autograd.grad(attend(backend, q, k, v), (q, k, v), go)
+    for softcap in (1e6, 1e20, 1e38, 3.4e38):
+        ours = torch.autograd.grad(attend(backend, q, k, v, softcap=softcap), (q, k, v), go)
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    for softcap in (1e-6, 1e-30, 1.18e-38):
+        dq, dk, dv = torch.autograd.grad(attend(backend, q, k, v, softcap=softcap), (q, k, v), go)
+        assert float(dq.abs().max()) < 1e-4 and float(dk.abs().max()) < 1e-4
+        mean = (go / 70).sum((1, 2), keepdim=True).expand_as(v)
+        torch.testing.assert_close(dv, mean, rtol=1e-4, atol=1e-5)
+
+
+@natives
+@rows
+def test_a_bias_beyond_float32_forbids_nothing(backend: str, T: int) -> None:
+    """-1e300 of a float64 tensor: no weight beside other keys; a row without others is NaN, as by definition."""
+    q, k, v = make_qkv(1, 2, 1, T, 1100, 8, 8)
+    for lowest in (-1e300, torch.finfo(torch.float64).min):
+        some = torch.zeros(1100, dtype=torch.float64).masked_fill(torch.arange(1100) < 1030, lowest)
+        out, lse = attend(backend, q, k, v, mask=headwise.bias(some), return_lse=True)
+        wanted = attend(backend, q, k, v, mask=headwise.bias(some.float()), return_lse=True)  # -inf there
+        assert_same_bits(out, wanted[0])
+        assert_same_bits(lse, wanted[1])
+        out, lse = attend(backend, q, k, v, mask=headwise.bias(torch.full_like(some, lowest)), return_lse=True)
+        assert bool(out.isnan().all()) and bool(lse.isnan().all())
+    out, lse = attend(backend, q, k, v, mask=headwise.bias(torch.full_like(some, -math.inf)), return_lse=True)
+    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+
+
+@natives
 @dtypes
 @rows
 def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: int) -> None:

@@ -150,6 +150,16 @@ def test_any_scale(backend: str, dtype: torch.dtype, scale: float) -> None:
 
 
 @natives
+@pytest.mark.parametrize(("left", "first", "offset"), [(1, 5, -2), (3, 7, -4), (2, 40, -9), (2, 40, 30)])
+def test_first_keys_behind_the_end_are_not_counted(backend: str, left: int, first: int, offset: int) -> None:
+    """A window that keeps its first keys in sight, and a diagonal before which some of these lie."""
+    n = Sizes(1, 2, 1, 61, 61, 6, 6)
+    mask = headwise.window(left, first=first) & headwise.causal(offset=offset)
+    with instructions(backend):
+        check(n, *inputs(n), seen(mask, n), mask=mask)
+
+
+@natives
 @dtypes
 def test_the_first_of_equal_keys_is_the_largest(backend: str, dtype: torch.dtype) -> None:
     n = Sizes(1, 2, 1, 61, 391, 6, 6)
