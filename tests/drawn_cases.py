@@ -201,7 +201,7 @@ def squeezed(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as change:
         if number % 2:
             change.setattr("headwise.ops.scores.BLOCK_ELEMENTS", 1)
-            change.setattr("headwise.ops.sdpa.STRIP", 16)
+            change.setattr("headwise.ops.backends.sdpa.STRIP", 16)
         yield
 
 

@@ -264,7 +264,7 @@ PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
     ],
     backends_apart: [
         ("ops/sdpa.py", "from .reference import reference", "backend imports backend reference"),
-        ("ops/flex.py", "from headwise.ops import sdpa", "backend imports backend sdpa"),
+        ("ops/flex.py", "from headwise.ops.backends import sdpa", "backend imports backend sdpa"),
         ("nn/planted.py", "from headwise.ops.reference import reference", "nn/planted.py imports the reference"),
     ],
     rooms_known: [("utils/things.py", "", "room 'utils' has no tier")],

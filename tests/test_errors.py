@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import headwise
-from headwise.ops import native_library
+from headwise.ops.native import library as native_library
 from headwise.testing import make_qkv
 
 pytestmark = pytest.mark.unchecked  # the shape checker would speak before we do

@@ -19,7 +19,7 @@ from headwise.hf.attention import headwise_attention, mask_of
 from headwise.hf.lazy import Lazy, Lent, given_back, lent
 from headwise.hf.masks import headwise_mask
 from headwise.ops.masks import Mask
-from headwise.ops.paged import PAGE, Paged
+from headwise.ops.storage.paged import PAGE, Paged
 from headwise.testing import largest_tensor
 
 T, S = 3, 7

@@ -18,7 +18,7 @@ from headwise.hf import StructuralMask, closures
 from headwise.hf.closures import Frame, read_mask, read_padding
 from headwise.hf.masks import headwise_mask
 from headwise.ops.masks import Mask
-from headwise.ops.rules import Band, Keep, Lengths, Segments
+from headwise.ops.masks.rules import Band, Keep, Lengths, Segments
 from headwise.testing import largest_tensor
 
 STARTS = torch.tensor([0, 2, 3])

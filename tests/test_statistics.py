@@ -15,7 +15,8 @@ from mask_cases import FEW, MASKS, SIZES, SQUARE, TILED, Sizes, dense
 from statistics_cases import OFFSETS, TOLERANCE, check, everything, expected, extras, inputs, worst
 
 import headwise
-from headwise.ops import scores, statistics_native
+from headwise.ops import scores
+from headwise.ops.statistics import native as statistics_native
 from headwise.ops.reference import reference_weights
 from headwise.ops.statistics import HeadStatistics, statistics
 from headwise.testing import assert_same_bits, poison

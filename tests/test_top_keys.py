@@ -12,8 +12,8 @@ from mask_cases import MASKS, SIZES, TILED, Sizes
 from torch import Tensor
 
 import headwise
-from headwise.ops import top_keys as module
-from headwise.ops.top_keys import TopKeys, top_keys
+from headwise.ops.statistics import top_keys as module
+from headwise.ops.statistics.top_keys import TopKeys, top_keys
 from headwise.testing import make_qkv
 
 CHOICES: list[tuple[Any, Any]] = [(None, None), ([0, -1], None), (slice(1, 3), [1]), (2, 0), ([], None)]

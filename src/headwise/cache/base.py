@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.masks import Mask, as_mask, causal, keep, lengths
-from ..ops.rules import Alibi, Band
+from ..ops.masks.compose import Mask, as_mask, causal, keep, lengths
+from ..ops.masks.rules import Alibi, Band
 from ..shapes import check_tensor
 from .checks import check_append
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.held import in_one_piece
-from ..ops.paged import PAGE, Paged
+from ..ops.storage.held import in_one_piece
+from ..ops.storage.paged import PAGE, Paged
 from ..shapes import check_counts, check_flags, shown
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.int8 import Quantized
-from ..ops.masks import Mask
+from ..ops.storage.int8 import Quantized
+from ..ops.masks.compose import Mask
 from ..shapes import DTYPES, check_attention, check_dense, describe
 
 MOST = 127  # symmetric: -128 is not used

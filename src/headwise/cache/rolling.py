@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.masks import Mask, window
-from ..ops.paged import PAGE
+from ..ops.masks.compose import Mask, window
+from ..ops.storage.paged import PAGE
 from ..shapes import check_counts
 from .checks import check_made, check_rows, check_truncate
 from .paged import PagedCache, PagePool

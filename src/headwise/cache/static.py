@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.held import in_one_piece
+from ..ops.storage.held import in_one_piece
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate
 from .store import Store

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.int8 import Quantized
+from ..ops.storage.int8 import Quantized
 from .quantize import rounded
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.attention import attention
-from ..ops.held import in_one_piece
-from ..ops.int8 import Quantized
-from ..ops.masks import Mask, bias, causal, keep, lengths, segments
-from ..ops.paged import Paged
-from ..ops.rules import Segments
-from ..ops.weights import weights
+from ..ops.storage.held import in_one_piece
+from ..ops.storage.int8 import Quantized
+from ..ops.masks.compose import Mask, bias, causal, keep, lengths, segments
+from ..ops.storage.paged import Paged
+from ..ops.masks.rules import Segments
+from ..ops.statistics.weights import weights
 from .errors import ModelError
 from .lazy import given_back
 from .masks import StructuralMask

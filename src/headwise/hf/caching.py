@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ..nn.unwrap import unwrap
-from ..ops.held import in_one_piece
-from ..ops.paged import PAGE
+from ..ops.storage.held import in_one_piece
+from ..ops.storage.paged import PAGE
 from .errors import ModelError
 from .interface import NAME, require_interface, title
 from .lazy import lent

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ops.held import in_one_piece
-from ..ops.int8 import Quantized
-from ..ops.paged import Paged
+from ..ops.storage.held import in_one_piece
+from ..ops.storage.int8 import Quantized
+from ..ops.storage.paged import Paged
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 

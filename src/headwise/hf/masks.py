@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as theirs
 
-from ..ops.masks import Mask
+from ..ops.masks.compose import Mask
 from .architectures import FLOAT_MASKS
 from .closures import Frame, MaskFunction, dense_mask, read_mask
 from .interface import require_consulted

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
-from ..ops.masks import Mask
-from ..ops.rules import Bias, Keep, Part
-from ..ops.statistics import RowStatistics, row_statistics
+from ..ops.masks.compose import Mask
+from ..ops.masks.rules import Bias, Keep, Part
+from ..ops.statistics.api import RowStatistics, row_statistics
 from .records import HeadMap, HeadRecord
 from .roles import CLARK_KEYS, FEW_KEYS
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops.attention import attention
-from ..ops.held import Held
-from ..ops.masks import Mask
+from ..ops.storage.held import Held
+from ..ops.masks.compose import Mask
 from ..shapes import check_gate, check_options, check_sinks, check_texts
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.held import Held
-from ..ops.masks import Mask, as_mask
+from ..ops.storage.held import Held
+from ..ops.masks.compose import Mask, as_mask
 from ..plan.shape import Bias
 from ..shapes import check_counts
 from .cached import positions_of, step

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.masks import Mask, as_mask
+from ..ops.masks.compose import Mask, as_mask
 from .checks import check_part
 from .inner import Inner
 from .latent import LatentAttention

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..ops.masks import Mask, bias, keep
+from ..ops.masks.compose import Mask, bias, keep
 from ..shapes import MASK_RULE, check_counts, check_tensor, describe
 from .inner import InnerAttention
 from .multihead import MultiHeadAttention

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..ops import masks
-from ..ops.masks import Mask
-from ..ops.weights import weights
+from ..ops.masks import compose as masks
+from ..ops.masks.compose import Mask
+from ..ops.statistics.weights import weights
 from ..plan import AttentionShape, parameter_count
 from ..plan.shape import Bias
 from ..shapes import check_counts, check_flags

@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..shapes import check_attention, check_flags, check_gate, check_options, shown
-from . import blocks, flex, native, sdpa
+from .backends import blocks, flex, sdpa
+from .native import backend as native
 from .call import Call, Limit, fitted, refusal
 from .fence import alive_rows, fence, quiet, show, surely_tame
-from .held import Held, Layout, parts_of
-from .int8 import Quantized
-from .masks import Mask
-from .paged import Paged
+from .storage.held import Held, Layout, parts_of
+from .storage.int8 import Quantized
+from .masks.compose import Mask
+from .storage.paged import Paged
 from .reference import reference
 
 AUTO = "auto"

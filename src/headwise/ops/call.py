@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..shapes import compute_dtype
-from .held import Layout
-from .masks import Mask, as_mask
+from .storage.held import Layout
+from .masks.compose import Mask, as_mask
 
 
 def fitted(mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | None:

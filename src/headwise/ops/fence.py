@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..shapes import compute_dtype
-from .masks import Mask
+from .masks.compose import Mask
 from .scores import row_blocks
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..shapes import compute_dtype
 from .fence import clean, show
-from .masks import Mask
+from .masks.compose import Mask
 
 
 def reference_weights(

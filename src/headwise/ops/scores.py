@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import compute_dtype
-from .masks import Mask
+from .masks.compose import Mask
 from .symbols import is_symbol
 
 # Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
