@@ -10,7 +10,7 @@
 #endif
 
 #include "driver.h"
-#include "philox.h"
+#include "simd/philox.h"
 
 namespace headwise {
 namespace {

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import headwise
 from headwise.cache import Quantized, quantize
-from headwise.ops.native_library import isas
+from headwise.ops.native.library import isas
 from headwise.testing import assert_same_bits, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler's own, of several kinds

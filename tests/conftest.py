@@ -36,7 +36,7 @@ if CHECKED:
     src = Path(__file__).parents[1] / "src"
     names = [".".join(path.relative_to(src).with_suffix("").parts) for path in src.glob("headwise/**/*.py")]
     # FlexAttention traces the functions it is given, even uncompiled: the checker's wrappers would stop it.
-    hooked = [name.removesuffix(".__init__") for name in names if name != "headwise.ops.flex"]
+    hooked = [name.removesuffix(".__init__") for name in names if name != "headwise.ops.backends.flex"]
     hooked = [name for name in hooked if name not in ("headwise", "headwise.ops")]  # a package hooks all below it
     jaxtyping.install_import_hook(hooked, "beartype.beartype")
 

@@ -150,11 +150,15 @@ def test_refused_and_unchanged(kind: str, what: str) -> None:
     ("make", "error", "text"),
     [
         (lambda: StaticCache(B, K, D, capacity=0), ValueError, "capacity is at least 1; got 0"),
-        (lambda: StaticCache(B, K, D, capacity=1, dtype=torch.int32), ValueError, "keeps one of float32"),
+        (
+            lambda: StaticCache(B, K, D, capacity=1, dtype=torch.int32),
+            ValueError,
+            "float64, int8; got torch.int32",
+        ),
         (lambda: StaticCache(B, K, D, D + 1, capacity=1, shared=True), ValueError, "columns of the keys"),
         (lambda: PagePool(3, K, D, page_size=100), ValueError, "a multiple of 128; got 100"),
         (lambda: RollingCache(B, K, D, window=0), ValueError, "window is at least 1"),
-        (lambda: RollingCache(B, K, D, window=3, first=-1), ValueError, "first >= 0"),
+        (lambda: RollingCache(B, K, D, window=3, first=-1), ValueError, "first is at least 0; got -1"),
     ],
 )
 def test_what_cannot_be_made(make: Callable[[], object], error: type[Exception], text: str) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from hf_measure import exact_attention
-from hf_models import BY_NAME, OUTSIDE, VOCAB, B, inputs, logits, token_ids
+from hf_models import BY_NAME, VOCAB, B, inputs, logits, token_ids
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import headwise.hf.attention as bridge
-from headwise.hf import ModelError
 from headwise.hf.attention import HARMLESS, headwise_attention
 from headwise.hf.masks import headwise_mask
 
@@ -169,32 +168,7 @@ def test_dropout_is_passed_on() -> None:
     assert not torch.equal(call(q, k, v, None, dropout=0.5), call(q, k, v, None))
 
 
-# -- models that are not on the interface -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", OUTSIDE)
-def test_a_model_outside_the_interface_refuses_the_name(model_type: str) -> None:
-    """Given at construction, transformers takes it without a word, and the logits would be wrong."""
-    import transformers
-
-    model, config, sizes = OUTSIDE[model_type]
-    built = getattr(transformers, model)._from_config(getattr(transformers, config)(**sizes))
-    built.config._attn_implementation_internal = "headwise"
-    for given in (dict(input_ids=token_ids()), dict(input_ids=token_ids(), attention_mask=torch.ones(B, 11))):
-        with pytest.raises((ModelError, KeyError), match=r"is not on transformers' attention interface|headwise"):
-            built(**given)
-
-
-def test_even_an_unknown_model_outside_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the table of names, the mask itself refuses to be computed with."""
-    import transformers
-
-    monkeypatch.setattr("headwise.hf.masks.OUTSIDE", {})
-    model, config, sizes = OUTSIDE["bloom"]
-    built = getattr(transformers, model)._from_config(getattr(transformers, config)(**sizes))
-    built.config._attn_implementation_internal = "headwise"
-    with pytest.raises(ModelError, match=r"the model itself computes with its attention mask \(torch's .*\)"):
-        built(input_ids=token_ids())
+# -- in a model -------------------------------------------------------------------------------------------------------
 
 
 def test_dense_masks_of_one_head_each_and_of_windows() -> None:

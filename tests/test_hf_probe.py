@@ -18,7 +18,7 @@ import headwise
 import headwise.hf as hf
 import headwise.nn as hw_nn
 from headwise.hf.interface import attention_modules, configs, require_interface
-from headwise.ops.weights import weights
+from headwise.ops.statistics.weights import weights
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

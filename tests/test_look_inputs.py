@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 import headwise
 from headwise import look
 from headwise.look import Repeats
+from headwise.look.inputs import check_heads
 from headwise.look.repeats import as_tensors, draw
+from headwise.nn import AttentionCall
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -134,6 +137,94 @@ def test_what_a_config_tells_is_used() -> None:
     assert not torch.isin(copies[:, 1:], torch.tensor([1, 44, 20, 21, 9, 10])).any()
     look.at(Watching(), [5, 6, 7, 44], delimiters=[9, 10])
     assert seen[3][:, 0].eq(1).all() and seen[3][:, -1].eq(44).all()
+
+
+class Adapted(nn.Module):
+    """As an adapter library wraps: the model inside has the adapters in its layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model["model"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's compiler
+def test_a_wrapped_model_is_looked_at_as_what_it_wraps() -> None:
+    model = Tiny(mask=headwise.causal())
+    bare = look.at(model, text(7), repeats=None)
+    for wrapped in (nn.DataParallel(model), Adapted(model), torch.compile(Adapted(model), backend="eager")):
+        found = look.at(wrapped, text(7), repeats=None)
+        assert (found.model, found.heads, found.maps) == (bare.model, bare.heads, bare.maps)
+
+
+class Sound(Tiny):
+    main_input_name = "input_values"
+
+
+class Talking(Tiny):
+    """Reads sound beside its text, and cannot do without."""
+
+    main_input_name, input_modalities = "input_ids", ("audio", "text")
+    late = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.late:
+            super().forward(ids)
+        raise AttributeError("no sound")
+
+
+class Silent(Talking):
+    input_modalities = ("text",)
+
+
+NO_TEXT = "look reads models of text alone for now; "
+DO = "; look at its text part, if it has one, or measure its calls: headwise.nn.probe(model), then headwise.statistics("
+
+
+@pytest.mark.unchecked
+def test_a_model_that_does_not_read_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{NO_TEXT}Sound takes 'input_values'{DO}")):
+        look.at(Sound(), [1, 99])  # and the ids are not blamed
+    with pytest.raises(TypeError, match=re.escape("look needs a torch.nn.Module, got str; load the model first")):
+        look.at("gpt", [1])  # type: ignore[arg-type]
+
+
+@pytest.mark.unchecked
+def test_a_model_that_needs_more_than_text_is_refused() -> None:
+    model = Talking()
+    what = "Talking takes audio and text, and does not run on ids alone (AttributeError: no sound)"
+    with pytest.raises(ValueError, match=re.escape(NO_TEXT + what + DO)) as caught:
+        look.at(model, [1, 2])
+    assert isinstance(caught.value.__cause__, AttributeError)
+    model.late = True
+    with pytest.raises(AttributeError, match="no sound"):  # calls were measured: their faults are told as they are
+        look.at(model, [1, 2])
+    with pytest.raises(AttributeError, match="no sound"):
+        look.at(Silent(), [1, 2])
+
+
+class Sundry:
+    """A config that will not say how many heads its layers have."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        raise LookupError("they differ")
+
+
+@pytest.mark.unchecked
+def test_a_part_of_the_heads_is_not_taken_for_the_whole() -> None:
+    call = AttentionCall("a.b", 0, torch.zeros(1, 2, 3, 5), torch.zeros(1, 1, 3, 5))
+    split = "module 'a.b' ran 2 query heads and has 4: the model is split over processes (tensor parallelism), and its"
+    for told in ({"num_heads": 4}, {"num_attention_heads": 4}, {"config": SimpleNamespace(num_attention_heads=4)}):
+        with pytest.raises(ValueError, match=re.escape(split)):
+            check_heads(SimpleNamespace(**told), call)
+    whole = SimpleNamespace(num_attention_heads=2)
+    for told in ({}, {"num_heads": 2, "config": SimpleNamespace(num_attention_heads=4)}, {"config": whole}):
+        check_heads(SimpleNamespace(**told), call)
+    for said in (None, "4", [2, 4]):
+        check_heads(SimpleNamespace(num_heads=said, config=Sundry()), call)
 
 
 class Asked(nn.Module):

@@ -97,12 +97,28 @@ def test_uniform_attention_is_measured_once_a_mask() -> None:
     lengths = [headwise.lengths(torch.tensor([n])) for n in (3, 4)]  # their repr may be cut short, so never kept
     rows = [uniform.of(AttentionCall("a", 0, q, q, mask=mask), {}, {}).keys[0, 0, 0].item() for mask in lengths]
     assert rows == [3, 4] and len(uniform.known) == 2
+    memories = [torch.zeros(1, 2, S, 3) for S in (9, 4)]  # cross-attention to memories of two lengths
+    keys = [uniform.of(AttentionCall("a", 0, q, memory), {}, {}).keys[0, 0].tolist() for memory in memories]
+    assert keys == [[9] * 5, [4] * 5]
 
 
 def test_a_first_token_that_sees_only_itself_does_not_make_a_decoder() -> None:
     ids = torch.tensor([0] + [1] * 30)
     found = look.at(Tiny(mask=headwise.segments(ids)), text(31), repeats=None)
     assert found.kind == "encoder"
+
+
+@pytest.mark.parametrize(("prefix", "kind"), [(3, "encoder"), (1, "decoder"), (0, "decoder")])
+def test_a_prefix_that_looks_ahead_makes_an_encoder(prefix: int, kind: str) -> None:
+    kept = torch.ones(8, 8).tril().bool() | (torch.arange(8) < prefix)
+    model = Tiny(mask=headwise.keep(kept))
+    found = look.at(model, text(8), delimiters=DELIMITERS, repeats=None)
+    assert found.kind == kind
+    marks = torch.isin(torch.tensor(text(8)), torch.tensor(DELIMITERS))
+    ps = [p[0, h] for p in matrices(model, torch.tensor([text(8)])) for h in range(3)]
+    for head, p in zip(found.heads, ps, strict=True):
+        check_against(head, p, marks)
+        assert head.ahead == () if kind == "decoder" else len(head.ahead) == 8 and not any(head.ahead[prefix - 1 :])
 
 
 def test_a_map_of_another_size() -> None:

@@ -12,7 +12,7 @@ from native_calls import NAMES, calls, results, tensors
 from torch import Tensor
 
 import headwise
-from headwise.ops import native_library
+from headwise.ops.native import library as native_library
 from headwise.testing import assert_same_bits
 
 FAR = 1 << 40

@@ -12,7 +12,7 @@ from mask_cases import MASKS, SHORT, Sizes
 from torch import Tensor
 
 import headwise
-from headwise.ops import native
+from headwise.ops.native import backend as native
 from headwise.ops.reference import reference_weights
 from headwise.testing import STRIDES, assert_same_bits, make_qkv, oracle, strided
 

@@ -19,7 +19,7 @@ from test_native_strides import LAST, lay, layouts
 from torch import Tensor
 
 import headwise
-from headwise.ops import native
+from headwise.ops.native import backend as native
 from headwise.testing import STRIDES, assert_same_bits
 
 pytestmark = pytest.mark.unchecked

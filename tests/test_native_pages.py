@@ -13,7 +13,7 @@ from native_cases import collected, dtypes
 from torch import Tensor
 
 from headwise.cache import Quantized, quantize
-from headwise.ops.paged import gathered
+from headwise.ops.storage.paged import gathered
 from headwise.testing import assert_same_bits, make_qkv
 
 FAR = 1 << 40

@@ -17,8 +17,9 @@ from test_meaning import EMPTY_ROWS, EXTRAS, options_of
 from torch import Tensor
 
 import headwise
-from headwise.ops import native, native_library
-from headwise.ops.native_backward import Problem
+from headwise.ops.native import backend as native
+from headwise.ops.native import library as native_library
+from headwise.ops.native.gradient import Problem
 from headwise.testing import assert_same_bits, largest_tensor, make_qkv
 
 
@@ -166,7 +167,7 @@ def test_it_can_be_switched_off() -> None:
 
 def test_a_library_that_is_not_there_or_does_not_load(tmp_path: Path) -> None:
     broken = tmp_path / "_native.so"
-    set_path = f"import pathlib, headwise.ops.native_library as n; n.LIBRARY = pathlib.Path({str(broken)!r}); "
+    set_path = f"import pathlib, headwise.ops.native.library as n; n.LIBRARY = pathlib.Path({str(broken)!r}); "
     told = in_a_process(set_path + ASK, HEADWISE_NATIVE="1")
     assert told == "the native library is not there: reinstall headwise where there is a C++ compiler"
     broken.write_bytes(b"no library")
@@ -194,7 +195,7 @@ def test_it_is_loaded_by_the_first_call_and_not_by_the_import() -> None:
 def test_it_is_loaded_by_tracing_too(trace: str) -> None:
     """Where nothing has been called before: the loading breaks no graph and is no part of it."""
     said = in_a_process(
-        "import torch, headwise; from headwise.ops import native_library; q = torch.randn(1, 1, 2, 8)\n"
+        "import torch, headwise; from headwise.ops.native import library as native_library; q = torch.randn(1, 1, 2, 8)\n"
         "f = lambda q: headwise.attention(q, q, q, mask=headwise.causal())\n"
         "class M(torch.nn.Module):\n  def forward(self, q): return f(q)\n"
         f"{trace}; print(native_library.attend)"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import headwise
 from headwise import Mask
-from headwise.ops import statistics_native
+from headwise.ops.statistics import native as statistics_native
 from headwise.ops.statistics import RowStatistics, attention_statistics, row_statistics, statistics
 from headwise.testing import STRIDES, assert_same_bits, make_qkv, poison, strided
 
@@ -29,7 +29,7 @@ best = pytest.mark.parametrize("backend", BEST)
 @pytest.fixture(autouse=True)
 def never_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that went the other way would be tested for nothing."""
-    monkeypatch.setattr("headwise.ops.statistics_blocks.measure", lambda asked: pytest.fail("not the kernel"))
+    monkeypatch.setattr("headwise.ops.statistics.blocks.measure", lambda asked: pytest.fail("not the kernel"))
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------

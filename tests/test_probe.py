@@ -1,6 +1,7 @@
 """The probe: it sees every call as the kernel got it, leaves nothing behind, and is loud where it would see less."""
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -204,14 +205,33 @@ def test_other_rooms_register_their_models() -> None:
 
 
 @pytest.mark.unchecked
-def test_a_model_without_attention_is_named() -> None:
-    text = (
-        "Linear holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to probe; for a "
-        "transformers model, import headwise.hf first"
-    )
-    with pytest.raises(TypeError, match=text), probe(nn.Linear(2, 2)):
+@pytest.mark.parametrize(
+    ("imported", "way_out"),
+    [
+        (False, "for a transformers model, import headwise.hf first"),
+        (True, "give a model that has some, or a transformers model on its attention interface"),
+    ],
+)
+def test_a_model_without_attention_is_named(imported: bool, way_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "headwise.hf", sys)
+    if not imported:
+        monkeypatch.delitem(sys.modules, "headwise.hf")
+    text = f"Linear holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to probe; {way_out}"
+    with pytest.raises(TypeError, match=f"{text}$"), probe(nn.Linear(2, 2)):
         pass
     with pytest.raises(TypeError, match=r"probe needs a torch\.nn\.Module, got str"), probe("model"):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.unchecked
+def test_a_part_that_another_room_can_probe_is_named() -> None:
+    class Foreign(nn.Module):
+        """Another room's, inside of one's own model."""
+
+    probe.register(Foreign, lambda model, each=None: None)
+    model = nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.ModuleList([Foreign()])})
+    text = "ModuleDict holds no .* nothing to probe; its part 'body.0' .Foreign. is a model of its own: probe that$"
+    with pytest.raises(TypeError, match=text), probe(model):
         pass
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
-import stat
 import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -78,7 +76,7 @@ def test_a_hostile_string_adds_no_element_and_comes_back_to_the_letter(payload: 
     assert [kind for kind, _ in found.code] == ["style", "json", "script", "script"]
     data = found.data
     assert data["model"] == data["cells"][0]["text"] == data["heads"]["module"][0] == payload
-    assert data["roles"][0] == {"name": payload, "colour": 7, "formula": "", "source": payload}
+    assert data["roles"][0] == {"name": payload, "colour": 8, "formula": "", "source": payload}
 
 
 def test_there_are_enough_payloads() -> None:
@@ -177,6 +175,16 @@ def test_numbers_and_maps_are_those_of_the_look() -> None:
     assert [cell["text"] for cell in data["cells"]] == list(look.tokens)
 
 
+def test_what_an_encoder_attends_ahead_is_there() -> None:
+    look = make_look(layers=2, heads=5, encoder=True)
+    data = Elements(report.render(look)).data
+    assert data["heads"]["next"] == pytest.approx([h.ahead[0] for h in look.heads], rel=1e-3)
+    assert data["heads"]["ahead"] == [pytest.approx(h.ahead, rel=1e-3) for h in look.heads]
+    assert [role["colour"] for role in data["roles"] if role["name"] == "next-token"] == [7]
+    decoder = Elements(report.render(make_look(layers=2, heads=5))).data["heads"]
+    assert decoder["next"] == [None] * 10 and decoder["ahead"] == [[]] * 10
+
+
 def test_without_large_maps_the_pooled_ones_are_shown() -> None:
     look = replace(make_look(), maps=())
     data = Elements(report.render(look)).data
@@ -255,69 +263,3 @@ def test_pooling_keeps_the_mass_of_a_row(rows: int, side: int) -> None:
     row_edges = [-(-i * rows // side) for i in range(side + 1)]
     wanted = matrix[row_edges[3] : row_edges[4], edges[5] : edges[6]].sum(1).mean()
     assert weights[3, 5] == pytest.approx(wanted, abs=0.01)
-
-
-# --- how it is put on disk ------------------------------------------------------------------------------------------
-
-
-def test_write_returns_the_bytes_and_leaves_nothing_beside(tmp_path: Path) -> None:
-    target = tmp_path / "report.html"
-    target.write_text("old")
-    assert report.write(make_look(), target) == target.stat().st_size
-    assert target.read_text() == report.render(make_look())
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_the_file_has_the_mode_any_new_file_has(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        report.write(make_look(), tmp_path / "r.html")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "r.html").stat().st_mode) == 0o644
-
-
-@pytest.mark.parametrize("step", ["replace", "fsync"])
-@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_fault_leaves_the_old_file_and_nothing_half_written(
-    step: str, fault: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "report.html"
-    target.write_text("old")
-
-    def broken(*_: object) -> None:
-        raise fault
-
-    monkeypatch.setattr(os, step, broken)
-    with pytest.raises(type(fault)):
-        report.write(make_look(), target)
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link.html").symlink_to(tmp_path / "there" / "real.html")
-    report.write(make_look(), tmp_path / "link.html")
-    assert (tmp_path / "link.html").is_symlink()
-    assert (tmp_path / "there" / "real.html").is_file()
-
-
-def test_where_it_cannot_be_written_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path, error, words_of_it in (
-        (tmp_path / "none" / "r.html", FileNotFoundError, "its folder does not exist; make it first"),
-        (tmp_path, IsADirectoryError, "it is a folder; give a file name"),
-        (Path(os.devnull), OSError, "it is not a plain file"),
-    ):
-        for function in (report.check_destination, lambda p: report.write(make_look(), p)):
-            with pytest.raises(error, match=words_of_it):
-                function(path)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(PermissionError, match="no permission to write in its folder"):
-        report.check_destination(tmp_path / "r.html")
-
-
-def test_a_hostile_path_is_shown_harmless(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        report.check_destination(tmp_path / "\x1b[2J" / "r.html")
-    assert "\\x1b[2J" in str(caught.value) and "\x1b" not in str(caught.value)

@@ -1,7 +1,7 @@
 // The backward of a case against its definition.
 #include <string.h>
 
-#include "calls.h"
+#include "fuzz/calls.h"
 
 namespace fuzz {
 namespace {

@@ -1,4 +1,4 @@
-#include "calls.h"
+#include "fuzz/calls.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -3,7 +3,7 @@
 
 #include <map>
 
-#include "cases.h"
+#include "fuzz/cases.h"
 
 namespace fuzz {
 

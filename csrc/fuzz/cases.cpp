@@ -1,4 +1,4 @@
-#include "cases.h"
+#include "fuzz/cases.h"
 
 #include <stdio.h>
 #include <string.h>

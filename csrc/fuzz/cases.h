@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "fake_torch.h"
-#include "naive.h"
+#include "fuzz/fake_torch.h"
+#include "fuzz/naive.h"
 
 namespace fuzz {
 

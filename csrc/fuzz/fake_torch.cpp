@@ -1,4 +1,4 @@
-#include "fake_torch.h"
+#include "fuzz/fake_torch.h"
 
 #include <stdlib.h>
 #include <string.h>

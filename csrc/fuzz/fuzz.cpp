@@ -15,7 +15,7 @@
 
 #include <chrono>
 
-#include "calls.h"
+#include "fuzz/calls.h"
 
 namespace fuzz {
 namespace {

@@ -1,4 +1,4 @@
-#include "naive.h"
+#include "fuzz/naive.h"
 
 #include <math.h>
 

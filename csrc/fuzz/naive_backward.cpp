@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "naive.h"
+#include "fuzz/naive.h"
 
 namespace naive {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "calls.h"
+#include "fuzz/calls.h"
 
 namespace fuzz {
 namespace {

@@ -19,22 +19,35 @@ Inside `ops/` a tensor carries its shape as a suffix: `q_BHTD`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from numbers import Real
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST = 2**31 - 1  # of what is counted: sizes, positions
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
 SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
+# What multiplies or divides scores stays this far from the ends of float32, whose exponents go from -126 to 127: its
+# product with a score, or with the log2(e) that a kernel folds in, then neither overflows nor vanishes.
+LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100
+FAR = 1 << 40  # farther than any key lies: sums of such places stay far within int64
 MASK_RULE = "mask is a Mask (causal(), window(), ...), a bool tensor with True = attend, or a float bias"
 
 
 def describe(tensor: Tensor) -> str:
     """dtype, shape and device in one short phrase, for error texts."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+    shape = f"({tensor.ndim} axes, ragged)" if tensor.is_nested else tuple(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device}"
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Scores, biases and softmax are computed in float32, in float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: bool = False) -> None:
@@ -47,6 +60,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, *, quantised: boo
     check_query_key(query, key, quantised=quantised)
     if not isinstance(value, Tensor):
         raise TypeError(f"{LAYOUT} as tensors; value is {type(value).__name__}")
+    check_dense("value", value)
     if value.ndim != 4:
         raise ValueError(f"{LAYOUT}: four axes each; {_got(query, key, value)}; {SPLIT}")
     if value.shape[:3] != key.shape[:3]:
@@ -69,6 +83,7 @@ def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> N
     for name, tensor in (("query", query), ("key", key)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{LAYOUT} as tensors; {name} is {type(tensor).__name__}")
+        check_dense(name, tensor)
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"{LAYOUT}: four axes each; {_got(query, key)}; {SPLIT}")
     if query.dtype not in DTYPES:
@@ -105,6 +120,7 @@ def check_int8(name: str, data: Tensor, scale: Tensor) -> None:
     for part, tensor in (("data", data), ("scale", scale)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{rule}; {part} is {type(tensor).__name__}")
+        check_dense(f"{part} of the quantised {name}", tensor)
     got = f"got data {describe(data)}, scale {describe(scale)}"
     if data.dtype != torch.int8 or scale.dtype != torch.float32:
         raise ValueError(f"{rule}; {got}; headwise.cache.quantize makes both from floats")
@@ -126,33 +142,53 @@ def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_options(
-    query: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float
-) -> None:
-    """Values of the options; raises TypeError or ValueError that names the option."""
+    query: Tensor | None, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float = 0.0
+) -> tuple[float, float | None, float]:
+    """scale, softcap and dropout as plain numbers, scale by default D ** -0.5. Without a query, not the sinks.
+
+    Raises TypeError or ValueError that names the option.
+    """
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
-        if isinstance(number, (Real, torch.SymFloat, torch.SymInt)) or (number is None and name != "dropout"):
+        real = isinstance(number, (Real, torch.SymFloat, torch.SymInt)) and not isinstance(number, bool)
+        if real or (number is None and name != "dropout"):
             continue
         hint = "; take it out of the tensor with .item()" if isinstance(number, Tensor) else ""
         rule = "a number" if name == "dropout" else "a number or None"
         raise TypeError(f"{name} is {rule}; got {type(number).__name__}{hint}")
-    if isinstance(scale, float) and not math.isfinite(scale):
-        raise ValueError(f"scale is a finite factor of the scores; got {scale}; None stands for D ** -0.5")
-    if softcap is not None and not 0 < softcap < math.inf:
+    if scale is not None and scale != 0 and not LEAST_FACTOR <= abs(scale) <= MOST_FACTOR:
         raise ValueError(
-            f"softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0 and finite; got {softcap}; "
-            "None leaves scores as they are"
+            "scale is a finite factor of the scores, 0 or in size from 2**-100 to 2**100, so that float32 holds its "
+            f"products; got {shown(scale)}; None stands for D ** -0.5"
+        )
+    if softcap is not None and not LEAST_FACTOR <= softcap <= MOST_FACTOR:
+        raise ValueError(
+            "softcap bounds scores by softcap * tanh(score / softcap), so softcap > 0, and from 2**-100 to 2**100, so "
+            f"that float32 holds its products; got {shown(softcap)}; None leaves scores as they are"
         )
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is a probability 0 <= dropout < 1; got {dropout}")
-    if sinks is None:
-        return
-    H = query.shape[1]
+        raise ValueError(f"dropout is a probability 0 <= dropout < 1; got {shown(dropout)}")
+    if sinks is not None and query is not None:
+        check_sinks(sinks, query.shape[1], query.device)
+    if scale is None:
+        scale = 1.0 if query is None else query.shape[3] ** -0.5
+    return _plain(scale), None if softcap is None else _plain(softcap), _plain(dropout)
+
+
+def _plain(x: float) -> float:
+    """A float of any real number, numpy's among them; a symbol of torch.compile stays one."""
+    return x if isinstance(x, (torch.SymFloat, torch.SymInt)) else float(x)
+
+
+def check_sinks(sinks: Tensor, H: int | None = None, device: torch.device | None = None) -> None:
+    """Logits, one a query head; where H and the device are not known yet, of any."""
+    form = "(H,)" if H is None else f"(H,) = ({H},)"
     if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks are a float tensor (H,) = ({H},); got {type(sinks).__name__}")
-    if not sinks.is_floating_point() or sinks.shape != (H,):
-        raise ValueError(f"sinks are float logits, one a query head: (H,) = ({H},); got {describe(sinks)}")
-    if sinks.device != query.device:
-        raise ValueError(f"sinks live on the query's device; query is on {query.device}, sinks on {sinks.device}")
+        raise TypeError(f"sinks are a float tensor {form}; got {type(sinks).__name__}")
+    check_dense("sinks", sinks)
+    if not sinks.is_floating_point() or sinks.ndim != 1 or H not in (None, sinks.shape[0]):
+        raise ValueError(f"sinks are float logits, one a query head: {form}; got {describe(sinks)}")
+    if device not in (None, sinks.device):
+        raise ValueError(f"sinks live on the query's device; query is on {device}, sinks on {sinks.device}")
 
 
 def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> Tensor:
@@ -161,8 +197,9 @@ def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> 
     rule = f"gate is a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V) with B, H, T, V = {B}, {H}, {T}, {V}"
     if not isinstance(gate, Tensor):
         raise TypeError(f"{rule}; got {type(gate).__name__}")
+    check_dense("gate", gate)
     form = {1: (H,), 2: (B, H), 3: (B, H, T), 4: (B, H, T, V)}.get(gate.ndim)
-    if form is None or not gate.is_floating_point():
+    if form is None or gate.dtype not in DTYPES:
         raise ValueError(f"{rule}; got {describe(gate)}")
     if any(g not in (1, f) for g, f in zip(gate.shape, form, strict=True)):
         raise ValueError(f"{rule} (1 broadcasts); got {describe(gate)}")
@@ -175,6 +212,7 @@ def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> 
 
 def check_index_tensor(name: str, tensor: Tensor, forms: list[tuple[int, ...]], device: torch.device) -> None:
     """An integer tensor of one of the given shapes, on the call's device."""
+    check_tensor(name, tensor, "an integer tensor")
     if tensor.dtype not in INTEGERS:
         raise ValueError(f"{name}: an integer tensor; got {describe(tensor)}; convert with .long()")
     if tuple(tensor.shape) not in forms:
@@ -186,6 +224,7 @@ def check_index_tensor(name: str, tensor: Tensor, forms: list[tuple[int, ...]], 
 
 def check_mask_tensor(tensor: Tensor, full: tuple[int, int, int, int], device: torch.device) -> None:
     """A mask tensor must broadcast to (B, H, T, S) from the right."""
+    check_dense("the mask's tensor", tensor)
     sizes = tuple(tensor.shape)
     wanted = full[4 - len(sizes) :]
     if any(size not in (1, want) for size, want in zip(sizes, wanted, strict=True)):
@@ -201,6 +240,7 @@ def check_made(name: str, tensor: Tensor, kind: str, instead: str) -> None:
     """What keep() and bias() take: a `bool` or a `float` tensor of one to four axes."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} takes a {kind} tensor; got {type(tensor).__name__}; make one with torch.as_tensor")
+    check_dense(f"the tensor of {name}", tensor)
     if (tensor.dtype == torch.bool) != (kind == "bool") or (kind == "float") != tensor.is_floating_point():
         raise TypeError(f"{name} takes a {kind} tensor; got {tensor.dtype}; {instead}")
     if not 1 <= tensor.ndim <= 4:
@@ -211,7 +251,162 @@ def check_integers(name: str, value: int | Tensor | None, *, tensor: bool) -> No
     """What places and counts are made of: an int (or None), or where `tensor` is set an integer tensor."""
     if isinstance(value, Tensor):
         if tensor and value.dtype in INTEGERS:
-            return
+            return check_dense(name, value)
         raise TypeError(f"{name}: {'integers' if tensor else 'an int or None'}; got a Tensor, {describe(value)}")
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
-        raise TypeError(f"{name}: an int or None; got {value!r} ({type(value).__name__})")
+        raise TypeError(f"{name}: an int or None; got {shown(value)} ({type(value).__name__})")
+    if isinstance(value, int) and not -FAR <= value <= FAR:
+        raise ValueError(f"{name}: from -2**40 to 2**40, farther than any key; got {shown(value)}; None sets no limit")
+
+
+# --- arguments by kind, for every public function --------------------------------------------------------------------
+
+
+def shown(value: object) -> str:
+    """A value as an error text shows it: on one line, not long."""
+    if isinstance(value, Tensor):
+        return f"a tensor, {describe(value)}"
+    if isinstance(value, int) and value.bit_length() > 64:  # Python does not write all of them
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value.item() if isinstance(value, Real) and hasattr(value, "item") else value)
+    except Exception:  # an object whose repr fails
+        text = ""
+    plain = 0 < len(text) <= 60 and "\n" not in text and not text.startswith("<")
+    return text if plain else f"a value of type {type(value).__name__}"
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """A tensor whose numbers lie in memory, by strides: not sparse, packed or ragged, and not freed."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "ragged" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").lstrip("_")
+        way = "torch.nested.to_padded_tensor, and a mask for the padding" if tensor.is_nested else ".to_dense()"
+        raise ValueError(f"{name} is a dense tensor; got a {kind} one; make it dense with {way}")
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not tensor.numel():
+        return
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    try:
+        there, needed = tensor.untyped_storage().nbytes(), (last + 1) * tensor.element_size()
+    except NotImplementedError:  # inside torch.func a tensor has no storage of its own
+        return
+    if there < needed:
+        raise ValueError(
+            f"the numbers of {name} are not in memory: {describe(tensor)} needs {needed} bytes, and its storage has "
+            f"{there}; was it freed (resize_) while in use?"
+        )
+
+
+def check_tensor(name: str, value: Any, what: str = "a tensor") -> None:
+    """A dense tensor; raises TypeError for what is none."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {what}; got {type(value).__name__}")
+    check_dense(name, value)
+
+
+def check_index(what: str, **indices: Any) -> None:
+    """Dense tensors of integers, on no matter which axes; `what` says what they are."""
+    for name, index in indices.items():
+        check_tensor(name, index, what)
+        if index.dtype not in INTEGERS:
+            raise TypeError(f"{name} is {what}; got {describe(index)}; convert with .long()")
+
+
+def check_counts(least: int = 0, most: int = MOST, **counts: Any) -> None:
+    """Ints of at least `least`: sizes, positions, numbers of something."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
+            raise TypeError(f"{name} is an int; got {shown(count)}")
+        if count < least:
+            raise ValueError(f"{name} is at least {least}; got {shown(count)}")
+        if count > most:
+            raise ValueError(f"{name} is at most {most}; got {shown(count)}")
+
+
+def is_finite(number: Any) -> bool:
+    """Whether a real number is one that float64 holds; symbols of torch.compile are taken to be."""
+    try:
+        return isinstance(number, (torch.SymFloat, torch.SymInt)) or math.isfinite(number)
+    except OverflowError:  # an int beyond every float
+        return False
+
+
+def check_numbers(above: float = -math.inf, **numbers: Any) -> None:
+    """Finite numbers above a limit."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise TypeError(f"{name} is a number; got {shown(number)}")
+        if not is_finite(number) or not number > above:  # type: ignore[operator]
+            more = f" above {above:g}" if above > -math.inf else ""
+            raise ValueError(f"{name} is a finite number{more}; got {shown(number)}")
+
+
+def check_flags(**flags: Any) -> None:
+    """True or False, and nothing that would merely count as one of them."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is True or False; got {shown(flag)}")
+
+
+def check_texts(**texts: Any) -> None:
+    """Strings."""
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"{name} is a text; got {shown(text)}")
+
+
+def check_device(device: Any) -> None:
+    """A torch.device, its name, or None."""
+    try:
+        if device is not None:
+            torch.device(device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f'device is a torch.device or its name, such as "cpu" or "cuda:0"; got {shown(device)}'
+        ) from None
+
+
+def check_dtype(dtype: Any, among: Sequence[torch.dtype] = DTYPES) -> None:
+    """A torch.dtype, one of those that serve."""
+    if not isinstance(dtype, torch.dtype) or dtype not in among:
+        names = ", ".join(str(x).removeprefix("torch.") for x in among)
+        raise ValueError(f"dtype is one of {names}; got {shown(dtype)}")
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    """A list of ints from what users give for one: a sequence of ints, or an integer tensor or array of one axis.
+
+    Raises TypeError for anything else: a fraction is not cut, and True and False are no numbers here.
+    """
+    rule = f"{name} are whole numbers: a sequence of ints, or an integer tensor of one axis"
+    if isinstance(values, Tensor):
+        check_dense(name, values)
+        if values.dtype not in INTEGERS or values.ndim != 1 or values.is_meta:
+            raise TypeError(f"{rule}; got {describe(values)}")
+    elif isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise TypeError(f"{rule}; got {shown(values)}")
+    found = values.tolist() if hasattr(values, "tolist") else list(values)
+    if not isinstance(found, list) or not all(_is_whole(n) for n in found):
+        raise TypeError(f"{rule}; got {shown(values)}")
+    return [int(n) for n in found]
+
+
+def real_numbers(name: str, values: Any) -> list[float]:
+    """A list of finite floats from a sequence of numbers, or a tensor or array of one axis."""
+    rule = f"{name} are finite numbers: a sequence, or a tensor of one axis"
+    if isinstance(values, Tensor):
+        check_dense(name, values)
+        values = (
+            values.tolist() if values.ndim == 1 and values.dtype in DTYPES + INTEGERS and not values.is_meta else None
+        )
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise TypeError(f"{rule}; got {shown(values)}")
+    found = list(values)
+    if not all(isinstance(n, Real) and not isinstance(n, bool) and is_finite(n) for n in found):
+        raise ValueError(f"{rule}; got {shown(found)}")
+    return [float(n) for n in found]
+
+
+def _is_whole(n: object) -> bool:
+    if isinstance(n, Tensor):
+        return n.ndim == 0 and n.dtype in INTEGERS and not n.is_meta
+    return isinstance(n, Integral) and not isinstance(n, bool)

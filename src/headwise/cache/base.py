@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.masks import Mask, as_mask, causal, keep, lengths
-from ..ops.rules import Alibi, Band
+from ..ops.masks.compose import Mask, as_mask, causal, keep, lengths
+from ..ops.masks.rules import Alibi, Band
+from ..shapes import check_tensor
 from .checks import check_append
 
 Side = Literal["right", "left"]
@@ -62,6 +63,11 @@ class KVCache(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of keys, values and scales: what is reserved, whether used or not."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where keys and values lie."""
 
     @abstractmethod
     def _make_room(self, counts: list[int]) -> None:
@@ -121,8 +127,8 @@ class KVCache(ABC):
             side: where the padding lies: `"right"` behind the real tokens, or `"left"` before them.
 
         Raises:
-            TypeError: a dtype that is not the cache's.
-            ValueError: sizes that do not fit, or no room; the cache is unchanged.
+            TypeError: a dtype that is not the cache's, or no tensors; `lengths` that are no whole numbers.
+            ValueError: sizes or a device that do not fit, or no room; the cache is unchanged.
         """
         T, counts = check_append(self, key, value, lengths, side)
         self._make_room(counts)
@@ -143,6 +149,8 @@ class KVCache(ABC):
             mask: what more is asked, such as `window(1024)`; places are counted among the keys that are held.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse`, ... of `headwise.attention`.
         """
+        if not isinstance(query, Tensor) or query.is_nested:
+            check_tensor("query", query, "a tensor (B, H, T, D)")
         T = query.shape[2] if query.ndim == 4 else 0
         columns = self._columns()
         S = max(columns, default=0)
@@ -163,14 +171,14 @@ class KVCache(ABC):
             found, padded = self._extra(None), any(n != T for n in counts)
         else:
             first = [n - (T if side == "left" else count) for n, count in zip(columns, counts, strict=True)]
-            offset = torch.tensor(first)
+            offset = torch.tensor(first, device="cpu")
             found, padded = self._extra(offset), any(n != T for n in counts)
-            ends = lengths(torch.tensor(columns))
+            ends = lengths(torch.tensor(columns, device="cpu"))
             found = ends if found is None else ends & found
             mask = None if mask is None else _placed(mask, offset)
         if padded:
-            i = torch.arange(T)
-            n = torch.tensor(counts)[:, None]
+            i = torch.arange(T, device="cpu")
+            n = torch.tensor(counts, device="cpu")[:, None]
             real = i >= T - n if side == "left" else i < n
             found = keep(real[:, None, :, None]) if found is None else found & keep(real[:, None, :, None])
         both = found if mask is None else mask if found is None else found & mask

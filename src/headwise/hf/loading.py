@@ -109,8 +109,9 @@ def load(
 def _device(device: torch.device | str) -> torch.device:
     try:
         where = torch.device(device)
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
+        if torch.empty(1, device=where).is_meta:
+            raise RuntimeError("it holds shapes, and no numbers to look at")
+    except (RuntimeError, AssertionError, UnicodeError) as error:
         raise ModelError(f"device {device!r} cannot be used here ({one_line(error)}); use 'cpu'") from None
     return where
 

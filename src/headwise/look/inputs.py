@@ -14,8 +14,61 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.probe import AttentionCall
+
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
 MARKS = frozenset(".,;:!?\n")
+
+
+def check_reads_text(model: object) -> None:
+    """Raise where the model is none, or its first input is no text.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: a model of images or sound.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
+    takes = getattr(model, "main_input_name", "input_ids")
+    if takes != "input_ids":
+        raise ValueError(_no_text(model, f"takes {takes!r}"))
+
+
+def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
+    """Raise ValueError where the model failed on ids alone, and says that it reads more than text."""
+    kinds = getattr(model, "input_modalities", "text")
+    if not isinstance(kinds, str) and set(kinds) != {"text"}:
+        what = f"takes {' and '.join(kinds)}, and does not run on ids alone ({type(error).__name__}: {error})"
+        raise ValueError(_no_text(model, what)) from error
+
+
+def _no_text(model: nn.Module, what: str) -> str:
+    return (
+        f"look reads models of text alone for now; {type(model).__name__} {what}; look at its text part, if it has "
+        "one, or measure its calls: headwise.nn.probe(model), then headwise.statistics(call.query, call.key, "
+        "mask=call.mask)"
+    )
+
+
+def check_heads(module: object, call: AttentionCall) -> None:
+    """Raise ValueError where a module ran another number of query heads than it, or its config, says that it has."""
+    config = getattr(module, "config", None)
+    words = [_whole(module, "num_heads"), _whole(module, "num_attention_heads"), _whole(config, "num_attention_heads")]
+    told, heads = [word for word in words if word is not None], call.query.shape[1]
+    if told and heads not in told:
+        raise ValueError(
+            f"module {call.module!r} ran {heads} query heads and has {told[0]}: the model is split over processes "
+            "(tensor parallelism), and its heads would be numbered wrong; load the whole model in one process"
+        )
+
+
+def _whole(owner: object, name: str) -> int | None:
+    """An attribute that is a whole number; None for any other, and for one that cannot be read."""
+    try:
+        value = getattr(owner, name, None)
+    except Exception:  # a config whose layers differ may raise of its own
+        return None
+    return value if isinstance(value, int) else None
 
 
 def as_row(ids: object) -> list[int]:

@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
-from ..ops.masks import Mask
-from ..ops.rules import Bias, Keep, Part
-from ..ops.statistics import RowStatistics, row_statistics
+from ..ops.masks.compose import Mask
+from ..ops.masks.rules import Bias, Keep, Part
+from ..ops.statistics.api import RowStatistics, row_statistics
 from .records import HeadMap, HeadRecord
 from .roles import CLARK_KEYS, FEW_KEYS
 
-OFFSETS = 8
+FAR = 8
+"""How many places before the query, and after it, have a mass of their own."""
+
+OFFSETS = (*range(0, -FAR - 1, -1), *range(1, FAR + 1))
 
 Map = tuple[tuple[float, ...], ...]
 
@@ -137,17 +140,18 @@ def measure(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, u
             f"{str(call.query.dtype).removeprefix('torch.')}; load the model in a wider dtype, such as float32"
         )
     place = partial(HeadRecord, module=call.module, call=again, layer=call.order, queries=T, keys=S)
-    heads = records(found, pooled(found, sizes.small), place, sinks=call.sinks is not None)
     level = uniform.of(call, features, targets)
-    [null] = records(level, pooled(level, 1), place, sinks=False)
+    ahead = bool(level.offsets[..., FAR + 1 :].any())
+    heads = records(found, pooled(found, sizes.small), place, sinks=call.sinks is not None, ahead=ahead)
+    [null] = records(level, pooled(level, 1), place, sinks=False, ahead=ahead)
     maps = tuple(quantised(m) for m in found.pooled[0]) if sizes.large else ()
     return Measured(tuple(heads), null, maps, looks_ahead(call))
 
 
 def records(
-    found: RowStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool
+    found: RowStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool, ahead: bool
 ) -> list[HeadRecord]:
-    """A record a head of the first row of the batch; `place` makes one from its numbers."""
+    """A record a head of the first row of the batch; `place` makes one from its numbers, `ahead` keeps those ahead."""
     count = found.rows.clamp(min=1)
     means = {
         "entropy": found.entropy.sum(-1) / count,
@@ -164,7 +168,8 @@ def records(
         place(
             head=h,
             **{name: values[h] for name, values in columns.items()},
-            offsets=offsets[h],
+            offsets=offsets[h][: FAR + 1],
+            ahead=offsets[h][FAR + 1 :] if ahead else (),
             duplicate=None,
             induction=None,
             roles=(),

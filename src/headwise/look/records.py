@@ -65,6 +65,7 @@ class HeadRecord:
         evenness: mean of entropy / ln(number of keys, at most 128) over rows of 8 keys or more; 1 is uniform.
         queries: number of queries of the call.
         keys: number of keys of the call.
+        ahead: mean mass on the key 1, 2, ... k positions ahead, as ``offsets``; empty where no query may attend any.
     """
 
     module: str
@@ -85,6 +86,7 @@ class HeadRecord:
     evenness: float = 0.0
     queries: int = 0
     keys: int = 0
+    ahead: tuple[float, ...] = ()
 
     @property
     def role(self) -> str:
@@ -95,11 +97,16 @@ class HeadRecord:
         """The score of a found role by name; None where the head does not play it."""
         return next((role for role in self.roles if role.name == name), None)
 
+    def mass_at(self, offset: int) -> float | None:
+        """Mean mass on the key at an offset from the query, negative before it; None where it was not measured."""
+        masses, k = (self.ahead, offset - 1) if offset > 0 else (self.offsets, -offset)
+        return masses[k] if k < len(masses) else None
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
         """The record that ``dataclasses.asdict`` (or JSON) wrote."""
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        known["offsets"] = tuple(data["offsets"])
+        known["offsets"], known["ahead"] = tuple(data["offsets"]), tuple(data.get("ahead", ()))
         known["roles"] = tuple(RoleScore(**role) for role in data["roles"])
         known["map"] = tuple(tuple(row) for row in data["map"])
         return cls(**known)
@@ -222,7 +229,7 @@ class Look:
         return cls(**known)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a head, one column a number; offsets as ``offset_0`` ... ``offset_k``.
+        """One row a head, one column a number; places as ``offset_0`` ... ``offset_k`` and ``ahead_1`` ... ``ahead_k``.
 
         Raises:
             ImportError: pandas is not installed.
@@ -279,12 +286,27 @@ class Look:
         return f"{self.model}: {self.num_layers} layers x {self.num_heads} heads, {self.kind}, {self.length} tokens"
 
 
-_COLUMNS = ("layer", "head", "entropy", "largest", "distance", "sink", "prev", "self", "delim", "dup", "induct", "role")
+_COLUMNS = (
+    "layer",
+    "head",
+    "entropy",
+    "largest",
+    "distance",
+    "sink",
+    "prev",
+    "self",
+    "next",
+    "delim",
+    "dup",
+    "induct",
+    "role",
+)
 
 
 def _cells(head: HeadRecord) -> Sequence[str]:
-    previous = head.offsets[1] if len(head.offsets) > 1 else None
-    masses = (head.sink, previous, head.self_mass, head.delimiter, head.duplicate, head.induction)
+    masses = (
+        head.sink, head.mass_at(-1), head.self_mass, head.mass_at(1), head.delimiter, head.duplicate, head.induction
+    )  # fmt: skip
     roles = ", ".join(f"{role.name} {role.score:.2f}" for role in head.roles) or _NO_ROLE
     return (
         str(head.layer),
@@ -298,8 +320,10 @@ def _cells(head: HeadRecord) -> Sequence[str]:
 
 
 def _flat(head: HeadRecord) -> dict[str, Any]:
-    row = {field.name: getattr(head, field.name) for field in fields(head) if field.name not in ("map", "offsets")}
+    several = ("map", "offsets", "ahead")
+    row = {field.name: getattr(head, field.name) for field in fields(head) if field.name not in several}
     row["roles"] = ", ".join(role.name for role in head.roles)
     row["role"] = head.role
     row.update({f"offset_{k}": mass for k, mass in enumerate(head.offsets)})
+    row.update({f"ahead_{k}": mass for k, mass in enumerate(head.ahead, 1)})
     return row

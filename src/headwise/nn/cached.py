@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.held import Held
-from ..ops.masks import Mask
+from ..ops.storage.held import Held
+from ..ops.masks.compose import Mask
 
 
 def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:
@@ -26,7 +26,7 @@ def step(
     key: Tensor | None,
     value: Tensor | None,
     *,
-    lengths: Sequence[int] | Tensor | None = None,
+    lengths: Sequence[int] | None = None,
     mask: Mask | Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
@@ -41,7 +41,8 @@ def step(
     for first in [0] if whole else range(0, T, most):
         part = slice(None) if whole else slice(first, first + most)
         if key is not None:
-            some = None if lengths is None else (torch.as_tensor(lengths) - first).clamp(0, min(most, T - first))
+            here = min(most, T - first)
+            some = None if lengths is None else [min(max(n - first, 0), here) for n in lengths]
             cache.append(key[:, :, part], None if value is None else value[:, :, part], lengths=some)
         gated: dict[str, Any] = {}
         if gate is not None:

@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .held import Layout
-from .masks import Mask
+from ..shapes import compute_dtype
+from .storage.held import Layout
+from .masks.compose import Mask, as_mask
+
+
+def fitted(mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | None:
+    """`as_mask`, checked against a call of query (B, H, T, D) and key (B, K, S, D), and in its precision."""
+    mask = as_mask(mask)
+    if mask is None:
+        return None
+    B, H, T, _ = query.shape
+    mask.check(B, H, T, key.shape[2], query.device)
+    return mask.computed_in(compute_dtype(query))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,10 @@ def rate(text: str | float, what: str) -> float:
         (3350000000000.0, 990000000000000.0, 2147483648.0)
 
     Raises:
-        ValueError: no number above 0, or another unit.
+        ValueError: no number between 1 and 1e100 (beyond, times and rates are no numbers any more), or another unit.
     """
     example = {"bandwidth": "3.35TB/s", "flops": "990TF"}[what]
-    wrong = ValueError(f"{what} is a number above 0 such as {example}; got {str(text)[:40]!r}")
+    wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {str(text)[:40]!r}")
     found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if found is not None and found[4].lower() in _UNITS[what]:
         power = "KMGTPE".find(found[2].upper()) + 1 if found[2] else 0
@@ -30,7 +30,7 @@ def rate(text: str | float, what: str) -> float:
         value = float(text)
     else:
         raise wrong
-    if not (value > 0 and math.isfinite(value)):
+    if not 1 <= value <= 1e100:
         raise wrong
     return value
 
