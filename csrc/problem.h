@@ -34,10 +34,21 @@ struct AlibiRule {
   int64_t offsets_stride = 0;
 };
 
+// Any rule, tile by tile: (B|1, H|1, ceil(T / 64), ceil(S / 64)), kNone, kAll, or kBits + n where the n-th block of 64
+// words tells, bit c of word r for query r and key c of the tile.
+struct MapRule {
+  static constexpr int kSide = 64;
+  static constexpr int64_t kNone = 0, kAll = 1, kBits = 2;
+  const int64_t* index = nullptr;
+  const uint64_t* bits = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+};
+
 constexpr int64_t kPageStep = 128;  // pages hold a multiple of so many keys: no tile lies in two of them
 constexpr int kMaxDense = 8;
 constexpr int kMaxSegments = 4;
 constexpr int kMaxAlibi = 4;
+constexpr int kMaxMaps = 4;
 constexpr int64_t kFar = int64_t{1} << 40;  // farther than any key
 
 struct Problem {
@@ -68,6 +79,8 @@ struct Problem {
   int n_dense = 0;
   AlibiRule alibi[kMaxAlibi];
   int n_alibi = 0;
+  MapRule maps[kMaxMaps];
+  int n_maps = 0;
 
   Tensor4 gate;  // (B, H, T, V) broadcast, in any float dtype; data null = none
   float dropout = 0.0f;

@@ -195,7 +195,8 @@ def test_it_is_loaded_by_the_first_call_and_not_by_the_import() -> None:
 def test_it_is_loaded_by_tracing_too(trace: str) -> None:
     """Where nothing has been called before: the loading breaks no graph and is no part of it."""
     said = in_a_process(
-        "import torch, headwise; from headwise.ops.native import library as native_library; q = torch.randn(1, 1, 2, 8)\n"
+        "import torch, headwise; from headwise.ops.native import library as native_library\n"
+        "q = torch.randn(1, 1, 2, 8)\n"
         "f = lambda q: headwise.attention(q, q, q, mask=headwise.causal())\n"
         "class M(torch.nn.Module):\n  def forward(self, q): return f(q)\n"
         f"{trace}; print(native_library.attend)"

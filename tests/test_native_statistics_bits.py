@@ -18,8 +18,8 @@ from torch import Tensor
 
 import headwise
 from headwise import Mask
-from headwise.ops.statistics import native as statistics_native
 from headwise.ops.statistics import RowStatistics, attention_statistics, row_statistics, statistics
+from headwise.ops.statistics import native as statistics_native
 from headwise.testing import STRIDES, assert_same_bits, make_qkv, poison, strided
 
 pytestmark = needs_native

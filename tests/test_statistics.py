@@ -16,9 +16,9 @@ from statistics_cases import OFFSETS, TOLERANCE, check, everything, expected, ex
 
 import headwise
 from headwise.ops import scores
-from headwise.ops.statistics import native as statistics_native
 from headwise.ops.reference import reference_weights
 from headwise.ops.statistics import HeadStatistics, statistics
+from headwise.ops.statistics import native as statistics_native
 from headwise.testing import assert_same_bits, poison
 
 

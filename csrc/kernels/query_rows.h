@@ -109,6 +109,35 @@ static inline Tile keep_tile(const Tensor4& keep, int64_t b, const Rows& rows, i
   return every ? Tile::full : some ? Tile::mixed : Tile::empty;
 }
 
+// The entry of a map for row r and the tiles' column c.
+HW_INLINE int64_t entry_of(const MapRule& map, int64_t b, const Rows& rows, int r, int64_t c) {
+  return map.index[b * map.stride[0] + rows.h[r] * map.stride[1] + rows.t[r] / MapRule::kSide * map.stride[2] +
+                   c * map.stride[3]];
+}
+
+// The keys of column c that row r may attend, a bit each.
+HW_INLINE uint64_t word_of(const MapRule& map, int64_t b, const Rows& rows, int r, int64_t c) {
+  const int64_t entry = entry_of(map, b, rows, r, c);
+  if (entry < MapRule::kBits) return entry == MapRule::kAll ? ~uint64_t{0} : 0;
+  return map.bits[(entry - MapRule::kBits) * MapRule::kSide + rows.t[r] % MapRule::kSide];
+}
+
+// What a map says of a tile.
+static inline Tile map_tile(const MapRule& map, int64_t b, const Rows& rows, int64_t j0, int64_t j1) {
+  bool some = false, every = true;
+  for (int r = 0; r < rows.n; ++r) {
+    const bool as_before = r > 0 && rows.t[r] / MapRule::kSide == rows.t[r - 1] / MapRule::kSide &&
+                           (rows.h[r] == rows.h[r - 1] || map.stride[1] == 0);
+    if (as_before) continue;
+    for (int64_t c = j0 / MapRule::kSide; c * MapRule::kSide < j1; ++c) {
+      const int64_t entry = entry_of(map, b, rows, r, c);
+      some |= entry != MapRule::kNone, every &= entry == MapRule::kAll;
+    }
+    if (some && !every) return Tile::mixed;
+  }
+  return every ? Tile::full : some ? Tile::mixed : Tile::empty;
+}
+
 // Whether any, some or all pairs of the rows and the keys j0 <= j < j1 may attend (a bias is not looked at).
 static inline Tile tile_of(const Problem& p, int64_t b, const Rows& rows, int64_t j0, int64_t j1) {
   if (j0 >= rows.hi_max || j1 <= rows.lo_min || (j0 >= rows.gap_min && j1 <= rows.gap_max)) return Tile::empty;
@@ -124,6 +153,11 @@ static inline Tile tile_of(const Problem& p, int64_t b, const Rows& rows, int64_
     const Tile by_keep = keep_tile(p.dense[i], b, rows, j0, j1);
     if (by_keep == Tile::empty) return Tile::empty;
     if (by_keep == Tile::mixed) tile = Tile::mixed;
+  }
+  for (int i = 0; i < p.n_maps; ++i) {
+    const Tile by_map = map_tile(p.maps[i], b, rows, j0, j1);
+    if (by_map == Tile::empty) return Tile::empty;
+    if (by_map == Tile::mixed) tile = Tile::mixed;
   }
   return tile;
 }
@@ -186,6 +220,25 @@ HW_INLINE T read_as(const char* p) {
   return x;
 }
 
+// -inf where a map lets a row attend no key; at most two words of keys.
+template <class L>
+static inline void join_map(const MapRule& map, int64_t b, const Rows& rows, int64_t j0, int n, float* x) {
+  static_assert(kTile <= 2 * MapRule::kSide, "two words hold the keys of a tile");
+  uint64_t words[2][kRows];
+  const int64_t column = j0 / MapRule::kSide, columns = (j0 + n - 1) / MapRule::kSide;
+  const int shift = static_cast<int>(j0 % MapRule::kSide);
+  for (int r = 0; r < rows.padded; ++r) {
+    uint64_t three[3] = {0, 0, 0};
+    for (int64_t c = column; c <= columns; ++c) three[c - column] = word_of(map, b, rows, r, c);
+    for (int w = 0; w < 2; ++w) {
+      words[w][r] = three[w] >> shift | (shift > 0 ? three[w + 1] << (MapRule::kSide - shift) : 0);
+    }
+  }
+  L::each(rows.padded, n, x, [&](int r, int j, float s) {
+    return words[j / MapRule::kSide][r] >> (j % MapRule::kSide) & 1 ? s : -kInf;
+  });
+}
+
 // Scores of a tile as the softmax takes them: biases added, -inf where a row may not attend, rows marked that may
 // attend a bad key. `x` holds raw products, scaled (and softcapped) before where the call is `general`.
 template <class L>
@@ -230,6 +283,7 @@ static inline void mask_tile(const Problem& p, int64_t b, Rows& rows, int64_t j0
       for (int j = 0; j < n; ++j) ids[j] = rule.key_ids[b * rule.key_stride[0] + (j0 + j) * rule.key_stride[1]];
       L::each(rows.padded, n, x, [&](int r, int j, float s) { return rows.ids[i][r] == ids[j] ? s : -kInf; });
     }
+    for (int i = 0; i < p.n_maps; ++i) join_map<L>(p.maps[i], b, rows, j0, n, x);
     const int32_t at0 = static_cast<int32_t>(j0);
     L::each(rows.padded, n, x, [&](int r, int j, float s) {
       return may_reach(rows, r, at0 + j) ? s : -kInf;
@@ -261,10 +315,16 @@ static inline bool attends_any(const Problem& p, int64_t b, const Rows& rows, in
       const float x = element(row, dense.dtype, j * dense.stride[3]);
       allowed = dense.dtype == Dtype::boolean ? x != 0.0f : x != -kInf;
     }
+    for (int i = 0; i < p.n_maps && allowed; ++i) {
+      allowed = word_of(p.maps[i], b, rows, r, j / MapRule::kSide) >> (j % MapRule::kSide) & 1;
+    }
     if (allowed) return true;
   }
   return false;
 }
+
+// Whether bands and lengths alone restrict, so that the bounds of a row tell how many keys it may attend.
+HW_INLINE bool only_bands(const Problem& p) { return p.n_segments == 0 && p.n_dense == 0 && p.n_maps == 0; }
 
 // Whether scores are brought to natural units before the softmax, as whatever comes between scale and mask wants it.
 HW_INLINE bool is_general(const Problem& p) {

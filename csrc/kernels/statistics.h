@@ -357,7 +357,7 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
       for (int r = 0; r < rows.n; ++r) t.seen[r] |= bad_key.is[skip + j] && x[j * R + r] != -kInf;
     }
   }
-  if (p.n_segments > 0 || p.n_dense > 0) count_keys(p, rows, n, kind, x, R, t);
+  if (!only_bands(p)) count_keys(p, rows, n, kind, x, R, t);
   keep_picks(s, b, rows, j0, n, x, R, t);
 
   float* top = own.top + block * kRows;
@@ -480,7 +480,7 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
     const float largest = s.numbers[kLargest * plane + at], mass = s.numbers[kMass * plane + at];
     const bool empty = row.top == -kInf && largest == 0.0f;
     int64_t keys = t.keys[r];
-    if (p.n_segments == 0 && p.n_dense == 0) keys = keys_of(rows, r);
+    if (only_bands(p)) keys = keys_of(rows, r);
     s.places[at] = empty ? -1 : most(t.largest_key[r], 0);
     s.places[plane + at] = empty ? 0 : most(keys, 1);
     write_lists(s, at, r, NV * W, largest, empty || mass == 0.0f ? 0.0f : mass != mass ? NAN : 1.0f / total, t);

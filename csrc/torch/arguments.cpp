@@ -61,6 +61,39 @@ void take_alibi(Problem& p, const Tensors& pairs) {
   }
 }
 
+// Pairs of an index and its blocks of bits; each entry names a block that is there.
+void take_maps(Problem& p, const Tensors& pairs) {
+  if (pairs.size() % 2 != 0 || pairs.size() > 2 * kMaxMaps) fail("maps must be at most 4 pairs of tensors");
+  for (size_t n = 0; n < pairs.size(); n += 2) {
+    const View index = look(pairs[n], "maps"), bits = look(pairs[n + 1], "maps");
+    require_int64(index, "the index of maps");
+    require_int64(bits, "the bits of maps");
+    require_axes(index, "the index of maps", 4);
+    require_axes(bits, "the bits of maps", 2);
+    const int64_t side = MapRule::kSide, rows = (p.T + side - 1) / side, columns = (p.S + side - 1) / side;
+    const bool fits = (index.sizes[0] == 1 || index.sizes[0] == p.B) && (index.sizes[1] == 1 || index.sizes[1] == p.H) &&
+                      index.sizes[2] == rows && index.sizes[3] == columns;
+    if (!fits) fail("the index of maps must be (B or 1, H or 1, T / 64, S / 64), rounded up, got " + shape(index));
+    if (bits.sizes[1] != side || (bits.sizes[0] > 1 && bits.strides[0] != side) || bits.strides[1] != 1) {
+      fail("the bits of maps must be (n, 64) and contiguous, got " + shape(bits));
+    }
+    MapRule& map = p.maps[p.n_maps++];
+    map.index = static_cast<const int64_t*>(index.data);
+    map.bits = static_cast<const uint64_t*>(bits.data);
+    int64_t step = 1, entries = 1;
+    for (int axis = 3; axis >= 0; --axis) {
+      if (index.sizes[axis] > 1 && index.strides[axis] != step) fail("the index of maps must be contiguous");
+      map.stride[axis] = axis < 2 && index.sizes[axis] == 1 ? 0 : step;
+      step *= index.sizes[axis], entries *= index.sizes[axis];
+    }
+    for (int64_t i = 0; i < entries; ++i) {
+      if (map.index[i] < 0 || map.index[i] >= MapRule::kBits + bits.sizes[0]) {
+        fail("the index of maps names block " + std::to_string(map.index[i]) + " of " + shape(bits));
+      }
+    }
+  }
+}
+
 void take_sinks(Problem& p, const Owned& sinks) {
   if (!sinks) return;
   const View view = look(sinks, "sinks");
@@ -170,7 +203,8 @@ Rules::Rules(const StableIValue* stack)
       bounds_(optional(stack[5])),
       segments_(optional(stack[6])),
       dense_(optional(stack[7])),
-      alibi_(optional(stack[8])) {}
+      alibi_(optional(stack[8])),
+      maps_(optional(stack[9])) {}
 
 void Rules::fill(Problem& p) const {
   p.scale = read_scale(scale_);
@@ -182,6 +216,7 @@ void Rules::fill(Problem& p) const {
   take_segments(p, segments_);
   take_dense(p, dense_);
   take_alibi(p, alibi_);
+  take_maps(p, maps_);
 }
 
 void fill_problem(Problem& p, const View& query, const View& key, const View& value) {

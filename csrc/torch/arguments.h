@@ -19,8 +19,8 @@ void fill_held(Problem& p, const View& query, const Held& key, const Held& value
 int64_t clamp_far(int64_t offset);
 float read_scale(double scale);
 
-// What stands between scores and weights: nine arguments, scale, softcap, sinks?, low, high, bounds?, segments?, dense?,
-// alibi?. Takes them from the stack as soon as it is made; owns what the filled problem points to.
+// What stands between scores and weights: ten arguments, scale, softcap, sinks?, low, high, bounds?, segments?, dense?,
+// alibi?, maps?. Takes them from the stack as soon as it is made; owns what the filled problem points to.
 class Rules {
  public:
   explicit Rules(const StableIValue* stack);
@@ -32,14 +32,14 @@ class Rules {
   double scale_, softcap_;
   int64_t low_, high_;
   Owned sinks_, bounds_;
-  Tensors segments_, dense_, alibi_;
+  Tensors segments_, dense_, alibi_, maps_;
 };
 
-constexpr int kRuleCount = 9;
+constexpr int kRuleCount = 10;
 // Their text in a schema.
 #define HEADWISE_RULES                                                                                          \
   "float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, Tensor? bounds, Tensor[]? segments, "    \
-  "Tensor[]? dense, Tensor[]? alibi"
+  "Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps"
 
 void take_gate(Problem& p, const Owned& gate);
 float read_dropout(StableIValue value);

@@ -39,13 +39,13 @@ void attend_boxed(StableIValue* stack, uint64_t, uint64_t) {
 void attend_full_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Owned query(stack[0]), key(stack[1]), value(stack[2]);
   const Rules rules(stack + 3);
-  const Owned gate(optional(stack[12])), seed(optional(stack[14]));
+  const Owned gate(optional(stack[3 + kRuleCount])), seed(optional(stack[5 + kRuleCount]));
   Problem p;
   const View query_view = look(query, "query");
   fill_problem(p, query_view, look(key, "key"), look(value, "value"));
   rules.fill(p);
   take_gate(p, gate);
-  take_dropout(p, read_dropout(stack[13]), seed);
+  take_dropout(p, read_dropout(stack[4 + kRuleCount]), seed);
   attend(p, query_view.torch_dtype, stack);
 }
 

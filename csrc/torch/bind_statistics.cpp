@@ -71,7 +71,8 @@ void attend_statistics_boxed(StableIValue* stack, uint64_t, uint64_t) {
   Owned query(stack[0]), key(stack[1]);
   const Owned value(optional(stack[2]));
   const Rules rules(stack + 3);
-  const Owned picks(optional(stack[12])), slots(optional(stack[13])), features(optional(stack[15]));
+  const StableIValue* rest = stack + 3 + kRuleCount;
+  const Owned picks(optional(rest[0])), slots(optional(rest[1])), features(optional(rest[3]));
   Problem p;
   const View query_view = look(query, "query");
   if (value) {
@@ -81,11 +82,11 @@ void attend_statistics_boxed(StableIValue* stack, uint64_t, uint64_t) {
   }
   rules.fill(p);
   Statistics s;
-  s.n_slots = static_cast<int64_t>(stack[14]);
+  s.n_slots = static_cast<int64_t>(rest[2]);
   if (s.n_slots < 0 || s.n_slots > kMostPicks) fail("sums must lie between 0 and 2**20");
   take_picks(s, p, picks, slots);
   take_features(s, p, features);
-  s.bins = static_cast<int64_t>(stack[16]);
+  s.bins = static_cast<int64_t>(rest[4]);
   if (s.bins < 0 || s.bins > std::min(p.S, kMostPicks)) fail("bins must lie between 0 and the number of keys");
 
   const int32_t f32 = aoti_torch_dtype_float32(), int64 = aoti_torch_dtype_int64();

@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..arguments import check_tensor
 from ..ops.attention import attention
-from ..ops.masks.compose import Mask, as_mask, causal, keep, lengths
-from ..ops.masks.rules import Alibi, Band
-from ..shapes import check_tensor
+from ..ops.masks.compose import Mask, as_mask
+from ..ops.masks.make import causal, keep, lengths
 from .checks import check_append
 
 Side = Literal["right", "left"]
@@ -175,7 +174,7 @@ class KVCache(ABC):
             found, padded = self._extra(offset), any(n != T for n in counts)
             ends = lengths(torch.tensor(columns, device="cpu"))
             found = ends if found is None else ends & found
-            mask = None if mask is None else _placed(mask, offset)
+            mask = None if mask is None else mask.placed(offset)
         if padded:
             i = torch.arange(T, device="cpu")
             n = torch.tensor(counts, device="cpu")[:, None]
@@ -201,13 +200,3 @@ class KVCache(ABC):
             f"{type(self).__name__}(batch={self.batch}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"value_dim={self.value_dim}, dtype={self.dtype}, lengths={self.lengths})"
         )
-
-
-def _placed(mask: Mask, offset: Tensor) -> Mask:
-    """The mask with its queries at `offset` where it leaves that to the lengths."""
-    return Mask(
-        tuple(
-            replace(part, offset=offset) if isinstance(part, (Band, Alibi)) and part.offset is None else part
-            for part in mask.parts
-        )
-    )

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..shapes import DTYPES, check_counts, check_device, check_dtype, check_flags, check_tensor, describe, shown, whole_numbers
+from ..arguments import (
+    DTYPES,
+    check_counts,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_tensor,
+    describe,
+    shown,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from .base import KVCache

@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..arguments import DTYPES, check_dense, describe
 from ..ops.attention import attention
-from ..ops.storage.int8 import Quantized
 from ..ops.masks.compose import Mask
-from ..shapes import DTYPES, check_attention, check_dense, describe
+from ..ops.storage.int8 import Quantized
+from ..shapes import check_attention
 
 MOST = 127  # symmetric: -128 is not used
 

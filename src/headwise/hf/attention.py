@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.attention import attention
-from ..ops.storage.held import in_one_piece
-from ..ops.storage.int8 import Quantized
-from ..ops.masks.compose import Mask, bias, causal, keep, lengths, segments
-from ..ops.storage.paged import Paged
+from ..ops.masks.compose import Mask
+from ..ops.masks.make import bias, causal, keep, lengths, segments
 from ..ops.masks.rules import Segments
 from ..ops.statistics.weights import weights
+from ..ops.storage.held import in_one_piece
+from ..ops.storage.int8 import Quantized
+from ..ops.storage.paged import Paged
 from .errors import ModelError
 from .lazy import given_back
 from .masks import StructuralMask

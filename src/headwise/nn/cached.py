@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.storage.held import Held
 from ..ops.masks.compose import Mask
+from ..ops.storage.held import Held
 
 
 def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:

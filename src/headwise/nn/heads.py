@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..shapes import DTYPES, check_counts, check_head_counts, check_tensor, describe, shown
+from ..arguments import DTYPES, check_counts, check_tensor, describe, shown
+from ..shapes import check_head_counts
 
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..arguments import check_texts
 from ..ops.attention import attention
-from ..ops.storage.held import Held
 from ..ops.masks.compose import Mask
-from ..shapes import check_gate, check_options, check_sinks, check_texts
+from ..ops.storage.held import Held
+from ..shapes import check_gate, check_options, check_sinks
 
 
 class Inner(nn.Module):

@@ -10,7 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..shapes import DTYPES, INTEGERS, check_counts, check_dtype, check_flags, check_numbers, check_tensor, describe, real_numbers
+from ..arguments import (
+    DTYPES,
+    INTEGERS,
+    check_counts,
+    check_dtype,
+    check_flags,
+    check_numbers,
+    check_tensor,
+    describe,
+    real_numbers,
+)
 
 Positions = Tensor | tuple[Tensor, Tensor] | None
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..ops.masks import compose as masks
+from ..arguments import check_counts, check_flags
 from ..ops.masks.compose import Mask
+from ..ops.masks.make import causal as causal_mask
 from ..ops.statistics.weights import weights
 from ..plan import AttentionShape, parameter_count
 from ..plan.shape import Bias
-from ..shapes import check_counts, check_flags
 from .checks import check_input
 from .inner import Inner
 from .mixing import Mixing, measure_mixing
@@ -234,7 +234,7 @@ def trace_shape(
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
         torch.manual_seed(0)
         mha = MultiHeadAttention(d_model, num_heads, **sizes)
-        return trace(mha, torch.randn(batch, length, d_model), mask=masks.causal() if causal else None)
+        return trace(mha, torch.randn(batch, length, d_model), mask=causal_mask() if causal else None)
 
 
 def _projected(letter: str, product: str, fused: Tensor, split: Tensor) -> list[Stage]:

@@ -9,16 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..shapes import check_attention, check_flags, check_gate, check_options, shown
+from ..arguments import check_flags, shown
+from ..shapes import check_attention, check_gate, check_options
 from .backends import blocks, flex, sdpa
-from .native import backend as native
 from .call import Call, Limit, fitted, refusal
 from .fence import alive_rows, fence, quiet, show, surely_tame
+from .masks.compose import Mask
+from .native import backend as native
+from .reference import reference
 from .storage.held import Held, Layout, parts_of
 from .storage.int8 import Quantized
-from .masks.compose import Mask
 from .storage.paged import Paged
-from .reference import reference
 
 AUTO = "auto"
 Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Held

@@ -7,17 +7,20 @@ the meaning, and never chosen.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..call import Call, Limit
+from ..masks.algebra import AllOf, AnyOf, Not
 from ..masks.compose import FULL, MIXED, Mask
-from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Part, Segments, saturated
+from ..masks.patterns import Blocks, Dilated, Function, Relative
+from ..masks.places import saturated
+from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
 
 TILE = 128
 MIN_HEAD_DIM = 16
@@ -29,6 +32,10 @@ LIMITS = (
     Limit(lambda c: c.bias_needs_grad, "FlexAttention gives no gradient to a bias here"),
     Limit(lambda c: c.is_transformed, "FlexAttention has no torch.func rules (vmap, jvp)"),
     Limit(lambda c: c.device_type == "cpu" and c.needs_grad, "FlexAttention has no backward on CPU"),
+    Limit(
+        lambda c: c.mask is not None and without_form(c.mask.parts) is not None,
+        lambda c: f"FlexAttention has no form here for {without_form(c.mask.parts)}",  # type: ignore[union-attr]
+    ),
     Limit(
         lambda c: c.device_type != "cpu" and min(c.query.shape[-1], c.value.shape[-1]) < MIN_HEAD_DIM,
         f"FlexAttention's fused kernel needs head dims of at least {MIN_HEAD_DIM}",
@@ -116,29 +123,100 @@ def _score_mod(mask: Mask | None, softcap: float | None, T: int, S: int) -> Call
     return score_mod
 
 
-def _value(part: Part, b: Tensor, h: Tensor, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-    """A rule at one place, in the scalar form that FlexAttention traces: the same rule as `part.at`."""
+def _value(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+    """A rule at one place, in the scalar form that FlexAttention traces: the same as `rule.at`."""
+    return FORMS[type(rule)](rule, _Place(b, h, i, j, T, S))
 
-    def row(ends: int | Tensor) -> int | Tensor:
-        return ends if isinstance(ends, int) else ends[b if ends.shape[0] > 1 else 0]
 
-    match part:
-        case Band(left, right, offset, first):
-            pos = i + (S - T if offset is None else row(saturated(offset)))
-            seen = (j == j) if right is None else j <= pos + right
-            return seen if left is None else seen & ((j > pos - left) | (j < first))
-        case Lengths(stop, start):
-            return j < row(stop) if start is None else (j < row(stop)) & (j >= row(start))
-        case Segments(query_ids, key_ids):
-            mine = query_ids[i] if query_ids.ndim == 1 else query_ids[b if query_ids.shape[0] > 1 else 0, i]
-            theirs = key_ids[j] if key_ids.ndim == 1 else key_ids[b if key_ids.shape[0] > 1 else 0, j]
-            return mine == theirs
-        case Keep() | Bias():
-            full = part.full
-            at = [x if size > 1 else 0 for x, size in zip((b, h, i, j), full.shape, strict=True)]
-            return full[tuple(at)]
-        case Alibi(slopes, offset):
-            slopes = slopes.view(-1, slopes.shape[-1])
-            pos = i + (S - T if offset is None else row(saturated(offset)))
-            return -slopes[b if slopes.shape[0] > 1 else 0, h] * (pos - j).abs()
-    raise NotImplementedError(f"FlexAttention has no form for {type(part).__name__}")
+class _Place(NamedTuple):
+    """One pair of query and key, as FlexAttention gives it."""
+
+    b: Tensor
+    h: Tensor
+    i: Tensor
+    j: Tensor
+    T: int
+    S: int
+
+    def row(self, ends: int | Tensor) -> int | Tensor:
+        """What (B|1,) says of this row of the batch."""
+        return ends[self.b if ends.shape[0] > 1 else 0] if isinstance(ends, Tensor) else ends
+
+    def pos(self, offset: int | Tensor | None) -> Tensor:
+        """The query's place among the keys."""
+        return self.i + (self.S - self.T if offset is None else self.row(saturated(offset)))
+
+    def id(self, ids: Tensor, index: Tensor) -> Tensor:
+        """What (n,) or (B|1, n) says of an index."""
+        return ids[index] if ids.ndim == 1 else ids[self.b if ids.shape[0] > 1 else 0, index]
+
+
+def _band(rule: Band, at: _Place) -> Tensor:
+    pos = at.pos(rule.offset)
+    seen = (at.j == at.j) if rule.right is None else at.j <= pos + rule.right
+    return seen if rule.left is None else seen & ((at.j > pos - rule.left) | (at.j < rule.first))
+
+
+def _lengths(rule: Lengths, at: _Place) -> Tensor:
+    seen = at.j < at.row(rule.stop)
+    return seen if rule.start is None else seen & (at.j >= at.row(rule.start))
+
+
+def _segments(rule: Segments, at: _Place) -> Tensor:
+    return at.id(rule.query_ids, at.i) == at.id(rule.key_ids, at.j)
+
+
+def _dense(rule: Keep | Bias, at: _Place) -> Tensor:
+    places = (at.b, at.h, at.i, at.j)
+    return rule.full[tuple(x if size > 1 else 0 for x, size in zip(places, rule.full.shape, strict=True))]
+
+
+def _alibi(rule: Alibi, at: _Place) -> Tensor:
+    slopes = rule.slopes.view(-1, rule.slopes.shape[-1])
+    return -slopes[at.b if slopes.shape[0] > 1 else 0, at.h] * (at.pos(rule.offset) - at.j).abs()
+
+
+def _relative(rule: Relative, at: _Place) -> Tensor:
+    R = rule.radius
+    return rule.table[at.h, (at.j - at.pos(rule.offset)).clamp(-R, R) + R]
+
+
+def _dilated(rule: Dilated, at: _Place) -> Tensor:
+    return (at.pos(rule.offset) - at.j) % rule.step == 0
+
+
+def _blocks(rule: Blocks, at: _Place) -> Tensor:
+    mine, its = (torch.div(x, rule.size, rounding_mode="floor") for x in (at.pos(rule.offset), at.j))
+    return mine == its
+
+
+def _joined(join: Callable[[Any, Any], Any]) -> Callable[[Any, _Place], Tensor]:
+    return lambda rule, at: reduce(join, [_value(inner, *at) for inner in rule.rules])
+
+
+FORMS: dict[type[Rule], Callable[[Any, _Place], Tensor]] = {
+    Band: _band,
+    Lengths: _lengths,
+    Segments: _segments,
+    Keep: _dense,
+    Bias: _dense,
+    Alibi: _alibi,
+    Relative: _relative,
+    Dilated: _dilated,
+    Blocks: _blocks,
+    Function: lambda rule, at: rule.function(at.b, at.h, at.i, at.j),
+    AllOf: _joined(torch.logical_and),
+    AnyOf: _joined(torch.logical_or),
+    Not: lambda rule, at: ~_value(rule.rules[0], *at),
+}
+
+
+def without_form(rules: Sequence[Rule]) -> str | None:
+    """The name of the first kind of rule, inner ones too, that has no form here."""
+    for rule in rules:
+        if type(rule) not in FORMS:
+            return type(rule).__name__
+        inner = without_form(getattr(rule, "rules", ()))
+        if inner is not None:
+            return inner
+    return None

@@ -1,8 +1,9 @@
 """Structural masks and biases: what each query may attend, said without a T x S tensor.
 
-A mask says what *may be attended*: True = attend. Masks are small frozen objects; `&` joins them. A kernel that
-understands their structure never sees a matrix; everything else asks for the rows it needs.
+A mask says what *may be attended*: True = attend. Masks are small frozen objects, joined by `&`, `|` and `~`. A kernel
+that understands their structure never sees a matrix; everything else asks for the rows it needs.
 
+>>> from headwise import causal, lengths, window
 >>> print(causal().draw(3, 5))        # bottom-right: the last query sees the last key
 ■ ■ ■ · ·
 ■ ■ ■ ■ ·
@@ -15,34 +16,52 @@ understands their structure never sees a matrix; everything else asks for the ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import is_
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from ...shapes import MASK_RULE, check_counts, check_device, check_index, check_integers, check_made, check_tensor
-from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, check_asked, check_at, full_rank, register, wide
+from ...arguments import check_counts, check_device
+from ...shapes import MASK_RULE, check_made
 from ..symbols import known
+from .algebra import both, either, neither
+from .places import Rows, check_asked, check_at, full_rank, wide
+from .pytrees import register
+from .rules import Band, Bias, Keep, Rule
 
 EMPTY, MIXED, FULL = 0, 1, 2
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Rules joined by `and`. Made by `causal()`, `window()`, ...; joined with `&`; frozen.
+    """Rules that hold together; none at all let everything through. Made by `causal()`, `window()`, ...; frozen.
 
+    `a & b` is what both let through, `a | b` what either does, `~a` what a does not. Biases join by `&` alone.
+
+    >>> from headwise import causal, window
     >>> (causal() & window(4)).parts
-    (Band(left=None, right=0, offset=None, first=0), Band(left=4, right=0, offset=None, first=0))
+    (Band(left=4, right=0, offset=None, first=0),)
+    >>> print((~causal() | window(1)).draw(3, 3))
+    ■ ■ ■
+    · ■ ■
+    · · ■
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Rule, ...]
 
     def __and__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            raise TypeError(f"{MASK_RULE}: `&` joins masks; got {type(other).__name__}; wrap a bool tensor in keep()")
-        return Mask(self.parts + other.parts)
+        return Mask(both(self.parts + _operand("&", other).parts))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Mask(either(_places("|", self), _places("|", _operand("|", other))))
+
+    def __invert__(self) -> Mask:
+        return Mask(neither(_places("~", self)))
 
     def allowed(
         self, T: int, S: int, *, rows: Rows = None, cols: Rows = None, device: torch.device | None = None
@@ -102,8 +121,7 @@ class Mask:
     @property
     def is_interval(self) -> bool:
         """True where each row's keys are one interval, so that `bounds` tells all."""
-        rules = [part for part in self.parts if part.restricts]
-        return all(isinstance(part, Lengths) or (isinstance(part, Band) and not part.kept) for part in rules)
+        return self.bounds(1, 1) is not None
 
     @property
     def is_top_left(self) -> bool:
@@ -134,52 +152,40 @@ class Mask:
 
     @property
     def learns(self) -> bool:
-        """True where a bias or ALiBi's slopes are to get a gradient."""
-        return any(
-            (part.tensor if isinstance(part, Bias) else part.slopes).requires_grad  # type: ignore[attr-defined]
-            for part in self.parts
-            if part.biases
-        )
+        """True where a bias, slopes or a table are to get a gradient."""
+        return any(rule.learns for rule in self.parts)
 
     @property
     def is_same_for_rows(self) -> bool:
         """True where every row may attend the same keys with the same bias, as under padding."""
-        return all(
-            isinstance(part, Lengths) or (isinstance(part, (Keep, Bias)) and part.full.shape[2] == 1)
-            for part in self.parts
-        )
+        return all(rule.is_same_for_rows for rule in self.parts)
 
     def bounds(self, T: int, S: int, device: torch.device | None = None) -> tuple[Tensor, Tensor] | None:
         """(lo, hi), each (B|1, T): row i may attend exactly lo[i] <= j < hi[i]; None if rows are no intervals."""
         check_asked(T, S, None, None, device)
-        if not self.is_interval:
-            return None
         lo = torch.zeros(1, T, dtype=torch.long, device=device)
         hi = torch.full((1, T), S, dtype=torch.long, device=device)
-        for part in self.parts:
-            if isinstance(part, Band):
-                shift = part.shift(T, S)
-                pos = torch.arange(T, device=device)[None] + (shift[:, None] if isinstance(shift, Tensor) else shift)
-                lo = lo if part.left is None else torch.maximum(lo, pos - part.left + 1)
-                hi = hi if part.right is None else torch.minimum(hi, pos + part.right + 1)
-            elif isinstance(part, Lengths):
-                lo = lo if part.start is None else torch.maximum(lo, part.start.view(-1, 1))
-                hi = torch.minimum(hi, part.stop.view(-1, 1))
+        for rule in self.parts:
+            if not rule.restricts:
+                continue
+            ends = rule.bounds(T, S, device)
+            if ends is None:
+                return None
+            lo = lo if ends[0] is None else torch.maximum(lo, ends[0])
+            hi = hi if ends[1] is None else torch.minimum(hi, ends[1])
         lo, hi = torch.broadcast_tensors(lo.clamp(0, S), hi.clamp(0, S))
         return lo, torch.maximum(lo, hi)
 
     def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
         """The keys k0 <= j < k1 outside of which the queries first <= i < last see nothing.
 
-        Plain integers, from the bands alone (no look at any tensor), so it may be wider than the truth.
+        Plain integers, from the rules' numbers alone (no look at any tensor), so it may be wider than the truth.
         """
         check_counts(T=T, S=S, first=first, last=last)
         k0, k1 = 0, S
-        for part in self.parts:
-            shift = part.shift(T, S) if isinstance(part, Band) else None
-            if isinstance(part, Band) and not isinstance(shift, Tensor) and shift is not None:
-                k0 = k0 if part.left is None or part.kept else max(k0, first + shift - part.left + 1)
-                k1 = k1 if part.right is None else min(k1, last + shift + part.right)
+        for rule in self.parts:
+            low, high = rule.reach(first, last, T, S)
+            k0, k1 = max(k0, low), min(k1, high)
         k0 = min(max(k0, 0), S)
         return k0, min(max(k1, k0), S)
 
@@ -190,6 +196,7 @@ class Mask:
 
         Reads one row of tiles at a time: memory O(tile_q * S).
 
+        >>> from headwise import causal
         >>> causal().tiles(128, 128, tile_q=64, tile_k=32)[0, 0]
         tensor([[1, 1, 0, 0],
                 [2, 2, 1, 1]], dtype=torch.int8)
@@ -214,23 +221,36 @@ class Mask:
     def trimmed(self, T: int, S: int) -> Mask | None:
         """The same meaning at this size with the rules that forbid nothing left out; None if none is left.
 
+        >>> from headwise import causal
         >>> causal().trimmed(1, 7) is None        # one query at the end sees every key
         True
         """
         check_counts(T=T, S=S)
-        kept = tuple(
-            part
-            for part in (part.trimmed(T, S) if isinstance(part, Band) else part for part in self.parts)
-            if part is not None
-        )
+        kept = tuple(rule for rule in (rule.trimmed(T, S) for rule in self.parts) if rule is not None)
         return Mask(kept) if kept else None
+
+    def placed(self, offset: int | Tensor) -> Mask:
+        """The mask with query 0 at `offset` among the keys, in the rules that leave that to the lengths."""
+        return self._with([rule.placed(offset) for rule in self.parts])
+
+    def sized(self, B: int, H: int) -> Mask:
+        """The mask for B rows of H heads: what a `rule()` must know to ask its function."""
+        return self._with([rule.sized(B, H) for rule in self.parts])
+
+    def forbids(self) -> Mask | None:
+        """What the mask forbids to every head, its biases left out; None where that is nothing."""
+        kept = tuple(rule for rule in (rule.forbids() for rule in self.parts) if rule is not None)
+        return Mask(kept) if kept else None
+
+    def _with(self, rules: Sequence[Rule]) -> Mask:
+        return self if all(a is b for a, b in zip(rules, self.parts, strict=True)) else Mask(tuple(rules))
 
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         """Raise ValueError where a rule's tensors do not fit a call of this shape."""
         check_counts(B=B, H=H)
         check_asked(T, S, None, None, device)
         for part in self.parts:
-            if not isinstance(part, Part):
+            if not isinstance(part, Rule):
                 raise TypeError(f"{MASK_RULE}; got a Mask of {type(part).__name__}, made by none of them")
             part.check(B, H, T, S, device)
 
@@ -242,141 +262,26 @@ class Mask:
     def to(self, device: torch.device | str) -> Mask:
         """The mask with its tensors on another device."""
         check_device(device)
-
-        def moved(part: Part) -> Part:
-            tensors = {f.name: v for f in fields(part) if isinstance(v := getattr(part, f.name), Tensor)}
-            return replace(part, **{name: tensor.to(device) for name, tensor in tensors.items()})
-
-        return Mask(tuple(moved(part) for part in self.parts))
+        leaves, shape = pytree.tree_flatten(self)
+        moved = [leaf.to(device) for leaf in leaves]
+        return self if all(a is b for a, b in zip(moved, leaves, strict=True)) else pytree.tree_unflatten(moved, shape)
 
 
-def causal(*, offset: int | Tensor | None = None) -> Mask:
-    """Query i sees key j iff j <= i + offset.
-
-    `offset` is the position of query 0 among the keys: by default S - T, so the last query sees the last key
-    (bottom-right); an int or a (B,) integer tensor says otherwise.
-
-    >>> print(causal().draw(2, 4))
-    ■ ■ ■ ·
-    ■ ■ ■ ■
-    """
-    if offset is None:
-        return _CAUSAL
-    check_integers("offset of causal()", offset, tensor=True)
-    return Mask((Band(None, 0, offset),))
+def _operand(sign: str, other: object) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    raise TypeError(f"{MASK_RULE}: `{sign}` joins masks; got {type(other).__name__}; wrap a bool tensor in keep()")
 
 
-_CAUSAL = Mask((Band(None, 0, None),))  # one for all: frozen, and what it has worked out it need not again
-
-
-def causal_top_left() -> Mask:
-    """Query i sees key j iff j <= i, whatever S: the convention of `is_causal` in torch's SDPA.
-
-    >>> print(causal_top_left().draw(2, 4))
-    ■ · · ·
-    ■ ■ · ·
-    """
-    return causal(offset=0)
-
-
-def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | None = None, first: int = 0) -> Mask:
-    """Query at pos = i + offset sees pos - left < j <= pos + right.
-
-    `left` counts keys with **self included**, `right` counts the keys after self; None = no limit on that side.
-    `window(W)` is therefore W keys, self included, none in the future. Others count W + 1: convert at the edge.
-    The `first` keys stay in sight however far the window has moved on, as attention sinks (Xiao et al. 2023,
-    arXiv 2309.17453).
-
-    >>> print(window(2).draw(4, 4))
-    ■ · · ·
-    ■ ■ · ·
-    · ■ ■ ·
-    · · ■ ■
-    >>> print(window(2, first=1).draw(4, 4))
-    ■ · · ·
-    ■ ■ · ·
-    ■ ■ ■ ·
-    ■ · ■ ■
-    >>> print(window(1, 1).draw(3, 3))
-    ■ ■ ·
-    · ■ ■
-    · · ■
-    """
-    for side, keys in (("left", left), ("right", right)):
-        check_integers(f"{side} of window()", keys, tensor=False)
-    check_integers("offset of window()", offset, tensor=True)
-    check_counts(first=first)
-    if left is not None and left < 1:
-        raise ValueError(f"window(left) counts keys with self included, so left >= 1 or None; got {left}")
-    if right is not None and right < 0:
-        raise ValueError(f"window(right) counts the keys after self, so right >= 0 or None; got {right}")
-    return Mask((Band(left, right, offset, first),))
-
-
-def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
-    """Row b of the batch may attend the keys start[b] <= j < stop[b]; `stop`, `start`: integer (B,).
-
-    Right padding needs `stop` alone; left padding gives `start`, with stop = S.
-    """
-    check_index("an integer tensor (B,) for lengths()", stop=stop, start=stop if start is None else start)
-    return Mask((Lengths(stop, start),))
-
-
-def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
-    """A query attends the keys that carry its own id: packed documents. Integer (T,) or (B, T), and (S,) or (B, S).
-
-    >>> print(segments(torch.tensor([0, 0, 1])).draw(3, 3))
-    ■ ■ ·
-    ■ ■ ·
-    · · ■
-    """
-    key_ids = query_ids if key_ids is None else key_ids
-    check_index("an integer tensor (n,) or (B, n) for segments()", query_ids=query_ids, key_ids=key_ids)
-    return Mask((Segments(query_ids, key_ids),))
-
-
-def keep(tensor: Tensor) -> Mask:
-    """A boolean tensor, True = attend, that broadcasts from the right to (B, H, T, S)."""
-    check_made("keep()", tensor, "bool", "True = attend; a float mask goes to bias()")
-    return Mask((Keep(tensor),))
-
-
-def bias(tensor: Tensor) -> Mask:
-    """A float tensor added to the scaled (and softcapped) scores; broadcasts to (B, H, T, S); -inf forbids.
-
-    It is added in float32, in float64 to float64 scores: what is -inf there forbids.
-    """
-    check_made("bias()", tensor, "float", "a bool mask goes to keep()")
-    return Mask((Bias(tensor),))
-
-
-def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
-    """Adds -slope * |pos - j|, pos = i + offset (S - T by default); slopes: float (H,) or (B, H).
-
-    Press et al. 2021, "Train Short, Test Long", arXiv 2108.12409.
-
-    >>> print(alibi(torch.tensor([0.5])).draw(2, 3))
-    -0.5    0 -0.5
-      -1 -0.5    0
-    """
-    check_tensor("slopes of alibi()", slopes, "a float tensor (H,) or (B, H)")
-    check_integers("offset of alibi()", offset, tensor=True)
-    if not slopes.is_floating_point() or slopes.ndim not in (1, 2):
-        raise TypeError(f"alibi() takes float slopes (H,) or (B, H); got {slopes.dtype} {tuple(slopes.shape)}")
-    return Mask((Alibi(slopes, offset),))
-
-
-def alibi_slopes(num_heads: int) -> Tensor:
-    """The geometric slopes of the ALiBi paper, float32 (num_heads,); odd counts are filled in as its authors do.
-
-    >>> alibi_slopes(4)
-    tensor([0.2500, 0.0625, 0.0156, 0.0039])
-    """
-    check_counts(1, 2**20, num_heads=num_heads)
-    floor = 2 ** (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * (n + 1) / floor) for n in range(floor)]
-    extra = [2.0 ** (-4.0 * (n + 1) / floor) for n in range(0, 2 * (num_heads - floor), 2)]
-    return torch.tensor(slopes + extra)
+def _places(sign: str, mask: Mask) -> tuple[Rule, ...]:
+    """The rules of a mask that may stand beside `|` and `~`: all, if none is a bias."""
+    biases = [type(rule).__name__ for rule in mask.parts if rule.biases]
+    if biases:
+        raise TypeError(
+            f"{MASK_RULE}: a bias adds to the scores and joins by `&` alone; `{sign}` met {', '.join(biases)}; "
+            "join the rules first, then `& bias(...)`"
+        )
+    return mask.parts
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask | None:
@@ -385,13 +290,12 @@ def as_mask(mask: Mask | Tensor | None) -> Mask | None:
         return mask
     if isinstance(mask, Tensor):
         if mask.dtype == torch.bool:
-            return keep(mask)
+            check_made("keep()", mask, "bool", "True = attend; a float mask goes to bias()")
+            return Mask((Keep(mask),))
         if mask.is_floating_point():
-            return bias(mask)
+            check_made("bias()", mask, "float", "a bool mask goes to keep()")
+            return Mask((Bias(mask),))
         raise TypeError(
             f"{MASK_RULE}; got a tensor of {mask.dtype}: a 0/1 mask becomes one by mask.bool() (True = attend)"
         )
     raise TypeError(f"{MASK_RULE}; got {type(mask).__name__}")
-
-
-register(Mask)

@@ -2,113 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from ...shapes import FAR, check_counts, check_device, check_index, check_index_tensor, check_mask_tensor, describe
+from ...shapes import check_index_tensor, check_mask_tensor
 from ..symbols import known
+from .places import Rows, index, per_batch, rank4, saturated, wide
+from .pytrees import register
 
-Rows: TypeAlias = "slice | Tensor | None"
-
-
-def _index(pick: Rows, length: int, device: torch.device | None) -> Tensor:
-    """The chosen indices of an axis as a 1-D integer tensor."""
-    if isinstance(pick, Tensor):
-        return pick
-    return torch.arange(*_ends(pick, length), device=device)
-
-
-def _ends(pick: slice | None, length: int) -> tuple[int, int, int]:
-    """start, stop, step of a slice of an axis."""
-    pick = slice(None) if pick is None else pick
-    if torch.compiler.is_compiling():  # `indices` would pin a symbolic length down
-        return pick.start or 0, length if pick.stop is None else pick.stop, 1
-    return pick.indices(length)
-
-
-def count(pick: Rows, length: int) -> int:
-    """How many of an axis are chosen."""
-    if isinstance(pick, Tensor):
-        return pick.shape[0]
-    start, stop, step = _ends(pick, length)
-    return stop - start if torch.compiler.is_compiling() else len(range(start, stop, step))
-
-
-def check_asked(T: int, S: int, rows: Rows, cols: Rows, device: Any) -> None:
-    """What a rule is asked for: sizes, which of its rows and columns, where; raises TypeError or ValueError."""
-    check_counts(T=T, S=S)
-    check_device(device)
-    for name, pick, length in (("rows", rows, T), ("cols", cols, S)):
-        if pick is None or isinstance(pick, slice):
-            continue
-        check_index("a slice or a 1-D index tensor", **{name: pick})
-        where = torch.get_default_device() if device is None else torch.device(device)
-        if pick.ndim != 1 or pick.device.type != where.type:
-            raise ValueError(f"{name} is a slice or a 1-D index tensor on {where}; got {describe(pick)}")
-        _check_within(name, pick, length)
-
-
-def check_at(i: Tensor, j: Tensor, T: int, S: int) -> None:
-    """Places at which a rule is asked: integers on one device, of shapes that broadcast."""
-    check_counts(T=T, S=S)
-    check_index("an integer tensor that broadcasts to (B, H, R, C)", i=i, j=j)
-    try:
-        fits = len(torch.broadcast_shapes(i.shape, j.shape)) <= 4 and i.device == j.device
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"i and j broadcast to (B, H, R, C), on one device; got i {describe(i)}, j {describe(j)}; "
-            "i[:, None] and j[None] are rows and columns"
-        )
-    _check_within("i", i, T)
-    _check_within("j", j, S)
-
-
-def _check_within(name: str, index: Tensor, length: int) -> None:
-    """Positions that are there; a look at the numbers, so only where it waits for nothing and nothing is traced."""
-    if type(index) is not Tensor or index.device.type != "cpu" or not index.numel():
-        return
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return
-    low, high = (int(x) for x in index.aminmax())
-    if low < 0 or high >= length:
-        raise ValueError(f"{name} are positions 0 <= index < {length} here; got {low} to {high}")
-
-
-def rank4(x: Tensor) -> Tensor:
-    """The same with axes of 1 in front, (B, H, R, C) in all: how a mask broadcasts; a view."""
-    return x.view((1,) * (4 - x.ndim) + tuple(x.shape))
-
-
-def full_rank(rule: Tensor, T: int, S: int, rows: Rows, cols: Rows) -> Tensor:
-    """A rule with four axes, its last two the rows and columns asked for; a view."""
-    return rank4(rule).expand(-1, -1, count(rows, T), count(cols, S))
-
-
-def wide(bias: Tensor) -> Tensor:
-    """A bias of a half dtype, or of a smaller one, in float32: no sum and no product of biases is coarser."""
-    return bias.float() if bias.itemsize < 4 else bias
-
-
-def saturated(offset: int | Tensor) -> int | Tensor:
-    """An offset that what is added to it does not carry past int64: numbers are checked, a tensor is cut off."""
-    return offset.long().clamp(-FAR, FAR) if isinstance(offset, Tensor) else offset
-
-
-def _per_batch(value: Any) -> Any:
-    """A (B,) tensor made to broadcast against (B, H, R, C); an int is left alone."""
-    return value.view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
+Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]
+"""lo and hi, each (B|1, T) or (B|1, 1), None for no end on that side."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """One rule. `restricts`: it can forbid keys; `biases`: it adds to the scores."""
+class Rule:
+    """One rule: a frozen dataclass that answers all that is asked of it. Only `at` must be written for a new one.
+
+    `restricts`: it can forbid keys; `biases`: it adds to the scores.
+    """
 
     restricts: ClassVar[bool] = True
     biases: ClassVar[bool] = False
@@ -119,19 +34,57 @@ class Part:
 
     def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
         """The rule on chosen rows and columns, (B|1, H|1, R, C)."""
-        i, j = _index(rows, T, device), _index(cols, S, device)
+        i, j = index(rows, T, device), index(cols, S, device)
         return self.at(i[:, None], j[None, :], T, S)
 
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         """Raise ValueError where the rule's tensors do not fit the call."""
 
-    def computed_in(self, dtype: torch.dtype) -> Part:
+    def computed_in(self, dtype: torch.dtype) -> Rule:
         """The rule as a computation in float32 or float64 takes it."""
         return self
 
+    def bounds(self, T: int, S: int, device: torch.device | None) -> Bounds | None:
+        """(lo, hi): row i may attend exactly lo[i] <= j < hi[i]; None where the keys of a row are no interval."""
+        return None
 
+    def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
+        """The keys k0 <= j < k1 outside of which the queries first <= i < last see nothing, or more than those.
+
+        Plain integers, without a look at any tensor.
+        """
+        return 0, S
+
+    def trimmed(self, T: int, S: int) -> Rule | None:
+        """The same rule at this size, simpler where it can be; None where it forbids and adds nothing."""
+        return self
+
+    def placed(self, offset: int | Tensor) -> Rule:
+        """The rule with query 0 at `offset` among the keys, where it leaves that to the lengths."""
+        return self
+
+    def sized(self, B: int, H: int) -> Rule:
+        """The rule for B rows of H heads, where it must know how many there are."""
+        return self
+
+    def forbids(self) -> Rule | None:
+        """What of the rule forbids a key to every head; None where nothing does."""
+        return self if self.restricts else None
+
+    @property
+    def learns(self) -> bool:
+        """A tensor of the rule is to get a gradient."""
+        return False
+
+    @property
+    def is_same_for_rows(self) -> bool:
+        """Every query of a batch row may attend the same keys with the same bias."""
+        return False
+
+
+@register
 @dataclass(frozen=True, eq=False)
-class Band(Part):
+class Band(Rule):
     """Query i stands at pos = i + offset and sees the keys pos - left < j <= pos + right.
 
     The keys j < first it sees however far back they lie.
@@ -148,7 +101,7 @@ class Band(Part):
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        pos = i + _per_batch(self.shift(T, S))
+        pos = i + per_batch(self.shift(T, S))
         if self.right is None and self.left is None:
             return torch.ones_like(pos + j, dtype=torch.bool)
         if self.left is None:
@@ -162,6 +115,49 @@ class Band(Part):
         if isinstance(self.offset, Tensor):
             check_index_tensor("offset of the mask", self.offset, [(B,), (1,)], device)
 
+    @override
+    def bounds(self, T: int, S: int, device: torch.device | None) -> Bounds | None:
+        if self.kept:
+            return None
+        shift = self.shift(T, S)
+        pos = torch.arange(T, device=device)[None] + (shift[:, None] if isinstance(shift, Tensor) else shift)
+        return (
+            None if self.left is None else pos - self.left + 1,
+            None if self.right is None else pos + self.right + 1,
+        )
+
+    @override
+    def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
+        shift = self.shift(T, S)
+        if isinstance(shift, Tensor):
+            return 0, S
+        k0 = 0 if self.left is None or self.kept else first + shift - self.left + 1
+        return k0, S if self.right is None else last + shift + self.right
+
+    @override
+    def placed(self, offset: int | Tensor) -> Band:
+        return replace(self, offset=offset) if self.offset is None else self
+
+    def __and__(self, other: Band) -> Band | None:
+        """Both bands as one; None where no band says that."""
+        if self.first or other.first or isinstance(self.offset, Tensor) or isinstance(other.offset, Tensor):
+            return None
+        if (self.offset is None) != (other.offset is None) or not known((self.offset or 0) == (other.offset or 0)):
+            return None
+        lefts = [x for x in (self.left, other.left) if x is not None]
+        rights = [x for x in (self.right, other.right) if x is not None]
+        return Band(min(lefts, default=None), min(rights, default=None), self.offset)
+
+    def __invert__(self) -> Band | None:
+        """The places that the band leaves out, where they are a band, too."""
+        if self.first or (self.left is None) == (self.right is None):
+            return None
+        if self.right is not None:
+            return Band(-self.right, None, self.offset)  # j > pos + right
+        assert self.left is not None
+        return Band(None, -self.left, self.offset)  # j <= pos - left
+
+    @override
     def trimmed(self, T: int, S: int) -> Band | None:
         """The same rule without the sides that cut nothing; None where nothing is cut at all."""
         shift = self.shift(T, S)
@@ -177,27 +173,39 @@ class Band(Part):
         return 0 if self.left is None else self.first
 
 
+@register
 @dataclass(frozen=True, eq=False)
-class Lengths(Part):
+class Lengths(Rule):
     """Row b of the batch may attend the keys start[b] <= j < stop[b]."""
 
-    stop: Tensor
+    stop: Tensor | int
     start: Tensor | None = None
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        seen = j < _per_batch(self.stop)
-        return seen if self.start is None else seen & (j >= _per_batch(self.start))
+        seen = j < per_batch(self.stop)
+        return seen if self.start is None else seen & (j >= per_batch(self.start))
+
+    @override
+    def bounds(self, T: int, S: int, device: torch.device | None) -> Bounds | None:
+        stop = self.stop.view(-1, 1) if isinstance(self.stop, Tensor) else torch.tensor([[self.stop]], device=device)
+        return None if self.start is None else self.start.view(-1, 1), stop
+
+    @property
+    @override
+    def is_same_for_rows(self) -> bool:
+        return True
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         for name, ends in (("lengths", self.stop), ("start of the lengths", self.start)):
-            if ends is not None:
+            if isinstance(ends, Tensor):
                 check_index_tensor(name, ends, [(B,), (1,)], device)
 
 
+@register
 @dataclass(frozen=True, eq=False)
-class Segments(Part):
+class Segments(Rule):
     """A query attends the keys that carry its own id: packed documents, chunks."""
 
     query_ids: Tensor
@@ -222,7 +230,7 @@ def _pick(ids: Tensor, index: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Dense(Part):
+class _Dense(Rule):
     tensor: Tensor
 
     @property
@@ -251,12 +259,31 @@ class _Dense(Part):
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         check_mask_tensor(self.tensor, (B, H, T, S), device)
 
+    @override
+    def forbids(self) -> Rule | None:
+        seen = self.tensor != -torch.inf if self.biases else self.tensor
+        if bool(seen.all()):
+            return None
+        return Keep(seen.any(dim=-3, keepdim=True) if seen.ndim > 2 else seen)
 
+    @property
+    @override
+    def learns(self) -> bool:
+        return self.biases and self.tensor.requires_grad
+
+    @property
+    @override
+    def is_same_for_rows(self) -> bool:
+        return self.full.shape[2] == 1
+
+
+@register
 @dataclass(frozen=True, eq=False)
 class Keep(_Dense):
     """A boolean tensor, True = attend, that broadcasts to (B, H, T, S) from the right."""
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class Bias(_Dense):
     """A float tensor added to the scores; -inf forbids."""
@@ -269,8 +296,9 @@ class Bias(_Dense):
         return Bias(self.tensor.to(dtype)) if finer else self
 
 
+@register
 @dataclass(frozen=True, eq=False)
-class Alibi(Part):
+class Alibi(Rule):
     """Adds -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
 
     slopes: Tensor
@@ -281,9 +309,18 @@ class Alibi(Part):
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        shift = S - T if self.offset is None else _per_batch(saturated(self.offset))
+        shift = S - T if self.offset is None else per_batch(saturated(self.offset))
         slopes = wide(self.slopes).view(-1, self.slopes.shape[-1], 1, 1)
         return -slopes * (i + shift - j).abs().to(slopes.dtype)
+
+    @property
+    @override
+    def learns(self) -> bool:
+        return self.slopes.requires_grad
+
+    @override
+    def placed(self, offset: int | Tensor) -> Alibi:
+        return replace(self, offset=offset) if self.offset is None else self
 
     @override
     def computed_in(self, dtype: torch.dtype) -> Alibi:
@@ -296,35 +333,3 @@ class Alibi(Part):
             raise ValueError(f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}")
         if isinstance(self.offset, Tensor):
             check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
-
-
-def register(cls: type) -> None:
-    """Make a frozen dataclass of rules a pytree: tensors (and rules) are leaves, the rest is its shape."""
-
-    def split(rule: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        values = {f.name: getattr(rule, f.name) for f in fields(cls)}
-        leaves = {k: v for k, v in values.items() if isinstance(v, (Tensor, tuple))}
-        return leaves, (tuple(leaves), tuple((k, v) for k, v in values.items() if k not in leaves))
-
-    def flatten(rule: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        leaves, context = split(rule)
-        return list(leaves.values()), context
-
-    def flatten_with_keys(rule: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        leaves, context = split(rule)
-        return [(pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], context
-
-    def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
-        return cls(**dict(zip(context[0], leaves, strict=True)), **dict(context[1]))
-
-    pytree.register_pytree_node(
-        cls,
-        flatten,
-        unflatten,
-        serialized_type_name=f"headwise.{cls.__name__}",
-        flatten_with_keys_fn=flatten_with_keys,
-    )
-
-
-for _cls in (Band, Lengths, Segments, Keep, Bias, Alibi):
-    register(_cls)

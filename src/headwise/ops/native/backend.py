@@ -2,40 +2,26 @@
 
 Masks go in as what they are (two numbers a row, ids, rows of a tensor), never as T x S. The kernel itself keeps NaN and
 Inf where they belong and reads any strides. The library lies beside the package and is loaded by the first call that
-could use it (`native_library`); without it everything runs on the other backends. Gradients: `native_backward`.
+could use it (`library`); without it everything runs on the other backends. Gradients: `gradient`. Masks: `lowering`.
 """
 
 from __future__ import annotations
 
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...shapes import DTYPES, FAR, INTEGERS, LEAST_FACTOR, MOST_FACTOR, check_gate, check_options
-from . import library as native_library
+from ...shapes import FAR, LEAST_FACTOR, MOST_FACTOR, check_gate, check_options
 from ..call import Call, Limit
-from ..storage.held import Layout
 from ..masks.compose import Mask, as_mask
+from ..storage.held import Layout
+from . import library as native_library
 from .library import trouble
-from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Segments
+from .lowering import lowered, trouble_with
 
-MOST = {Keep: 8, Bias: 8, Segments: 4, Alibi: 4}  # of one kind in a mask; Keep and Bias share theirs
-
-
-def _count(call: Call, *kinds: type) -> int:
-    return 0 if call.mask is None else sum(isinstance(part, kinds) for part in call.mask.parts)
-
-
-def _firsts(mask: Mask | None) -> set[int]:
-    parts = () if mask is None else mask.parts
-    return {part.first for part in parts if isinstance(part, Band) and part.left is not None}
-
-
-FIRSTS = "headwise's own kernel takes windows that all keep the same first keys in sight"
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
     Limit(lambda c: c.query.dtype == torch.float64, "headwise's own kernel has no float64"),
@@ -45,15 +31,12 @@ LIMITS = (
         lambda c: any(is_traceable_wrapper_subclass(x) for x in (c.query, c.key, c.value)),
         "headwise's own kernel takes plain tensors, no subclass that wraps others",
     ),
-    Limit(lambda c: _count(c, Keep, Bias) > MOST[Keep], "headwise's own kernel takes at most 8 mask tensors"),
-    Limit(lambda c: _count(c, Segments) > MOST[Segments], "headwise's own kernel takes at most 4 pairs of segments"),
-    Limit(lambda c: _count(c, Alibi) > MOST[Alibi], "headwise's own kernel takes at most 4 rules of ALiBi"),
-    Limit(lambda c: len(_firsts(c.mask)) > 1, FIRSTS),
+    Limit(lambda c: trouble_with(c.mask) is not None, lambda c: trouble_with(c.mask) or ""),
     Limit(
         lambda c: c.layout is not None and c.needs_grad,
         "headwise's own kernel has no gradient through int8 keys and values, or through pages",
     ),
-    Limit(lambda c: trouble() is not None, lambda: trouble() or ""),
+    Limit(lambda c: trouble() is not None, lambda c: trouble() or ""),
 )
 
 
@@ -79,8 +62,8 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
-# bounds, segments, dense, alibi, dropout and seed of a call without them.
-_PLAIN = (None, None, None, None, 0.0, None)
+# bounds, segments, dense, alibi, maps, dropout and seed of a call without them.
+_PLAIN = (None, None, None, None, None, 0.0, None)
 
 
 def at_once(
@@ -139,9 +122,14 @@ def at_once(
                 return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_PLAIN)[0]
         if learning:
             return None
-        return _in_full(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
+        return _in_full(query, key, value, _sized(mask, query), scale, softcap, sinks, gate, return_lse, S, layout)
     except Exception:  # our own checks say it better; what they do not know the full path meets again
         return None
+
+
+def _sized(mask: Mask | Tensor | None, query: Tensor) -> Mask | None:
+    mask = as_mask(mask)
+    return mask if mask is None else mask.sized(query.shape[0], query.shape[1])
 
 
 def _in_full(
@@ -182,98 +170,3 @@ def _in_full(
         key_scale, value_scale, *pages = layout
         out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
     return (out, lse) if return_lse else out
-
-
-class Lowered(NamedTuple):
-    """A mask as the operator takes it."""
-
-    low: int  # row i sees i + low <= j < i + high, by the bands whose place is a number
-    high: int
-    bounds: (
-        Tensor | None
-    )  # where a mask says more: int64 (B|1, 4), low, high, start, stop, by all rules together; 5: always
-    segments: list[Tensor] | None  # query ids, key ids, ...; None for no tensors: cheaper than an empty list
-    dense: list[Tensor] | None  # (B|1, H|1, T|1, S|1)
-    alibi: list[Tensor] | None  # slopes (B|1, H), offsets (B|1,), ...
-
-
-def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
-    """The mask in the operator's terms; what does not fit the call is left to the operator to refuse.
-
-    Raises TypeError for an index that is no integer tensor, which a conversion would hide, and for what has no form.
-    """
-    if len(_firsts(mask)) > 1:
-        raise TypeError(FIRSTS)
-    numbers: tuple[list[Any], ...] = [], []  # low, high
-    tensors: tuple[list[Any], ...] = [], [], [], [], []  # low, high, start, stop, always
-    segments: list[Tensor] = []
-    dense: list[Tensor] = []
-    alibi: list[Tensor] = []
-    for part in () if mask is None else mask.parts:
-        if isinstance(part, Band):
-            shift = S - T if part.offset is None else part.offset
-            to = tensors if isinstance(shift, Tensor) else numbers
-            shift = _int64(shift).clamp(-FAR, FAR) if isinstance(shift, Tensor) else shift
-            if part.left is not None:
-                to[0].append(shift - part.left + 1)
-            if part.right is not None:
-                to[1].append(shift + part.right + 1)
-            if part.kept:
-                tensors[4].append(_number(part.kept, 1)[0])
-        elif isinstance(part, Lengths):
-            tensors[3].append(_int64(part.stop))
-            if part.start is not None:
-                tensors[2].append(_int64(part.start))
-        elif isinstance(part, Segments):
-            segments += [_int64(part.query_ids), _int64(part.key_ids)]
-        elif isinstance(part, (Keep, Bias)):
-            dense.append(part.full if part.tensor.dtype in _READ else part.full.float())
-        elif isinstance(part, Alibi):
-            at = S - T if part.offset is None else part.offset
-            alibi += [part.slopes.float().view(-1, part.slopes.shape[-1])]
-            alibi += [_int64(at) if isinstance(at, Tensor) else _number(at, 1)[0]]
-        else:
-            raise TypeError(f"headwise's own kernel has no form for {type(part).__name__}")
-    low = reduce(torch.sym_max, numbers[0]) if numbers[0] else None
-    high = reduce(torch.sym_min, numbers[1]) if numbers[1] else None
-    bounds = _bounds((low, high, None, None, None), tensors) if any(tensors) else None
-    ends = -FAR if low is None else low, FAR if high is None else high
-    return Lowered(*ends, bounds, segments or None, dense or None, alibi or None)
-
-
-def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> Tensor:
-    """int64 (B|1, 4): low, high, start, stop of each row of the batch, each the tightest of the rules.
-
-    (B|1, 5) where some keys stay in sight however far back: their end.
-    """
-    n = next((x.shape[0] for given in tensors for x in given if x.shape[0] != 1), 1)
-    columns: list[Tensor] = []
-    if not tensors[4]:
-        numbers, tensors = numbers[:4], tensors[:4]
-    for number, given, (tightest, none) in zip(numbers, tensors, _ENDS, strict=False):
-        terms = [x[:, None] for x in given]
-        if number is not None or not given:
-            terms.append(_number(none if number is None else number, n))
-        column = reduce(tightest, terms)
-        columns.append(column if column.shape[0] == n else column.expand(n, 1))
-    return torch.cat(columns, dim=1)
-
-
-# What the operator reads of a mask; a bias of another float type is converted.
-_READ = (torch.bool, *DTYPES)
-# How two rules join into one, and what stands for no rule.
-_ENDS = ((torch.maximum, -FAR), (torch.minimum, FAR), (torch.maximum, 0), (torch.minimum, FAR), (torch.minimum, 0))
-
-
-def _number(number: int, n: int) -> Tensor:
-    """(n, 1) times the number; on the CPU, whatever the default device is."""
-    return torch.full((n, 1), number, dtype=torch.int64, device="cpu")
-
-
-def _int64(index: Tensor) -> Tensor:
-    """The index as the operator reads it; a float or a bool is no index."""
-    if index.dtype == torch.int64:
-        return index
-    if index.dtype not in INTEGERS:
-        raise TypeError(f"an index is an integer tensor; got {index.dtype}")
-    return index.long()

@@ -1,7 +1,7 @@
 """The call of the native kernel as autograd keeps it, and the gradient of its gradient.
 
-The gradient itself is the library's own (csrc/kernels/backward.h). Where that is to be differentiated again, the definition
-takes its place: `by_definition` is differentiable as often as one likes, and builds the T x S matrix.
+The gradient itself is the library's own (csrc/kernels/backward.h). Where that is to be differentiated again, the
+definition takes its place: `by_definition` is differentiable as often as one likes, and builds the T x S matrix.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..masks.compose import Mask
+from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
+from ..masks.tiles import TileMap, unpacked
 from ..reference import reference
-from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Part, Segments
 
 
 class Problem(NamedTuple):
@@ -31,6 +32,7 @@ class Problem(NamedTuple):
     segments: list[Tensor] | None
     dense: list[Tensor] | None
     alibi: list[Tensor] | None
+    maps: list[Tensor] | None
     dropout: float
     seed: Tensor | None
 
@@ -40,7 +42,7 @@ class Problem(NamedTuple):
         T, S = self.query.shape[2], self.key.shape[2]
         # `bounds` says what the two numbers say, and more.
         band = Band(1 - self.low, self.high - 1, 0).trimmed(T, S) if self.bounds is None else None
-        parts: list[Part] = [] if band is None else [band]
+        parts: list[Rule] = [] if band is None else [band]
         if self.bounds is not None:
             low, high, start, stop, *always = self.bounds.unbind(1)
             first = int(always[0][0]) if always else 0
@@ -49,6 +51,7 @@ class Problem(NamedTuple):
         parts += [Segments(*pair) for pair in _pairs(self.segments)]
         parts += [Keep(x) if x.dtype == torch.bool else Bias(x) for x in self.dense or []]
         parts += [Alibi(*pair) for pair in _pairs(self.alibi)]
+        parts += [Keep(unpacked(TileMap(*pair), T, S)) for pair in _pairs(self.maps)]
         return Mask(tuple(parts)) if parts else None
 
 

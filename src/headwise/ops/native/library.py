@@ -18,14 +18,14 @@ from torch import Tensor
 
 from .gradient import Problem, by_definition, leaves_of
 
-LIBRARY = Path(__file__).parents[1] / "_native.so"
+LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
     "attend", "attend_full", "attend_held", "attend_backward", "attend_statistics", "attend_received", "dropout_keep",
     "isa", "isas", "use_isa",
 )  # fmt: skip
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
-    "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, float dropout, Tensor? seed"
+    "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, float dropout, Tensor? seed"
 )
 
 # The operators, once they are there: found by name they cost a tenth of a small call.
@@ -148,8 +148,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        p, (n_segments, _, _) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
-        biases = any(ctx.needs_input_grad[1 + 6 + n_segments :])
+        p, (n_segments, n_maps, _, _) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
+        fixed = n_segments + n_maps
+        biases = any(ctx.needs_input_grad[1 + 6 + fixed :])
         grad_out = torch.zeros_like(out) if grads[0] is None else grads[0]
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked
             found = iter(by_definition(p, biases, grad_out, grads[1]))
@@ -159,20 +160,20 @@ class _Attend(torch.autograd.Function):
             None,
             *(next(found) for _ in "qkv"),
             None if p.sinks is None else next(found),
-            *[None] * (2 + n_segments),
+            *[None] * (2 + fixed),
             *(next(found) if biases and x.is_floating_point() else None for x in p.dense or ()),
             *(next(found) if biases and n % 2 == 0 else None for n in range(len(p.alibi or ()))),
         )
 
 
-# scale, softcap, low, high, dropout; how many tensors there are of segments, dense and alibi.
-_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int]]
+# scale, softcap, low, high, dropout; how many tensors there are of segments, maps, dense and alibi.
+_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int, int]]
 
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
     """The operator of this name, without the dispatcher."""
     p = Problem(*args)
-    lists = [x or () for x in (p.segments, p.dense, p.alibi)]
+    lists = [x or () for x in (p.segments, p.maps, p.dense, p.alibi)]
     lengths = tuple(len(x) for x in lists)
     tensors = (p.query, p.key, p.value, p.sinks, p.bounds, p.seed, *(x for given in lists for x in given))
     return _Attend.apply((p.scale, p.softcap, p.low, p.high, p.dropout, lengths), *tensors)
@@ -182,5 +183,6 @@ def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Problem:
     """The problem again, of what `attend_train` took apart."""
     scale, softcap, low, high, dropout, lengths = numbers
     query, key, value, sinks, bounds, seed, *rest = tensors
-    segments, dense, alibi = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
-    return Problem(query, key, value, scale, softcap, sinks, low, high, bounds, segments, dense, alibi, dropout, seed)
+    segments, maps, dense, alibi = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
+    masks = (low, high, bounds, segments, dense, alibi, maps)
+    return Problem(query, key, value, scale, softcap, sinks, *masks, dropout, seed)

@@ -20,9 +20,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...shapes import check_attention
-from . import blocks as statistics_blocks, native as statistics_native
 from ..attention import attention
 from ..masks.compose import Mask
+from . import blocks as statistics_blocks
+from . import native as statistics_native
 from .request import Asked, checked
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..native import backend as native
 from ..call import Call, refusal
+from ..native import backend as native
+from ..native.lowering import lowered
 from .request import Asked
 
 
@@ -73,7 +74,7 @@ def _rules(asked: Asked) -> tuple[Any, ...]:
     """What stands between scores and weights, as the operators take it."""
     sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
     softcap = 0.0 if asked.softcap is None else asked.softcap
-    masks = native.lowered(asked.mask, asked.query.shape[2], asked.key.shape[2])
+    masks = lowered(asked.mask, asked.query.shape[2], asked.key.shape[2])
     return asked.scale, softcap, sinks, *masks
 
 

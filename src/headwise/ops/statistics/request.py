@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...shapes import DTYPES, INTEGERS, check_counts, check_dense, check_options, check_query_key, describe, shown
+from ...arguments import DTYPES, INTEGERS, check_counts, check_dense, describe, shown
+from ...shapes import check_options, check_query_key
 from ..call import fitted
 from ..masks.compose import Mask
 

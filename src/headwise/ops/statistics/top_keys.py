@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ...shapes import check_counts, check_options, check_query_key
+from ...arguments import check_counts
+from ...shapes import check_options, check_query_key
 from ..call import fitted
 from ..masks.compose import Mask
 from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips

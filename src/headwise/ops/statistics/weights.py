@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...shapes import INTEGERS, check_dense, check_options, check_query_key, describe, shown
+from ...arguments import INTEGERS, check_dense, describe, shown
+from ...shapes import check_options, check_query_key
 from ..call import fitted
 from ..masks.compose import Mask
 from ..scores import mask_scores, score_rows, softcapped, softmax_rows

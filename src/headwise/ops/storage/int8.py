@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from ...shapes import check_dtype, check_int8
-from ..masks.rules import register
+from ...arguments import check_dtype
+from ...shapes import check_int8
+from ..masks.pytrees import register
 
 
 @dataclass(frozen=True, eq=False)
