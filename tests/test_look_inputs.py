@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_delimiters_are_read_from_the_tokens() -> None:
     found = look.at(model, ids, tokens=tokens, repeats=None)
     assert found.heads[0].delimiter == pytest.approx((0 + 1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 6, abs=1e-4)
     assert look.at(model, ids, repeats=None).heads[0].delimiter == 0.0
+    assert look.at(model, ids, tokens=tokens, delimiters=[], repeats=None).heads[0].delimiter == 0.0
 
 
 class Overflowing(Tiny):
@@ -103,6 +105,8 @@ class Configured(Tiny):
         (Tiny(), torch.zeros(2, 7).long(), {}, ValueError, "ids (T,) or (1, T); got (2, 7); look at each"),
         (Tiny(), torch.tensor(3), {}, ValueError, "one text at a time, ids (T,) or (1, T); got ()"),
         (Tiny(), torch.zeros(5), {}, TypeError, "the integers a tokenizer gives; got torch.float32; convert"),
+        (Tiny(), torch.ones(5, dtype=torch.bool), {}, TypeError, "a tokenizer gives; got torch.bool; convert"),
+        (Tiny(), torch.ones(5, dtype=torch.complex64), {}, TypeError, "a tokenizer gives; got torch.complex64; conv"),
         (Tiny(), "a text", {}, TypeError, "got str; pass tokenizer(text)['input_ids']"),
         (Tiny(), [1, 61], {}, ValueError, "ids of this model are 0 to 60; got 61 at place 1 (1 of 2 ids do not fit)"),
         (Tiny(), [-1, 2], {}, ValueError, "got -1 at place 0"),
@@ -179,6 +183,10 @@ class Silent(Talking):
     input_modalities = ("text",)
 
 
+class Mute(Talking):
+    input_modalities = "text"
+
+
 NO_TEXT = "look reads models of text alone for now; "
 DO = "; look at its text part, if it has one, or measure its calls: headwise.nn.probe(model), then headwise.statistics("
 
@@ -201,8 +209,9 @@ def test_a_model_that_needs_more_than_text_is_refused() -> None:
     model.late = True
     with pytest.raises(AttributeError, match="no sound"):  # calls were measured: their faults are told as they are
         look.at(model, [1, 2])
-    with pytest.raises(AttributeError, match="no sound"):
-        look.at(Silent(), [1, 2])
+    for reads_text in (Silent(), Mute()):
+        with pytest.raises(AttributeError, match="no sound"):
+            look.at(reads_text, [1, 2])
 
 
 class Sundry:
@@ -227,6 +236,41 @@ def test_a_part_of_the_heads_is_not_taken_for_the_whole() -> None:
         check_heads(SimpleNamespace(num_heads=said, config=Sundry()), call)
 
 
+class Loose(Tiny):
+    """A config that says little: no limit on positions, a BOS and a name that are none, its ids in a nested config."""
+
+    class config:
+        max_position_embeddings, name_or_path, vocab_size = -1, "", None
+
+        @staticmethod
+        def get_text_config() -> type:
+            return Loose.text
+
+    class text:
+        vocab_size, max_position_embeddings, bos_token_id = 31, 0, -1
+
+
+def test_what_a_config_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look.at(Configured(), [1] * 19, repeats=None).length == 19  # as many as it has positions
+    model = Loose()
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    assert look.at(model, [5, 6, 7]).model == "Loose"
+    assert seen[1].max() < 31 and seen[1][:, 0].eq(5).all() and not seen[1][:, 1:].eq(5).any()
+    with pytest.raises(ValueError, match="ids of this model are 0 to 30; got 31"):
+        look.at(model, [31])
+    monkeypatch.setattr(Loose.text, "vocab_size", "31")  # no number: the embedding tells
+    assert look.at(model, [60], repeats=None).length == 1
+
+
+def test_the_version_of_a_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert look.at(Tiny(), [1], repeats=None).version == "unknown"
+
+
 class Asked(nn.Module):
     """An encoder-decoder that keeps the arguments of its forwards."""
 
@@ -244,7 +288,7 @@ class Asked(nn.Module):
         return self.inside(ids)
 
 
-def test_how_the_model_is_called() -> None:
+def test_how_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Asked()
     look.at(model, [1, 5, 6, 7, 8])
     text_pass, copies = model.asked
@@ -252,6 +296,12 @@ def test_how_the_model_is_called() -> None:
     assert text_pass["lean"] == copies["lean"] == (False, 1)
     assert copies["ids"].shape == (8, 160) and copies["decoder"].shape == (8, 159)
     assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :158])
+    for length in (1, 2, 3):
+        look.at(model, [1, 5, 6][:length], repeats=None)
+        assert model.asked[-1]["decoder"].tolist() == [[3, 1][: max(1, length - 1)]]
+    monkeypatch.delattr(Asked.config, "decoder_start_token_id")
+    look.at(model, [5, 6, 7], repeats=None)
+    assert model.asked[-1]["decoder"].tolist() == [[1, 5]]
 
 
 # --- repeated random tokens -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted import DELIMITERS, VOCABULARY, Tiny, Twice, check_against, text
+from planted import DELIMITERS, VOCABULARY, Mixed, Tiny, Twice, check_against, text
 from torch import Tensor, nn
 
 import headwise
@@ -130,6 +130,27 @@ def test_a_map_of_another_size() -> None:
     assert torch.allclose(torch.tensor(found.heads[0].map, dtype=torch.float64), exact, atol=2e-5)
     assert found.maps[0].rows == 126  # the multiple of 7 below 128
     assert look.at(model, ids, full_maps=False, repeats=None).maps == ()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_layer_that_looks_ahead_makes_an_encoder(order: int) -> None:
+    found = look.at(Mixed(*[headwise.causal(), None][::order]), text(13), repeats=None)
+    assert found.kind == "encoder" and found.num_heads == 3 and found.num_layers == 2
+    assert [(head.layer, head.head, len(head.ahead)) for head in found.heads] == [
+        (layer, h, 8 * (layer == (1 if order == 1 else 0))) for layer, n in ((0, 2), (1, 3)) for h in range(n)
+    ]
+    assert look.at(Mixed(None, None, heads=1), text(13), repeats=None).num_heads == 2
+
+
+def test_a_small_map_larger_than_the_large_one() -> None:
+    found = look.at(Tiny(), text(163), map_size=151, repeats=None)
+    assert len(found.heads[0].map) == found.maps[0].rows == 151
+    assert len(look.at(Tiny(), text(163), full_maps=False, repeats=None).heads[0].map) == 32
+
+
+def test_a_single_token_looks_nowhere() -> None:
+    found = look.at(Tiny(), [1], repeats=None)
+    assert found.kind == "decoder" and found.heads[0].ahead == () and found.heads[0].offsets == (1.0, *[0.0] * 8)
 
 
 class Reader(nn.Module):
