@@ -22,6 +22,10 @@ class SomeAttention(nn.Module):
     is_causal = True
 
 
+class SomeCrossAttention(nn.Module):
+    """It does not say whether it is causal."""
+
+
 H, K, S, D, V = 4, 2, 7, 6, 5
 
 
@@ -75,6 +79,7 @@ def test_without_a_mask_is_causal_says_what_is_seen() -> None:
     module.is_causal = False
     assert torch.equal(call(q, k, v, None, module=module), full)
     assert torch.equal(call(q, k, v, None, module=nn.Module()), causal), "a module that does not say is causal"
+    assert torch.equal(call(q, k, v, None, module=SomeCrossAttention()), full), "but for cross-attention"
     assert torch.equal(call(q[:, :, -1:], k, v, None, is_causal=True), call(q[:, :, -1:], k, v, None, is_causal=False))
 
 

@@ -14,6 +14,7 @@ from ..ops.masks import Mask, bias, causal, keep, lengths, segments
 from ..ops.paged import Paged
 from ..ops.rules import Segments
 from ..ops.weights import weights
+from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .lazy import given_back
 from .masks import StructuralMask
@@ -147,7 +148,9 @@ def _one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor) -> bool:
     """What transformers means where it passes no mask; a single query sees all there is."""
-    return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", CROSS_ATTENTION.search(type(module).__name__) is None)
+    return query.shape[2] > 1 and bool(is_causal)
 
 
 def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) -> Mask:
