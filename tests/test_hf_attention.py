@@ -103,6 +103,15 @@ def test_a_batch_of_one_serves_all() -> None:
     assert torch.equal(call(q, k[:1], v[:1], None)[1:2], call(q[1:2], k[:1], v[:1], None))
 
 
+def test_attentions_have_a_column_for_every_key() -> None:
+    """Also for the unused room of a static cache, which a causal call without a mask does not see."""
+    q, k, v = qkv(3)
+    out, weights = headwise_attention(SomeAttention(), q, k, v, None, output_attentions=True)
+    assert weights.shape == (3, H, 3, S) and not weights[..., 3:].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3, H, 3))
+    assert torch.equal(out, call(q, k[:, :, :3], v[:, :, :3], None))
+
+
 def test_a_row_that_may_attend_nothing_is_zero() -> None:
     q, k, v = qkv()
     lowest = torch.finfo(torch.float32).min

@@ -74,7 +74,9 @@ def test_keys_and_values_are_read_and_not_replaced() -> None:
             for ours, exact in ((mine.keys, other.keys), (mine.values, other.values)):
                 assert (ours - exact).abs().max() <= (0.02 if "dtype" in how else 1e-6) * exact.abs().max()
         for name in ("keys", "values"):
-            with pytest.raises(ValueError, match=re.escape("come by update() and are changed by crop(), reorder_cache()")):
+            with pytest.raises(
+                ValueError, match=re.escape("come by update() and are changed by crop(), reorder_cache()")
+            ):
                 setattr(cache.layers[0], name, torch.zeros(1))
         cache.reset()
         assert cache.layers[0].keys is None
@@ -180,3 +182,60 @@ def test_a_cache_for_a_text_model_inside_of_another() -> None:
     model.model.language_model.set_attn_implementation("eager")
     with pytest.raises(ModelError, match=r"GotOcr2ForConditionalGeneration .*, and the model runs 'eager'"):
         make_cache(model, "paged")
+
+
+# -- what one cache may be used for -----------------------------------------------------------------------------------
+
+
+def test_past_recording_that_begins_before_the_first_token() -> None:
+    """As assisted generation does: 128 tokens can be taken back from the first on."""
+    model = BY_NAME["Mistral window"].build()
+    ids = token_ids(8 * 48 + 3)
+    found = []
+    for cache in (DynamicCache(config=model.config), make_cache(switched(model), max_length=600)):
+        cache.activate_past_recording()
+        with torch.no_grad():
+            for piece in ids[:, :-3].split(48, 1):
+                model(piece, past_key_values=cache, use_cache=True)
+            cache.crop(-PAGE)
+            found.append(model(ids[:, -3:], past_key_values=cache, use_cache=True).logits)
+    assert close(*found)
+
+
+def switched(model: PreTrainedModel) -> PreTrainedModel:
+    model.set_attn_implementation("headwise")
+    return model
+
+
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_a_reset_cache_serves_another_dtype(kind: str) -> None:
+    model = switched(BY_NAME["Llama GQA"].build())
+    cache = make_cache(model, kind, max_length=20)
+    with torch.no_grad():
+        model(token_ids(9), past_key_values=cache)
+        cache.reset()
+        half = model.to(torch.bfloat16)
+        again = half(token_ids(9), past_key_values=cache).logits
+        fresh = half(token_ids(9), past_key_values=make_cache(model, kind, max_length=20)).logits
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert torch.equal(again, fresh)
+
+
+@pytest.mark.unchecked
+def test_layers_that_keep_more_are_refused() -> None:
+    """Derived from a layer that is served, and keeping an index beside it."""
+    sizes = dict(q_lora_rank=5, kv_lora_rank=5, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7, index_n_heads=2)
+    config = transformers.DeepseekV32Config(**SIZES | sizes | dict(num_key_value_heads=4, index_head_dim=8))
+    with torch.device("meta"):
+        model = transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="eager")
+    text = r"DeepseekV32ForCausalLM \(model_type 'deepseek_v32'\): layer 0 keeps a DynamicIndexedLayer, .*DynamicCache"
+    with pytest.raises(ModelError, match=text):
+        make_cache(model)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("length", [True, 2.0, "9", -1])
+def test_a_max_length_that_is_no_number_of_tokens_is_refused(length: Any) -> None:
+    model = BY_NAME["Llama GQA"].build()
+    with pytest.raises(ValueError, match=re.escape(f"max_length is a number of tokens, at least 1; got {length!r}")):
+        make_cache(model, max_length=length)
