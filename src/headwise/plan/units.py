@@ -52,12 +52,12 @@ def show(count: float, unit: str = "") -> str:
     """A number with the field's decimal prefix.
 
     Example:
-        >>> show(8030261248), show(1.5e15, "FLOP"), show(12)
-        ('8.03 G', '1.5 PFLOP', '12')
+        >>> show(8030261248), show(1.5e15, "FLOP"), show(12), show(999_600)
+        ('8.03 G', '1.5 PFLOP', '12', '1 M')
     """
-    power = 0 if abs(count) < 1000 else min(6, int(math.log10(abs(count)) / 3 + 1e-9))
-    scaled = f"{count / 1000**power:.3g}"
-    return f"{scaled} {' KMGTPE'[power].strip()}{unit}".rstrip()
+    rounded = float(f"{count:.3g}")
+    power = 0 if rounded < 1000 else min(6, int(math.log10(rounded) / 3 + 1e-9))
+    return f"{rounded / 1000**power:.3g} {' KMGTPE'[power].strip()}{unit}".rstrip()
 
 
 def contexts(text: str) -> tuple[int, ...]:
