@@ -363,6 +363,8 @@ def whole_numbers(name: str, values: Any) -> list[int]:
     found = values.tolist() if hasattr(values, "tolist") else list(values)
     if not isinstance(found, list) or not all(_is_whole(n) for n in found):
         raise TypeError(f"{rule}; got {shown(values)}")
+    if any(not -FAR <= n <= FAR for n in found):
+        raise ValueError(f"{name} are at most {FAR}; got {shown(values)}")
     return [int(n) for n in found]
 
 
