@@ -106,8 +106,11 @@ def kv_bytes_per_token(
         d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, num_layers=num_layers
     )
     number = isinstance(bytes_per_number, (int, float)) and not isinstance(bytes_per_number, bool)
-    if not number or not 0 < bytes_per_number <= 1024:
-        raise ValueError(f"bytes_per_number is above 0; got {short(bytes_per_number)}; 1024 is the most")
+    if not number:
+        raise TypeError(f"bytes_per_number is a number; got {short(bytes_per_number)}")
+    if not 0 < bytes_per_number <= 1024:
+        bound = "at most 1024" if bytes_per_number > 0 else "above 0"
+        raise ValueError(f"bytes_per_number is {bound}; got {short(bytes_per_number)}")
     check_size("num_layers", num_layers)
     return num_layers * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * bytes_per_number
 
