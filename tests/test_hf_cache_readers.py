@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from headwise.hf import ModelError, make_cache
 from headwise.hf.lazy import Lazy
-from headwise.ops.paged import PAGE
+from headwise.ops.storage.paged import PAGE
 
 KINDS: tuple[dict[str, Any], ...] = (dict(kind="static"), dict(kind="paged"), dict(kind="static", dtype=torch.int8))
 EXACT = KINDS[:2]

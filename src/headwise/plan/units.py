@@ -26,7 +26,7 @@ def rate(text: str | float, what: str) -> float:
     if found is not None and found[4].lower() in _UNITS[what]:
         power = "KMGTPE".find(found[2].upper()) + 1 if found[2] else 0
         value = float(found[1]) * (1024**power if found[3] else 1000**power)
-    elif isinstance(text, int | float) and not isinstance(text, bool):
+    elif isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < 1e300:
         value = float(text)
     else:
         raise wrong
@@ -70,6 +70,8 @@ def contexts(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: something that is no whole number.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"context is a text such as 8192,131072; got {type(text).__name__}")
     found = []
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,15})\s*([kK]?)\s*", word)

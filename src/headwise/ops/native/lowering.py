@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import DTYPES, INTEGERS
-from ...shapes import FAR
+from ...arguments import DTYPES, FAR, INTEGERS
 from ..masks.compose import Mask
 from ..masks.patterns import Blocks
 from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
