@@ -76,6 +76,9 @@ struct Problem {
   SegmentRule segments[kMaxSegments];
   int n_segments = 0;
   Tensor4 dense[kMaxDense];  // Dtype::boolean: true = attend; else added to the scores, -inf forbids
+  // Relative biases stand among them: read along diagonals, query i and key j at (B, H, T - 1 + j - i), so that their
+  // stride is negative along the queries.
+  bool diagonal[kMaxDense] = {false};
   int n_dense = 0;
   AlibiRule alibi[kMaxAlibi];
   int n_alibi = 0;
@@ -93,7 +96,9 @@ struct Gradients {
   Tensor4 grad_lse;             // (B, H, T, 1) float32; data null = none
   Tensor4 query, key, value;    // results, in the query's dtype; their last axis is contiguous
   float* sinks = nullptr;       // (H), where the call has sinks
-  Tensor4 dense[kMaxDense];     // of each float mask, contiguous but for broadcast axes; data null = not wanted
+  // Of each float mask, contiguous but for broadcast axes; of a relative bias (B|1, H|1, T + S - 1), from its beginning.
+  // Data null = not wanted.
+  Tensor4 dense[kMaxDense];
   float* slopes[kMaxAlibi] = {nullptr};  // of each rule, (B, H) or (1, H), contiguous; null = not wanted
   bool slopes_batched[kMaxAlibi] = {false};
 };

@@ -95,7 +95,8 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
     grads.push_back(empty(1, &p.H, std::vector<int64_t>{1}.data(), aoti_torch_dtype_float32(), &data));
     g.sinks = static_cast<float*>(data);
   }
-  for (int i = 0; biases && i < p.n_dense; ++i) {
+  const auto n_relative = static_cast<int>(rules.relative().size()), n_dense = p.n_dense - n_relative;
+  for (int i = 0; biases && i < n_dense; ++i) {
     if (p.dense[i].dtype != Dtype::boolean) {
       grads.push_back(empty_bias(rules.dense()[static_cast<size_t>(i)], p, g.dense[i]));
     }
@@ -105,6 +106,14 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
     grads.push_back(empty_like(slopes, &data));
     g.slopes[i] = static_cast<float*>(data);
     g.slopes_batched[i] = slopes.axes == 2 && slopes.sizes[0] > 1;
+  }
+  for (int i = 0; biases && i < n_relative; ++i) {
+    const View view = look(rules.relative()[static_cast<size_t>(i)], "relative");
+    Tensor4& to = g.dense[n_dense + i];
+    grads.push_back(empty_like(view, &to.data));
+    to.stride[0] = view.sizes[0] > 1 ? view.sizes[1] * view.sizes[2] : 0;
+    to.stride[1] = view.sizes[1] > 1 ? view.sizes[2] : 0;
+    to.stride[2] = -1, to.stride[3] = 1;
   }
   attend_backward(p, g);
   stack[0] = list(grads);

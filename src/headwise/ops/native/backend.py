@@ -63,8 +63,8 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
-# bounds, segments, dense, alibi, maps, dropout and seed of a call without them.
-_PLAIN = (None, None, None, None, None, 0.0, None)
+# bounds, segments, dense, alibi, maps, relative, dropout and seed of a call without them.
+_PLAIN = (None, None, None, None, None, None, 0.0, None)
 
 
 def at_once(

@@ -25,7 +25,8 @@ OWN = (
 )  # fmt: skip
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
-    "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, float dropout, Tensor? seed"
+    "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, Tensor[]? relative, "
+    "float dropout, Tensor? seed"
 )
 
 # The operators, once they are there: found by name they cost a tenth of a small call.
@@ -148,7 +149,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        p, (n_segments, n_maps, _, _) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
+        p, (n_segments, n_maps, *_) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
         fixed = n_segments + n_maps
         biases = any(ctx.needs_input_grad[1 + 6 + fixed :])
         grad_out = torch.zeros_like(out) if grads[0] is None else grads[0]
@@ -163,17 +164,18 @@ class _Attend(torch.autograd.Function):
             *[None] * (2 + fixed),
             *(next(found) if biases and x.is_floating_point() else None for x in p.dense or ()),
             *(next(found) if biases and n % 2 == 0 else None for n in range(len(p.alibi or ()))),
+            *(next(found) if biases else None for _ in p.relative or ()),
         )
 
 
-# scale, softcap, low, high, dropout; how many tensors there are of segments, maps, dense and alibi.
-_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int, int]]
+# scale, softcap, low, high, dropout; how many tensors there are of segments, maps, dense, alibi and relative.
+_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int, int, int]]
 
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
     """The operator of this name, without the dispatcher."""
     p = Problem(*args)
-    lists = [x or () for x in (p.segments, p.maps, p.dense, p.alibi)]
+    lists = [x or () for x in (p.segments, p.maps, p.dense, p.alibi, p.relative)]
     lengths = tuple(len(x) for x in lists)
     tensors = (p.query, p.key, p.value, p.sinks, p.bounds, p.seed, *(x for given in lists for x in given))
     return _Attend.apply((p.scale, p.softcap, p.low, p.high, p.dropout, lengths), *tensors)
@@ -183,6 +185,6 @@ def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Problem:
     """The problem again, of what `attend_train` took apart."""
     scale, softcap, low, high, dropout, lengths = numbers
     query, key, value, sinks, bounds, seed, *rest = tensors
-    segments, maps, dense, alibi = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
-    masks = (low, high, bounds, segments, dense, alibi, maps)
+    segments, maps, dense, alibi, relative = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
+    masks = (low, high, bounds, segments, dense, alibi, maps, relative)
     return Problem(query, key, value, scale, softcap, sinks, *masks, dropout, seed)
