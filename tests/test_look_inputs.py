@@ -141,6 +141,14 @@ def test_what_a_config_tells_is_used() -> None:
     assert not torch.isin(copies[:, 1:], torch.tensor([1, 44, 20, 21, 9, 10])).any()
     look.at(Watching(), [5, 6, 7, 44], delimiters=[9, 10])
     assert seen[3][:, 0].eq(1).all() and seen[3][:, -1].eq(44).all()
+    look.at(Watching(), [5, 6, 9], delimiters=[9, 10])  # what ends an encoder's text ends its copies, a mark as well
+    assert seen[5][:, -1].eq(9).all() and not seen[5][:, :-1].eq(9).any()
+    look.at(Watching(), [5, 6, 7])  # but not a word of it
+    assert not seen[7][:, -1].eq(7).all()
+    look.at(Watching(mask=headwise.causal()), [5, 6, 44])  # and nothing ends a decoder's
+    assert not seen[9].eq(44).any()
+    look.at(Watching(), [5, 6, 7], delimiters=[9], repeats=Repeats(vocabulary=[9, 20, 30]))
+    assert set(seen[11][:, 1:].flatten().tolist()) == {9, 20, 30}  # what was asked for is not avoided
 
 
 class Adapted(nn.Module):
@@ -230,7 +238,8 @@ def test_a_part_of_the_heads_is_not_taken_for_the_whole() -> None:
         with pytest.raises(ValueError, match=re.escape(split)):
             check_heads(SimpleNamespace(**told), call)
     whole = SimpleNamespace(num_attention_heads=2)
-    for told in ({}, {"num_heads": 2, "config": SimpleNamespace(num_attention_heads=4)}, {"config": whole}):
+    other = SimpleNamespace(num_attention_heads=4)  # as where an encoder and a decoder share a config
+    for told in ({}, {"num_heads": 2, "config": other}, {"num_heads": 4, "config": whole}, {"config": whole}):
         check_heads(SimpleNamespace(**told), call)
     for said in (None, "4", [2, 4]):
         check_heads(SimpleNamespace(num_heads=said, config=Sundry()), call)
@@ -329,6 +338,16 @@ def test_few_positions_and_few_ids() -> None:
     assert set(draw(Repeats(), [3, 4], 99)[0].ids) == {3, 4}
     with pytest.raises(ValueError, match=re.escape("got sequences=0, length=160; repeats=None leaves them out")):
         Repeats(sequences=0)
+
+
+@pytest.mark.parametrize(("positions", "passes"), [(8, 1), (9, 2)])
+def test_a_model_too_short_for_copies_reads_none(positions: int, passes: int) -> None:
+    model = Tiny(mask=headwise.causal())
+    model.config = SimpleNamespace(max_position_embeddings=positions)
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    found = look.at(model, [1, 2, 3])
+    assert len(seen) == passes and (found.heads[0].duplicate is None) is (passes == 1)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
