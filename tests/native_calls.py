@@ -18,7 +18,7 @@ B, H, K, T, S, D, V = 3, 4, 2, 5, 7, 16, 8
 
 
 def rules(**given: Any) -> dict[str, Any]:
-    """The nine arguments between scores and weights, by name."""
+    """The ten arguments between scores and weights, by name."""
     dense = [torch.randn(1, H, T, S), torch.rand(B, 1, 1, S) > 0.2, torch.randn(B, 1, T, 1).double()]
     everything = {
         "scale": 0.25,
@@ -30,13 +30,14 @@ def rules(**given: Any) -> dict[str, Any]:
         "segments": [torch.arange(B * T).view(B, T) % T // 3, torch.arange(S) // 4],
         "dense": dense,
         "alibi": [torch.rand(B, H), torch.tensor([1, -2, 0])],
+        "maps": [torch.tensor([2, 1, 3]).view(B, 1, 1, 1), torch.randint(-(1 << 63), (1 << 63) - 1, (2, 64)) | 8],
     }
     return everything | given
 
 
 def none() -> dict[str, Any]:
     """The same for a call without them."""
-    names = ("sinks", "bounds", "segments", "dense", "alibi")
+    names = ("sinks", "bounds", "segments", "dense", "alibi", "maps")
     return rules(softcap=0.0, **dict.fromkeys(names))
 
 

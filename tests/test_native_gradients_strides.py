@@ -123,7 +123,7 @@ def operator(backend: str, given: dict[str, Tensor]) -> Leaves:
     with instructions(backend):
         found = torch.ops.headwise.attend_backward(
             given["grad_out"], None, given["out"], given["lse"], False, given["query"], given["key"], given["value"],
-            0.3, 0.0, None, -far, far, None, None, None, None, 0.0, None,
+            0.3, 0.0, None, -far, far, None, None, None, None, None, 0.0, None,
         )  # fmt: skip
     return dict(zip(("query", "key", "value"), found, strict=True))
 
@@ -134,7 +134,7 @@ def operator(backend: str, given: dict[str, Tensor]) -> Leaves:
 def test_the_operator_takes_what_the_forward_gave_in_any_layout(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     case, far = Case(n, dtype), native.FAR
     leaves = case.leaves()
-    none = (-far, far, None, None, None, None)
+    none = (-far, far, None, None, None, None, None)
     with instructions(backend):
         out, lse = torch.ops.headwise.attend_full(*leaves.values(), 0.3, 0.0, None, *none, None, 0.0, None)
     given = {**leaves, "out": out, "lse": lse, "grad_out": case.upstream()[0]}

@@ -105,7 +105,11 @@ Result attention(const Call& c, const Rounding& unit) {
         continue;
       }
       counts = true;
-      top = std::max(top, s.value), error = std::max(error, s.error), largest = std::max(largest, fabs(s.value));
+      top = std::max(top, s.value);
+    }
+    for (const Score& s : scores) {
+      if (!s.attended || s.value + s.error < top - 1000) continue;  // so far below, its error is that of a 0
+      error = std::max(error, s.error), largest = std::max(largest, fabs(s.value));
     }
     if (!alive) continue;
     double* out = &r.out[row * width];
