@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from backends import attend, quick
 from mask_cases import LONG, MASKS, SHORT, SIZES, SQUARE, TILED, Sizes, dense
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import headwise
 import headwise.testing
+from headwise.ops.native import lowered
+from headwise.shapes import FAR
+from headwise.testing import make_qkv
 
 every_mask = pytest.mark.parametrize("name", MASKS)
 every_size = pytest.mark.parametrize("n", SIZES, ids=["short", "long", "square"])
@@ -267,6 +271,35 @@ def test_alibi_slopes_of_the_paper() -> None:
     assert headwise.alibi_slopes(6).tolist() == pytest.approx(expected)
     with pytest.raises(ValueError, match="num_heads >= 1; got 0"):
         headwise.alibi_slopes(0)
+
+
+def test_offsets_far_out_are_cut_off() -> None:
+    """What int64 holds at most, one more of which is negative, means what 2**40 does: all keys, or none."""
+    n = SHORT
+    makes = (headwise.causal, lambda offset: headwise.window(2, 1, offset=offset))
+    i, j = torch.arange(n.T)[:, None], torch.arange(n.S)[None]
+    for offset in (2**63 - 1, -(2**63), torch.iinfo(torch.int32).max):
+        for make in makes:
+            mask, far = make(offset=torch.tensor([offset])), make(offset=max(-FAR, min(offset, FAR)))
+            assert bool((mask.allowed(n.T, n.S) == far.allowed(n.T, n.S)).all())
+            assert bool((mask.at(i, j, n.T, n.S)[0] == far.at(i, j, n.T, n.S)[0]).all())  # type: ignore[union-attr]
+            assert all(map(torch.equal, mask.bounds(n.T, n.S), far.bounds(n.T, n.S)))  # type: ignore[arg-type]
+            bounds = lowered(mask, n.T, n.S).bounds
+            assert bounds is not None and int(bounds.abs().max()) <= 2 * FAR
+        slopes = torch.ones(n.H)
+        ours = headwise.alibi(slopes, offset=torch.tensor([offset])).added(n.T, n.S)
+        assert bool((ours <= 0).all()) and float(ours.abs().max()) <= 1.1 * FAR  # type: ignore[union-attr]
+
+
+@quick
+@pytest.mark.parametrize("offset", [2**63 - 1, -(2**63)])
+def test_offsets_far_out_in_every_backend(backend: str, offset: int) -> None:
+    qkv, one = make_qkv(*SHORT), torch.tensor([offset, 0])
+    for mask in (headwise.causal(offset=one), headwise.window(2, offset=one.flip(0))):
+        allowed = mask.allowed(SHORT.T, SHORT.S)
+        assert allowed is not None and allowed.flatten(1).float().mean(1).tolist().count(float(offset > 0)) <= 1
+        out = attend(backend, *qkv, mask=mask)
+        torch.testing.assert_close(out, attend(backend, *qkv, mask=allowed), rtol=2e-6, atol=1e-6)
 
 
 def test_square_segments_need_ids_once() -> None:

@@ -364,6 +364,7 @@ def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
     """
     if not slopes.is_floating_point() or slopes.ndim not in (1, 2):
         raise TypeError(f"alibi() takes float slopes (H,) or (B, H); got {slopes.dtype} {tuple(slopes.shape)}")
+    check_integers("offset of alibi()", offset, tensor=True)
     return Mask((Alibi(slopes, offset),))
 
 
