@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from backends import BACKENDS, ISAS, MUST, OPTIONAL, check_refusal
-from mask_cases import SHORT
+from mask_cases import MASKS, SHORT, SIZES, UNEQUAL, Sizes, dense
 from test_meaning import EXTRAS, options_of
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 import headwise
-from headwise.testing import assert_same_bits, make_qkv
+from headwise.ops import flex
+from headwise.testing import assert_same_bits, make_qkv, poison
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -69,6 +74,77 @@ def test_what_a_backend_cannot_honour_it_refuses(backend: str, what: str) -> Non
     check_refusal(backend, str(refusal.value), headwise.explain(*qkv, **options))
     with pytest.raises(ValueError, match="cannot serve this call"):
         headwise.explain(*qkv, **options, backend=backend)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_flex_reads_every_rule_as_it_is_meant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions of one place, over all places, and its lists of tiles, of 16 x 16 here."""
+    monkeypatch.setattr(flex, "TILE", 16)
+    for n in (*SIZES, *UNEQUAL):
+        mask, (sees, adds) = MASKS[name](n).mask, dense(name, n)
+        where = torch.meshgrid(*(torch.arange(size) for size in (n.B, n.H, n.T, n.S)), indexing="ij")
+        blocks = flex._block_mask(mask, n.T, n.S, torch.device("cpu"))
+        score = flex._score_mod(mask, None, n.T, n.S)
+        assert blocks is not None or bool(sees.all())
+        if blocks is not None:
+            assert torch.equal(blocks.mask_mod(*where).expand(sees.shape), sees)
+            assert torch.equal(_places(blocks, n), sees)
+        if score is not None:
+            added = score(torch.zeros(()), *where).expand(sees.shape)
+            torch.testing.assert_close(added.double().masked_fill(~sees, 0), adds, rtol=1e-6, atol=1e-6)
+        assert (score is not None) == (MASKS[name](n).adds is not None)
+
+
+def _places(blocks: BlockMask, n: Sizes) -> Tensor:
+    """What a block mask lets in, from its lists: full tiles as a whole, mixed ones by its function."""
+    found = torch.zeros(n.B, n.H, n.T, n.S, dtype=torch.bool)
+    for counts, order, full in (
+        (blocks.kv_num_blocks, blocks.kv_indices, False),
+        (blocks.full_kv_num_blocks, blocks.full_kv_indices, True),
+    ):
+        for b, h, t in itertools.product(range(n.B), range(n.H), range(counts.shape[2])):
+            at = (b % counts.shape[0], h % counts.shape[1], t)
+            for s in order[at][: counts[at]].tolist():
+                i, j = torch.arange(t * 16, min(t * 16 + 16, n.T))[:, None], torch.arange(s * 16, min(s * 16 + 16, n.S))
+                found[b, h, i, j] = True if full else blocks.mask_mod(torch.tensor(b), torch.tensor(h), i, j)
+    return found
+
+
+@pytest.mark.unchecked
+def test_flex_keeps_the_first_keys_and_puts_a_sink_into_the_lse() -> None:
+    n = SHORT
+    qkv, sinks = make_qkv(*n), torch.randn(n.H)
+    mask = headwise.window(2, first=1) & headwise.lengths(torch.tensor([7, 0]))
+    ours, exact = (
+        headwise.attention(*qkv, mask=mask, sinks=sinks, return_lse=True, backend=backend)
+        for backend in ("flex", "reference")
+    )
+    for x, y in zip(ours, exact, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.unchecked
+def test_flex_behind_the_fence() -> None:
+    """Poison where nothing may look changes no bit, as in `test_interference`; a sink that is no number shows."""
+    n = SHORT
+    q, k, v = make_qkv(*n)
+    seen = torch.rand(n.T, n.S) > 0.2
+    seen[1], seen[:, 4] = False, False
+    row, key = torch.arange(n.T)[:, None] == 1, torch.arange(n.S)[:, None] == 4
+    sinks = torch.tensor([0.0, 1.0, math.nan, math.inf, -math.inf, 2.0])
+    clean = headwise.attention(q, k, v, mask=seen, sinks=sinks, return_lse=True, backend="flex")
+    for what in (math.nan, 1e30):
+        bad = (poison(q, row, what), poison(k, key, what), poison(v, key, what))
+        for x, y in zip(
+            headwise.attention(*bad, mask=seen, sinks=sinks, return_lse=True, backend="flex"), clean, strict=True
+        ):
+            assert_same_bits(x, y)
+    out, lse = clean
+    assert bool((out[:, :, 1] == 0).all() and (lse[:, :, 1] == -math.inf).all())
+    shown = torch.tensor([False, False, True, True, False, False])
+    alive = torch.arange(n.T) != 1
+    assert torch.equal(out[:, :, alive].isnan().all(-1).all(-1).all(0), shown)
+    assert torch.equal(lse[:, :, alive].isnan().any(-1).any(0), shown)
 
 
 def test_flex_refuses_a_backward_on_the_cpu() -> None:
