@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import headwise
+from headwise.cache import Quantized
 from headwise.ops import flex
+from headwise.ops.held import in_one_piece
+from headwise.ops.paged import Paged
 from headwise.testing import assert_same_bits, make_qkv, poison
 
 
@@ -74,6 +78,50 @@ def test_what_a_backend_cannot_honour_it_refuses(backend: str, what: str) -> Non
     check_refusal(backend, str(refusal.value), headwise.explain(*qkv, **options))
     with pytest.raises(ValueError, match="cannot serve this call"):
         headwise.explain(*qkv, **options, backend=backend)
+
+
+# -- keys and values that are more than two tensors ----------------------------------------------------------------------
+
+PAGES, TABLE = torch.randn(5, 3, 128, 11), torch.tensor([[2, 0], [4, 1]])
+BYTES = Quantized(torch.zeros(2, 3, 200, 11, dtype=torch.int8), torch.ones(2, 3, 200))
+IN_PAGES = Paged(PAGES, TABLE, 200)
+APART: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "two tables": (IN_PAGES, Paged(PAGES, TABLE.clone(), 200), ValueError, "share their table and length; give both"),
+    "two lengths": (IN_PAGES, Paged(PAGES, TABLE, 199), ValueError, "share their table and length; give both"),
+    "pages and a tensor": (IN_PAGES, torch.zeros(2, 3, 200, 11), TypeError, "in pages both or neither; take .dense()"),
+    "a tensor and pages": (torch.zeros(2, 3, 200, 11), IN_PAGES, TypeError, "in pages both or neither; take .dense()"),
+    "int8 and a tensor": (BYTES, torch.zeros(2, 3, 200, 11), TypeError, "key is Quantized, value is not: use"),
+    "a tensor and int8": (torch.zeros(2, 3, 200, 11), BYTES, TypeError, "value is Quantized, key is not: use"),
+    "int8 and pages": (BYTES, IN_PAGES, TypeError, "key is Quantized, value is not: use"),
+}
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", APART)
+def test_keys_and_values_lie_alike(name: str) -> None:
+    key, value, error, text = APART[name]
+    for function in (headwise.attention, headwise.explain):
+        with pytest.raises(error, match=re.escape(text)):
+            function(torch.zeros(2, 6, 1, 11), key, value)  # type: ignore[operator]
+
+
+def test_pages_tell_what_they_hold() -> None:
+    """Token j of row b lies in page table[b, j // 128], at place j % 128; the rest of a page is nobody's."""
+    assert IN_PAGES.shape == (2, 3, 200, 11)
+    dense = IN_PAGES.dense()
+    assert isinstance(dense, Tensor) and dense.shape == IN_PAGES.shape
+    for b, j in ((0, 0), (0, 127), (0, 128), (1, 199)):
+        assert_same_bits(dense[b, :, j], PAGES[TABLE[b, j // 128], :, j % 128])
+    scales = torch.rand(5, 3, 128)
+    quantised = Paged(Quantized(torch.randint(-9, 9, PAGES.shape).to(torch.int8), scales), TABLE, 130)
+    apart = quantised.dense()
+    assert isinstance(apart, Quantized) and quantised.shape == apart.shape == (2, 3, 130, 11)
+    whole = in_one_piece(quantised, torch.float32)
+    assert_same_bits(whole, quantised.pages.dequantize()[TABLE].transpose(1, 2).flatten(2, 3)[:, :, :130])
+    assert in_one_piece(PAGES, torch.float64) is PAGES
+
+
+# -- flex ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MASKS)
