@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from backends import BACKENDS, ISAS, MUST, OPTIONAL, check_refusal
+from backends import BACKENDS, BEST, ISAS, MUST, OPTIONAL, attend, check_refusal
 from mask_cases import MASKS, SHORT, SIZES, UNEQUAL, Sizes, dense
 from test_meaning import EXTRAS, options_of
 from torch import Tensor
@@ -80,7 +82,7 @@ def test_what_a_backend_cannot_honour_it_refuses(backend: str, what: str) -> Non
         headwise.explain(*qkv, **options, backend=backend)
 
 
-# -- keys and values that are more than two tensors ----------------------------------------------------------------------
+# -- keys and values that are more than two tensors --------------------------------------------------------------------
 
 PAGES, TABLE = torch.randn(5, 3, 128, 11), torch.tensor([[2, 0], [4, 1]])
 BYTES = Quantized(torch.zeros(2, 3, 200, 11, dtype=torch.int8), torch.ones(2, 3, 200))
@@ -121,7 +123,7 @@ def test_pages_tell_what_they_hold() -> None:
     assert in_one_piece(PAGES, torch.float64) is PAGES
 
 
-# -- flex ---------------------------------------------------------------------------------------------------------------
+# -- flex --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -204,6 +206,23 @@ def test_flex_refuses_a_backward_on_the_cpu() -> None:
 @pytest.mark.parametrize("what", CANNOT["sdpa"])
 def test_what_torch_cannot_do_runs_elsewhere(backend: str, what: str) -> None:
     headwise.attention(*make_qkv(*SHORT), **CANNOT["sdpa"][what], backend=backend)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("backend", [*MUST, "sdpa", *BEST])
+def test_any_real_number_will_do_for_an_option(backend: str) -> None:
+    """numpy's and fractions, and an integer: the bits of the float."""
+    q, k, v = make_qkv(*SHORT)
+    for given, same in (
+        ({"scale": np.float32(0.25)}, {"scale": 0.25}),
+        ({"scale": Fraction(1, 3), "softcap": np.float64(30)}, {"scale": 1 / 3, "softcap": 30.0}),
+        ({"scale": 1, "softcap": 2, "dropout": np.float32(0)}, {"scale": 1.0, "softcap": 2.0}),
+    ):
+        ours, theirs = (attend(backend, q, k, v, **x) for x in (given, same))
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert_same_bits(ours, theirs)
+        assert_same_bits(*(headwise.weights(q, k, **{"scale": x["scale"]}) for x in (given, same)))
 
 
 def test_a_backend_asked_for_by_name_is_the_one_explained() -> None:
