@@ -1,7 +1,6 @@
 """The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
@@ -17,6 +16,7 @@ from .fence import alive_rows, fence, quiet, show, surely_tame
 from .masks.compose import Mask
 from .native import backend as native
 from .reference import reference
+from .scores import autocasts, without_autocast
 from .storage.held import Held, Layout, parts_of
 from .storage.int8 import Quantized
 from .storage.paged import Paged
@@ -140,7 +140,7 @@ def attention(
             return done
     query, k, v = _autocast(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
-    with _no_autocast(call):
+    with without_autocast(call.device_type):
         out, lse = _run(call, _choose(call, backend)[0])
     if not return_lse:
         return out
@@ -367,19 +367,10 @@ def _checked(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the op runs in its lower precision, as torch's own SDPA does."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not _autocasts(device):
+    if not autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors
     )
-
-
-def _no_autocast(call: Call) -> AbstractContextManager[object]:
-    """A backend's own float32 matmuls are not autocast's to lower."""
-    return torch.autocast(call.device_type, enabled=False) if _autocasts(call.device_type) else nullcontext()
-
-
-def _autocasts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

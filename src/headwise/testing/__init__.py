@@ -351,14 +351,14 @@ def _check(
 
 def _dense(mask: Mask | Tensor | None, full: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """What may be attended (bool) and what is added (float64, finite where -inf was), both (B, H, T, S)."""
-    allowed: Tensor | None = None
-    added: Tensor | None = None
+    found: tuple[Tensor | None, Tensor | None] = None, None
     if isinstance(mask, Tensor):
-        allowed, added = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
+        found = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
     elif mask is not None:
-        allowed, added = mask.allowed(*full[2:], device=device), mask.added(*full[2:], device=device)
-    allowed = torch.ones(1, dtype=torch.bool, device=device) if allowed is None else allowed
-    added = torch.zeros(1, dtype=torch.float64, device=device) if added is None else added.double()
+        mask = mask.computed_in(torch.float64)
+        found = mask.allowed(*full[2:], device=device), mask.added(*full[2:], device=device)
+    allowed = torch.ones(1, dtype=torch.bool, device=device) if found[0] is None else found[0]
+    added = torch.zeros(1, dtype=torch.float64, device=device) if found[1] is None else found[1].double()
     return allowed.expand(full), added.masked_fill(added == -math.inf, 0).expand(full)
 
 
