@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ..arguments import check_tensor
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep, lengths
+from ..shapes.kinds import check_tensor
 from .checks import check_append
 
 Side = Literal["right", "left"]

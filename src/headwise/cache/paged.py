@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..arguments import check_counts, check_flags, shown
 from ..ops.storage.held import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
+from ..shapes.kinds import check_counts, check_flags, shown
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate
 from .store import Store

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import DTYPES, check_counts, check_tensor, describe, shown, whole_numbers
 from ..ops.masks.compose import as_mask
 from ..plan.shape import AttentionShape, check_size
+from ..shapes import DTYPES, describe
+from ..shapes.kinds import check_counts, check_tensor, shown, whole_numbers
 from .latent_form import check_form
 
 MemoryDim = int | tuple[int, int] | None

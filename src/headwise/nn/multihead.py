@@ -6,10 +6,10 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..arguments import check_counts
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.storage.held import Held
 from ..plan.shape import Bias
+from ..shapes.kinds import check_counts
 from .cached import positions_of, step
 from .checks import check_cache, check_input, check_memory, check_part, check_sizes, check_vectors, check_width
 from .heads import Head, check_heads, fill, rows_of

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_counts, check_flags
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import causal as causal_mask
 from ..ops.statistics.weights import weights
 from ..plan import AttentionShape, parameter_count
 from ..plan.shape import Bias
+from ..shapes.kinds import check_counts, check_flags
 from .checks import check_input
 from .inner import Inner
 from .mixing import Mixing, measure_mixing

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..arguments import check_flags, shown
 from ..shapes import check_attention, check_gate, check_options
+from ..shapes.kinds import check_flags, shown
 from .backends import blocks, flex, sdpa
 from .call import Call, Limit, fitted, refusal
 from .fence import alive_rows, fence, quiet, show, surely_tame

@@ -25,20 +25,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headwise.arguments import (
-    DTYPES,
-    INTEGERS,
+from headwise.ops.masks import Mask, as_mask
+from headwise.shapes import DTYPES, INTEGERS, check_attention, check_gate, check_options, describe
+from headwise.shapes.kinds import (
     check_counts,
     check_device,
     check_dtype,
     check_flags,
     check_numbers,
     check_tensor,
-    describe,
     shown,
 )
-from headwise.ops.masks import Mask, as_mask
-from headwise.shapes import check_attention, check_gate, check_options
 
 from .compare import Accuracy, accuracy, assert_close_like_torch, assert_same_bits, ulp
 

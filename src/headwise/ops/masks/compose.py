@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...arguments import check_counts, check_device
 from ...shapes import MASK_RULE, check_made
+from ...shapes.kinds import check_counts, check_device
 from ..symbols import known
 from .algebra import both, either, neither
 from .places import Rows, check_asked, check_at, full_rank, wide

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ...arguments import FAR, check_counts, check_device, check_index, describe
+from ...shapes import describe
+from ...shapes.kinds import FAR, check_counts, check_device, check_index
 
 Rows: TypeAlias = "slice | Tensor | None"
 """Which of the queries, or of the keys: a slice or a 1-D index tensor; all where None."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...arguments import FAR
 from ...shapes import LEAST_FACTOR, MOST_FACTOR, check_gate, check_options
+from ...shapes.kinds import FAR
 from ..call import Call, Limit
 from ..masks.compose import Mask, as_mask
 from ..storage.held import Layout

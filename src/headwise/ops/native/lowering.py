@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import DTYPES, FAR, INTEGERS
+from ...shapes import DTYPES, INTEGERS
+from ...shapes.kinds import FAR
 from ..masks.compose import Mask
 from ..masks.patterns import Blocks, Relative
 from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments

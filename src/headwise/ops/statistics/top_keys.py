@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ...arguments import check_counts
 from ...shapes import check_options, check_query_key
+from ...shapes.kinds import check_counts
 from ..call import fitted
 from ..masks.compose import Mask
 from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips, without_autocast

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...arguments import INTEGERS, check_dense, describe, shown
-from ...shapes import check_options, check_query_key
+from ...shapes import INTEGERS, check_options, check_query_key, describe
+from ...shapes.kinds import check_dense, shown
 from ..call import fitted
 from ..masks.compose import Mask
 from ..scores import mask_scores, score_rows, softcapped, softmax_rows, without_autocast

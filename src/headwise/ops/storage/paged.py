@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...arguments import check_counts, check_index, check_tensor, describe
-from ...shapes import check_int8
+from ...shapes import check_int8, describe
+from ...shapes.kinds import check_counts, check_index, check_tensor
 from .int8 import Quantized
 
 PAGE = 128  # a page holds so many keys or a multiple: the tile of the native kernel, which then lies in one page

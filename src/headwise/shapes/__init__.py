@@ -24,7 +24,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from .arguments import DTYPES, FAR, INTEGERS, check_dense, check_tensor, describe, shown
+from .kinds import DTYPES as DTYPES
+from .kinds import FAR, check_dense, check_tensor, shown
+from .kinds import INTEGERS as INTEGERS
+from .kinds import describe as describe
 
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
 SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2)"

@@ -1,6 +1,6 @@
-"""Arguments by kind: what a tensor, an index, a count, a number, a flag or a text must be, for every public function.
+"""Arguments by kind: what serves for a size, a number, a flag, a tensor, and the text of each error where it does not.
 
-Each check raises TypeError or ValueError that names the argument, the rule and what was met.
+Each raises TypeError for what is of another kind, and ValueError for what is of the kind and cannot be.
 """
 
 from __future__ import annotations
