@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops.attention import attention
 from ..ops.masks import Mask, as_mask, causal, keep, lengths
 from ..ops.rules import Alibi, Band
-from ..shapes import check_tensor
+from ..shapes.kinds import check_tensor
 from .checks import check_append
 
 Side = Literal["right", "left"]

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ..ops.held import in_one_piece
 from ..ops.paged import PAGE, Paged
-from ..shapes import check_counts, check_flags, shown
+from ..shapes.kinds import check_counts, check_flags, shown
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate
 from .store import Store

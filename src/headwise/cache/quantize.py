@@ -11,7 +11,8 @@ from torch import Tensor
 from ..ops.attention import attention
 from ..ops.int8 import Quantized
 from ..ops.masks import Mask
-from ..shapes import DTYPES, check_attention, check_dense, describe
+from ..shapes import DTYPES, check_attention, describe
+from ..shapes.kinds import check_dense
 
 MOST = 127  # symmetric: -128 is not used
 

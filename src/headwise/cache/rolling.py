@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..ops.masks import Mask, window
 from ..ops.paged import PAGE
-from ..shapes import check_counts
+from ..shapes.kinds import check_counts
 from .checks import check_made, check_rows, check_truncate
 from .paged import PagedCache, PagePool
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..shapes import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
+from ..shapes.kinds import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
 from .repeats import Repeats
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..shapes import check_counts, check_flags, check_texts, shown
+from ..shapes.kinds import check_counts, check_flags, check_texts, shown
 
 if TYPE_CHECKING:
     import pandas

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..shapes import check_counts, whole_numbers
+from ..shapes.kinds import check_counts, whole_numbers
 
 SHORTEST = 8
 """Random tokens a sequence needs at the least; a model with fewer positions is not measured."""

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ..ops.attention import attention
 from ..ops.held import Held
 from ..ops.masks import Mask
-from ..shapes import check_gate, check_options, check_sinks, check_texts
+from ..shapes import check_gate, check_options, check_sinks
+from ..shapes.kinds import check_texts
 
 
 class Inner(nn.Module):

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from ..plan.layer import AttentionLayer, Latent
 from ..plan.shape import check_size
-from ..shapes import check_counts, shown
+from ..shapes.kinds import check_counts, shown
 
 Form = Literal["expanded", "absorbed"]
 Choice = Literal["auto", "expanded", "absorbed"]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.masks import Mask, bias, keep
-from ..shapes import MASK_RULE, check_counts, check_tensor, describe
+from ..shapes import MASK_RULE, describe
+from ..shapes.kinds import check_counts, check_tensor
 from .inner import InnerAttention
 from .multihead import MultiHeadAttention
 

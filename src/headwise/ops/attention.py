@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..shapes import check_attention, check_flags, check_gate, check_options, shown
+from ..shapes import check_attention, check_gate, check_options
+from ..shapes.kinds import check_flags, shown
 from . import blocks, flex, native, sdpa
 from .call import Call, Limit, refusal
 from .fence import fence, show, surely_finite
@@ -351,7 +352,7 @@ def _checked(
     mask = None if mask is None else mask.trimmed(T, S)
     gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
     scale = D**-0.5 if scale is None else scale
-    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate, layout)
+    return Call(query, key, value, mask, scale, softcap, sinks, float(dropout), return_lse, gate, layout)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

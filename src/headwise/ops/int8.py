@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from ..shapes import check_dtype, check_int8
+from ..shapes import check_int8
+from ..shapes.kinds import check_dtype
 from .rules import register
 
 

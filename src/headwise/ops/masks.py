@@ -21,8 +21,9 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from ..shapes import MASK_RULE, check_counts, check_device, check_index, check_integers, check_made, check_tensor
-from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, check_asked, check_at, full_rank, register
+from ..shapes import MASK_RULE, check_integers, check_made
+from ..shapes.kinds import check_counts, check_device, check_index, check_tensor
+from .rules import Alibi, Band, Bias, Keep, Lengths, Part, Rows, Segments, check_asked, checked_at, full_rank, register
 from .symbols import known
 
 EMPTY, MIXED, FULL = 0, 1, 2
@@ -68,7 +69,7 @@ class Mask:
 
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
         """(allowed, added) at gathered places; i, j: integer tensors that broadcast to (B, H, R, C)."""
-        check_at(i, j, T, S)
+        i, j = checked_at(i, j, T, S)
         allowed: list[Tensor] = []
         added: list[Tensor] = []
         for part in self.parts:

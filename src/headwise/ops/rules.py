@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from ..shapes import check_counts, check_device, check_index, check_index_tensor, check_mask_tensor, describe
+from ..shapes import check_index_tensor, check_mask_tensor, describe
+from ..shapes.kinds import check_counts, check_device, check_index
 from .symbols import known
 
 Rows: TypeAlias = "slice | Tensor | None"
@@ -19,7 +20,7 @@ Rows: TypeAlias = "slice | Tensor | None"
 def _index(pick: Rows, length: int, device: torch.device | None) -> Tensor:
     """The chosen indices of an axis as a 1-D integer tensor."""
     if isinstance(pick, Tensor):
-        return pick
+        return pick.long()  # of a smaller type a sum would overflow, and uint8 would pick as bools do
     return torch.arange(*_ends(pick, length), device=device)
 
 
@@ -53,7 +54,7 @@ def check_asked(T: int, S: int, rows: Rows, cols: Rows, device: Any) -> None:
         _check_within(name, pick, length)
 
 
-def check_at(i: Tensor, j: Tensor, T: int, S: int) -> None:
+def checked_at(i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor, Tensor]:
     """Places at which a rule is asked: integers on one device, of shapes that broadcast."""
     check_counts(T=T, S=S)
     check_index("an integer tensor that broadcasts to (B, H, R, C)", i=i, j=j)
@@ -68,6 +69,7 @@ def check_at(i: Tensor, j: Tensor, T: int, S: int) -> None:
         )
     _check_within("i", i, T)
     _check_within("j", j, S)
+    return i.long(), j.long()
 
 
 def _check_within(name: str, index: Tensor, length: int) -> None:
@@ -191,6 +193,9 @@ class Segments(Part):
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        for name, ids, length in (("query_ids", self.query_ids, T), ("key_ids", self.key_ids, S)):
+            if ids.ndim not in (1, 2) or ids.shape[-1] != length:
+                raise ValueError(f"{name} of the segments: one a position, {length} here; got {describe(ids)}")
         return _pick(self.query_ids, i) == _pick(self.key_ids, j)
 
     @override
@@ -216,18 +221,26 @@ class _Dense(Part):
         """(B|1, H|1, T|1, S|1)."""
         return rank4(self.tensor)
 
+    def _of_size(self, T: int, S: int) -> Tensor:
+        full = self.full
+        if full.shape[2] not in (1, T) or full.shape[3] not in (1, S):
+            raise ValueError(
+                f"a mask tensor broadcasts to (B, H, T, S) = (B, H, {T}, {S}); got {describe(self.tensor)}"
+            )
+        return full
+
     @override
     def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
-        out = self.full
+        out = self._of_size(T, S)
         if rows is not None and out.shape[2] > 1:
-            out = out[:, :, rows]
+            out = out[:, :, rows if isinstance(rows, slice) else rows.long()]
         if cols is not None and out.shape[3] > 1:
-            out = out[..., cols]
+            out = out[..., cols if isinstance(cols, slice) else cols.long()]
         return out
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        full = self.full
+        full = self._of_size(T, S)
         b, h, t, s = full.shape
         batch = torch.arange(b, device=full.device).view(-1, 1, 1, 1)
         head = torch.arange(h, device=full.device).view(1, -1, 1, 1)

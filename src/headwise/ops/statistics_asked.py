@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..shapes import DTYPES, INTEGERS, check_counts, check_dense, check_options, check_query_key, describe, shown
+from ..shapes import DTYPES, INTEGERS, check_options, check_query_key, describe
+from ..shapes.kinds import check_counts, check_dense, shown
 from .masks import Mask, fitted
 
 

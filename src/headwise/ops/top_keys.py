@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..shapes import check_counts, check_options, check_query_key
+from ..shapes import check_options, check_query_key
+from ..shapes.kinds import check_counts
 from .masks import Mask, fitted
 from .scores import BLOCK_ELEMENTS, mask_scores, score_rows, softmax_rows, strips
 from .weights import chosen, rules_of

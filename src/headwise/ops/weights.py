@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..shapes import INTEGERS, check_dense, check_options, check_query_key, describe, shown
+from ..shapes import INTEGERS, check_options, check_query_key, describe
+from ..shapes.kinds import check_dense, shown
 from .masks import Mask, fitted
 from .scores import mask_scores, score_rows, softmax_rows
 

@@ -26,19 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headwise.ops.masks import Mask, as_mask
-from headwise.shapes import (
-    DTYPES,
-    INTEGERS,
-    check_attention,
+from headwise.shapes import DTYPES, INTEGERS, check_attention, check_gate, check_options, describe
+from headwise.shapes.kinds import (
     check_counts,
     check_device,
     check_dtype,
     check_flags,
-    check_gate,
     check_numbers,
-    check_options,
     check_tensor,
-    describe,
     shown,
 )
 

@@ -9,17 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwise.shapes import (
-    DTYPES,
-    INTEGERS,
-    check_dtype,
-    check_numbers,
-    check_tensor,
-    check_texts,
-    describe,
-    is_finite,
-    shown,
-)
+from headwise.shapes import DTYPES, INTEGERS, describe
+from headwise.shapes.kinds import check_dtype, check_numbers, check_tensor, check_texts, is_finite, shown
 
 
 @dataclass(frozen=True)
