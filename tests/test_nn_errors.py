@@ -125,6 +125,8 @@ def test_wrong_heads() -> None:
     twins = head_of(b_K=torch.zeros(D)), head_of(b_K=torch.ones(D))
     twins = twins[0], Head(*(getattr(twins[0], n) for n in ("W_Q", "W_K", "W_V", "W_O")), b_K=twins[1].b_K)
     cases.append((twins, {"num_kv_heads": 1}, "heads that share W_K and W_V share b_K and b_V too; head 1 differs"))
+    of_values = [Head(*(getattr(twins[0], n) for n in ("W_Q", "W_K", "W_V", "W_O")), b_V=b) for b in torch.eye(2, D)]
+    cases.append((of_values, {"num_kv_heads": 1}, "heads that share W_K and W_V share b_K and b_V too; head 1 differs"))
     for given, options, text in cases:
         with pytest.raises((ValueError, TypeError)) as caught:
             MultiHeadAttention.from_heads(given, **options)
