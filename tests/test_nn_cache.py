@@ -94,7 +94,7 @@ def test_cross_attention_turns_its_queries_at_every_step() -> None:
     outs = [mha(x[:, :1], memory, cache=cache, positions=(places[:1], of_memory))[0]]
     for i in range(1, 4):
         at = places[i : i + 1]
-        outs.append(mha(x[:, i : i + 1], cache=cache, positions=(at, at[:0]))[0])
+        outs.append(mha(x[:, i : i + 1], cache=cache, positions=(at, of_memory) if i == 1 else at)[0])
     expected = mha(x, memory, positions=(places, of_memory))
     torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=2e-5, atol=2e-6)
 

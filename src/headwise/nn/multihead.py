@@ -164,7 +164,8 @@ class MultiHeadAttention(nn.Module):
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
             query, _ = self.normalize(query, query[:, :0])
-            query, _ = self.rotate(query, query[:, :0], positions)
+            of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
+            query, _ = self.rotate(query, query[:, :0], of_queries)
             return step(self.inner, cache, query, None, None, **options)
         for_keys, for_values = check_memory(self, x, memory)
         key = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
