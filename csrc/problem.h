@@ -1,6 +1,6 @@
 // One call of attention as plain data: what the binding fills in and every instruction set's kernel reads.
 //
-// Letters as in src/headwise/shapes.py: B batch, H query heads, K key-value heads, G = H / K, T queries, S keys,
+// Letters as in src/headwise/shapes: B batch, H query heads, K key-value heads, G = H / K, T queries, S keys,
 // D head dim of queries and keys, V head dim of values. Strides count elements. Nothing here owns memory.
 #pragma once
 

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from backends import BACKENDS, BEST, ISAS, MUST, OPTIONAL, attend, check_refusal
-from headwise.ops.held import in_one_piece
-from headwise.ops.paged import Paged
 from mask_cases import MASKS, SHORT, SIZES, UNEQUAL, Sizes, dense
 from test_meaning import EXTRAS, options_of
 from torch import Tensor
@@ -21,7 +19,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 import headwise
 from headwise.cache import Quantized
-from headwise.ops import flex
+from headwise.ops.backends import flex
+from headwise.ops.storage.held import in_one_piece
+from headwise.ops.storage.paged import Paged
 from headwise.testing import assert_same_bits, make_qkv, poison
 
 

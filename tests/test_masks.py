@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from backends import attend, quick
-from headwise.ops.native_backward import Problem
 from mask_cases import LONG, MASKS, SHORT, SIZES, SQUARE, TILED, UNEQUAL, Sizes, dense
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -19,7 +18,8 @@ from torch.utils import _pytree as pytree
 import headwise
 import headwise.testing
 from headwise.ops.native import lowered
-from headwise.shapes import FAR
+from headwise.ops.native.gradient import Problem
+from headwise.shapes.kinds import FAR
 from headwise.testing import make_qkv
 
 every_mask = pytest.mark.parametrize("name", MASKS)

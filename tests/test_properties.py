@@ -11,12 +11,12 @@ import pytest
 import torch
 from backends import BEST, MUST, NATIVE, attend
 from drawn_cases import Drawn, Learning, squeezed
-from headwise.ops.paged import PAGE, Paged
 from torch import Tensor
 
 import headwise
 from headwise.cache import Quantized, quantize
-from headwise.ops import native_library
+from headwise.ops.native import library as native_library
+from headwise.ops.storage.paged import PAGE, Paged
 from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, oracle
 
 BACKENDS = ("reference", "blocks", "sdpa")

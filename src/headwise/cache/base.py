@@ -183,6 +183,11 @@ class KVCache(ABC):
         both = found if mask is None else mask if found is None else found & mask
         return both if both is None or device.type == "cpu" else both.to(device)
 
+    def _shorten(self, lengths: list[int]) -> None:
+        """What all caches know of their rows, for `truncate`: where tokens went, the last append is no more."""
+        if lengths != self.lengths:
+            self.lengths, self._last = lengths, (0, [0] * self.batch, "right")
+
     def _take_rows(self, rows: list[int]) -> None:
         """What all caches know of a row, for `reorder`."""
         last, counts, side = self._last

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from .shape import short
+
 _SCALE = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)\s*([KMGTPE]?)(i?)\s*(.*?)\s*", re.IGNORECASE)
 _UNITS = {"bandwidth": ("", "b/s"), "flops": ("", "f", "flop", "flops", "flop/s", "f/s")}
@@ -21,7 +23,7 @@ def rate(text: str | float, what: str) -> float:
         ValueError: no number between 1 and 1e100 (beyond, times and rates are no numbers any more), or another unit.
     """
     example = {"bandwidth": "3.35TB/s", "flops": "990TF"}[what]
-    wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {str(text)[:40]!r}")
+    wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {short(text)}")
     found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if found is not None and found[4].lower() in _UNITS[what]:
         power = "KMGTPE".find(found[2].upper()) + 1 if found[2] else 0
