@@ -162,6 +162,11 @@ def test_a_small_map_larger_than_the_large_one() -> None:
     assert len(look.at(Tiny(), text(163), full_maps=False, repeats=None).heads[0].map) == 32
 
 
+def test_nothing_is_more_even_than_uniform_attention() -> None:
+    [head] = look.at(Planted(["broad"]), text(163), delimiters=DELIMITERS, repeats=None).heads
+    assert head.evenness == 1.0 and head.entropy == pytest.approx(sum(map(math.log, range(1, 164))) / 163, abs=1e-5)
+
+
 def test_a_single_token_looks_nowhere() -> None:
     found = look.at(Tiny(), [1], repeats=None)
     assert found.kind == "decoder" and found.heads[0].ahead == () and found.heads[0].offsets == (1.0, *[0.0] * 8)
