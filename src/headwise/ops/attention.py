@@ -97,8 +97,8 @@ def attention(
             `headwise.cache`, and no value is given: the queries are then those of the last tokens it holds.
         mask: what may be attended: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with `&`; or a bool
             tensor (True = attend), or a float tensor (added), that broadcasts to (B, H, T, S).
-        scale: factor of the scores; D ** -0.5 by default.
-        softcap: bounds the scores by `softcap * tanh(score / softcap)`.
+        scale: factor of the scores; D ** -0.5 by default. 0, or in size from 2**-100 to 2**100, as float32 wants it.
+        softcap: bounds the scores by `softcap * tanh(score / softcap)`; from 2**-100 to 2**100.
         sinks: (H,) logits that join the softmax's denominator and carry no value.
         dropout: probability of zeroing a weight; always active, so pass 0 outside of training.
         gate: (H,), (B, H), (B, H, T) or (B, H, T, V); multiplies the output.
