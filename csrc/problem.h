@@ -62,6 +62,9 @@ struct Problem {
   Dtype dtype() const { return query.dtype; }  // one for all four, but for keys and values of int8
   bool bytes() const { return key.dtype == Dtype::i8; }
   float* lse = nullptr;  // (B, H, T) contiguous, or null
+  // (2, B, H, T) contiguous, or null: each row's greatest score, as the softmax takes it, and the weight of that key. The
+  // gradient makes its weights of them: an lse of that size would be rounded. -inf and 0 where a row attends nothing.
+  float* ends = nullptr;
   float scale = 1.0f;
   float softcap = 0.0f;  // 0 = none
   const float* sinks = nullptr;  // (H), or null
@@ -90,7 +93,7 @@ struct Problem {
   uint64_t seed = 0;
 };
 
-// What the gradient of a call needs beside it (whose `out` and `lse` are the forward's), and where it is written.
+// What the gradient of a call needs beside it (whose `out` and `ends` are the forward's), and where it is written.
 struct Gradients {
   Tensor4 grad_out;             // (B, H, T, V) in the query's dtype, any strides
   Tensor4 grad_lse;             // (B, H, T, 1) float32; data null = none

@@ -1,8 +1,7 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
-`headwise::attend`, `attend_full`, `attend_held`, `attend_backward` and `dropout_keep` are the library's own
-(csrc/bind*.cpp).
-`attend_train` is `attend_full` with `attend_backward` as its gradient.
+`headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward` and `dropout_keep` are the library's
+own (csrc/bind*.cpp). `attend_train` is `attend_kept` with `attend_backward` as its gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from .gradient import Problem, by_definition, leaves_of
 
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
-    "attend", "attend_full", "attend_held", "attend_backward", "attend_statistics", "attend_received", "dropout_keep",
-    "isa", "isas", "use_isa",
+    "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_statistics", "attend_received",
+    "dropout_keep", "isa", "isas", "use_isa",
 )  # fmt: skip
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
@@ -92,6 +91,7 @@ def _register() -> None:
         "attend": lambda *args: _empty_pair(*args)[0],
         "attend_full": _empty_pair,
         "attend_held": lambda query, key, key_scale, value, *_: _empty_pair(query, key, value),
+        "attend_kept": _empty_kept,
         "attend_train": _empty_pair,
         "attend_backward": _empty_gradients,
         "attend_statistics": _empty_statistics,
@@ -107,6 +107,12 @@ def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Ten
     B, H, T, _D = query.shape
     out = query.new_empty(B, T, H, value.shape[3]).transpose(1, 2)
     return out, query.new_empty((B, H, T), dtype=torch.float32)
+
+
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and `ends`: each row's greatest score and largest weight, of which the gradient makes its weights."""
+    out, lse = _empty_pair(query, key, value)
+    return out, lse, lse.new_empty((2, *lse.shape))
 
 
 def _empty_statistics(query: Tensor, key: Tensor, value: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
@@ -127,7 +133,7 @@ def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor
 
 
 def _empty_gradients(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, biases: bool, *args: Any
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, ends: Tensor, biases: bool, *args: Any
 ) -> list[Tensor]:
     leaves = leaves_of(Problem(*args), biases)
     qkv = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in leaves[:3]]
@@ -135,20 +141,20 @@ def _empty_gradients(
 
 
 class _Attend(torch.autograd.Function):
-    """`attend_full` with a gradient: its tensors one by one, for autograd looks into no list."""
+    """`attend_kept` with a gradient: its tensors one by one, for autograd looks into no list."""
 
     @staticmethod
     def forward(ctx: Any, numbers: _Numbers, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         p = _joined(numbers, tensors)
-        out, lse = torch.ops.headwise.attend_full.default(*p[:-2], None, *p[-2:])
+        out, lse, ends = torch.ops.headwise.attend_kept.default(*p)
         ctx.numbers = numbers
-        ctx.save_for_backward(out, lse, *tensors)
+        ctx.save_for_backward(out, ends, *tensors)
         ctx.set_materialize_grads(False)  # so that an lse which no loss looks at is known by its None
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        out, lse, *tensors = ctx.saved_tensors
+        out, ends, *tensors = ctx.saved_tensors
         p, (n_segments, n_maps, *_) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
         fixed = n_segments + n_maps
         biases = any(ctx.needs_input_grad[1 + 6 + fixed :])
@@ -156,7 +162,7 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked
             found = iter(by_definition(p, biases, grad_out, grads[1]))
         else:
-            found = iter(torch.ops.headwise.attend_backward.default(grad_out, grads[1], out, lse, biases, *p))
+            found = iter(torch.ops.headwise.attend_backward.default(grad_out, grads[1], out, ends, biases, *p))
         return (
             None,
             *(next(found) for _ in "qkv"),
