@@ -109,7 +109,9 @@ def test_a_look_makes_a_frame(planted: Look) -> None:
     frame = planted.to_frame()
     assert len(frame) == len(planted.heads) and frame["role"].tolist() == list(NAMES)
     assert frame.loc[0, "offset_1"] == planted.heads[0].offsets[1] and "map" not in frame.columns
-    encoder = replace(planted, heads=(numbers(ahead=(0.75, 0.125)),), maps=()).to_frame()
+    roles = (planted.heads[0].roles[0], planted.heads[2].roles[0])
+    encoder = replace(planted, heads=(numbers(ahead=(0.75, 0.125), roles=roles),), maps=()).to_frame()
+    assert encoder.loc[0, ["role", "roles"]].tolist() == ["previous-token", "previous-token, self"]
     assert encoder.loc[0, ["ahead_1", "ahead_2"]].tolist() == [0.75, 0.125]
     assert not {"map", "offsets", "ahead"} & {*encoder.columns}
 
