@@ -2,8 +2,8 @@
 
 Held: each gradient at most twice the error of naive PyTorch in the same dtype (autograd through the textbook), largest
 and mean square. The largest has an ulp of the largest entry as slack. Sizes are large enough that no entry is luck.
-And the same at any height of the logits: naive's weights of a row add up to 1 whatever the scores, and so must ours, which
-no lse in float32 would give (at 1e4 it is off by 5e-4).
+And the same at any height of the logits: naive's weights of a row add up to 1 whatever the scores, and so must ours,
+which no lse in float32 would give (at 1e4 it is off by 5e-4).
 The table, with torch's fused backward beside it: `python tests/test_native_gradients_accuracy.py`.
 """
 
@@ -107,7 +107,7 @@ def test_a_small_error_would_be_seen(dtype: torch.dtype) -> None:
 
 # -- large logits ------------------------------------------------------------------------------------------------------
 
-# Few rows and many, few keys and many tiles of them, and keys that the forward splits; `draws` of each, one after another.
+# Few rows and many, few keys and many tiles of them, and keys that the forward splits; `draws` of each, in turn.
 SHAPES = {
     "few rows": (Sizes(2, 4, 2, 3, 131, 31, 29), 5),
     "a query, 7 keys": (Sizes(1, 2, 2, 1, 7, 129, 129), 19),

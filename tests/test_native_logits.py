@@ -218,10 +218,10 @@ def test_a_sink_that_takes_all(backend: str, T: int, S: int) -> None:
 @natives
 @rows
 def test_any_softcap(backend: str, T: int) -> None:
-    """From the least to the greatest normal float32: near 0 all keys are alike, far above nothing is capped."""
+    """From the least to the greatest there is: near 0 all keys are alike, far above nothing is capped."""
     qkv = make_qkv(1, 2, 1, T, 70, 16, 24)
     with collected() as attempt:
-        for softcap in (1.18e-38, 1e-30, 0.3, 20.0, 300.0, 4096.0, 1e20, 1e38, 3.4e38):
+        for softcap in (2.0**-100, 1e-20, 0.3, 20.0, 300.0, 4096.0, 1e20, 2.0**100):
             attempt(softcap, check, backend, answer_of(qkv, mask=headwise.causal(), softcap=softcap))
 
 
@@ -232,14 +232,31 @@ def test_the_gradient_below_any_softcap(backend: str, T: int) -> None:
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 2, 1, T, 70, 16, 24))
     go = torch.randn(1, 2, T, 24)
     plain = torch.autograd.grad(attend(backend, q, k, v), (q, k, v), go)
-    for softcap in (1e6, 1e20, 1e38, 3.4e38):
+    for softcap in (1e6, 1e20, 2.0**100):
         ours = torch.autograd.grad(attend(backend, q, k, v, softcap=softcap), (q, k, v), go)
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
-    for softcap in (1e-6, 1e-30, 1.18e-38):
+    for softcap in (1e-6, 1e-20, 2.0**-100):
         dq, dk, dv = torch.autograd.grad(attend(backend, q, k, v, softcap=softcap), (q, k, v), go)
         assert float(dq.abs().max()) < 1e-4 and float(dk.abs().max()) < 1e-4
         mean = (go / 70).sum((1, 2), keepdim=True).expand_as(v)
         torch.testing.assert_close(dv, mean, rtol=1e-4, atol=1e-5)
+
+
+@natives
+@rows
+def test_slopes_from_far_away(backend: str, T: int) -> None:
+    """Distances to 2^40, beyond int32, with slopes so small that they still tell keys apart: forward and gradient."""
+    q, k, v = make_qkv(1, 2, 1, T, 300, 8, 8)
+    for offset in ((1 << 30) - 7, (1 << 30) + 200, 1 << 33, -(1 << 33), 1 << 40, -(1 << 40)):
+        unit = 2.0 ** (5 - abs(offset).bit_length())  # scores within 32 of what they would be
+        slopes = torch.tensor([unit, 0.3 * unit], requires_grad=True)
+        wide = slopes.detach().double().requires_grad_()
+        out, lse = attend(backend, q, k, v, mask=headwise.alibi(slopes, offset=offset), return_lse=True)
+        wanted, its = reference(*(x.double() for x in (q, k, v)), mask=headwise.alibi(wide, offset=offset))
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(lse.double(), its, rtol=1e-6, atol=1e-4)
+        (grad,), (right,) = (torch.autograd.grad(x.sum(), y) for x, y in ((lse, slopes), (its, wide)))
+        torch.testing.assert_close(grad.double(), right, rtol=1e-4, atol=1.0)
 
 
 @natives

@@ -170,7 +170,7 @@ void draw_maps(Draw& draw, Case& k) {
 
 void draw_extras(Draw& draw, Case& k) {
   naive::Call& c = k.call;
-  if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0, 1.2e-38, 1e-20, 1e20, 1e38}));
+  if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0, 0x1p-100, 1e-20, 1e20, 0x1p100}));
   if (draw.once_in(4)) {
     k.sinks = draw_tensor(draw, kFloat, {c.H}, false, [&] { return draw.normal() * (draw.once_in(9) ? 100 : 3); });
     k.sinks.strides[0] = 1;
@@ -184,7 +184,7 @@ void draw_extras(Draw& draw, Case& k) {
     const bool far = draw.once_in(10);
     k.wild |= far;
     k.alibi.push_back(draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B}, false, [&] {
-      return far ? draw.one_of<double>({-0x1p30, 0x1p30, 0x1p29}) : static_cast<double>(draw.between(-c.T, c.S));
+      return far ? draw.one_of<double>({-0x1p40, 0x1p40, 0x1p30}) : static_cast<double>(draw.between(-c.T, c.S));
     }));
     naive::Alibi rule;
     rule.slopes = spread(k.alibi[0], {c.B, c.H});
@@ -292,7 +292,7 @@ Case draw_case(uint64_t seed) {
     c.value_scale = k.value_scale.x;
   }
   const double usual = 1 / sqrt(static_cast<double>(c.D));
-  c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 1e-38, 4.0}) : usual);
+  c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 0x1p-100, 4.0}) : usual);
   if (k.lost) c.scale = usual;  // others make NaN or +inf of -inf
   if (!k.plain) draw_extras(draw, k);
   draw_upstream(draw, k, dtype);

@@ -212,14 +212,12 @@ static inline void add_slopes(const Problem& p, int rule, int64_t b, const Rows&
   constexpr int R = NV * W;
   const AlibiRule& alibi = p.alibi[rule];
   const int64_t offset = most(least(alibi.offsets[b * alibi.offsets_stride], kFar), -kFar);
-  int32_t pos[R];
-  for (int r = 0; r < R; ++r) {
-    pos[r] = static_cast<int32_t>(most(least(rows.t[r] + offset - j0, 1 << 30), -(1 << 30)));
-  }
+  FromKeys from[R];
+  for (int r = 0; r < R; ++r) from[r] = from_keys(rows.t[r] + offset - j0);
   for (int j = 0; j < n; ++j) {
     for (int r = 0; r < R; ++r) {
-      const int32_t far = pos[r] > j ? pos[r] - j : j - pos[r];
-      sum[r] -= dS[j * R + r] * static_cast<float>(far);
+      const int32_t pos = from[r].pos, far = pos > j ? pos - j : j - pos;
+      sum[r] -= dS[j * R + r] * static_cast<float>(far) * from[r].more;
     }
   }
 }

@@ -239,6 +239,19 @@ static inline void join_map(const MapRule& map, int64_t b, const Rows& rows, int
   });
 }
 
+// A row's place beside a tile's first key, and what its distances to the tile's keys must still be multiplied with: a
+// place far off is brought near, where all of these differ by less than they round.
+struct FromKeys {
+  int32_t pos;
+  float more;
+};
+
+HW_INLINE FromKeys from_keys(int64_t pos) {
+  constexpr int64_t kNear = 1 << 30;
+  const int64_t near = most(least(pos, kNear), -kNear);
+  return {static_cast<int32_t>(near), near == pos ? 1.0f : static_cast<float>(pos) / static_cast<float>(near)};
+}
+
 // Scores of a tile as the softmax takes them: biases added, -inf where a row may not attend, rows marked that may
 // attend a bad key. `x` holds raw products, scaled (and softcapped) before where the call is `general`.
 template <class L>
@@ -250,8 +263,9 @@ static inline void mask_tile(const Problem& p, int64_t b, Rows& rows, int64_t j0
     float slope[kRows];
     int32_t pos[kRows];
     for (int r = 0; r < rows.padded; ++r) {
-      slope[r] = rule.slopes[b * rule.slopes_stride[0] + rows.h[r] * rule.slopes_stride[1]];
-      pos[r] = static_cast<int32_t>(most(least(rows.t[r] + offset - j0, 1 << 30), -(1 << 30)));
+      const FromKeys from = from_keys(rows.t[r] + offset - j0);
+      slope[r] = rule.slopes[b * rule.slopes_stride[0] + rows.h[r] * rule.slopes_stride[1]] * from.more;
+      pos[r] = from.pos;
     }
     L::each(rows.padded, n, x, [&](int r, int j, float s) {
       const int32_t far = pos[r] > j ? pos[r] - j : j - pos[r];
@@ -341,11 +355,7 @@ static inline void scale_scores(const Problem& p, float* x, int64_t n) {
   const F scale = set1(p.scale);
   if (p.softcap > 0.0f) {
     const F cap = set1(p.softcap);
-    const F near = set1(p.softcap * 0x1p-12f);  // within it tanh is the identity to float32; and below, no denormal is made
-    for (int64_t i = 0; i < n; i += W) {
-      const F score = mul(load(x + i), scale);
-      store(x + i, select(not_less(abs(score), near), mul(cap, tanh(div(score, cap))), score));
-    }
+    for (int64_t i = 0; i < n; i += W) store(x + i, mul(cap, tanh(div(mul(load(x + i), scale), cap))));
   } else {
     for (int64_t i = 0; i < n; i += W) store(x + i, mul(load(x + i), scale));
   }

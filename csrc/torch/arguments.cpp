@@ -1,6 +1,5 @@
 #include "torch/arguments.h"
 
-#include <float.h>
 #include <stdio.h>
 
 #include <algorithm>
@@ -50,8 +49,8 @@ void take_alibi(Problem& p, const Tensors& pairs) {
     if (offsets.sizes[0] != p.B && offsets.sizes[0] != 1) fail("alibi offsets must be (B) or (1), got " + shape(offsets));
     for (int64_t b = 0; b < offsets.sizes[0]; ++b) {
       const int64_t offset = static_cast<const int64_t*>(offsets.data)[b * offsets.strides[0]];
-      if (offset < -kMaxLength || offset > kMaxLength) {
-        fail("alibi offsets must lie within 2**30 of 0, got " + std::to_string(offset));
+      if (offset < -kFar || offset > kFar) {
+        fail("alibi offsets must lie from -2**40 to 2**40, got " + std::to_string(offset));
       }
     }
     rule.slopes = static_cast<const float*>(slopes.data);
@@ -187,10 +186,12 @@ std::string shown(double x) {
   return text;
 }
 
+// What multiplies or divides scores stays so far from the ends of float32 that no product with it overflows or vanishes.
+bool is_factor(double x) { return x >= 0x1p-100 && x <= 0x1p100; }
+
 float read_softcap(double softcap) {
-  if (softcap != 0.0 && !(softcap >= FLT_MIN && softcap <= FLT_MAX)) {
-    fail("softcap must be 0, for none, or lie between 1.2e-38 and 3.4e38, the normal numbers of float32; got " +
-         shown(softcap));
+  if (softcap != 0.0 && !is_factor(softcap)) {
+    fail("softcap must be 0, for none, or from 2**-100 to 2**100, got " + shown(softcap));
   }
   return static_cast<float>(softcap);
 }
@@ -207,7 +208,9 @@ Tensor4 take_scale(const View& scale, const char* name, const View& of) {
 }  // namespace
 
 float read_scale(double scale) {
-  if (!(std::abs(scale) <= FLT_MAX)) fail("scale must be finite in float32, within 3.4e38 of 0; got " + shown(scale));
+  if (scale != 0.0 && !is_factor(std::abs(scale))) {
+    fail("scale must be 0 or in size from 2**-100 to 2**100, got " + shown(scale));
+  }
   return static_cast<float>(scale);
 }
 
