@@ -296,6 +296,23 @@ def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: i
                     attempt(f"{count} equal keys, {height}", assert_same_bits, ones, torch.ones_like(ones))
 
 
+@natives
+@dtypes
+def test_statistics_know_no_height(backend: str, dtype: torch.dtype) -> None:
+    """Those of rows, and what keys receive in a second pass: weights are made of the greatest score, not of the lse."""
+    n = Sizes(1, 2, 2, 37, 131, 8, 8)
+    q, k = torch.ones(1, n.H, n.T, n.D, dtype=dtype), torch.zeros(1, n.K, n.S, n.D, dtype=dtype)
+    k[..., 3] = -torch.randint(0, 12, (n.S,), generator=torch.Generator().manual_seed(2)).to(dtype) / 2
+    found = []
+    for height in (0.0, 8192.0, -8192.0):
+        k[..., 5] = height
+        with instructions(backend):
+            found.append(headwise.statistics(q, k, mask=headwise.causal(), scale=1.0, offsets=2))
+    for high in found[1:]:
+        for name in ("entropy", "largest", "largest_key", "distance", "offsets", "received", "pooled"):
+            assert_same_bits(getattr(high, name), getattr(found[0], name), what=name)
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
@@ -364,20 +381,18 @@ def test_one_key_with_all_the_weight_leaves_scores_no_gradient(backend: str, dty
 @rows
 def test_a_value_behind_a_mask_may_overflow(backend: str, T: int) -> None:
     """dO V^T of a key that nobody may attend is infinite: 0 times it is no NaN."""
-    q, k, v = make_qkv(1, 2, 2, T, 70, 16, 16)
-    grad_out = torch.full((1, 2, T, 16), 64.0)
     with collected() as attempt:
-        for mask in (headwise.lengths(torch.tensor([67])), headwise.lengths(torch.tensor([5]))):
-            wanted: list[Tensor] = []
-            for last in (0.0, 3e38):
-                v[:, :, 67:] = last
+        for S in (11, 70):
+            q, k, v = make_qkv(1, 2, 2, T, S, 16, 16)
+            found = []
+            for hidden in (0.0, 3e38):
+                v[:, :, 7] = hidden
                 with instructions(backend) as native:
                     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-                    out = headwise.attention(*leaves, mask=mask, backend=native)
-                    found = list(torch.autograd.grad(out, leaves, grad_out))
-                wanted = wanted or found
-                for x, y in zip(found, wanted, strict=True):
-                    attempt(f"{last}", assert_same_bits, x, y)
+                    out = headwise.attention(*leaves, mask=headwise.keep(torch.arange(S) != 7), backend=native)
+                    found.append(torch.autograd.grad(out, leaves, torch.full_like(out, 64.0)))
+            for name, x, y in zip(("query", "key", "value"), *found, strict=True):
+                attempt(f"{S} keys, {name}", assert_same_bits, x, y)
 
 
 def test_these_tests_can_fail() -> None:
