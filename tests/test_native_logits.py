@@ -261,19 +261,14 @@ def test_slopes_from_far_away(backend: str, T: int) -> None:
 
 @natives
 @rows
-def test_a_bias_beyond_float32_forbids_nothing(backend: str, T: int) -> None:
-    """-1e300 of a float64 tensor: no weight beside other keys; a row without others is NaN, as by definition."""
+def test_a_bias_is_rounded_to_float32(backend: str, T: int) -> None:
+    """-1e300 of a float64 tensor is -inf there, which forbids: beside other keys, and where a row has no others."""
     q, k, v = make_qkv(1, 2, 1, T, 1100, 8, 8)
-    for lowest in (-1e300, torch.finfo(torch.float64).min):
-        some = torch.zeros(1100, dtype=torch.float64).masked_fill(torch.arange(1100) < 1030, lowest)
-        out, lse = attend(backend, q, k, v, mask=headwise.bias(some), return_lse=True)
-        wanted = attend(backend, q, k, v, mask=headwise.bias(some.float()), return_lse=True)  # -inf there
-        assert_same_bits(out, wanted[0])
-        assert_same_bits(lse, wanted[1])
-        out, lse = attend(backend, q, k, v, mask=headwise.bias(torch.full_like(some, lowest)), return_lse=True)
-        assert bool(out.isnan().all()) and bool(lse.isnan().all())
-    out, lse = attend(backend, q, k, v, mask=headwise.bias(torch.full_like(some, -math.inf)), return_lse=True)
-    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+    for low in (torch.zeros(1100).masked_fill(torch.arange(1100) < 1030, -math.inf), torch.full((1100,), -math.inf)):
+        fine = low.double().clamp(min=-1e300)
+        one, other = (attend(backend, q, k, v, mask=headwise.bias(x), return_lse=True) for x in (fine, low))
+        assert_same_bits(one[0], other[0])
+        assert_same_bits(one[1], other[1])
 
 
 @natives
