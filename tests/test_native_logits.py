@@ -134,7 +134,7 @@ def test_any_scale(backend: str, dtype: torch.dtype, T: int) -> None:
     """0 and negative too, under a causal mask, where a kernel that masks before it scales goes wrong."""
     n = Sizes(2, 4, 2, T, 70, 16, 24)
     with collected() as attempt:
-        for scale in (0.0, -0.0, -0.5, -1e-30, 1e-30, 1e-45, 5.0, -5.0, 1e3):
+        for scale in (0.0, -0.0, -0.5, -1e-30, 1e-30, 5.0, -5.0, 1e3):
             for kind in ("none", "causal", "lengths"):
                 mask = {
                     "none": None,

@@ -17,6 +17,7 @@ from test_meaning import EMPTY_ROWS, EXTRAS, options_of
 from torch import Tensor
 
 import headwise
+from headwise.ops.masks.rules import Lengths
 from headwise.ops.native import backend as native
 from headwise.ops.native import library as native_library
 from headwise.ops.native.gradient import Problem
@@ -255,7 +256,7 @@ def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
 @pytest.mark.parametrize("index", [torch.tensor([1.0, 2.0]), torch.tensor([True, False])])
 def test_no_conversion_hides_a_wrong_index(index: Tensor) -> None:
     with pytest.raises(TypeError, match="an index is an integer tensor"):
-        native.lowered(headwise.lengths(index), 3, 4)
+        native.lowered(headwise.Mask((Lengths(index),)), 3, 4)
 
 
 @needs_native
