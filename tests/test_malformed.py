@@ -133,6 +133,7 @@ RECORDS = RECORDED.split()
 HANDED_ON = {
     "fitted": "as attention's mask",
     "Probe.record": "by what watches a model",
+    "Mask.placed": "by caches, with the offsets of their rows",
     "unwrap": "whatever is no wrapper is given back",
     "MultiHeadAttention.extra_repr": "none",
 }

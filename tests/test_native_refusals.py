@@ -39,6 +39,7 @@ CONTIGUOUS = {
     "top": 0,
     "largest": 0,
     "lse": 0,
+    "ends": 0,
     "maps 0": 0,
     "maps 1": 0,
 }
