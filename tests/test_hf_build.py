@@ -73,6 +73,14 @@ def test_a_part_beside_the_table_is_built() -> None:
     assert len(attention_modules(vision)) == 1
 
 
+def test_what_was_built_with_another_name_may_be_switched() -> None:
+    """Its attention is chosen by then; what is on the interface follows the name."""
+    sizes: dict[str, Any] = TINY | dict(image_size=16, patch_size=8, output_channels=8, mlp_dim=8)
+    model = build("SamModel", transformers.SamConfig(vision_config=sizes), "eager")
+    model.set_attn_implementation("headwise")
+    assert model.config._attn_implementation == "headwise"
+
+
 def test_what_the_source_says_a_model_is_built_from() -> None:
     names = {part.__name__ for part in parts_of(transformers.LlamaModel)}
     assert {"LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm"} <= names
@@ -83,6 +91,7 @@ def test_what_the_source_says_a_model_is_built_from() -> None:
 
     assert parts_of(Typed) == parts_of(transformers.LlamaModel) - {transformers.LlamaModel} | {Typed}
     assert parts_of(nn.Linear) == {nn.Linear}
+    assert "GitSelfAttention" in {part.__name__ for part in parts_of(transformers.GitModel)}, "by way of a table"
 
 
 def test_attention_that_no_implementation_reaches_is_told() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from headwise.hf.tokens import bos_id, delimiters
+from headwise.hf import ModelError
+from headwise.hf.tokens import bos_id, delimiters, encode
 
 
 class Letters:
@@ -48,3 +49,19 @@ def test_delimiters_are_ids_of_the_model() -> None:
     assert delimiters(tokenizer, 46) == (3, 10, 33, 44), "a full stop is 46, one too many"
     tokenizer.sep_token_id = None
     assert delimiters(tokenizer, 34) == (10, 33)
+
+
+def test_pieces_joined_are_the_text() -> None:
+    ids, pieces = encode(Letters(), "a b.", 4)
+    assert ids == [97, 32, 98, 46] and pieces == ("a", " ", "b", ".")
+    with pytest.raises(ModelError, match="the text has 5 tokens, and the model takes 4; give a shorter text"):
+        encode(Letters(), "a b.c", 4)
+    assert len(encode(Letters(), "abc" * 500, None)[0]) == 1500
+    with pytest.raises(ModelError, match="the text has no tokens for this model; give another text"):
+        encode(Letters(), "", 4)
+
+
+def test_a_slow_tokenizer_names_its_tokens() -> None:
+    tokenizer = Letters()
+    tokenizer.is_fast = False
+    assert encode(tokenizer, "ab", None)[1] == ("<a>", "<b>")

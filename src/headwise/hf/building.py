@@ -26,9 +26,9 @@ from .interface import NAME, outside_text, require_interface, title, unseen_modu
 
 def check_what_is_built() -> None:
     """From here on, a model that is built with this name, or switched to it, is checked first."""
-    if hasattr(PreTrainedModel.get_correct_attn_implementation, "__wrapped__"):
-        return
     theirs, finished = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
+    if getattr(theirs, "__globals__", None) is globals():  # it is ours already
+        return
 
     @wraps(theirs)
     def get_correct_attn_implementation(
@@ -60,8 +60,8 @@ def warn_of_own_attention(model: PreTrainedModel) -> None:
     }
     if own:
         warnings.warn(
-            f"{title(model)}: attention in code of its own, which no "
-            f"implementation reaches, is in {', '.join(sorted(own))}; all its other attention runs on headwise",
+            f"{title(model)}: attention in code of its own, which no implementation reaches, is in "
+            f"{', '.join(sorted(own))}; all its other attention runs on headwise",
             stacklevel=3,
         )
 
