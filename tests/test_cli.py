@@ -220,10 +220,16 @@ def test_a_file_too_large_is_not_read(here: Path, monkeypatch: pytest.MonkeyPatc
     assert "more than 1 MB" in refused("look", "--file", "large")
 
 
-def test_a_place_that_cannot_be_written(here: Path) -> None:
+def test_a_place_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before the work: no model is read, nothing is planned."""
+    for module, name in ((cli.look, "look_at"), (headwise.plan, "of")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("the work was done first"))
     assert "its folder does not exist" in refused("look", "--out", "none/r.html")
     assert "it is a folder" in refused("look", "--out", ".")
     assert "not a plain file" in refused("look", "--out", os.devnull)
+    assert "not a plain file" in refused("plan", "gpt2", "--svg", "/dev/full")
+    assert "it is a folder" in refused("plan", "gpt2", "--svg", ".")
+    assert "its folder does not exist" in refused("look", "--json", "--out", "none/r.html")
 
 
 def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
