@@ -21,8 +21,8 @@ def words(length: int) -> tuple[str, ...]:
     return tuple(w if w in ".,\n" else f" {w}" for w in found[:length])
 
 
-def weights(kind: str, size: int, generator: np.random.Generator) -> npt.NDArray[np.float64]:
-    """A causal attention matrix of a kind: previous, sink, induction, self or broad."""
+def weights(kind: str, size: int, generator: np.random.Generator, *, encoder: bool) -> npt.NDArray[np.float64]:
+    """An attention matrix of a kind: previous, sink, induction, self or broad; next, in an encoder."""
     logits = generator.normal(scale=0.7, size=(size, size))
     i, j = np.indices((size, size))
     strength = 6 + np.log(size)
@@ -33,10 +33,11 @@ def weights(kind: str, size: int, generator: np.random.Generator) -> npt.NDArray
             "sink": j == 0,
             "induction": (i - j) % 11 == 10,
             "self": i == j,
+            "next": j - i == 1,
             "broad": np.zeros((size, size)),
         }[kind]
     )
-    logits[j > i] = -np.inf
+    logits[(j > i) & (not encoder)] = -np.inf
     shares = np.exp(logits - logits.max(axis=1, keepdims=True))
     matrix: npt.NDArray[np.float64] = shares / shares.sum(axis=1, keepdims=True)
     return matrix
@@ -48,6 +49,7 @@ def codes(matrix: npt.NDArray[np.float64]) -> HeadMap:
 
 
 ROLE_OF = {"previous": "previous-token", "sink": "first-token sink", "induction": "induction", "self": "self"}
+ROLE_OF |= {"next": "next-token"}
 
 
 def make_look(
@@ -57,19 +59,21 @@ def make_look(
     tokens: Sequence[str] | None = None,
     model: str = "synthetic/llama-3x5",
     seed: int = 0,
+    encoder: bool = False,
 ) -> Look:
     """A look with clear roles, over the tokens (default: 41 words), the large map a cell a token."""
     generator = np.random.default_rng(seed)
     shown = tuple(words(41) if tokens is None else tokens)
-    kinds = ("previous", "sink", "broad", "induction", "self")
+    kinds = ("previous", "sink", "broad", "next" if encoder else "induction", "self")
     records, maps = [], []
     for layer in range(layers):
         for head in range(heads):
             kind = kinds[(layer * 2 + head) % len(kinds)]
-            matrix = weights(kind, len(shown), generator)
+            matrix = weights(kind, len(shown), generator, encoder=encoder)
             maps.append(codes(matrix))
             records.append(_record(layer, head, kind, matrix, float(generator.uniform(0.5, 0.95))))
-    return Look(model, layers, heads, len(shown), shown, tuple(records), "decoder", 1.25, "0.1.0", tuple(maps))
+    kind = "encoder" if encoder else "decoder"
+    return Look(model, layers, heads, len(shown), shown, tuple(records), kind, 1.25, "0.1.0", tuple(maps))
 
 
 def _record(layer: int, head: int, kind: str, matrix: npt.NDArray[np.float64], score: float) -> HeadRecord:
@@ -90,6 +94,7 @@ def _record(layer: int, head: int, kind: str, matrix: npt.NDArray[np.float64], s
         delimiter=0.031,
         self_mass=float(np.diag(matrix).mean()),
         offsets=tuple(float(np.diag(matrix, -k).mean()) if k < size else 0.0 for k in range(9)),
+        ahead=tuple(float(np.diag(matrix, k).mean()) for k in range(1, 9) if matrix[0, -1] and k < size),
         duplicate=0.04,
         induction=score if kind == "induction" else 0.01,
         roles=(RoleScore(role, score, 0.4, "Elhage et al. 2021"),) if role else (),

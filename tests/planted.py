@@ -18,6 +18,7 @@ from headwise.look import HeadRecord
 
 VOCABULARY, PLACES, DELIMITERS = 61, 173, (2, 3)
 SHARP = 30.0
+AHEAD = ("next-token", "offset+3")  # what only a model without a causal mask can play
 NAMES = ("previous-token", "offset-3", "self", "first-token sink", "delimiter", "broad", "duplicate-token", "induction")
 
 
@@ -43,12 +44,12 @@ class Planted(nn.Module):
     def plant(self, name: str, W_Q: Tensor, W_K: Tensor) -> None:
         token, before, place, one = self.token, self.before, self.place, self.one
         same = torch.arange(VOCABULARY)
-        back = {"previous-token": 1, "self": 0}.get(name)
-        back = int(name.removeprefix("offset-")) if name.startswith("offset-") else back
-        if back is not None:
-            i = torch.arange(back, PLACES)
-            W_Q[place[0] + i, place[0] + i - back] = 1
-            W_K[place[0] + i - back, place[0] + i - back] = 1
+        away = {"previous-token": -1, "self": 0, "next-token": 1}.get(name)
+        away = int(name.removeprefix("offset")) if name.startswith("offset") else away
+        if away is not None:
+            i = torch.arange(max(0, -away), min(PLACES, PLACES - away))
+            W_Q[place[0] + i, place[0] + i + away] = 1
+            W_K[place[0] + i + away, place[0] + i + away] = 1
         elif name == "first-token sink":
             W_Q[one, one] = 1
             W_K[place[0], one] = 1
@@ -106,6 +107,22 @@ class Tiny(nn.Module):
         return x
 
 
+class Mixed(Tiny):
+    """Layers that differ: two heads that look back and then as many as `heads`, under a mask of their own each."""
+
+    def __init__(self, *masks: headwise.Mask | None, heads: int = 3) -> None:
+        super().__init__()
+        self.masks = masks
+        self.layers[0] = headwise.MultiHeadAttention(24, 2)
+        self.layers[1] = headwise.MultiHeadAttention(24, heads, head_dim=5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.place(torch.arange(ids.shape[1]))
+        for layer, mask in zip(self.layers, self.masks, strict=True):
+            x = x + layer(x, mask=mask)
+        return x
+
+
 class Twice(nn.Module):
     """One module called twice in a forward."""
 
@@ -152,9 +169,12 @@ def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: floa
     for name, exact in want.items():
         assert getattr(head, name) == pytest.approx(float(exact), abs=tolerance, rel=tolerance), name
     if T == S:
-        for k, held in enumerate(head.offsets):
-            back = p.diagonal(-k)[seen.diagonal(-k)]
-            assert held == pytest.approx(float(back.mean()) if len(back) else 0.0, abs=tolerance), k
+        ahead = any(bool(seen.diagonal(k).any()) for k in range(1, 9))
+        assert len(head.offsets) == 9 and len(head.ahead) == 8 * ahead
+        masses = [*enumerate(head.offsets), *((-k, held) for k, held in enumerate(head.ahead, 1))]
+        for k, held in masses:
+            there = p.diagonal(-k)[seen.diagonal(-k)]
+            assert held == pytest.approx(float(there.mean()) if len(there) else 0.0, abs=tolerance), k
         assert head.self_mass == head.offsets[0]
     rows, columns = (torch.nn.functional.one_hot(torch.arange(n) * min(n, 32) // n).double() for n in (T, S))
     exact_map = (rows.mT @ share @ columns) / (alive.double() @ rows).clamp(min=1)[:, None]

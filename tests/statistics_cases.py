@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from headwise.testing import make_qkv
 
 # What a pass over the rows tells, but for features and targets.
 NUMBERS = ("entropy", "largest", "largest_key", "distance", "keys", "sink", "offsets", "pooled", "pooled_rows", "rows")
+OFFSETS = (0, -1, 2, -3, 1, 5, -7)  # both ways, in no order
 TOLERANCE = 1e-5  # what the statistics promise, against the float64 matrix
 
 
@@ -46,7 +48,7 @@ def mean(total: Tensor, count: Tensor) -> Tensor:
 
 
 def expected(
-    p: Tensor, seen: Tensor, sink: Tensor, offsets: int, pool: int, n: Sizes
+    p: Tensor, seen: Tensor, sink: Tensor, offsets: Sequence[int], pool: int, n: Sizes
 ) -> dict[str, Tensor | dict[str, Tensor]]:
     """The definitions, written on the whole matrix p (B, H, T, S); `seen` says what may be attended."""
     T, S = p.shape[2:]
@@ -55,7 +57,7 @@ def expected(
     pos, j = torch.arange(T)[:, None] + S - T, torch.arange(S)[None]
     on_keys = p.sum(-1)
     share = torch.where(on_keys[..., None] > 0, p / on_keys.clamp(min=1e-300)[..., None], 0.0)
-    back = [torch.where(pos - j == k, 1.0, 0.0).double() for k in range(offsets + 1)]
+    away = [torch.where(j - pos == o, 1.0, 0.0).double() for o in offsets]
     rows_in = torch.nn.functional.one_hot(torch.arange(T) * min(T, pool) // T, min(T, pool)).double()
     keys_in = torch.nn.functional.one_hot(torch.arange(S) * min(S, pool) // S, min(S, pool)).double()
     per_bin = alive.double() @ rows_in
@@ -65,7 +67,7 @@ def expected(
         "distance": (share * (pos - j).abs()).sum(-1),
         "keys": seen.sum(-1),
         "sink": sink,
-        "offsets": torch.stack([mean((p * d).sum((-1, -2)), (seen * d).sum((-1, -2))) for d in back], -1),
+        "offsets": torch.stack([mean((p * d).sum((-1, -2)), (seen * d).sum((-1, -2))) for d in away], -1),
         "received": mean(p.sum(-2), seen.sum(-2)),
         "pooled": mean(rows_in.mT @ share @ keys_in, per_bin[..., None]),
         "pooled_rows": per_bin,
@@ -110,11 +112,11 @@ def check(
     features, targets = extras(n)
     mask, sinks = options.pop("mask", None), options.pop("sinks", None)
     asked = {**options, "mask": mask, "sinks": sinks, "features": features, "targets": targets}
-    found = statistics(query, key, offsets=3, pool=pool, **asked)
+    found = statistics(query, key, offsets=OFFSETS, pool=pool, **asked)
     wide = None if sinks is None else sinks.double()
     p, _ = reference_weights(query.double(), key.double(), mask=mask, sinks=wide, **options)
     sink = (1 - p.sum(-1)).masked_fill(~allowed.any(-1), 0.0) if sinks is not None else torch.zeros_like(p[..., 0])
-    want = expected(p, allowed, sink, 3, pool, n)
+    want = expected(p, allowed, sink, OFFSETS, pool, n)
     errors = worst(found, want)
     assert max(errors.values()) <= tolerance, errors
     top = found.largest_key
@@ -122,7 +124,7 @@ def check(
     held = p.gather(-1, top.clamp(min=0)[..., None])[..., 0]
     assert ((held - p.max(-1).values).abs() <= tolerance).all()  # ties may go either way
     assert found.entropy.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
-    rows = row_statistics(query, key, offsets=3, pool=pool, **asked)
+    rows = row_statistics(query, key, offsets=OFFSETS, pool=pool, **asked)
     errors = worst(rows, {name: x for name, x in want.items() if name != "received"})
     assert max(errors.values()) <= tolerance, ("one pass", errors)
 

@@ -249,10 +249,7 @@ def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
     assert "cannot be read" in refused("trace", "--config", "none")
     assert "batch" in refused("trace", "--d-model", "6", "--num-heads", "2", "--batch", "0")
     sizes = ("--d-model", "9000000000000000000", "--num-heads", "1")
-    assert (
-        "at most 1,000,000,000,000,000 numbers together; d_model 9000000000000000000, 1 heads of 9000000000000000000, "
-        "batch 1 and length 16 make more: give smaller sizes" in refused("trace", *sizes)
-    )
+    assert "d_model is at most 1,000,000,000,000,000; got a larger number" in refused("trace", *sizes)
 
 
 @pytest.mark.parametrize("payload", PAYLOADS[::5])

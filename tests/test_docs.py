@@ -1,56 +1,34 @@
 """What the README and the documentation show is run.
 
-- ```` ```python ```` blocks are executed, and ```` ```pycon ```` sessions must print what the page says;
-  the blocks of one page share their names, from top to bottom.
+- ```` ```python ```` blocks are executed, and ```` ```pycon ```` sessions must print what the page says; the blocks of
+  one page share an interpreter, from top to bottom, in which nothing but they import (`tests/pages.py`).
 - Links to files of this repository must lead somewhere.
 - Every exported name has its entry in the API pages.
 """
 
-import ast
-import doctest
 import re
 from pathlib import Path
 
 import pytest
+from pages import FENCE, run_fresh, run_page
 
-from headwise.ops.native_library import trouble
+import headwise.hf  # what a test imports must not reach a page
+from headwise.ops.native.library import trouble
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
+RUNS = re.compile(r"^ *```(python|pycon)", re.M)
 
 pytestmark = pytest.mark.unchecked  # pages show what a user sees
 
 
-def run_blocks(name: str, text: str) -> int:
-    """Run the blocks of one page; returns how many there were. A wrong page raises AssertionError or its own error."""
-    names: dict[str, object] = {"__name__": "__main__"}
-    ran = 0
-    for found in FENCE.finditer(text):
-        line = text.count("\n", 0, found.start()) + 1
-        body = re.sub(rf"^{found['indent']}", "", found["body"], flags=re.M)
-        if found["language"] == "python":
-            code = ast.increment_lineno(ast.parse(body, name), line)
-            exec(compile(code, name, "exec"), names)
-        elif found["language"] == "pycon":
-            test = doctest.DocTestParser().get_doctest(body, names, name, name, line)
-            said: list[str] = []
-            runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
-            runner.run(test, out=said.append, clear_globs=False)
-            names.update(test.globs)
-            assert not said, "".join(said)
-        else:
-            continue
-        ran += 1
-    return ran
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_what_a_page_shows_is_true(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_page_shows_is_true(page: Path, tmp_path: Path) -> None:
     if page.name == "backends.md" and trouble():
         pytest.skip(f"it shows the native kernel: {trouble()}")
-    monkeypatch.chdir(tmp_path)
-    run_blocks(page.relative_to(ROOT).as_posix(), page.read_text("utf8"))
+    text = page.read_text("utf8")
+    if RUNS.search(text):
+        run_fresh(page.relative_to(ROOT).as_posix(), text, tmp_path)
 
 
 def test_the_readme_shows_code() -> None:
@@ -65,13 +43,27 @@ def test_the_readme_shows_code() -> None:
         ("```python\nx = 1\n```\n\n- in a list\n\n  ```python\n  y\n  ```\n", NameError),
     ],
 )
-def test_a_wrong_page_is_seen(wrong: str, error: type[Exception]) -> None:
+def test_a_wrong_page_is_seen(wrong: str, error: type[Exception], tmp_path: Path) -> None:
     with pytest.raises(error):
-        run_blocks("page", wrong)
+        run_fresh("page", wrong, tmp_path)
 
 
-def test_blocks_of_a_page_share_names() -> None:
-    assert run_blocks("page", "```python\nx = 2\n```\ntext\n```pycon\n>>> x\n2\n```\n```sh\nno\n```") == 2
+def test_nothing_but_a_page_imports_for_it(tmp_path: Path) -> None:
+    assert headwise.hf.load
+    page = "```python\nimport headwise\n```\nand `headwise.causal()`, {}`headwise.hf.load(folder)`"
+    with pytest.raises(AssertionError, match=r"^page names what its imports do not give: headwise\.hf\.load$"):
+        run_fresh("page", page.format(""), tmp_path)
+    assert run_fresh("page", page.format("after `import headwise.hf` "), tmp_path) == 1
+    with pytest.raises(AttributeError, match="No headwise attribute hf"):
+        run_fresh("page", "```python\nimport headwise\n\nheadwise.hf.load\n```", tmp_path)
+    with pytest.raises(AssertionError, match="this interpreter is not fresh: it holds headwise"):
+        run_page("page", "", tmp_path)
+    run_fresh("page", "```python\nimport os\n\nassert os.listdir() == []\n```", tmp_path)
+
+
+def test_blocks_of_a_page_share_names(tmp_path: Path) -> None:
+    page = "```python\nx = 2\n```\ntext\n```pycon\n>>> x\n2\n```\n```sh\nno\n```"
+    assert run_fresh("page", page, tmp_path) == 2
 
 
 def dead_links(page: Path, text: str) -> list[str]:
@@ -95,4 +87,7 @@ def test_every_exported_name_is_in_the_api_pages() -> None:
     from test_architecture import EXPORTS
 
     shown = re.findall(r"^::: (\S+)", "\n".join(p.read_text("utf8") for p in (ROOT / "docs/api").glob("*.md")), re.M)
-    assert sorted(set(EXPORTS) - {"look", "nn", "plan"} - {entry.split(".")[-1] for entry in shown}) == []
+    assert (
+        sorted(set(EXPORTS) - {"cache", "look", "nn", "plan", "report"} - {entry.split(".")[-1] for entry in shown})
+        == []
+    )

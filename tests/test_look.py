@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planted import DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, Tiny, numbers, text
+from planted import AHEAD, DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, Tiny, numbers, text
 
 import headwise
 from headwise import look
@@ -36,11 +36,20 @@ def test_planted_scores(planted: Look) -> None:
 
 
 def test_planted_roles_in_an_encoder() -> None:
-    found = look.at(Planted(ahead=True), text(), delimiters=DELIMITERS)
+    found = look.at(Planted((*NAMES, *AHEAD), ahead=True), text(), delimiters=DELIMITERS)
     assert found.kind == "encoder"
-    wanted = [[name] if name != "induction" else [] for name in NAMES]
+    wanted = [[name] if name != "induction" else [] for name in (*NAMES, *AHEAD)]
     assert [[role.name for role in head.roles] for head in found.heads] == wanted
     assert all(head.induction is None for head in found.heads)
+    following, third = found.heads[-2:]
+    assert following.ahead == pytest.approx((1.0, *[0.0] * 7), abs=2e-3)  # its last query has no choice: it is uniform
+    assert third.ahead[2] > 0.995 and following.roles[0].baseline == pytest.approx(1 / 97, abs=1e-6)
+
+
+def test_a_decoder_has_nothing_ahead() -> None:
+    found = look.at(Planted(AHEAD), text(), delimiters=DELIMITERS)
+    assert found.kind == "decoder" and all(head.ahead == () for head in found.heads)
+    assert not {*AHEAD} & {role.name for head in found.heads for role in head.roles}
 
 
 def test_a_fixed_offset_is_no_induction_head() -> None:
@@ -78,14 +87,15 @@ def names(head: HeadRecord, uniform: HeadRecord | None = None) -> list[str]:
 
 FIELDS = {"first-token sink": "sink", "delimiter": "delimiter", "broad": "evenness", "duplicate-token": "duplicate"}
 FIELDS |= {"induction": "induction"}
-PLACE = {"self": 0, "previous-token": 1} | {f"offset-{k}": k for k in range(2, 9)}
+PLACE = {"self": 0, "previous-token": 1, "next-token": -1} | {f"offset{k:+}": -k for k in range(-8, 9) if abs(k) > 1}
 
 
 def scoring(role: str, score: float) -> HeadRecord:
     """A head that has this score and no other."""
     if role in FIELDS:
         return numbers(**{FIELDS[role]: score})
-    return numbers(offsets=tuple(score * (k == PLACE[role]) for k in range(9)))
+    there = {k: score * (k == PLACE[role]) for k in range(-8, 9)}
+    return numbers(offsets=tuple(there[k] for k in range(9)), ahead=tuple(there[-k] for k in range(1, 9)))
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
@@ -113,8 +123,8 @@ def test_roles_come_strongest_first() -> None:
 
 
 def test_places_mean_nothing_in_cross_attention() -> None:
-    head = numbers(sink=0.9, offsets=(0.9, 0.9), induction=0.9, queries=5)
-    assert names(head) == ["first-token sink"]
+    head = numbers(sink=0.9, offsets=(0.9, 0.9), ahead=(0.9, 0.9), induction=0.9, queries=5)
+    assert names(head) == names(replace(head, queries=97, keys=5)) == ["first-token sink"]
 
 
 def test_names_of_roles_are_unique_and_tell_their_source() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 import headwise
 from headwise import look
 from headwise.look import Repeats
+from headwise.look.inputs import check_heads
 from headwise.look.repeats import as_tensors, draw
+from headwise.nn import AttentionCall
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -71,6 +75,7 @@ def test_delimiters_are_read_from_the_tokens() -> None:
     found = look.at(model, ids, tokens=tokens, repeats=None)
     assert found.heads[0].delimiter == pytest.approx((0 + 1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 6, abs=1e-4)
     assert look.at(model, ids, repeats=None).heads[0].delimiter == 0.0
+    assert look.at(model, ids, tokens=tokens, delimiters=[], repeats=None).heads[0].delimiter == 0.0
 
 
 class Overflowing(Tiny):
@@ -100,6 +105,8 @@ class Configured(Tiny):
         (Tiny(), torch.zeros(2, 7).long(), {}, ValueError, "ids (T,) or (1, T); got (2, 7); look at each"),
         (Tiny(), torch.tensor(3), {}, ValueError, "one text at a time, ids (T,) or (1, T); got ()"),
         (Tiny(), torch.zeros(5), {}, TypeError, "the integers a tokenizer gives; got torch.float32; convert"),
+        (Tiny(), torch.ones(5, dtype=torch.bool), {}, TypeError, "a tokenizer gives; got torch.bool; convert"),
+        (Tiny(), torch.ones(5, dtype=torch.complex64), {}, TypeError, "a tokenizer gives; got torch.complex64; conv"),
         (Tiny(), "a text", {}, TypeError, "got str; pass tokenizer(text)['input_ids']"),
         (Tiny(), [1, 61], {}, ValueError, "ids of this model are 0 to 60; got 61 at place 1 (1 of 2 ids do not fit)"),
         (Tiny(), [-1, 2], {}, ValueError, "got -1 at place 0"),
@@ -134,6 +141,143 @@ def test_what_a_config_tells_is_used() -> None:
     assert not torch.isin(copies[:, 1:], torch.tensor([1, 44, 20, 21, 9, 10])).any()
     look.at(Watching(), [5, 6, 7, 44], delimiters=[9, 10])
     assert seen[3][:, 0].eq(1).all() and seen[3][:, -1].eq(44).all()
+    look.at(Watching(), [5, 6, 9], delimiters=[9, 10])  # what ends an encoder's text ends its copies, a mark as well
+    assert seen[5][:, -1].eq(9).all() and not seen[5][:, :-1].eq(9).any()
+    look.at(Watching(), [5, 6, 7])  # but not a word of it
+    assert not seen[7][:, -1].eq(7).all()
+    look.at(Watching(mask=headwise.causal()), [5, 6, 44])  # and nothing ends a decoder's
+    assert not seen[9].eq(44).any()
+    look.at(Watching(), [5, 6, 7], delimiters=[9], repeats=Repeats(vocabulary=[9, 20, 30]))
+    assert set(seen[11][:, 1:].flatten().tolist()) == {9, 20, 30}  # what was asked for is not avoided
+
+
+class Adapted(nn.Module):
+    """As an adapter library wraps: the model inside has the adapters in its layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model["model"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's compiler
+def test_a_wrapped_model_is_looked_at_as_what_it_wraps() -> None:
+    model = Tiny(mask=headwise.causal())
+    bare = look.at(model, text(7), repeats=None)
+    for wrapped in (nn.DataParallel(model), Adapted(model), torch.compile(Adapted(model), backend="eager")):
+        found = look.at(wrapped, text(7), repeats=None)
+        assert (found.model, found.heads, found.maps) == (bare.model, bare.heads, bare.maps)
+
+
+class Sound(Tiny):
+    main_input_name = "input_values"
+
+
+class Talking(Tiny):
+    """Reads sound beside its text, and cannot do without."""
+
+    main_input_name, input_modalities = "input_ids", ("audio", "text")
+    late = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.late:
+            super().forward(ids)
+        raise AttributeError("no sound")
+
+
+class Silent(Talking):
+    input_modalities = ("text",)
+
+
+class Mute(Talking):
+    input_modalities = "text"
+
+
+NO_TEXT = "look reads models of text alone for now; "
+DO = "; look at its text part, if it has one, or measure its calls: headwise.nn.probe(model), then headwise.statistics("
+
+
+@pytest.mark.unchecked
+def test_a_model_that_does_not_read_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{NO_TEXT}Sound takes 'input_values'{DO}")):
+        look.at(Sound(), [1, 99])  # and the ids are not blamed
+    with pytest.raises(TypeError, match=re.escape("look needs a torch.nn.Module, got str; load the model first")):
+        look.at("gpt", [1])  # type: ignore[arg-type]
+
+
+@pytest.mark.unchecked
+def test_a_model_that_needs_more_than_text_is_refused() -> None:
+    model = Talking()
+    what = "Talking takes audio and text, and does not run on ids alone (AttributeError: no sound)"
+    with pytest.raises(ValueError, match=re.escape(NO_TEXT + what + DO)) as caught:
+        look.at(model, [1, 2])
+    assert isinstance(caught.value.__cause__, AttributeError)
+    model.late = True
+    with pytest.raises(AttributeError, match="no sound"):  # calls were measured: their faults are told as they are
+        look.at(model, [1, 2])
+    for reads_text in (Silent(), Mute()):
+        with pytest.raises(AttributeError, match="no sound"):
+            look.at(reads_text, [1, 2])
+
+
+class Sundry:
+    """A config that will not say how many heads its layers have."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        raise LookupError("they differ")
+
+
+@pytest.mark.unchecked
+def test_a_part_of_the_heads_is_not_taken_for_the_whole() -> None:
+    call = AttentionCall("a.b", 0, torch.zeros(1, 2, 3, 5), torch.zeros(1, 1, 3, 5))
+    split = "module 'a.b' ran 2 query heads and has 4: the model is split over processes (tensor parallelism), and its"
+    for told in ({"num_heads": 4}, {"num_attention_heads": 4}, {"config": SimpleNamespace(num_attention_heads=4)}):
+        with pytest.raises(ValueError, match=re.escape(split)):
+            check_heads(SimpleNamespace(**told), call)
+    whole = SimpleNamespace(num_attention_heads=2)
+    other = SimpleNamespace(num_attention_heads=4)  # as where an encoder and a decoder share a config
+    for told in ({}, {"num_heads": 2, "config": other}, {"num_heads": 4, "config": whole}, {"config": whole}):
+        check_heads(SimpleNamespace(**told), call)
+    for said in (None, "4", [2, 4]):
+        check_heads(SimpleNamespace(num_heads=said, config=Sundry()), call)
+
+
+class Loose(Tiny):
+    """A config that says little: no limit on positions, a BOS and a name that are none, its ids in a nested config."""
+
+    class config:
+        max_position_embeddings, name_or_path, vocab_size = -1, "", None
+
+        @staticmethod
+        def get_text_config() -> type:
+            return Loose.text
+
+    class text:
+        vocab_size, max_position_embeddings, bos_token_id = 31, 0, -1
+
+
+def test_what_a_config_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look.at(Configured(), [1] * 19, repeats=None).length == 19  # as many as it has positions
+    model = Loose()
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    assert look.at(model, [5, 6, 7]).model == "Loose"
+    assert seen[1].max() < 31 and seen[1][:, 0].eq(5).all() and not seen[1][:, 1:].eq(5).any()
+    with pytest.raises(ValueError, match="ids of this model are 0 to 30; got 31"):
+        look.at(model, [31])
+    monkeypatch.setattr(Loose.text, "vocab_size", "31")  # no number: the embedding tells
+    assert look.at(model, [60], repeats=None).length == 1
+
+
+def test_the_version_of_a_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert look.at(Tiny(), [1], repeats=None).version == "unknown"
 
 
 class Asked(nn.Module):
@@ -153,7 +297,7 @@ class Asked(nn.Module):
         return self.inside(ids)
 
 
-def test_how_the_model_is_called() -> None:
+def test_how_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Asked()
     look.at(model, [1, 5, 6, 7, 8])
     text_pass, copies = model.asked
@@ -161,6 +305,12 @@ def test_how_the_model_is_called() -> None:
     assert text_pass["lean"] == copies["lean"] == (False, 1)
     assert copies["ids"].shape == (8, 160) and copies["decoder"].shape == (8, 159)
     assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :158])
+    for length in (1, 2, 3):
+        look.at(model, [1, 5, 6][:length], repeats=None)
+        assert model.asked[-1]["decoder"].tolist() == [[3, 1][: max(1, length - 1)]]
+    monkeypatch.delattr(Asked.config, "decoder_start_token_id")
+    look.at(model, [5, 6, 7], repeats=None)
+    assert model.asked[-1]["decoder"].tolist() == [[1, 5]]
 
 
 # --- repeated random tokens -----------------------------------------------------------------------------------------
@@ -183,11 +333,32 @@ def test_drawn_sequences() -> None:
 
 def test_few_positions_and_few_ids() -> None:
     assert draw(Repeats(), range(50), 8, before=[1]) == []
-    assert len(draw(Repeats(), range(50), 9, before=[1])) == 8
+    shortest = draw(Repeats(), range(50), 9, before=[1])
+    assert len(shortest) == 8 and {len(sequence.drawn) for sequence in shortest} == {2, 3}
+    exact = draw(Repeats(sequences=9, length=40), range(16), 40)  # periods of 8 to 16: one each, with tokens for all
+    assert sorted(len(sequence.drawn) for sequence in exact) == [*range(8, 17)]
     assert draw(Repeats(), [3], 99) == []
     assert set(draw(Repeats(), [3, 4], 99)[0].ids) == {3, 4}
-    with pytest.raises(ValueError, match=re.escape("got sequences=0, length=160; repeats=None leaves them out")):
-        Repeats(sequences=0)
+    for wrong in ({"sequences": 0}, {"length": 0}):
+        got = re.escape(", ".join(f"{name}={n}" for name, n in ({"sequences": 8, "length": 160} | wrong).items()))
+        with pytest.raises(ValueError, match=f"got {got}; repeats=None leaves them out"):
+            Repeats(**wrong)
+
+
+def test_what_opens_and_ends_a_text_is_no_copy() -> None:
+    [sequence] = draw(Repeats(sequences=1), range(9, 99), 31, before=[7], after=[7])
+    found = as_tensors([sequence], ahead=True)["duplicate"][0]
+    assert sequence.ids[0] == sequence.ids[30] == 7 and found[[0, 30]].eq(-1).all() and found[1:30, 0].ne(-1).all()
+
+
+@pytest.mark.parametrize(("positions", "passes"), [(8, 1), (9, 2)])
+def test_a_model_too_short_for_copies_reads_none(positions: int, passes: int) -> None:
+    model = Tiny(mask=headwise.causal())
+    model.config = SimpleNamespace(max_position_embeddings=positions)
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    found = look.at(model, [1, 2, 3])
+    assert len(seen) == passes and (found.heads[0].duplicate is None) is (passes == 1)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hf_models import BY_NAME, VOCAB
 from planted import check_against
-from torch import Tensor
+from torch import Tensor, nn
 
 import headwise.hf
 from headwise import look, models
@@ -61,6 +61,36 @@ def test_shared_layers_are_told_apart() -> None:
     found = look.at(BY_NAME["ALBERT"].build(), torch.arange(4, 20))
     assert len({head.module for head in found.heads}) == 1
     assert [head.call for head in found.heads[:: found.num_heads]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("name", "takes"), [("ViT", "'pixel_values'"), ("Whisper", "'input_features'")])
+def test_a_model_without_text_is_refused(name: str, takes: str) -> None:
+    with pytest.raises(ValueError, match=f"models of text alone for now; .* takes {takes}; look at its text part"):
+        look.at(BY_NAME[name].build(), [1, 2, 3])
+
+
+def test_a_model_of_images_and_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="CLIPModel takes image and text, and does not run on ids alone"):
+        look.at(BY_NAME["CLIP"].build(), [1, 2, 3])
+
+
+def test_a_tensor_parallel_share_is_refused() -> None:
+    """What colwise and rowwise plans leave in each of two processes, as plain tensors."""
+    model = BY_NAME["Llama GQA"].build()
+    for layer in model.model.layers:
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            part.weight = nn.Parameter(part.weight[: len(part.weight) // 2].detach())
+        out = layer.self_attn.o_proj
+        out.weight = nn.Parameter(out.weight[:, : out.weight.shape[1] // 2].detach())
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn' ran 2 query heads and has 4: the model is split"):
+        look.at(model, [1, 2, 3])
+
+
+def test_a_wrapped_model_is_looked_at_as_what_it_wraps() -> None:
+    model = BY_NAME["Llama GQA"].build()
+    bare = look.at(model, [1, 2, 3], repeats=None)
+    wrapped = look.at(nn.DataParallel(model), [1, 2, 3], repeats=None)
+    assert wrapped.heads == bare.heads and wrapped.model == bare.model
 
 
 # --- the model in the package ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from headwise import plan
 from headwise.plan import config as configs
 from headwise.plan import fields, read_config
 from headwise.plan.model import model_of
+from headwise.plan.shape import short
 
 pytestmark = pytest.mark.unchecked
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -120,9 +121,9 @@ def test_the_largest_field_that_is_planned(field: str, most: int) -> None:
 
 
 def test_values_are_shown_up_to_a_length() -> None:
-    assert configs.short("x" * 38) == repr("x" * 38) and configs.short("x" * 39) == "'" + "x" * 36 + "..."
-    assert configs.short(10**20 - 1) == "9" * 20 and configs.short(10**20) == "a number of more than 20 digits"
-    assert configs.short(-(10**20)) == "a number of more than 20 digits"
+    assert short("x" * 38) == repr("x" * 38) and short("x" * 39) == "'" + "x" * 36 + "..."
+    assert short(10**20 - 1) == "9" * 20 and short(10**20) == "a number of more than 20 digits"
+    assert short(-(10**20)) == "a number of more than 20 digits"
     assert configs.printable("x" * 100) == "x" * 100 and configs.printable("x" * 101) == "x" * 97 + "..."
 
 

@@ -1,6 +1,7 @@
 """The probe: it sees every call as the kernel got it, leaves nothing behind, and is loud where it would see less."""
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -149,12 +150,25 @@ def test_a_module_that_was_not_called_is_named() -> None:
         for layer in model.layers:
             layer(inputs()[0])
     assert hooks(model) == before
+    five = nn.ModuleList(MultiHeadAttention(4, 2) for _ in range(5))
+    with pytest.raises(RuntimeError, match=r"5 of 5 .*: '0', '1', '2', '3', '4'; run the whole model"), probe(five):
+        pass
     many = nn.ModuleList(MultiHeadAttention(4, 2) for _ in range(7))
     with (
         pytest.raises(RuntimeError, match=r"7 of 7 .*: '0', '1', '2', '3', '4' and 2 more; run the whole model"),
         probe(many),
     ):
         pass
+
+
+def test_latent_attention_is_seen() -> None:
+    part = headwise.LatentAttention(12, 3, kv_lora_rank=7, nope_dim=5, rope_dim=2, value_dim=5)
+    model = nn.ModuleDict({"latent": part})
+    with probe(model) as seen:
+        out = part(inputs()[0], mask=headwise.causal())
+    [call] = seen.calls
+    assert call.module == "latent" and call.query.shape[:3] == (B, 3, T)
+    assert out.shape == (B, T, 12) and seen.expected == ("latent",)
 
 
 def test_probes_can_be_nested() -> None:
@@ -204,14 +218,33 @@ def test_other_rooms_register_their_models() -> None:
 
 
 @pytest.mark.unchecked
-def test_a_model_without_attention_is_named() -> None:
-    text = (
-        "Linear holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to probe; for a "
-        "transformers model, import headwise.hf first"
-    )
-    with pytest.raises(TypeError, match=text), probe(nn.Linear(2, 2)):
+@pytest.mark.parametrize(
+    ("imported", "way_out"),
+    [
+        (False, "for a transformers model, import headwise.hf first"),
+        (True, "give a model that has some, or a transformers model on its attention interface"),
+    ],
+)
+def test_a_model_without_attention_is_named(imported: bool, way_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "headwise.hf", sys)
+    if not imported:
+        monkeypatch.delitem(sys.modules, "headwise.hf")
+    text = f"Linear holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to probe; {way_out}"
+    with pytest.raises(TypeError, match=f"{text}$"), probe(nn.Linear(2, 2)):
         pass
     with pytest.raises(TypeError, match=r"probe needs a torch\.nn\.Module, got str"), probe("model"):  # type: ignore[arg-type]
+        pass
+
+
+@pytest.mark.unchecked
+def test_a_part_that_another_room_can_probe_is_named() -> None:
+    class Foreign(nn.Module):
+        """Another room's, inside of one's own model."""
+
+    probe.register(Foreign, lambda model, each=None: None)
+    model = nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.ModuleList([Foreign()])})
+    text = "ModuleDict holds no .* nothing to probe; its part 'body.0' .Foreign. is a model of its own: probe that$"
+    with pytest.raises(TypeError, match=text), probe(model):
         pass
 
 

@@ -76,7 +76,7 @@ def test_a_hostile_string_adds_no_element_and_comes_back_to_the_letter(payload: 
     assert [kind for kind, _ in found.code] == ["style", "json", "script", "script"]
     data = found.data
     assert data["model"] == data["cells"][0]["text"] == data["heads"]["module"][0] == payload
-    assert data["roles"][0] == {"name": payload, "colour": 7, "formula": "", "source": payload}
+    assert data["roles"][0] == {"name": payload, "colour": 8, "formula": "", "source": payload}
 
 
 def test_there_are_enough_payloads() -> None:
@@ -175,6 +175,16 @@ def test_numbers_and_maps_are_those_of_the_look() -> None:
     assert [cell["text"] for cell in data["cells"]] == list(look.tokens)
 
 
+def test_what_an_encoder_attends_ahead_is_there() -> None:
+    look = make_look(layers=2, heads=5, encoder=True)
+    data = Elements(report.render(look)).data
+    assert data["heads"]["next"] == pytest.approx([h.ahead[0] for h in look.heads], rel=1e-3)
+    assert data["heads"]["ahead"] == [pytest.approx(h.ahead, rel=1e-3) for h in look.heads]
+    assert [role["colour"] for role in data["roles"] if role["name"] == "next-token"] == [7]
+    decoder = Elements(report.render(make_look(layers=2, heads=5))).data["heads"]
+    assert decoder["next"] == [None] * 10 and decoder["ahead"] == [[]] * 10
+
+
 def test_without_large_maps_the_pooled_ones_are_shown() -> None:
     look = replace(make_look(), maps=())
     data = Elements(report.render(look)).data
@@ -253,9 +263,8 @@ def test_every_name_is_cut() -> None:
     start = HUGE[:100]
     assert data["heads"]["module"] == [HUGE[:300] + "\u2026"] * 2
     assert (data["kind"], data["version"]) == (start + "\u2026", start + "\u2026")
-    assert data["roles"] == [
-        {"name": HUGE[:200] + "\u2026", "colour": 7, "formula": "", "source": HUGE[:500] + "\u2026"}
-    ]
+    [role] = data["roles"]
+    assert (role["name"], role["source"]) == (HUGE[:200] + "\u2026", HUGE[:500] + "\u2026")
     assert len(html) < 200_000
     assert [pack.cut("x" * n, 9) for n in (9, 10)] == ["x" * 9, "x" * 9 + "\u2026"]
 

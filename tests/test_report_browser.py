@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hostile import HUGE, PAYLOADS
-from looks import make_look, words
+from looks import codes, make_look, words
 
 from headwise import report
 from headwise.look import Look, RoleScore
@@ -95,6 +96,7 @@ def units(text: str) -> list[int]:
     return [int.from_bytes(raw[i : i + 2], "little") for i in range(0, len(raw), 2)]
 
 
+PLACES = [*(("\u2212", k) for k in range(8, 0, -1)), *(("+", k) for k in range(1, 9))]
 CODES = "(nodes) => nodes.map((n) => Array.from({length: n.textContent.length}, (_, i) => n.textContent.charCodeAt(i)))"
 
 
@@ -169,6 +171,32 @@ def test_filter_by_role(opened: Any) -> None:
     assert page.locator("#table tbody tr").count() == sum(wanted) + sum(h.role == "-" for h in look.heads)
     page.locator("#roles .chip", has_text="all heads").click()
     assert page.locator("#grid .tile.off").count() == 0
+
+
+def test_an_encoders_head_shows_what_it_attends_ahead(opened: Any) -> None:
+    look = make_look(layers=1, heads=5, encoder=True)
+    page = opened(look).page
+    shown = [head.role for head in look.heads].index("next-token")
+    page.locator("#roles .chip", has_text="next-token").click()
+    assert page.locator("#head-title").text_content() == f"Layer 0, head {shown}"
+    bars = [float(said) for said in page.locator("#offsets .mass title").all_text_contents()]
+    masses = [*reversed(look.heads[shown].offsets), *look.heads[shown].ahead]
+    assert bars == pytest.approx(masses, abs=6e-4) and max(bars) == bars[9] > 0.8  # -8 ... 0, then +1
+    places = page.locator("#offsets .tick text").all_text_contents()
+    assert [place for place in places if place[0] in "+\u2212"] == [f"{sign}{k}" for sign, k in PLACES]
+    assert [head for head in page.locator("#table th").all_text_contents() if head == "next"] == ["next"]
+    page = opened(make_look(layers=1, heads=5)).page
+    assert page.locator("#offsets .mass").count() == 9 and "next" not in page.locator("#table thead").text_content()
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_only_cells_that_could_not_be_attended_are_bare(opened: Any, encoder: bool) -> None:
+    look = make_look(layers=1, heads=5, encoder=encoder)
+    lower = codes(np.tril(np.full((41, 41), 0.5)))  # an encoder's head, too, may never look ahead
+    page = opened(replace(look, maps=(lower,) * 5)).page
+    corner = "(c) => c.getContext('2d').getImageData(c.width - 1, 0, 1, 1).data[3]"
+    drawn = f"[...document.querySelectorAll('.tile canvas')].map({corner})"
+    assert page.evaluate(drawn) == [255 * encoder] * 5
 
 
 def test_keys_walk_over_the_heads_and_over_the_map(opened: Any) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from mask_cases import FEW, MASKS, SIZES, SQUARE, TILED, Sizes, dense
-from statistics_cases import TOLERANCE, check, everything, expected, extras, inputs, worst
+from statistics_cases import OFFSETS, TOLERANCE, check, everything, expected, extras, inputs, worst
 
 import headwise
-from headwise.ops import scores, statistics_native
+from headwise.ops import scores
 from headwise.ops.reference import reference_weights
 from headwise.ops.statistics import HeadStatistics, statistics
+from headwise.ops.statistics import native as statistics_native
 from headwise.testing import assert_same_bits, poison
 
 
@@ -164,6 +165,22 @@ def test_same_bits_whatever_shares_the_batch() -> None:
         assert_same_bits(getattr(together, name)[1:2], getattr(alone, name), what=name)
 
 
+@pytest.mark.parametrize("mask", [None, headwise.causal()], ids=["all", "causal"])
+def test_offsets_run_both_ways(mask: headwise.Mask | None) -> None:
+    query, key = inputs(Sizes(2, 4, 2, 13, 17, 5, 3))
+    before = statistics(query, key, mask=mask, offsets=3).offsets
+    assert_same_bits(before, statistics(query, key, mask=mask, offsets=(0, -1, -2, -3)).offsets)
+    p, _ = reference_weights(query.double(), key.double(), mask=mask)
+    far = (-(2**70), -17, -16, 2, 1, 13, 2**70)  # query 0 stands at key 4; the last at key 16
+    found = statistics(query, key, mask=mask, offsets=far).offsets
+    want = [0.0, 0.0, p[..., 12, 0], p[..., :11, 6:].diagonal(dim1=-2, dim2=-1).mean(-1)]
+    want += [p[..., :12, 5:].diagonal(dim1=-2, dim2=-1).mean(-1), 0.0, 0.0]
+    for o, exact in enumerate(want):
+        assert float((found[..., o] - exact).abs().max()) <= TOLERANCE, far[o]
+    assert mask is None or not found[..., 3:5].any()
+    assert statistics(query, key, mask=mask, offsets=()).offsets.shape == (2, 4, 0)
+
+
 @pytest.mark.parametrize("sizes", [(0, 2, 1, 3, 5), (2, 2, 1, 0, 5), (2, 2, 1, 3, 0)], ids=["B", "T", "S"])
 def test_zero_sizes(sizes: tuple[int, ...]) -> None:
     B, H, K, T, S = sizes
@@ -182,14 +199,14 @@ def test_on_a_gpu(mask: str) -> None:
     rule = MASKS[mask](n).mask
     exact, _ = reference_weights(query.double(), key.double(), mask=rule)
     found = statistics(
-        query.cuda(), key.cuda(), mask=rule.to("cuda"), offsets=3, features=features, targets=targets, pool=5
+        query.cuda(), key.cuda(), mask=rule.to("cuda"), offsets=OFFSETS, features=features, targets=targets, pool=5
     )
     assert found.entropy.is_cuda
     cpu = HeadStatistics(**{
         name: {k: x.cpu() for k, x in value.items()} if isinstance(value, dict) else value.cpu()
         for name, value in vars(found).items()
     })  # fmt: skip
-    errors = worst(cpu, expected(exact, dense(mask, n)[0], torch.zeros_like(exact[..., 0]), 3, 5, n))
+    errors = worst(cpu, expected(exact, dense(mask, n)[0], torch.zeros_like(exact[..., 0]), OFFSETS, 5, n))
     assert max(errors.values()) <= TOLERANCE, errors
 
 
@@ -206,8 +223,12 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"offsets": -1}, ValueError, "offsets >= 0 and pool >= 1; got offsets=-1, pool=32"),
-        ({"pool": 0}, ValueError, "offsets >= 0 and pool >= 1; got offsets=8, pool=0"),
+        ({"offsets": -1}, ValueError, "key minus query (negative = before), such as range(-3, 4); got -1"),
+        ({"offsets": 1.5}, TypeError, "offsets are a whole number k >= 0, for the keys 0 to k places before the query"),
+        ({"offsets": True}, TypeError, "such as range(-3, 4); got True"),
+        ({"offsets": (1, 0.5)}, TypeError, "such as range(-3, 4); got (1, 0.5)"),
+        ({"offsets": "ab"}, TypeError, "such as range(-3, 4); got 'ab'"),
+        ({"pool": 0}, ValueError, "pool is at least 1; got 0"),
         ({"features": {"dot": torch.zeros(3)}}, ValueError, "feature 'dot' is a number a key: (S,) or (B, S)"),
         ({"features": {"dot": [1]}}, TypeError, "feature 'dot' is a tensor (S,) or (B, S), a number a key; got list"),
         ({"targets": {"dup": torch.zeros(3, 1)}}, TypeError, "targets 'dup' are key positions, an integer tensor"),
@@ -217,7 +238,7 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
         ({"targets": {"dup": torch.full((3, 1), -2)}}, ValueError, "or -1 for none; got -2 to -2"),
         ({"mask": headwise.keep(torch.ones(3, 4) > 0)}, ValueError, "(2, 2, 3, 5) from the right; got (3, 4)"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks are float logits, one a query head"),
-        ({"softcap": 0.0}, ValueError, "softcap > 0 and finite; got 0.0"),
+        ({"softcap": 0.0}, ValueError, "softcap > 0, and from 2**-100 to 2**100"),
     ],
 )  # fmt: skip
 def test_errors(options: dict[str, object], error: type[Exception], text: str) -> None:

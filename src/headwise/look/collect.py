@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from ..nn.unwrap import unwrap
 from . import inputs
 from .measure import Measured, Sizes
 from .passes import Progress, Steps, random_copies, read_copies, read_text, resting
@@ -47,7 +48,7 @@ def at(
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, called as ``model(ids)``; or a transformers model, once
-            `headwise.hf` is imported.
+            `headwise.hf` is imported. Wrapped ones (adapters, data parallelism, compiled) are read as what they wrap.
         ids: (T,) or (1, T), integers, in a tensor, an array or a list: one text, special tokens included.
         tokens: the T tokens as text; the ids' digits by default.
         delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line end.
@@ -59,8 +60,8 @@ def at(
 
     Raises:
         TypeError: `model` holds no attention that headwise can see, or ids that are no integers.
-        ValueError: no token, several texts, ids the model does not know, more tokens than it has positions, or scores
-            that are not finite.
+        ValueError: the model reads no text, or is split over processes; no token, several texts, ids the model does not
+            know, more tokens than it has positions, or scores that are not finite.
 
     Example:
         >>> import torch, headwise
@@ -75,12 +76,13 @@ def at(
         ('decoder', 1, 3, 8)
     """
     started = time.perf_counter()
+    model = unwrap(model)
+    inputs.check_reads_text(model)
     row = inputs.as_row(ids)
     known = inputs.Known.of(model, row)
     inputs.check_fits(row, known.vocabulary, known.positions)
     named = inputs.as_tokens(row, tokens)
-    if map_size < 1:
-        raise ValueError(f"map_size is the number of cells a side of a map, at least 1; got {map_size}")
+    inputs.check_options(name, map_size, full_maps, repeats, progress)
     marks = inputs.delimiter_ids(row, named, delimiters)
     sizes = Sizes(map_size, map_size * max(1, LARGE_MAP // map_size) if full_maps else 0)
     steps = Steps(progress, passes=1 if repeats is None else 2)

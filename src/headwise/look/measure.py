@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,13 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
-from ..ops.masks import Mask
-from ..ops.rules import Bias, Keep, Part
-from ..ops.statistics import RowStatistics, row_statistics
+from ..ops.statistics.api import RowStatistics, row_statistics
 from .records import HeadMap, HeadRecord
 from .roles import CLARK_KEYS, FEW_KEYS
 
-OFFSETS = 8
+FAR = 8
+"""How many places before the query, and after it, have a mass of their own."""
+
+OFFSETS = (*range(0, -FAR - 1, -1), *range(1, FAR + 1))
 
 Map = tuple[tuple[float, ...], ...]
 
@@ -53,7 +53,7 @@ class Uniform:
     def of(self, call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor]) -> RowStatistics:
         """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
-        mask = forbids(call.mask)
+        mask = None if call.mask is None else call.mask.sized(B, call.query.shape[1]).forbids()
         told = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
         about = (repr(mask), B, T, S)
         if about in self.known:
@@ -65,19 +65,6 @@ class Uniform:
         if told:
             self.known[about] = found
         return found
-
-
-def forbids(mask: Mask | None) -> Mask | None:
-    """What a mask forbids to every head, its biases left out."""
-    parts: list[Part] = []
-    for part in mask.parts if mask is not None else ():
-        if isinstance(part, (Bias, Keep)):
-            seen = part.tensor != -torch.inf if isinstance(part, Bias) else part.tensor
-            if not bool(seen.all()):
-                parts.append(Keep(seen.any(dim=-3, keepdim=True) if seen.ndim > 2 else seen))
-        elif part.restricts:
-            parts.append(part)
-    return Mask(tuple(parts)) if parts else None
 
 
 def looks_ahead(call: AttentionCall) -> bool | None:
@@ -137,17 +124,18 @@ def measure(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, u
             f"{str(call.query.dtype).removeprefix('torch.')}; load the model in a wider dtype, such as float32"
         )
     place = partial(HeadRecord, module=call.module, call=again, layer=call.order, queries=T, keys=S)
-    heads = records(found, pooled(found, sizes.small), place, sinks=call.sinks is not None)
     level = uniform.of(call, features, targets)
-    [null] = records(level, pooled(level, 1), place, sinks=False)
+    ahead = bool(level.offsets[..., FAR + 1 :].any())
+    heads = records(found, pooled(found, sizes.small), place, sinks=call.sinks is not None, ahead=ahead)
+    [null] = records(level, pooled(level, 1), place, sinks=False, ahead=ahead)
     maps = tuple(quantised(m) for m in found.pooled[0]) if sizes.large else ()
     return Measured(tuple(heads), null, maps, looks_ahead(call))
 
 
 def records(
-    found: RowStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool
+    found: RowStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool, ahead: bool
 ) -> list[HeadRecord]:
-    """A record a head of the first row of the batch; `place` makes one from its numbers."""
+    """A record a head of the first row of the batch; `place` makes one from its numbers, `ahead` keeps those ahead."""
     count = found.rows.clamp(min=1)
     means = {
         "entropy": found.entropy.sum(-1) / count,
@@ -164,7 +152,8 @@ def records(
         place(
             head=h,
             **{name: values[h] for name, values in columns.items()},
-            offsets=offsets[h],
+            offsets=offsets[h][: FAR + 1],
+            ahead=offsets[h][FAR + 1 :] if ahead else (),
             duplicate=None,
             induction=None,
             roles=(),
@@ -178,7 +167,7 @@ def evenness(found: RowStatistics, *, sinks: bool) -> Tensor:
     """(B, H): mean of entropy / ln(number of choices, at most 128) over rows of 8 keys and more, at most 1."""
     choices = (found.keys + int(sinks)).clamp(max=CLARK_KEYS)
     told = found.keys >= FEW_KEYS
-    ratio = (found.entropy / choices.clamp(min=2).log()).clamp(max=1.0)
+    ratio = (found.entropy / choices.log()).clamp(max=1.0)
     return torch.where(told, ratio, 0.0).sum(-1) / told.sum(-1).clamp(min=1)
 
 
@@ -205,4 +194,4 @@ def _bins(n: int, size: int, device: torch.device) -> Tensor:
 
 
 def _numbers(values: Tensor) -> list[float]:
-    return [round(value, 6) if math.isfinite(value) else value for value in values.double().tolist()]
+    return [round(value, 6) for value in values.double().tolist()]

@@ -31,7 +31,7 @@ class Steps:
 
     def expect(self, modules: int) -> None:
         """A pass begins in which so many modules will be called once (those of shared layers more often)."""
-        self.total = max(self.total, modules * self.passes)
+        self.total = modules * self.passes
 
     def step(self) -> None:
         """An attention call was measured."""
@@ -69,6 +69,7 @@ def read_text(
     measured: list[Measured] = []
 
     def each(call: AttentionCall) -> None:
+        inputs.check_heads(model.get_submodule(call.module), call)
         S = call.key.shape[2]
         at_keys = delimiters.get(S)
         if at_keys is None:
@@ -79,7 +80,12 @@ def read_text(
 
     with probe(model, each) as seen:
         steps.expect(len(seen.expected))
-        inputs.run(model, given)
+        try:
+            inputs.run(model, given)
+        except Exception as error:
+            if seen.seen == 0:  # not even one call: the fault is none of what was measured
+                inputs.check_reads_nothing_else(model, error)
+            raise
     return measured
 
 

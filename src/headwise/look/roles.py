@@ -53,17 +53,18 @@ class Role:
     beats_uniform: bool = True
 
 
-def _back(k: int) -> Callable[[HeadRecord], float | None]:
-    return lambda head: head.offsets[k] if k < len(head.offsets) else None
+def _at(name: str, offset: int, source: str) -> Role:
+    """The role of attending one place, seen from the query."""
+    place = f"i{offset:+}" if offset else "i"
+    return Role(name, f"mean_i A[i, {place}]", 0.5, source, lambda head: head.mass_at(offset))
 
 
 ROLES: tuple[Role, ...] = (
-    Role("previous-token", "mean_i A[i, i-1]", 0.5, f"{_IOI}; threshold: {_CLARK}", _back(1)),
-    *(
-        Role(f"offset-{k}", f"mean_i A[i, i-{k}]", 0.5, f"{_IOI}, generalised; threshold: {_CLARK}", _back(k))
-        for k in range(2, 9)
-    ),
-    Role("self", "mean_i A[i, i]", 0.5, _CLARK, _back(0)),
+    _at("previous-token", -1, f"{_IOI}; threshold: {_CLARK}"),
+    *(_at(f"offset-{k}", -k, f"{_IOI}, generalised; threshold: {_CLARK}") for k in range(2, 9)),
+    _at("self", 0, _CLARK),
+    _at("next-token", 1, _CLARK),
+    *(_at(f"offset+{k}", k, f"{_CLARK}, generalised") for k in range(2, 9)),
     Role(
         "first-token sink",
         "mean_{i>0} A[i, 0]",

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.masks import Mask, as_mask
+from ..ops.masks.compose import Mask, as_mask
+from .checks import check_part
 from .inner import Inner
 from .latent import LatentAttention
 from .multihead import MultiHeadAttention
+from .unwrap import unwrap
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +97,7 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
     open. A compiled model runs uncompiled inside the block. The model is left as it was, also after an exception.
 
     Args:
-        model: The module to watch.
+        model: The module to watch. Around a model of another kind, wrappers are seen through (`headwise.nn.unwrap`).
         each: Called at once with every `AttentionCall`; the calls are then not kept.
 
     Yields:
@@ -114,6 +116,12 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
         >>> seen.calls[0].query.shape
         torch.Size([2, 3, 5, 4])
     """
+    check_part("each", each, "called with every AttentionCall")
+    inside = unwrap(model)
+    if probe.dispatch(type(inside)) is not probe.dispatch(nn.Module):  # another room's, which sees what this one cannot
+        with probe(inside, each) as seen:
+            yield seen
+        return
     found = _attention_modules(model)
     for name, mha in found.items():
         _options(name, mha.inner)  # one that cannot tell what it computes is refused before anything runs
@@ -142,9 +150,20 @@ def _attention_modules(model: object) -> dict[str, MultiHeadAttention | LatentAt
     if not found:
         raise TypeError(
             f"{type(model).__name__} holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to "
-            "probe; for a transformers model, import headwise.hf first"
+            f"probe; {_way_out(model)}"
         )
     return found
+
+
+def _way_out(model: nn.Module) -> str:
+    """What to do with a model in which there is nothing to see."""
+    ours = probe.dispatch(nn.Module)
+    for name, part in model.named_modules():
+        if probe.dispatch(type(part)) is not ours:
+            return f"its part {name!r} ({type(part).__name__}) is a model of its own: probe that"
+    if "headwise.hf" in sys.modules:
+        return "give a model that has some, or a transformers model on its attention interface"
+    return "for a transformers model, import headwise.hf first"
 
 
 def _options(name: str, inner: nn.Module) -> dict[str, Any]:

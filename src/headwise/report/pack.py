@@ -34,10 +34,6 @@ class Statistic(NamedTuple):
     value: Callable[[HeadRecord], float | None]
 
 
-def _offset(k: int) -> Callable[[HeadRecord], float | None]:
-    return lambda head: head.offsets[k] if len(head.offsets) > k else None
-
-
 STATISTICS = (
     Statistic("entropy", "entropy", 2, "mean entropy of a query's weights, in nats", lambda h: h.entropy),
     Statistic(
@@ -46,8 +42,9 @@ STATISTICS = (
     Statistic("largest", "largest", 2, "mean of a query's largest weight", lambda h: h.largest),
     Statistic("distance", "distance", 1, "mean distance between query and key, in tokens", lambda h: h.distance),
     Statistic("sink", "first token", 2, "mean mass on the first token, later queries only", lambda h: h.sink),
-    Statistic("previous", "previous", 2, "mean mass on the token just before the query", _offset(1)),
+    Statistic("previous", "previous", 2, "mean mass on the token just before the query", lambda h: h.mass_at(-1)),
     Statistic("self", "self", 2, "mean mass on the query's own token", lambda h: h.self_mass),
+    Statistic("next", "next", 2, "mean mass on the token just after the query", lambda h: h.mass_at(1)),
     Statistic("delimiter", "delimiter", 2, "mean mass on delimiters (the first token aside)", lambda h: h.delimiter),
     Statistic(
         "duplicate",
@@ -87,7 +84,7 @@ def page_data(look: Look) -> dict[str, Any]:
             "module": [cut(h.module, 300) for h in heads],
             **{name: [getattr(h, name) for h in heads] for name in ("call", "layer", "head", "queries", "keys")},
             "roles": found,
-            "offsets": [[_rounded(mass) for mass in h.offsets] for h in heads],
+            **{name: [[_rounded(mass) for mass in getattr(h, name)] for h in heads] for name in ("offsets", "ahead")},
             **{s.key: [_rounded(s.value(h)) for h in heads] for s in STATISTICS},
         },
         "maps": packed,
@@ -104,8 +101,17 @@ def _rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}") if value is not None and np.isfinite(value) else None
 
 
-_COLOURS = ("previous-token", "induction", "duplicate-token", "first-token sink", "delimiter", "self", "broad")
-"""A role keeps its colour from report to report; all others share the eighth, grey."""
+_COLOURS = (
+    "previous-token",
+    "induction",
+    "duplicate-token",
+    "first-token sink",
+    "delimiter",
+    "self",
+    "broad",
+    "next-token",
+)
+"""A role keeps its colour from report to report; all others share the ninth, grey."""
 
 Played = tuple[int, float | None, float | None, float | None]
 """A role that a head plays: its number in the list of roles, score, threshold, and what uniform attention gets."""

@@ -46,18 +46,21 @@ function drawOffsets(head) {
   byId("offsets-of").textContent = `head ${head.name}: mean over the queries`;
   const width = Math.max(place.clientWidth, 200);
   const [height, left, bottom] = [190, 42, 34];
-  const x = d3.scaleBand(head.offsets.map((_, i) => i), [left, width - 4]).padding(0.25);
-  const highest = Math.max(0, ...head.offsets);
+  // Key minus query, from furthest back to furthest ahead; nothing lies ahead where no query may look there.
+  const masses = [...head.offsets.map((mass, i) => [-i, mass]).reverse(), ...head.ahead.map((mass, i) => [i + 1, mass])];
+  const name = (place) => (place > 0 ? `+${place}` : place < 0 ? `\u2212${-place}` : "0");
+  const x = d3.scaleBand(masses.map(([place]) => place), [left, width - 4]).padding(0.25);
+  const highest = Math.max(0, ...masses.map(([, mass]) => mass));
   const y = d3.scaleLinear([0, Math.max(highest, 0.1)], [height - bottom, 8]).nice(3);
   const svg = drawing(width, height).attr("role", "img");
-  svg.attr("aria-label", head.offsets.map((mass, i) => `${i} back: ${number(mass, 2)}`).join(", "));
+  svg.attr("aria-label", masses.map(([place, mass]) => `${name(place)}: ${number(mass, 2)}`).join(", "));
   svg.append("g").attr("class", "grid").attr("transform", `translate(${left},0)`).call(d3.axisLeft(y).ticks(3).tickSize(left + 4 - width));
-  svg.append("g").attr("transform", `translate(0,${height - bottom})`).call(d3.axisBottom(x).tickSize(0).tickPadding(6));
-  svg.append("text").attr("class", "name").attr("x", width - 4).attr("y", height - 3).attr("text-anchor", "end").text("tokens back from the query");
-  head.offsets.forEach((mass, i) => {
-    if (mass === null) return;
-    const bar = svg.append("rect").attr("class", "mass").attr("x", x(i)).attr("width", x.bandwidth());
+  svg.append("g").attr("transform", `translate(0,${height - bottom})`).call(d3.axisBottom(x).tickSize(0).tickPadding(6).tickFormat(name));
+  svg.append("text").attr("class", "name").attr("x", width - 4).attr("y", height - 3).attr("text-anchor", "end").text("place of the key, seen from the query");
+  for (const [place, mass] of masses) {
+    if (mass === null) continue;
+    const bar = svg.append("rect").attr("class", "mass").attr("x", x(place)).attr("width", x.bandwidth());
     bar.attr("y", y(mass)).attr("height", Math.max(0, y(0) - y(mass))).append("title").text(number(mass, 3));
-  });
+  }
   place.replaceChildren(svg.node());
 }

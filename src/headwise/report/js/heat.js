@@ -33,9 +33,9 @@ function errorAt(weight) {
   return Math.sqrt(weight) / (LEVELS - 1);
 }
 
-// Does no query attend a later key? Then that triangle is left bare, so that the shape is seen.
+// May no query attend a later key? Then that triangle is left bare, so that the shape is seen.
 function isCausal(head) {
-  if (head.rows !== head.columns || head.rows < 2) return false;
+  if (head.rows !== head.columns || head.rows < 2 || head.ahead.length) return false;
   for (let i = 0; i < head.rows; i++) {
     for (let j = i + 1; j < head.columns; j++) if (codeAt(head, i, j)) return false;
   }

@@ -84,7 +84,7 @@ function listen() {
 
 // The head that is open at first: the best-known role that was found, at its strongest.
 function firstHead() {
-  for (const name of ["induction", "previous-token"]) {
+  for (const name of ["induction", "previous-token", "next-token"]) {
     const role = look.roles.findIndex((r) => r.name === name);
     const score = (head) => head.roles.find(([r]) => r === role)?.[1] ?? 0;
     const best = role < 0 ? null : heads.reduce((a, b) => (score(b) > score(a) ? b : a));
