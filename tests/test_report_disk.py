@@ -217,6 +217,21 @@ def test_without_locks_files_are_written_and_nothing_cleared(tmp_path: Path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == [".r.0123456789abcdef.partial", "r"]
 
 
+def test_the_content_and_then_the_name_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a power cut, too: the file is synced before it has its name, and the folder after."""
+    order: list[str] = []
+    sync, rename = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        order.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda *paths: (order.append("name"), rename(*paths)))
+    report.put(b"whole", tmp_path / "r")
+    assert order == ["file", "name", "folder"]
+
+
 def test_a_name_as_long_as_a_name_may_be(tmp_path: Path) -> None:
     name = "\U0001f642" * 62 + ".html"  # 253 bytes
     report.put(b"whole", tmp_path / name)

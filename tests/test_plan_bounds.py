@@ -1,0 +1,227 @@
+"""The plan's limits at their last step: what is the largest that is read, and the first that is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise import plan
+from headwise.plan import config as configs
+from headwise.plan import fields, read_config
+from headwise.plan.model import model_of
+from headwise.plan.shape import short
+
+pytestmark = pytest.mark.unchecked
+SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "num_hidden_layers": 3, "intermediate_size": 32, "vocab_size": 50}  # fmt: skip
+
+
+def refused(config: Any, text: str, **how: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan.of(config, **how)
+    assert text in str(caught.value), str(caught.value)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_as_many_bytes_as_are_read(tmp_path: Path) -> None:
+    start, end = json.dumps({**SMALL, "architectures": None})[:-1] + ', "dtype": "', '"}'
+    path = tmp_path / "config.json"
+    for more, fits in ((0, True), (1, False)):
+        path.write_text(start + "x" * (configs.MAX_BYTES + more - len(start) - len(end)) + end)
+        assert path.stat().st_size == configs.MAX_BYTES + more
+        if fits:
+            assert plan.of(path).exact and read_config(path).num_heads == 8
+        else:
+            refused(path, "is larger than 1000000 bytes, so it is no model's config.json")
+
+
+def test_devices_are_no_configs() -> None:
+    for device in ("/dev/null", "/dev/zero", "/dev/full"):
+        refused(device, f"'{device}': is no regular file")
+
+
+def test_names_of_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.json", "model.v2.json"):
+        (tmp_path / name).write_text(json.dumps(SMALL))
+    assert plan.of("config.json").name == "config.json" and plan.of(Path("model.v2.json")).name == "model.v2"
+    assert plan.of(tmp_path / "config.json").name == plan.of(tmp_path).name == tmp_path.name
+    assert plan.of({**SMALL, "model_type": "llama"}).name == "llama"
+
+
+def test_where_the_hub_s_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_HUB_CACHE before HF_HOME, that before XDG_CACHE_HOME, that before the home folder."""
+    places = {
+        "HF_HUB_CACHE": (tmp_path / "a", ""),
+        "HF_HOME": (tmp_path / "b", "hub"),
+        "XDG_CACHE_HOME": (tmp_path / "c", "huggingface/hub"),
+        "HOME": (tmp_path / "d", ".cache/huggingface/hub"),
+    }
+    commit = "0123456789abcdef" * 2 + "01234567"
+    for layers, (variable, (folder, below)) in enumerate(places.items(), 1):
+        model = folder / below / "models--some--model"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / "main").write_text(commit)
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": layers}))
+        monkeypatch.setenv(variable, str(folder))
+    for layers, variable in enumerate(places, 1):
+        assert len(plan.of("some/model").model.layers) == layers, variable
+        monkeypatch.delenv(variable)
+
+
+def test_only_a_commit_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--some--model"
+    (model / "refs").mkdir(parents=True)
+    for name in ("0" * 39, "0" * 40, "0" * 41, "g" * 40, ".."):
+        (model / "snapshots" / name).mkdir(parents=True, exist_ok=True)
+        (model / "snapshots" / name / "config.json").write_text(json.dumps(SMALL))
+    for name, followed in (("0" * 40, True), ("0" * 39, False), ("0" * 41, False), ("g" * 40, False), ("..", False)):
+        (model / "refs" / "main").write_text(name)
+        if followed:
+            assert plan.of("some/model").exact
+        else:
+            refused("some/model", "no such file or folder, no card and no model in the hub's local cache")
+    (tmp_path / "models--a..b" / "refs").mkdir(parents=True)
+    assert not plan.sources._cached("a..b")
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", configs.LARGEST)
+def test_the_largest_size_that_is_read(name: str, tmp_path: Path) -> None:
+    most, called = configs.LARGEST[name], configs.ALIASES[name][0]
+    plain = {"hidden_size": 10_000, "num_attention_heads": 10_000, "num_key_value_heads": 10_000}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**plain, called: most}))
+    assert getattr(read_config(path), name) == most
+    path.write_text(json.dumps({**plain, called: most + 1}))
+    with pytest.raises(ValueError, match=f"{called} is between 1 and {most}; got {most + 1}"):
+        read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [("num_attention_heads", 10_000), ("num_hidden_layers", 10_000), ("hidden_size", 1_000_000),
+     ("intermediate_size", 10_000_000), ("vocab_size", 10_000_000), ("head_dim", 10_000_000)],
+)  # fmt: skip
+def test_the_largest_field_that_is_planned(field: str, most: int) -> None:
+    plain = {**SMALL, "num_hidden_layers": 1, "head_dim": 8, "num_key_value_heads": None}
+    assert model_of({**plain, field: most}).total_parameters() > most
+    with pytest.raises(ValueError, match=f"{field} is between 1 and {most}; got {most + 1}"):
+        model_of({**plain, field: most + 1})
+
+
+def test_values_are_shown_up_to_a_length() -> None:
+    assert short("x" * 38) == repr("x" * 38) and short("x" * 39) == "'" + "x" * 36 + "..."
+    assert short(10**20 - 1) == "9" * 20 and short(10**20) == "a number of more than 20 digits"
+    assert short(-(10**20)) == "a number of more than 20 digits"
+    assert configs.printable("x" * 100) == "x" * 100 and configs.printable("x" * 101) == "x" * 97 + "..."
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "deepseek_v3", "moe_layer_freq": True}, "moe_layer_freq = True changes the model in a way"),
+    ({"model_type": "t5", "feed_forward_proj": "gated-xielu"}, "has learned numbers of its own"),
+    ({"model_type": "t5", "feed_forward_proj": "gated-gelu-new"}, "feed_forward_proj is an activation or gated-"),
+    ({"model_type": "t5", "feed_forward_proj": "relu", "is_gated_act": True}, "contradicts itself: is_gated_act = True"),
+    ({"model_type": "gpt2", "n_embd": 48, "hidden_size": 49, "n_head": 2}, "contradicts itself: n_embd = 48, hidden_si"),
+    ({"model_type": "gpt_bigcode", "multi_query": True, "num_key_value_heads": 2}, "num_key_value_heads = 2 where 1"),
+    ({"model_type": "qwen2_moe", "mlp_only_layers": [True]}, "mlp_only_layers is a list of whole numbers; got [True]"),
+    ({"model_type": "qwen2_moe", "mlp_only_layers": [-1]}, "mlp_only_layers is a list of whole numbers; got [-1]"),
+    ({"model_type": "qwen2", "use_sliding_window": False, "layer_types": ["sliding_attention"] * 32},
+     "layer_types has sliding_attention and use_sliding_window is off: which window is meant?"),
+    ({"model_type": "ministral", "sliding_window": None, "layer_types": ["sliding_attention"] * 32},
+     "sliding_window is null, and some layers are sliding_attention"),
+    ({"model_type": "llama", "layer_types": ["full_attention"] * 31}, "layer_types = ['full_attention', 'full_attent"),
+    ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 3]]}, "attention_types names global or"),
+    ({"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global"], 2]], "attention_layers": ["local"] * 2},
+     "attention_layers is not what attention_types says; got ['local', 'local']"),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 8}, "num_experts_per_tok = 9 is more than"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "text"), WRONG, ids=[text[:40] for _, text in WRONG])
+def test_wrong_fields(config: dict[str, Any], text: str) -> None:
+    refused(config, text)
+
+
+def test_fields_at_the_edge_of_what_is_right() -> None:
+    assert model_of({"model_type": "mixtral", "num_experts_per_tok": 8, "num_local_experts": 8}).layers
+    assert model_of({"model_type": "llama", "layer_types": ["full_attention"] * 32}).layers
+    types = {"attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2}
+    assert len(model_of({"model_type": "gpt_neo", "num_layers": 2, **types}).layers) == 2
+    assert model_of({"model_type": "gpt2", "head_dim": 64}).layers[0].head_dim == 64
+    assert model_of({"model_type": "gpt_bigcode", "multi_query": True, "num_key_value_heads": 1}).layers
+    assert model_of({"model_type": "qwen2_moe", "mlp_only_layers": [0]}).layers
+    dense = model_of({"model_type": "qwen2_moe", "mlp_only_layers": [0], "num_hidden_layers": 2}).others
+    assert [part.name for part in dense if part.name in ("mlp", "experts")] == ["mlp", "experts"]
+
+
+def test_tied_heads_that_are_marked() -> None:
+    """A head that a config unties is marked where transformers' class ties it all the same."""
+    for name in ("t5", "bert"):
+        notes = [model_of({"model_type": name, "tie_word_embeddings": tied}).notes for tied in (True, False)]
+        assert notes[0] == () and ("tie_word_embeddings is off" in str(notes[1])) is (name == "t5")
+
+
+@pytest.mark.parametrize("layers", [["full_attention"] * 2 + ["sliding_attention"], None])
+def test_the_layers_a_window_begins_at(layers: list[str] | None) -> None:
+    sizes = {"model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5}
+    found = model_of({**sizes, "max_window_layers": 2, "layer_types": layers})
+    assert [layer.window for layer in found.layers] == [None, None, 5]
+    odd = model_of({**sizes, "model_type": "qwen2_moe", "num_hidden_layers": 5, "max_window_layers": 4})
+    assert [layer.window for layer in odd.layers] == [5, None, 5, None, None]
+    every = model_of({"model_type": "gemma2", "sliding_window": None, "num_hidden_layers": 4})
+    assert [layer.window for layer in every.layers] == [None] * 4
+
+
+def test_fields_know_their_names() -> None:
+    reader = fields.Fields({"hidden_size": 3, "n_embd": 3}, fields.architectures()["gpt2"])
+    assert reader.raw("hidden_size") == ("n_embd", 3) and reader.raw("n_layer") == ("n_layer", 12)
+    with pytest.raises(ValueError, match="n_layer is null, and a whole number is needed"):
+        fields.Fields({"n_layer": None}, fields.architectures()["gpt2"]).size("num_hidden_layers")
+
+
+# --- heads plans ------------------------------------------------------------------------------------------------------
+
+HEADS: list[tuple[Any, Any, str]] = [
+    ("deepseek-v2-lite", {"layers": {"0": {"kv_heads": 4}}}, "latent attention has no key-value heads to merge"),
+    (SMALL, {"layers": {"0": {"kv_heads": True}}}, "kv_heads divides the 4 there are; got True"),
+    (SMALL, {"layers": {"0": {"kv_heads": 2.0}}}, "kv_heads divides the 4 there are; got 2.0"),
+    ({"model_type": "bitnet", "num_hidden_layers": 1}, {"layers": {"0": {"keep": [0]}}}, "so no head can be taken out"),
+    ("bert-base", {"layers": {"encoder.0": {"keep": [0]}}}, "no layer 'encoder.0'; the layers are 0 to 11"),
+    ("t5-small", {"layers": {"encoder.6": {"keep": [0]}}}, "no layer 'encoder.6'; the layers are encoder.0 to cross.5"),
+]
+
+
+@pytest.mark.parametrize(("config", "heads", "text"), HEADS, ids=[text[:30] for *_, text in HEADS])
+def test_heads_plans_of_other_kinds(config: Any, heads: Any, text: str) -> None:
+    refused(config, text, heads_plan=heads)
+
+
+def test_models_whose_projection_is_as_wide_as_the_model_keep_their_heads() -> None:
+    for name, about in fields.architectures().items():
+        if "square_o" in about or "sub_norms" in about:
+            layer = model_of({"model_type": name}).layers[0]
+            if layer.out_width is not None or layer.sub_norm:
+                refused({"model_type": name}, "so no head can be taken out", heads_plan={"layers": {"*": {"keep": [0]}}})
+
+
+def test_a_named_layer_comes_before_the_star() -> None:
+    after = plan.of(SMALL, heads_plan={"layers": {"*": {"kv_heads": 1}, "1": {"keep": [0]}}}, batch=3, context=7).planned
+    assert after is not None and after.batch == 3
+    assert [(layer.num_heads, layer.num_kv_heads) for layer in after.model.layers] == [(8, 1), (1, 1), (8, 1)]
+    assert after.contexts[0].cache_bytes == 3 * 7 * 3 * 16 * 2
+    encoder = plan.of("bert-base", heads_plan={"layers": {"11": {"keep": [0]}}}).planned
+    assert encoder is not None and [layer.num_heads for layer in encoder.model.layers] == [12] * 11 + [1]
+    assert os.path.basename(encoder.name) == "bert-base"
