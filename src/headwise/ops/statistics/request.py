@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ...shapes import DTYPES, INTEGERS, check_options, check_query_key, describe
-from ...shapes.kinds import check_counts, check_dense, shown
+from ...shapes.kinds import check_counts, check_dense, shown, whole_numbers
 from ..call import fitted
 from ..masks.compose import Mask
+
+MOST_OFFSETS = 1 << 20  # each has a column of its own
 
 
 class Asked(NamedTuple):
@@ -66,18 +68,18 @@ def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
     """Each offset as key minus query; a number k stands for 0, -1, ... -k."""
     rule = (
         "offsets are a whole number k >= 0, for the keys 0 to k places before the query, or whole numbers, key minus "
-        f"query (negative = before), such as range(-3, 4); got {offsets!r}"
+        f"query (negative = before), such as range(-3, 4); got {shown(offsets)}"
     )
     if isinstance(offsets, bool):
         raise TypeError(rule)
     try:
         if isinstance(offsets, Iterable):
-            return [operator.index(o) for o in offsets]
+            return whole_numbers("offsets", offsets)
         back = operator.index(offsets)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(rule) from None
-    if back < 0:
-        raise ValueError(rule)
+    if not 0 <= back <= MOST_OFFSETS:
+        raise ValueError(f"{rule}; {MOST_OFFSETS} is the most" if back > 0 else rule)
     return range(0, -back - 1, -1)
 
 
