@@ -18,7 +18,7 @@ B, H, K, T, S, D, V = 3, 4, 2, 5, 7, 16, 8
 
 
 def rules(**given: Any) -> dict[str, Any]:
-    """The ten arguments between scores and weights, by name."""
+    """The eleven arguments between scores and weights, by name."""
     dense = [torch.randn(1, H, T, S), torch.rand(B, 1, 1, S) > 0.2, torch.randn(B, 1, T, 1).double()]
     everything = {
         "scale": 0.25,
@@ -31,13 +31,14 @@ def rules(**given: Any) -> dict[str, Any]:
         "dense": dense,
         "alibi": [torch.rand(B, H), torch.tensor([1, -2, 0])],
         "maps": [torch.tensor([2, 1, 3]).view(B, 1, 1, 1), torch.randint(-(1 << 63), (1 << 63) - 1, (2, 64)) | 8],
+        "relative": [torch.randn(1, H, T + S - 1)],
     }
     return everything | given
 
 
 def none() -> dict[str, Any]:
     """The same for a call without them."""
-    names = ("sinks", "bounds", "segments", "dense", "alibi", "maps")
+    names = ("sinks", "bounds", "segments", "dense", "alibi", "maps", "relative")
     return rules(softcap=0.0, **dict.fromkeys(names))
 
 
@@ -47,7 +48,7 @@ def calls() -> dict[str, dict[str, Any]]:
     seed, gate, every = torch.tensor([7]), torch.rand(B, H, T, V), rules()
     qkv = {"query": query, "key": key, "value": value}
     dropped = {"dropout": 0.3, "seed": seed}
-    out, lse = torch.ops.headwise.attend_full(**qkv, **every, gate=None, **dropped)
+    out, lse, kept = torch.ops.headwise.attend_kept(**qkv, **every, **dropped)
     pages = torch.randint(-127, 128, (B, K, 128, D), dtype=torch.int8), torch.rand(B, K, 128) + 0.01
     values = torch.randint(-127, 128, (B, K, 128, V), dtype=torch.int8), torch.rand(B, K, 128) + 0.01
     one = [x[:, :, :S].contiguous() for x in (*pages, *values)]
@@ -69,7 +70,8 @@ def calls() -> dict[str, dict[str, Any]]:
         "attend_held": {**held, **every, "gate": gate, **dropped},
         "attend_held, pages": {**paged, "table": table, **every, "gate": gate, **dropped},
         "attend_backward": {
-            "grad_out": out * 3, "grad_lse": lse * 2, "out": out, "lse": lse, "biases": True, **qkv, **every, **dropped
+            "grad_out": out * 3, "grad_lse": lse * 2, "out": out, "ends": kept, "biases": True, **qkv, **every,
+            **dropped,
         },
         "attend_statistics": {**qkv, **every, **asked},
         "attend_received": {"query": query, "key": key, **ends, **every},

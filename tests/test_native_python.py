@@ -17,6 +17,7 @@ from test_meaning import EMPTY_ROWS, EXTRAS, options_of
 from torch import Tensor
 
 import headwise
+from headwise.ops.masks.rules import Lengths
 from headwise.ops.native import backend as native
 from headwise.ops.native import library as native_library
 from headwise.ops.native.gradient import Problem
@@ -68,8 +69,10 @@ def test_what_it_leaves_to_others(name: str) -> None:
 
 
 TOO_MANY = {
-    "at most 8 mask tensors": [headwise.keep(torch.ones(7, dtype=torch.bool)), headwise.bias(torch.zeros(7))] * 5,
-    "at most 4 pairs of segments": [headwise.segments(torch.zeros(5).long(), torch.zeros(7).long())] * 5,
+    "at most 8 mask tensors": [
+        mask for _ in range(5) for mask in (headwise.keep(torch.ones(7) > 0), headwise.bias(torch.zeros(7)))
+    ],
+    "at most 4 pairs of segments": [headwise.segments(torch.zeros(5).long(), torch.zeros(7).long()) for _ in range(5)],
     "at most 4 rules of ALiBi": [headwise.alibi(torch.zeros(6))] * 5,
 }
 
@@ -253,7 +256,7 @@ def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
 @pytest.mark.parametrize("index", [torch.tensor([1.0, 2.0]), torch.tensor([True, False])])
 def test_no_conversion_hides_a_wrong_index(index: Tensor) -> None:
     with pytest.raises(TypeError, match="an index is an integer tensor"):
-        native.lowered(headwise.lengths(index), 3, 4)
+        native.lowered(headwise.Mask((Lengths(index),)), 3, 4)
 
 
 @needs_native

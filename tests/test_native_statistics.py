@@ -140,7 +140,7 @@ def test_all_options_at_once_across_tiles(backend: str, dtype: torch.dtype, name
 
 @natives
 @dtypes
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-38, 30.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 30.0])
 def test_any_scale(backend: str, dtype: torch.dtype, scale: float) -> None:
     n = Sizes(1, 2, 1, 19, 131, 7, 7)
     query, key = inputs(n, dtype)

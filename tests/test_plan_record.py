@@ -210,12 +210,12 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"batch": float("nan")}, "batch is a whole number between 1 and 10000000; got nan"),
     ({"kv_dtype": "int3"}, "kv_dtype is one of fp32, bf16, fp16, fp8, int8; got 'int3'"),
     ({"bandwidth": "fast"}, "bandwidth is a number between 1 and 1e100 such as 3.35TB/s; got 'fast'"),
-    ({"bandwidth": float("inf")}, "bandwidth is a number between 1 and 1e100 such as 3.35TB/s; got 'inf'"),
+    ({"bandwidth": float("inf")}, "bandwidth is a number between 1 and 1e100 such as 3.35TB/s; got inf"),
     ({"bandwidth": "990TF"}, "bandwidth is a number between 1 and 1e100 such as 3.35TB/s; got '990TF'"),
     ({"flops": "-1TF"}, "flops is a number between 1 and 1e100 such as 990TF; got '-1TF'"),
-    ({"flops": 0}, "flops is a number between 1 and 1e100 such as 990TF; got '0'"),
+    ({"flops": 0}, "flops is a number between 1 and 1e100 such as 990TF; got 0"),
     ({"flops": "1e99E"}, "flops is a number between 1 and 1e100 such as 990TF; got '1e99E'"),
-    ({"bandwidth": 0.99}, "bandwidth is a number between 1 and 1e100 such as 3.35TB/s; got '0.99'"),
+    ({"bandwidth": 0.99}, "bandwidth is a number between 1 and 1e100 such as 3.35TB/s; got 0.99"),
 ]
 
 

@@ -110,7 +110,7 @@ def test_weights_that_vanish_are_ranked_by_their_scores() -> None:
         (1.5, {}, TypeError, "k is an int; got 1.5"),
         (1, {"rows": [3]}, ValueError, "rows lie in -3 <= index < 3 here; got [3]"),
         (1, {"heads": torch.ones(2) > 0}, TypeError, "heads are integer positions"),
-        (1, {"softcap": 0.0}, ValueError, "softcap > 0 and finite"),
+        (1, {"softcap": 0.0}, ValueError, "softcap > 0, and from 2**-100 to 2**100"),
     ],
 )
 def test_errors(k: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -231,8 +231,8 @@ class Mask:
 
     def placed(self, offset: int | Tensor) -> Mask:
         """The mask with query 0 at `offset` among the keys, in the rules that leave that to the lengths."""
-        check_integers("offset of the mask", offset, tensor=True)
-        return self._with([rule.placed(offset) for rule in self.parts])
+        check_integers("offset of placed()", offset, tensor=True)
+        return self if offset is None else self._with([rule.placed(offset) for rule in self.parts])
 
     def sized(self, B: int, H: int) -> Mask:
         """The mask for B rows of H heads: what a `rule()` must know to ask its function."""

@@ -157,6 +157,10 @@ def prefix(n: int | Tensor) -> Mask:
     """
     if isinstance(n, Tensor):
         check_index("an int, or an integer tensor (B,)", n=n)
+        if n.ndim != 1:
+            raise ValueError(
+                f"n of prefix() is an int, or an integer tensor (B,); got {describe(n)}; use .item() or .view(-1)"
+            )
     else:
         check_counts(n=n)
     return Mask((Lengths(n),))

@@ -92,7 +92,7 @@ def at_once(
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or not (scale is None or (type(scale) is float and LEAST_FACTOR <= abs(scale) <= MOST_FACTOR))
+        or not (scale is None or (type(scale) is float and (LEAST_FACTOR <= abs(scale) <= MOST_FACTOR or scale == 0.0)))
         or not (type(dropout) in (float, int) and dropout == 0)  # not in haste, and not without a seed
     ):
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -70,17 +70,15 @@ def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
         "offsets are a whole number k >= 0, for the keys 0 to k places before the query, or whole numbers, key minus "
         f"query (negative = before), such as range(-3, 4); got {shown(offsets)}"
     )
-    if isinstance(offsets, bool):
-        raise TypeError(rule)
     try:
-        if isinstance(offsets, Iterable):
-            return whole_numbers("offsets", offsets)
-        back = operator.index(offsets)
-    except (TypeError, ValueError):
+        if isinstance(offsets, (int, Integral)):
+            [back] = whole_numbers("offsets", [offsets])
+            if not 0 <= back <= MOST_OFFSETS:
+                raise ValueError(f"{rule}; {MOST_OFFSETS} is the most" if back > 0 else rule)
+            return range(0, -back - 1, -1)
+        return whole_numbers("offsets", offsets)
+    except TypeError:
         raise TypeError(rule) from None
-    if not 0 <= back <= MOST_OFFSETS:
-        raise ValueError(f"{rule}; {MOST_OFFSETS} is the most" if back > 0 else rule)
-    return range(0, -back - 1, -1)
 
 
 def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:
