@@ -16,7 +16,7 @@ from malformed import PACKAGE, Call
 from torch import Tensor
 
 import headwise
-from headwise import LatentAttention, MultiHeadAttention, cache, look, nn, plan, testing
+from headwise import LatentAttention, MultiHeadAttention, cache, look, nn, plan, report, testing
 from headwise.ops import masks
 from headwise.ops.storage.paged import Paged
 
@@ -76,7 +76,7 @@ GOOD: dict[str, Callable[[], Any]] = {
 }
 
 
-def of(function: Callable[..., Any], **own: Any) -> Call:
+def of(function: Callable[..., Any], /, **own: Any) -> Call:
     """The function and the arguments that its signature asks for."""
     given = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -215,6 +215,11 @@ OPS: dict[str, Callable[[], Call]] = {
     "bias": lambda: of(headwise.bias, tensor=normal(T, S)),
     "alibi": lambda: of(headwise.alibi, slopes=normal(H), offset=1),
     "alibi_slopes": lambda: of(headwise.alibi_slopes),
+    "prefix": lambda: of(headwise.prefix, n=2),
+    "dilated": lambda: of(headwise.dilated, step=2, offset=1),
+    "blocks": lambda: of(headwise.blocks, size=2, offset=1),
+    "relative": lambda: of(headwise.relative, table=normal(H, 3), offset=1),
+    "rule": lambda: of(headwise.rule, function=lambda b, h, i, j: i >= j),
     "as_mask": lambda: of(masks.as_mask),
     "Mask.allowed": lambda: of(headwise.window(2).allowed, **QUERY_ROWS),
     "Mask.allowed of a tensor": lambda: of(headwise.keep(torch.ones(T, S) > 0).allowed, **QUERY_ROWS),
@@ -229,18 +234,11 @@ OPS: dict[str, Callable[[], Call]] = {
     "Mask.trimmed": lambda: of(headwise.window(2).trimmed),
     "Mask.check": lambda: of(headwise.window(2).check),
     "Mask.to": lambda: of((headwise.window(2) & headwise.lengths(torch.tensor([1, 2]))).to),
-    "Mask.sized": lambda: of(headwise.rule(lambda b, h, i, j: i >= j).sized),
-    "Mask.computed_in": lambda: of(headwise.bias(normal(T, S)).computed_in, dtype=torch.float64),
-    "Mask.forbids": lambda: of(headwise.causal().forbids),
-    "Mask.__or__": lambda: of(headwise.causal().__or__, other=headwise.prefix(2)),
-    "Mask.__invert__": lambda: of(headwise.causal().__invert__),
-    "prefix": lambda: of(headwise.prefix, n=2),
-    "dilated": lambda: of(headwise.dilated, step=2),
-    "blocks": lambda: of(headwise.blocks, size=2),
-    "relative": lambda: of(headwise.relative, table=normal(H, 5)),
-    "rule": lambda: (headwise.rule, {"function": lambda b, h, i, j: i >= j}),
-    "split_over": lambda: of(nn.split_over, model=mha()),
     "Mask.__and__": lambda: of(headwise.causal().__and__, other=headwise.causal()),
+    "Mask.__or__": lambda: of(headwise.causal().__or__, other=headwise.prefix(2)),
+    "Mask.placed": lambda: of(headwise.causal().placed, offset=1),
+    "Mask.sized": lambda: of(headwise.causal().sized),
+    "Mask.computed_in": lambda: of((headwise.causal() & headwise.alibi(normal(H))).computed_in),
 }
 STORES: dict[str, Callable[[], Call]] = {
     "StaticCache": lambda: of(cache.StaticCache, capacity=9),
@@ -317,6 +315,7 @@ NN: dict[str, Callable[[], Call]] = {
     "Rotary.forward": lambda: of(nn.Rotary(D, rotary_dim=4).forward, key=normal(B, K, T, D)),
     "Rotary.angles": lambda: of(nn.Rotary(8).angles),
     "rotate": lambda: of(nn.rotate, x=normal(B, T, 8), cos=normal(T, 4), sin=normal(T, 4), interleaved=True),
+    "split_over": lambda: of(nn.split_over, model=mha()),
     "probe": lambda: of(probed, model=mha(), each=lambda call: None),
     "trace": lambda: of(headwise.trace, mha=mha(head_dim=4), positions=LEAVE),
     "trace_shape": lambda: of(nn.trace_shape, length=3),
@@ -377,4 +376,10 @@ TESTING: dict[str, Callable[[], Call]] = {
     ),
     "assert_same_bits": lambda: of(testing.assert_same_bits, ours=torch.ones(5), other=torch.ones(5)),
 }
-ROOMS = {"ops": OPS, "cache": STORES, "nn": NN, "look": LOOK, "plan": PLAN, "testing": TESTING}
+REPORT: dict[str, Callable[[], Call]] = {
+    "render": lambda: of(report.render, look=seen()),
+    "write": lambda: of(report.write, look=seen(), path="written.html"),
+    "put": lambda: of(report.put, content=b"content", path="put.html"),
+    "check_destination": lambda: of(report.check_destination, path="checked.html"),
+}
+ROOMS = {"ops": OPS, "cache": STORES, "nn": NN, "look": LOOK, "plan": PLAN, "testing": TESTING, "report": REPORT}

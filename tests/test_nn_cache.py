@@ -148,3 +148,28 @@ def test_a_refused_step_changes_nothing() -> None:
     with pytest.raises(ValueError, match="capacity 4 has no room for 5 tokens"):
         mha(torch.randn(B, 2, M), cache=cache)
     assert cache.lengths == [3] * B
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"mask": 3}, TypeError, "mask is a Mask"),
+        ({"gate": 0.5}, TypeError, "gate is a float tensor"),
+        ({"lengths": [9, 4, 99]}, ValueError, "from 0 to T = 23; got [9, 4, 99]"),
+        ({"lengths": [9, 4, 1.5]}, TypeError, "lengths are whole numbers"),
+        ({"lengths": [9, 4]}, ValueError, "lengths are (B,) = (3,) numbers"),
+        ({"positions": torch.arange(2)}, ValueError, "positions are (T,) or (B, T)"),
+    ],
+)
+@pytest.mark.parametrize("name", CACHES)
+@torch.no_grad()
+def test_what_is_wrong_is_said_before_the_cache_has_it(
+    name: str, wrong: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """A rolling cache takes the tokens piece by piece: it would have the first ones by then."""
+    mha, cache = module(), CACHES[name]()
+    with pytest.raises(error) as caught:
+        mha(torch.randn(B, T, M), cache=cache, **wrong)
+    assert text in str(caught.value)
+    assert cache.lengths == [0] * B

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from copy import copy
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -193,12 +192,6 @@ class KVCache(ABC):
         last, counts, side = self._last
         self.lengths, self._last = [self.lengths[r] for r in rows], (last, [counts[r] for r in rows], side)
         self.batch = len(rows)
-
-    def _twin(self: CacheT) -> CacheT:
-        """Another cache with lengths of its own and all else in common, for `fork`."""
-        new = copy(self)
-        new.lengths = list(self.lengths)
-        return new
 
     def __repr__(self) -> str:
         return (

@@ -270,7 +270,7 @@ class PagedCache(KVCache):
 
     @override
     def fork(self: PagedT) -> PagedT:
-        new = self._twin()
+        new = copy(self)
         new.tables = [[self.pool.hold(page) for page in table] for table in self.tables]
         return new
 

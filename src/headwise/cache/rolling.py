@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -168,7 +169,7 @@ class RollingCache(PagedCache):
 
     @override
     def fork(self: RollingT) -> RollingT:
-        new = self._twin()
+        new = copy(self)
         new.pool = self.pool.clone()
         new._dropped = list(self._dropped)
         new.tables = [list(table) for table in self.tables]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -121,6 +122,6 @@ class StaticCache(KVCache):
 
     @override
     def fork(self: StaticT) -> StaticT:
-        new = self._twin()
+        new = copy(self)
         new._store = self._store.map(torch.clone)
         return new

@@ -33,6 +33,7 @@ def write(look: Look, path: str | os.PathLike[str]) -> int:
         The bytes written.
 
     Raises:
+        TypeError: no look, or no path.
         FileNotFoundError: the folder does not exist.
         PermissionError: the folder may not be written.
         IsADirectoryError: the path is a folder.
@@ -62,6 +63,8 @@ def put(content: bytes, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: as `write`.
     """
+    if not isinstance(content, bytes):
+        raise TypeError(f"a file's content is bytes; got {type(content).__name__}; encode a text with .encode()")
     target = check_destination(path)
     _clear(target)
     partial, descriptor = _claim(target)
@@ -92,7 +95,9 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
         IsADirectoryError: the path is a folder.
         OSError: the path is a device or the like.
     """
-    shown = visible(os.fspath(path))
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a report is written to a path; got {type(path).__name__}")
+    shown = visible(str(os.fspath(path)))
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {shown}: its folder does not exist; make it first, or give another path")

@@ -25,7 +25,12 @@ def render(look: Look) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
+    from headwise.look.records import Look
+
     from .pack import page_data
+
+    if not isinstance(look, Look):
+        raise TypeError(f"a report is made of a headwise.look.Look; got {type(look).__name__}")
 
     library = _read("vendor", "d3.min.js")
     script = "(() => {\n" + "\n".join(_read("js", name) for name in _SCRIPTS) + "\n})();\n"

@@ -140,6 +140,12 @@ class Function(Rule):
                 f"{MASK_RULE}: the function of rule() gives a bool tensor, True = attend, for index tensors b, h, i, "
                 f"j; got {got}; compare, or join by & and | instead of `and` and `or`"
             )
+        full = torch.broadcast_shapes(b.shape, h.shape, rank4(i).shape, rank4(j).shape)
+        if seen.ndim > 4 or any(n not in (1, m) for n, m in zip(reversed(seen.shape), reversed(full), strict=False)):
+            raise ValueError(
+                f"{MASK_RULE}: the function of rule() gives a tensor that broadcasts to those of b, h, i, j together, "
+                f"{tuple(full)}; got {describe(seen)}"
+            )
         return rank4(seen)
 
     @override

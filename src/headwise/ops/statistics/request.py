@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ...shapes import DTYPES, INTEGERS, check_options, check_query_key, describe
-from ...shapes.kinds import FAR, check_counts, check_dense, shown, whole_numbers
+from ...shapes.kinds import check_counts, check_dense, shown, whole_numbers
 from ..call import fitted
 from ..masks.compose import Mask
+
+MOST_OFFSETS = 1 << 20  # each has a column of its own
 
 
 class Asked(NamedTuple):
@@ -71,9 +73,9 @@ def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
     try:
         if isinstance(offsets, (int, Integral)):
             [back] = whole_numbers("offsets", [offsets])
-            if back < 0:
-                raise ValueError(rule)
-            return range(0, -min(back, FAR) - 1, -1)
+            if not 0 <= back <= MOST_OFFSETS:
+                raise ValueError(f"{rule}; {MOST_OFFSETS} is the most" if back > 0 else rule)
+            return range(0, -back - 1, -1)
         return whole_numbers("offsets", offsets)
     except TypeError:
         raise TypeError(rule) from None
