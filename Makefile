@@ -1,9 +1,10 @@
 # headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
-#   make test            lint, types, docs and the whole test suite
+#   make test            lint, types, docs, ten drawn mutants and the whole test suite
 #   make bench           the benchmarks; rows land in benchmarks/results
 #   make native          compile the native kernel again (csrc), showing the compiler's words
 #   make fuzz            ten minutes of drawn cases through the native kernel, under AddressSanitizer and UBSan
+#   make mutants         every fault of tests/mutants.toml, each in a copy of the tree: do the tests notice?
 #   make docs            the documentation, in site/
 #   make clean           remove everything that make made
 #   make PYTHON=python3.12 look     another Python (3.11 or newer)
@@ -17,15 +18,15 @@ PYTEST_ARGS ?= -n 2
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look test lint types docs pytest bench native fuzz clean
+.PHONY: help look test lint types docs mutants-sample pytest bench native fuzz mutants clean
 
 help:
-	@sed -n '2,9s/^# //p' Makefile
+	@sed -n '2,10s/^# //p' Makefile
 
 look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
 
-test: lint types docs pytest
+test: lint types docs mutants-sample pytest
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -36,6 +37,14 @@ types: $(VENV)/.test
 
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Drawn by git's HEAD, so that a commit always draws the same. `make mutants MUTANTS_ARGS="--only cache"` runs a room.
+MUTANTS_ARGS ?=
+mutants-sample: $(VENV)/.test
+	$(BIN)/python scripts/mutants.py --sample 10
+
+mutants: $(VENV)/.test
+	$(BIN)/python scripts/mutants.py $(MUTANTS_ARGS)
 
 pytest: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
@@ -87,7 +96,7 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 # Compiles what has changed; where it cannot, it says so, and everything runs without the library.
-$(VENV)/.native: $(VENV)/.package hatch_build.py CMakeLists.txt $(wildcard csrc/*)
+$(VENV)/.native: $(VENV)/.package hatch_build.py CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 	@echo "==> the native CPU kernel"
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hatch_build.py --optional
 	@touch $@

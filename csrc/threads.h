@@ -14,7 +14,7 @@ void parallel(int64_t workers, Body body) {
 }
 }  // namespace headwise
 #else
-#include "torch_abi.h"
+#include "torch/torch_abi.h"
 namespace headwise {
 inline int64_t thread_count() {
   uint32_t count = 1;

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import headwise
-from headwise.ops.native_library import isas
+from headwise.ops.native.library import isas
 
 ISAS = isas()  # of this CPU and build; none where the library is not built
 MUST = ("auto", "reference", "blocks")  # these run everything that is valid

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import headwise
 from headwise.cache import Quantized, quantize
-from headwise.ops.native_library import isas
+from headwise.ops.native.library import isas
 from headwise.testing import assert_same_bits, make_qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler's own, of several kinds
@@ -139,7 +139,7 @@ def test_the_native_kernel_is_one_operator(name: str) -> None:
     graphs.clear()
     results(compiled, make_qkv(*SHORT))
     found = [name for graph in graphs for name in operators(graph) if "headwise" in name]
-    assert found == ["headwise.attend_full.default", "headwise.attend_backward.default"]
+    assert found == ["headwise.attend_kept.default", "headwise.attend_backward.default"]
 
 
 def test_int8() -> None:

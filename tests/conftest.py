@@ -36,8 +36,9 @@ if CHECKED:
     src = Path(__file__).parents[1] / "src"
     names = [".".join(path.relative_to(src).with_suffix("").parts) for path in src.glob("headwise/**/*.py")]
     # FlexAttention traces the functions it is given, even uncompiled: the checker's wrappers would stop it.
-    hooked = [name.removesuffix(".__init__") for name in names if name != "headwise.ops.flex"]
-    hooked = [name for name in hooked if name not in ("headwise", "headwise.ops")]  # a package hooks all below it
+    hooked = [name.removesuffix(".__init__") for name in names if name != "headwise.ops.backends.flex"]
+    packages = ("headwise", "headwise.ops", "headwise.ops.backends")  # a package hooks all below it
+    hooked = [name for name in hooked if name not in packages]
     jaxtyping.install_import_hook(hooked, "beartype.beartype")
 
 jaxtyping.config.update("jaxtyping_disable", True)  # until a test asks for it: see `shape_checker`

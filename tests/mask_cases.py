@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +38,7 @@ LONG = Sizes(3, 4, 2, 7, 5, 13, 11)  # more queries than keys: bottom-right rows
 SQUARE = Sizes(2, 3, 1, 7, 7, 5, 7)
 TILED = Sizes(1, 2, 1, 67, 131, 19, 17)  # across the edges of tiles of 16, 32, 64, 128
 SIZES = (SHORT, LONG, SQUARE)
+UNEQUAL = (Sizes(2, 6, 3, 4, 67, 5, 7), Sizes(1, 2, 1, 67, 5, 3, 7))  # many times more of the one than of the other
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,85 @@ def _joined(*names: str) -> Callable[[Sizes], Built]:
     return build
 
 
+def _either(*names: str) -> Callable[[Sizes], Built]:
+    def build(n: Sizes) -> Built:
+        parts = [MASKS[name](n) for name in names]
+        mask = functools.reduce(operator.or_, [part.mask for part in parts])
+        return Built(mask, lambda *cell: any(part.sees(*cell) for part in parts), interval=False)
+
+    return build
+
+
+def _not(name: str, *, interval: bool = False) -> Callable[[Sizes], Built]:
+    def build(n: Sizes) -> Built:
+        part = MASKS[name](n)
+        return Built(~part.mask, lambda *cell: not part.sees(*cell), interval=interval)
+
+    return build
+
+
+def _prefixes(n: Sizes) -> Built:
+    stops = _stops(n)
+    return Built(headwise.prefix(stops), lambda b, h, i, j: j < stops[b])
+
+
+def _dilated(step: int, offset: int | None) -> Callable[[Sizes], Built]:
+    def build(n: Sizes) -> Built:
+        shift = n.S - n.T if offset is None else offset
+        mask = headwise.dilated(step, offset=offset)
+        return Built(mask, lambda b, h, i, j: (i + shift - j) % step == 0, interval=False)
+
+    return build
+
+
+def _blocks(size: int, *, batch: bool = False) -> Callable[[Sizes], Built]:
+    def build(n: Sizes) -> Built:
+        offset = torch.tensor([2, -1, 0])[: n.B] if batch else None
+        shift = _BATCH if batch else _END
+        mask = headwise.blocks(size, offset=offset)
+        return Built(mask, lambda b, h, i, j: (i + shift(n, b)) // size == j // size, interval=False)
+
+    return build
+
+
+def _relative(radius: int, *, batch: bool = False) -> Callable[[Sizes], Built]:
+    def build(n: Sizes) -> Built:
+        table = 3 * _random(n, n.H, 2 * radius + 1) - 1
+        offset, shift = (torch.tensor([2, -1, 0])[: n.B], _BATCH) if batch else (None, _END)
+
+        def adds(b: int, h: int, i: int, j: int) -> float:
+            apart = j - i - shift(n, b)
+            return table[h, max(-radius, min(radius, apart)) + radius].item()
+
+        return Built(headwise.relative(table, offset=offset), lambda *_: True, adds)
+
+    return build
+
+
+@dataclass(frozen=True, eq=False)
+class _Cells:
+    """A function of places that reads a tensor; a class, for it is pickled."""
+
+    x: Tensor
+
+    def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.x[b, h, i, j] | (j == 0)
+
+
+def _function(n: Sizes) -> Built:
+    x = _random(n, n.B, n.H, n.T, n.S) > 0.5
+    mask = headwise.rule(_Cells(x)).sized(n.B, n.H)
+    return Built(mask, lambda b, h, i, j: bool(x[b, h, i, j]) or j == 0, interval=False)
+
+
+def _third(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i + 2 * j) % 3 != 0
+
+
+def _function_of_places(n: Sizes) -> Built:
+    return Built(headwise.rule(_third), lambda b, h, i, j: (i + 2 * j) % 3 != 0, interval=False)
+
+
 MASKS: dict[str, Callable[[Sizes], Built]] = {
     "causal": _simple(lambda n: headwise.causal(), _band(math.inf, 0, _END)),
     "causal_top_left": _simple(lambda n: headwise.causal_top_left(), _band(math.inf, 0, lambda n, b: 0)),
@@ -197,6 +279,19 @@ MASKS: dict[str, Callable[[Sizes], Built]] = {
     "bias BHTS": _biased("B", "H", "T", "S", forbid=0.6),
     "alibi": _alibi,
     "alibi (B,)": _batch_alibi,
+    "prefix 3": _simple(lambda n: headwise.prefix(3), lambda n: lambda b, h, i, j: j < 3),
+    "prefix (B,)": _prefixes,
+    "dilated 2": _dilated(2, None),
+    "dilated 3 +1": _dilated(3, 1),
+    "blocks 3": _blocks(3),
+    "blocks 2 (B,)": _blocks(2, batch=True),
+    "relative 2": _relative(2),
+    "relative 3 (B,)": _relative(3, batch=True),
+    "relative 200": _relative(200),
+    "rule BHTS": _function,
+    "rule": _function_of_places,
+    "everything": _simple(lambda n: Mask(()), lambda n: lambda *_: True),
+    "nothing": _simple(lambda n: ~Mask(()), lambda n: lambda *_: False),
 }
 MASKS |= {
     "causal & lengths": _joined("causal", "lengths"),
@@ -207,6 +302,18 @@ MASKS |= {
     "all kinds": _joined("window 3 2", "lengths", "segments", "keep HTS", "bias TS", "alibi"),
     "window first & lengths": _joined("window 2 first 1", "lengths start"),
     "window & window": _joined("window 3", "causal -3", "lengths start"),
+    "causal | prefix": _either("causal", "prefix 3"),
+    "window | segments": _either("window 3", "segments", "rule"),
+    "not causal": _not("causal", interval=True),
+    "not window": _not("window 3 2"),
+    "not keep": _not("keep HTS"),
+    "causal & dilated": _joined("causal +2", "dilated 2"),
+    "blocks & relative": _joined("blocks 3", "relative 2", "lengths start"),
+}
+MASKS |= {
+    "(causal | prefix) & rule & bias": _joined("causal | prefix", "rule BHTS", "bias TS"),
+    "not (causal & segments)": _not("window & segments"),
+    "causal | not window": _either("causal & dilated", "not window"),
 }
 # A few that between them hold every kind of rule, and rows that see nothing: for tests that cost more.
 FEW = ("causal", "window 3", "lengths start", "segments (B,)", "keep BHTS", "bias BHTS", "all kinds")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import headwise
-from headwise.ops.native_library import isas
+from headwise.ops.native.library import isas
 from headwise.testing import make_qkv
 
 PAGE = mmap.PAGESIZE

@@ -29,14 +29,14 @@ TIERS = (
     {"__main__"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-ALONE = {"plan", "models"}  # import nothing of headwise; any room from tier 2 up may import them
+ALONE = {"plan", "models"}  # import nothing of headwise; any room from cache up may import them
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
 PUBLIC = """
-    alibi alibi_slopes attention attention_statistics bias cache causal causal_top_left explain Explanation
-    HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn plan report RowStatistics segments
-    statistics top_keys TopKeys trace weights window
+    alibi alibi_slopes attention attention_statistics bias blocks cache causal causal_top_left dilated explain
+    Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn plan prefix relative report
+    RowStatistics rule segments statistics top_keys TopKeys trace weights window
 """
 EXPORTS = PUBLIC.split()
 ARCHITECTURES = """
@@ -140,11 +140,11 @@ def may_import(room: str, target: str) -> bool:
         return True
     if room in ALONE or target not in TIER.keys() | ALONE | {"__version__"}:
         return False
-    return TIER[target] < TIER[room] if target in TIER else TIER[room] >= 2
+    return TIER[target] < TIER[room] if target in TIER else TIER[room] >= TIER["cache"]
 
 
 def arrows(tree: Tree) -> list[str]:
-    """shapes <- ops <- {cache, nn} <- {look, reshape, hf, parallel} <- report <- cli; siblings keep apart."""
+    """shapes <- ops <- {cache, nn} <- {look, reshape, hf, parallel} <- report <- cli; siblings apart."""
     return [
         f"{path} imports {name}: {room or 'the top'} may not import {room_of(name) or 'the top'}"
         for path, source in tree.items()
@@ -154,22 +154,30 @@ def arrows(tree: Tree) -> list[str]:
     ]
 
 
+def backend_of(module: str) -> str | None:
+    """The backend that a module is, or is part of; None for the rest."""
+    inner = module.removeprefix("headwise.ops.").removeprefix("backends.").split(".")[0]
+    return inner if module.startswith("headwise.ops.") and inner in BACKENDS else None
+
+
 def backends_apart(tree: Tree) -> list[str]:
     """A backend imports no other backend; the chooser, the oracles and a gradient's gradient import the reference."""
     may_see_the_reference = (
         "ops/attention.py",
-        "ops/native_backward.py",
+        "ops/native/gradient.py",
         "ops/__init__.py",
         "testing.py",
         "__init__.py",
     )
     faults = []
     for path, source in tree.items():
-        me = module_of(path).removeprefix("headwise.ops.")
-        targets = {name.split(".")[2] for name in inside(path, source) if name.startswith("headwise.ops.")}
-        if me in BACKENDS:
-            faults += [f"{path}: backend imports backend {other}" for other in sorted(targets & BACKENDS - {me})]
-        elif "reference" in targets and path not in may_see_the_reference:
+        me = backend_of(module_of(path))
+        targets = {backend_of(name) for name in inside(path, source)} - {None}
+        if path in may_see_the_reference:
+            targets -= {"reference"}
+        if me is not None:
+            faults += [f"{path}: backend imports backend {other}" for other in sorted(targets - {me})]
+        elif "reference" in targets:
             faults.append(f"{path} imports the reference: it is the oracle, not a part")
     return faults
 
@@ -246,9 +254,9 @@ LONG = "def long():\n" + "    x = 0\n" * MAX_FUNCTION
 NINE = ", ".join(f"a{i}=0" for i in range(9))
 PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
     arrows: [
-        ("ops/masks.py", "from headwise import nn", "ops may not import nn"),
-        ("ops/masks.py", "from ..nn import probe", "ops may not import nn"),
-        ("ops/masks.py", "def f():\n    import headwise.cli", "ops may not import cli"),
+        ("ops/masks/compose.py", "from headwise import nn", "ops may not import nn"),
+        ("ops/masks/compose.py", "from ...nn import probe", "ops may not import nn"),
+        ("ops/masks/compose.py", "def f():\n    import headwise.cli", "ops may not import cli"),
         ("shapes.py", "from .ops import masks", "shapes may not import ops"),
         ("nn/planted.py", "import headwise.cache", "nn may not import cache"),
         ("look/planted.py", "import headwise.hf", "look may not import hf"),
@@ -263,8 +271,8 @@ PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
         ("nn/planted.py", "import headwise.testing", "nn may not import testing"),
     ],
     backends_apart: [
-        ("ops/sdpa.py", "from .reference import reference", "backend imports backend reference"),
-        ("ops/flex.py", "from headwise.ops import sdpa", "backend imports backend sdpa"),
+        ("ops/backends/sdpa.py", "from ..reference import reference", "backend imports backend reference"),
+        ("ops/flex.py", "from headwise.ops.backends import sdpa", "backend imports backend sdpa"),
         ("nn/planted.py", "from headwise.ops.reference import reference", "nn/planted.py imports the reference"),
     ],
     rooms_known: [("utils/things.py", "", "room 'utils' has no tier")],

@@ -101,10 +101,10 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     assert "context is whole numbers" in refused("gpt2", "--context", "many")
     assert "batch is a whole number" in refused("gpt2", "--batch", "0")
     assert "kv_dtype is one of" in refused("gpt2", "--kv-dtype", "int3")
-    assert "bandwidth is a number above 0" in refused("gpt2", "--bandwidth", "fast")
-    assert "flops is a number above 0" in refused("gpt2", "--flops", "nan")
+    assert "bandwidth is a number between 1 and 1e100" in refused("gpt2", "--bandwidth", "fast")
+    assert "flops is a number between 1 and 1e100" in refused("gpt2", "--flops", "nan")
     assert "heads plan 'none.json': cannot be read" in refused("gpt2", "--heads-plan", "none.json")
-    assert "No such file or directory" in refused("gpt2", "--svg", "none/chart.svg")
+    assert "its folder does not exist" in refused("gpt2", "--svg", "none/chart.svg")
     assert "an encoder keeps no cache" in refused("bert-base", "--svg", str(tmp_path / "chart.svg"))
     assert not (tmp_path / "chart.svg").exists()
 

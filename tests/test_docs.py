@@ -13,7 +13,7 @@ import pytest
 from pages import FENCE, run_fresh, run_page
 
 import headwise.hf  # what a test imports must not reach a page
-from headwise.ops.native_library import trouble
+from headwise.ops.native.library import trouble
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

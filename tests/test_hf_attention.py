@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 import torch
 from hf_measure import exact_attention
-from hf_models import BY_NAME, OUTSIDE, VOCAB, B, inputs, logits, token_ids
+from hf_models import BY_NAME, VOCAB, B, inputs, logits, token_ids
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import headwise.hf.attention as bridge
-from headwise.hf import ModelError
 from headwise.hf.attention import HARMLESS, headwise_attention
 from headwise.hf.masks import headwise_mask
 
 
 class SomeAttention(nn.Module):
     is_causal = True
+
+
+class SomeCrossAttention(nn.Module):
+    """It does not say whether it is causal."""
 
 
 H, K, S, D, V = 4, 2, 7, 6, 5
@@ -76,6 +79,7 @@ def test_without_a_mask_is_causal_says_what_is_seen() -> None:
     module.is_causal = False
     assert torch.equal(call(q, k, v, None, module=module), full)
     assert torch.equal(call(q, k, v, None, module=nn.Module()), causal), "a module that does not say is causal"
+    assert torch.equal(call(q, k, v, None, module=SomeCrossAttention()), full), "but for cross-attention"
     assert torch.equal(call(q[:, :, -1:], k, v, None, is_causal=True), call(q[:, :, -1:], k, v, None, is_causal=False))
 
 
@@ -97,6 +101,15 @@ def test_a_batch_of_one_serves_all() -> None:
     out = call(q[:1], k, v, None)
     assert torch.equal(out, call(q[:1].expand(3, -1, -1, -1), k, v, None))
     assert torch.equal(call(q, k[:1], v[:1], None)[1:2], call(q[1:2], k[:1], v[:1], None))
+
+
+def test_attentions_have_a_column_for_every_key() -> None:
+    """Also for the unused room of a static cache, which a causal call without a mask does not see."""
+    q, k, v = qkv(3)
+    out, weights = headwise_attention(SomeAttention(), q, k, v, None, output_attentions=True)
+    assert weights.shape == (3, H, 3, S) and not weights[..., 3:].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3, H, 3))
+    assert torch.equal(out, call(q, k[:, :, :3], v[:, :, :3], None))
 
 
 def test_a_row_that_may_attend_nothing_is_zero() -> None:
@@ -169,32 +182,7 @@ def test_dropout_is_passed_on() -> None:
     assert not torch.equal(call(q, k, v, None, dropout=0.5), call(q, k, v, None))
 
 
-# -- models that are not on the interface -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", OUTSIDE)
-def test_a_model_outside_the_interface_refuses_the_name(model_type: str) -> None:
-    """Given at construction, transformers takes it without a word, and the logits would be wrong."""
-    import transformers
-
-    model, config, sizes = OUTSIDE[model_type]
-    built = getattr(transformers, model)._from_config(getattr(transformers, config)(**sizes))
-    built.config._attn_implementation_internal = "headwise"
-    for given in (dict(input_ids=token_ids()), dict(input_ids=token_ids(), attention_mask=torch.ones(B, 11))):
-        with pytest.raises((ModelError, KeyError), match=r"is not on transformers' attention interface|headwise"):
-            built(**given)
-
-
-def test_even_an_unknown_model_outside_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the table of names, the mask itself refuses to be computed with."""
-    import transformers
-
-    monkeypatch.setattr("headwise.hf.masks.OUTSIDE", {})
-    model, config, sizes = OUTSIDE["bloom"]
-    built = getattr(transformers, model)._from_config(getattr(transformers, config)(**sizes))
-    built.config._attn_implementation_internal = "headwise"
-    with pytest.raises(ModelError, match=r"the model itself computes with its attention mask \(torch's .*\)"):
-        built(input_ids=token_ids())
+# -- in a model -------------------------------------------------------------------------------------------------------
 
 
 def test_dense_masks_of_one_head_each_and_of_windows() -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers import masking_utils as theirs
 
-from headwise.hf import ModelError, StructuralMask, closures
+from headwise.hf import StructuralMask, closures
 from headwise.hf.closures import Frame, read_mask, read_padding
 from headwise.hf.masks import headwise_mask
 from headwise.ops.masks import Mask
-from headwise.ops.rules import Band, Keep, Lengths, Segments
+from headwise.ops.masks.rules import Band, Keep, Lengths, Segments
 from headwise.testing import largest_tensor
 
 STARTS = torch.tensor([0, 2, 3])
@@ -110,6 +110,19 @@ def test_positions_of_other_sequences_are_not_read() -> None:
     assert read_mask(function, FRAMES["square"]) is None
     alone = theirs.remap_positions_for_packed_sequence(FUNCTIONS["causal"], positions)
     assert read_mask(alone, FRAMES["square"]) is None
+
+
+def test_packed_sequences_at_other_places_are_evaluated() -> None:
+    """The numbers of the sequences count the queries and the keys alike only where both begin at 0 and end alike."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2]]).expand(B, -1)
+    function = theirs.packed_sequence_mask_function(ids)
+    later = dict(q_offset=4), dict(q_offset=4, kv_offset=4)
+    for frame in (Frame(B, 3, 3), Frame(B, 3, 7, **later[0]), Frame(B, 3, 4, **later[0]), Frame(B, 3, 3, **later[1])):
+        assert read_mask(function, frame) is None
+        mask = headwise_mask(B, frame.T, frame.S, frame.q_offset, frame.kv_offset, mask_function=function)
+        assert torch.equal(drawn(mask.mask, frame), truth(function, frame, None))
+    assert read_mask(function, Frame(B, 7, 7, q_offset=1, kv_offset=1)) is None
+    assert read_mask(function, Frame(B, 7, 7)) is not None
 
 
 def test_padding_of_one_run_a_row_is_two_numbers() -> None:
@@ -206,8 +219,10 @@ def test_the_live_offset_of_a_static_cache_is_copied() -> None:
 
 def test_a_static_step_is_a_tensor_that_shuts_the_unused_room() -> None:
     mask = headwise_mask(B, 1, 9, q_offset=torch.tensor(4), mask_function=theirs.causal_mask_function)
-    assert isinstance(mask, Tensor) and mask.shape == (B, 1, 1, 9)
-    assert mask[0, 0, 0].tolist() == [True] * 5 + [False] * 4
+    assert type(mask) is Tensor and mask.shape == (B, 1, 1, 9)
+    assert mask[0, 0, 0].tolist() == [0.0] * 5 + [torch.finfo(torch.float32).min] * 4
+    every = headwise_mask(B, 1, 9, q_offset=torch.tensor(8), allow_is_bidirectional_skip=True)
+    assert type(every) is Tensor and not every.any(), "a tensor also where nothing is shut"
 
 
 def test_the_older_signature_is_understood() -> None:
@@ -215,22 +230,11 @@ def test_the_older_signature_is_understood() -> None:
     assert mask.shape == (B, 1, 3, 9) and mask.mask.parts[0].offset == 4
 
 
-def test_the_object_passes_for_a_mask_and_refuses_arithmetic() -> None:
-    mask = headwise_mask(B, 3, 5, mask_function=theirs.causal_mask_function)
-    assert isinstance(mask, StructuralMask) and isinstance(mask, theirs.BlockMask)
-    assert mask.shape == (B, 1, 3, 5) and mask.ndim == 4
-    assert mask.contiguous() is mask and mask.to("cpu").shape == mask.shape
-    assert str(mask) == f"StructuralMask({mask.mask}, shape=(3, 1, 3, 5))"
-    for use in (
-        lambda: torch.zeros(3) + mask,
-        lambda: torch.where(mask, 1.0, 0.0),
-        lambda: torch.zeros(3).masked_fill(mask, 0.0),
-        lambda: mask[:, :, :1],
-    ):
-        with pytest.raises(ModelError, match="the model itself computes with its attention mask"):
-            use()
-    with pytest.raises(AttributeError, match=r"is no tensor and has no 'dtype'; .mask.dense\(T, S\) makes one"):
-        _ = mask.dtype
+def test_the_object_passes_for_a_mask() -> None:
+    mask = headwise_mask(B, 3, 5, mask_function=theirs.causal_mask_function, dtype=torch.bfloat16)
+    assert isinstance(mask, StructuralMask) and isinstance(mask, Tensor)
+    assert mask.shape == (B, 1, 3, 5) and mask.dtype == torch.bfloat16 and mask.device.type == "cpu"
+    assert str(mask) == repr(mask) == f"StructuralMask({mask.mask}, shape=(3, 1, 3, 5))"
 
 
 # -- in a model -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""What may not be attended changes no bit; what may be attended is honest: a NaN there shows. Forward."""
+"""What may not be attended changes no bit; what may be attended is honest: a NaN there shows.
+
+Forward in every mask, layout and place; and drawn calls, forward and backward, with every leaf that a call can have.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, MUST, NATIVE, attend, quick
+from drawn_cases import POISONS as DRAWN_POISONS
+from drawn_cases import Learning, spoil, squeezed
 from mask_cases import LONG, MASKS, SHORT, SIZES, Sizes, dense
 from test_meaning import options_of
 from torch import Tensor
@@ -195,6 +200,127 @@ def test_dropout_and_poison(what: float) -> None:
             results.append(attend(backend, q, *pair, mask=made, dropout=0.3))
         assert_same_bits(results[1], results[0])
         assert_same_bits(results[2], results[0])
+
+
+# -- what is huge, not NaN -------------------------------------------------------------------------------------------
+
+holding = pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *NATIVE[:1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@holding
+def test_huge_numbers_that_nobody_attends_beside_an_empty_row(backend: str, dtype: torch.dtype) -> None:
+    """An empty row that is let in anywhere to be zeroed afterwards gives 0 times what it meets there."""
+    n = Sizes(1, 7, 1, 9, 260, 11, 11)
+    q, k, v = make_qkv(*n, dtype=dtype, scale=2.0)
+    grad_out = make_qkv(*n, dtype=dtype, seed=1)[0]
+    seen = torch.ones(n.T, n.S, dtype=torch.bool)
+    seen[1], seen[:, 130:] = False, False
+
+    def gradients(*qkv: Tensor) -> Any:
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        return torch.autograd.grad(attend(backend, *leaves, mask=seen), leaves, grad_out)
+
+    clean = gradients(q, k, v)
+    row, keys = torch.arange(n.T)[:, None] == 1, torch.arange(n.S)[:, None] >= 130
+    bad_q, bad_k, bad_v = poison(q, row, 1e30), poison(k, keys, 1e30), poison(v, keys, 1e30)
+    for given in ((q, bad_k, bad_v), (bad_q, k, v), (bad_q, bad_k, v)):
+        for x, y, name in zip(gradients(*given), clean, "qkv", strict=True):
+            assert_same_bits(x, y, what=f"gradient of {name}")
+
+
+@holding
+def test_an_empty_row_beside_the_largest_values(backend: str) -> None:
+    """Each row attends one key, but the first none: a sum of two such values would overflow, and no row makes it."""
+    q, k, v = make_qkv(1, 2, 1, 3, 5, 4, 4)
+    v = torch.full_like(v, torch.finfo(v.dtype).max)
+    for mask in (headwise.window(1, offset=-1), headwise.window(1, offset=-1) & headwise.alibi(torch.ones(2))):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(backend, *leaves, mask=mask)
+        assert bool((out[:, :, 0] == 0).all() and (out[:, :, 1:] == v[0, 0, 0, 0]).all())
+        for grad in torch.autograd.grad(out, leaves, torch.full_like(out, 1e-9)):
+            assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocks", *NATIVE[:1]])
+def test_a_softcap_and_a_key_whose_products_overflow(backend: str) -> None:
+    """Inf minus Inf in a product is NaN, as is its tanh; the gradient of rows that may not attend the key is not."""
+    q, k, v = make_qkv(1, 1, 1, 3, 5, 128, 4)
+    bad = poison(k, torch.arange(5)[:, None] == 4, 3e38)
+    results = []
+    for key in (k, bad):
+        leaves = [x.detach().requires_grad_() for x in (q, key, v)]
+        out = attend(backend, *leaves, mask=headwise.causal(), scale=3.0, softcap=2.0)
+        results.append([out, torch.autograd.grad(out[:, :, :2].sum(), leaves)[0]])
+    for x, y in zip(*results, strict=True):
+        assert_same_bits(x[:, :, :2], y[:, :, :2])
+
+
+# -- drawn calls, forward and backward ---------------------------------------------------------------------------------
+
+ROUNDS = 120
+# Torch's kernels get 0 in place of what nobody may attend, and ours multiplies it: with more than float32 squared.
+drawn_poisons = dict.fromkeys(("reference", "blocks", "sdpa"), (*DRAWN_POISONS, 3e38, 3e38))
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *NATIVE[:1], *NATIVE[-1:]])
+def test_drawn_calls_and_their_gradients(backend: str) -> None:
+    """Poison in some of the places where nothing may look, of any kind: every result and gradient keeps every bit."""
+    ran = 0
+    for number in range(ROUNDS):
+        case = Learning(number)
+        bad, what = case.spoiled(number, drawn_poisons.get(backend, DRAWN_POISONS))
+        with squeezed(number // 2):
+            clean = case.run(backend, case.leaves)
+            ours = case.run(backend, bad)
+        if clean is None or ours is None:
+            continue
+        ran += 1
+        alive = case.sees.any(-1)
+        for name, x in clean.items():
+            y = ours[name]
+            if name == "out":  # in an empty row a gate shows what it holds
+                x, y = x[alive], y[alive]
+            assert_same_bits(y, x, what=f"case {number}, {case}: {name} with {', '.join(what)}")
+    assert ran >= (ROUNDS // 3 if backend == "sdpa" else ROUNDS - 10)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *NATIVE[:1]])
+def test_drawn_calls_whose_poison_some_rows_meet(backend: str) -> None:
+    """A row that does not keeps every bit of its output and of its query's gradient.
+
+    And where the loss leaves out the rows that do, every gradient keeps every bit.
+    """
+    for number in range(ROUNDS // 2):
+        case, clean = Learning(number), Learning(number).clean()
+        what = case.draw.choice(drawn_poisons.get(backend, DRAWN_POISONS))
+        what = 1e30 if backend == "sdpa" and what == 3e38 else what  # `fence` says why
+        keys, rows = (case.random(*x.shape[:3]) < 0.15 for x in (clean["key"], clean["query"]))
+        name = case.draw.choice(["key", "key", "value", "query"])
+        met = rows & case.sees.any(-1) if name == "query" else split_rows(case.sees, keys)[0]
+        bad = {**clean, name: spoil(clean[name], (rows if name == "query" else keys)[..., None], what)}
+        told = f"case {number}, {case}, {what} in {name}"
+        with squeezed(number // 2):
+            before, after = case.run(backend, clean), case.run(backend, bad)
+            if before is None or after is None:
+                continue
+            for x in {"out", "lse", "dquery"} & before.keys():
+                assert_same_bits(after[x][~met], before[x][~met], what=f"{told}: {x}")
+            if math.isfinite(what):  # the rows that meet it overflow, or their weights as the lse gives them back do
+                continue
+            up = {"from out": clean["from out"] * ~met[..., None], "from lse": clean["from lse"] * ~met}
+            before, after = (case.run(backend, {**x, **up}) for x in (clean, bad))
+            for x in [x for x in before if x[0] == "d" and x != "dgate"]:
+                assert_same_bits(after[x], before[x], what=f"{told}: {x}, left out")
+
+
+def test_the_drawn_calls_are_wide() -> None:
+    cases = [Learning(number) for number in range(ROUNDS)]
+    spoiled = [" ".join(case.spoiled(number, DRAWN_POISONS)[1]) for number, case in enumerate(cases)]
+    for what in ("query", "key", "value", "from out", "from lse", "bias", "gate", "nan", "inf", "1e+30"):
+        assert sum(what in x for x in spoiled) >= 8, f"{what}: {sum(what in x for x in spoiled)}"
+    assert sum(case.n.T > 8 * case.n.S for case in cases) > 5 and sum(case.n.S > 8 * case.n.T for case in cases) > 5
+    assert {case.dtype for case in cases} == {torch.float32, torch.bfloat16, torch.float16}
 
 
 def test_the_traps_can_fail() -> None:

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
+from native_calls import NAMES, calls, results, tensors
 from torch import Tensor
 
-from headwise.ops import native_library
+import headwise
+from headwise.ops.native import library as native_library
+from headwise.testing import assert_same_bits
 
 FAR = 1 << 40
 
@@ -30,16 +34,17 @@ def attend_full(**given: Any) -> tuple[Tensor, Tensor]:
     query, key, value = qkv()
     arguments = {
         "query": query, "key": key, "value": value, "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR,
-        "high": FAR, "bounds": None, "segments": None, "dense": None, "alibi": None, "gate": None, "dropout": 0.0,
-        "seed": None,
+        "high": FAR, "bounds": None, "segments": None, "dense": None, "alibi": None, "maps": None, "relative": None,
+        "gate": None, "dropout": 0.0, "seed": None,
     }  # fmt: skip
     assert set(given) <= set(arguments)
     return torch.ops.headwise.attend_full(**arguments | given)
 
 
-def emptied(x: Tensor) -> Tensor:
-    """Its storage freed behind its back, as sharding libraries do."""
-    x.untyped_storage().resize_(0)
+def emptied(x: Tensor, missing: int | None = None) -> Tensor:
+    """Its storage freed behind its back, as sharding libraries do; or only its last bytes."""
+    size = x.untyped_storage().nbytes()
+    x.untyped_storage().resize_(0 if missing is None else size - missing)
     return x
 
 
@@ -61,6 +66,8 @@ QUERIES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "complex": (lambda q: q.cfloat(), "a dtype that headwise does not read"),
     "sparse": (lambda q: q.to_sparse(), "SparseCPU"),
     "freed": (emptied, "its storage does not hold its elements"),
+    "half freed": (lambda q: emptied(q, 4 * q.numel() // 2), "its storage does not hold its elements"),
+    "a byte freed": (lambda q: emptied(q, 1), "its storage does not hold its elements"),
     "odd address": (off_by_a_byte, "multiples of their size"),
     "endless": (lambda q: q[:, :, :1].expand(2, 4, 1 << 31, 16), r"more queries or keys than 2\*\*30"),
 }
@@ -85,9 +92,23 @@ def test_refused_all_alike() -> None:
 
 B, H, T, S, V = 2, 4, 5, 7, 8
 IDS = [torch.zeros(T, dtype=torch.int64), torch.zeros(S, dtype=torch.int64)]
+
+
+def alibi(*offsets: int) -> list[Tensor]:
+    return [torch.ones(H), torch.tensor(offsets)]
+
+
 EXTRAS: dict[str, tuple[dict[str, Any], str]] = {
-    "softcap": ({"softcap": -1.0}, "softcap must not be negative"),
-    "softcap NaN": ({"softcap": float("nan")}, "softcap must not be negative"),
+    "softcap": ({"softcap": -1.0}, r"softcap must be 0, for none, or from 2\*\*-100 to 2\*\*100, got -1"),
+    "softcap NaN": ({"softcap": float("nan")}, "softcap must be 0.* got nan"),
+    "softcap Inf": ({"softcap": float("inf")}, "softcap must be 0.* got inf"),
+    "softcap too great": ({"softcap": 2.0**101}, r"softcap must be 0.* got 2.5353e\+30"),
+    "softcap of 0 in float32": ({"softcap": 1e-300}, "softcap must be 0.* got 1e-300"),
+    "softcap too small": ({"softcap": 2.0**-101}, "softcap must be 0.* got 3.9443e-31"),
+    "scale NaN": ({"scale": float("nan")}, r"scale must be 0 or in size from 2\*\*-100 to 2\*\*100, got nan"),
+    "scale Inf": ({"scale": -float("inf")}, "scale must be 0 or in size.* got -inf"),
+    "scale of no float32": ({"scale": -3.5e38}, r"scale must be 0 or in size.* got -3.5e\+38"),
+    "scale of 0 in float32": ({"scale": 1e-300}, "scale must be 0 or in size.* got 1e-300"),
     "sinks": ({"sinks": torch.zeros(H + 1)}, r"sinks must be \(H\), got \(5\)"),
     "sinks' dtype": ({"sinks": torch.zeros(H).double()}, "sinks: a wrong dtype"),
     "sinks' steps": ({"sinks": torch.zeros(2 * H)[::2]}, "sinks must be contiguous"),
@@ -103,6 +124,8 @@ EXTRAS: dict[str, tuple[dict[str, Any], str]] = {
     "dense, dtype": ({"dense": [torch.zeros(1, 1, T, S).long()]}, "must be bool or floating point"),
     "alibi": ({"alibi": [torch.zeros(H)]}, "alibi must be at most 4 pairs"),
     "alibi offsets": ({"alibi": [torch.zeros(H), torch.zeros(3, dtype=torch.int64)]}, "alibi offsets must be"),
+    "alibi offsets, far": ({"alibi": alibi(FAR + 1)}, r"must lie from -2\*\*40 to 2\*\*40, got 1099511627777"),
+    "alibi offsets, far back": ({"alibi": alibi(0, -(1 << 63))}, r"to 2\*\*40, got -9223372036854775808"),
     "gate": ({"gate": torch.zeros(B, H, T, V + 1)}, "gate does not broadcast"),
     "gate's dtype": ({"gate": torch.zeros(B, H, T, V, dtype=torch.bool)}, "must be floating point"),
     "dropout": ({"dropout": 1.5}, "between 0 and 1"),
@@ -120,6 +143,14 @@ def test_refused_extras(case: str) -> None:
         attend_full(**given)
 
 
+def test_the_plain_operator_refuses_scales() -> None:
+    for scale in (1e300, -(2.0**101), 2.0**-101, 1e-300, float("nan"), float("inf")):
+        with pytest.raises(RuntimeError, match="scale must be 0 or in size from"):
+            torch.ops.headwise.attend(*qkv(), scale, -FAR, FAR)
+    for scale in (2.0**100, -(2.0**100), 2.0**-100, -(2.0**-100), 0.0, -0.0):
+        torch.ops.headwise.attend(*qkv(), scale, -FAR, FAR)
+
+
 def test_dropout_keep_refuses() -> None:
     keep, seed = torch.ops.headwise.dropout_keep, torch.zeros(1, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="sizes must lie between"):
@@ -129,10 +160,49 @@ def test_dropout_keep_refuses() -> None:
     assert keep(seed, 0.5, 0, 1, 0, 1, 1).shape == (0, 1, 1, 1)
 
 
-def test_views_with_pending_operations() -> None:
-    """A negated view is no copy: torch resolves it before the operator runs."""
+def pending(x: Tensor) -> Tensor:
+    """The same numbers with torch's negative bit, as the imaginary part of a conjugate has it: memory holds -x."""
+    view = torch._neg_view(x.neg())
+    assert view.is_neg() and torch.equal(view, x)
+    return view
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_views_with_pending_operations(name: str) -> None:
+    """A negated view is no copy: each argument, alone or in a list, is read as the numbers it stands for."""
+    arguments = calls()[name]
+    wanted = results(name, arguments)
+    for what, x, put in tensors(arguments):
+        if x.dtype == torch.bool:
+            continue
+        for y, right in zip(results(name, put(pending(x))), wanted, strict=True):
+            assert_same_bits(y, right, what=what)
+    flat, spec = pytree.tree_flatten(arguments)
+    all_of_them = [pending(x) if isinstance(x, Tensor) and x.dtype != torch.bool else x for x in flat]
+    for y, right in zip(results(name, pytree.tree_unflatten(all_of_them, spec)), wanted, strict=True):
+        assert_same_bits(y, right)
+
+
+def test_a_negated_mask_of_the_library() -> None:
+    """As it came to light: the imaginary part of a conjugate as a bias, and as slopes."""
     query, key, value = qkv()
-    assert torch.equal(attend(torch._neg_view(query), key, value), attend(-query, key, value))
+    for make, size in ((headwise.bias, (T, S)), (headwise.alibi, (H,))):
+        numbers = torch.rand(size)
+        view = torch.complex(torch.zeros(size), -numbers).conj().imag
+        assert view.is_neg() and torch.equal(view, numbers)
+        ours = headwise.attention(query, key, value, mask=make(view), backend="native")
+        assert_same_bits(ours, headwise.attention(query, key, value, mask=make(numbers), backend="native"))
+
+
+def test_what_cannot_be_negated_is_refused() -> None:
+    """torch has no negative of a bool; complex numbers are no masks, conjugate or not."""
+    with pytest.raises(RuntimeError, match="carry out what is pending on one of them"):
+        attend_full(dense=[torch._neg_view(torch.ones(1, 1, T, S, dtype=torch.bool))])
+    for x in (torch.ones(1, 1, T, S).cfloat(), torch.ones(1, 1, T, S).cfloat().conj()):
+        with pytest.raises(RuntimeError, match="a dtype that headwise does not read"):
+            attend_full(dense=[x])
+        with pytest.raises(RuntimeError, match="a dtype that headwise does not read"):
+            attend(x.expand(2, 4, T, S), x.expand(2, 4, T, S), x.expand(2, 4, T, S))
 
 
 def test_layout_of_the_results() -> None:

@@ -49,17 +49,18 @@ def configure(folder: str, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def objects() -> dict[str, Path]:
-    """The object files of the library, up to date, by the name of their source."""
+    """The object files of the library, up to date, by their source, `isa/avx2` say."""
     if not shutil.which("objdump") or not shutil.which("nm"):
         pytest.skip("needs objdump and nm (binutils)")
     ok(sys.executable, ROOT / "hatch_build.py")
-    found = {path.name.split(".")[0]: path for path in (ROOT / "build" / "native").glob("CMakeFiles/native.dir/**/*.o")}
-    assert {"bind", "tensors", "driver", "isa_baseline"} <= set(found)
-    return found
+    folder = ROOT / "build" / "native" / "CMakeFiles" / "native.dir" / "csrc"
+    objects = {path.relative_to(folder).as_posix().removesuffix(".cpp.o"): path for path in folder.rglob("*.o")}
+    assert {"torch/bind", "torch/tensors", "driver", "isa/baseline"} <= set(objects)
+    return objects
 
 
 # What a file of an instruction set may not hold: by mnemonic or by register. All AVX mnemonics begin with v.
-FOREIGN = {"": r"\t(v\w+)", "isa_avx2": r"(%zmm\d+|\{%k\d\})", "isa_avx512": r"\t(vdpbf16ps|vcvtne\w*bf16\w*)"}
+FOREIGN = {"": r"\t(v\w+)", "isa/avx2": r"(%zmm\d+|\{%k\d\})", "isa/avx512": r"\t(vdpbf16ps|vcvtne\w*bf16\w*)"}
 
 
 def foreign_instructions(path: Path, name: str) -> set[str]:
@@ -72,16 +73,16 @@ def foreign_instructions(path: Path, name: str) -> set[str]:
 @needs_x86
 def test_no_instruction_outside_its_file(objects: dict[str, Path]) -> None:
     for name, path in objects.items():
-        if name != "isa_avx512_bf16":
+        if name != "isa/avx512_bf16":
             assert foreign_instructions(path, name) == set(), name
 
 
 @needs_compiler
 @needs_x86
 def test_a_foreign_instruction_is_found(objects: dict[str, Path]) -> None:
-    assert foreign_instructions(objects["isa_avx2"], "driver")
-    assert foreign_instructions(objects["isa_avx512"], "isa_avx2")
-    assert foreign_instructions(objects["isa_avx512_bf16"], "isa_avx512")
+    assert foreign_instructions(objects["isa/avx2"], "driver")
+    assert foreign_instructions(objects["isa/avx512"], "isa/avx2")
+    assert foreign_instructions(objects["isa/avx512_bf16"], "isa/avx512")
 
 
 def weak_symbols(path: Path) -> set[str]:
@@ -96,7 +97,7 @@ def test_no_function_shared_with_an_instruction_set(objects: dict[str, Path]) ->
     """Where two files hold one inline function, the linker keeps either: with AVX-512 in it, perhaps, for all CPUs."""
     for name, path in objects.items():
         for other, other_path in objects.items():
-            if name.startswith("isa_") and other != name:
+            if name.startswith("isa/") and other != name:
                 assert weak_symbols(path) & weak_symbols(other_path) == set(), (name, other)
 
 
@@ -126,7 +127,7 @@ def compiles_beside_torch(header: str, folder: Path) -> bool:
 @needs_compiler
 def test_declarations_agree_with_torch(tmp_path: Path) -> None:
     """Two declarations of a C function that disagree do not compile; one that torch has not would not load."""
-    header = (CSRC / "torch_abi.h").read_text()
+    header = (CSRC / "torch" / "torch_abi.h").read_text()
     assert compiles_beside_torch(header, tmp_path)
     wrong = header.replace(
         "aoti_torch_get_dim, (AtenTensorHandle, int64_t*)", "aoti_torch_get_dim, (AtenTensorHandle, int*)"
@@ -170,9 +171,9 @@ def sources(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
     for name in ("hatch_build.py", "pyproject.toml", "README.md", "LICENSE", "LICENSE-python.txt", "CMakeLists.txt"):
         shutil.copy(ROOT / name, tree / name)
-    shutil.copytree(CSRC, tree / "csrc", ignore=shutil.ignore_patterns("isa_*.cpp", "fuzz"))
+    shutil.copytree(CSRC, tree / "csrc", ignore=shutil.ignore_patterns("isa", "fuzz"))
     sets = ("baseline", "avx2", "avx512", "avx512_bf16")
-    (tree / "csrc" / "isa_none.cpp").write_text(
+    (tree / "csrc" / "none.cpp").write_text(
         '#include "plan.h"\nnamespace headwise {\nstatic Kernels none;\n'
         'static const Kernels* named() {\n  none.name = "baseline";\n  return &none;\n}\n'
         + "".join(f"const Kernels* {name}_kernels() {{ return named(); }}\n" for name in sets)

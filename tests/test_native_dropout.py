@@ -126,7 +126,7 @@ def attend_full(backend: str, q: Tensor, k: Tensor, v: Tensor, low: int, high: i
     before = ops.isa()
     ops.use_isa(backend.removeprefix("native-"))
     try:
-        masks: tuple[Any, ...] = (low, high, None, None, None, None)
+        masks: tuple[Any, ...] = (low, high, None, None, None, None, None, None)
         out: Tensor = ops.attend_full(q, k, v, 0.5, 0.0, None, *masks, None, p, seed)[0]
         return out
     finally:
@@ -174,3 +174,47 @@ def test_the_backward_drops_what_the_forward_dropped(backend: str, dtype: torch.
     expected = (out.detach().double().mT @ grad_out.double()).unflatten(1, (n.K, -1)).sum(2)
     budget = 8 * torch.finfo(dtype).eps * float(expected.abs().max())
     torch.testing.assert_close(grad.double(), expected, rtol=0, atol=budget)
+
+
+def philox(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
+    """Philox4x32-10 as its authors wrote it (Salmon et al. 2011)."""
+    c, key, mask = list(counter), [seed & 0xFFFFFFFF, seed >> 32], 0xFFFFFFFF
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(b >> 32) ^ c[1] ^ key[0], b & mask, (a >> 32) ^ c[3] ^ key[1], a & mask]
+        key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
+    return c
+
+
+@needs_native
+def test_the_generator_is_philox() -> None:
+    """The published answers, and then every weight's word by its place: a seed drops the same in any version."""
+    answers = {  # counter and key: Random123's known answers
+        (0, (0, 0, 0, 0)): "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ((1 << 64) - 1, (0xFFFFFFFF,) * 4): "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        (0x299F31D0A4093822, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)): "d16cfe09 94fdcceb 5001e420 24126ea1",
+    }
+    for (key, counter), words in answers.items():
+        assert [f"{x:08x}" for x in philox(key, counter)] == words.split()
+    B, H, T, S, first = 2, 3, 4, 11, 5
+    for seed in (0, 12345, (1 << 62) - 1, 0x7766554433221100):
+        word = torch.tensor(
+            [
+                [philox(seed, (j // 4, first + i, plane & 0xFFFFFFFF, plane >> 32))[j % 4] for j in range(S)]
+                for plane in range(B * H)
+                for i in range(T)
+            ]
+        ).view(B, H, T, S)
+        for dropout in (0.0, 0.1, 0.5, 0.9, 1.0):
+            threshold = min(int(torch.tensor(dropout).double() * 2**32), 2**32 - 1)
+            keep = torch.ops.headwise.dropout_keep(torch.tensor([seed]), dropout, B, H, first, T, S)
+            assert_same_bits(keep, word >= threshold)
+
+
+@natives
+def test_all_may_be_dropped(backend: str) -> None:
+    """A probability of 1, which only the operator takes: nothing is left, and nothing is divided by 0."""
+    for T in (1, 37):
+        q, k, v = make_qkv(1, 2, 1, T, 131, 8, 9)
+        out = attend_full(backend, q, k, v, -FAR, FAR, 1.0, torch.tensor([3]))
+        assert_same_bits(out, torch.zeros_like(out))

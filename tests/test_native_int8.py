@@ -148,6 +148,21 @@ def test_numbers_of_every_size(backend: str, dtype: torch.dtype, T: int) -> None
 
 
 @natives
+@pytest.mark.parametrize("T", [1, 40])
+def test_powers_of_two_change_no_bit(backend: str, T: int) -> None:
+    """Of queries and keys, which cancel, and of values: however small or large the numbers, none is taken for 0."""
+    q, key, value = make(Sizes(1, 8, 2, T, 300, 64, 64))
+    out, lse = attend(backend, q, key, value, return_lse=True)
+    with collected() as attempt:
+        for power in (-60, -44, -17, 23, 60):
+            up, down = 2.0**power, 2.0**-power
+            scaled = (q * up, Quantized(key.data, key.scale * down), Quantized(value.data, value.scale * up))
+            again, its = attend(backend, *scaled, return_lse=True)
+            attempt(power, assert_same_bits, again * down, out)
+            attempt(f"{power}, lse", assert_same_bits, its, lse)
+
+
+@natives
 @dtypes
 @forms
 def test_strides(backend: str, dtype: torch.dtype, form: str) -> None:
@@ -321,7 +336,8 @@ def arguments(**change: Any) -> dict[str, Any]:
     given = {
         "query": q, "key": key.data, "key_scale": key.scale, "value": value.data, "value_scale": value.scale,
         "table": None, "length": 0, "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR, "high": FAR,
-        "bounds": None, "segments": None, "dense": None, "alibi": None, "gate": None, "dropout": 0.0, "seed": None,
+        "bounds": None, "segments": None, "dense": None, "alibi": None, "maps": None, "relative": None, "gate": None,
+        "dropout": 0.0, "seed": None,
     }  # fmt: skip
     return given | {name: make(given[name]) for name, make in change.items()}
 

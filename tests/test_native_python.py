@@ -17,8 +17,10 @@ from test_meaning import EMPTY_ROWS, EXTRAS, options_of
 from torch import Tensor
 
 import headwise
-from headwise.ops import native, native_library
-from headwise.ops.native_backward import Problem
+from headwise.ops.masks.rules import Lengths
+from headwise.ops.native import backend as native
+from headwise.ops.native import library as native_library
+from headwise.ops.native.gradient import Problem
 from headwise.testing import assert_same_bits, largest_tensor, make_qkv
 
 
@@ -67,8 +69,10 @@ def test_what_it_leaves_to_others(name: str) -> None:
 
 
 TOO_MANY = {
-    "at most 8 mask tensors": [headwise.keep(torch.ones(7, dtype=torch.bool)), headwise.bias(torch.zeros(7))] * 5,
-    "at most 4 pairs of segments": [headwise.segments(torch.zeros(5).long(), torch.zeros(7).long())] * 5,
+    "at most 8 mask tensors": [
+        mask for _ in range(5) for mask in (headwise.keep(torch.ones(7) > 0), headwise.bias(torch.zeros(7)))
+    ],
+    "at most 4 pairs of segments": [headwise.segments(torch.zeros(5).long(), torch.zeros(7).long()) for _ in range(5)],
     "at most 4 rules of ALiBi": [headwise.alibi(torch.zeros(6))] * 5,
 }
 
@@ -166,7 +170,7 @@ def test_it_can_be_switched_off() -> None:
 
 def test_a_library_that_is_not_there_or_does_not_load(tmp_path: Path) -> None:
     broken = tmp_path / "_native.so"
-    set_path = f"import pathlib, headwise.ops.native_library as n; n.LIBRARY = pathlib.Path({str(broken)!r}); "
+    set_path = f"import pathlib, headwise.ops.native.library as n; n.LIBRARY = pathlib.Path({str(broken)!r}); "
     told = in_a_process(set_path + ASK, HEADWISE_NATIVE="1")
     assert told == "the native library is not there: reinstall headwise where there is a C++ compiler"
     broken.write_bytes(b"no library")
@@ -194,7 +198,8 @@ def test_it_is_loaded_by_the_first_call_and_not_by_the_import() -> None:
 def test_it_is_loaded_by_tracing_too(trace: str) -> None:
     """Where nothing has been called before: the loading breaks no graph and is no part of it."""
     said = in_a_process(
-        "import torch, headwise; from headwise.ops import native_library; q = torch.randn(1, 1, 2, 8)\n"
+        "import torch, headwise; from headwise.ops.native import library as native_library\n"
+        "q = torch.randn(1, 1, 2, 8)\n"
         "f = lambda q: headwise.attention(q, q, q, mask=headwise.causal())\n"
         "class M(torch.nn.Module):\n  def forward(self, q): return f(q)\n"
         f"{trace}; print(native_library.attend)"
@@ -231,7 +236,7 @@ def test_a_mask_survives_the_way_in_and_back(name: str) -> None:
 
 def test_bands_become_two_numbers() -> None:
     lowered = native.lowered(headwise.causal() & headwise.window(4) & headwise.window(9, 2, offset=5), 3, 10)
-    assert lowered == (4, 8, None, None, None, None)
+    assert lowered == (4, 8, None, None, None, None, None, None)
 
 
 def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
@@ -251,7 +256,7 @@ def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
 @pytest.mark.parametrize("index", [torch.tensor([1.0, 2.0]), torch.tensor([True, False])])
 def test_no_conversion_hides_a_wrong_index(index: Tensor) -> None:
     with pytest.raises(TypeError, match="an index is an integer tensor"):
-        native.lowered(headwise.lengths(index), 3, 4)
+        native.lowered(headwise.Mask((Lengths(index),)), 3, 4)
 
 
 @needs_native

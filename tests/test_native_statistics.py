@@ -5,6 +5,7 @@ Answers are those of the definitions on the float64 matrix (`statistics_cases`),
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ best = pytest.mark.parametrize("backend", BEST)
 @pytest.fixture(autouse=True)
 def never_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that went the other way would be tested for nothing."""
-    monkeypatch.setattr("headwise.ops.statistics_blocks.measure", lambda asked: pytest.fail("not the kernel"))
+    monkeypatch.setattr("headwise.ops.statistics.blocks.measure", lambda asked: pytest.fail("not the kernel"))
 
 
 def right(n: Sizes, dtype: torch.dtype, mask: Mask | None, pool: int = 5, **options: Any) -> None:
@@ -139,7 +140,7 @@ def test_all_options_at_once_across_tiles(backend: str, dtype: torch.dtype, name
 
 @natives
 @dtypes
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-38, 30.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 30.0])
 def test_any_scale(backend: str, dtype: torch.dtype, scale: float) -> None:
     n = Sizes(1, 2, 1, 19, 131, 7, 7)
     query, key = inputs(n, dtype)
@@ -147,6 +148,16 @@ def test_any_scale(backend: str, dtype: torch.dtype, scale: float) -> None:
     tolerance = max(TOLERANCE, abs(scale) * float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * 2**-22)
     with instructions(backend):
         check(n, query, key, seen(headwise.causal(), n), tolerance, mask=headwise.causal(), scale=scale)
+
+
+@natives
+@pytest.mark.parametrize(("left", "first", "offset"), [(1, 5, -2), (3, 7, -4), (2, 40, -9), (2, 40, 30)])
+def test_first_keys_behind_the_end_are_not_counted(backend: str, left: int, first: int, offset: int) -> None:
+    """A window that keeps its first keys in sight, and a diagonal before which some of these lie."""
+    n = Sizes(1, 2, 1, 61, 61, 6, 6)
+    mask = headwise.window(left, first=first) & headwise.causal(offset=offset)
+    with instructions(backend):
+        check(n, *inputs(n), seen(mask, n), mask=mask)
 
 
 @natives
@@ -177,6 +188,35 @@ def test_out_is_that_of_attention(backend: str, dtype: torch.dtype, name: str) -
             alone = row_statistics(*qkv[:2], mask=mask, sinks=sinks)
             for field in NUMBERS:
                 attempt(f"{n} {field}", assert_same_bits, getattr(found, field), getattr(alone, field))
+
+
+@natives
+def test_sinks_of_any_size(backend: str) -> None:
+    """One that takes nothing, and one that takes all: then nothing is told of where the rest lies."""
+    n = Sizes(1, 3, 1, 19, 131, 6, 6)
+    query, key = inputs(n)
+    sinks = torch.tensor([-math.inf, 300.0, 3e38])
+    for mask in (headwise.causal(), headwise.bias(torch.full((131,), -3e38))):
+        with instructions(backend):
+            found, plain = (row_statistics(query, key, mask=mask, sinks=x, pool=5) for x in (sinks, None))
+        assert torch.equal(found.entropy[:, 0], plain.entropy[:, 0]) and bool((found.sink[:, 0] == 0).all())
+        assert torch.equal(found.pooled[:, 0], plain.pooled[:, 0]) and torch.equal(found.keys, plain.keys)
+        for x, what in ((found.entropy, 0), (found.distance, 0), (found.largest, 0), (found.sink, 1)):
+            assert bool((x[:, 1:] == what).all()), x[:, 1:]
+        assert bool((found.pooled[:, 1:] == 0).all())
+
+
+@natives
+@pytest.mark.parametrize("masked", [False, True], ids=["bands", "bias"])
+def test_a_row_that_lost_all_its_scores_is_no_empty_one(backend: str, masked: bool) -> None:
+    """They are -inf in float32: its numbers are NaN, and yet it attends something, a key among its own."""
+    query, key = torch.ones(1, 1, 3, 4), torch.ones(1, 1, 131, 4)
+    query[0, 0, 1] = -3e38
+    with instructions(backend):
+        found = row_statistics(query, key, mask=headwise.bias(torch.zeros(131)) if masked else None)
+    assert torch.equal(found.entropy.isnan().flatten(), torch.tensor([False, True, False]))
+    assert int(found.keys[0, 0, 1]) >= 1 and 0 <= int(found.largest_key[0, 0, 1]) < 131
+    assert bool((found.keys[0, 0, ::2] == 131).all())
 
 
 @natives

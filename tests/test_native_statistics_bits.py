@@ -18,8 +18,8 @@ from torch import Tensor
 
 import headwise
 from headwise import Mask
-from headwise.ops import statistics_native
 from headwise.ops.statistics import RowStatistics, attention_statistics, row_statistics, statistics
+from headwise.ops.statistics import native as statistics_native
 from headwise.testing import STRIDES, assert_same_bits, make_qkv, poison, strided
 
 pytestmark = needs_native
@@ -29,7 +29,7 @@ best = pytest.mark.parametrize("backend", BEST)
 @pytest.fixture(autouse=True)
 def never_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that went the other way would be tested for nothing."""
-    monkeypatch.setattr("headwise.ops.statistics_blocks.measure", lambda asked: pytest.fail("not the kernel"))
+    monkeypatch.setattr("headwise.ops.statistics.blocks.measure", lambda asked: pytest.fail("not the kernel"))
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_features_that_are_no_numbers_go_by_the_second_pass() -> None:
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 FAR = 1 << 40
-RULES = (0.5, 0.0, None, -FAR, FAR, None, None, None, None)
+RULES = (0.5, 0.0, None, -FAR, FAR, None, None, None, None, None, None)
 
 
 def rows_op(**given: Any) -> Any:
@@ -297,6 +297,22 @@ def test_refused_by_the_pass_over_keys(given: dict[str, Any], why: str) -> None:
 def test_picks_beyond_the_keys_are_nobodys() -> None:
     picks = torch.tensor([[-1, 99, -(1 << 62)]] * 5)[None]
     assert rows_op(picks=picks)[4].eq(statistics_native.UNSEEN).all()
+
+
+def test_picks_beside_those_that_are_nobodys() -> None:
+    """A key far beyond the last changes nothing for another row of the block, whatever is left of it in 32 bits."""
+    query, key, _ = make_qkv(2, 4, 2, 5, 300, 16, 8)
+    picks = torch.tensor([7, 130, 200, 299, 1])[None, :, None].expand(1, 5, 3).contiguous()
+    given = {"query": query, "key": key, "value": None, "features": None, "slots": torch.tensor([0, 0, 1])}
+    wanted = rows_op(picks=picks, **given)[4]
+    assert wanted.gt(0).all()
+    for far in (1 << 32, (1 << 32) + 150, (1 << 31) - 1, 1 << 31, -(1 << 32), 300, -1):
+        for row in range(5):
+            other = picks.clone()
+            other[:, row] = far
+            found = rows_op(picks=other, **given)[4]
+            assert_same_bits(found[:, :, torch.arange(5) != row], wanted[:, :, torch.arange(5) != row], what=f"{far}")
+            assert found[:, :, row].eq(statistics_native.UNSEEN).all()
 
 
 def test_torch_knows_the_operators() -> None:

@@ -225,7 +225,7 @@ def test_scale_and_sinks_of_the_inner_part_reach_the_op() -> None:
     mha, x = make(**GQA, inner=InnerAttention(scale=0.7, sinks=sinks)), torch.randn(B, T, M)
     nn.Module.get_parameter(mha, "inner.sinks").data.copy_(sinks)
     q, k, v = (x @ mha.get_parameter(f"{n}_proj.weight").T for n in "qkv")
-    q, k, v = (mha.split(t, n) for t, n in ((q, H), (k, K), (v, K)))
+    q, k, v = (mha.split(t, n, size) for t, n, size in ((q, H, D), (k, K, D), (v, K, V)))
     expected = mha.o_proj(mha.concatenate(headwise.attention(q, k, v, scale=0.7, sinks=sinks)))
     assert torch.allclose(mha(x), expected, atol=1e-6)
     mha(x).sum().backward()

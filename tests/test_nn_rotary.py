@@ -116,7 +116,7 @@ def test_a_module_with_rotary_positions() -> None:
         ({"head_dim": 8, "rotary_dim": 10}, "got rotary_dim 10, head_dim 8"),
         ({"head_dim": 8, "rotary_dim": 0}, "got rotary_dim 0, head_dim 8"),
         ({"head_dim": 8, "base": 0.0}, "so base > 0; got 0.0"),
-        ({"head_dim": 8, "base": float("nan")}, "so base > 0; got nan"),
+        ({"head_dim": 8, "base": float("nan")}, "base is a finite number; got nan"),
     ],
 )
 def test_wrong_sizes(arguments: dict[str, Any], text: str) -> None:
@@ -144,7 +144,7 @@ def test_wrong_inputs(sizes: tuple[int, int, int], positions: Tensor | None, tex
 @pytest.mark.unchecked
 def test_rotate_refuses_more_angles_than_numbers() -> None:
     x, angles = torch.zeros(5, 4), torch.zeros(5, 3)
-    with pytest.raises(ValueError, match=r"turn 2R of the D numbers of x; got cos \(5, 3\), sin \(5, 3\), x \(5, 4\)"):
+    with pytest.raises(ValueError, match=r"turn 2R of its D numbers; got cos \(5, 3\), sin \(5, 3\), x \(5, 4\)"):
         rotate(x, angles, angles)
     with pytest.raises(ValueError, match=r"cos and sin share one shape"):
         rotate(x, angles[:, :2], angles[:, :1])

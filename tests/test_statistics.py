@@ -15,9 +15,10 @@ from mask_cases import FEW, MASKS, SIZES, SQUARE, TILED, Sizes, dense
 from statistics_cases import OFFSETS, TOLERANCE, check, everything, expected, extras, inputs, worst
 
 import headwise
-from headwise.ops import scores, statistics_native
+from headwise.ops import scores
 from headwise.ops.reference import reference_weights
 from headwise.ops.statistics import HeadStatistics, statistics
+from headwise.ops.statistics import native as statistics_native
 from headwise.testing import assert_same_bits, poison
 
 
@@ -227,7 +228,7 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
         ({"offsets": True}, TypeError, "such as range(-3, 4); got True"),
         ({"offsets": (1, 0.5)}, TypeError, "such as range(-3, 4); got (1, 0.5)"),
         ({"offsets": "ab"}, TypeError, "such as range(-3, 4); got 'ab'"),
-        ({"pool": 0}, ValueError, "statistics needs pool >= 1; got pool=0"),
+        ({"pool": 0}, ValueError, "pool is at least 1; got 0"),
         ({"features": {"dot": torch.zeros(3)}}, ValueError, "feature 'dot' is a number a key: (S,) or (B, S)"),
         ({"features": {"dot": [1]}}, TypeError, "feature 'dot' is a tensor (S,) or (B, S), a number a key; got list"),
         ({"targets": {"dup": torch.zeros(3, 1)}}, TypeError, "targets 'dup' are key positions, an integer tensor"),
@@ -237,7 +238,7 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
         ({"targets": {"dup": torch.full((3, 1), -2)}}, ValueError, "or -1 for none; got -2 to -2"),
         ({"mask": headwise.keep(torch.ones(3, 4) > 0)}, ValueError, "(2, 2, 3, 5) from the right; got (3, 4)"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks are float logits, one a query head"),
-        ({"softcap": 0.0}, ValueError, "softcap > 0 and finite; got 0.0"),
+        ({"softcap": 0.0}, ValueError, "softcap > 0, and from 2**-100 to 2**100"),
     ],
 )  # fmt: skip
 def test_errors(options: dict[str, object], error: type[Exception], text: str) -> None:

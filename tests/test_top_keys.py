@@ -12,8 +12,8 @@ from mask_cases import MASKS, SIZES, TILED, Sizes
 from torch import Tensor
 
 import headwise
-from headwise.ops import top_keys as module
-from headwise.ops.top_keys import TopKeys, top_keys
+from headwise.ops.statistics import top_keys as module
+from headwise.ops.statistics.top_keys import TopKeys, top_keys
 from headwise.testing import make_qkv
 
 CHOICES: list[tuple[Any, Any]] = [(None, None), ([0, -1], None), (slice(1, 3), [1]), (2, 0), ([], None)]
@@ -115,12 +115,12 @@ def test_weights_that_vanish_are_ranked_by_their_scores() -> None:
 @pytest.mark.parametrize(
     ("k", "options", "error", "text"),
     [
-        (0, {}, ValueError, "top_keys gives k keys a row, an integer of at least 1; got 0"),
-        (True, {}, ValueError, "an integer of at least 1; got True"),
-        (1.5, {}, ValueError, "an integer of at least 1; got 1.5"),
-        (1, {"rows": [3]}, IndexError, "rows lie in -3 <= index < 3 here; got [3]"),
+        (0, {}, ValueError, "k is at least 1; got 0"),
+        (True, {}, TypeError, "k is an int; got True"),
+        (1.5, {}, TypeError, "k is an int; got 1.5"),
+        (1, {"rows": [3]}, ValueError, "rows lie in -3 <= index < 3 here; got [3]"),
         (1, {"heads": torch.ones(2) > 0}, TypeError, "heads are integer positions"),
-        (1, {"softcap": 0.0}, ValueError, "softcap > 0 and finite"),
+        (1, {"softcap": 0.0}, ValueError, "softcap > 0, and from 2**-100 to 2**100"),
     ],
 )
 def test_errors(k: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -1,7 +1,7 @@
 // The backward of a case against its definition.
 #include <string.h>
 
-#include "calls.h"
+#include "fuzz/calls.h"
 
 namespace fuzz {
 namespace {
@@ -43,6 +43,7 @@ naive::Gradient summed_over_batch(const naive::Gradient& each, const naive::Call
 struct Expected {
   std::string what;
   naive::Gradient gradient;
+  int32_t dtype = kFloat;
 };
 
 std::vector<Expected> expected(const Case& k) {
@@ -54,7 +55,7 @@ std::vector<Expected> expected(const Case& k) {
   if (k.sinks.present) all.push_back({"gradient of sinks", g.sinks});
   if (!k.biases) return all;
   for (const Drawn& mask : k.dense) {
-    if (mask.dtype != kBool) all.push_back({"gradient of a bias", reduced(g.scores, c, mask.sizes, mask.dtype)});
+    if (mask.dtype != kBool) all.push_back({"gradient of a bias", reduced(g.scores, c, mask.sizes, mask.dtype), mask.dtype});
   }
   for (size_t n = 0; n < g.slopes.size(); ++n) {
     const bool batched = k.alibi[2 * n].sizes[0] != 1 || c.B == 1;
@@ -87,7 +88,7 @@ std::string check_backward(const Case& k, const Tensors& dirty, const Tensors& c
   for (size_t n = 0; n < all.size(); ++n) {
     const naive::Gradient& wanted = all[n].gradient;
     if (wanted.x.size() != one.grads[n].size()) return all[n].what + ": another size";
-    const std::string wrong = compare(all[n].what.c_str(), one.grads[n], wanted.x, wanted.error, k, isa);
+    const std::string wrong = compare(all[n].what.c_str(), one.grads[n], wanted.x, wanted.error, k, isa, all[n].dtype);
     if (!wrong.empty()) return wrong;
   }
   return "";

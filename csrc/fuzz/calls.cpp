@@ -1,4 +1,4 @@
-#include "calls.h"
+#include "fuzz/calls.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -43,6 +43,13 @@ Tensors::Tensors(const Case& k, bool dirty) {
   for (const Drawn& t : k.segments) segments.push_back(place(t));
   for (const Drawn& t : k.dense) dense.push_back(place(t));
   for (const Drawn& t : k.alibi) alibi.push_back(place(t));
+  for (const DrawnMap& t : k.maps) maps.push_back(place(t.index)), maps.push_back(t.bits());
+  const auto turn_over = [&](std::vector<fake::Tensor>& list) {
+    for (fake::Tensor& t : list) {
+      if (dirty && k.seed % 3 == 0 && t->dtype != kBool) t = fake::turned_over(*t);
+    }
+  };
+  turn_over(segments), turn_over(dense), turn_over(alibi), turn_over(maps);
   seed = fake::make(kLong, {1}, {1}, 0, 0);
   write(*seed, 0, static_cast<double>(k.seed));
   if (dirty) poison(k);
@@ -82,13 +89,45 @@ void Tensors::poison(const Case& k) {
   }
 }
 
-  std::vector<fake::Tensor*> Tensors::all() {
-    std::vector<fake::Tensor*> some = {&query, &key, &value, &key_scale, &value_scale, &sinks, &bounds, &gate, &seed, &grad_out, &grad_lse};
-    for (auto* list : {&segments, &dense, &alibi}) {
-      for (fake::Tensor& t : *list) some.push_back(&t);
-    }
-    return some;
+std::vector<fake::Tensor*> Tensors::all() {
+  std::vector<fake::Tensor*> some = {&query, &key,    &value, &key_scale, &value_scale, &table,
+                                     &sinks, &bounds, &gate,  &seed,      &grad_out,    &grad_lse};
+  for (auto* list : {&segments, &dense, &alibi, &maps}) {
+    for (fake::Tensor& t : *list) some.push_back(&t);
   }
+  return some;
+}
+
+void Tensors::lay_in_pages(const Case& k) {
+  Draw draw(k.seed + 9);
+  const naive::Call& c = k.call;
+  const int64_t page = draw.one_of<int64_t>({128, 128, 256}), used = (c.S + page - 1) / page;
+  const int64_t pages = c.B * used + draw.between(0, 2), wide = used + draw.between(0, 2);
+  std::vector<int64_t> order(static_cast<size_t>(pages));
+  for (int64_t n = 0; n < pages; ++n) order[static_cast<size_t>(n)] = n;
+  for (int64_t n = pages - 1; n > 0; --n) std::swap(order[static_cast<size_t>(n)], order[static_cast<size_t>(draw.below(n + 1))]);
+  table = fake::make(kLong, {c.B, wide}, {wide, 1}, 0, 0);
+  for (int64_t n = 0; n < c.B * wide; ++n) {  // what no key needs may be any number
+    const int64_t b = n / wide, at = n % wide;
+    write(*table, n, at < used ? static_cast<double>(order[static_cast<size_t>(b * used + at)]) : -0x1p62);
+  }
+  for (fake::Tensor* t : {&key, &value, &key_scale, &value_scale}) {
+    if (*t == nullptr) continue;
+    const bool scales = (*t)->sizes.size() == 3;
+    const int64_t width = scales ? 1 : (*t)->sizes[3];
+    std::vector<int64_t> sizes = {pages, c.K, page, width}, strides = {c.K * page * width, page * width, width, 1};
+    if (scales) sizes.pop_back(), strides.pop_back();
+    fake::Tensor laid = fake::make((*t)->dtype, sizes, strides, 0, 0xff);
+    for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
+      const int64_t j = row % c.S, head = row / c.S % c.K, b = row / c.S / c.K;
+      const int64_t at = order[static_cast<size_t>(b * used + j / page)];
+      for (int64_t d = 0; d < width; ++d) {
+        write(*laid, ((at * c.K + head) * page + j % page) * width + d, read(**t, row * width + d));
+      }
+    }
+    *t = laid;
+  }
+}
 
 std::vector<double> numbers(const fake::Tensor& t) {
   std::vector<double> x(static_cast<size_t>(t->numel()));
@@ -101,9 +140,10 @@ Output run(const Case& k, const Tensors& t) {
   const naive::Call& c = k.call;
   const auto low = static_cast<StableIValue>(c.low), high = static_cast<StableIValue>(c.high);
   std::vector<StableIValue> stack;
-  if (k.bytes) {
+  const bool held = k.bytes || t.table != nullptr;
+  if (held) {
     stack = {give(t.query), give(t.key), give_optional(t.key_scale), give(t.value), give_optional(t.value_scale),
-             give_optional(nullptr), 0, give_number(c.scale)};
+             give_optional(t.table), static_cast<StableIValue>(c.S), give_number(c.scale)};
   } else {
     stack = {give(t.query), give(t.key), give(t.value), give_number(c.scale)};
   }
@@ -117,9 +157,9 @@ Output run(const Case& k, const Tensors& t) {
   const bool lists = k.seed % 2 == 0;
   stack.insert(stack.end(), {give_number(c.softcap), give_optional(t.sinks), low, high, give_optional(t.bounds),
                              give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                             give_list(some(t.alibi, lists)), give_optional(t.gate), give_number(c.dropout),
+                             give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)), give_list(nullptr), give_optional(t.gate), give_number(c.dropout),
                              give_optional(t.seed)});
-  result.error = call(k.bytes ? "attend_held" : "attend_full", stack, 2);
+  result.error = call(held ? "attend_held" : "attend_full", stack, 2);
   if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
   return result;
 }
@@ -129,12 +169,13 @@ bool same_bits(const std::vector<double>& a, const std::vector<double>& b) {
 }
 
 std::string compare(const char* what, const std::vector<double>& x, const std::vector<double>& expected,
-                    const std::vector<double>& error, const Case& k, const std::string& isa) {
+                    const std::vector<double>& error, const Case& k, const std::string& isa, int32_t dtype) {
   const char* kind = k.query.dtype == kBfloat ? "bf16" : k.query.dtype == kHalf ? "f16" : "f32";
   for (size_t n = 0; n < x.size(); ++n) {
     if (std::isnan(x[n]) && std::isnan(expected[n])) continue;
     if (x[n] == expected[n]) continue;
-    const bool beyond = k.query.dtype == kHalf && fabs(expected[n]) + error[n] >= 65504;  // of what the dtype holds
+    const bool half = k.query.dtype == kHalf || dtype == kHalf;
+    const bool beyond = half && fabs(expected[n]) + error[n] >= 65504;  // of what the dtype holds
     if (beyond && std::isinf(x[n])) continue;
     const double off = fabs(x[n] - expected[n]);
     if (!(off <= error[n])) {
@@ -164,21 +205,22 @@ Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends) {
     stack.insert(stack.end(), {give(t.query), give(t.key), give(t.value), give_number(c.scale), give_number(c.softcap),
                                give_optional(t.sinks), low, high, give_optional(t.bounds),
                                give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                               give_list(some(t.alibi, lists))});
+                               give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)), give_list(nullptr)});
   };
   std::vector<StableIValue> stack;
   rules(stack);
-  stack.insert(stack.end(), {give_optional(nullptr), give_number(c.dropout), give_optional(t.seed)});
+  stack.insert(stack.end(), {give_number(c.dropout), give_optional(t.seed)});
   Back result;
-  fake::Tensor out, lse;
-  result.error = call("attend_full", stack, 2);
+  fake::Tensor out, ends;
+  result.error = call("attend_kept", stack, 3);
   if (!result.error.empty() && !spoiled_ends) return result;
   if (result.error.empty()) {
-    out = take(stack[0]), lse = take(stack[1]);
+    out = take(stack[0]), ends = take(stack[2]);
+    take(stack[1]);
   } else {  // what the forward refuses the backward must refuse, too, whatever it is given
-    out = t.grad_out, lse = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
+    out = t.grad_out, ends = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
   }
-  stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(lse), static_cast<StableIValue>(k.biases)};
+  stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(ends), static_cast<StableIValue>(k.biases)};
   rules(stack);
   stack.insert(stack.end(), {give_number(c.dropout), give_optional(t.seed)});
   result.error = call("attend_backward", stack, 1);

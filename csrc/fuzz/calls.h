@@ -3,7 +3,7 @@
 
 #include <map>
 
-#include "cases.h"
+#include "fuzz/cases.h"
 
 namespace fuzz {
 
@@ -19,13 +19,15 @@ struct Worst {
 
 extern std::map<std::string, Worst> worst;
 
-// The tensors of one call. `dirty` fills what must not matter with NaN, else with zeros.
+// The tensors of one call. `dirty` fills what must not matter with NaN, else with zeros, and gives what lies in lists the
+// negative bit now and then.
 struct Tensors {
-  fake::Tensor query, key, value, key_scale, value_scale, sinks, bounds, gate, seed, grad_out, grad_lse;
-  std::vector<fake::Tensor> segments, dense, alibi;
+  fake::Tensor query, key, value, key_scale, value_scale, table, sinks, bounds, gate, seed, grad_out, grad_lse;
+  std::vector<fake::Tensor> segments, dense, alibi, maps;
 
   Tensors(const Case& k, bool dirty);
   std::vector<fake::Tensor*> all();
+  void lay_in_pages(const Case& k);  // keys and values, as they are, with NaN in places that nobody has
 
  private:
   void poison(const Case& k);
@@ -35,9 +37,10 @@ std::vector<double> numbers(const fake::Tensor& t);
 Output run(const Case& k, const Tensors& t);
 bool same_bits(const std::vector<double>& a, const std::vector<double>& b);
 
-// Empty, or what is wrong with x. Remembers how much of the allowed error was used.
+// Empty, or what is wrong with x, whose own dtype may be smaller than the query's. Remembers how much of the allowed error
+// was used.
 std::string compare(const char* what, const std::vector<double>& x, const std::vector<double>& expected,
-                    const std::vector<double>& error, const Case& k, const std::string& isa);
+                    const std::vector<double>& error, const Case& k, const std::string& isa, int32_t dtype = kFloat);
 naive::Rounding rounding(int32_t dtype);
 
 // The gradients: those of query, key, value, and then, where there are such, of sinks, biases and slopes.

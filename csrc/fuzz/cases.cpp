@@ -1,4 +1,4 @@
-#include "cases.h"
+#include "fuzz/cases.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -10,22 +10,6 @@ namespace fuzz {
 namespace {
 
 constexpr double kInf = HUGE_VAL;
-
-uint16_t half_bits(double x) {
-  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
-  if (std::isnan(x)) return 0x7e00;
-  x = fabs(x);
-  if (x >= 65520) return sign | 0x7c00;
-  const int exponent = std::max(x == 0 ? -14 : std::ilogb(x), -14);
-  const int steps = static_cast<int>(nearbyint(ldexp(x, 10 - exponent)));  // 1024 .. 2048, less where denormal
-  return static_cast<uint16_t>(sign + ((exponent + 14) << 10) + steps);    // a carry goes where it belongs
-}
-
-double half_value(uint16_t bits) {
-  const int exponent = bits >> 10 & 31, steps = bits & 1023;
-  const double x = exponent == 31 ? (steps != 0 ? NAN : kInf) : ldexp(exponent == 0 ? steps : steps + 1024, std::max(exponent, 1) - 25);
-  return bits & 0x8000 ? -x : x;
-}
 
 // Elements into memory order: a permutation, gaps, steps, and now and then one address for a whole axis.
 void draw_layout(Draw& draw, Drawn& t, bool may_alias) {
@@ -46,16 +30,12 @@ void draw_layout(Draw& draw, Drawn& t, bool may_alias) {
   t.offset = draw.once_in(2) ? draw.below(20) : 0;
 }
 
-int64_t count(const std::vector<int64_t>& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<int64_t>());
-}
-
 template <class F>
 Drawn draw_tensor(Draw& draw, int32_t dtype, std::vector<int64_t> sizes, bool may_alias, F element) {
   Drawn t;
   t.present = true, t.dtype = dtype, t.sizes = std::move(sizes);
   draw_layout(draw, t, may_alias);
-  t.x.resize(static_cast<size_t>(count(t.sizes)));
+  t.x.resize(static_cast<size_t>(count_of(t.sizes)));
   for (double& x : t.x) x = element();
   const fake::Tensor rounded = t.tensor(0);
   for (size_t n = 0; n < t.x.size(); ++n) t.x[n] = read(*rounded, static_cast<int64_t>(n));
@@ -160,22 +140,51 @@ void draw_dense(Draw& draw, Case& k) {
   }
 }
 
+// Whole tiles, empty ones, and words; what lies beyond the last query or key may be any bit.
+void draw_maps(Draw& draw, Case& k) {
+  naive::Call& c = k.call;
+  for (int64_t n = draw.once_in(4) ? draw.between(1, 4) : 0; n > 0; --n) {
+    DrawnMap map;
+    const int64_t blocks = draw.below(5);
+    const double density = draw.one_of<double>({0.1, 0.5, 0.9});
+    for (int64_t word = 0; word < blocks * 64; ++word) {
+      map.words.push_back(0);
+      for (int bit = 0; bit < 64; ++bit) map.words.back() |= uint64_t{draw.unit() < density} << bit;
+    }
+    map.index = draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B, draw.once_in(2) ? 1 : c.H, (c.T + 63) / 64, (c.S + 63) / 64},
+                            false, [&] { return static_cast<double>(draw.below(2 + blocks)); });
+    int64_t step = 1;
+    for (size_t axis = 4; axis-- > 0; step *= map.index.sizes[axis]) map.index.strides[axis] = step;
+    naive::Dense rule = {true, std::vector<double>(static_cast<size_t>(c.B * c.H * c.T * c.S))};
+    const std::vector<double> entries = spread(map.index, {c.B, c.H, (c.T + 63) / 64, (c.S + 63) / 64});
+    for (size_t at = 0; at < rule.x.size(); ++at) {
+      const int64_t cell = static_cast<int64_t>(at), j = cell % c.S, i = cell / c.S % c.T, plane = cell / c.S / c.T;
+      const auto entry = static_cast<int64_t>(entries[static_cast<size_t>((plane * ((c.T + 63) / 64) + i / 64) * ((c.S + 63) / 64) + j / 64)]);
+      rule.x[at] = entry < 2 ? static_cast<double>(entry)
+                             : static_cast<double>(map.words[static_cast<size_t>((entry - 2) * 64 + i % 64)] >> (j % 64) & 1);
+    }
+    c.dense.push_back(rule);
+    k.maps.push_back(map);
+  }
+}
+
 void draw_extras(Draw& draw, Case& k) {
   naive::Call& c = k.call;
-  if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0}));
+  if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0, 0x1p-100, 1e-20, 1e20, 0x1p100}));
   if (draw.once_in(4)) {
-    k.sinks = draw_tensor(draw, kFloat, {c.H}, false, [&] { return draw.normal() * 3; });
+    k.sinks = draw_tensor(draw, kFloat, {c.H}, false, [&] { return draw.normal() * (draw.once_in(9) ? 100 : 3); });
     k.sinks.strides[0] = 1;
     c.sinks = k.sinks.x;
   }
   draw_segments(draw, k);
   draw_dense(draw, k);
+  draw_maps(draw, k);
   if (draw.once_in(5)) {
     k.alibi.push_back(draw_tensor(draw, kFloat, {draw.once_in(2) ? 1 : c.B, c.H}, true, [&] { return draw.unit(); }));
     const bool far = draw.once_in(10);
     k.wild |= far;
     k.alibi.push_back(draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B}, false, [&] {
-      return far ? draw.one_of<double>({-0x1p63, 0x1p62, 0x1p41}) : static_cast<double>(draw.between(-c.T, c.S));
+      return far ? draw.one_of<double>({-0x1p40, 0x1p40, 0x1p30}) : static_cast<double>(draw.between(-c.T, c.S));
     }));
     naive::Alibi rule;
     rule.slopes = spread(k.alibi[0], {c.B, c.H});
@@ -215,20 +224,6 @@ void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
 
 }  // namespace
 
-std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full) {
-  std::vector<double> all(static_cast<size_t>(count(full)));
-  for (size_t n = 0; n < all.size(); ++n) {
-    int64_t rest = static_cast<int64_t>(n), place = 0, step = 1;
-    for (size_t axis = full.size(); axis-- > 0;) {
-      const int64_t at = rest % full[axis];
-      rest /= full[axis];
-      place += (t.sizes[axis] == 1 ? 0 : at) * step, step *= t.sizes[axis];
-    }
-    all[n] = t.x[static_cast<size_t>(place)];
-  }
-  return all;
-}
-
 uint64_t Draw::bits() {
   uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -242,60 +237,17 @@ double Draw::normal() {  // nearly, and within 6
   return sum;
 }
 
-bool Drawn::aliased() const {
-  for (size_t axis = 0; axis < sizes.size(); ++axis) {
-    if (sizes[axis] > 1 && strides[axis] == 0) return true;
+// Keys whose scores are -inf in float32 though they may be attended: ranges as long as those that items have, some, or all.
+void draw_lost(Draw& draw, Case& k) {
+  const naive::Call& c = k.call;
+  k.lost = true;
+  const int64_t column = draw.below(c.D), kind = draw.below(4), first = draw.below(c.S / 1024 + 1) * 1024;
+  for (size_t row = 0; row < k.query.x.size(); row += static_cast<size_t>(c.D)) k.query.x[row + static_cast<size_t>(column)] = 0x1p83;
+  for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
+    const int64_t j = row % c.S;
+    const bool gone = kind == 0 ? j >= first && j < first + 1024 : kind == 1 ? j < first : kind == 2 ? draw.once_in(3) : true;
+    k.key.x[static_cast<size_t>(row * c.D + column)] = gone ? -0x1p83 : 0;
   }
-  return false;
-}
-
-fake::Tensor Drawn::tensor(unsigned char fill) const {
-  fake::Tensor t = fake::make(dtype, sizes, strides, offset, fill);
-  for (size_t n = 0; n < x.size(); ++n) write(*t, static_cast<int64_t>(n), x[n]);
-  return t;
-}
-
-static char* address(const AtenTensorOpaque& t, int64_t element) {
-  int64_t place = 0;
-  for (size_t axis = t.sizes.size(); axis-- > 0;) {
-    place += element % t.sizes[axis] * t.strides[axis];
-    element /= t.sizes[axis];
-  }
-  return t.data() + place * code_size(t.dtype);
-}
-
-double read(const AtenTensorOpaque& t, int64_t element) {
-  const char* from = address(t, element);
-  uint64_t bits = 0;
-  memcpy(&bits, from, static_cast<size_t>(code_size(t.dtype)));
-  float single;
-  double wide;
-  switch (t.dtype) {
-    case kLong: return static_cast<double>(static_cast<int64_t>(bits));
-    case kBool: return bits != 0;
-    case kByte: return static_cast<int8_t>(bits);
-    case kHalf: return half_value(static_cast<uint16_t>(bits));
-    case kDouble: return memcpy(&wide, from, 8), wide;
-    case kFloat: return memcpy(&single, from, 4), single;
-    default: {
-      const uint32_t high = static_cast<uint32_t>(bits) << 16;
-      return memcpy(&single, &high, 4), single;
-    }
-  }
-}
-
-void write(AtenTensorOpaque& t, int64_t element, double value) {
-  char* to = address(t, element);
-  const float single = static_cast<float>(value);
-  uint64_t bits = 0;
-  if (t.dtype == kLong) bits = static_cast<uint64_t>(static_cast<int64_t>(value));
-  else if (t.dtype == kBool) bits = value != 0;
-  else if (t.dtype == kByte) bits = static_cast<uint8_t>(static_cast<int8_t>(value));
-  else if (t.dtype == kHalf) bits = half_bits(value);
-  else if (t.dtype == kDouble) memcpy(&bits, &value, 8);
-  else memcpy(&bits, &single, 4);
-  if (t.dtype == kBfloat) bits = std::isnan(value) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  memcpy(to, &bits, static_cast<size_t>(code_size(t.dtype)));
 }
 
 Case draw_case(uint64_t seed) {
@@ -307,26 +259,31 @@ Case draw_case(uint64_t seed) {
   draw_band(draw, k);
   const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
+  // Queries and keys far from 1, so that their products are not, and values.
+  const double power = dtype == kHalf ? 0x1p6 : 0x1p40;
+  const double far = draw.one_of<double>({1, 1, 1, power, 1 / power}), high = draw.one_of<double>({1, 1, 1, power, 1 / power});
   const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
-  k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, number);
+  k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, [&] { return number() * far; });
   k.bytes = !k.plain && draw.once_in(4);
+  k.paged = !k.plain && draw.once_in(3);
   if (k.bytes) {
     const auto byte = [&] { return static_cast<double>(draw.between(-128, 127)); };
     const double spread = draw.one_of<double>({0, 0, 3});
-    const auto scale = [&] { return size / 64 * exp(spread * draw.normal()) * (draw.once_in(30) ? -1 : 1); };
+    const auto scale = [&] { return high * size / 64 * exp(spread * draw.normal()) * (draw.once_in(30) ? -1 : 1); };
     k.key = draw_tensor(draw, kByte, {c.B, c.K, c.S, c.D}, true, byte);
     k.value = draw_tensor(draw, kByte, {c.B, c.K, c.S, c.V}, true, byte);
-    k.key_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, [&] { return draw.normal() * size / 64; });
+    k.key_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, [&] { return draw.normal() * size / 64 / far; });
     k.value_scale = draw_tensor(draw, kFloat, {c.B, c.K, c.S}, true, scale);
   } else {
-    k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, number);
-    k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, number);
+    k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, [&] { return number() / far; });
+    k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, [&] { return number() * high; });
   }
   Drawn* const odd[] = {&k.query, k.bytes ? &k.key_scale : &k.key, k.bytes ? &k.value_scale : &k.value};
   for (Drawn* t : odd) {  // what is attended and no number must show
     if (!draw.once_in(25) || t->aliased()) continue;
     t->x[static_cast<size_t>(draw.below(static_cast<int64_t>(t->x.size())))] = draw.one_of<double>({NAN, kInf, -kInf});
   }
+  if (!k.bytes && dtype != kHalf && draw.once_in(12) && !k.query.aliased() && !k.key.aliased()) draw_lost(draw, k);
   c.query = k.query.x, c.key = k.key.x, c.value = k.value.x;
   if (k.bytes) {
     for (size_t n = 0; n < c.key.size(); ++n) c.key[n] *= k.key_scale.x[n / static_cast<size_t>(c.D)];
@@ -335,7 +292,8 @@ Case draw_case(uint64_t seed) {
     c.value_scale = k.value_scale.x;
   }
   const double usual = 1 / sqrt(static_cast<double>(c.D));
-  c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 4.0}) : usual);
+  c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 0x1p-100, 4.0}) : usual);
+  if (k.lost) c.scale = usual;  // others make NaN or +inf of -inf
   if (!k.plain) draw_extras(draw, k);
   draw_upstream(draw, k, dtype);
   return k;
@@ -346,12 +304,12 @@ std::string Case::describe() const {
   char text[400];
   snprintf(text, sizeof text,
            "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
-           "bounds=%d segments=%zu dense=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d",
+           "bounds=%d segments=%zu dense=%zu maps=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d paged=%d lost=%d",
            static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
            static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
            static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
-           static_cast<long long>(c.high), bounds.present, c.segments.size(), c.dense.size(), c.alibi.size(),
-           sinks.present, gate.present, c.dropout, plain, bytes);
+           static_cast<long long>(c.high), bounds.present, c.segments.size(), dense.size(), maps.size(), c.alibi.size(),
+           sinks.present, gate.present, c.dropout, plain, bytes, paged, lost);
   return text;
 }
 

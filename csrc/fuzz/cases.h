@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "fake_torch.h"
-#include "naive.h"
+#include "fuzz/fake_torch.h"
+#include "fuzz/naive.h"
 
 namespace fuzz {
 
@@ -42,19 +42,31 @@ struct Drawn {
   fake::Tensor tensor(unsigned char fill) const;
 };
 
+int64_t count_of(const std::vector<int64_t>& sizes);
+
 // The numbers of a broadcast tensor, spread over all axes.
 std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full);
 
 double read(const AtenTensorOpaque& tensor, int64_t element);       // logical order
 void write(AtenTensorOpaque& tensor, int64_t element, double value);
 
+// A rule as a map of tiles: an index and the words of its mixed tiles, more than doubles hold.
+struct DrawnMap {
+  Drawn index;
+  std::vector<uint64_t> words;
+  fake::Tensor bits() const;
+};
+
 struct Case {
   naive::Call call;
   naive::Upstream upstream;
   Drawn query, key, value, key_scale, value_scale, sinks, bounds, gate, grad_out, grad_lse;
   std::vector<Drawn> segments, dense, alibi;
+  std::vector<DrawnMap> maps;
   bool plain = false;   // the operator `attend`, without extras
   bool bytes = false;   // int8 keys and values with their scales: `attend_held`
+  bool paged = false;   // once more with keys and values in pages: the same bits
+  bool lost = false;    // some scores are -inf in float32
   bool biases = false;  // whether the gradients of biases and slopes are asked for
   bool wild = false;    // numbers beyond what the definition covers: must only not crash
   uint64_t seed = 0;

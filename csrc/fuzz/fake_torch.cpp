@@ -1,4 +1,4 @@
-#include "fake_torch.h"
+#include "fuzz/fake_torch.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -74,6 +74,21 @@ Tensor make(int32_t dtype, std::vector<int64_t> sizes, std::vector<int64_t> stri
   tensor->keeper = block;
   memset(tensor->storage, fill, static_cast<size_t>(tensor->storage_bytes));
   return tensor;
+}
+
+Tensor turned_over(const AtenTensorOpaque& tensor) {
+  auto other = std::make_shared<AtenTensorOpaque>(tensor);
+  auto block = std::make_shared<Block>(tensor.storage_bytes);
+  other->storage = block->bytes, other->keeper = block, other->negative = !tensor.negative;
+  memcpy(other->storage, tensor.storage, static_cast<size_t>(tensor.storage_bytes));
+  const int64_t size = code_size(tensor.dtype);
+  for (int64_t at = 0; at + size <= tensor.storage_bytes; at += size) {  // whatever lies between the elements, too
+    uint64_t bits = 0;
+    memcpy(&bits, other->storage + at, static_cast<size_t>(size));
+    bits = tensor.dtype == kLong || tensor.dtype == kByte ? 0 - bits : bits ^ uint64_t{1} << (8 * size - 1);
+    memcpy(other->storage + at, &bits, static_cast<size_t>(size));
+  }
+  return other;
 }
 
 StableIValue give(const Tensor& tensor) { return reinterpret_cast<StableIValue>(new_handle(*tensor)); }
@@ -214,6 +229,14 @@ AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain, hea
   }
   for (std::thread& thread : team) thread.join();
   return failed;
+}
+
+AOTITorchError torch_call_dispatcher(const char* name, const char*, StableIValue* stack, uint64_t) {
+  if (strcmp(name, "aten::resolve_neg") != 0) return 1;
+  auto* tensor = reinterpret_cast<AtenTensorHandle>(stack[0]);
+  if (!tensor->negative) return 0;
+  stack[0] = reinterpret_cast<StableIValue>(new_handle(*fake::turned_over(*tensor)));
+  return aoti_torch_delete_tensor_object(tensor);
 }
 
 AOTITorchError aoti_torch_library_init_def(const char*, const char*, uint32_t, TorchLibraryHandle*) { return 0; }

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "../torch_abi.h"
+#include "torch/torch_abi.h"
 
 enum Code : int32_t { kHalf = 5, kFloat = 6, kDouble = 7, kLong = 4, kBool = 11, kByte = 1, kBfloat = 15 };
 
@@ -22,6 +22,7 @@ struct AtenTensorOpaque {
   std::shared_ptr<void> keeper;  // frees the storage with its last tensor
   char* storage = nullptr;
   int64_t storage_bytes = 0;
+  bool negative = false;  // the negative bit: the numbers are those in memory, negated
 
   char* data() const {  // of a spoiled tensor, too: hence not by pointer arithmetic
     const auto at = static_cast<uint64_t>(offset) * static_cast<uint64_t>(code_size(dtype));
@@ -36,6 +37,9 @@ using Tensor = std::shared_ptr<AtenTensorOpaque>;
 
 // Just as many bytes as the sizes, strides and offset reach, all set to `fill`.
 Tensor make(int32_t dtype, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset, unsigned char fill);
+
+// The same numbers with the negative bit turned over, in a storage of its own.
+Tensor turned_over(const AtenTensorOpaque& tensor);
 
 // Calls an operator with arguments made by these; the results are new handles, to be taken by `take`.
 StableIValue give(const Tensor& tensor);

@@ -15,7 +15,7 @@
 
 #include <chrono>
 
-#include "calls.h"
+#include "fuzz/calls.h"
 
 namespace fuzz {
 namespace {
@@ -57,6 +57,8 @@ std::vector<char> drawn_keep(const Case& k, const Tensors& t) {
 
 std::string check(Case& k) {
   const Tensors dirty(k, true), clean(k, false);
+  Tensors paged(k, true);
+  if (k.paged) paged.lay_in_pages(k);
   if (k.call.dropout > 0) k.call.keep = drawn_keep(k, clean);
   const naive::Result expected = k.wild ? naive::Result() : naive::attention(k.call, rounding(k.query.dtype));
   for (const std::string& isa : isas()) {
@@ -68,6 +70,11 @@ std::string check(Case& k) {
     if (!one.error.empty()) return isa + " refuses: " + one.error;
     if (!same_bits(one.out, many.out) || !same_bits(one.lse, many.lse)) return isa + ": other bits on more threads";
     if (!same_bits(one.out, other.out) || !same_bits(one.lse, other.lse)) return isa + ": what must not matter does";
+    if (k.paged) {
+      const Output pages = run(k, paged);
+      if (!pages.error.empty()) return isa + " refuses pages: " + pages.error;
+      if (!same_bits(one.out, pages.out) || !same_bits(one.lse, pages.lse)) return isa + ": other bits from pages";
+    }
     if (k.wild) continue;
     std::string wrong = compare("out", one.out, expected.out, expected.out_error, k, isa);
     if (wrong.empty() && !k.plain) wrong = compare("lse", one.lse, expected.lse, expected.lse_error, k, isa);
@@ -77,7 +84,7 @@ std::string check(Case& k) {
 }
 
 std::string check_gradients(Case& k) {
-  if (k.bytes) return "";  // there is none
+  if (k.bytes || k.lost) return "";  // there is none, or none that the definition covers
   const Tensors dirty(k, true), clean(k, false);
   if (k.call.dropout > 0) k.call.keep = drawn_keep(k, clean);
   for (const std::string& isa : isas()) {
@@ -113,6 +120,11 @@ void spoil(Draw& draw, AtenTensorOpaque& t) {
 std::string check_spoiled(Case& k) {
   Draw draw(k.seed + 77);
   Tensors t(k, false);
+  if (k.paged) {
+    t.lay_in_pages(k);
+    const double page = draw.one_of<double>({-1, -0x1p62, 0x1p62, static_cast<double>(t.key->sizes[0])});
+    if (draw.once_in(3)) write(*t.table, draw.below(t.table->numel()), page);
+  }
   for (int times = static_cast<int>(draw.between(1, 2)); times > 0; --times) {
     const std::vector<fake::Tensor*> all = t.all();
     fake::Tensor& one = *all[static_cast<size_t>(draw.below(static_cast<int64_t>(all.size())))];
@@ -125,7 +137,7 @@ std::string check_spoiled(Case& k) {
   if (draw.once_in(8) && !t.alibi.empty()) t.alibi.pop_back();
   if (draw.once_in(8)) t.seed = nullptr;
   ++spoiled;
-  const int64_t which = k.bytes ? 0 : draw.below(3);
+  const int64_t which = k.bytes || k.paged ? 0 : draw.below(3);
   const std::string error = which == 0   ? run(k, t).error
                             : which == 1 ? run_backward(k, t, true).error
                                          : spoiled_statistics(k, t);

@@ -1,4 +1,4 @@
-#include "naive.h"
+#include "fuzz/naive.h"
 
 #include <math.h>
 
@@ -9,6 +9,7 @@ namespace naive {
 namespace {
 
 constexpr double kUnit = 0x1p-24;  // float32, in which kernels accumulate
+constexpr double kMost = std::numeric_limits<float>::max();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int64_t kFar = int64_t{1} << 40;
 
@@ -41,7 +42,9 @@ Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
     const double t = tanh(x / c.softcap);
     x = c.softcap * t;
     s.slope = 1 - t * t, s.slope_error = 2 * fabs(t) * (error / c.softcap + 20 * kUnit * fabs(t)) + 4 * kUnit;
-    error += 16 * kUnit * fabs(x);
+    // As far as the nearest score that it may have been lets it pass.
+    const double least = std::max(fabs(sum * c.scale) - error, 0.0) / c.softcap, steepest = 1 - tanh(least) * tanh(least);
+    error = error * steepest + 16 * kUnit * fabs(x);
   }
   double passed = fabs(x);
   for (const Alibi& rule : c.alibi) {
@@ -89,7 +92,7 @@ Result attention(const Call& c, const Rounding& unit) {
     const int64_t n = static_cast<int64_t>(row), i = n % c.T, h = n / c.T % c.H, b = n / c.T / c.H;
     const int64_t head = b * c.K + h / (c.H / c.K);
     double top = -kInf, error = 0, largest = 0;
-    bool alive = false, bad = !finite(c.query, n, c.D);
+    bool alive = false, counts = false, bad = !finite(c.query, n, c.D);
     for (int64_t j = 0; j < c.S; ++j) {
       Score& s = scores[static_cast<size_t>(j)] = score_of(c, b, h, i, j);
       if (!s.attended) continue;
@@ -97,12 +100,21 @@ Result attention(const Call& c, const Rounding& unit) {
       if (!finite(c.key, head * c.S + j, c.D) || !finite(c.value, head * c.S + j, c.V) || !std::isfinite(s.value)) {
         bad = true;
       }
-      top = std::max(top, s.value), error = std::max(error, s.error), largest = std::max(largest, fabs(s.value));
+      if (s.value < -kMost) {  // -inf in float32: no weight, but for a row that has no other score
+        s.attended = false;
+        continue;
+      }
+      counts = true;
+      top = std::max(top, s.value);
+    }
+    for (const Score& s : scores) {
+      if (!s.attended || s.value + s.error < top - 1000) continue;  // so far below, its error is that of a 0
+      error = std::max(error, s.error), largest = std::max(largest, fabs(s.value));
     }
     if (!alive) continue;
     double* out = &r.out[row * width];
     double* out_error = &r.out_error[row * width];
-    if (bad) {
+    if (bad || !counts) {
       std::fill(out, out + c.V, NAN);
       r.lse[row] = NAN;
       continue;

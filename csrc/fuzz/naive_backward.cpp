@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "naive.h"
+#include "fuzz/naive.h"
 
 namespace naive {
 namespace {
@@ -67,7 +67,7 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
     if (!c.sinks.empty()) {
       const double weight = r.bad ? NAN : exp(c.sinks[static_cast<size_t>(h)] - r.lse);
       const double off = expm1(r.lse_error + 8 * kUnit * fabs(r.lse)) + 8 * kUnit;
-      sinks[static_cast<size_t>(h)].add(-weight * r.delta, weight * (fabs(r.delta) * off + r.delta_error) + kNothing);
+      sinks[static_cast<size_t>(h)].add(-weight * r.delta, weight * (fabs(r.delta) * off + r.delta_error) + kNothing * (1 + fabs(r.delta)));
     }
     for (int64_t j = 0; j < c.S; ++j) {
       const Score s = score_of(c, b, h, i, j);

@@ -2,7 +2,7 @@
 // loader finds the soname already loaded, by `import torch`; this file's library is never installed.
 #include <stdlib.h>
 
-#include "../torch_abi.h"
+#include "torch/torch_abi.h"
 
 extern "C" {
 #define HEADWISE_DEFINE(result, name, parameters) \

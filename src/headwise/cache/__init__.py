@@ -1,6 +1,6 @@
 """Key-value caches: what is kept of keys and values, and how it is attended as it lies."""
 
-from ..ops.int8 import Quantized
+from ..ops.storage.int8 import Quantized
 from .base import KVCache
 from .paged import PagedCache, PagePool
 from .quantize import QuantizationError, quantization_error, quantize

@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.masks import Mask, as_mask, causal, keep, lengths
-from ..ops.rules import Alibi, Band
+from ..ops.masks.compose import Mask, as_mask
+from ..ops.masks.make import causal, keep, lengths
+from ..shapes.kinds import check_tensor
 from .checks import check_append
 
 Side = Literal["right", "left"]
@@ -54,7 +54,7 @@ class KVCache(ABC):
         self.lengths = [0] * batch
         # The last append: its tokens T, how many of them are real in each row, and on which side the others lie.
         self._last: tuple[int, list[int], Side] = (0, [0] * batch, "right")
-        self._given = torch.float32 if dtype == torch.int8 else dtype  # the dtype in which tokens came
+        self._given = torch.float32  # the dtype in which tokens came, and that int8 is given back in
 
     # -- what a cache must do ------------------------------------------------------------------------------------------
 
@@ -62,6 +62,11 @@ class KVCache(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of keys, values and scales: what is reserved, whether used or not."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where keys and values lie."""
 
     @abstractmethod
     def _make_room(self, counts: list[int]) -> None:
@@ -121,8 +126,8 @@ class KVCache(ABC):
             side: where the padding lies: `"right"` behind the real tokens, or `"left"` before them.
 
         Raises:
-            TypeError: a dtype that is not the cache's.
-            ValueError: sizes that do not fit, or no room; the cache is unchanged.
+            TypeError: a dtype that is not the cache's, or no tensors; `lengths` that are no whole numbers.
+            ValueError: sizes or a device that do not fit, or no room; the cache is unchanged.
         """
         T, counts = check_append(self, key, value, lengths, side)
         self._make_room(counts)
@@ -143,6 +148,8 @@ class KVCache(ABC):
             mask: what more is asked, such as `window(1024)`; places are counted among the keys that are held.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse`, ... of `headwise.attention`.
         """
+        if not isinstance(query, Tensor) or query.is_nested:
+            check_tensor("query", query, "a tensor (B, H, T, D)")
         T = query.shape[2] if query.ndim == 4 else 0
         columns = self._columns()
         S = max(columns, default=0)
@@ -163,18 +170,23 @@ class KVCache(ABC):
             found, padded = self._extra(None), any(n != T for n in counts)
         else:
             first = [n - (T if side == "left" else count) for n, count in zip(columns, counts, strict=True)]
-            offset = torch.tensor(first)
+            offset = torch.tensor(first, device="cpu")
             found, padded = self._extra(offset), any(n != T for n in counts)
-            ends = lengths(torch.tensor(columns))
+            ends = lengths(torch.tensor(columns, device="cpu"))
             found = ends if found is None else ends & found
-            mask = None if mask is None else _placed(mask, offset)
+            mask = None if mask is None else mask.placed(offset)
         if padded:
-            i = torch.arange(T)
-            n = torch.tensor(counts)[:, None]
+            i = torch.arange(T, device="cpu")
+            n = torch.tensor(counts, device="cpu")[:, None]
             real = i >= T - n if side == "left" else i < n
             found = keep(real[:, None, :, None]) if found is None else found & keep(real[:, None, :, None])
         both = found if mask is None else mask if found is None else found & mask
         return both if both is None or device.type == "cpu" else both.to(device)
+
+    def _shorten(self, lengths: list[int]) -> None:
+        """What all caches know of their rows, for `truncate`: where tokens went, the last append is no more."""
+        if lengths != self.lengths:
+            self.lengths, self._last = lengths, (0, [0] * self.batch, "right")
 
     def _take_rows(self, rows: list[int]) -> None:
         """What all caches know of a row, for `reorder`."""
@@ -193,13 +205,3 @@ class KVCache(ABC):
             f"{type(self).__name__}(batch={self.batch}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"value_dim={self.value_dim}, dtype={self.dtype}, lengths={self.lengths})"
         )
-
-
-def _placed(mask: Mask, offset: Tensor) -> Mask:
-    """The mask with its queries at `offset` where it leaves that to the lengths."""
-    return Mask(
-        tuple(
-            replace(part, offset=offset) if isinstance(part, (Band, Alibi)) and part.offset is None else part
-            for part in mask.parts
-        )
-    )

@@ -1,31 +1,36 @@
-"""What a cache refuses, and in which words."""
+"""What a cache refuses, and in which words. Every check comes before the first byte is written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..shapes import DTYPES, describe
+from ..shapes.kinds import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
+
 if TYPE_CHECKING:
     from .base import KVCache
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 
-
-def check_made(dtype: torch.dtype, shared: bool, **sizes: int | None) -> None:
+def check_made(
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int | None,
+    *,
+    shared: bool,
+    causal: bool = True,
+    device: Any = None,
+    **sizes: int,
+) -> None:
     """Sizes are positive integers, the dtype is one that is kept."""
-    for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-            raise TypeError(f"{name} is an int; got {type(size).__name__}")
-        if size is not None and size < 1:
-            raise ValueError(f"{name} is at least 1; got {size}")
-    if dtype not in DTYPES:
-        names = ", ".join(str(x).removeprefix("torch.") for x in DTYPES)
-        raise ValueError(f"a cache keeps one of {names}; got {dtype}")
-    head_dim, value_dim = sizes["head_dim"], sizes["value_dim"]
-    if shared and value_dim is not None and head_dim is not None and value_dim > head_dim:
+    check_counts(1, head_dim=head_dim, value_dim=head_dim if value_dim is None else value_dim, **sizes)
+    check_flags(shared=shared, causal=causal)
+    check_dtype(dtype, (*DTYPES, torch.int8))
+    check_device(device)
+    if shared and value_dim is not None and value_dim > head_dim:
         raise ValueError(f"shared values are columns of the keys: value_dim <= head_dim; got {value_dim} > {head_dim}")
 
 
@@ -37,26 +42,30 @@ def check_append(
     if (value is None) != cache.shared:
         rule = "shares its values with the keys: append(key)" if cache.shared else "takes append(key, value)"
         raise ValueError(f"this cache {rule}; got {'no value' if value is None else 'a value'}")
-    T = key.shape[2] if key.ndim == 4 else -1
-    for name, x, width in (("key", key, cache.head_dim), ("value", value, cache.value_dim)):
-        if x is None:
-            continue
+    T = -1
+    given: list[tuple[str, Any, int]] = [("key", key, cache.head_dim)]
+    for name, x, width in given if value is None else [*given, ("value", value, cache.value_dim)]:
+        check_tensor(name, x, f"a tensor (B, K, T, n) of {cache.dtype}")
+        T = x.shape[2] if x.ndim == 4 and name == "key" else T
         if tuple(x.shape) != (B, K, T, width):
             raise ValueError(
                 f"this cache takes {name} (B, K, T, {'D' if name == 'key' else 'V'}) = ({B}, {K}, T, {width}); got "
                 f"{tuple(x.shape)}"
             )
-        fits = x.is_floating_point() if cache.dtype == torch.int8 else x.dtype == cache.dtype
-        if not fits:
+        if x.dtype not in (DTYPES if cache.dtype == torch.int8 else (cache.dtype,)):
             raise TypeError(
                 f"this cache keeps {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
                 "dtype"
             )
-    if side not in ("right", "left"):
-        raise ValueError(f'side is "right" or "left", where the padding lies; got {side!r}')
+        if x.device != cache.device:
+            raise ValueError(
+                f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
+            )
+    if not isinstance(side, str) or side not in ("right", "left"):
+        raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
     if lengths is None:
         return T, [T] * B
-    counts = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+    counts = whole_numbers("lengths", lengths)
     if len(counts) != B or any(not 0 <= n <= T for n in counts):
         raise ValueError(f"lengths are (B,) = ({B},) numbers from 0 to T = {T}; got {counts}")
     return T, counts
@@ -64,7 +73,7 @@ def check_append(
 
 def check_rows(rows: Tensor | Sequence[int], batch: int) -> list[int]:
     """Row numbers of a batch."""
-    found = [int(r) for r in (rows.tolist() if isinstance(rows, Tensor) else rows)]
+    found = whole_numbers("rows", rows)
     if not found or any(not 0 <= r < batch for r in found):
         raise ValueError(f"rows are numbers from 0 to {batch - 1}, at least one; got {found}")
     return found
@@ -72,7 +81,8 @@ def check_rows(rows: Tensor | Sequence[int], batch: int) -> list[int]:
 
 def check_truncate(cache: KVCache, lengths: int | Sequence[int]) -> list[int]:
     """The new length of each row; none may grow."""
-    wanted = [lengths] * cache.batch if isinstance(lengths, int) else [int(n) for n in lengths]
+    one = isinstance(lengths, int) and not isinstance(lengths, bool)
+    wanted = whole_numbers("lengths", [lengths] * cache.batch if one else lengths)
     if len(wanted) != cache.batch or any(not 0 <= n <= have for n, have in zip(wanted, cache.lengths, strict=False)):
         raise ValueError(
             f"truncate keeps the first tokens of each row, at most what is there; got {wanted} for lengths "

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.held import in_one_piece
-from ..ops.paged import PAGE, Paged
+from ..ops.storage.held import in_one_piece
+from ..ops.storage.paged import PAGE, Paged
+from ..shapes.kinds import check_counts, check_flags, shown
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate
 from .store import Store
@@ -50,15 +51,8 @@ class PagePool:
         shared: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        check_made(
-            dtype,
-            shared,
-            num_pages=num_pages,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            page_size=page_size,
-        )
+        sizes: dict[str, Any] = {"num_pages": num_pages, "num_kv_heads": num_kv_heads, "page_size": page_size}
+        check_made(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
         if page_size % PAGE:
             raise ValueError(f"page_size is a multiple of {PAGE}; got {page_size}")
         self.num_kv_heads, self.head_dim, self.dtype, self.shared = num_kv_heads, head_dim, dtype, shared
@@ -80,6 +74,7 @@ class PagePool:
 
     def require(self, pages: int) -> None:
         """Raises ValueError where fewer pages are free."""
+        check_counts(pages=pages)
         if pages > self.free:
             raise ValueError(
                 f"the pool of {len(self._refs)} pages has {self.free} free, and {pages} are needed: release() or "
@@ -87,32 +82,43 @@ class PagePool:
             )
 
     def take(self) -> int:
-        """A free page, held once."""
+        """A free page, held once; ValueError where none is free."""
+        if not self._free:
+            self.require(1)
         page = self._free.pop()
         self._refs[page] = 1
         return page
 
     def hold(self, page: int) -> int:
-        """The page, held once more."""
+        """The page, held once more; ValueError where nobody holds it."""
+        self._check_held(page)
         self._refs[page] += 1
         return page
 
     def give(self, page: int) -> None:
         """Held once less; free when nobody holds it."""
+        self._check_held(page)
         self._refs[page] -= 1
         if self._refs[page] == 0:
             self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
         """Whether more than one holds it."""
-        return self._refs[page] > 1
+        return self.holders(page) > 1
 
     def holders(self, page: int) -> int:
         """How many hold it."""
+        if type(page) is not int or not 0 <= page < len(self._refs):
+            raise ValueError(f"pages of this pool are ints from 0 to {len(self._refs) - 1}; got {shown(page)}")
         return self._refs[page]
+
+    def _check_held(self, page: int) -> None:
+        if not self.holders(page):
+            raise ValueError(f"nobody holds page {page} of this pool: take() gives a free one")
 
     def copy(self, page: int) -> int:
         """A page of one's own with the same content, in exchange for a shared one."""
+        self._check_held(page)
         new = self.take()
         for x in (self.store.key, self.store.value, self.store.key_scale, self.store.value_scale):
             if x is not None:
@@ -129,6 +135,7 @@ class PagePool:
 
     def grow(self, pages: int) -> None:
         """As many pages more; what is held is copied."""
+        check_counts(pages=pages)
         have = len(self._refs)
         self.store = self.store.map(lambda x: torch.cat([x, x.new_empty(pages, *x.shape[1:])]))
         self._refs += [0] * pages
@@ -160,7 +167,10 @@ class PagedCache(KVCache):
     """
 
     def __init__(self, pool: PagePool, batch: int, *, causal: bool = True) -> None:
-        check_made(pool.dtype, pool.shared, batch=batch, head_dim=pool.head_dim, value_dim=pool.value_dim)
+        if not isinstance(pool, PagePool):
+            raise TypeError(f"pool is a headwise.cache.PagePool; got {shown(pool)}")
+        check_counts(1, batch=batch)
+        check_flags(causal=causal)
         super().__init__(
             batch, pool.num_kv_heads, pool.head_dim, pool.value_dim, pool.dtype, shared=pool.shared, causal=causal
         )
@@ -172,6 +182,11 @@ class PagedCache(KVCache):
     @override
     def nbytes(self) -> int:
         return len({page for table in self.tables for page in table}) * self.pool.page_nbytes
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.pool.store.key.device
 
     @property
     def keys(self) -> Tensor:
@@ -209,7 +224,8 @@ class PagedCache(KVCache):
         size, store, columns = self.pool.page_size, self.pool.store, self._columns()
         if self.batch > 1 and key.shape[2] == 1 and all(n == 1 for n in counts):
             pages = [table[at // size] for table, at in zip(self.tables, columns, strict=True)]
-            where = torch.tensor(pages), slice(None), torch.tensor([at % size for at in columns])
+            places = torch.tensor([pages, [at % size for at in columns]], device=store.key.device)
+            where = places[0], slice(None), places[1]
             store.put(where, key[:, :, 0], None if value is None else value[:, :, 0])
             return
         for b, (at, count, start) in enumerate(zip(columns, counts, starts, strict=True)):
@@ -227,7 +243,8 @@ class PagedCache(KVCache):
     def _held(self, length: int) -> tuple[Any, Any]:
         if self._table is None:
             widest = max(len(table) for table in self.tables)
-            self._table = torch.tensor([table + [0] * (widest - len(table)) for table in self.tables])
+            rows = [table + [0] * (widest - len(table)) for table in self.tables]
+            self._table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         key, value = self.pool.store.held(None)
         return Paged(key, self._table, length), Paged(value, self._table, length)
 
@@ -239,7 +256,7 @@ class PagedCache(KVCache):
             while (len(table) - 1) * self.pool.page_size >= at - n and table:
                 self.pool.give(table.pop())
                 self._table = None
-        self.lengths = wanted
+        self._shorten(wanted)
         return self
 
     @override
@@ -260,7 +277,8 @@ class PagedCache(KVCache):
     def release(self: PagedT) -> PagedT:
         """Gives all pages back; every row is empty then."""
         self._give_all()
-        self.tables, self.lengths = [[] for _ in range(self.batch)], [0] * self.batch
+        self.tables = [[] for _ in range(self.batch)]
+        self._shorten([0] * self.batch)
         return self
 
     def _give_all(self) -> None:

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.int8 import Quantized
-from ..ops.masks import Mask
-from ..shapes import check_attention, describe
+from ..ops.masks.compose import Mask
+from ..ops.storage.int8 import Quantized
+from ..shapes import DTYPES, check_attention, describe
+from ..shapes.kinds import check_dense
 
 MOST = 127  # symmetric: -128 is not used
 
@@ -45,8 +46,16 @@ def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
     rule = "quantize takes keys or values (B, K, S, D)"
     if not isinstance(x, Tensor):
         raise TypeError(f"{rule} as a float tensor; got {type(x).__name__}")
-    if x.ndim != 4 or not x.is_floating_point():
+    check_dense("x", x)
+    if x.ndim != 4 or x.dtype not in DTYPES:
         raise ValueError(f"{rule} as a float tensor; got {describe(x)}; split heads with .unflatten(-1, (K, D))")
+    if x.shape[3] == 0:
+        raise ValueError(f"{rule}, and D is at least 1; got {describe(x)}")
+    return rounded(x)
+
+
+def rounded(x: Tensor) -> Quantized:
+    """`quantize` without its checks."""
     with torch.no_grad():
         x = x.float()
         scale = x.abs().amax(-1) / MOST

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.masks import Mask, window
-from ..ops.paged import PAGE
+from ..ops.masks.compose import Mask
+from ..ops.masks.make import window
+from ..ops.storage.paged import PAGE
+from ..shapes.kinds import check_counts
 from .checks import check_made, check_rows, check_truncate
 from .paged import PagedCache, PagePool
 
@@ -62,9 +64,9 @@ class RollingCache(PagedCache):
         shared: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        check_made(dtype, shared, head_dim=head_dim, value_dim=value_dim, window=window, chunk=chunk, batch=batch)
-        if first < 0:
-            raise ValueError(f"first counts the tokens that stay in sight, so first >= 0; got {first}")
+        sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": num_kv_heads, "window": window, "chunk": chunk}
+        check_made(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
+        check_counts(first=first)
         self.window, self.first, self.chunk, self._remembered = window, first, chunk, 0
         pages = batch * self._pages_of_row
         pool = PagePool(pages, num_kv_heads, head_dim, value_dim, dtype=dtype, shared=shared, device=device)
@@ -96,10 +98,9 @@ class RollingCache(PagedCache):
         >>> cache.truncate(300).length
         300
 
-        Raises ValueError below 0.
+        Raises TypeError for what is no int, and ValueError below 0.
         """
-        if tokens < 0:
-            raise ValueError(f"tokens to remember are at least 0; got {tokens}")
+        check_counts(tokens=tokens)
         self._remembered = tokens
         self._grow(self.batch)
         return self
@@ -149,14 +150,14 @@ class RollingCache(PagedCache):
 
     @override
     def truncate(self: RollingT, lengths: int | Sequence[int]) -> RollingT:
-        kept = -(-self.first // PAGE) * PAGE
-        for n, have, dropped in zip(check_truncate(self, lengths), self.lengths, self._dropped, strict=True):
+        kept, wanted = -(-self.first // PAGE) * PAGE, check_truncate(self, lengths)
+        for n, have, dropped in zip(wanted, self.lengths, self._dropped, strict=True):
             if dropped and n < have and n - self.window + 1 < kept + dropped * PAGE:
                 raise ValueError(
                     f"a RollingCache cannot go back to {n} tokens: of the {self.window} that the next one sees, some "
                     f"are gone; the shortest length left is {kept + dropped * PAGE + self.window - 1}"
                 )
-        return super().truncate(lengths)
+        return super().truncate(wanted)
 
     @override
     def reorder(self: RollingT, rows: Tensor | Sequence[int]) -> RollingT:

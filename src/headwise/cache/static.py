@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.held import in_one_piece
+from ..ops.storage.held import in_one_piece
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate
 from .store import Store
@@ -61,15 +61,8 @@ class StaticCache(KVCache):
         causal: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        check_made(
-            dtype,
-            shared,
-            batch=batch,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            capacity=capacity,
-        )
+        sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity}
+        check_made(dtype, head_dim, value_dim, shared=shared, causal=causal, device=device, **sizes)
         super().__init__(batch, num_kv_heads, head_dim, value_dim, dtype, shared=shared, causal=causal)
         self.capacity = capacity
         self._store = Store((batch, num_kv_heads, capacity), head_dim, self.value_dim, dtype, shared, device)
@@ -78,6 +71,11 @@ class StaticCache(KVCache):
     @override
     def nbytes(self) -> int:
         return self._store.nbytes
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self._store.key.device
 
     @property
     def keys(self) -> Tensor:
@@ -109,7 +107,7 @@ class StaticCache(KVCache):
 
     @override
     def truncate(self: StaticT, lengths: int | Sequence[int]) -> StaticT:
-        self.lengths = check_truncate(self, lengths)
+        self._shorten(check_truncate(self, lengths))
         return self
 
     @override

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.int8 import Quantized
-from .quantize import quantize
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from ..ops.storage.int8 import Quantized
+from .quantize import rounded
 
 
 class Store:
@@ -54,7 +52,7 @@ class Store:
             if scales is None:
                 to[where] = x
             else:
-                small = quantize(x.reshape(1, 1, -1, x.shape[-1]))
+                small = rounded(x.reshape(1, 1, -1, x.shape[-1]))
                 to[where], scales[where] = small.data.view(x.shape), small.scale.view(x.shape[:-1])
 
     def map(self, change: Any) -> Store:

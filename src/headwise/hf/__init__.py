@@ -13,6 +13,7 @@ honoured raises. The only room of the package that imports transformers.
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import headwise_attention
+from .building import check_what_is_built
 from .caching import make_cache
 from .errors import ModelError
 from .interface import NAME
@@ -22,5 +23,6 @@ from .probing import probe
 
 AttentionInterface.register(NAME, headwise_attention)
 AttentionMaskInterface.register(NAME, headwise_mask)
+check_what_is_built()
 
 __all__ = ["Loaded", "ModelError", "StructuralMask", "load", "make_cache", "probe"]

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.attention import attention
-from ..ops.held import in_one_piece
-from ..ops.int8 import Quantized
-from ..ops.masks import Mask, bias, causal, keep, segments
-from ..ops.paged import Paged
-from ..ops.rules import Segments
-from ..ops.weights import weights
+from ..ops.masks.compose import Mask
+from ..ops.masks.make import bias, causal, keep, lengths, segments
+from ..ops.masks.rules import Segments
+from ..ops.statistics.weights import weights
+from ..ops.storage.held import in_one_piece
+from ..ops.storage.int8 import Quantized
+from ..ops.storage.paged import Paged
+from .architectures import CROSS_ATTENTION
+from .errors import ModelError
+from .lazy import given_back
 from .masks import StructuralMask
 from .probing import watchers
 
@@ -46,7 +50,7 @@ def headwise_attention(
     query: Tensor,
     key: Keys,
     value: Keys,
-    attention_mask: StructuralMask | Tensor | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -60,11 +64,13 @@ def headwise_attention(
 
     query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), after rotation and cache; gives out (B, T, H, V), and the
     weights (B, H, T, S) where the caller asked for attentions, None else. A query that may attend nothing gives 0.
-    A cache of `make_cache` gives key and value as they lie, in pages or int8; a probe and weights take copies of them.
+    A cache of `make_cache` lends key and value as they lie, in pages or int8; a probe and weights take copies of them.
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
     _refuse_unknown(module, kwargs)
-    S_given = key.shape[2]
+    _check_heads(module, query, key)
+    S_given, over = key.shape[2], getattr(key, "over", 0)
+    key, value = _as_they_lie(key, value, query.dtype)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
     if attention_mask is None and _is_causal(module, is_causal, query):
@@ -75,7 +81,7 @@ def headwise_attention(
         position_bias = None if position_bias is None else position_bias[..., : key.shape[2]]
         mask = causal(offset=0 if key.shape[2] < query.shape[2] else None)
     else:
-        mask = mask_of(module, attention_mask)
+        mask = _left_behind(mask_of(module, attention_mask, query.shape[2], key.shape[2]), over, query, key)
     mask = _with_sequences(mask, kwargs, module, query, key)
     if position_bias is not None:
         mask = mask & bias(position_bias)
@@ -108,6 +114,32 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
+def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
+    """The groups of heads are read off the shapes: they must be those of the model, of which this may be a part.
+
+    Tensor parallelism gives each process some of the heads. Where it gathers keys and values and not queries, H and K
+    still divide, and the queries would read other heads than theirs. Some models repeat their keys for all heads
+    themselves; they hand over as many of both as the config has.
+    """
+    groups, config = getattr(module, "num_key_value_groups", None), getattr(module, "config", None)
+    H, K, heads = query.shape[1], key.shape[1], getattr(config, "num_attention_heads", None)
+    if not isinstance(groups, int) or not isinstance(heads, int) or K * groups == H or H == K == heads:
+        return
+    raise ModelError(
+        f"{type(module).__name__} passes {H} query heads and {K} key-value heads, and the model has {groups} query "
+        f"heads to a key-value head ({heads} in all), so queries would read the wrong keys; under tensor parallelism "
+        'split q, k and v alike ("colwise" each, over a number of processes that divides the key-value heads)'
+    )
+
+
+def _as_they_lie(key: Keys, value: Keys, dtype: torch.dtype) -> tuple[Keys, Keys]:
+    """Key and value for `attention`: as a cache holds them, or tensors both where the model computed with one."""
+    held = given_back(key), given_back(value)
+    if isinstance(held[0], Tensor) is isinstance(held[1], Tensor):
+        return held
+    return in_one_piece(held[0], dtype), in_one_piece(held[1], dtype)
+
+
 def _one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A batch of 1 (learned queries, a shared prefix) is repeated for the batch beside it."""
     B = max(query.shape[0], key.shape[0])
@@ -117,15 +149,27 @@ def _one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor) -> bool:
     """What transformers means where it passes no mask; a single query sees all there is."""
-    return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", CROSS_ATTENTION.search(type(module).__name__) is None)
+    return query.shape[2] > 1 and bool(is_causal)
 
 
-def mask_of(module: nn.Module, attention_mask: StructuralMask | Tensor | None) -> Mask:
-    """What transformers, or its user, passes as a mask; bool tensors keep, float tensors are added."""
+def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) -> Mask:
+    """What transformers, or its user, passes as a mask of T queries and S keys; bool tensors keep, floats are added."""
     if attention_mask is None:
         return Mask(())
     if isinstance(attention_mask, StructuralMask):
-        return attention_mask.mask
+        if attention_mask.shape[2:] != (T, S):
+            # A tensor's sizes are checked by attention itself; rules have none and would count from another place.
+            T_made, S_made = attention_mask.shape[2:]
+            raise ModelError(
+                f"{type(module).__name__} attends {S} keys with {T} queries under a mask made for {T_made} queries and "
+                f"{S_made} keys; the model changes their number on the way: run it with set_attn_implementation"
+                '("eager")'
+            )
+        if not attention_mask.exposed:
+            return attention_mask.mask
+        attention_mask = attention_mask.plain()
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
         got = tuple(getattr(attention_mask, "shape", ())) or type(attention_mask).__name__
         raise ValueError(
@@ -143,6 +187,17 @@ def mask_of(module: nn.Module, attention_mask: StructuralMask | Tensor | None) -
     # The field writes "may not be attended" as the lowest finite number; read so, a row without keys gives 0, no mean.
     lowest = torch.finfo(attention_mask.dtype).min
     return bias(attention_mask.masked_fill(attention_mask <= lowest, -torch.inf))
+
+
+def _left_behind(mask: Mask, over: int, query: Tensor, key: Keys) -> Mask:
+    """Without the first `over` keys, where no window or chunk in the mask says it: some models rely on caches for that.
+
+    transformers' caches forget what a sliding window has passed, to the token; ours to the page.
+    """
+    if not over or any(isinstance(part, Segments) or getattr(part, "left", None) for part in mask.parts):
+        return mask
+    stop, start = (torch.full((query.shape[0],), n, device=query.device) for n in (key.shape[2], over))
+    return mask & lengths(stop, start)
 
 
 _SEQUENCES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
-from ..ops.held import in_one_piece
-from ..ops.paged import PAGE
+from ..nn.unwrap import unwrap
+from ..ops.storage.held import in_one_piece
+from ..ops.storage.paged import PAGE
 from .errors import ModelError
-from .interface import NAME, require_interface
+from .interface import NAME, require_interface, title
 from .lazy import lent
 
 KINDS = ("static", "paged")
@@ -29,9 +30,10 @@ class FullLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, kind: str, max_length: int, dtype: torch.dtype | None) -> None:
-        super().__init__()
         self.kind, self.max_length, self.dtype = kind, max_length, dtype
         self.cache: Any = None
+        self.given = torch.float32  # the dtype in which tokens come
+        super().__init__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cache or f'{self.kind}, max_length={self.max_length}'})"
@@ -41,12 +43,44 @@ class FullLayer(CacheLayerMixin):
         """Bytes of keys, values and scales."""
         return 0 if self.cache is None else int(self.cache.nbytes)
 
+    @property
+    def keys(self) -> Tensor | None:
+        """(B, K, S, D), for models and generation that read a cache themselves; None while it is empty."""
+        return self._lent()[0]
+
+    @keys.setter
+    def keys(self, new: Tensor | None) -> None:
+        self._refuse(new)
+
+    @property
+    def values(self) -> Tensor | None:
+        """(B, K, S, V)."""
+        return self._lent()[1]
+
+    @values.setter
+    def values(self, new: Tensor | None) -> None:
+        self._refuse(new)
+
+    def _lent(self, over: int = 0) -> tuple[Any, Any]:
+        if self.get_seq_length() == 0:
+            return None, None
+        key, value = self.cache._held(self.cache._columns()[0])
+        return lent(key, self.given, over), lent(value, self.given, over)
+
+    def _refuse(self, new: Tensor | None) -> None:
+        if new is not None:  # a layer begins with None
+            raise ValueError(
+                "keys and values of a headwise cache come by update() and are changed by crop(), reorder_cache() and "
+                "reset(), never replaced; use transformers.DynamicCache(config=model.config)"
+            )
+
     # -- in and out ----------------------------------------------------------------------------------------------------
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Makes the cache for key (B, K, T, D) and value (B, K, T, V); nothing is added."""
-        dtype = key_states.dtype if self.dtype is None else self.dtype
+        self.given = key_states.dtype
+        dtype = self.given if self.dtype is None else self.dtype
         sizes = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3])
         self.cache = self._made(sizes, dtype, key_states.device)
         self.is_initialized = True
@@ -72,8 +106,9 @@ class FullLayer(CacheLayerMixin):
         return self._added(key_states, value_states)
 
     def _added(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        held = self.cache.append(key, value)._held(self.cache._columns()[0])
-        return lent(held[0], key.dtype), lent(held[1], value.dtype)
+        self.cache.append(key, value)
+        self.given = key.dtype
+        return self._lent()
 
     def _check_room(self, count: int) -> None:
         length = self.get_seq_length() + count
@@ -164,17 +199,24 @@ class SlidingLayer(FullLayer):
         if self.cache is not None:
             self.cache.remember(PAGE)
 
+    @property
+    def _over(self) -> int:
+        """Columns that are held and no later token sees: pages go as a whole."""
+        return max(int(self.cache._columns()[0]) - self.sliding_window + 1, 0)
+
     @override
     def _added(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
         chunk = self.cache.chunk
         if key.shape[2] <= chunk:
-            return super()._added(key, value)
+            self.cache.append(key, value)
+            self.given = key.dtype
+            return self._lent(max(self._over - key.shape[2], 0))
         # More than the cache takes at once: attention reads the window as it was before and the new tokens beside it.
-        columns = self.cache.settle()._columns()[0]
+        columns, over = self.cache.settle()._columns()[0], self._over
         seen = [key, value]
         if columns:
-            held = self.cache._held(columns)
-            seen = [torch.cat([in_one_piece(old, new.dtype), new], 2) for old, new in zip(held, seen, strict=True)]
+            held = (in_one_piece(x, key.dtype)[:, :, over:] for x in self.cache._held(columns))
+            seen = [torch.cat([old, new], 2) for old, new in zip(held, seen, strict=True)]
         for piece in zip(key.split(chunk, 2), value.split(chunk, 2), strict=True):
             self.cache.append(*piece)
         return seen[0], seen[1]
@@ -184,8 +226,9 @@ class SlidingLayer(FullLayer):
         if self.cache is None:
             return query_length, 0
         # Now, for the mask is made before the update, which would move the columns under it.
-        self.cache.settle()
-        return self.cache._columns()[0] + query_length, self.cache.dropped[0]
+        columns, gone = self.cache.settle()._columns()[0], self.cache.dropped[0]
+        over = self._over if query_length > self.cache.chunk else 0
+        return columns - over + query_length, gone + over
 
     @override
     def get_max_length(self) -> int:
@@ -220,7 +263,7 @@ class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
 
 
 def make_cache(
-    model: PreTrainedModel,
+    model: nn.Module,
     kind: Literal["static", "paged"] = "static",
     *,
     max_length: int | None = None,
@@ -234,7 +277,7 @@ def make_cache(
     passes no gradient on to keys and values, and a static cache cannot be differentiated over more than one update.
 
     Args:
-        model: any model of transformers that generates with a `DynamicCache`.
+        model: any model of transformers that generates with a `DynamicCache`; a wrapper of one, too, such as PEFT's.
         kind: `"static"` reserves `max_length` tokens for each row; `"paged"` pages of 128 tokens, which rows share
             while they are alike, so that beam search copies a page at most in place of all.
         max_length: tokens of a row, prompt included; the most that the config allows by default.
@@ -260,6 +303,7 @@ def make_cache(
         >>> out.shape, cache.get_seq_length(), cache.nbytes    # the last token was not needed again
         (torch.Size([1, 10]), 9, 20480)
     """
+    model = unwrap(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"make_cache takes a transformers PreTrainedModel; got {type(model).__name__}")
     if kind not in KINDS:
@@ -294,7 +338,7 @@ def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
     if other:
         at, name = other[0]
         raise ModelError(
-            f"{_title(model)}: layer {at} keeps a {name}, and headwise's caches keep keys and values of full and of "
+            f"{title(model)}: layer {at} keeps a {name}, and headwise's caches keep keys and values of full and of "
             "sliding-window attention only; use transformers.DynamicCache(config=model.config)"
         )
 
@@ -305,7 +349,7 @@ def _max_length(model: PreTrainedModel, given: int | None) -> int:
         given if given is not None else next((getattr(config, n) for n in LENGTHS if getattr(config, n, None)), None)
     )
     if found is None:
-        raise ValueError(f"{_title(model)}: its config names no longest text; give make_cache a max_length")
+        raise ValueError(f"{title(model)}: its config names no longest text; give make_cache a max_length")
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         raise ValueError(f"max_length is a number of tokens, at least 1; got {found!r}")
     return found
@@ -314,13 +358,10 @@ def _max_length(model: PreTrainedModel, given: int | None) -> int:
 def _require_headwise(model: PreTrainedModel, kind: str, dtype: torch.dtype | None) -> None:
     config = model.config.get_text_config(decoder=True)
     what = "int8" if dtype is not None else "pages" if kind == "paged" else "a sliding window's pages"
-    require_interface(type(model), config.model_type)
+    decoder = model.get_decoder()  # a text model on the interface may be a part of what is not
+    require_interface(type(decoder if isinstance(decoder, PreTrainedModel) else model), config.model_type)
     if config._attn_implementation != NAME:
         raise ModelError(
-            f"{_title(model)}: a cache that holds {what} is read by headwise's attention alone, and the model runs "
+            f"{title(model)}: a cache that holds {what} is read by headwise's attention alone, and the model runs "
             f'{config._attn_implementation!r}; call model.set_attn_implementation("{NAME}") first'
         )
-
-
-def _title(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__} (model_type {model.config.model_type!r})"

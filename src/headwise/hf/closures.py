@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as theirs
 
-from ..ops.masks import Mask, keep, lengths, segments, window
+from ..ops.masks.compose import Mask
+from ..ops.masks.make import keep, lengths, segments, window
 
 logger = logging.getLogger("headwise.hf")
 

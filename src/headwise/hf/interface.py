@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -17,6 +19,8 @@ NAME = "headwise"
 """The name under which `headwise.hf` registers: `attn_implementation="headwise"`."""
 
 _MARK = "ALL_ATTENTION_FUNCTIONS"
+_ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
+_OWN = "its attention is code of its own"
 
 
 def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
@@ -26,7 +30,34 @@ def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
     can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
     if reason is None and can_set():
         return
-    raise ModelError(outside_text(model.__name__, model_type, reason or "its attention is code of its own"))
+    raise ModelError(outside_text(model.__name__, model_type, reason or _OWN))
+
+
+def require_consulted(config: Any) -> None:
+    """Raise ModelError where the file of models that a config belongs to computes attention in code of its own.
+
+    A model that was given the name past transformers' own ways (by writing to its config) comes here with its first
+    mask.
+    """
+    if not _consults(type(config).__module__):
+        name, model_type = type(config).__name__.removesuffix("Config"), config.model_type
+        raise ModelError(outside_text(name, model_type, OUTSIDE.get(model_type, _OWN)))
+
+
+@lru_cache(maxsize=1024)
+def _consults(module: str) -> bool:
+    """By the same words in the text of the file as transformers decides it, but of the module of a config's class."""
+    file = sys.modules.get(module.replace("configuration_", "modeling_"))
+    try:
+        source = "" if file is None else inspect.getsource(file)
+    except (OSError, TypeError):
+        return True
+    return _ATTENTION_CLASS.search(source) is None or _MARK in source
+
+
+def title(model: PreTrainedModel) -> str:
+    """How an error names a model."""
+    return f"{type(model).__name__} (model_type {model.config.model_type!r})"
 
 
 def outside_text(model: str, model_type: str, reason: str) -> str:

@@ -2,73 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils as theirs
 
-from ..ops.masks import Mask
-from .architectures import OUTSIDE, TENSOR_MASKS
+from ..ops.masks.compose import Mask
+from .architectures import FLOAT_MASKS
 from .closures import Frame, MaskFunction, dense_mask, read_mask
-from .errors import ModelError
-from .interface import outside_text
+from .interface import require_consulted
+from .lazy import Lazy
 
 
-class StructuralMask(BlockMask):
+class StructuralMask(Lazy):
     """A headwise mask that transformers carries from where masks are made to where attention is computed.
 
-    transformers lets exactly two kinds of thing through, tensors and flex attention's BlockMask, and asks them for
-    `.shape`, `.ndim`, `.contiguous()`. This is a BlockMask by name alone: it holds no blocks, and whoever computes with
-    it is told so. Only attention code outside transformers' attention interface does.
+    To a model it is the float tensor (B, 1, T, S) that "eager" attention gets: 0 where a query may attend, the lowest
+    number where not. That tensor is made only where the model itself computes with it. Attention reads `mask`.
     """
 
-    def __init__(self, mask: Mask, shape: tuple[int, int, int, int]) -> None:
-        # The parent's own __init__ wants tensors of block indices, which nobody here reads.
-        self.mask = mask
-        self._shape = shape
-        self.seq_lengths = shape[2:]
+    mask: Mask
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(B, 1, T, S), as a dense mask would have it."""
-        return self._shape
+    def __new__(
+        cls,
+        mask: Mask,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> StructuralMask:
+        """A mask of rules, for a batch and lengths: shape (B, 1, T, S)."""
+        make = partial(_additive, mask, shape, dtype, torch.device(device))
+        made: StructuralMask = cls._of(make, shape, dtype, device)
+        made.mask = mask
+        return made
 
-    @property
-    def ndim(self) -> int:
-        """4."""
-        return len(self._shape)
+    def __getitem__(self, index: Any) -> Tensor:
+        """As of any tensor; some of the rows are made alone, a copy (models whose last layers run one query ask so)."""
+        rest = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else None
+        if self._source.made is None and rest == (slice(None),) * 3 and isinstance(index[2], slice):
+            return self.rows(index[2])
+        return super().__getitem__(index)
 
-    def contiguous(self) -> StructuralMask:
-        """Itself: there is nothing to lay out."""
-        return self
+    def rows(self, rows: slice) -> Tensor:
+        """Some rows of the tensor."""
+        return _additive(self.mask, self.shape, self.dtype, self.device, slice(*rows.indices(self.shape[2])))
 
-    def to(self, device: torch.device | str) -> StructuralMask:
-        """The same mask on another device."""
-        return StructuralMask(self.mask.to(device), self._shape)
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As of any tensor; on another device it is still a structural mask."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device in (None, self.device) or dtype not in (None, self.dtype) or self.exposed:
+            return super().to(*args, **kwargs)
+        return StructuralMask(self.mask.to(device), self.shape, self.dtype, device)
 
-    def __repr__(self) -> str:
-        return f"StructuralMask({self.mask}, shape={self._shape})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"StructuralMask({self.mask}, shape={tuple(self.shape)})"
 
-    __str__ = __repr__
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        self._refuse("indexing")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a headwise mask is no tensor and has no {name!r}; .mask.dense(T, S) makes one")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        cls._refuse(f"torch's {getattr(function, '__name__', function)}")
-
-    @staticmethod
-    def _refuse(what: str) -> NoReturn:
-        raise ModelError(
-            f"the model itself computes with its attention mask ({what}), so it is not on transformers' attention "
-            'interface, or not wholly, and attn_implementation="headwise" would be wrong; load it with "eager"'
-        )
+def _additive(
+    mask: Mask, shape: Sequence[int], dtype: torch.dtype, device: torch.device, rows: slice | None = None
+) -> Tensor:
+    """(B, 1, T, S) of 0 and the lowest number, as transformers' eager attention adds it; or some rows T of it."""
+    B, _, T, S = shape
+    allowed = mask.allowed(T, S, rows=rows, device=device)
+    if allowed is None:
+        return torch.zeros(B, 1, len(range(T)[rows or slice(None)]), S, dtype=dtype, device=device)
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return torch.where(allowed, zero, torch.finfo(dtype).min).expand(B, -1, -1, -1).contiguous()
 
 
 def headwise_mask(
@@ -85,22 +87,21 @@ def headwise_mask(
     """The mask function registered with transformers' AttentionMaskInterface; transformers calls it by keywords.
 
     Gives a `StructuralMask`, always: with None the attention function would have to guess (causal or not, aligned on
-    which side). Where it must be a tensor it is one: while torch.compile or torch.export traces, what transformers' own
-    "sdpa" gets (a bool tensor, or None where that may be); for the single query of a step with a static cache, which
-    compiled code takes, (B, 1, 1, S); for a model that computes with its mask (B, 1, T, S).
+    which side). Where it must be a plain tensor it is one: for the single query of a step with a static cache, which
+    compiled code takes, the float tensor (B, 1, 1, S) that "eager" gets; while torch.compile or torch.export traces,
+    what "sdpa" gets (a bool tensor, or None where that may be), or "eager" for a model that computes with its mask.
     """
     config, device = options.get("config"), options.get("device", "cpu")
-    model_type = getattr(config, "model_type", "")
-    if model_type in OUTSIDE:  # they take the name without complaint and compute something else with it
-        raise ModelError(outside_text(type(config).__name__.removesuffix("Config"), model_type, OUTSIDE[model_type]))
     if q_length is None:  # transformers before 5.4 passed the positions instead
         position = options.pop("cache_position")
         q_length, q_offset = position.shape[0], position[0]
-    is_whole = model_type in TENSOR_MASKS or (isinstance(q_offset, Tensor) and q_length == 1)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_whole:
-        if is_whole:  # in a single step, most of a static cache's keys are not there yet
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    step = isinstance(q_offset, Tensor) and q_length == 1
+    if traced or step:
+        is_float = not traced or getattr(config, "model_type", "") in FLOAT_MASKS
+        if step or is_float:  # in a single step, most of a static cache's keys are not there yet
             options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return theirs.sdpa_mask(
+        return (theirs.eager_mask if is_float else theirs.sdpa_mask)(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -111,9 +112,10 @@ def headwise_mask(
             use_vmap=use_vmap,
             **options,
         )
+    require_consulted(config)
     # int() also takes a copy: the offset of a static cache is its live counter, which moves on before the mask is read.
     frame = Frame(batch_size, q_length, int(kv_length), int(q_offset), int(kv_offset), device)
     mask = None if use_vmap else read_mask(mask_function, frame, attention_mask)
     if mask is None:
         mask = dense_mask(mask_function, frame, attention_mask, use_vmap=use_vmap)
-    return StructuralMask(mask, (batch_size, 1, q_length, frame.S))
+    return StructuralMask(mask, (batch_size, 1, q_length, frame.S), options.get("dtype", torch.float32), device)

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from ..nn.probe import AttentionCall, Probe
 from ..nn.probe import probe as probe_any
+from ..nn.unwrap import split_over, unwrap
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError
-from .interface import NAME, attention_modules, configs, outside_text, require_interface, unseen_modules
+from .interface import NAME, attention_modules, configs, outside_text, require_interface, title, unseen_modules
 
 
 class _Session:
@@ -55,7 +56,7 @@ class _Session:
 
     def fault(self, names: list[str], what: str) -> ModelError:
         more = f" (and {len(names) - 1} more attention modules)" if len(names) > 1 else ""
-        return ModelError(f"{_title(self.model)}: module {names[0]!r}{more} {what}")
+        return ModelError(f"{title(self.model)}: module {names[0]!r}{more} {what}")
 
 
 _sessions: tuple[_Session, ...] = ()
@@ -69,7 +70,7 @@ def watchers(module: nn.Module) -> list[Callable[..., None]]:
 
 
 @contextmanager
-def probe(model: PreTrainedModel, each: Callable[[AttentionCall], None] | None = None) -> Iterator[Probe]:
+def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None) -> Iterator[Probe]:
     """Watch every attention call of a transformers model while the with block runs.
 
     The model is switched to headwise's attention and back. Calls are told apart by the qualified name of the module and
@@ -77,15 +78,16 @@ def probe(model: PreTrainedModel, each: Callable[[AttentionCall], None] | None =
     bit-identical, also after an exception; a compiled model runs uncompiled inside the block.
 
     Args:
-        model: Any model on transformers' attention interface, in any mode and dtype.
+        model: Any model on transformers' attention interface, in any mode and dtype; of a wrapper (see
+            `headwise.nn.unwrap`) what it wraps is watched.
         each: Called at once with every `headwise.nn.AttentionCall`; the calls are then not kept.
 
     Yields:
         The `headwise.nn.Probe`, whose ``calls`` fill up as the model runs.
 
     Raises:
-        ModelError: the model, or a part of it, is not on the interface; or an attention module that should have run did
-            not call; the text names the model and the module.
+        ModelError: the model, or a part of it, is not on the interface; or it is split by tensor parallelism; or an
+            attention module that should have run did not call; the text names the model and the module.
 
     Warns:
         UserWarning: the model holds further modules of attention that do not go through the interface (a pooling head,
@@ -101,6 +103,7 @@ def probe(model: PreTrainedModel, each: Callable[[AttentionCall], None] | None =
         >>> seen.calls[1].module, seen.calls[1].query.shape
         ('model.layers.1.self_attn', torch.Size([1, 4, 3, 6]))
     """
+    model = unwrap(model)
     names = _watched(model)
     seen = Probe(tuple(names.values()), each)
     session = _Session(model, seen, names)
@@ -122,13 +125,24 @@ def probe(model: PreTrainedModel, each: Callable[[AttentionCall], None] | None =
 probe_any.register(PreTrainedModel, probe)
 
 
+def require_whole(model: PreTrainedModel) -> None:
+    """Raise ModelError where this process has some of the heads alone, and would number them as if they were all."""
+    processes = split_over(model)
+    if processes > 1:
+        raise ModelError(
+            f"{title(model)}: tensor parallelism splits its heads over {processes} processes, and each sees its own "
+            "alone; load the model without a tp_plan to look at all of them"
+        )
+
+
 def _watched(model: object) -> dict[nn.Module, str]:
     """The attention modules of a model and their names, once it is sure that all of its attention is among them."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"headwise.hf.probe takes a transformers PreTrainedModel, got {type(model).__name__}; for a module made of "
-            "headwise.MultiHeadAttention use headwise.nn.probe; of a wrapped model pass what it wraps"
+            "headwise.MultiHeadAttention use headwise.nn.probe"
         )
+    require_whole(model)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             require_interface(type(part), part.config.model_type)
@@ -140,15 +154,11 @@ def _watched(model: object) -> dict[nn.Module, str]:
     if unseen:
         listed = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in list(unseen.items())[:3])
         warnings.warn(
-            f"{_title(model)}: {len(unseen)} module(s) of attention outside transformers' attention interface run "
+            f"{title(model)}: {len(unseen)} module(s) of attention outside transformers' attention interface run "
             f"unseen: {listed}",
             stacklevel=4,
         )
     return names
-
-
-def _title(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__} (model_type {model.config.model_type!r})"
 
 
 def _owner(model: PreTrainedModel, name: str) -> nn.Module:

@@ -1,12 +1,24 @@
-"""Tokenizers, and what of a vocabulary is punctuation."""
+"""Tokenizers, and what of a vocabulary is punctuation.
+
+A tokenizer.json comes from strangers, and may hold a pattern that backtracks for ever, or a rule that makes a gigabyte
+of a letter. The library that runs it is native code: no signal and no other thread can stop it, a panic in it prints
+past Python, and what a pattern costs cannot be read off the file. So each text goes first through a process of its own
+with limits on time and memory; only what comes to an end there is then done here.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
+from . import alone
 from .errors import ModelError, one_line
 from .folder import read_json
 
@@ -14,6 +26,13 @@ MAX_TOKENIZER = 256 << 20
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model", ".tiktoken")
 MARKS = (".", ",", ";", ":", "!", "?", "\n")
+IN_A_TEXT = {text: mark for mark in MARKS for text in (f"a{mark}", f"a {mark}", f"a{mark}b")}
+
+SECONDS, MEMORY = 10, 2 << 30
+"""The most that a tokenizer may take of a processor and of memory; 256,000 entries take a tenth of it to be read."""
+
+A_TOKEN = 16
+"""Characters that are looked at first for each token that a model takes; running text has 3 to 5 a token."""
 
 
 def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
@@ -27,8 +46,12 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
     try:
         if (folder / "tokenizer.json").exists():
             read_json(folder / "tokenizer.json", MAX_TOKENIZER)
+            _rehearse((folder / "tokenizer.json").read_bytes(), [*IN_A_TEXT], decode=True)
             return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **_special_tokens(folder))
-        return AutoTokenizer.from_pretrained(str(folder), config=config, local_files_only=True, trust_remote_code=False)
+        made = AutoTokenizer.from_pretrained(str(folder), config=config, local_files_only=True, trust_remote_code=False)
+        if made.is_fast:
+            _rehearse(made.backend_tokenizer.to_str().encode(), [*IN_A_TEXT], decode=True)
+        return made
     except ModelError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -53,10 +76,9 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
 def delimiters(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
     """Ids of punctuation, line ends and the separator, in order (after Clark et al. 2019, arXiv 1906.04341)."""
     found = {tokenizer.sep_token_id}
-    for mark in MARKS:
-        for text in (f"a{mark}", f"a {mark}", f"a{mark}b"):
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            found |= {i for i in ids if tokenizer.decode([i]).strip(" ") == mark}
+    for text, mark in IN_A_TEXT.items():
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        found |= {i for i in ids if tokenizer.decode([i]).strip(" ") == mark}
     return tuple(sorted(i for i in found if i is not None and 0 <= i < vocabulary))
 
 
@@ -70,15 +92,12 @@ def bos_id(tokenizer: Any, vocabulary: int) -> int | None:
 
 def encode(tokenizer: Any, text: str, max_positions: int | None) -> tuple[list[int], tuple[str, ...]]:
     """The ids of a text, and for each the piece of the text it stands for: joined, they are the text again."""
+    _refuse_long(tokenizer, text, max_positions)
     fast = tokenizer.is_fast
     encoded = tokenizer(text, return_offsets_mapping=fast)
     ids = encoded["input_ids"]
     if not ids:
         raise ModelError("the text has no tokens for this model; give another text")
-    if max_positions is not None and len(ids) > max_positions:
-        raise ModelError(
-            f"the text has {len(ids):,} tokens, and the model takes {max_positions:,}; give a shorter text"
-        )
     names = tokenizer.convert_ids_to_tokens(ids)
     pieces, done = [], 0
     for (_, stop), name in zip(encoded["offset_mapping"] if fast else [(0, 0)] * len(ids), names, strict=True):
@@ -86,3 +105,64 @@ def encode(tokenizer: Any, text: str, max_positions: int | None) -> tuple[list[i
         pieces.append(text[done:stop] if stop > done else "\ufffd" if stop else name)
         done = max(done, stop)
     return ids, tuple(pieces)
+
+
+def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:
+    """Raises ModelError where the text has more tokens than the model takes; a far too long one is not read to its end.
+
+    A text of which the beginning alone has twice too many tokens is refused by that: what follows could take a few of
+    them back, where it goes on with the last word, but not half of them.
+    """
+    if max_positions is None:
+        _count(tokenizer, text)
+        return
+    beginning = text[: A_TOKEN * max_positions]
+    count = _count(tokenizer, beginning)
+    what = "the text has"
+    if count > 2 * max_positions and len(text) > len(beginning):
+        what = f"the first {len(beginning):,} of {len(text):,} characters are"
+    elif len(text) > len(beginning):
+        count = _count(tokenizer, text)
+    if count > max_positions:
+        raise ModelError(f"{what} {count:,} tokens, and the model takes {max_positions:,}; give a shorter text")
+
+
+def _count(tokenizer: Any, text: str) -> int:
+    if not tokenizer.is_fast:  # plain Python, which an interrupt stops
+        return len(tokenizer(text)["input_ids"])
+    return _rehearse(tokenizer.backend_tokenizer.to_str().encode(), [text])[0]
+
+
+def _rehearse(source: bytes, texts: list[str], *, decode: bool = False) -> list[int]:
+    """How many tokens a tokenizer.json makes of each text, in a process of its own (`alone`).
+
+    Raises:
+        ModelError: it took too much time or memory, or failed.
+    """
+    header = json.dumps({"texts": texts, "decode": decode}).encode()
+    site = Path(tokenizers.__file__).parents[1]
+    command = [sys.executable, "-I", "-S", alone.__file__, str(site), str(SECONDS), str(MEMORY)]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    many = f"{max(map(len, texts)):,} characters"
+    anew = "download tokenizer.json anew, or give another model or text"
+    try:  # the clock is for systems without a limit on the processor's time; a busy machine must not run into it
+        answer: dict[str, Any] = json.loads(
+            subprocess.run(
+                command,
+                input=header + b"\n" + source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=12 * SECONDS,
+                env=environment,
+            ).stdout
+        )
+    except (subprocess.TimeoutExpired, json.JSONDecodeError):
+        raise ModelError(
+            f"the tokenizer takes more than {SECONDS} s, or {MEMORY >> 30} GB, for a text of {many}; {anew}"
+        ) from None
+    if "unreadable" in answer:
+        raise ValueError(answer["unreadable"])
+    if "failed" in answer:
+        raise ModelError(f"the tokenizer fails on a text of {many} ({one_line(ValueError(answer['failed']))}); {anew}")
+    counts: list[int] = answer["counts"]
+    return counts

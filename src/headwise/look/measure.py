@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
-from ..ops.masks import Mask
-from ..ops.rules import Bias, Keep, Part
-from ..ops.statistics import RowStatistics, row_statistics
+from ..ops.statistics.api import RowStatistics, row_statistics
 from .records import HeadMap, HeadRecord
 from .roles import CLARK_KEYS, FEW_KEYS
 
@@ -55,7 +53,7 @@ class Uniform:
     def of(self, call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor]) -> RowStatistics:
         """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
-        mask = forbids(call.mask)
+        mask = None if call.mask is None else call.mask.sized(B, call.query.shape[1]).forbids()
         told = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
         about = (repr(mask), B, T, S)
         if about in self.known:
@@ -67,19 +65,6 @@ class Uniform:
         if told:
             self.known[about] = found
         return found
-
-
-def forbids(mask: Mask | None) -> Mask | None:
-    """What a mask forbids to every head, its biases left out."""
-    parts: list[Part] = []
-    for part in mask.parts if mask is not None else ():
-        if isinstance(part, (Bias, Keep)):
-            seen = part.tensor != -torch.inf if isinstance(part, Bias) else part.tensor
-            if not bool(seen.all()):
-                parts.append(Keep(seen.any(dim=-3, keepdim=True) if seen.ndim > 2 else seen))
-        elif part.restricts:
-            parts.append(part)
-    return Mask(tuple(parts)) if parts else None
 
 
 def looks_ahead(call: AttentionCall) -> bool | None:

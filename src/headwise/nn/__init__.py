@@ -8,7 +8,7 @@ from .probe import AttentionCall, Probe, probe
 from .rotary import Rotary, rotate
 from .torch_mha import from_torch, mask_from_torch, mask_to_torch, to_torch
 from .trace import Stage, Trace, trace, trace_shape
-from .unwrap import unwrap
+from .unwrap import split_over, unwrap
 from .yarn import yarn_frequencies, yarn_scale
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "mask_to_torch",
     "probe",
     "rotate",
+    "split_over",
     "to_torch",
     "trace",
     "trace_shape",

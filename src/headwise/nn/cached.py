@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.held import Held
-from ..ops.masks import Mask
+from ..ops.masks.compose import Mask
+from ..ops.storage.held import Held
+from ..shapes.kinds import check_tensor
 
 
 def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:
@@ -26,7 +27,7 @@ def step(
     key: Tensor | None,
     value: Tensor | None,
     *,
-    lengths: Sequence[int] | Tensor | None = None,
+    lengths: Sequence[int] | None = None,
     mask: Mask | Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
@@ -34,6 +35,8 @@ def step(
 
     A cache that takes so many tokens at a time only (a rolling one) gets them, and is attended, piece by piece.
     """
+    if gate is not None:  # refused before the cache has changed
+        check_tensor("gate", gate, "a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V)")
     T = query.shape[2]
     most = getattr(cache, "chunk", T)
     whole = key is None or most >= T
@@ -41,7 +44,8 @@ def step(
     for first in [0] if whole else range(0, T, most):
         part = slice(None) if whole else slice(first, first + most)
         if key is not None:
-            some = None if lengths is None else (torch.as_tensor(lengths) - first).clamp(0, min(most, T - first))
+            here = min(most, T - first)
+            some = None if lengths is None else [min(max(n - first, 0), here) for n in lengths]
             cache.append(key[:, :, part], None if value is None else value[:, :, part], lengths=some)
         gated: dict[str, Any] = {}
         if gate is not None:

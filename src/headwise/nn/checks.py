@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ..ops.masks.compose import as_mask
 from ..plan.shape import AttentionShape, check_size
-from ..shapes import describe
+from ..shapes import DTYPES, describe
+from ..shapes.kinds import check_counts, check_tensor, shown, whole_numbers
 from .latent_form import check_form
+
+if TYPE_CHECKING:
+    from .multihead import MultiHeadAttention
 
 MemoryDim = int | tuple[int, int] | None
 
@@ -22,48 +28,103 @@ def check_sizes(
     Raises TypeError for what is no int and ValueError for sizes that do not fit.
     """
     shape = AttentionShape.of(d_model, num_heads, **sizes)
+    widest = {"num_heads * head_dim": num_heads * shape.head_dim, "num_heads * value_dim": num_heads * shape.value_dim}
+    check_counts(1, d_model=d_model, **widest)
     pair = memory if isinstance(memory, tuple) else (memory, memory)
-    if len(pair) != 2 or (None in pair and memory is not None):
-        raise ValueError(f"memory_dim is one width, or a pair (of the keys, of the values); got {memory}")
+    if len(pair) != 2 or (memory is not None and any(width is None for width in pair)):
+        raise ValueError(f"memory_dim is one width, or a pair (of the keys, of the values); got {shown(memory)}")
     for width in pair:
         check_size("memory_dim", width, optional=True)
     key_width, value_width = (d_model if width is None else width for width in pair)
+    check_counts(1, memory_dim=max(key_width, value_width))
     return shape, (key_width, value_width)
 
 
-def check_input(x: Tensor, d_model: int) -> None:
-    """The input of a module: (B, T, M)."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a tensor (B, T, d_model); got {type(x).__name__}")
+def check_part(name: str, part: Any, what: str) -> None:
+    """A part that is plugged into a module: something to call, or None."""
+    if part is not None and not callable(part):
+        raise TypeError(f"{name} is {what}, or None; got {shown(part)}")
+
+
+def check_input(x: Tensor, d_model: int, projection: nn.Module) -> None:
+    """The input of a module: (B, T, M), as its first projection takes it."""
+    check_tensor("x", x, "a tensor (B, T, d_model)")
     if x.ndim != 3:
         raise ValueError(
             f"x is (B, T, d_model), batch first; got {describe(x)}; a single sequence becomes one by x[None]"
         )
     if x.shape[2] != d_model:
         raise ValueError(f"x is (B, T, d_model) with d_model = {d_model}; got {describe(x)}")
+    check_taken("x", x, projection)
 
 
-def check_memory(
-    x: Tensor, memory: Tensor | Sequence[Tensor] | None, widths: tuple[int, int], required: bool
-) -> tuple[Tensor, Tensor]:
+def check_taken(name: str, x: Tensor, projection: nn.Module) -> None:
+    """A dtype and device that a plain linear layer takes, and a device that a plain norm takes.
+
+    Other kinds of part know themselves what they take.
+    """
+    weight = projection.weight if type(projection) in (nn.Linear, nn.RMSNorm, nn.LayerNorm) else None
+    if not isinstance(weight, Tensor):
+        return
+    device = x.device.type
+    lowers = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    alike = (
+        type(projection) is not nn.Linear
+        or x.dtype == weight.dtype
+        or (lowers and x.dtype in DTYPES and torch.float64 not in (x.dtype, weight.dtype))
+    )
+    if not alike or x.device != weight.device:
+        raise ValueError(
+            f"{name} and the module's weights share one dtype and device: the weights are {describe(weight)}; got "
+            f"{describe(x)}; move one of them with .to()"
+        )
+
+
+def check_vectors(name: str, x: Any, heads: int | None = None, size: int | None = None) -> None:
+    """Vectors of heads, (B, heads, T, size)."""
+    form = f"(B, {'H' if heads is None else heads}, T, {'n' if size is None else size})"
+    check_tensor(name, x, f"a float tensor {form}")
+    if x.ndim != 4 or x.dtype not in DTYPES or heads not in (None, x.shape[1]) or size not in (None, x.shape[3]):
+        raise ValueError(f"{name} is a float tensor {form}; got {describe(x)}")
+
+
+def check_width(fused: Any, heads: int, size: int) -> None:
+    """What a projection gave, (B, T, heads * size), is as wide as its heads together."""
+    check_tensor("what a projection gives", fused)
+    check_counts(1, heads=heads, size=size)
+    if fused.ndim != 3 or fused.shape[2] != heads * size or fused.dtype not in DTYPES:
+        raise ValueError(
+            f"a projection gives (B, T, heads * size) with {heads} x {size} = {heads * size} numbers a token; got "
+            f"{describe(fused)}; where it is split over devices, give each whole heads: a module of its own "
+            "(MultiHeadAttention.from_heads), and add up the outputs"
+        )
+
+
+def check_memory(mha: MultiHeadAttention, x: Tensor, memory: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
     """What keys and values are projected from: `memory`, a pair of them, or `x` itself where no memory is required."""
+    widths, projections = mha.memory_widths, (mha.k_proj, mha.v_proj)
     if memory is None:
-        if required:
+        if mha.memory_dim is not None:
             raise ValueError(
                 f"this module was built with memory_dim, so it attends to a memory (B, S, {widths[0]}) and never to x; "
                 "call it as mha(x, memory)"
             )
         return x, x
-    pair = (memory, memory) if isinstance(memory, Tensor) else tuple(memory)
+    pair = memory if isinstance(memory, (tuple, list)) else (memory, memory)
     if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
-        raise TypeError("memory is one tensor (B, S, width), or a pair of them: (for the keys, for the values)")
-    for part, name, width in zip(pair, ("keys", "values"), widths, strict=True):
+        raise TypeError(
+            "memory is one tensor (B, S, width), or a pair of them: (for the keys, for the values); got "
+            f"{shown(memory)}"
+        )
+    for part, name, width, projection in zip(pair, ("keys", "values"), widths, projections, strict=True):
+        check_tensor(f"the memory of the {name}", part)
         if part.ndim != 3 or part.shape[2] != width:
             raise ValueError(
                 f"the memory of the {name} is (B, S, {width}); got {describe(part)}; memory_dim sets its width"
             )
         if part.shape[0] != x.shape[0]:
             raise ValueError(f"x and memory share the batch size: x B = {x.shape[0]}, memory B = {part.shape[0]}")
+        check_taken(f"the memory of the {name}", part, projection)
     if pair[0].shape[1] != pair[1].shape[1]:
         raise ValueError(
             f"keys and values come from memories of one length: got S = {pair[0].shape[1]} and {pair[1].shape[1]}"
@@ -71,25 +132,46 @@ def check_memory(
     return pair[0], pair[1]
 
 
-def check_latent_call(x: Tensor, cache: Any, lengths: object, form: str) -> None:
-    """What `LatentAttention` is called with; where it is refused, the cache has not changed."""
-    check_form(form)
+def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
+    """How many tokens of each row of `x` the cache of a call is to take; where it is refused, it has not changed."""
     if cache is None:
         if lengths is not None:
             raise ValueError(
                 "lengths say what of x a cache is to take; without a cache, padding is hidden by "
                 "mask=headwise.causal() & headwise.lengths(...)"
             )
-        return
+        return None
     missing = [name for name in ("lengths", "append", "attend") if not hasattr(cache, name)]
     if missing:
         raise TypeError(
-            f"a cache for latent attention has lengths, append() and attend(); {type(cache).__name__} has no "
-            f"{', '.join(missing)}"
+            "cache is one of headwise.cache, or another with lengths, append() and attend(); "
+            f"{type(cache).__name__} has no {', '.join(missing)}"
         )
-    if not getattr(cache, "causal", True):
-        raise ValueError("latent attention attends to its own past, so its cache is causal; got one with causal=False")
     if len(cache.lengths) != x.shape[0]:
         raise ValueError(
             f"x and the cache share the batch size: x B = {x.shape[0]}, the cache has {len(cache.lengths)} rows"
+        )
+    if lengths is None:
+        return None
+    counts = whole_numbers("lengths", lengths)
+    if len(counts) != x.shape[0] or any(not 0 <= n <= x.shape[1] for n in counts):
+        raise ValueError(f"lengths are (B,) = ({x.shape[0]},) numbers from 0 to T = {x.shape[1]}; got {counts}")
+    return counts
+
+
+def check_latent_call(x: Tensor, cache: Any, lengths: Any, form: str, mask: Any) -> list[int] | None:
+    """`check_cache` for `LatentAttention`; where the call is refused, the cache has not changed."""
+    check_form(form)
+    as_mask(mask)
+    if not getattr(cache, "causal", True):
+        raise ValueError("latent attention attends to its own past, so its cache is causal; got one with causal=False")
+    return check_cache(x, cache, lengths)
+
+
+def check_latent_values(width: int, rank: int) -> None:
+    """A cache of latents has values that are the first columns of its keys."""
+    if width != rank:
+        raise ValueError(
+            f"the cache's values are the first kv_lora_rank = {rank} columns of its keys; it gave values of {width}; "
+            f"make it with value_dim={rank}"
         )

@@ -1,14 +1,15 @@
 """One head at a time: the textbook's small matrices, as views of the fused ones, and the way back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..shapes import check_head_counts
+from ..shapes import DTYPES, check_head_counts, describe
+from ..shapes.kinds import check_counts, check_tensor, shown
 
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention
@@ -50,30 +51,33 @@ def rows_of(projection: nn.Linear, index: int, size: int) -> tuple[Tensor, Tenso
     return projection.weight[rows].T, None if projection.bias is None else projection.bias[rows]
 
 
-def check_heads(heads: Sequence[Head], num_kv_heads: int) -> None:
-    """Heads that can be fused: equal shapes throughout, and one K and V a group.
+def check_heads(given: Any, num_kv_heads: int | None, output_bias: Any) -> tuple[list[Head], int]:
+    """Heads that can be fused, and their K: equal shapes throughout, and one K and V a group.
 
     Raises:
         TypeError: something other than a `Head`.
         ValueError: no heads, unequal shapes, or a group whose heads do not share W_K and W_V.
     """
+    if isinstance(given, (str, bytes, Mapping, Tensor)) or not isinstance(given, Iterable):
+        raise TypeError(f"from_heads takes a list of headwise.nn.Head objects; got {shown(given)}")
+    heads: list[Head] = list(given)
+    num_kv_heads = len(heads) if num_kv_heads is None else num_kv_heads
     if not heads:
         raise ValueError("from_heads needs at least one Head; got none")
+    check_counts(1, num_kv_heads=num_kv_heads)
     for n, head in enumerate(heads):
         if not isinstance(head, Head):
             raise TypeError(f"from_heads takes headwise.nn.Head objects; item {n} is {type(head).__name__}")
+        _check_matrices(n, head, heads[0])
         if repr(head) != repr(heads[0]):
             raise ValueError(
                 f"heads of one module have equal shapes and biases; head 0 is {heads[0]}, head {n} is {head}"
             )
     sizes = heads[0]
-    fits = (
-        sizes.W_Q.shape[1] == sizes.W_K.shape[1]
-        and sizes.W_V.shape[1] == sizes.W_O.shape[0]
-        and sizes.W_O.shape[1] == sizes.W_Q.shape[0]
-    )
-    if not fits:
-        raise ValueError(f"a head has W_Q (M, D), W_K (N, D), W_V (N, V), W_O (V, M); got {sizes}")
+    D, V = sizes.W_Q.shape[1], sizes.W_V.shape[1]
+    biases = [bias is None or bias.shape == (n,) for bias, n in ((sizes.b_Q, D), (sizes.b_K, D), (sizes.b_V, V))]
+    if sizes.W_K.shape[1] != D or sizes.W_O.shape != (V, sizes.W_Q.shape[0]) or not all(biases):
+        raise ValueError(f"a head has W_Q (M, D), W_K (N, D), W_V (N, V), W_O (V, M), biases (D,), (V,); got {sizes}")
     check_head_counts(len(heads), num_kv_heads)
     group = len(heads) // num_kv_heads
     for n, head in enumerate(heads):
@@ -88,6 +92,29 @@ def check_heads(heads: Sequence[Head], num_kv_heads: int) -> None:
             raise ValueError(
                 f"heads that share W_K and W_V share b_K and b_V too; head {n} differs from its group's first"
             )
+    width = sizes.W_O.shape[1]
+    if output_bias is not None:
+        check_tensor("output_bias", output_bias, f"a float tensor ({width},)")
+        like = sizes.W_O
+        if output_bias.shape != (width,) or (output_bias.dtype, output_bias.device) != (like.dtype, like.device):
+            raise ValueError(
+                f"output_bias is ({width},), of the heads' dtype and device; got {describe(output_bias)}, W_O "
+                f"{describe(like)}"
+            )
+    return heads, num_kv_heads
+
+
+def _check_matrices(n: int, head: Head, first: Head) -> None:
+    """Float matrices and vectors, of one dtype and device with the first head's."""
+    like = first.W_Q
+    for name, x in vars(head).items():
+        axes = 1 if name.startswith("b") else 2
+        if x is None and axes == 1:
+            continue
+        rule = f"a float tensor of {axes} {'axis' if axes == 1 else 'axes'}, alike in dtype and device in all heads"
+        check_tensor(f"{name} of head {n}", x, rule)
+        if x.ndim != axes or x.dtype not in DTYPES or x.dtype != like.dtype or x.device != like.device:
+            raise ValueError(f"{name} of head {n} is {rule}; got {describe(x)}, W_Q of head 0 {describe(like)}")
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops.attention import attention
-from ..ops.held import Held
-from ..ops.masks import Mask
-from ..shapes import check_gate
+from ..ops.masks.compose import Mask
+from ..ops.storage.held import Held
+from ..shapes import check_gate, check_options, check_sinks
+from ..shapes.kinds import check_texts
 
 
 class Inner(nn.Module):
@@ -58,6 +59,10 @@ class InnerAttention(Inner):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_options(None, scale, softcap, None, dropout)
+        check_texts(backend=backend)
+        if sinks is not None:
+            check_sinks(sinks)
         self.scale = scale
         self.softcap = softcap
         self.sinks = None if sinks is None else nn.Parameter(sinks)

@@ -10,9 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.masks import Mask, as_mask, causal, keep
+from ..ops.masks.compose import Mask, as_mask
+from ..ops.masks.make import causal, keep
+from ..shapes import check_options
+from ..shapes.kinds import check_counts, check_flags, whole_numbers
 from .cached import positions_of
-from .checks import check_input, check_latent_call
+from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .inner import InnerAttention
 from .latent_form import Choice, Form, FormCosts, latent_layer
 from .multihead import MultiHeadAttention, Rotate
@@ -114,6 +117,9 @@ class LatentAttention(nn.Module):
         self.d_model, self.num_heads, self.q_lora_rank = d_model, num_heads, q_lora_rank
         self.kv_lora_rank, self.nope_dim, self.rope_dim, self.value_dim = kv_lora_rank, nope_dim, rope_dim, value_dim
         self.head_dim = nope_dim + rope_dim
+        check_flags(bias=bias)
+        check_options(None, scale, None, None, dropout)
+        check_part("rotary", rotary, "a part (query, key, positions) -> (query, key), such as headwise.nn.Rotary")
         self.scale = self.head_dim**-0.5 if scale is None else scale
         if q_lora_rank is None:
             self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=False)
@@ -164,23 +170,23 @@ class LatentAttention(nn.Module):
             TypeError: a cache without the methods of one.
             ValueError: wrong shapes, an unknown form, or a cache of another size.
         """
-        check_input(x, self.d_model)
-        check_latent_call(x, cache, lengths, form)
-        absorbed = self.absorbs(x.shape[1], cache, form, mask=mask, lengths=lengths)
+        check_input(x, self.d_model, self.kv_a_proj_with_mqa)
+        lengths = check_latent_call(x, cache, lengths, form, mask)
+        absorbed = self._absorbs(x.shape[1], cache, form, mask=mask, lengths=lengths)
         q_nope_BHTN, q_rope_BHTR = self.queries(x)
         latent_B1TC, k_rope_B1TR = self.compress(x)
-        q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self.places(x, cache, positions))
+        q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self._places(x, cache, positions))
         key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: all that a cache holds
         if absorbed:
             query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
             if cache is None:
                 mixed_BHTC = self.inner(query_BHTE, key_B1TE, key_B1TE[..., : self.kv_lora_rank], mask=mask)
             else:
-                mixed_BHTC = self.attend(cache, query_BHTE, key_B1TE, mask, lengths)
+                mixed_BHTC = self._attend(cache, query_BHTE, key_B1TE, mask, lengths)
             heads_BHTV = self.from_latent(mixed_BHTC)
         else:
             query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
-            keys, rule = (key_B1TE, mask) if cache is None else self.hold(cache, key_B1TE, mask, lengths)
+            keys, rule = (key_B1TE, mask) if cache is None else self._hold(cache, key_B1TE, mask, lengths)
             heads_BHTV = self.inner(query_BHTD, *self.expand(keys), mask=rule)
         out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
         return out if cache is None else (out, cache)
@@ -190,31 +196,42 @@ class LatentAttention(nn.Module):
     def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The two parts of each head's query: (B, H, T, nope_dim), and (B, H, T, rope_dim) before it is turned."""
         if self.q_lora_rank is None:
+            check_input(x, self.d_model, self.q_proj)
             fused = self.q_proj(x)
         else:
+            check_input(x, self.d_model, self.q_a_proj)
             latent = self.q_a_proj(x)
             fused = self.q_b_proj(self.q_a_layernorm(latent).to(latent.dtype))
-        nope, rope = MultiHeadAttention.split(fused, self.num_heads).split((self.nope_dim, self.rope_dim), dim=-1)
+        heads_BHTD = MultiHeadAttention.split(fused, self.num_heads, self.head_dim)
+        nope, rope = heads_BHTD.split((self.nope_dim, self.rope_dim), dim=-1)
         return nope, rope
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The latents (B, 1, T, kv_lora_rank), and the part of the key that all heads share (B, 1, T, rope_dim)."""
-        latent, rope = self.kv_a_proj_with_mqa(x)[:, None].split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        check_input(x, self.d_model, self.kv_a_proj_with_mqa)
+        both = MultiHeadAttention.split(self.kv_a_proj_with_mqa(x), 1, self.kv_lora_rank + self.rope_dim)
+        latent, rope = both.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return self.kv_a_layernorm(latent).to(latent.dtype), rope
 
     def expand(self, key: Float[Tensor, "B 1 S E"]) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S V"]]:
         """The keys (B, H, S, nope_dim + rope_dim) and values (B, H, S, value_dim) of every head."""
+        check_vectors("key", key, 1, self.kv_lora_rank + self.rope_dim)
         latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        both = MultiHeadAttention.split(self.kv_b_proj(latent[:, 0]), self.num_heads)
+        check_taken("key", latent, self.kv_b_proj)
+        both = MultiHeadAttention.split(self.kv_b_proj(latent[:, 0]), self.num_heads, self.nope_dim + self.value_dim)
         nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, rope.expand(-1, self.num_heads, -1, -1)), dim=-1), value
 
     def to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:
         """Queries in the latent space: its dot product with a latent is that of the query with the expanded key."""
+        check_vectors("nope", nope, self.num_heads, self.nope_dim)
+        check_taken("nope", nope, self.kv_b_proj)
         return torch.einsum("bhtn,hnc->bhtc", nope, self.up_matrices()[0])
 
     def from_latent(self, mixed: Float[Tensor, "B H T C"]) -> Float[Tensor, "B H T V"]:
         """The heads, from weighted sums of latents."""
+        check_vectors("mixed", mixed, self.num_heads, self.kv_lora_rank)
+        check_taken("mixed", mixed, self.kv_b_proj)
         return torch.einsum("bhtc,hvc->bhtv", mixed, self.up_matrices()[1])
 
     def up_matrices(self) -> tuple[Float[Tensor, "H N C"], Float[Tensor, "H V C"]]:
@@ -233,9 +250,10 @@ class LatentAttention(nn.Module):
             >>> mla.form(5), mla.form(1, held=[100]), mla.form(50, held=[100])
             ('expanded', 'absorbed', 'expanded')
         """
-        return self.uncached if held is None else self.costs.cheaper(queries, held)
+        check_counts(queries=queries)
+        return self.uncached if held is None else self.costs.cheaper(queries, whole_numbers("held", held))
 
-    def absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: Lengths) -> bool:
+    def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: Lengths) -> bool:
         """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
         held = None if cache is None else list(cache.lengths)
         if (self.form(new, held) if form == "auto" else form) == "absorbed":
@@ -255,28 +273,25 @@ class LatentAttention(nn.Module):
         return bool(why)
 
     @staticmethod
-    def places(x: Tensor, cache: LatentCache | None, positions: Positions) -> Positions:
+    def _places(x: Tensor, cache: LatentCache | None, positions: Positions) -> Positions:
         """The positions given, or those behind what each row of the cache holds."""
         if cache is None or positions is not None:
             return positions
         return positions_of(cache.lengths, x.shape[1], x.device)
 
-    def attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Lengths) -> Tensor:
+    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Lengths) -> Tensor:
         """Weighted sums of latents (B, H, T, C) over the cache, once it holds the new ones; options in use go along."""
         options = {name: option for name, option in self.inner.options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
+        check_latent_values(getattr(cache, "value_dim", self.kv_lora_rank), self.kv_lora_rank)
         cache.append(new, lengths=lengths)
         mixed: Tensor = cache.attend(query, mask=mask, **options)
-        if mixed.shape[-1] != self.kv_lora_rank:
-            raise ValueError(
-                f"the cache's values are the first kv_lora_rank = {self.kv_lora_rank} columns of its keys; it gave "
-                f"values of {mixed.shape[-1]}; make it with value_dim={self.kv_lora_rank}"
-            )
+        check_latent_values(mixed.shape[-1], self.kv_lora_rank)
         return mixed
 
     @staticmethod
-    def hold(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Lengths) -> tuple[Tensor, Mask]:
+    def _hold(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Lengths) -> tuple[Tensor, Mask]:
         """The keys (B, 1, S, E) that the expanded form attends to, the new ones appended, and who may see which."""
         held, length = list(cache.lengths), new.shape[2]
         cache.append(new, lengths=lengths)

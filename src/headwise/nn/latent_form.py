@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from ..plan.layer import AttentionLayer, Latent
 from ..plan.shape import check_size
+from ..shapes.kinds import check_counts, shown
 
 Form = Literal["expanded", "absorbed"]
 Choice = Literal["auto", "expanded", "absorbed"]
@@ -33,6 +34,8 @@ def latent_layer(
     sizes |= {"nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
     for name, size in sizes.items():
         check_size(name, size, optional=name == "q_lora_rank")
+    heads = nope_dim + rope_dim + value_dim
+    check_counts(1, **{"num_heads * (nope_dim + rope_dim + value_dim)": num_heads * heads})
     latent = Latent(kv_lora_rank, rope_dim, q_lora_rank)
     return AttentionLayer("self", 0, d_model, num_heads, num_heads, nope_dim + rope_dim, value_dim, latent=latent)
 
@@ -75,6 +78,7 @@ class FormCosts:
 
     def macs(self, queries: int, keys: int) -> dict[Form, int]:
         """Multiply-adds of each form for the last `queries` of `keys` tokens, causal."""
+        check_counts(queries=queries, keys=keys)
         pairs = queries * keys - queries * (queries - 1) // 2
         return {
             "expanded": self.expanded_key * keys + self.expanded_pair * pairs,
@@ -95,5 +99,5 @@ class FormCosts:
 
 def check_form(form: str) -> None:
     """Raise ValueError for a form that there is not."""
-    if form not in get_args(Choice):
-        raise ValueError(f'form is "auto", "expanded" or "absorbed"; got {form!r}; "auto" takes the cheaper one')
+    if not isinstance(form, str) or form not in get_args(Choice):
+        raise ValueError(f'form is "auto", "expanded" or "absorbed"; got {shown(form)}; "auto" takes the cheaper one')

@@ -6,11 +6,21 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.held import Held
-from ..ops.masks import Mask
+from ..ops.masks.compose import Mask, as_mask
+from ..ops.storage.held import Held
 from ..plan.shape import Bias
+from ..shapes.kinds import check_counts
 from .cached import positions_of, step
-from .checks import check_input, check_memory, check_sizes
+from .checks import (
+    check_cache,
+    check_input,
+    check_memory,
+    check_part,
+    check_sizes,
+    check_taken,
+    check_vectors,
+    check_width,
+)
 from .heads import Head, check_heads, fill, rows_of
 from .inner import as_inner
 from .rotary import Positions
@@ -89,8 +99,10 @@ class MultiHeadAttention(nn.Module):
         self.k_proj = nn.Linear(key_width, self.num_kv_heads * self.head_dim, bias=bool(bias))
         self.v_proj = nn.Linear(value_width, self.num_kv_heads * self.value_dim, bias=bool(bias))
         self.o_proj = nn.Linear(num_heads * self.value_dim, d_model, bias=bias is True)
-        self.q_norm = qk_norm(self.head_dim) if qk_norm else None
-        self.k_norm = qk_norm(self.head_dim) if qk_norm else None
+        check_part("qk_norm", qk_norm, "a factory head_dim -> module, such as torch.nn.RMSNorm")
+        check_part("rotary", rotary, "a part (query, key, positions) -> (query, key), such as headwise.nn.Rotary")
+        self.q_norm = None if qk_norm is None else qk_norm(self.head_dim)
+        self.k_norm = None if qk_norm is None else qk_norm(self.head_dim)
         self.rotary = rotary
         self.inner = as_inner(inner)
 
@@ -127,14 +139,15 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: wrong shapes, a memory that is missing, or positions without a rotary part.
         """
-        check_input(x, self.d_model)
+        check_input(x, self.d_model, self.q_proj)
+        lengths = check_cache(x, cache, lengths)
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
             return self.o_proj(self.concatenate(heads_BHTV)), cache
-        for_keys, for_values = check_memory(x, memory, self.memory_widths, required=self.memory_dim is not None)
-        q_BHTD = self.split(self.q_proj(x), self.num_heads)
-        k_BKSD = self.split(self.k_proj(for_keys), self.num_kv_heads)
-        v_BKSV = self.split(self.v_proj(for_values), self.num_kv_heads)
+        for_keys, for_values = check_memory(self, x, memory)
+        q_BHTD = self.split(self.q_proj(x), self.num_heads, self.head_dim)
+        k_BKSD = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
+        v_BKSV = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
         q_BHTD, k_BKSD = self.normalize(q_BHTD, k_BKSD)
         q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, positions)
         gated = {} if gate is None else {"gate": gate}
@@ -145,36 +158,44 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, memory: Memory | None, cache: Held, *, positions: Positions, lengths: Any, **options: Any
     ) -> Tensor:
         """The heads of `x` (B, H, T, V) against what the cache holds, once it has what is new."""
-        query = self.split(self.q_proj(x), self.num_heads)
-        if not cache.causal and any(cache.lengths):  # a memory that is there already
+        as_mask(options["mask"])  # refused before the cache has changed
+        query, causal = self.split(self.q_proj(x), self.num_heads, self.head_dim), getattr(cache, "causal", True)
+        if not causal and any(cache.lengths):  # a memory that is there already
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
             query, _ = self.normalize(query, query[:, :0])
-            query, _ = self.rotate(query, query[:, :0], positions)
+            of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
+            query, _ = self.rotate(query, query[:, :0], of_queries)
             return step(self.inner, cache, query, None, None, **options)
-        for_keys, for_values = check_memory(x, memory, self.memory_widths, required=self.memory_dim is not None)
-        key = self.split(self.k_proj(for_keys), self.num_kv_heads)
-        value = self.split(self.v_proj(for_values), self.num_kv_heads)
-        if self.rotary is not None and positions is None and cache.causal:
+        for_keys, for_values = check_memory(self, x, memory)
+        key = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
+        value = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
+        if self.rotary is not None and positions is None and causal:
             positions = positions_of(cache.lengths, x.shape[1], x.device)
         query, key = self.normalize(query, key)
         query, key = self.rotate(query, key, positions)
         return step(self.inner, cache, query, key, value, lengths=lengths, **options)
 
     @staticmethod
-    def split(fused: Tensor, heads: int) -> Tensor:
+    def split(fused: Tensor, heads: int, size: int) -> Tensor:
         """(B, T, heads * size) -> (B, heads, T, size): a view."""
-        return fused.unflatten(-1, (heads, -1)).transpose(1, 2)
+        check_width(fused, heads, size)
+        return fused.unflatten(-1, (heads, size)).transpose(1, 2)
 
     @staticmethod
     def concatenate(heads_BHTV: Tensor) -> Tensor:
         """(B, H, T, V) -> (B, T, H * V): head h fills columns h * V to (h + 1) * V."""
+        check_vectors("what the inner part gives", heads_BHTV)
         return heads_BHTV.transpose(1, 2).flatten(2)
 
     def normalize(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """q_norm and k_norm over the last axis, where the module has them; the dtype stays."""
+        check_vectors("query", query, size=self.head_dim)
+        check_vectors("key", key, size=self.head_dim)
         if self.q_norm is None or self.k_norm is None:
             return query, key
+        check_taken("query", query, self.q_norm)
+        check_taken("key", key, self.k_norm)
         return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
 
     def rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
@@ -194,7 +215,7 @@ class MultiHeadAttention(nn.Module):
         Heads of one group (GQA, MQA) show the same W_K and W_V. The bias of o_proj belongs to no head.
 
         Raises:
-            IndexError: no such head.
+            TypeError, ValueError: no such head.
 
         Example:
             >>> import torch
@@ -207,8 +228,7 @@ class MultiHeadAttention(nn.Module):
             >>> torch.allclose(small, mha(x), atol=1e-6)
             True
         """
-        if not 0 <= index < self.num_heads:
-            raise IndexError(f"heads are numbered 0 to {self.num_heads - 1}; got {index}")
+        check_counts(0, self.num_heads - 1, index=index)
         kv = index // (self.num_heads // self.num_kv_heads)
         W_Q, b_Q = rows_of(self.q_proj, index, self.head_dim)
         W_K, b_K = rows_of(self.k_proj, kv, self.head_dim)
@@ -244,9 +264,7 @@ class MultiHeadAttention(nn.Module):
             >>> pruned.q_proj.weight.shape
             torch.Size([8, 12])
         """
-        heads = list(heads)
-        num_kv_heads = len(heads) if num_kv_heads is None else num_kv_heads
-        check_heads(heads, num_kv_heads)
+        heads, num_kv_heads = check_heads(heads, num_kv_heads, output_bias)
         first = heads[0]
         d_model, head_dim = first.W_Q.shape
         widths = (first.W_K.shape[0], first.W_V.shape[0])

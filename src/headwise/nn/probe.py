@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.masks import Mask, as_mask
+from ..ops.masks.compose import Mask, as_mask
+from .checks import check_part
 from .inner import Inner
 from .latent import LatentAttention
 from .multihead import MultiHeadAttention
@@ -115,6 +116,7 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
         >>> seen.calls[0].query.shape
         torch.Size([2, 3, 5, 4])
     """
+    check_part("each", each, "called with every AttentionCall")
     inside = unwrap(model)
     if probe.dispatch(type(inside)) is not probe.dispatch(nn.Module):  # another room's, which sees what this one cannot
         with probe(inside, each) as seen:

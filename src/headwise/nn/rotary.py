@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..shapes import DTYPES, INTEGERS, describe
+from ..shapes.kinds import check_counts, check_dtype, check_flags, check_numbers, check_tensor, real_numbers
+
 Positions = Tensor | tuple[Tensor, Tensor] | None
 
 
@@ -38,12 +41,8 @@ def rotate(
         >>> rotate(torch.tensor([1.0, 2.0, 7.0]), *quarter)                   # the 7 is beyond the turned part
         tensor([-2.,  1.,  7.])
     """
-    half = cos.shape[-1]
-    if cos.shape != sin.shape or 2 * half > x.shape[-1]:
-        raise ValueError(
-            f"cos and sin share one shape (..., R) and turn 2R of the D numbers of x; got cos {tuple(cos.shape)}, "
-            f"sin {tuple(sin.shape)}, x {tuple(x.shape)}"
-        )
+    check_flags(interleaved=interleaved)
+    half = _check_angles(x, cos, sin)
     dtype = torch.promote_types(x.dtype, torch.float32)
     turned, kept = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
     cos, sin = cos.to(dtype), sin.to(dtype)
@@ -54,6 +53,25 @@ def rotate(
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     return torch.cat((turned.to(x.dtype), kept), dim=-1)
+
+
+def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> int:
+    """How many pairs turn."""
+    for name, part in (("x", x), ("cos", cos), ("sin", sin)):
+        check_tensor(name, part, "a float tensor (..., n)")
+        if part.dtype not in DTYPES or part.device != x.device or part.ndim == 0:
+            raise ValueError(f"{name} is a float tensor (..., n) on the device of x; got {describe(part)}")
+    half = cos.shape[-1]
+    if cos.shape != sin.shape or 2 * half > x.shape[-1] or not _broadcasts(cos.shape[:-1], x.shape[:-1]):
+        raise ValueError(
+            "cos and sin share one shape (..., R), which broadcasts to that of x, and turn 2R of its D numbers; got "
+            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, x {tuple(x.shape)}"
+        )
+    return half
+
+
+def _broadcasts(sizes: Sequence[int], to: Sequence[int]) -> bool:
+    return len(sizes) <= len(to) and all(n in (1, m) for n, m in zip(reversed(sizes), reversed(to), strict=False))
 
 
 class Rotary(nn.Module):
@@ -93,6 +111,11 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        check_counts(head_dim=head_dim, rotary_dim=rotary_dim)
+        check_flags(interleaved=interleaved)
+        check_numbers(base=base)
+        if frequencies is not None:
+            frequencies = real_numbers("frequencies", frequencies)
         if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
             raise ValueError(
                 f"rotary positions turn pairs, so rotary_dim is even with 2 <= rotary_dim <= head_dim; got rotary_dim "
@@ -108,7 +131,7 @@ class Rotary(nn.Module):
         self.base = base
         self.rotary_dim = rotary_dim
         self.interleaved = interleaved
-        self.frequencies = None if frequencies is None else tuple(float(f) for f in frequencies)
+        self.frequencies = None if frequencies is None else tuple(frequencies)
 
     def forward(
         self,
@@ -127,7 +150,11 @@ class Rotary(nn.Module):
         Raises:
             ValueError: another head dim, positions of another length, or none given although T and S differ.
         """
-        if query.shape[-1] != self.head_dim or key.shape[-1] != self.head_dim:
+        for name, x in (("query", query), ("key", key)):
+            check_tensor(name, x, "a float tensor (B, heads, T, D)")
+            if x.dtype not in DTYPES:
+                raise ValueError(f"{name} is a float tensor (B, heads, T, D); got {describe(x)}")
+        if query.ndim != 4 or key.ndim != 4 or {query.shape[3], key.shape[3]} != {self.head_dim}:
             raise ValueError(
                 f"Rotary({self.head_dim}) turns heads of {self.head_dim} numbers; got query {tuple(query.shape)}, "
                 f"key {tuple(key.shape)}; build it with the module's head_dim"
@@ -139,11 +166,18 @@ class Rotary(nn.Module):
                     f"S = {key.shape[2]}; pass positions=(query_positions, key_positions)"
                 )
             positions = torch.arange(query.shape[2], device=query.device)
-        for_query, for_key = positions if isinstance(positions, tuple) else (positions, positions)
+        pair = positions if isinstance(positions, tuple) else (positions, positions)
+        if len(pair) != 2:
+            raise TypeError(f"positions are one tensor, or a pair (of the queries, of the keys); got {len(pair)}")
+        for_query, for_key = pair
         return self._turn(query, for_query, "query"), self._turn(key, for_key, "key")
 
     def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cosines and sines (..., rotary_dim / 2) of the angles at `positions` (...), for `rotate`."""
+        check_tensor("positions", positions, "a tensor of numbers")
+        check_dtype(dtype, (torch.float32, torch.float64))
+        if positions.dtype not in (*INTEGERS, *DTYPES):
+            raise TypeError(f"positions are integers or floats; got {describe(positions)}")
         if self.frequencies is None:
             pair = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=dtype)
             frequencies = self.base ** (-pair / self.rotary_dim)
@@ -153,6 +187,9 @@ class Rotary(nn.Module):
         return angle.cos(), angle.sin()
 
     def _turn(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
+        check_tensor("positions", positions, "a tensor (T,) or (B, T), or a pair of them")
+        if positions.device != x.device:
+            raise ValueError(f"positions live on the {name}'s device {x.device}; got {describe(positions)}")
         if positions.shape not in ((x.shape[2],), (x.shape[0], x.shape[2]), (1, x.shape[2])):
             raise ValueError(
                 f"positions are (T,) or (B, T), one for each {name}: (B, T) = {(x.shape[0], x.shape[2])}; "

@@ -10,8 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..ops.masks import Mask, bias, keep
-from ..shapes import describe
+from ..ops.masks.compose import Mask
+from ..ops.masks.make import bias, keep
+from ..shapes import MASK_RULE, describe
+from ..shapes.kinds import check_counts, check_tensor
 from .inner import InnerAttention
 from .multihead import MultiHeadAttention
 
@@ -125,6 +127,10 @@ def mask_from_torch(
         ■ ■ ·
     """
     masks = []
+    check_counts(1, num_heads=num_heads)
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if mask is not None:
+            check_tensor(name, mask, "a bool tensor (True = hide) or a float one (added)")
     if attn_mask is not None:
         if attn_mask.ndim == 3 and attn_mask.shape[0] % num_heads == 0:
             attn_mask = attn_mask.unflatten(0, (-1, num_heads))
@@ -159,6 +165,9 @@ def mask_to_torch(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int 
         tensor([[False,  True],
                 [False, False]])
     """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"{MASK_RULE}; mask_to_torch takes a Mask; got {type(mask).__name__}; keep() makes one")
+    check_counts(1, batch=batch, num_heads=num_heads)
     dense = mask.dense(T, S)
     theirs = ~dense if dense.dtype == torch.bool else dense
     rows, heads = theirs.shape[:2]

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..ops import masks
-from ..ops.masks import Mask
-from ..ops.weights import weights
+from ..ops.masks.compose import Mask
+from ..ops.masks.make import causal as causal_mask
+from ..ops.statistics.weights import weights
 from ..plan import AttentionShape, parameter_count
-from ..plan.shape import Bias, check_size
+from ..plan.shape import Bias
+from ..shapes.kinds import check_counts, check_flags
 from .checks import check_input, check_memory
 from .inner import Inner
 from .mixing import Mixing, measure_mixing
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # trace_shape computes with real numbers up to this many (weights and largest activation); beyond it, shapes only.
 MAX_NUMBERS = 1 << 26
+MOST_NUMBERS = 10**15  # more than any machine has; torch counts the bytes of a tensor in 63 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +143,10 @@ def trace(
         >>> [(stage.name, stage.shape) for stage in found.stages[-4:]]
         [('weights', (2, 3, 5, 5)), ('heads', (2, 3, 5, 4)), ('concatenation', (2, 5, 12)), ('output', (2, 5, 12))]
     """
-    check_input(x, mha.d_model)
-    for_keys, for_values = check_memory(x, memory, mha.memory_widths, required=mha.memory_dim is not None)
+    if not isinstance(mha, MultiHeadAttention):
+        raise TypeError(f"trace takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
+    check_input(x, mha.d_model, mha.q_proj)
+    for_keys, for_values = check_memory(mha, x, memory)
     stages = [Stage("x", "X", x, "batch, tokens, d_model")]
     if for_values is not for_keys:
         stages.append(Stage("memory_keys", "M", for_keys, "keys come from here"))
@@ -150,13 +154,13 @@ def trace(
     elif memory is not None:
         stages.append(Stage("memory", "M", for_keys, "keys and values come from here"))
     made = {}
-    for letter, projection, given, heads in (
-        ("q", mha.q_proj, x, mha.num_heads),
-        ("k", mha.k_proj, for_keys, mha.num_kv_heads),
-        ("v", mha.v_proj, for_values, mha.num_kv_heads),
+    for letter, projection, given, heads, size in (
+        ("q", mha.q_proj, x, mha.num_heads, mha.head_dim),
+        ("k", mha.k_proj, for_keys, mha.num_kv_heads, mha.head_dim),
+        ("v", mha.v_proj, for_values, mha.num_kv_heads, mha.value_dim),
     ):
         fused = projection(given)
-        made[letter] = mha.split(fused, heads)
+        made[letter] = mha.split(fused, heads, size)
         source = "X" if given is x else "N" if given is not for_keys else "M"
         added = "" if projection.bias is None else f" + b_{letter.upper()}"
         stages += _projected(letter, f"{source} W_{letter.upper()}{added}", fused, made[letter])
@@ -215,17 +219,22 @@ def trace_shape(
         >>> found.parameter_count == 4 * 512**2
         True
     """
-    check_size("batch", batch)
-    check_size("length", length)
+    check_counts(1, batch=batch, length=length)
+    check_flags(causal=causal)
     sizes: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim, "bias": bias}
     shape = AttentionShape.of(d_model, num_heads, **sizes)
     widest = max(d_model, num_heads * max(shape.head_dim, shape.value_dim, length))
     numbers = parameter_count(d_model, num_heads, **sizes) + batch * length * widest
+    if numbers > MOST_NUMBERS:
+        raise ValueError(
+            f"weights and activations have at most {MOST_NUMBERS:,} numbers together; d_model {d_model}, {num_heads} "
+            f"heads of {shape.head_dim}, batch {batch} and length {length} make more: give smaller sizes"
+        )
     device = "meta" if numbers > MAX_NUMBERS else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
         torch.manual_seed(0)
         mha = MultiHeadAttention(d_model, num_heads, **sizes)
-        return trace(mha, torch.randn(batch, length, d_model), mask=masks.causal() if causal else None)
+        return trace(mha, torch.randn(batch, length, d_model), mask=causal_mask() if causal else None)
 
 
 def _projected(letter: str, product: str, fused: Tensor, split: Tensor) -> list[Stage]:

@@ -1,10 +1,11 @@
-"""The model inside of what is wrapped around it: adapters, data parallelism, compiled modules.
+"""The model inside of what is wrapped around it: adapters, data parallelism, compiled modules; and whether it is whole.
 
 Read from what a wrapper is made of, never from its class: so no library of wrappers is imported.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -51,3 +52,23 @@ def _inside(model: Any) -> nn.Module | None:
         return base if isinstance(base, nn.Module) and base is not model else None
     alone = parts.get("module") if len(parts) == 1 else None
     return alone if next(model.parameters(recurse=False), None) is None else None
+
+
+def split_over(model: nn.Module) -> int:
+    """Over how many processes tensor parallelism has split the model's weights; 1 where every process has them all.
+
+    What data parallelism shards (FSDP) does not count: its modules gather their weights before they run.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"split_over takes a model, a torch.nn.Module; got {type(model).__name__}")
+    parts = list(model.modules())
+    found = [size for part in parts if isinstance(size := getattr(part, "_tp_size", None), int)]
+    distributed: Any = sys.modules.get("torch.distributed.tensor")  # not there: nobody has split anything
+    gathered = any(type(part).__name__.startswith("FSDP") for part in parts)
+    for weight in model.parameters() if distributed is not None else ():
+        if isinstance(weight, distributed.DTensor):
+            names = weight.device_mesh.mesh_dim_names or ("",) * weight.device_mesh.ndim
+            for size, name, placement in zip(weight.device_mesh.shape, names, weight.placements, strict=True):
+                if placement.is_shard() and (not gathered or "tp" in name):
+                    found.append(size)
+    return max(found, default=1)

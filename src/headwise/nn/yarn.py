@@ -5,6 +5,8 @@ Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Mo
 
 import math
 
+from ..shapes.kinds import check_counts, check_numbers
+
 
 def yarn_frequencies(
     rotary_dim: int,
@@ -32,13 +34,19 @@ def yarn_frequencies(
         Radians a position, one number a pair: ``rotary_dim / 2`` of them.
 
     Raises:
-        ValueError: an odd `rotary_dim`, or a factor or length below 1.
+        TypeError: something that is no number.
+        ValueError: an odd `rotary_dim`, a factor or length below 1, or a number that is not finite.
 
     Example:
         >>> slow = yarn_frequencies(64, factor=40, original_length=4096)
         >>> slow[0], round(slow[-1] / 10000 ** (-62 / 64), 6)
         (1.0, 0.025)
     """
+    check_counts(0, 2**20, rotary_dim=rotary_dim)
+    check_counts(original_length=original_length)
+    check_numbers(factor=factor)
+    check_numbers(1.0, base=base)
+    check_numbers(0.0, beta_fast=beta_fast, beta_slow=beta_slow)
     if rotary_dim % 2 or rotary_dim < 2 or factor < 1 or original_length < 1:
         raise ValueError(
             "YaRN stretches the turns of rotary_dim / 2 pairs by factor >= 1 from original_length >= 1 tokens; got "
@@ -72,5 +80,7 @@ def yarn_scale(head_dim: int, *, factor: float, mscale: float = 1.0) -> float:
         >>> round(yarn_scale(192, factor=40) * 192**0.5, 4)
         1.8739
     """
+    check_counts(1, head_dim=head_dim)
+    check_numbers(factor=factor, mscale=mscale)
     stretch = 1.0 if factor <= 1 else 1.0 + 0.1 * mscale * math.log(factor)
     return stretch * stretch * head_dim**-0.5

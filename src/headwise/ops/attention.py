@@ -1,7 +1,6 @@
 """The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
@@ -10,15 +9,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..shapes import check_attention, check_gate, check_options
-from . import blocks, flex, native, sdpa
-from .call import Call, Limit, refusal
-from .fence import fence, show, surely_finite
-from .held import Held, Layout, parts_of
-from .int8 import Quantized
-from .masks import Mask, fitted
-from .paged import Paged
+from ..shapes.kinds import check_flags, shown
+from .backends import blocks, flex, sdpa
+from .call import Call, Limit, fitted, refusal
+from .fence import alive_rows, fence, quiet, show, surely_tame
+from .masks.compose import Mask
+from .native import backend as native
 from .reference import reference
+from .scores import autocasts, without_autocast
+from .storage.held import Held, Layout, parts_of
+from .storage.int8 import Quantized
+from .storage.paged import Paged
 
+AUTO = "auto"
 Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Held
 Values: TypeAlias = Float[Tensor, "B K S V"] | Quantized | Paged | None
 
@@ -94,8 +97,8 @@ def attention(
             `headwise.cache`, and no value is given: the queries are then those of the last tokens it holds.
         mask: what may be attended: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with `&`; or a bool
             tensor (True = attend), or a float tensor (added), that broadcasts to (B, H, T, S).
-        scale: factor of the scores; D ** -0.5 by default.
-        softcap: bounds the scores by `softcap * tanh(score / softcap)`.
+        scale: factor of the scores; D ** -0.5 by default. 0, or in size from 2**-100 to 2**100, as float32 wants it.
+        softcap: bounds the scores by `softcap * tanh(score / softcap)`; from 2**-100 to 2**100.
         sinks: (H,) logits that join the softmax's denominator and carry no value.
         dropout: probability of zeroing a weight; always active, so pass 0 outside of training.
         gate: (H,), (B, H), (B, H, T) or (B, H, T, V); multiplies the output.
@@ -130,13 +133,14 @@ def attention(
             backend=backend,
         )
     k, v, layout = parts_of(key, value)
-    if (backend == "auto" or backend == "native") and not torch.compiler.is_compiling():
+    hasty = backend is AUTO or (isinstance(backend, str) and backend in (AUTO, "native"))
+    if hasty and not torch.compiler.is_compiling():
         done = native.at_once(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
         if done is not None:
             return done
     query, k, v = _autocast(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
-    with _no_autocast(call):
+    with without_autocast(call.device_type):
         out, lse = _run(call, _choose(call, backend)[0])
     if not return_lse:
         return out
@@ -263,14 +267,14 @@ _PREFERENCES = (
 
 def _choose(call: Call, name: str) -> tuple[str, str]:
     """The backend that serves the call, and why."""
-    if name == "auto":
+    if isinstance(name, str) and name == AUTO:
         return next(
             (p.backend, p.why)
             for p in _PREFERENCES
             if p.when(call) and refusal(_BACKENDS[p.backend].limits, call) is None
         )
-    if name not in _BACKENDS:
-        raise ValueError(f"backend is auto, {', '.join(_BACKENDS)}; got {name!r}")
+    if not isinstance(name, str) or name not in _BACKENDS:
+        raise ValueError(f"backend is auto, {', '.join(_BACKENDS)}; got {shown(name)}")
     why_not = refusal(_BACKENDS[name].limits, call)
     if why_not is not None:
         able = [other for other in _BACKENDS if refusal(_BACKENDS[other].limits, call) is None]
@@ -289,11 +293,20 @@ def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
             return out, lse
     else:
         out, lse = _fenced(call, name)
-    return out if call.gate is None else out * call.gate.to(out.dtype), lse
+    return out if call.gate is None else _gated(out, call), lse
+
+
+def _gated(out: Tensor, call: Call) -> Tensor:
+    """The output times the gate, whose gradient is 0, too, in rows that may attend nothing, whatever comes in there."""
+    gate = call.gate.to(out.dtype)  # type: ignore[union-attr]
+    if call.mask is None or not gate.requires_grad:
+        return out * gate
+    T, S = call.sizes[3:]
+    return quiet(out * gate, ~alive_rows(call.mask, T, S, out.device)[..., None])
 
 
 def _fenced(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
-    """Run a backend on aligned rows, behind the fence that keeps NaN and Inf where they belong."""
+    """Run a backend on aligned rows, behind the fence that keeps NaN, Inf and the huge where they belong."""
     V, run = call.value.shape[-1], _BACKENDS[name].run
     query, key, value = (_aligned(x) for x in (call.query, call.key, call.value))
     call = replace(call, query=query, key=key, value=value)
@@ -303,9 +316,9 @@ def _fenced(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     # A bad value always shows in the output, 0 * NaN being NaN, so it is looked for there, where less is to be read.
     # Not so in a gradient; and a second run would draw another dropout.
     once = call.needs_grad or call.dropout > 0
-    if surely_finite(query, key, *([value] if once else [])):
+    if surely_tame(query, key, *([value] if once else [])):
         out, lse = run(call)
-        if once or surely_finite(out):
+        if once or surely_tame(out):
             return out[..., :V], lse
     query, key, value, rows_BHT = fence(query, key, value, call.mask)
     out, lse = run(replace(call, query=query, key=key, value=value))
@@ -335,34 +348,29 @@ def _checked(
     return_lse: bool,
     layout: Layout | None,
 ) -> Call:
-    quantised, shown = layout is not None and layout.key_scale is not None, key
+    quantised, sized = layout is not None and layout.key_scale is not None, key
     if layout is not None:
-        shown = layout.shown(key)
-        check_attention(query, shown, layout.shown(value), quantised=quantised)
+        layout.check(key, value)
+        sized = layout.shown(key)
+        check_attention(query, sized, layout.shown(value), quantised=quantised)
     else:
         check_attention(query, key, value)
-    check_options(query, scale, softcap, sinks, dropout)
-    (B, H, T, D), S, V = query.shape, shown.shape[2], value.shape[3]
-    mask = fitted(mask, query, shown)
+    scale, softcap, dropout = check_options(query, scale, softcap, sinks, dropout)
+    check_flags(return_lse=return_lse)
+    (B, H, T, _), S, V = query.shape, sized.shape[2], value.shape[3]
+    mask = fitted(mask, query, sized)
     mask = None if mask is None else mask.trimmed(T, S)
     gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
-    scale = D**-0.5 if scale is None else scale
     return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate, layout)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the op runs in its lower precision, as torch's own SDPA does."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not _autocasts(device):
+    if not autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
-
-
-def _no_autocast(call: Call) -> AbstractContextManager[object]:
-    """A backend's own float32 matmuls are not autocast's to lower."""
-    return torch.autocast(call.device_type, enabled=False) if _autocasts(call.device_type) else nullcontext()
-
-
-def _autocasts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )

@@ -10,8 +10,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .held import Layout
-from .masks import Mask
+from ..shapes import compute_dtype
+from .masks.compose import Mask, as_mask
+from .storage.held import Layout
+
+
+def fitted(mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | None:
+    """`as_mask`, checked against a call of query (B, H, T, D) and key (B, K, S, D), and in its precision."""
+    mask = as_mask(mask)
+    if mask is None:
+        return None
+    B, H, T, _ = query.shape
+    mask = mask.sized(B, H)
+    mask.check(B, H, T, key.shape[2], query.device)
+    return mask.computed_in(compute_dtype(query))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +93,10 @@ class Limit(NamedTuple):
     """What a backend cannot honour: the case and, in words, why and what to do."""
 
     met: Callable[[Call], bool]
-    why: str | Callable[[], str]
+    why: str | Callable[[Call], str]
 
 
 def refusal(limits: tuple[Limit, ...], call: Call) -> str | None:
     """The first limit that the call meets, in words; None where the backend can serve it."""
     why = next((limit.why for limit in limits if limit.met(call)), None)
-    return why() if callable(why) else why
+    return why(call) if callable(why) else why

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..shapes import compute_dtype
 from .fence import clean, show
-from .masks import Mask
+from .masks.compose import Mask
 
 
 def reference_weights(
@@ -29,21 +30,24 @@ def reference_weights(
     >>> reference_weights(q, k)[0].flatten().tolist()
     [0.25, 0.25, 0.25, 0.25]
     """
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(query)
     (T, D), (K, S) = query.shape[2:], key.shape[1:3]
+    mask = None if mask is None else mask.computed_in(dtype)
+    allowed = None if mask is None else mask.allowed(T, S, device=query.device)
+    if allowed is None:
+        allowed = torch.ones(1, 1, T, S, dtype=torch.bool, device=query.device)
     q_BHTD = query.to(dtype)
     k_BHSD = key.to(dtype).repeat_interleave(query.shape[1] // K, dim=1)  # head h reads key-value head h // G
 
     scores_BHTS = q_BHTD @ k_BHSD.mT * (D**-0.5 if scale is None else scale)
     if softcap is not None:
+        # Without what may not be attended: where its product overflows, the gradient of tanh would be 0 * NaN.
+        scores_BHTS = scores_BHTS.masked_fill(~allowed, 0.0)
         scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
     added = None if mask is None else mask.added(T, S, device=query.device)
     if added is not None:
         scores_BHTS = scores_BHTS + added.to(dtype)
 
-    allowed = None if mask is None else mask.allowed(T, S, device=query.device)
-    if allowed is None:
-        allowed = torch.ones(1, 1, T, S, dtype=torch.bool, device=query.device)
     empty = ~allowed.any(-1, keepdim=True)
     # An empty row is given finite scores and zeroed below: -inf minus -inf would be NaN, in the gradient too.
     scores_BHTS = scores_BHTS.masked_fill(~allowed, -torch.inf).masked_fill(empty, 0.0)
@@ -83,6 +87,7 @@ def reference(
     (B, H, T), (K, S) = query.shape[:3], key.shape[1:3]
     bad_BKS = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     bad_BHT = ~query.isfinite().all(-1)
+    mask = None if mask is None else mask.computed_in(compute_dtype(query))
     seen = None if mask is None else mask.allowed(T, S, device=query.device)
     met = bad_BKS.repeat_interleave(H // K, dim=1)[:, :, None, :].expand(B, H, T, S)
     met = (met if seen is None else met & seen).any(-1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .masks import Mask
+from ..shapes import compute_dtype
+from .masks.compose import Mask
 from .symbols import is_symbol
 
 # Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
@@ -16,9 +18,14 @@ BLOCK_ELEMENTS = 1 << 18
 MIN_ROWS = 16
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Scores and softmax are computed in float32, in float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """What is computed in float32 here is not autocast's to lower."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
+def autocasts(device: str) -> bool:
+    """Whether torch.autocast is on for this type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def strips(T: int, rows: int) -> Iterator[slice]:
@@ -70,17 +77,27 @@ def score_block(
 ) -> Block:
     """The block of scores of these rows, masked."""
     keys, allowed, added = strip_of(mask, rows, query.shape[2], key.shape[2], query.device)
-    scores_BHRC = score_rows(query[:, :, rows], key[:, :, keys], scale, softcap)
+    scores_BHRC = softcapped(score_rows(query[:, :, rows], key[:, :, keys], scale), softcap, allowed)
     return Block(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
 
 
-def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """Scaled (and softcapped) scores (B, H, R, C), keys read once a group: nothing is repeated."""
+def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float) -> Tensor:
+    """Scaled scores (B, H, R, C), keys read once a group: nothing is repeated."""
     (H, R), K = q_BHRD.shape[1:3], k_BKCD.shape[1]
     dtype = compute_dtype(q_BHRD)
     q_BKGRD = (q_BHRD.to(dtype) * scale).unflatten(1, (K, H // K)).flatten(2, 3)
-    scores_BHRC = (q_BKGRD @ k_BKCD.to(dtype).mT).unflatten(2, (H // K, R)).flatten(1, 2)
-    return scores_BHRC if softcap is None else softcap * torch.tanh(scores_BHRC / softcap)
+    return (q_BKGRD @ k_BKCD.to(dtype).mT).unflatten(2, (H // K, R)).flatten(1, 2)
+
+
+def softcapped(scores_BHRC: Tensor, softcap: float | None, allowed: Tensor | None = None) -> Tensor:
+    """Scores bounded by `softcap`, 0 where nothing may be attended.
+
+    Where the product of what may not be attended overflows, the gradient of tanh would be 0 * NaN.
+    """
+    if softcap is None:
+        return scores_BHRC
+    scores_BHRC = scores_BHRC if allowed is None else scores_BHRC.masked_fill(~allowed, 0.0)
+    return softcap * torch.tanh(scores_BHRC / softcap)
 
 
 def mask_scores(scores_BHRC: Tensor, allowed: Tensor | None, added: Tensor | None) -> Tensor:

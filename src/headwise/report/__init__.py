@@ -11,7 +11,7 @@ The maps are plain canvas: that takes a screen of script, while any plotting lib
 charts, which do not, are drawn by a 51 KB part of D3; see ``vendor/README.md``.
 """
 
-from .disk import check_destination, write
+from .disk import check_destination, put, write
 from .page import render
 
-__all__ = ["check_destination", "render", "write"]
+__all__ = ["check_destination", "put", "render", "write"]

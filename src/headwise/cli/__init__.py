@@ -1,0 +1,53 @@
+"""The command line: arguments to the functions of the library, and their results to the terminal.
+
+A file for each command; `guard` has how a run ends, `output` what it shows, `texts` what it reads. Whatever a user gets
+wrong ends in one line on stderr and exit code 2. What comes from outside (paths, names, error texts) is printed through
+`headwise.report.escape.visible`, so it cannot steer a terminal.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import look, plan, trace
+from .guard import OneLine, leave, open_streams
+
+app = typer.Typer(
+    cls=OneLine,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The command ``headwise``."""
+    open_streams()
+    try:
+        app(prog_name="headwise")
+    except SystemExit as end:
+        leave(end)
+
+
+@app.callback(invoke_without_command=True, epilog="Example: headwise look --text 'The cat sat. The cat slept.'")
+def headwise(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Multi-head attention, head by head."""
+    if version:
+        from headwise import __version__
+
+        print(f"headwise {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for command, name, example in (
+    (look.look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
+    (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
+    (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
+):
+    app.command(name, epilog=f"Example: headwise {example}")(command)

@@ -1,0 +1,98 @@
+"""``headwise look``."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from .output import console, progress
+from .texts import read_text
+
+REPORT = "headwise-report.html"
+
+
+def look(
+    model: Annotated[
+        str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")] = None,
+    file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="The report to write.", show_default=f"{REPORT}; none with --json")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
+    content = read_text(text, file)
+    from headwise import report
+
+    destination = out if out is not None else None if as_json else REPORT
+    if destination is not None:
+        report.check_destination(destination)
+    result = look_at(model, content, device, dtype)
+    size = None if destination is None else report.write(result, destination)
+    if as_json:
+        print(result.to_json())
+        return
+    _print_heads(result)
+    if size is not None and destination is not None:
+        print(f"{report.escape.visible(destination)} ({size / 1000:,.0f} kB): open it in a browser")
+
+
+def look_at(model: str | None, text: str, device: str, dtype: str | None) -> Any:
+    """What the heads of the model do on the text."""
+    with progress() as show:
+        show("loading the libraries")
+        _quiet()
+        from headwise import hf, models
+        from headwise import look as looking
+
+        show("reading the model")
+        loaded = hf.load(model if model is not None else models.tiny_path(), device=device, dtype=dtype)
+        ids, tokens = loaded.encode(text)
+        show("looking")
+        return looking.at(
+            loaded.model,
+            ids,
+            tokens=tokens,
+            delimiters=loaded.delimiters,
+            name=loaded.name if model is not None else "headwise tiny",
+            progress=show,
+        )
+
+
+def _print_heads(result: Any) -> None:
+    """The table of heads, its name harmless; without frame and with folded roles where the terminal is narrow."""
+    from dataclasses import replace
+
+    from headwise.report.escape import visible
+
+    shown = console()
+    table = replace(result, model=visible(result.model, limit=100)).table()
+    if shown.width < shown.measure(table, options=shown.options.update(width=1000)).maximum:
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+        table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    shown.print(table)
+
+
+def _quiet() -> None:
+    """Other libraries' warnings and bars are not for this command's user."""
+    import warnings
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    warnings.simplefilter("ignore")
+    import huggingface_hub.utils
+    import transformers
+
+    huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

@@ -1,0 +1,55 @@
+"""``headwise plan``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .output import show
+
+
+def _plan(  # private, for a command has as many options as its users need, and no one calls it from Python
+    configs: Annotated[
+        list[str] | None,
+        typer.Argument(help="A config.json, a checkpoint folder, a card, or a hub name in the local cache."),
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens of a text; several, with commas.")] = "8192,131072",
+    batch: Annotated[int, typer.Option(help="Texts at once.")] = 1,
+    kv_dtype: Annotated[str, typer.Option(help="Numbers in the cache: bf16, fp16, fp32, fp8, int8.")] = "bf16",
+    heads_plan: Annotated[str | None, typer.Option(help="A JSON file: which heads are kept, or merged.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Memory speed, such as 3.35TB/s.")] = None,
+    flops: Annotated[str | None, typer.Option(help="FLOPs a second, such as 990TF.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Several configs side by side.")] = False,
+    list_cards: Annotated[bool, typer.Option("--list", help="Show the cards and architectures, and leave.")] = False,
+    svg: Annotated[str | None, typer.Option(help="Write the chart of cache against context here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
+) -> None:
+    """See what the attention of a model costs, from its config alone: parameters, cache, operations, time."""
+    from headwise import plan as planning
+
+    if list_cards:
+        if configs or compare:
+            raise typer.BadParameter("--list shows the cards; leave out the configs")
+        show(planning.known(), planning.card_list, as_json)
+        return
+    if not configs:
+        raise typer.BadParameter("give a config, or --list to see the cards")
+    if len(configs) > 1 and not compare:
+        raise typer.BadParameter("several configs: add --compare to see them side by side")
+    if svg is not None:
+        from headwise.report import check_destination, put
+
+        check_destination(svg)
+    speeds = {"bandwidth": bandwidth, "flops": flops}
+    lengths = planning.contexts(context)
+    plans = [
+        planning.of(config, context=lengths, batch=batch, kv_dtype=kv_dtype, heads_plan=heads_plan, **speeds)
+        for config in configs
+    ]
+    if svg is not None:
+        put(planning.svg(plans).encode(), svg)
+    if compare:
+        show([one.to_dict() for one in plans], lambda _: planning.side_by_side(plans), as_json)
+    else:
+        show(plans[0].to_dict(), lambda _: plans[0], as_json)

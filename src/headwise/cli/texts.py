@@ -1,0 +1,57 @@
+"""The text to look at: from an option, a file or stdin, and checked before any model is read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import typer
+
+MAX_FILE = 64_000_000
+
+
+def read_text(text: str | None, file: str | None) -> str:
+    """The text of the options; the default text where there is neither."""
+    if text is not None and file is not None:
+        raise typer.BadParameter("give --text or --file, not both")
+    if text is not None:
+        where, content = "--text", _decode(_typed(text), "--text")
+    elif file is not None:
+        where, content = f"--file {file}", _decode(_read(file), f"--file {file}")
+    else:
+        from headwise.models import default_text
+
+        return default_text()
+    if not content.strip():
+        raise typer.BadParameter(f"{where}: the text is empty; give a few words at least")
+    return content
+
+
+def _typed(text: str) -> bytes:
+    """The bytes that were typed. Python decodes them by the locale, and in LC_ALL=C it knows ASCII alone."""
+    try:
+        return os.fsencode(text) if any("\udc80" <= c <= "\udcff" for c in text) else text.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("--text: holds half of a surrogate pair; give UTF-8 text") from None
+
+
+def _read(file: str) -> bytes:
+    try:
+        with open(file, "rb") if file != "-" else contextlib.nullcontext(sys.stdin.buffer) as source:
+            content: bytes = source.read(MAX_FILE + 1)
+    except OSError as error:
+        raise typer.BadParameter(f"--file {file}: cannot be read ({error.strerror or error})") from None
+    if len(content) > MAX_FILE:
+        raise typer.BadParameter(f"--file {file}: more than {MAX_FILE // 1_000_000} MB; give a shorter text")
+    return content
+
+
+def _decode(content: bytes, where: str) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
+    if "\0" in text:
+        raise typer.BadParameter(f"{where}: holds NUL bytes, so it is no text; give plain text")
+    return text

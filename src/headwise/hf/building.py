@@ -1,0 +1,138 @@
+"""A model that cannot run on headwise says so when it is built with the name, not at its first text, nor never.
+
+transformers asks `PreTrainedModel.get_correct_attn_implementation` whether a model may have an implementation, when the
+model is built and when it is switched, and calls `post_init` once it is built. For a registered name the answer is
+always yes, and there is no place to register another. So these two methods are wrapped; for other names they do what
+they did.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, wraps
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .errors import ModelError
+from .interface import NAME, outside_text, require_interface, title, unseen_modules
+
+
+def check_what_is_built() -> None:
+    """From here on, a model that is built with this name, or switched to it, is checked first."""
+    if hasattr(PreTrainedModel.get_correct_attn_implementation, "__wrapped__"):
+        return
+    theirs, finished = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
+
+    @wraps(theirs)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
+    ) -> str:
+        if requested_attention == NAME:
+            require_interface(type(self), self.config.model_type)
+            if is_init_check:
+                require_no_table(type(self), self.config.model_type)
+        return theirs(self, requested_attention, is_init_check)
+
+    @wraps(finished)
+    def post_init(self: PreTrainedModel) -> None:
+        if self.config._attn_implementation == NAME:
+            warn_of_own_attention(self)
+        finished(self)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.post_init = post_init
+
+
+def warn_of_own_attention(model: PreTrainedModel) -> None:
+    """UserWarning where some attention of a model on the interface is in code of its own (a pooling head, say)."""
+    whole = [name for name, part in model.named_modules() if name and isinstance(part, PreTrainedModel)]
+    own = {
+        type(part).__name__
+        for name, part in unseen_modules(model).items()
+        if not any(name.startswith(f"{other}.") for other in whole)  # a model inside has told of its own
+    }
+    if own:
+        warnings.warn(
+            f"{title(model)}: attention in code of its own, which no "
+            f"implementation reaches, is in {', '.join(sorted(own))}; all its other attention runs on headwise",
+            stacklevel=3,
+        )
+
+
+def require_no_table(model: type[PreTrainedModel], model_type: str) -> None:
+    """Raise ModelError where a part of the model picks its class of attention by the implementation's name.
+
+    Such a model has no class for ours, and would die of a KeyError while it is built.
+    """
+    for part in parts_of(model):
+        known = _names_it_knows(part)
+        if known is not None and NAME not in known:
+            reason = f"{part.__name__} picks its attention from a table of its own, of {', '.join(map(repr, known))}"
+            raise ModelError(outside_text(model.__name__, model_type, reason))
+
+
+def parts_of(model: type[nn.Module]) -> set[type[nn.Module]]:
+    """The classes of modules that a class builds, itself among them, as the source of its file names them.
+
+    Whole models inside of it (a PreTrainedModel) are left out: they are built, and asked, themselves.
+    """
+    found: set[type[nn.Module]] = set()
+    todo = [model]
+    while todo:
+        part = todo.pop()
+        found.add(part)
+        for file, written in _written(part):
+            names = {x.id for init in _constructors(written) for x in ast.walk(init) if isinstance(x, ast.Name)}
+            for named in (getattr(file, name, None) for name in names):
+                classes: Iterable[Any] = named.values() if isinstance(named, Mapping) else (named,)
+                todo += [x for x in classes if _is_part(x) and x not in found]
+    return found
+
+
+def _is_part(x: Any) -> bool:
+    return isinstance(x, type) and issubclass(x, nn.Module) and not issubclass(x, PreTrainedModel)
+
+
+def _names_it_knows(part: type[nn.Module]) -> list[str] | None:
+    """The implementations in the table of classes from which a part takes its attention; None where it has no table."""
+    for file, written in _written(part):
+        for init in _constructors(written):
+            for x in ast.walk(init):
+                picks = isinstance(x, ast.Subscript) and ast.unparse(x.slice).endswith("attn_implementation")
+                table = getattr(file, ast.unparse(x.value), None) if picks else None  # type: ignore[attr-defined]
+                if isinstance(table, Mapping):
+                    return list(table)
+    return None
+
+
+def _written(part: type[nn.Module]) -> Iterator[tuple[ModuleType, ast.ClassDef]]:
+    """The source of a class and of those it inherits from, as far as transformers' base class; each with its file."""
+    for base in part.__mro__:
+        file = sys.modules.get(base.__module__)
+        if file is not None and base not in PreTrainedModel.__mro__:
+            written = _classes(file).get(base.__name__)
+            if written is not None:
+                yield file, written
+
+
+@cache
+def _classes(file: ModuleType) -> dict[str, ast.ClassDef]:
+    """The classes of a file by name; none where there is no text to read, as of what was typed in."""
+    if file.__name__.partition(".")[0] == "torch":
+        return {}
+    try:
+        tree = ast.parse(inspect.getsource(file))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _constructors(written: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [node for node in written.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]

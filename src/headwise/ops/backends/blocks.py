@@ -1,0 +1,42 @@
+"""Backend `blocks`: a block of query rows at a time in plain torch ops. Honours every argument, memory O(n)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..call import Call, Limit
+from ..scores import row_blocks, score_block, softmax_rows
+
+LIMITS: tuple[Limit, ...] = ()
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
+    _, _, _, T, S = call.sizes
+    blocks = list(row_blocks(T, S)) or [slice(0, 0)]
+    outs: list[Tensor] = []
+    lses: list[Tensor | None] = []
+    for rows in blocks:
+        if len(blocks) > 1 and call.needs_grad:  # recomputed in backward: else every block's scores would be kept
+            out, lse = checkpoint(_block, call, rows, use_reentrant=False)
+        else:
+            out, lse = _block(call, rows)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if call.return_lse else None  # type: ignore[arg-type]
+
+
+def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
+    _, H, K, _, _ = call.sizes
+    block = score_block(call.query, call.key, call.mask, rows, scale=call.scale, softcap=call.softcap)
+    allowed = block.allowed_BHRC
+    weights_BHRC, lse_BHR = softmax_rows(block.scores_BHRC, allowed, call.sinks)
+    weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=call.dropout > 0)
+    weights_BKGRC = weights_BHRC.unflatten(1, (K, H // K)).flatten(2, 3)
+    out_BKGRV = weights_BKGRC @ call.value[:, :, block.keys].to(weights_BKGRC.dtype)
+    out_BHRV = out_BKGRV.unflatten(2, (H // K, -1)).flatten(1, 2).to(call.query.dtype)
+    if allowed is not None:  # its weights are 0, but 0 * NaN in the backward of the product is NaN
+        out_BHRV = out_BHRV.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    return out_BHRV, lse_BHR if call.return_lse else None

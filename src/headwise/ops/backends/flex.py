@@ -1,0 +1,225 @@
+"""Backend `flex`: torch's FlexAttention. Masks and biases become functions of indices, empty tiles are skipped.
+
+Compiled on CUDA. On the CPU it runs uncompiled and builds the whole T x S matrix: asked for by name, for tests of
+the meaning, and never chosen.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from ..call import Call, Limit
+from ..masks.algebra import AllOf, AnyOf, Not
+from ..masks.compose import FULL, MIXED, Mask
+from ..masks.patterns import Blocks, Dilated, Function, Relative
+from ..masks.places import saturated
+from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
+
+TILE = 128
+MIN_HEAD_DIM = 16
+# FlexAttention multiplies scores by log2(e). A bias as low as float32 goes, a common way to say no, would become -inf
+# there, and a row of nothing else would count as one that may attend nothing.
+LOWEST = torch.finfo(torch.float32).min / 2
+
+LIMITS = (
+    Limit(lambda c: c.is_empty, "FlexAttention takes no empty tensors"),
+    Limit(lambda c: c.query.dtype == torch.float64, "FlexAttention has no float64"),
+    Limit(lambda c: c.dropout > 0, "FlexAttention has no dropout"),
+    Limit(lambda c: c.bias_needs_grad, "FlexAttention gives no gradient to a bias here"),
+    Limit(lambda c: c.is_transformed, "FlexAttention has no torch.func rules (vmap, jvp)"),
+    Limit(lambda c: c.device_type == "cpu" and c.needs_grad, "FlexAttention has no backward on CPU"),
+    Limit(
+        lambda c: c.mask is not None and without_form(c.mask.parts) is not None,
+        lambda c: f"FlexAttention has no form here for {without_form(c.mask.parts)}",  # type: ignore[union-attr]
+    ),
+    Limit(
+        lambda c: c.device_type != "cpu" and min(c.query.shape[-1], c.value.shape[-1]) < MIN_HEAD_DIM,
+        f"FlexAttention's fused kernel needs head dims of at least {MIN_HEAD_DIM}",
+    ),
+)
+
+
+def pays(call: Call) -> bool:
+    """On CUDA, where it skips tiles that SDPA would compute, or serves what SDPA cannot."""
+    _, _, _, T, S = call.sizes
+    if call.device_type != "cuda" or T < TILE or S < TILE:
+        return False
+    square = call.mask is None or call.mask.is_top_left
+    return not square or call.softcap is not None or call.sinks is not None or call.return_lse
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
+    _, H, K, T, S = call.sizes
+    attend = _uncompiled if call.device_type == "cpu" else _compiled()
+    out, aux = attend(
+        call.query,
+        call.key,
+        call.value,
+        score_mod=_score_mod(call.mask, call.softcap, T, S),
+        block_mask=None if call.mask is None else _block_mask(call.mask, T, S, call.query.device),
+        scale=call.scale,
+        enable_gqa=H != K,
+        return_aux=AuxRequest(lse=True),
+    )
+    lse_BHT = aux.lse
+    empty_BHT = lse_BHT == -torch.inf
+    if call.sinks is not None:  # one more term in the denominator: out shrinks by sigmoid(lse - sink)
+        sinks = call.sinks.to(lse_BHT.dtype).view(1, H, 1)
+        sinks = sinks.masked_fill(sinks == torch.inf, torch.nan)  # Inf / Inf: it shows, as a NaN does
+        lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)  # finite, or the gradient of what is thrown away below is NaN
+        out = (out * torch.sigmoid(lse_BHT - sinks)[..., None]).to(out.dtype)
+        lse_BHT = torch.logaddexp(lse_BHT, sinks).masked_fill(empty_BHT, -torch.inf)
+    return out.masked_fill(empty_BHT[..., None], 0.0), lse_BHT if call.return_lse else None
+
+
+def _uncompiled(*args: Any, **options: Any) -> Any:
+    with warnings.catch_warnings():  # it says that it is slow uncompiled: known, and why it is never chosen here
+        warnings.simplefilter("ignore", UserWarning)
+        return flex_attention(*args, **options)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask | None:
+    """FlexAttention's lists of mixed and of full tiles, from ours; no T x S tensor."""
+    rules = [part for part in mask.parts if part.restricts]
+    if not rules:
+        return None
+    tiles = mask.tiles(T, S, tile_q=TILE, tile_k=TILE, device=device)
+
+    def listed(kind: int) -> tuple[Tensor, Tensor]:
+        hit = tiles == kind
+        order = torch.argsort(hit.int(), dim=-1, descending=True, stable=True)
+        return hit.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = [_value(part, b, h, i, j, T, S) for part in rules]
+        return reduce(torch.logical_and, [x != -torch.inf if p.biases else x for p, x in zip(rules, seen, strict=True)])
+
+    return BlockMask.from_kv_blocks(
+        *listed(MIXED), *listed(FULL), BLOCK_SIZE=(TILE, TILE), mask_mod=mask_mod, seq_lengths=(T, S)
+    )
+
+
+def _score_mod(mask: Mask | None, softcap: float | None, T: int, S: int) -> Callable[..., Tensor] | None:
+    rules = [] if mask is None else [part for part in mask.parts if part.biases]
+    if not rules and softcap is None:
+        return None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        score = reduce(torch.add, [_value(part, b, h, i, j, T, S) for part in rules], score)
+        return torch.clamp(score, min=LOWEST)
+
+    return score_mod
+
+
+def _value(rule: Rule, b: Tensor, h: Tensor, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+    """A rule at one place, in the scalar form that FlexAttention traces: the same as `rule.at`."""
+    return FORMS[type(rule)](rule, _Place(b, h, i, j, T, S))
+
+
+class _Place(NamedTuple):
+    """One pair of query and key, as FlexAttention gives it."""
+
+    b: Tensor
+    h: Tensor
+    i: Tensor
+    j: Tensor
+    T: int
+    S: int
+
+    def row(self, ends: int | Tensor) -> int | Tensor:
+        """What (B|1,) says of this row of the batch."""
+        return ends[self.b if ends.shape[0] > 1 else 0] if isinstance(ends, Tensor) else ends
+
+    def pos(self, offset: int | Tensor | None) -> Tensor:
+        """The query's place among the keys."""
+        return self.i + (self.S - self.T if offset is None else self.row(saturated(offset)))
+
+    def id(self, ids: Tensor, index: Tensor) -> Tensor:
+        """What (n,) or (B|1, n) says of an index."""
+        return ids[index] if ids.ndim == 1 else ids[self.b if ids.shape[0] > 1 else 0, index]
+
+
+def _band(rule: Band, at: _Place) -> Tensor:
+    pos = at.pos(rule.offset)
+    seen = (at.j == at.j) if rule.right is None else at.j <= pos + rule.right
+    return seen if rule.left is None else seen & ((at.j > pos - rule.left) | (at.j < rule.first))
+
+
+def _lengths(rule: Lengths, at: _Place) -> Tensor:
+    seen = at.j < at.row(rule.stop)
+    return seen if rule.start is None else seen & (at.j >= at.row(rule.start))
+
+
+def _segments(rule: Segments, at: _Place) -> Tensor:
+    return at.id(rule.query_ids, at.i) == at.id(rule.key_ids, at.j)
+
+
+def _dense(rule: Keep | Bias, at: _Place) -> Tensor:
+    places = (at.b, at.h, at.i, at.j)
+    return rule.full[tuple(x if size > 1 else 0 for x, size in zip(places, rule.full.shape, strict=True))]
+
+
+def _alibi(rule: Alibi, at: _Place) -> Tensor:
+    slopes = rule.slopes.view(-1, rule.slopes.shape[-1])
+    return -slopes[at.b if slopes.shape[0] > 1 else 0, at.h] * (at.pos(rule.offset) - at.j).abs()
+
+
+def _relative(rule: Relative, at: _Place) -> Tensor:
+    R = rule.radius
+    return rule.table[at.h, (at.j - at.pos(rule.offset)).clamp(-R, R) + R]
+
+
+def _dilated(rule: Dilated, at: _Place) -> Tensor:
+    return (at.pos(rule.offset) - at.j) % rule.step == 0
+
+
+def _blocks(rule: Blocks, at: _Place) -> Tensor:
+    mine, its = (torch.div(x, rule.size, rounding_mode="floor") for x in (at.pos(rule.offset), at.j))
+    return mine == its
+
+
+def _joined(join: Callable[[Any, Any], Any]) -> Callable[[Any, _Place], Tensor]:
+    return lambda rule, at: reduce(join, [_value(inner, *at) for inner in rule.rules])
+
+
+FORMS: dict[type[Rule], Callable[[Any, _Place], Tensor]] = {
+    Band: _band,
+    Lengths: _lengths,
+    Segments: _segments,
+    Keep: _dense,
+    Bias: _dense,
+    Alibi: _alibi,
+    Relative: _relative,
+    Dilated: _dilated,
+    Blocks: _blocks,
+    Function: lambda rule, at: rule.function(at.b, at.h, at.i, at.j),
+    AllOf: _joined(torch.logical_and),
+    AnyOf: _joined(torch.logical_or),
+    Not: lambda rule, at: ~_value(rule.rules[0], *at),
+}
+
+
+def without_form(rules: Sequence[Rule]) -> str | None:
+    """The name of the first kind of rule, inner ones too, that has no form here."""
+    for rule in rules:
+        if type(rule) not in FORMS:
+            return type(rule).__name__
+        inner = without_form(getattr(rule, "rules", ()))
+        if inner is not None:
+            return inner
+    return None

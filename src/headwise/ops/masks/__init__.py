@@ -1,0 +1,35 @@
+"""What may be attended: rules, how they join into a mask, and the masks that people say."""
+
+from .algebra import AllOf as AllOf
+from .algebra import AnyOf as AnyOf
+from .algebra import Not as Not
+from .compose import EMPTY as EMPTY
+from .compose import FULL as FULL
+from .compose import MIXED as MIXED
+from .compose import Mask as Mask
+from .compose import as_mask as as_mask
+from .make import alibi as alibi
+from .make import alibi_slopes as alibi_slopes
+from .make import bias as bias
+from .make import blocks as blocks
+from .make import causal as causal
+from .make import causal_top_left as causal_top_left
+from .make import dilated as dilated
+from .make import keep as keep
+from .make import lengths as lengths
+from .make import prefix as prefix
+from .make import relative as relative
+from .make import rule as rule
+from .make import segments as segments
+from .make import window as window
+from .patterns import Blocks as Blocks
+from .patterns import Dilated as Dilated
+from .patterns import Function as Function
+from .patterns import Relative as Relative
+from .rules import Alibi as Alibi
+from .rules import Band as Band
+from .rules import Bias as Bias
+from .rules import Keep as Keep
+from .rules import Lengths as Lengths
+from .rules import Rule as Rule
+from .rules import Segments as Segments

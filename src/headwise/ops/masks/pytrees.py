@@ -1,0 +1,40 @@
+"""Masks as pytrees: torch.compile and torch.export look into one and see its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+C = TypeVar("C", bound=type)
+
+
+def register(cls: C) -> C:
+    """Make a frozen dataclass a pytree: tensors (and tuples of rules) are leaves, the rest is its shape."""
+
+    def split(rule: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        values = {f.name: getattr(rule, f.name) for f in fields(cls)}
+        leaves = {k: v for k, v in values.items() if isinstance(v, (Tensor, tuple))}
+        return leaves, (tuple(leaves), tuple((k, v) for k, v in values.items() if k not in leaves))
+
+    def flatten(rule: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves, context = split(rule)
+        return list(leaves.values()), context
+
+    def flatten_with_keys(rule: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        leaves, context = split(rule)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], context
+
+    def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
+        return cls(**dict(zip(context[0], leaves, strict=True)), **dict(context[1]))
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"headwise.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    return cls

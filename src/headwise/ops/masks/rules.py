@@ -1,0 +1,346 @@
+"""The rules a mask is made of: each a small frozen object that knows its own (query, key) pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ...shapes import check_index_tensor, check_mask_tensor, describe
+from ..symbols import known
+from .places import Rows, index, per_batch, rank4, saturated, wide
+from .pytrees import register
+
+Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]
+"""lo and hi, each (B|1, T) or (B|1, 1), None for no end on that side."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """One rule: a frozen dataclass that answers all that is asked of it. Only `at` must be written for a new one.
+
+    `restricts`: it can forbid keys; `biases`: it adds to the scores.
+    """
+
+    restricts: ClassVar[bool] = True
+    biases: ClassVar[bool] = False
+
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        """The rule at gathered places: i, j integer tensors that broadcast to (B, H, R, C)."""
+        raise NotImplementedError
+
+    def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
+        """The rule on chosen rows and columns, (B|1, H|1, R, C)."""
+        i, j = index(rows, T, device), index(cols, S, device)
+        return self.at(i[:, None], j[None, :], T, S)
+
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        """Raise ValueError where the rule's tensors do not fit the call."""
+
+    def computed_in(self, dtype: torch.dtype) -> Rule:
+        """The rule as a computation in float32 or float64 takes it."""
+        return self
+
+    def bounds(self, T: int, S: int, device: torch.device | None) -> Bounds | None:
+        """(lo, hi): row i may attend exactly lo[i] <= j < hi[i]; None where the keys of a row are no interval."""
+        return None
+
+    def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
+        """The keys k0 <= j < k1 outside of which the queries first <= i < last see nothing, or more than those.
+
+        Plain integers, without a look at any tensor.
+        """
+        return 0, S
+
+    def trimmed(self, T: int, S: int) -> Rule | None:
+        """The same rule at this size, simpler where it can be; None where it forbids and adds nothing."""
+        return self
+
+    def placed(self, offset: int | Tensor) -> Rule:
+        """The rule with query 0 at `offset` among the keys, where it leaves that to the lengths."""
+        return self
+
+    def sized(self, B: int, H: int) -> Rule:
+        """The rule for B rows of H heads, where it must know how many there are."""
+        return self
+
+    def forbids(self) -> Rule | None:
+        """What of the rule forbids a key to every head; None where nothing does."""
+        return self if self.restricts else None
+
+    @property
+    def learns(self) -> bool:
+        """A tensor of the rule is to get a gradient."""
+        return False
+
+    @property
+    def is_same_for_rows(self) -> bool:
+        """Every query of a batch row may attend the same keys with the same bias."""
+        return False
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Band(Rule):
+    """Query i stands at pos = i + offset and sees the keys pos - left < j <= pos + right.
+
+    The keys j < first it sees however far back they lie.
+    """
+
+    left: int | None
+    right: int | None
+    offset: int | Tensor | None = None
+    first: int = 0
+
+    def shift(self, T: int, S: int) -> int | Tensor:
+        """The position of query 0 among the keys."""
+        return S - T if self.offset is None else saturated(self.offset)
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        pos = i + per_batch(self.shift(T, S))
+        if self.right is None and self.left is None:
+            return torch.ones_like(pos + j, dtype=torch.bool)
+        if self.left is None:
+            return j <= pos + self.right
+        near = j > pos - self.left
+        near = near | (j < self.first) if self.first else near
+        return near if self.right is None else near & (j <= pos + self.right)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        if isinstance(self.offset, Tensor):
+            check_index_tensor("offset of the mask", self.offset, [(B,), (1,)], device)
+
+    @override
+    def bounds(self, T: int, S: int, device: torch.device | None) -> Bounds | None:
+        if self.kept:
+            return None
+        shift = self.shift(T, S)
+        pos = torch.arange(T, device=device)[None] + (shift[:, None] if isinstance(shift, Tensor) else shift)
+        return (
+            None if self.left is None else pos - self.left + 1,
+            None if self.right is None else pos + self.right + 1,
+        )
+
+    @override
+    def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
+        shift = self.shift(T, S)
+        if isinstance(shift, Tensor):
+            return 0, S
+        k0 = 0 if self.left is None or self.kept else first + shift - self.left + 1
+        return k0, S if self.right is None else last + shift + self.right
+
+    @override
+    def placed(self, offset: int | Tensor) -> Band:
+        return replace(self, offset=offset) if self.offset is None else self
+
+    def __and__(self, other: Band) -> Band | None:
+        """Both bands as one; None where no band says that."""
+        if self.first or other.first or isinstance(self.offset, Tensor) or isinstance(other.offset, Tensor):
+            return None
+        if (self.offset is None) != (other.offset is None) or not known((self.offset or 0) == (other.offset or 0)):
+            return None
+        lefts = [x for x in (self.left, other.left) if x is not None]
+        rights = [x for x in (self.right, other.right) if x is not None]
+        return Band(min(lefts, default=None), min(rights, default=None), self.offset)
+
+    def __invert__(self) -> Band | None:
+        """The places that the band leaves out, where they are a band, too."""
+        if self.first or (self.left is None) == (self.right is None):
+            return None
+        if self.right is not None:
+            return Band(-self.right, None, self.offset)  # j > pos + right
+        assert self.left is not None
+        return Band(None, -self.left, self.offset)  # j <= pos - left
+
+    @override
+    def trimmed(self, T: int, S: int) -> Band | None:
+        """The same rule without the sides that cut nothing; None where nothing is cut at all."""
+        shift = self.shift(T, S)
+        if isinstance(shift, Tensor) or T == 0 or S == 0:
+            return self
+        left = None if self.left is None or known(T - 1 + shift - self.left < 0) else self.left
+        right = None if self.right is None or known(shift + self.right >= S - 1) else self.right
+        return None if left is None and right is None else Band(left, right, shift, self.first)
+
+    @property
+    def kept(self) -> int:
+        """How many of the first keys are seen from beyond the window; 0 where it has no end on that side."""
+        return 0 if self.left is None else self.first
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Lengths(Rule):
+    """Row b of the batch may attend the keys start[b] <= j < stop[b]."""
+
+    stop: Tensor | int
+    start: Tensor | None = None
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        seen = j < per_batch(self.stop)
+        return seen if self.start is None else seen & (j >= per_batch(self.start))
+
+    @override
+    def bounds(self, T: int, S: int, device: torch.device | None) -> Bounds | None:
+        stop = self.stop.view(-1, 1) if isinstance(self.stop, Tensor) else torch.tensor([[self.stop]], device=device)
+        return None if self.start is None else self.start.view(-1, 1), stop
+
+    @property
+    @override
+    def is_same_for_rows(self) -> bool:
+        return True
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        for name, ends in (("lengths", self.stop), ("start of the lengths", self.start)):
+            if isinstance(ends, Tensor):
+                check_index_tensor(name, ends, [(B,), (1,)], device)
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Segments(Rule):
+    """A query attends the keys that carry its own id: packed documents, chunks."""
+
+    query_ids: Tensor
+    key_ids: Tensor
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        for name, ids, length in (("query_ids", self.query_ids, T), ("key_ids", self.key_ids, S)):
+            if ids.ndim not in (1, 2) or ids.shape[-1] != length:
+                raise ValueError(f"{name} of the segments: one a position, {length} here; got {describe(ids)}")
+        return _pick(self.query_ids, i) == _pick(self.key_ids, j)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        check_index_tensor("query_ids of the segments", self.query_ids, [(T,), (1, T), (B, T)], device)
+        check_index_tensor("key_ids of the segments", self.key_ids, [(S,), (1, S), (B, S)], device)
+
+
+def _pick(ids: Tensor, index: Tensor) -> Tensor:
+    """ids[b, index] for ids (n,) or (B, n) and an index that broadcasts to (B, H, R, C)."""
+    if ids.ndim == 1 or ids.shape[0] == 1:
+        return ids.reshape(-1)[index]
+    batch = torch.arange(ids.shape[0], device=ids.device).view(-1, 1, 1, 1)
+    return ids[batch, rank4(index)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Dense(Rule):
+    tensor: Tensor
+
+    @property
+    def full(self) -> Tensor:
+        """(B|1, H|1, T|1, S|1)."""
+        return rank4(self.tensor)
+
+    def _of_size(self, T: int, S: int) -> Tensor:
+        full = self.full
+        if full.shape[2] not in (1, T) or full.shape[3] not in (1, S):
+            raise ValueError(
+                f"a mask tensor broadcasts to (B, H, T, S) = (B, H, {T}, {S}); got {describe(self.tensor)}"
+            )
+        return full
+
+    @override
+    def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
+        out = self._of_size(T, S)
+        if rows is not None and out.shape[2] > 1:
+            out = out[:, :, rows if isinstance(rows, slice) else rows.long()]
+        if cols is not None and out.shape[3] > 1:
+            out = out[..., cols if isinstance(cols, slice) else cols.long()]
+        return out
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        full = self._of_size(T, S)
+        b, h, t, s = full.shape
+        batch = torch.arange(b, device=full.device).view(-1, 1, 1, 1)
+        head = torch.arange(h, device=full.device).view(1, -1, 1, 1)
+        return full[batch, head, i if t > 1 else torch.zeros_like(i), j if s > 1 else torch.zeros_like(j)]
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        check_mask_tensor(self.tensor, (B, H, T, S), device)
+
+    @override
+    def forbids(self) -> Rule | None:
+        seen = self.tensor != -torch.inf if self.biases else self.tensor
+        if bool(seen.all()):
+            return None
+        return Keep(seen.any(dim=-3, keepdim=True) if seen.ndim > 2 else seen)
+
+    @property
+    @override
+    def learns(self) -> bool:
+        return self.biases and self.tensor.requires_grad
+
+    @property
+    @override
+    def is_same_for_rows(self) -> bool:
+        return self.full.shape[2] == 1
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Keep(_Dense):
+    """A boolean tensor, True = attend, that broadcasts to (B, H, T, S) from the right."""
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Bias(_Dense):
+    """A float tensor added to the scores; -inf forbids."""
+
+    biases: ClassVar[bool] = True
+
+    @override
+    def computed_in(self, dtype: torch.dtype) -> Bias:
+        finer = self.tensor.dtype == torch.float64 and dtype != torch.float64
+        return Bias(self.tensor.to(dtype)) if finer else self
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Alibi(Rule):
+    """Adds -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
+
+    slopes: Tensor
+    offset: int | Tensor | None = None
+
+    restricts: ClassVar[bool] = False
+    biases: ClassVar[bool] = True
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        shift = S - T if self.offset is None else per_batch(saturated(self.offset))
+        slopes = wide(self.slopes).view(-1, self.slopes.shape[-1], 1, 1)
+        return -slopes * (i + shift - j).abs().to(slopes.dtype)
+
+    @property
+    @override
+    def learns(self) -> bool:
+        return self.slopes.requires_grad
+
+    @override
+    def placed(self, offset: int | Tensor) -> Alibi:
+        return replace(self, offset=offset) if self.offset is None else self
+
+    @override
+    def computed_in(self, dtype: torch.dtype) -> Alibi:
+        return self if self.slopes.dtype == dtype else Alibi(self.slopes.to(dtype), self.offset)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
+        if self.slopes.shape[-1] != H:
+            raise ValueError(f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}")
+        if isinstance(self.offset, Tensor):
+            check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)

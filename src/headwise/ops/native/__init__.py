@@ -1,0 +1,1 @@
+"""The native CPU kernel as a backend: a call in its terms, the library, the gradient."""

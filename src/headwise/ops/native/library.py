@@ -1,0 +1,196 @@
+"""The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
+
+`headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward` and `dropout_keep` are the library's
+own (csrc/bind*.cpp). `attend_train` is `attend_kept` with `attend_backward` as its gradient.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .gradient import Problem, by_definition, leaves_of
+
+LIBRARY = Path(__file__).parents[2] / "_native.so"
+OWN = (
+    "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_statistics", "attend_received",
+    "dropout_keep", "isa", "isas", "use_isa",
+)  # fmt: skip
+ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
+    "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, Tensor[]? relative, "
+    "float dropout, Tensor? seed"
+)
+
+# The operators, once they are there: found by name they cost a tenth of a small call.
+attend: Any = None
+attend_full: Any = None
+attend_held: Any = None
+
+_UNASKED = "not loaded yet"
+_trouble: str | None = _UNASKED
+_lock = Lock()
+_fragment: Any = None  # keeps our operators registered
+
+
+@torch.compiler.assume_constant_result
+def trouble() -> str | None:
+    """Why there is no native kernel, in one line; None where there is one. Loads the library when first asked.
+
+    A constant to torch.compile, which asks while it traces: the loading is no part of the graph.
+    """
+    global _trouble, attend, attend_full, attend_held
+    if _trouble is _UNASKED:
+        with _lock:
+            if _trouble is _UNASKED:
+                found = _load()
+                if found is None:
+                    ops = torch.ops.headwise
+                    attend, attend_full = ops.attend.default, ops.attend_full.default
+                    attend_held = ops.attend_held.default
+                _trouble = found
+    return _trouble
+
+
+def isas() -> tuple[str, ...]:
+    """The instruction sets that this CPU can run, best first; none where there is no native kernel."""
+    return () if trouble() else tuple(torch.ops.headwise.isas().split(","))
+
+
+def _load() -> str | None:
+    if os.environ.get("HEADWISE_NATIVE", "1") == "0":
+        return "the native library is switched off by HEADWISE_NATIVE=0"
+    if not hasattr(torch.ops.headwise, "attend"):  # else the user has loaded another build: a sanitizer's, say
+        if not LIBRARY.exists():
+            return "the native library is not there: reinstall headwise where there is a C++ compiler"
+        try:
+            torch.ops.load_library(LIBRARY)
+        except (OSError, RuntimeError) as error:
+            return f"the native library does not load: {str(error).splitlines()[0]}"
+    missing = [name for name in OWN if not hasattr(torch.ops.headwise, name)]
+    if missing:
+        return f"the native library is another version's, without {', '.join(missing)}: reinstall headwise"
+    _register()
+    return None
+
+
+def _register() -> None:
+    """What torch must know beside the library: shapes and strides without data, and the operator with a gradient."""
+    global _fragment
+    _fragment = torch.library.Library("headwise", "FRAGMENT")
+    _fragment.define(f"attend_train({ARGUMENTS}) -> (Tensor, Tensor)")
+    _fragment.impl("attend_train", attend_train, "CPU")
+    _fragment.impl("attend_train", attend_train, "Autograd")
+    fakes: dict[str, Callable[..., Any]] = {
+        "attend": lambda *args: _empty_pair(*args)[0],
+        "attend_full": _empty_pair,
+        "attend_held": lambda query, key, key_scale, value, *_: _empty_pair(query, key, value),
+        "attend_kept": _empty_kept,
+        "attend_train": _empty_pair,
+        "attend_backward": _empty_gradients,
+        "attend_statistics": _empty_statistics,
+        "attend_received": _empty_received,
+        "dropout_keep": lambda seed, dropout, B, H, first, rows, S: seed.new_empty((B, H, rows, S), dtype=torch.bool),
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"headwise::{name}", fake, lib=_fragment)
+
+
+def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """out (B, H, T, V) in the memory order (B, T, H, V), and lse (B, H, T)."""
+    B, H, T, _D = query.shape
+    out = query.new_empty(B, T, H, value.shape[3]).transpose(1, 2)
+    return out, query.new_empty((B, H, T), dtype=torch.float32)
+
+
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and `ends`: each row's greatest score and largest weight, of which the gradient makes its weights."""
+    out, lse = _empty_pair(query, key, value)
+    return out, lse, lse.new_empty((2, *lse.shape))
+
+
+def _empty_statistics(query: Tensor, key: Tensor, value: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    B, H, T, _D = query.shape
+    *_, sums, features, bins = args
+    columns = 0 if features is None else features.shape[-1]
+    out = query.new_empty(B, T, H, 0 if value is None else value.shape[3]).transpose(1, 2)
+    lse, numbers, *lists = (
+        query.new_empty(shape, dtype=torch.float32)
+        for shape in ((B, H, T), (6, B, H, T), (B, H, T, sums), (B, H, T, bins), (B, H, T, columns))
+    )
+    return out, lse, numbers, query.new_empty((2, B, H, T), dtype=torch.int64), *lists
+
+
+def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    (B, H), S = query.shape[:2], key.shape[2]
+    return query.new_empty((B, H, S), dtype=torch.float64), query.new_empty((B, H, S), dtype=torch.int64)
+
+
+def _empty_gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, ends: Tensor, biases: bool, *args: Any
+) -> list[Tensor]:
+    leaves = leaves_of(Problem(*args), biases)
+    qkv = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in leaves[:3]]
+    return qkv + [x.new_empty(x.shape) for x in leaves[3:]]
+
+
+class _Attend(torch.autograd.Function):
+    """`attend_kept` with a gradient: its tensors one by one, for autograd looks into no list."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: _Numbers, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        p = _joined(numbers, tensors)
+        out, lse, ends = torch.ops.headwise.attend_kept.default(*p)
+        ctx.numbers = numbers
+        ctx.save_for_backward(out, ends, *tensors)
+        ctx.set_materialize_grads(False)  # so that an lse which no loss looks at is known by its None
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        out, ends, *tensors = ctx.saved_tensors
+        p, (n_segments, n_maps, *_) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
+        fixed = n_segments + n_maps
+        biases = any(ctx.needs_input_grad[1 + 6 + fixed :])
+        grad_out = torch.zeros_like(out) if grads[0] is None else grads[0]
+        if torch.is_grad_enabled():  # a gradient of the gradient will be asked
+            found = iter(by_definition(p, biases, grad_out, grads[1]))
+        else:
+            found = iter(torch.ops.headwise.attend_backward.default(grad_out, grads[1], out, ends, biases, *p))
+        return (
+            None,
+            *(next(found) for _ in "qkv"),
+            None if p.sinks is None else next(found),
+            *[None] * (2 + fixed),
+            *(next(found) if biases and x.is_floating_point() else None for x in p.dense or ()),
+            *(next(found) if biases and n % 2 == 0 else None for n in range(len(p.alibi or ()))),
+            *(next(found) if biases else None for _ in p.relative or ()),
+        )
+
+
+# scale, softcap, low, high, dropout; how many tensors there are of segments, maps, dense, alibi and relative.
+_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int, int, int]]
+
+
+def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
+    """The operator of this name, without the dispatcher."""
+    p = Problem(*args)
+    lists = [x or () for x in (p.segments, p.maps, p.dense, p.alibi, p.relative)]
+    lengths = tuple(len(x) for x in lists)
+    tensors = (p.query, p.key, p.value, p.sinks, p.bounds, p.seed, *(x for given in lists for x in given))
+    return _Attend.apply((p.scale, p.softcap, p.low, p.high, p.dropout, lengths), *tensors)
+
+
+def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Problem:
+    """The problem again, of what `attend_train` took apart."""
+    scale, softcap, low, high, dropout, lengths = numbers
+    query, key, value, sinks, bounds, seed, *rest = tensors
+    segments, maps, dense, alibi, relative = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
+    masks = (low, high, bounds, segments, dense, alibi, maps, relative)
+    return Problem(query, key, value, scale, softcap, sinks, *masks, dropout, seed)

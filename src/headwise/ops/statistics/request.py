@@ -1,0 +1,132 @@
+"""What a call for statistics asks, checked: what both ways of answering it take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from numbers import Integral
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...shapes import DTYPES, INTEGERS, check_options, check_query_key, describe
+from ...shapes.kinds import FAR, check_counts, check_dense, shown, whole_numbers
+from ..call import fitted
+from ..masks.compose import Mask
+
+
+class Asked(NamedTuple):
+    """A checked call. Features are (B, S) each, targets (B, T, n) long, on the query's device.
+
+    Offsets are key minus query: negative before it, positive after it.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Mask | None
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    offsets: tuple[int, ...]
+    features: dict[str, Tensor]
+    targets: dict[str, Tensor]
+    pool: int
+
+    @property
+    def bins(self) -> tuple[int, int]:
+        """Of the pooled map: along the queries, along the keys."""
+        return min(self.query.shape[2], self.pool), min(self.key.shape[2], self.pool)
+
+
+def checked(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    offsets: int | Iterable[int],
+    features: Mapping[str, Tensor] | None,
+    targets: Mapping[str, Tensor] | None,
+    pool: int,
+) -> Asked:
+    """The call, or the error that says what does not fit."""
+    check_query_key(query, key)
+    scale, softcap, _ = check_options(query, scale, softcap, sinks)
+    T, S = query.shape[2], key.shape[2]
+    mask = fitted(mask, query, key)
+    places = tuple(max(-T - S, min(o, T + S)) for o in _checked_offsets(offsets))  # further keys are nobody's
+    check_counts(1, pool=pool)
+    mask = None if mask is None else mask.trimmed(T, S)
+    columns, lists = _checked_features(features, query, S), _checked_targets(targets, query, S)
+    return Asked(query, key, mask, scale, softcap, sinks, places, columns, lists, pool)
+
+
+def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
+    """Each offset as key minus query; a number k stands for 0, -1, ... -k."""
+    rule = (
+        "offsets are a whole number k >= 0, for the keys 0 to k places before the query, or whole numbers, key minus "
+        f"query (negative = before), such as range(-3, 4); got {shown(offsets)}"
+    )
+    try:
+        if isinstance(offsets, (int, Integral)):
+            [back] = whole_numbers("offsets", [offsets])
+            if back < 0:
+                raise ValueError(rule)
+            return range(0, -min(back, FAR) - 1, -1)
+        return whole_numbers("offsets", offsets)
+    except TypeError:
+        raise TypeError(rule) from None
+
+
+def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:
+    """Each feature as (B|1, S) on the query's device."""
+    B = query.shape[0]
+    out = {}
+    for name, feature in _named("features", features).items():
+        if not isinstance(feature, Tensor):
+            raise TypeError(
+                f"feature {name!r} is a tensor (S,) or (B, S), a number a key; got {type(feature).__name__}"
+            )
+        _check_held(f"feature {name!r}", feature, query)
+        if tuple(feature.shape) not in ((S,), (1, S), (B, S)) or feature.dtype not in (*DTYPES, *INTEGERS, torch.bool):
+            raise ValueError(
+                f"feature {name!r} is a number a key: (S,) or (B, S) with B = {B}, S = {S}; got {describe(feature)}"
+            )
+        out[name] = feature.to(query.device).expand(B, S)
+    return out
+
+
+def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:
+    """Each list of targets as (B, T, n) long on the query's device."""
+    B, T = query.shape[0], query.shape[2]
+    out = {}
+    for name, keys in _named("targets", targets).items():
+        if not isinstance(keys, Tensor) or keys.dtype not in INTEGERS:
+            got = describe(keys) if isinstance(keys, Tensor) else type(keys).__name__
+            raise TypeError(f"targets {name!r} are key positions, an integer tensor (T, n) or (B, T, n); got {got}")
+        _check_held(f"targets {name!r}", keys, query)
+        if keys.ndim not in (2, 3) or keys.shape[-2] != T or keys.shape[:-2] not in ((), (1,), (B,)):
+            raise ValueError(
+                f"targets {name!r} list n keys a row: (T, n) or (B, T, n) with B = {B}, T = {T}; got {describe(keys)}"
+            )
+        if keys.numel() and (int(keys.min()) < -1 or int(keys.max()) >= S):
+            raise ValueError(
+                f"targets {name!r} are positions 0 <= j < S = {S}, or -1 for none; "
+                f"got {int(keys.min())} to {int(keys.max())}"
+            )
+        out[name] = keys.to(query.device, torch.long).expand(B, T, keys.shape[-1])
+    return out
+
+
+def _named(what: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    if tensors is not None and not isinstance(tensors, Mapping):
+        raise TypeError(f"{what} are a dict, name -> tensor; got {shown(tensors)}")
+    return tensors or {}
+
+
+def _check_held(name: str, tensor: Tensor, query: Tensor) -> None:
+    """Numbers that can be brought to the query's device."""
+    check_dense(name, tensor)
+    if tensor.is_meta and not query.is_meta:
+        raise ValueError(f"{name} holds no numbers: it is on the meta device, the query on {query.device}")

@@ -1,0 +1,82 @@
+"""Which keys chosen rows attend most, without the rest of the matrix."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ...shapes import check_options, check_query_key
+from ...shapes.kinds import check_counts
+from ..call import fitted
+from ..masks.compose import Mask
+from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips, without_autocast
+from .weights import chosen, rules_of
+
+
+class TopKeys(NamedTuple):
+    """The keys of greatest weight, greatest first.
+
+    Attributes:
+        keys: (B, heads, rows, n) long, n = min(k, S); -1 where the row may attend fewer keys.
+        weights: (B, heads, rows, n), what the row gives to each; 0 where there is none. float32 (float64 for float64).
+    """
+
+    keys: Int[Tensor, "B h r n"]
+    weights: Float[Tensor, "B h r n"]
+
+
+def top_keys(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    k: int,
+    *,
+    rows: Sequence[int] | Tensor | slice | int | None = None,
+    heads: Sequence[int] | Tensor | slice | int | None = None,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+) -> TopKeys:
+    """The k keys to which each chosen query row of the chosen heads gives most.
+
+    Of keys with equal scores the first come first. The rows are scored some at a time, so that memory is that of the
+    result and of a block of rows.
+
+    Args:
+        query: (B, H, T, D); key: (B, K, S, D), as for `attention`.
+        k: how many keys, at least 1.
+        rows: query positions (negative counts from the end); all by default. An int keeps its axis.
+        heads: query heads, likewise.
+        mask, scale, softcap, sinks: as for `attention`.
+
+    Raises:
+        TypeError, ValueError: shapes that do not fit, k below 1, a row or head that does not exist.
+
+    >>> from headwise.ops.masks import causal
+    >>> q = k = torch.eye(3).view(1, 1, 3, 3) * 100
+    >>> found = top_keys(q, k, 2, rows=[0, 2], mask=causal())
+    >>> found.keys[0, 0].tolist(), found.weights[0, 0].tolist()
+    ([[0, -1], [2, 0]], [[1.0, 0.0], [1.0, 0.0]])
+    """
+    check_query_key(query, key)
+    scale, softcap, _ = check_options(query, scale, softcap, sinks)
+    check_counts(1, k=k)
+    (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
+    mask = fitted(mask, query, key)
+    row_index, head_index = chosen("rows", rows, T, query.device), chosen("heads", heads, H, query.device)
+    q_BhTD, k_BhSD = query[:, head_index], key[:, head_index // (H // K)]
+    sinks = None if sinks is None else sinks[head_index]
+    found: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad(), without_autocast(query.device.type):
+        for some in strips(len(row_index), max(1, BLOCK_ELEMENTS // max(S, 1))) if len(row_index) else [slice(0, 0)]:
+            scores = softcapped(score_rows(q_BhTD[:, :, row_index[some]], k_BhSD, scale), softcap)
+            allowed, added = rules_of(mask, T, S, row_index[some], head_index)
+            scores = mask_scores(scores, allowed, added)
+            order = scores.argsort(stable=True, dim=-1, descending=True)[..., :k]
+            weights = softmax_rows(scores, allowed, sinks)[0].gather(-1, order)
+            if allowed is not None:
+                order = order.masked_fill(~allowed.expand(scores.shape).gather(-1, order), -1)
+            found.append((order, weights))
+    return TopKeys(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))

@@ -1,0 +1,120 @@
+"""Exact scores of chosen rows and heads, at any stage of the softmax, without the rest of the matrix."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...shapes import INTEGERS, check_options, check_query_key, describe
+from ...shapes.kinds import check_dense, shown
+from ..call import fitted
+from ..fence import fence_pairs, show, surely_tame
+from ..masks.compose import Mask
+from ..scores import mask_scores, score_rows, softcapped, softmax_rows, without_autocast
+
+STAGES = ("raw", "softcapped", "biased", "probabilities")
+
+
+def weights(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    *,
+    rows: Sequence[int] | Tensor | slice | int | None = None,
+    heads: Sequence[int] | Tensor | slice | int | None = None,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
+    stage: Literal["raw", "softcapped", "biased", "probabilities"] = "probabilities",
+) -> Float[Tensor, "B h r S"]:
+    """What the chosen query rows of the chosen heads give to each key.
+
+    Args:
+        query: (B, H, T, D); key: (B, K, S, D), as for `attention`.
+        rows: query positions (negative counts from the end); all by default. An int keeps its axis.
+        heads: query heads, likewise.
+        mask, scale, softcap, sinks: as for `attention`.
+        stage: `raw` = scaled scores, `softcapped`, `biased` = with biases added and -inf where nothing may be
+            attended, `probabilities` = the weights (0 where nothing may be attended; with `sinks` a row sums to < 1).
+
+    Returns:
+        float32 (float64 for float64) (B, heads, rows, S). Memory: that of the result.
+
+    Raises:
+        TypeError, ValueError: shapes that do not fit, an unknown stage, a row or head that does not exist.
+
+    >>> from headwise.ops.masks import causal
+    >>> q = k = torch.eye(3).view(1, 1, 3, 3) * 100
+    >>> weights(q, k, rows=-1, mask=causal())
+    tensor([[[[0., 0., 1.]]]])
+    """
+    check_query_key(query, key)
+    scale, softcap, _ = check_options(query, scale, softcap, sinks)
+    if not isinstance(stage, str) or stage not in STAGES:
+        raise ValueError(f"stage is one of {', '.join(STAGES)}; got {shown(stage)}")
+    (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
+    mask = fitted(mask, query, key)
+    row_index = chosen("rows", rows, T, query.device)
+    head_index = chosen("heads", heads, H, query.device)
+
+    # One group of heads after another would read each key once; the chosen few are simply picked.
+    q_BhrD = query[:, head_index][:, :, row_index]
+    k_BhSD = key[:, head_index // (H // K)]
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    bad: Tensor | None = None
+    if learns and stage in STAGES[2:] and not surely_tame(q_BhrD, k_BhSD):  # else 0 * NaN would be in the gradient
+        q_BhrD, k_BhSD, bad = fence_pairs(q_BhrD, k_BhSD)
+    with without_autocast(query.device.type):
+        scores = score_rows(q_BhrD, k_BhSD, scale)
+    if stage in ("raw", "softcapped"):
+        return softcapped(scores, None if stage == "raw" else softcap)
+    allowed, added = rules_of(mask, T, S, row_index, head_index)
+    scores = mask_scores(softcapped(scores, softcap, allowed), allowed, added)
+    met = bad if bad is None or allowed is None else bad & allowed
+    if stage == "biased":
+        return scores if met is None else show(scores, met)
+    found = softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
+    if met is None:
+        return found
+    spoiled = met.any(-1, keepdim=True)
+    return show(found, spoiled if allowed is None else spoiled & allowed)
+
+
+def rules_of(
+    mask: Mask | None, T: int, S: int, row_index: Tensor, head_index: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """What a mask allows and adds for the chosen rows and heads."""
+    if mask is None:
+        return None, None
+    allowed = mask.allowed(T, S, rows=row_index, device=row_index.device)
+    added = mask.added(T, S, rows=row_index, device=row_index.device)
+    return _of_heads(allowed, head_index), _of_heads(added, head_index)
+
+
+def _of_heads(rule: Tensor | None, head_index: Tensor) -> Tensor | None:
+    return rule if rule is None or rule.shape[1] == 1 else rule[:, head_index]
+
+
+def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length: int, device: torch.device) -> Tensor:
+    """The chosen indices of an axis, counted from the start."""
+    rule = f"{name} are integer positions: an int, several, a slice, or an integer tensor"
+    whole = pick is None or isinstance(pick, slice)
+    try:
+        if whole:
+            pick = torch.arange(length, device=device)[pick or slice(None)]
+        index = torch.as_tensor(pick, device=device).reshape(-1)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise TypeError(f"{rule}; got {shown(pick)}") from None
+    check_dense(name, index)
+    if index.dtype not in INTEGERS and index.numel():
+        raise TypeError(f"{rule}; got {describe(index)}; a bool mask gives them by .nonzero()")
+    index = index.long()
+    if name == "heads" and not index.numel():
+        raise ValueError("heads are one or more; got none")
+    if whole or not index.numel() or torch.compiler.is_compiling():
+        return index % max(length, 1)
+    if not bool(((index >= -length) & (index < length)).all()):
+        raise ValueError(f"{name} lie in -{length} <= index < {length} here; got {index.tolist()}")
+    return index % max(length, 1)

@@ -1,0 +1,1 @@
+"""Keys and values that lie in int8 or in pages."""

@@ -1,0 +1,101 @@
+"""Keys and values that are more than two tensors: quantised, in pages, or in a cache that is attended itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ...shapes import check_int8
+from ...shapes.kinds import check_tensor
+from .int8 import Quantized
+from .paged import Paged, check_pages, gathered
+
+
+@runtime_checkable
+class Held(Protocol):
+    """Keys and values of the tokens so far; the caches of `headwise.cache` are of this kind."""
+
+    lengths: list[int]
+    causal: bool
+
+    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None) -> Any:
+        """Adds tokens: key (B, K, T, D), value (B, K, T, V); `lengths` (B,): how many of them are real in each row."""
+
+    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
+        """(B, H, T, V) of query (B, H, T, D), whose tokens are the last T that were added."""
+
+
+class Layout(NamedTuple):
+    """How key and value lie where they are not plain (B, K, S, n) in the query's dtype."""
+
+    key_scale: Tensor | None  # float32 (B, K, S), of int8; in pages (P, K, size)
+    value_scale: Tensor | None
+    table: Tensor | None  # int64 (B, N), the pages of each row
+    length: int  # S, where there is a table
+
+    def check(self, key: Any, value: Any) -> None:
+        """Raises TypeError or ValueError where the parts that key and value are made of do not fit one another."""
+        for name, x, scale in (("key", key, self.key_scale), ("value", value, self.value_scale)):
+            if scale is not None:
+                check_int8(name, x, scale)
+            elif self.table is not None:
+                check_tensor(f"the pages of the {name}", x)
+            if self.table is not None:
+                check_pages(name, x, self.table, self.length)
+        if self.table is not None and key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                f"key and value lie in as many pages (P, K, size): key {tuple(key.shape)}, value {tuple(value.shape)}"
+            )
+
+    def shown(self, x: Tensor) -> Tensor:
+        """A tensor of the sizes (B, K, S, n) that x stands for; what is in it means nothing."""
+        if self.table is None:
+            return x
+        return x.detach().as_strided((self.table.shape[0], x.shape[1], self.length, x.shape[3]), (0, 0, 0, 0))
+
+    def plain(self, key: Tensor, value: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Key and value (B, K, S, n), of the dtype `wide` where they were int8: copies."""
+        out = []
+        for x, scale in ((key, self.key_scale), (value, self.value_scale)):
+            x = self._laid_out(x)
+            out.append(x if scale is None else Quantized(x, self._laid_out(scale)).dequantize(wide))
+        return out[0], out[1]
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return x if self.table is None else gathered(x, self.table, self.length)
+
+
+def parts_of(key: Any, value: Any) -> tuple[Any, Any, Layout | None]:
+    """key and value as tensors, and how they lie where that is not all.
+
+    Raises TypeError where one of them is quantised or in pages and the other is not.
+    """
+    if type(key) is type(value) is Tensor:
+        return key, value, None
+    table, length = None, 0
+    if isinstance(key, Paged) and isinstance(value, Paged):
+        same = key.length is value.length or key.length == value.length
+        if key.table is not value.table or not same:
+            raise ValueError("key and value in pages share their table and length; give both the same")
+        table, length = key.table, key.length
+        key, value = key.pages, value.pages
+    if isinstance(key, Quantized) and isinstance(value, Quantized):
+        return key.data, value.data, Layout(key.scale, value.scale, table, length)
+    for x, name, others in ((key, "key", "value"), (value, "value", "key")):
+        if isinstance(x, Quantized):
+            raise TypeError(
+                f"key and value are quantised alike; {name} is Quantized, {others} is not: "
+                f"use headwise.cache.quantize({others}), or {name}.dequantize()"
+            )
+    if isinstance(key, Paged) or isinstance(value, Paged):
+        raise TypeError("key and value lie in pages both or neither; take .dense() of the one that does")
+    return key, value, None if table is None else Layout(None, None, table, length)
+
+
+def in_one_piece(x: Tensor | Quantized | Paged, dtype: torch.dtype) -> Tensor:
+    """Keys or values (B, K, S, n) as a tensor: a copy, of this dtype, where they lie otherwise."""
+    x = x.dense() if isinstance(x, Paged) else x
+    return x.dequantize(dtype) if isinstance(x, Quantized) else x

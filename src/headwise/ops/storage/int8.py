@@ -1,0 +1,49 @@
+"""Keys and values in int8, with a scale for every token and head.
+
+`headwise.cache.quantize` makes it; `headwise.attention` takes it in place of key and value. Its meaning is attention on
+the dequantised numbers, data * scale, in float32 (float64 for a float64 query).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int8
+from torch import Tensor
+
+from ...shapes import check_int8
+from ...shapes.kinds import check_dtype
+from ..masks.pytrees import register
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """Keys or values in int8: an element is `data * scale`, one scale for every token and head.
+
+    Args:
+        data: int8 (B, K, S, D), any strides; D is V for values.
+        scale: float32 (B, K, S), any strides. A NaN here is a NaN in the token: it shows where it may be attended.
+
+    >>> x = Quantized(torch.tensor([[[[127, -64]]]], dtype=torch.int8), torch.tensor([[[0.5]]]))
+    >>> x.dequantize()
+    tensor([[[[ 63.5000, -32.0000]]]])
+    """
+
+    data: Int8[Tensor, "B K S D"]
+    scale: Float[Tensor, "B K S"]
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, K, S, D)."""
+        return self.data.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "B K S D"]:
+        """The numbers (B, K, S, D), multiplied in float32, or in float64 where that is asked for."""
+        check_int8("tensor", self.data, self.scale)
+        check_dtype(dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return (self.data.to(wide) * self.scale.to(wide)[..., None]).to(dtype)
+
+
+register(Quantized)

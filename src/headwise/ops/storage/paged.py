@@ -1,0 +1,71 @@
+"""Keys or values in pages: each row of a batch is a list of pages, which may be shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...shapes import DTYPES, check_int8, describe
+from ...shapes.kinds import check_counts, check_index, check_tensor
+from .int8 import Quantized
+
+PAGE = 128  # a page holds so many keys or a multiple: the tile of the native kernel, which then lies in one page
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """(B, K, S, n) keys or values: token j of row b lies in page `table[b, j // size]`, at place `j % size`.
+
+    Attributes:
+        pages: (P, K, size, n), a tensor or `Quantized`; size is a multiple of 128.
+        table: int64 (B, N), N * size >= S.
+        length: S.
+    """
+
+    pages: Tensor | Quantized
+    table: Tensor
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, K, S, n)."""
+        _, K, _, n = self.pages.shape
+        return self.table.shape[0], K, self.length, n
+
+    def dense(self) -> Tensor | Quantized:
+        """The same in one piece: a copy."""
+        if isinstance(self.pages, Quantized):
+            check_int8("page", self.pages.data, self.pages.scale)
+            check_pages("keys or values", self.pages.data, self.table, self.length)
+            return Quantized(*(gathered(x, self.table, self.length) for x in (self.pages.data, self.pages.scale)))
+        check_tensor("pages", self.pages)
+        check_pages("keys or values", self.pages, self.table, self.length)
+        return gathered(self.pages, self.table, self.length)
+
+
+def check_pages(name: str, pages: Tensor, table: Tensor, length: int) -> None:
+    """Pages (P, K, size, n) and a table that names, for every row, pages enough for its tokens.
+
+    The numbers of a table are read where that waits for no other device.
+    """
+    rule = f"the {name} in pages: pages (P, K, size, n), size a multiple of {PAGE}, and table, int64 (B, N)"
+    check_index(f"of {rule}", table=table)
+    check_counts(length=length)
+    got = f"got pages {describe(pages)}, table {describe(table)}, length {length}"
+    fits = pages.ndim == 4 and pages.dtype in (*DTYPES, torch.int8) and pages.shape[2] and pages.shape[2] % PAGE == 0
+    if not fits or table.ndim != 2 or table.dtype != torch.int64 or table.device.type not in ("cpu", pages.device.type):
+        raise ValueError(f"{rule}; {got}")
+    used = -(-length // pages.shape[2])
+    if table.shape[1] < used:
+        raise ValueError(f"{rule}, N * size >= length; {got}; list a page for each {pages.shape[2]} tokens")
+    if table.device.type == "cpu" and not torch.compiler.is_compiling() and table[:, :used].numel():
+        low, high = (int(x) for x in table[:, :used].aminmax())
+        if low < 0 or high >= pages.shape[0]:
+            raise ValueError(f"a table names pages 0 to P - 1 = {pages.shape[0] - 1}; got {low} to {high}; {got}")
+
+
+def gathered(pages: Tensor, table: Tensor, length: int) -> Tensor:
+    """(B, K, S, ...) of pages (P, K, size, ...)."""
+    return pages[table].transpose(1, 2).flatten(2, 3)[:, :, :length]

@@ -1,0 +1,178 @@
+"""Arguments by kind: what serves for a size, a number, a flag, a tensor, and the text of each error where it does not.
+
+Each raises TypeError for what is of another kind, and ValueError for what is of the kind and cannot be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST = 2**31 - 1  # of what is counted: sizes, positions
+FAR = 1 << 40  # farther than any key lies: sums of such places stay far within int64
+
+
+def describe(tensor: Tensor) -> str:
+    """dtype, shape and device in one short phrase, for error texts."""
+    shape = f"({tensor.ndim} axes, ragged)" if tensor.is_nested else tuple(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape} on {tensor.device}"
+
+
+def shown(value: object) -> str:
+    """A value as an error text shows it: on one line, not long."""
+    if isinstance(value, Tensor):
+        return f"a tensor, {describe(value)}"
+    if isinstance(value, int) and value.bit_length() > 64:  # Python does not write all of them
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value.item() if isinstance(value, Real) and hasattr(value, "item") else value)
+    except Exception:  # an object whose repr fails
+        text = ""
+    plain = 0 < len(text) <= 60 and "\n" not in text and not text.startswith("<")
+    return text if plain else f"a value of type {type(value).__name__}"
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """A tensor whose numbers lie in memory, by strides: not sparse, packed or ragged, and not freed."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "ragged" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").lstrip("_")
+        way = "torch.nested.to_padded_tensor, and a mask for the padding" if tensor.is_nested else ".to_dense()"
+        raise ValueError(f"{name} is a dense tensor; got a {kind} one; make it dense with {way}")
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, Parameter) or not tensor.numel():
+        return
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    try:
+        there, needed = tensor.untyped_storage().nbytes(), (last + 1) * tensor.element_size()
+    except NotImplementedError:  # inside torch.func a tensor has no storage of its own
+        return
+    if there < needed:
+        raise ValueError(
+            f"the numbers of {name} are not in memory: {describe(tensor)} needs {needed} bytes, and its storage has "
+            f"{there}; was it freed (resize_) while in use?"
+        )
+
+
+def check_tensor(name: str, value: Any, what: str = "a tensor") -> None:
+    """A dense tensor; raises TypeError for what is none."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {what}; got {type(value).__name__}")
+    check_dense(name, value)
+
+
+def check_index(what: str, **indices: Any) -> None:
+    """Dense tensors of integers, on no matter which axes; `what` says what they are."""
+    for name, index in indices.items():
+        check_tensor(name, index, what)
+        if index.dtype not in INTEGERS:
+            raise TypeError(f"{name} is {what}; got {describe(index)}; convert with .long()")
+
+
+def check_counts(least: int = 0, most: int = MOST, **counts: Any) -> None:
+    """Ints of at least `least`: sizes, positions, numbers of something."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
+            raise TypeError(f"{name} is an int; got {shown(count)}")
+        if count < least:
+            raise ValueError(f"{name} is at least {least}; got {shown(count)}")
+        if count > most:
+            raise ValueError(f"{name} is at most {most}; got {shown(count)}")
+
+
+def is_finite(number: Any) -> bool:
+    """Whether a real number is one that float64 holds; symbols of torch.compile are taken to be."""
+    try:
+        return isinstance(number, (torch.SymFloat, torch.SymInt)) or math.isfinite(number)
+    except OverflowError:  # an int beyond every float
+        return False
+
+
+def check_numbers(above: float = -math.inf, **numbers: Any) -> None:
+    """Finite numbers above a limit."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise TypeError(f"{name} is a number; got {shown(number)}")
+        if not is_finite(number) or not number > above:  # type: ignore[operator]
+            more = f" above {above:g}" if above > -math.inf else ""
+            raise ValueError(f"{name} is a finite number{more}; got {shown(number)}")
+
+
+def check_flags(**flags: Any) -> None:
+    """True or False, and nothing that would merely count as one of them."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is True or False; got {shown(flag)}")
+
+
+def check_texts(**texts: Any) -> None:
+    """Strings."""
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise TypeError(f"{name} is a text; got {shown(text)}")
+
+
+def check_device(device: Any) -> None:
+    """A torch.device, its name, or None."""
+    try:
+        if device is not None:
+            torch.device(device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f'device is a torch.device or its name, such as "cpu" or "cuda:0"; got {shown(device)}'
+        ) from None
+
+
+def check_dtype(dtype: Any, among: Sequence[torch.dtype] = DTYPES) -> None:
+    """A torch.dtype, one of those that serve."""
+    if not isinstance(dtype, torch.dtype) or dtype not in among:
+        names = ", ".join(str(x).removeprefix("torch.") for x in among)
+        raise ValueError(f"dtype is one of {names}; got {shown(dtype)}")
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    """A list of ints from what users give for one: a sequence of ints, or an integer tensor or array of one axis.
+
+    Raises TypeError for anything else: a fraction is not cut, and True and False are no numbers here.
+    """
+    rule = f"{name} are whole numbers: a sequence of ints, or an integer tensor of one axis"
+    if isinstance(values, Tensor):
+        check_dense(name, values)
+        if values.dtype not in INTEGERS or values.ndim != 1 or values.is_meta:
+            raise TypeError(f"{rule}; got {describe(values)}")
+    elif isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise TypeError(f"{rule}; got {shown(values)}")
+    found = values.tolist() if hasattr(values, "tolist") else list(values)
+    if not isinstance(found, list) or not all(_is_whole(n) for n in found):
+        raise TypeError(f"{rule}; got {shown(values)}")
+    if any(not -FAR <= n <= FAR for n in found):
+        raise ValueError(f"{name} are at most {FAR}; got {shown(values)}")
+    return [int(n) for n in found]
+
+
+def real_numbers(name: str, values: Any) -> list[float]:
+    """A list of finite floats from a sequence of numbers, or a tensor or array of one axis."""
+    rule = f"{name} are finite numbers: a sequence, or a tensor of one axis"
+    if isinstance(values, Tensor):
+        check_dense(name, values)
+        values = (
+            values.tolist() if values.ndim == 1 and values.dtype in DTYPES + INTEGERS and not values.is_meta else None
+        )
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise TypeError(f"{rule}; got {shown(values)}")
+    found = list(values)
+    if not all(isinstance(n, Real) and not isinstance(n, bool) and is_finite(n) for n in found):
+        raise ValueError(f"{rule}; got {shown(found)}")
+    return [float(n) for n in found]
+
+
+def _is_whole(n: object) -> bool:
+    if isinstance(n, Tensor):
+        return n.ndim == 0 and n.dtype in INTEGERS and not n.is_meta
+    return isinstance(n, Integral) and not isinstance(n, bool)

@@ -1,0 +1,59 @@
+"""The map of a rule's tiles: every pair of it, against the rule itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mask_cases import MASKS, SHORT, TILED, Sizes
+from torch import Tensor
+
+import headwise
+from headwise.ops.masks import tiles
+from headwise.ops.masks.tiles import ALL, BITS, SIDE, tile_map, unpacked
+
+WIDE = Sizes(2, 3, 1, 67, 193, 5, 7)  # a last tile of one key, and of three rows
+LONG = Sizes(1, 2, 1, 193, 65, 5, 7)
+
+
+@pytest.mark.parametrize("n", [SHORT, TILED, WIDE, LONG], ids=["short", "tiled", "wide", "long"])
+@pytest.mark.parametrize("name", [name for name in MASKS if name not in ("everything",)])
+def test_every_pair(name: str, n: Sizes) -> None:
+    for rule in MASKS[name](n).mask.sized(n.B, n.H).parts:
+        if rule.restricts and not rule.biases:
+            found = tile_map(rule, n.T, n.S)
+            seen = unpacked(found, n.T, n.S)
+            expected = rule.grid(n.T, n.S, None, None, None)
+            assert torch.equal(*torch.broadcast_tensors(seen, expected))
+            assert found.bits.dtype == torch.int64 and found.index.dtype == torch.int64
+
+
+def test_what_is_full_or_empty_needs_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last tile is cut short by the lengths; strip by strip the same."""
+    T, S = 3 * SIDE, 5 * SIDE - 7
+    [rule] = (headwise.causal(offset=SIDE) | headwise.prefix(SIDE)).parts
+    found = tile_map(rule, T, S)
+    assert found.index[0, 0].tolist() == [[1, 2, 0, 0, 0], [1, 1, 3, 0, 0], [1, 1, 1, 4, 0]]
+    assert found.bits.shape == (3, SIDE)
+    monkeypatch.setattr(tiles, "STRIP_PAIRS", 1)
+    [again] = (headwise.causal(offset=SIDE) | headwise.prefix(SIDE)).parts
+    assert all(torch.equal(a, b) for a, b in zip(tile_map(again, T, S), found, strict=True))
+    [all_of_it] = headwise.prefix(S).parts
+    assert set(tile_map(all_of_it, T, S).index.flatten().tolist()) == {ALL}
+    assert BITS not in tile_map(all_of_it, T, S).index
+
+
+def test_a_map_is_made_once_for_a_size() -> None:
+    calls = []
+
+    def every_third(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        calls.append(1)
+        return (i + j) % 3 == 0
+
+    mask = headwise.rule(every_third)
+    for _ in range(3):
+        [rule] = mask.sized(2, 3).parts
+        tile_map(rule, 70, 80)
+    assert len(calls) == 1
+    for S in range(80, 90):
+        tile_map(rule, 70, S)
+    assert len(rule.__dict__["_maps"]) == tiles.KEPT

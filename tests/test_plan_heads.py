@@ -1,0 +1,102 @@
+"""Plans for heads: what is left after pruning and merging, and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwise
+from headwise import plan
+from headwise.plan.heads import apply_heads
+
+pytestmark = pytest.mark.unchecked
+SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "num_hidden_layers": 3, "intermediate_size": 32, "vocab_size": 50}  # fmt: skip
+
+
+def test_a_heads_plan_is_what_modules_of_those_heads_hold() -> None:
+    """Against headwise's own module with fewer heads, and by hand for an uneven plan."""
+    whole = plan.of(SMALL, context=100)
+    after = plan.of(SMALL, context=100, heads_plan={"layers": {"*": {"kv_heads": 2}, "1": {"keep": [0, 1, 3]}}}).planned
+    assert after is not None
+    sizes = [(layer.num_heads, layer.num_kv_heads) for layer in after.model.layers]
+    assert sizes == [(8, 2), (3, 2), (8, 2)]
+    held = [headwise.MultiHeadAttention(64, 8, num_kv_heads=2, head_dim=8) for _ in range(2)]
+    pruned = headwise.MultiHeadAttention(64, 8, num_kv_heads=4, head_dim=8)
+    matrices = [pruned.head(h) for h in (0, 1, 3)]
+    queries = sum(head.W_Q.numel() + head.W_O.numel() for head in matrices)
+    keys = sum(head.W_K.numel() + head.W_V.numel() for head in (matrices[0], matrices[2]))  # heads 0 and 1 share theirs
+    expected = sum(p.numel() for module in held for p in module.parameters()) + queries + keys
+    assert after.model.attention_parameters() == expected
+    assert after.contexts[0].cache_bytes * 2 == whole.contexts[0].cache_bytes
+    assert (
+        after.model.total_parameters() - expected == whole.model.total_parameters() - whole.model.attention_parameters()
+    )
+
+
+def test_a_heads_plan_of_whole_groups_is_the_model_with_fewer_heads() -> None:
+    keep = {"layers": {"*": {"keep": [0, 1, 2, 3]}}}
+    after = plan.of(SMALL, heads_plan=keep).planned
+    small = plan.of({**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
+    assert after is not None and after.contexts == small.contexts and after.parameters() == small.parameters()
+
+
+def test_latent_heads_can_go_and_leave_the_cache_as_it_is() -> None:
+    found = plan.of("deepseek-v2-lite", heads_plan={"layers": {"*": {"keep": [0, 1, 2, 3]}}})
+    assert found.planned is not None and found.planned.bytes_per_token == found.bytes_per_token
+    assert found.planned.model.attention_parameters() < found.model.attention_parameters()
+
+
+HEADS_PLANS: list[tuple[Any, str]] = [
+    ({}, 'a heads plan is {"layers": {"0": {"keep": [0, 1]}, "1": {"kv_heads": 2}}}'),
+    ({"layers": []}, "a heads plan is"),
+    ({"layers": {}}, "a heads plan is"),
+    ({"layers": {"0": {"keep": [0]}}, "more": 1}, "a heads plan is"),
+    ({"layers": {"3": {"keep": [0]}}}, "heads plan: no layer '3'; the layers are 0 to 2"),
+    ({"layers": {"0": {}}}, "heads plan: layer 0: give keep or kv_heads, and one of them; got {}"),
+    ({"layers": {"0": {"keep": [0], "kv_heads": 1}}}, "heads plan: layer 0: give keep or kv_heads, and one of them"),
+    ({"layers": {"0": {"drop": [0]}}}, "heads plan: layer 0: give keep or kv_heads; got 'drop'"),
+    (
+        {"layers": {"0": {"keep": []}}},
+        "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got []",
+    ),
+    (
+        {"layers": {"0": {"keep": [8]}}},
+        "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got [8]",
+    ),
+    ({"layers": {"0": {"keep": [1, 1]}}}, "heads plan: layer 0: keep lists different heads"),
+    ({"layers": {"0": {"keep": [True]}}}, "heads plan: layer 0: keep lists different heads"),
+    ({"layers": {"0": {"keep": 3}}}, "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got 3"),
+    ({"layers": {"0": {"kv_heads": 3}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 3"),
+    ({"layers": {"0": {"kv_heads": 8}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 8"),
+    ({"layers": {"0": {"kv_heads": 0}}}, "heads plan: layer 0: kv_heads divides the 4 there are; got 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), HEADS_PLANS, ids=str)
+def test_heads_plans_that_do_not_fit(given: Any, told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan.of(SMALL, heads_plan=given)
+    assert str(caught.value).startswith(told)
+
+
+def test_layers_of_two_stacks_have_names_of_their_own() -> None:
+    model = plan.of("t5-small").model
+    after = apply_heads(
+        model, {"layers": {"encoder.0": {"keep": [0]}, "cross.5": {"keep": [1, 2]}, "0": {"keep": [3]}}}
+    )
+    found = {(layer.role, layer.index): layer.num_heads for layer in after.layers if layer.num_heads != 8}
+    assert found == {("encoder", 0): 1, ("cross", 5): 2, ("self", 0): 1}
+
+
+def test_a_heads_plan_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"layers": {"*": {"kv_heads": 1}}}')
+    assert (
+        plan.of(SMALL, heads_plan=path).planned == plan.of(SMALL, heads_plan={"layers": {"*": {"kv_heads": 1}}}).planned
+    )
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"heads plan '.*plan\.json': is no JSON"):
+        plan.of(SMALL, heads_plan=path)
