@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ ROWS: list[tuple[Any, Any]] = [
     (slice(1, 4), slice(None, None, 2)),
     (torch.tensor([2]), torch.tensor([0, 5])),
     (slice(0, 0), None),
+    ([], []),
+    (-SHORT.T, -SHORT.H),
 ]
 
 
@@ -198,3 +201,20 @@ def test_nothing(sizes: tuple[int, ...]) -> None:
     for stage in STAGES:
         ours = headwise.weights(q, k, mask=headwise.causal(), stage=stage)  # type: ignore[arg-type]
         assert ours.shape == (n.B, n.H, n.T, n.S)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"stage": "logits"}, ValueError, "stage is one of raw, softcapped, biased, probabilities; got 'logits'"),
+        ({"rows": [0, 3]}, IndexError, "rows lie in -3 <= index < 3 here; got [0, 3]"),
+        ({"rows": -4}, IndexError, "rows lie in -3 <= index < 3 here; got [-4]"),
+        ({"heads": 2}, IndexError, "heads lie in -2 <= index < 2 here; got [2]"),
+        ({"rows": [1.0]}, TypeError, "rows are integer positions; got"),
+        ({"heads": [True, False]}, TypeError, "a bool mask gives them by .nonzero()"),
+    ],
+)
+def test_errors(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        headwise.weights(torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4), **options)
