@@ -15,7 +15,10 @@ struct Plan {
   int64_t splits = 0;         // items side by side along the keys, merged afterwards
   int64_t scratch_bytes = 0;  // of a thread
   bool by_row = false;        // few rows: the kernel whose lanes run along the head dim
-  float* partial = nullptr;   // (B, K, rows, splits, V + 2): sums, their maximum and total, where splits > 1
+  float* partial = nullptr;   // (B, K, rows, splits): a share each, where splits > 1
+
+  // Of a row: its greatest score, scaled and not, the sum of the weights, and V sums.
+  int64_t share_floats(const Problem& p) const { return p.V + 3; }
 
   int64_t groups(const Problem& p) const { return p.B * p.K * row_items; }
 };
@@ -40,6 +43,8 @@ struct BackwardPlan {
   int64_t rows_per_step = 0;   // that use a tile of keys while it is near
   int64_t wide_key = 0, wide_value = 0;  // floats from row to row of the sums
   int64_t scratch_bytes = 0;
+  bool few = false;             // rows whose scores the forward adds up in another order (lines.h)
+  bool held = false;            // and whose products with all keys a thread's scratch holds
   bool has_partial = false;
   float* partial = nullptr;    // (B, K, chunks): a share of (S, wide_key) and (S, wide_value) each
   // Biases whose gradient has queries and keys but is summed over batch or heads: found by items of their own, which

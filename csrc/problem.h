@@ -1,6 +1,6 @@
 // One call of attention as plain data: what the binding fills in and every instruction set's kernel reads.
 //
-// Letters as in src/headwise/shapes.py: B batch, H query heads, K key-value heads, G = H / K, T queries, S keys,
+// Letters as in src/headwise/shapes: B batch, H query heads, K key-value heads, G = H / K, T queries, S keys,
 // D head dim of queries and keys, V head dim of values. Strides count elements. Nothing here owns memory.
 #pragma once
 
@@ -62,6 +62,9 @@ struct Problem {
   Dtype dtype() const { return query.dtype; }  // one for all four, but for keys and values of int8
   bool bytes() const { return key.dtype == Dtype::i8; }
   float* lse = nullptr;  // (B, H, T) contiguous, or null
+  // (2, B, H, T) contiguous, or null: each row's greatest score, as the softmax takes it, and the weight of that key. The
+  // gradient makes its weights of them: an lse of that size would be rounded. -inf and 0 where a row attends nothing.
+  float* ends = nullptr;
   float scale = 1.0f;
   float softcap = 0.0f;  // 0 = none
   const float* sinks = nullptr;  // (H), or null
@@ -76,6 +79,9 @@ struct Problem {
   SegmentRule segments[kMaxSegments];
   int n_segments = 0;
   Tensor4 dense[kMaxDense];  // Dtype::boolean: true = attend; else added to the scores, -inf forbids
+  // Relative biases stand among them: read along diagonals, query i and key j at (B, H, T - 1 + j - i), so that their
+  // stride is negative along the queries.
+  bool diagonal[kMaxDense] = {false};
   int n_dense = 0;
   AlibiRule alibi[kMaxAlibi];
   int n_alibi = 0;
@@ -87,13 +93,15 @@ struct Problem {
   uint64_t seed = 0;
 };
 
-// What the gradient of a call needs beside it (whose `out` and `lse` are the forward's), and where it is written.
+// What the gradient of a call needs beside it (whose `out` and `ends` are the forward's), and where it is written.
 struct Gradients {
   Tensor4 grad_out;             // (B, H, T, V) in the query's dtype, any strides
   Tensor4 grad_lse;             // (B, H, T, 1) float32; data null = none
   Tensor4 query, key, value;    // results, in the query's dtype; their last axis is contiguous
   float* sinks = nullptr;       // (H), where the call has sinks
-  Tensor4 dense[kMaxDense];     // of each float mask, contiguous but for broadcast axes; data null = not wanted
+  // Of each float mask, contiguous but for broadcast axes; of a relative bias (B|1, H|1, T + S - 1), from its beginning.
+  // Data null = not wanted.
+  Tensor4 dense[kMaxDense];
   float* slopes[kMaxAlibi] = {nullptr};  // of each rule, (B, H) or (1, H), contiguous; null = not wanted
   bool slopes_batched[kMaxAlibi] = {false};
 };

@@ -139,7 +139,7 @@ def test_the_native_kernel_is_one_operator(name: str) -> None:
     graphs.clear()
     results(compiled, make_qkv(*SHORT))
     found = [name for graph in graphs for name in operators(graph) if "headwise" in name]
-    assert found == ["headwise.attend_full.default", "headwise.attend_backward.default"]
+    assert found == ["headwise.attend_kept.default", "headwise.attend_backward.default"]
 
 
 def test_int8() -> None:

@@ -134,10 +134,12 @@ class Learning:
         """The leaves and what comes from behind."""
         return {**self.leaves, **{f"from {name}": x for name, x in self.upstream.items()}}
 
-    def run(self, backend: str, leaves: Leaves, learns: tuple[str, ...] | None = None) -> dict[str, Tensor] | None:
+    def run(
+        self, backend: str, leaves: Leaves, learns: tuple[str, ...] | None = None, *, autocast: bool = False
+    ) -> Leaves | None:
         """out, lse where it is looked at, and the gradient of each leaf that learns, of all by default.
 
-        None where the backend refuses.
+        The forward runs under autocast where that is asked. None where the backend refuses.
         """
         given = {name: x for name, x in leaves.items() if not name.startswith("from ")}
         learns = tuple(given) if learns is None else learns
@@ -149,7 +151,8 @@ class Learning:
             rules += headwise.alibi(given["slopes"]).parts
         options = {name: x for name, x in given.items() if name not in ("bias", "slopes")}
         mask = Mask(tuple(rules)) if rules else None
-        found = attend(backend, **options, mask=mask, **self.options, **({"return_lse": True} if self.lse else {}))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = attend(backend, **options, mask=mask, **self.options, **({"return_lse": True} if self.lse else {}))
         if found is None:
             return None
         results = dict(zip(("out", "lse"), found if self.lse else (found,), strict=False))

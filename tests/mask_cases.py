@@ -38,6 +38,7 @@ LONG = Sizes(3, 4, 2, 7, 5, 13, 11)  # more queries than keys: bottom-right rows
 SQUARE = Sizes(2, 3, 1, 7, 7, 5, 7)
 TILED = Sizes(1, 2, 1, 67, 131, 19, 17)  # across the edges of tiles of 16, 32, 64, 128
 SIZES = (SHORT, LONG, SQUARE)
+UNEQUAL = (Sizes(2, 6, 3, 4, 67, 5, 7), Sizes(1, 2, 1, 67, 5, 3, 7))  # many times more of the one than of the other
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ B, H, K, T, S, D, V = 3, 4, 2, 5, 7, 16, 8
 
 
 def rules(**given: Any) -> dict[str, Any]:
-    """The ten arguments between scores and weights, by name."""
+    """The eleven arguments between scores and weights, by name."""
     dense = [torch.randn(1, H, T, S), torch.rand(B, 1, 1, S) > 0.2, torch.randn(B, 1, T, 1).double()]
     everything = {
         "scale": 0.25,
@@ -31,13 +31,14 @@ def rules(**given: Any) -> dict[str, Any]:
         "dense": dense,
         "alibi": [torch.rand(B, H), torch.tensor([1, -2, 0])],
         "maps": [torch.tensor([2, 1, 3]).view(B, 1, 1, 1), torch.randint(-(1 << 63), (1 << 63) - 1, (2, 64)) | 8],
+        "relative": [torch.randn(B, 1, T + S - 1)],
     }
     return everything | given
 
 
 def none() -> dict[str, Any]:
     """The same for a call without them."""
-    names = ("sinks", "bounds", "segments", "dense", "alibi", "maps")
+    names = ("sinks", "bounds", "segments", "dense", "alibi", "maps", "relative")
     return rules(softcap=0.0, **dict.fromkeys(names))
 
 
@@ -47,7 +48,7 @@ def calls() -> dict[str, dict[str, Any]]:
     seed, gate, every = torch.tensor([7]), torch.rand(B, H, T, V), rules()
     qkv = {"query": query, "key": key, "value": value}
     dropped = {"dropout": 0.3, "seed": seed}
-    out, lse = torch.ops.headwise.attend_full(**qkv, **every, gate=None, **dropped)
+    out, lse, ends = torch.ops.headwise.attend_kept(**qkv, **every, **dropped)
     pages = torch.randint(-127, 128, (B, K, 128, D), dtype=torch.int8), torch.rand(B, K, 128) + 0.01
     values = torch.randint(-127, 128, (B, K, 128, V), dtype=torch.int8), torch.rand(B, K, 128) + 0.01
     one = [x[:, :, :S].contiguous() for x in (*pages, *values)]
@@ -62,23 +63,23 @@ def calls() -> dict[str, dict[str, Any]]:
         "features": torch.randn(B, S, 3),
         "bins": 4,
     }
-    ends = {"top": torch.zeros(B, H, T), "largest": torch.ones(B, H, T)}
+    back = {"grad_out": out * 3, "grad_lse": lse * 2, "out": out, "ends": ends}
+    tops = {"top": torch.zeros(B, H, T), "largest": torch.ones(B, H, T)}
     return {
         "attend": {**qkv, "scale": 0.25, "low": -FAR, "high": FAR},
         "attend_full": {**qkv, **every, "gate": gate, **dropped},
         "attend_held": {**held, **every, "gate": gate, **dropped},
         "attend_held, pages": {**paged, "table": table, **every, "gate": gate, **dropped},
-        "attend_backward": {
-            "grad_out": out * 3, "grad_lse": lse * 2, "out": out, "lse": lse, "biases": True, **qkv, **every, **dropped
-        },
+        "attend_kept": {**qkv, **every, **dropped},
+        "attend_backward": {**back, "biases": True, **qkv, **every, **dropped},
         "attend_statistics": {**qkv, **every, **asked},
-        "attend_received": {"query": query, "key": key, **ends, **every},
+        "attend_received": {"query": query, "key": key, **tops, **every},
         "dropout_keep": {"seed": seed, "dropout": 0.3, "B": B, "H": H, "first": 0, "rows": T, "S": S},
     }  # fmt: skip
 
 
 NAMES = (
-    "attend", "attend_full", "attend_held", "attend_held, pages", "attend_backward", "attend_statistics",
+    "attend", "attend_full", "attend_held", "attend_held, pages", "attend_kept", "attend_backward", "attend_statistics",
     "attend_received", "dropout_keep",
 )  # fmt: skip
 

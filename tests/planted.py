@@ -107,6 +107,22 @@ class Tiny(nn.Module):
         return x
 
 
+class Mixed(Tiny):
+    """Layers that differ: two heads that look back and then as many as `heads`, under a mask of their own each."""
+
+    def __init__(self, *masks: headwise.Mask | None, heads: int = 3) -> None:
+        super().__init__()
+        self.masks = masks
+        self.layers[0] = headwise.MultiHeadAttention(24, 2)
+        self.layers[1] = headwise.MultiHeadAttention(24, heads, head_dim=5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.place(torch.arange(ids.shape[1]))
+        for layer, mask in zip(self.layers, self.masks, strict=True):
+            x = x + layer(x, mask=mask)
+        return x
+
+
 class Twice(nn.Module):
     """One module called twice in a forward."""
 

@@ -18,7 +18,8 @@ from test_meaning_backward import budget_of, gradients
 from torch import Tensor
 
 import headwise
-from headwise.testing import Accuracy, accuracy, assert_close_like_torch, make_qkv, naive, oracle
+from headwise.cache import StaticCache
+from headwise.testing import Accuracy, accuracy, assert_close_like_torch, assert_same_bits, make_qkv, naive, oracle
 
 # (T, S) around the edges of tiles of 16, 32, 64 and 128; head sizes from 1 to 256, not multiples of 8 among them.
 SHAPES = [
@@ -158,6 +159,119 @@ def test_a_band_of_minus_infinity(backend: str) -> None:
     structural = attend(backend, q, k, v, mask=headwise.window(51, 50))
     torch.testing.assert_close(dense, structural, rtol=1e-5, atol=1e-6)
     assert bool(dense.isfinite().all())
+
+
+# -- the precision of biases, and numbers at the ends of float32 ------------------------------------------------------
+
+ATTEND = ("auto", "reference", "blocks", "sdpa", "flex", *BEST)
+everywhere = pytest.mark.parametrize("backend", [*ATTEND, "the rest"])
+
+
+def results(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: headwise.Mask) -> list[Tensor]:
+    """All that a mask with biases has a part in: the output by one backend, or what is no attention."""
+    if backend != "the rest":
+        return [attend(backend, q, k, v, mask=mask)]
+    (B, K, S, D), V = k.shape, v.shape[3]
+    cache = StaticCache(B, K, D, V, capacity=S, dtype=k.dtype, causal=False)
+    attended = cache.append(k, v).attend(q, mask=mask)
+    found = headwise.statistics(q, k, mask=mask, offsets=2, pool=3)
+    numbers = (found.entropy, found.largest, found.distance, found.offsets, found.pooled, found.received, found.keys)
+    return [attended, headwise.weights(q, k, mask=mask), headwise.top_keys(q, k, 3, mask=mask).weights, *numbers]
+
+
+@pytest.mark.unchecked
+@everywhere
+def test_biases_of_half_a_dtype_are_added_in_float32(backend: str) -> None:
+    """Slopes times distance, and one bias plus another: the bits of the same numbers given as float32."""
+    n = Sizes(1, 2, 1, 3, 31, 8, 8)
+    q, k, v = make_qkv(*n)
+    slopes = torch.tensor([1e-5, 0.3]).half()
+    one, two = (100 * torch.randn(n.T, n.S, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2))
+    pairs = [
+        (headwise.alibi(slopes, offset=70_000), headwise.alibi(slopes.float(), offset=70_000)),
+        (headwise.bias(one) & headwise.bias(two), headwise.bias(one.float()) & headwise.bias(two.float())),
+    ]
+    i, j = torch.arange(n.T)[:, None], torch.arange(n.S)[None]
+    for coarse, fine in pairs:
+        for x, y in zip(*(results(backend, q, k, v, mask) for mask in (coarse, fine)), strict=True):
+            assert_same_bits(x, y)
+        for x, y in ((coarse.at(i, j, 3, 31)[1], fine.at(i, j, 3, 31)[1]), (coarse.added(3, 31), fine.added(3, 31))):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.unchecked
+@everywhere
+def test_half_slopes_reach_far(backend: str) -> None:
+    """65,536 is infinite in float16, and 0 times that is NaN."""
+    q, k, v = make_qkv(1, 1, 1, 1, 70_000, 8, 8)
+    plain = results(backend, q, k, v, headwise.bias(torch.zeros(1)))
+    for x, y in zip(results(backend, q, k, v, headwise.alibi(torch.zeros(1).half())), plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocks", "sdpa", "the rest"])
+def test_slopes_of_float32_are_exact_in_float64(backend: str) -> None:
+    n = Sizes(1, 2, 1, 3, 31, 8, 8)
+    q, k, v = make_qkv(*n, dtype=torch.float64)
+    slopes = torch.tensor([0.1, 1 / 3])
+    away = (torch.arange(n.T)[:, None] + n.S - n.T - torch.arange(n.S)).abs()
+    exact = headwise.bias(-slopes.double()[:, None, None] * away.double())
+    for x, y in zip(*(results(backend, q, k, v, mask) for mask in (headwise.alibi(slopes), exact)), strict=True):
+        assert_same_bits(x, y)
+    rough = headwise.attention(q, k, v, mask=headwise.bias(-slopes[:, None, None] * away))
+    assert not torch.equal(rough, headwise.attention(q, k, v, mask=exact))
+
+
+@pytest.mark.unchecked
+@everywhere
+def test_a_bias_finer_than_the_scores_is_rounded_to_their_precision(backend: str) -> None:
+    """In float32 -1e300 is -inf, which forbids: such a row is empty. In float64 it is a number like any other."""
+    n = Sizes(1, 2, 1, 3, 7, 8, 8)
+    low = torch.zeros(n.T, n.S, dtype=torch.float64)
+    low[1] = -1e300
+    q, k, v = make_qkv(*n)
+    masks = (headwise.bias(low), headwise.bias(low.float()))
+    for x, y in zip(*(results(backend, q, k, v, mask) for mask in masks), strict=True):
+        assert_same_bits(x, y)
+    assert bool((results(backend, q, k, v, masks[0])[0][:, :, 1] == 0).all())
+    if backend in BACKENDS:
+        wide = attend(backend, *(x.double() for x in (q, k, v)), mask=low)
+        torch.testing.assert_close(wide[:, :, 1], v.double().mean(2).expand(-1, 2, -1))
+
+
+@pytest.mark.unchecked
+@everywhere
+def test_the_lowest_bias_is_a_number(backend: str) -> None:
+    """Many write their masks with float32's lowest number.
+
+    A row of nothing else is not empty: scores are lost in it, and the values' mean is left.
+    """
+    n = Sizes(1, 2, 1, 3, 7, 8, 8)
+    low = torch.zeros(n.T, n.S)
+    low[1], low[2, 3:] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min
+    q, k, v = make_qkv(*n)
+    out = results(backend, q, k, v, headwise.bias(low))[0]
+    torch.testing.assert_close(out[:, :, 1], v.mean(2).expand(-1, 2, -1), rtol=1e-6, atol=1e-6)
+    kept = results(backend, q, k, v, headwise.keep(low == 0))[0]
+    torch.testing.assert_close(out[:, :, 2], kept[:, :, 2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("backend", ATTEND)
+def test_scales_and_softcaps_at_their_bounds(backend: str) -> None:
+    """2**100 and 2**-100 are right; large and small queries bring the scores back to where they show."""
+    n = Sizes(2, 4, 2, 5, 67, 16, 8)
+    for scale, softcap in ((2.0**100, None), (2.0**-100, None), (0.5, 2.0**100), (0.5, 2.0**-100), (2.0**100, 2.0)):
+        q, k, v = make_qkv(*n)
+        size = 1.0 if abs(math.log2(scale)) < 99 else 2.0 ** (-0.5 * math.log2(scale))
+        options = {"scale": scale} if softcap is None else {"scale": scale, "softcap": softcap}
+        out = attend(backend, q * size, k * size, v, **options)
+        if out is None:
+            assert backend == "sdpa" and softcap
+            continue
+        qkv = (q * size, k * size, v)
+        exact, rough = oracle(*qkv, **options)[0], naive(*qkv, **options)
+        assert_close_like_torch(out, exact, rough, values=4 * v, what=f"scale {scale}, softcap {softcap}")
 
 
 def survey() -> None:

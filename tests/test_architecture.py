@@ -20,7 +20,6 @@ Tree = dict[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 TIERS = (
-    {"arguments"},
     {"shapes"},
     {"ops"},
     {"cache", "nn"},
@@ -145,7 +144,7 @@ def may_import(room: str, target: str) -> bool:
 
 
 def arrows(tree: Tree) -> list[str]:
-    """arguments, shapes <- ops <- {cache, nn} <- {look, reshape, hf, parallel} <- report <- cli; siblings apart."""
+    """shapes <- ops <- {cache, nn} <- {look, reshape, hf, parallel} <- report <- cli; siblings apart."""
     return [
         f"{path} imports {name}: {room or 'the top'} may not import {room_of(name) or 'the top'}"
         for path, source in tree.items()

@@ -166,13 +166,65 @@ def test_what_cannot_be_made(make: Callable[[], object], error: type[Exception],
         make()
 
 
-def test_a_window_cannot_go_back_beyond_what_is_left() -> None:
-    cache = RollingCache(1, K, D, V, window=100)
-    for _ in range(10):
-        cache.append(*tokens(128, 1))
-    with pytest.raises(ValueError, match="the shortest length left is"):
-        cache.truncate(900)
-    assert cache.truncate(1250).length == 1250
+@pytest.mark.parametrize("first", [0, 3, 130])
+@pytest.mark.parametrize("window", [1, 100, 129])
+def test_a_window_goes_back_as_far_as_the_next_token_can_see(window: int, first: int) -> None:
+    """To the token, and not one farther: what was gone before cannot come back."""
+    key, value = tokens(1280, 1)
+    cache = RollingCache(1, K, D, V, window=window, first=first)
+    for part in zip(key.split(128, 2), value.split(128, 2), strict=True):
+        cache.append(*part)
+    kept = -(-first // 128) * 128
+    shortest = kept + cache.dropped[0] + window - 1
+    with pytest.raises(
+        ValueError, match=f"cannot go back to {shortest - 1} tokens.*shortest length left is {shortest}"
+    ):
+        cache.truncate(shortest - 1)
+    assert cache.length == 1280
+    cache.truncate(shortest).append(key[:, :, shortest : shortest + 1], value[:, :, shortest : shortest + 1])
+    seen = [n for n in range(shortest + 1) if n < first or n > shortest - window]
+    query = torch.randn(1, H, 1, D)
+    expected = headwise.attention(query, key[:, :, seen], value[:, :, seen])
+    torch.testing.assert_close(headwise.attention(query, cache), expected, rtol=1e-5, atol=1e-6)
+    assert cache.dropped[0] > 0 and len(seen) == min(window + first, shortest + 1)
+
+
+@pytest.mark.parametrize("kind", ["static", "paged", "rolling"])
+def test_padding_goes_with_its_row(kind: str) -> None:
+    """Which tokens of the last append were padding is known of each row, wherever it has moved."""
+    cache, (key, value), query = KINDS[kind](), tokens(3), torch.randn(B, H, 3, D)
+    cache.append(key, value, lengths=[3, 1])
+    out = headwise.attention(query, cache.reorder([1, 0]))
+    assert bool((out[0, :, 1:] == 0).all()) and bool((out[1] != 0).all())
+    alone = [headwise.attention(query[b : b + 1, :, :n], key[1 - b, :, :n][None], value[1 - b, :, :n][None],
+                                mask=headwise.causal()) for b, n in enumerate((1, 3))]  # fmt: skip
+    torch.testing.assert_close(out[:1, :, :1], alone[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out[1:], alone[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["static", "paged", "rolling"])
+def test_the_padding_of_an_append_that_is_undone_is_forgotten(kind: str) -> None:
+    cache, (key, value), query = KINDS[kind](), tokens(5), torch.randn(B, H, 1, D)
+    cache.append(key, value)
+    before = headwise.attention(query, cache)
+    cache.append(*tokens(1), lengths=[1, 0])
+    assert bool((headwise.attention(query, cache)[1] == 0).all()), "the second row's token is padding"
+    assert_same_bits(headwise.attention(query, cache.truncate(5)), before)
+
+
+@pytest.mark.parametrize("kind", ["static", "paged", "rolling"])
+def test_positions_of_uneven_rows_show_in_the_lse(kind: str) -> None:
+    """ALiBi counts from where each row stands: a shift that the softmax cancels, and the lse does not."""
+    cache, (key, value), slopes = KINDS[kind](), tokens(6), torch.rand(H)
+    counts = [6, 2]
+    cache.append(key, value, lengths=counts)
+    query, mask = torch.randn(B, H, 1, D), headwise.alibi(slopes)
+    out, lse = headwise.attention(query, cache, mask=mask, return_lse=True)
+    for b, n in enumerate(counts):
+        alone = headwise.attention(
+            query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n], mask=mask, return_lse=True
+        )
+        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), alone, rtol=1e-5, atol=1e-5)
 
 
 def test_an_empty_cache_and_no_cache() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,16 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "scale is text": ({"scale": "auto"}, TypeError, ["scale is a number or None", "str"]),
     "scale is NaN": ({"scale": math.nan}, ValueError, ["scale", "finite", "nan"]),
     "scale is infinite": ({"scale": math.inf}, ValueError, ["scale", "finite", "inf"]),
+    "scale is numpy's NaN": ({"scale": np.float32("nan")}, ValueError, ["scale", "finite", "got nan"]),
+    "scale is huge": ({"scale": 1e300}, ValueError, ["scale", "2**-100 to 2**100", "got 1e+300", "D ** -0.5"]),
+    "scale is just beyond": ({"scale": -1.01 * 2.0**100}, ValueError, ["scale", "2**-100 to 2**100", "got -1.28"]),
+    "scale is tiny": ({"scale": 0.99 * 2.0**-100}, ValueError, ["scale is", "0 or in size", "got 7.8"]),
+    "scale is a huge integer": ({"scale": 10**400}, ValueError, ["scale", "got an integer of 1329 bits"]),
+    "softcap is huge": ({"softcap": 1e38}, ValueError, ["softcap", "2**-100 to 2**100", "got 1e+38", "None"]),
+    "softcap is just beyond": ({"softcap": 1.01 * 2.0**100}, ValueError, ["softcap", "2**100", "got 1.28"]),
+    "softcap is tiny": ({"softcap": 1e-300}, ValueError, ["softcap > 0", "2**-100", "got 1e-300"]),
+    "softcap is numpy's NaN": ({"softcap": np.float64("nan")}, ValueError, ["softcap", "got nan"]),
+    "dropout is a huge integer": ({"dropout": 10**400}, ValueError, ["dropout < 1", "integer of 1329 bits"]),
     "softcap 0": ({"softcap": 0.0}, ValueError, ["softcap > 0", "got 0.0", "None"]),
     "softcap negative": ({"softcap": -30}, ValueError, ["softcap > 0", "got -30", "None"]),
     "softcap NaN": ({"softcap": math.nan}, ValueError, ["softcap", "got nan"]),
@@ -246,6 +257,20 @@ MAKERS: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "window of a tensor": (lambda: headwise.window(torch.tensor(2)), TypeError, ["window", "Tensor"]),
     "offset of a fraction": (lambda: headwise.causal(offset=0.5), TypeError, ["offset", "0.5"]),
     "offset tensor of floats": (lambda: headwise.causal(offset=torch.tensor([0.5])), TypeError, ["offset", "float32"]),
+    "offset far out": (
+        lambda: headwise.causal(offset=2**40 + 1),
+        ValueError,
+        ["offset of causal()", "-2**40 to 2**40", "got 1099511627777"],
+    ),
+    "alibi's offset far out": (
+        lambda: headwise.alibi(zeros(6), offset=-(10**400)),
+        ValueError,
+        ["offset of alibi()", "an integer of 1329 bits"],
+    ),
+    "window far out": (lambda: headwise.window(2**63), ValueError, ["left of window()", "2**40", "None sets no limit"]),
+    "right far out": (lambda: headwise.window(1, 2**63), ValueError, ["right of window()", "2**40"]),
+    "first far out": (lambda: headwise.window(1, first=2**63), ValueError, ["first of window()", "2**40"]),
+    "alibi's offset of a fraction": (lambda: headwise.alibi(zeros(6), offset=0.5), TypeError, ["alibi()", "0.5"]),
     "keep of floats": (lambda: headwise.keep(zeros(3)), TypeError, ["keep()", "bool", "float32", "bias()"]),
     "keep of an array": (lambda: headwise.keep(np.ones(3, bool)), TypeError, ["keep()", "ndarray"]),
     "bias of bools": (lambda: headwise.bias(torch.ones(3, dtype=torch.bool)), TypeError, ["bias()", "bool", "keep()"]),
@@ -287,6 +312,17 @@ def test_what_is_right_at_the_edge_is_not_refused() -> None:
         {},
         {"scale": 0},
         {"scale": -1},
+        {"scale": np.float32(0.5)},
+        {"scale": Fraction(1, 3)},
+        {"softcap": np.float64(30)},
+        {"softcap": 30},
+        {"scale": -(2.0**100)},
+        {"scale": 2.0**-100},
+        {"softcap": 2.0**100},
+        {"softcap": 2.0**-100},
+        {"dropout": np.float32(0.5)},
+        {"mask": headwise.causal(offset=2**40)},
+        {"mask": headwise.alibi(zeros(6), offset=-(2**40))},
         {"softcap": 1e-6},
         {"dropout": 0},
         {"dropout": 0.999},

@@ -22,6 +22,10 @@ class SomeAttention(nn.Module):
     is_causal = True
 
 
+class SomeCrossAttention(nn.Module):
+    """It does not say whether it is causal."""
+
+
 H, K, S, D, V = 4, 2, 7, 6, 5
 
 
@@ -75,6 +79,7 @@ def test_without_a_mask_is_causal_says_what_is_seen() -> None:
     module.is_causal = False
     assert torch.equal(call(q, k, v, None, module=module), full)
     assert torch.equal(call(q, k, v, None, module=nn.Module()), causal), "a module that does not say is causal"
+    assert torch.equal(call(q, k, v, None, module=SomeCrossAttention()), full), "but for cross-attention"
     assert torch.equal(call(q[:, :, -1:], k, v, None, is_causal=True), call(q[:, :, -1:], k, v, None, is_causal=False))
 
 
@@ -96,6 +101,15 @@ def test_a_batch_of_one_serves_all() -> None:
     out = call(q[:1], k, v, None)
     assert torch.equal(out, call(q[:1].expand(3, -1, -1, -1), k, v, None))
     assert torch.equal(call(q, k[:1], v[:1], None)[1:2], call(q[1:2], k[:1], v[:1], None))
+
+
+def test_attentions_have_a_column_for_every_key() -> None:
+    """Also for the unused room of a static cache, which a causal call without a mask does not see."""
+    q, k, v = qkv(3)
+    out, weights = headwise_attention(SomeAttention(), q, k, v, None, output_attentions=True)
+    assert weights.shape == (3, H, 3, S) and not weights[..., 3:].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3, H, 3))
+    assert torch.equal(out, call(q, k[:, :, :3], v[:, :, :3], None))
 
 
 def test_a_row_that_may_attend_nothing_is_zero() -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from hf_folders import change, made_tokenizer, quiet, refused, written
 from hf_models import BY_NAME, OUTSIDE, ROWS, VOCAB, Row, inputs, logits, token_ids
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 import headwise.hf as hf
 
@@ -25,51 +24,13 @@ TEXT = tuple(row for row in ROWS if row.kind in ("decoder", "encoder"))
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE of the rows' vocabulary size, as a tokenizer.json."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<s>", "[SEP]"], show_progress=False)
-    made.train_from_iterator(["a b, c. d! e? f: g; h\n i\n"] * 3, trainer)
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return path
+    return made_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, tokenizer: Path) -> Path:
     """A whole checkpoint of a small decoder."""
     return written(BY_NAME["Llama GQA"], tmp_path / "model", tokenizer)
-
-
-def written(row: Row, folder: Path, tokenizer: Path) -> Path:
-    quiet(lambda: row.build().save_pretrained(folder))
-    shutil.copy(tokenizer, folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "sep_token": {"content": "[SEP]"}}))
-    return folder
-
-
-def quiet(do: Callable[[], Any]) -> Any:
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        return do()
-    finally:
-        transformers.utils.logging.enable_progress_bar()
-
-
-def change(folder: Path, **fields: Any) -> None:
-    """Write fields into config.json; None takes one out."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
-def refused(folder: Path | str, text: str, **how: Any) -> None:
-    """load() raises ModelError with this text, in one line."""
-    with pytest.raises(hf.ModelError, match=re.escape(text)) as caught:
-        hf.load(folder, **how)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-    assert isinstance(caught.value, ValueError)
 
 
 # -- what works -------------------------------------------------------------------------------------------------------
@@ -349,6 +310,27 @@ def test_damaged_weights(folder: Path) -> None:
     ):
         path.write_bytes(bad)
         refused(folder, why)
+
+
+def test_tables_that_no_model_of_the_size_has(tmp_path: Path, tokenizer: Path) -> None:
+    """Numbers that are no weights (a causal mask as a buffer) are asked for by the config alone."""
+    sizes = dict(BY_NAME["GPT-2"].sizes)
+    row = Row("GPT-BigCode", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", 2, sizes=sizes)
+    folder = written(row, tmp_path, tokenizer)
+    assert hf.load(folder).max_positions == 64
+    change(folder, n_positions=12_000)
+    refused(folder, "numbers, the safetensors files hold")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_a_tokenizer_is_read_strictly(folder: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / file
+    text = path.read_text() if path.exists() else "{}"
+    path.write_text(text.rstrip()[:-1] + (", " if len(text) > 2 else "") + '"x": 1, "x": 2}')
+    refused(folder, f"{file}: not valid JSON (the key 'x' stands there twice)")
+    path.write_text(text[:-1] + " " * 99_000 + "}")
+    monkeypatch.setattr("headwise.hf.tokens.MAX_TOKENIZER", 90_000)
+    refused(folder, f"{file}: {path.stat().st_size} bytes, at most 90000 are read")
 
 
 # -- models that look does not read -----------------------------------------------------------------------------------

@@ -112,6 +112,18 @@ def test_positions_of_other_sequences_are_not_read() -> None:
     assert read_mask(alone, FRAMES["square"]) is None
 
 
+def test_packed_sequences_at_other_places_are_evaluated() -> None:
+    """The numbers of the sequences count the queries and the keys alike only where both begin at 0 and end alike."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2]]).expand(B, -1)
+    function = theirs.packed_sequence_mask_function(ids)
+    for frame in (Frame(B, 3, 7, q_offset=4), Frame(B, 3, 4, q_offset=4), Frame(B, 3, 3, q_offset=4, kv_offset=4)):
+        assert read_mask(function, frame) is None
+        mask = headwise_mask(B, frame.T, frame.S, frame.q_offset, frame.kv_offset, mask_function=function)
+        assert torch.equal(drawn(mask.mask, frame), truth(function, frame, None))
+    assert read_mask(function, Frame(B, 7, 7, q_offset=1, kv_offset=1)) is None
+    assert read_mask(function, Frame(B, 7, 7)) is not None
+
+
 def test_padding_of_one_run_a_row_is_two_numbers() -> None:
     frame = Frame(B, 1, 9)
     for side in ("left", "right"):

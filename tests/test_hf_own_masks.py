@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from hf_measure import counted
 from hf_models import B, padding, stir, token_ids
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import masking_utils as theirs
+
+from headwise.hf.architectures import FLOAT_MASKS
+from headwise.hf.masks import headwise_mask
 
 WIDTH: dict[str, Any] = dict(hidden_size=24, intermediate_size=17, num_hidden_layers=2, num_attention_heads=4)
 IDS: dict[str, Any] = dict(vocab_size=53, pad_token_id=0, bos_token_id=1, eos_token_id=None)
@@ -113,3 +118,34 @@ def test_the_output_is_that_of_eager(name: str) -> None:
         ours = run(model, "headwise", given)
     assert len(calls) == count
     assert (ours - eager).abs().max() <= 1e-5 * eager.abs().max()  # as of every model, see test_hf_models
+
+
+def masked_beit() -> tuple[PreTrainedModel, Given]:
+    """BEiT with some patches shut off."""
+    model, given = beit(use_relative_position_bias=True)
+    return model, given | dict(attention_mask=(torch.arange(10) < torch.tensor([[10], [7], [4]])).long())
+
+
+@pytest.mark.parametrize("build", [*(build for build, _ in ROWS.values()), masked_beit])
+def test_with_the_masks_of_traced_code(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as it is, with the masks that it would have while it is traced."""
+    model, given = build()
+    eager = run(model, "eager", given)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    ours = run(model, "headwise", given)
+    assert (ours - eager).abs().max() <= 1e-5 * eager.abs().max()
+
+
+@pytest.mark.parametrize("model_type", ["llama", *sorted(FLOAT_MASKS)])
+def test_what_traced_code_gets(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under sdpa; for a model that computes with it a float tensor, always."""
+    config = SimpleNamespace(model_type=model_type)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    given = dict(batch_size=B, q_length=3, kv_length=3, config=config, dtype=torch.float64)
+    mask = headwise_mask(**given)
+    rows = headwise_mask(**given, attention_mask=padding("left", 3).bool())
+    either = headwise_mask(**given, mask_function=theirs.bidirectional_mask_function, allow_is_bidirectional_skip=True)
+    if model_type == "llama":
+        assert mask is None and either is None and rows.dtype == torch.bool
+    else:
+        assert mask.dtype == either.dtype == rows.dtype == torch.float64 and not either.any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -86,6 +87,22 @@ def test_what_is_seen_gives_the_models_own_weights(name: str) -> None:
         ours = weights(call.query, call.key, mask=call.mask, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
         real = padding("right", ours.shape[2]).bool()[:, None, :, None]  # eager's rows of padding are a mean, ours 0
         torch.testing.assert_close(ours * real, theirs * real, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama GQA", "DeepSeek-V3", "T5"])
+def test_what_is_seen_gives_what_the_attention_gave(name: str) -> None:
+    """From keys, values and the rest of a call, the input of the output projection."""
+    model, given = BY_NAME[name].build(), inputs(BY_NAME[name], "right")
+    outs: list[Any] = []
+    with ExitStack() as hooks, hf.probe(model) as seen:
+        for module in attention_modules(model).values():
+            last = list(module.children())[-1] if not hasattr(module, "o") else module.o
+            hooks.callback(last.register_forward_pre_hook(lambda _, args: outs.append(args[0])).remove)
+        logits(model, given)
+    for call, out in zip(seen.calls, outs, strict=True):
+        options = dict(mask=call.mask, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+        ours = headwise.attention(call.query, call.key, call.value, **options)
+        assert torch.equal(ours.transpose(1, 2).flatten(2), out)
 
 
 def test_calls_can_be_streamed_and_are_not_kept() -> None:
@@ -311,6 +328,14 @@ def test_a_copy_of_a_model_is_another_model() -> None:
         logits(model, inputs(BY_NAME["Llama GQA"]))
     assert len(seen.calls) == 2
     assert headwise.nn is hw_nn
+
+
+def test_configs_inside_of_configs_are_all_switched() -> None:
+    """Also one that no module holds itself: masks are made for it by whoever holds the outer one."""
+    holder = nn.Module()
+    holder.config = transformers.CLIPConfig()
+    assert {type(config).__name__ for config in configs(holder)} == {"CLIPConfig", "CLIPTextConfig", "CLIPVisionConfig"}
+    assert len(configs(nn.Sequential(holder, holder, nn.Linear(2, 2)))) == 3
 
 
 def test_sparse_attention_is_refused_by_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_delimiters_are_read_from_the_tokens() -> None:
     found = look.at(model, ids, tokens=tokens, repeats=None)
     assert found.heads[0].delimiter == pytest.approx((0 + 1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 6, abs=1e-4)
     assert look.at(model, ids, repeats=None).heads[0].delimiter == 0.0
+    assert look.at(model, ids, tokens=tokens, delimiters=[], repeats=None).heads[0].delimiter == 0.0
 
 
 class Overflowing(Tiny):
@@ -103,6 +105,8 @@ class Configured(Tiny):
         (Tiny(), torch.zeros(2, 7).long(), {}, ValueError, "ids (T,) or (1, T); got (2, 7); look at each"),
         (Tiny(), torch.tensor(3), {}, ValueError, "one text at a time, ids (T,) or (1, T); got ()"),
         (Tiny(), torch.zeros(5), {}, TypeError, "the integers a tokenizer gives; got torch.float32; convert"),
+        (Tiny(), torch.ones(5, dtype=torch.bool), {}, TypeError, "a tokenizer gives; got torch.bool; convert"),
+        (Tiny(), torch.ones(5, dtype=torch.complex64), {}, TypeError, "a tokenizer gives; got torch.complex64; conv"),
         (Tiny(), "a text", {}, TypeError, "got str; pass tokenizer(text)['input_ids']"),
         (Tiny(), [1, 61], {}, ValueError, "ids of this model are 0 to 60; got 61 at place 1 (1 of 2 ids do not fit)"),
         (Tiny(), [-1, 2], {}, ValueError, "got -1 at place 0"),
@@ -137,6 +141,14 @@ def test_what_a_config_tells_is_used() -> None:
     assert not torch.isin(copies[:, 1:], torch.tensor([1, 44, 20, 21, 9, 10])).any()
     look.at(Watching(), [5, 6, 7, 44], delimiters=[9, 10])
     assert seen[3][:, 0].eq(1).all() and seen[3][:, -1].eq(44).all()
+    look.at(Watching(), [5, 6, 9], delimiters=[9, 10])  # what ends an encoder's text ends its copies, a mark as well
+    assert seen[5][:, -1].eq(9).all() and not seen[5][:, :-1].eq(9).any()
+    look.at(Watching(), [5, 6, 7])  # but not a word of it
+    assert not seen[7][:, -1].eq(7).all()
+    look.at(Watching(mask=headwise.causal()), [5, 6, 44])  # and nothing ends a decoder's
+    assert not seen[9].eq(44).any()
+    look.at(Watching(), [5, 6, 7], delimiters=[9], repeats=Repeats(vocabulary=[9, 20, 30]))
+    assert set(seen[11][:, 1:].flatten().tolist()) == {9, 20, 30}  # what was asked for is not avoided
 
 
 class Adapted(nn.Module):
@@ -179,6 +191,10 @@ class Silent(Talking):
     input_modalities = ("text",)
 
 
+class Mute(Talking):
+    input_modalities = "text"
+
+
 NO_TEXT = "look reads models of text alone for now; "
 DO = "; look at its text part, if it has one, or measure its calls: headwise.nn.probe(model), then headwise.statistics("
 
@@ -201,8 +217,9 @@ def test_a_model_that_needs_more_than_text_is_refused() -> None:
     model.late = True
     with pytest.raises(AttributeError, match="no sound"):  # calls were measured: their faults are told as they are
         look.at(model, [1, 2])
-    with pytest.raises(AttributeError, match="no sound"):
-        look.at(Silent(), [1, 2])
+    for reads_text in (Silent(), Mute()):
+        with pytest.raises(AttributeError, match="no sound"):
+            look.at(reads_text, [1, 2])
 
 
 class Sundry:
@@ -221,10 +238,46 @@ def test_a_part_of_the_heads_is_not_taken_for_the_whole() -> None:
         with pytest.raises(ValueError, match=re.escape(split)):
             check_heads(SimpleNamespace(**told), call)
     whole = SimpleNamespace(num_attention_heads=2)
-    for told in ({}, {"num_heads": 2, "config": SimpleNamespace(num_attention_heads=4)}, {"config": whole}):
+    other = SimpleNamespace(num_attention_heads=4)  # as where an encoder and a decoder share a config
+    for told in ({}, {"num_heads": 2, "config": other}, {"num_heads": 4, "config": whole}, {"config": whole}):
         check_heads(SimpleNamespace(**told), call)
     for said in (None, "4", [2, 4]):
         check_heads(SimpleNamespace(num_heads=said, config=Sundry()), call)
+
+
+class Loose(Tiny):
+    """A config that says little: no limit on positions, a BOS and a name that are none, its ids in a nested config."""
+
+    class config:
+        max_position_embeddings, name_or_path, vocab_size = -1, "", None
+
+        @staticmethod
+        def get_text_config() -> type:
+            return Loose.text
+
+    class text:
+        vocab_size, max_position_embeddings, bos_token_id = 31, 0, -1
+
+
+def test_what_a_config_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look.at(Configured(), [1] * 19, repeats=None).length == 19  # as many as it has positions
+    model = Loose()
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    assert look.at(model, [5, 6, 7]).model == "Loose"
+    assert seen[1].max() < 31 and seen[1][:, 0].eq(5).all() and not seen[1][:, 1:].eq(5).any()
+    with pytest.raises(ValueError, match="ids of this model are 0 to 30; got 31"):
+        look.at(model, [31])
+    monkeypatch.setattr(Loose.text, "vocab_size", "31")  # no number: the embedding tells
+    assert look.at(model, [60], repeats=None).length == 1
+
+
+def test_the_version_of_a_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert look.at(Tiny(), [1], repeats=None).version == "unknown"
 
 
 class Asked(nn.Module):
@@ -244,7 +297,7 @@ class Asked(nn.Module):
         return self.inside(ids)
 
 
-def test_how_the_model_is_called() -> None:
+def test_how_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Asked()
     look.at(model, [1, 5, 6, 7, 8])
     text_pass, copies = model.asked
@@ -252,6 +305,12 @@ def test_how_the_model_is_called() -> None:
     assert text_pass["lean"] == copies["lean"] == (False, 1)
     assert copies["ids"].shape == (8, 160) and copies["decoder"].shape == (8, 159)
     assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :158])
+    for length in (1, 2, 3):
+        look.at(model, [1, 5, 6][:length], repeats=None)
+        assert model.asked[-1]["decoder"].tolist() == [[3, 1][: max(1, length - 1)]]
+    monkeypatch.delattr(Asked.config, "decoder_start_token_id")
+    look.at(model, [5, 6, 7], repeats=None)
+    assert model.asked[-1]["decoder"].tolist() == [[1, 5]]
 
 
 # --- repeated random tokens -----------------------------------------------------------------------------------------
@@ -279,6 +338,16 @@ def test_few_positions_and_few_ids() -> None:
     assert set(draw(Repeats(), [3, 4], 99)[0].ids) == {3, 4}
     with pytest.raises(ValueError, match=re.escape("got sequences=0, length=160; repeats=None leaves them out")):
         Repeats(sequences=0)
+
+
+@pytest.mark.parametrize(("positions", "passes"), [(8, 1), (9, 2)])
+def test_a_model_too_short_for_copies_reads_none(positions: int, passes: int) -> None:
+    model = Tiny(mask=headwise.causal())
+    model.config = SimpleNamespace(max_position_embeddings=positions)
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    found = look.at(model, [1, 2, 3])
+    assert len(seen) == passes and (found.heads[0].duplicate is None) is (passes == 1)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

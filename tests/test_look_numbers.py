@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planted import DELIMITERS, VOCABULARY, Tiny, Twice, check_against, text
+from planted import DELIMITERS, VOCABULARY, Mixed, Planted, Tiny, Twice, check_against, text
 from torch import Tensor, nn
 
 import headwise
@@ -62,6 +62,19 @@ def test_copies_against_the_matrix() -> None:
             assert getattr(head, name) == pytest.approx(float(torch.stack(means).mean()), abs=2e-5)
 
 
+def test_the_baselines_of_copies_are_those_of_uniform_attention() -> None:
+    repeats = Repeats(sequences=3, length=31, seed=4)
+    found = look.at(Planted(["duplicate-token", "induction"]), text(), delimiters=DELIMITERS, repeats=repeats)
+    drawn = draw(repeats, [i for i in range(VOCABULARY) if i not in {*DELIMITERS, 1}], 31, before=[1])
+    for head, name in zip(found.heads, ("duplicate", "induction"), strict=True):
+        each = [
+            torch.tensor([len(keys) / (i + 1) for i, keys in enumerate(targets(sequence, ahead=False)[name]) if keys])
+            for sequence in drawn
+        ]
+        uniform = float(torch.stack([means.mean() for means in each]).mean())
+        assert uniform > 0.05 and [role.baseline for role in head.roles] == pytest.approx([uniform], abs=2e-6)
+
+
 @pytest.mark.parametrize("make", [headwise.keep, lambda kept: headwise.bias(torch.where(kept, 0.5, -math.inf))])
 def test_masks_that_differ_from_head_to_head(make: Callable[[Tensor], headwise.Mask]) -> None:
     kept = torch.ones(3, 31, 31).tril().bool()
@@ -89,17 +102,18 @@ def test_rows_that_see_nothing_count_nowhere() -> None:
 def test_uniform_attention_is_measured_once_a_mask() -> None:
     uniform = Uniform()
     q = torch.zeros(1, 2, 5, 3)
-    first, same, other = (
+    biased = headwise.causal() & headwise.bias(torch.randn(5, 5))  # forbids nothing more
+    first, same, again, other = (
         uniform.of(AttentionCall("a", 0, q, q, mask=mask), {}, {})
-        for mask in (headwise.causal(), headwise.causal() & headwise.alibi(torch.ones(2)), headwise.window(2))
+        for mask in (headwise.causal(), headwise.causal() & headwise.alibi(torch.ones(2)), biased, headwise.window(2))
     )
-    assert first is same and first is not other
+    assert first is same is again and first is not other
     lengths = [headwise.lengths(torch.tensor([n])) for n in (3, 4)]  # their repr may be cut short, so never kept
     rows = [uniform.of(AttentionCall("a", 0, q, q, mask=mask), {}, {}).keys[0, 0, 0].item() for mask in lengths]
     assert rows == [3, 4] and len(uniform.known) == 2
-    memories = [torch.zeros(1, 2, S, 3) for S in (9, 4)]  # cross-attention to memories of two lengths
-    keys = [uniform.of(AttentionCall("a", 0, q, memory), {}, {}).keys[0, 0].tolist() for memory in memories]
-    assert keys == [[9] * 5, [4] * 5]
+    for B, T, S in ((1, 5, 9), (1, 5, 4), (1, 3, 9), (2, 5, 9)):  # cross-attention to memories of two lengths
+        query, memory = torch.zeros(B, 2, T, 3), torch.zeros(B, 2, S, 3)
+        assert uniform.of(AttentionCall("a", 0, query, memory), {}, {}).keys.tolist() == [[[S] * T]] * B
 
 
 def test_a_first_token_that_sees_only_itself_does_not_make_a_decoder() -> None:
@@ -130,6 +144,32 @@ def test_a_map_of_another_size() -> None:
     assert torch.allclose(torch.tensor(found.heads[0].map, dtype=torch.float64), exact, atol=2e-5)
     assert found.maps[0].rows == 126  # the multiple of 7 below 128
     assert look.at(model, ids, full_maps=False, repeats=None).maps == ()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_layer_that_looks_ahead_makes_an_encoder(order: int) -> None:
+    found = look.at(Mixed(*[headwise.causal(), None][::order]), text(13), repeats=None)
+    assert found.kind == "encoder" and found.num_heads == 3 and found.num_layers == 2
+    assert [(head.layer, head.head, len(head.ahead)) for head in found.heads] == [
+        (layer, h, 8 * (layer == (1 if order == 1 else 0))) for layer, n in ((0, 2), (1, 3)) for h in range(n)
+    ]
+    assert look.at(Mixed(None, None, heads=1), text(13), repeats=None).num_heads == 2
+
+
+def test_a_small_map_larger_than_the_large_one() -> None:
+    found = look.at(Tiny(), text(163), map_size=151, repeats=None)
+    assert len(found.heads[0].map) == found.maps[0].rows == 151
+    assert len(look.at(Tiny(), text(163), full_maps=False, repeats=None).heads[0].map) == 32
+
+
+def test_nothing_is_more_even_than_uniform_attention() -> None:
+    [head] = look.at(Planted(["broad"]), text(163), delimiters=DELIMITERS, repeats=None).heads
+    assert head.evenness == 1.0 and head.entropy == pytest.approx(sum(map(math.log, range(1, 164))) / 163, abs=1e-5)
+
+
+def test_a_single_token_looks_nowhere() -> None:
+    found = look.at(Tiny(), [1], repeats=None)
+    assert found.kind == "decoder" and found.heads[0].ahead == () and found.heads[0].offsets == (1.0, *[0.0] * 8)
 
 
 class Reader(nn.Module):

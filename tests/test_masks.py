@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from mask_cases import LONG, MASKS, SHORT, SIZES, SQUARE, TILED, Sizes, dense
+from backends import attend, quick
+from mask_cases import LONG, MASKS, SHORT, SIZES, SQUARE, TILED, UNEQUAL, Sizes, dense
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import headwise
 import headwise.testing
+from headwise.ops.native import lowered
+from headwise.ops.native.gradient import Problem
+from headwise.shapes.kinds import FAR
+from headwise.testing import make_qkv
 
 every_mask = pytest.mark.parametrize("name", MASKS)
-every_size = pytest.mark.parametrize("n", SIZES, ids=["short", "long", "square"])
+every_size = pytest.mark.parametrize("n", (*SIZES, *UNEQUAL), ids=["short", "long", "square", "wide", "tall"])
 
 
 def full(x: Tensor | None, n: Sizes, otherwise: float) -> Tensor:
@@ -108,6 +114,42 @@ def test_bounds_tell_all_or_nothing(name: str, n: Sizes) -> None:
     j = torch.arange(n.S)
     assert torch.equal(((j >= lo) & (j < hi)).expand(n.B, n.H, n.T, n.S), dense(name, n)[0])
     assert int(lo.min()) >= 0 and int(hi.max()) <= n.S and bool((lo <= hi).all())
+
+
+BANDS = list(itertools.product((None, 1, 2, 3, 4, 5), (None, 0, 1, 2, 3), (None, -4, -1, 0, 1, 3), (0, 2)))
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 4), (4, 1), (3, 3), (2, 5), (5, 2)])
+def test_every_small_band(T: int, S: int) -> None:
+    """In each form that a backend may ask for it: 360 of them, and each joined with the one before."""
+    i, j = torch.arange(T)[:, None], torch.arange(S)[None]
+    qkv = make_qkv(1, 1, 1, T, S, 1, 1)
+    before, seen_before = headwise.causal(offset=0), j <= i
+    for left, right, offset, first in BANDS:
+        mask, pos = headwise.window(left, right, offset=offset, first=first), i + (S - T if offset is None else offset)
+        near = j > pos - (99 if left is None else left)
+        sees = (near | (j < first)) & (j <= pos + (99 if right is None else right))
+        for made, seen in ((mask, sees.expand(T, S)), (before & mask, (seen_before & sees).expand(T, S))):
+            told = f"{made} at T = {T}, S = {S}"
+            assert torch.equal(made.allowed(T, S)[0, 0], seen), told  # type: ignore[index]
+            trimmed = made.trimmed(T, S)
+            assert torch.equal(seen, torch.ones_like(seen) if trimmed is None else trimmed.allowed(T, S)[0, 0]), told  # type: ignore[index]
+            bounds = made.bounds(T, S)
+            assert bounds is None or torch.equal((j >= bounds[0].mT) & (j < bounds[1].mT), seen), told
+            assert (bounds is None) == any(part.kept for part in made.parts), told
+            for rows in (slice(0, T), slice(T - 1, T), slice(0, 1)):
+                k0, k1 = made.reach(rows.start, rows.stop, T, S)
+                assert not seen[rows, :k0].any() and not seen[rows, k1:].any(), told
+            band = made.simple_band
+            if band is not None:
+                low, high = ((end or 0) + (S - T if band[2] else 0) for end in band[:2])
+                low, high = (-99 if band[0] is None else low), (99 if band[1] is None else high)
+                assert torch.equal((j >= i + low) & (j < i + high), seen), told
+            if len({part.first for part in made.parts if part.left is not None}) <= 1:
+                problem = Problem(*qkv, 1.0, 0.0, None, *lowered(made, T, S), 0.0, None)
+                back = problem.mask
+                assert torch.equal(seen, torch.ones_like(seen) if back is None else back.allowed(T, S)[0, 0]), told  # type: ignore[index]
+        before, seen_before = mask, sees
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (64, 64)])
@@ -267,6 +309,35 @@ def test_alibi_slopes_of_the_paper() -> None:
     assert headwise.alibi_slopes(6).tolist() == pytest.approx(expected)
     with pytest.raises(ValueError, match="num_heads is at least 1; got 0"):
         headwise.alibi_slopes(0)
+
+
+def test_offsets_far_out_are_cut_off() -> None:
+    """What int64 holds at most, one more of which is negative, means what 2**40 does: all keys, or none."""
+    n = SHORT
+    makes = (headwise.causal, lambda offset: headwise.window(2, 1, offset=offset))
+    i, j = torch.arange(n.T)[:, None], torch.arange(n.S)[None]
+    for offset in (2**63 - 1, -(2**63), torch.iinfo(torch.int32).max):
+        for make in makes:
+            mask, far = make(offset=torch.tensor([offset])), make(offset=max(-FAR, min(offset, FAR)))
+            assert bool((mask.allowed(n.T, n.S) == far.allowed(n.T, n.S)).all())
+            assert bool((mask.at(i, j, n.T, n.S)[0] == far.at(i, j, n.T, n.S)[0]).all())  # type: ignore[union-attr]
+            assert all(map(torch.equal, mask.bounds(n.T, n.S), far.bounds(n.T, n.S)))  # type: ignore[arg-type]
+            bounds = lowered(mask, n.T, n.S).bounds
+            assert bounds is not None and int(bounds.abs().max()) <= 2 * FAR
+        slopes = torch.ones(n.H)
+        ours = headwise.alibi(slopes, offset=torch.tensor([offset])).added(n.T, n.S)
+        assert bool((ours <= 0).all()) and float(ours.abs().max()) <= 1.1 * FAR  # type: ignore[union-attr]
+
+
+@quick
+@pytest.mark.parametrize("offset", [2**63 - 1, -(2**63)])
+def test_offsets_far_out_in_every_backend(backend: str, offset: int) -> None:
+    qkv, one = make_qkv(*SHORT), torch.tensor([offset, 0])
+    for mask in (headwise.causal(offset=one), headwise.window(2, offset=one.flip(0))):
+        allowed = mask.allowed(SHORT.T, SHORT.S)
+        assert allowed is not None and allowed.flatten(1).float().mean(1).tolist().count(float(offset > 0)) <= 1
+        out = attend(backend, *qkv, mask=mask)
+        torch.testing.assert_close(out, attend(backend, *qkv, mask=allowed), rtol=2e-6, atol=1e-6)
 
 
 def test_square_segments_need_ids_once() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import attend, every_backend, quick
-from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, SQUARE, TILED, Sizes, as_tensor, dense
+from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, SQUARE, TILED, UNEQUAL, Sizes, as_tensor, dense
 from torch import Tensor
 
 import headwise
@@ -72,7 +72,7 @@ def check(
 
 @quick
 @pytest.mark.parametrize("mask", [None, *MASKS])
-@pytest.mark.parametrize("n", SIZES, ids=["short", "long", "square"])
+@pytest.mark.parametrize("n", (*SIZES, *UNEQUAL), ids=["short", "long", "square", "wide", "tall"])
 def test_masks(backend: str, mask: str | None, n: Sizes) -> None:
     check(backend, mask, n)
 

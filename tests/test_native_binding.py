@@ -34,8 +34,8 @@ def attend_full(**given: Any) -> tuple[Tensor, Tensor]:
     query, key, value = qkv()
     arguments = {
         "query": query, "key": key, "value": value, "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR,
-        "high": FAR, "bounds": None, "segments": None, "dense": None, "alibi": None, "maps": None, "gate": None,
-        "dropout": 0.0, "seed": None,
+        "high": FAR, "bounds": None, "segments": None, "dense": None, "alibi": None, "maps": None, "relative": None,
+        "gate": None, "dropout": 0.0, "seed": None,
     }  # fmt: skip
     assert set(given) <= set(arguments)
     return torch.ops.headwise.attend_full(**arguments | given)

@@ -126,7 +126,7 @@ def attend_full(backend: str, q: Tensor, k: Tensor, v: Tensor, low: int, high: i
     before = ops.isa()
     ops.use_isa(backend.removeprefix("native-"))
     try:
-        masks: tuple[Any, ...] = (low, high, None, None, None, None, None)
+        masks: tuple[Any, ...] = (low, high, None, None, None, None, None, None)
         out: Tensor = ops.attend_full(q, k, v, 0.5, 0.0, None, *masks, None, p, seed)[0]
         return out
     finally:

@@ -201,20 +201,21 @@ def operator_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     qkv, far = make_qkv(*n), native.FAR
     names = ("causal & lengths", "segments (B,)", "keep BHTS", "alibi (B,)")
     mask = headwise.Mask(tuple(part for name in names for part in MASKS[name](n).mask.parts))
-    rules, none = native.lowered(mask, n.T, n.S), (-far, far, None, None, None, None, None)
+    rules, none = native.lowered(mask, n.T, n.S), (-far, far, None, None, None, None, None, None)
     learning = make_qkv(*n, requires_grad=True)
     bias, slopes, sinks = (torch.rand(shape, requires_grad=True) for shape in ((1, 4, 5, 7), (1, 4), (4,)))
-    learned = (-far, far, None, None, [bias], [slopes, torch.tensor([2])], None)
-    fixed = (-far, far, None, None, [bias.detach()], [slopes.detach(), torch.tensor([2])], None)
+    learned = (-far, far, None, None, [bias], [slopes, torch.tensor([2])], None, None)
+    fixed = (-far, far, None, None, [bias.detach()], [slopes.detach(), torch.tensor([2])], None, None)
     seed, gate = torch.tensor([5]), torch.rand(2, 4, 1, 1).expand(2, 4, 5, 24)
     halves = tuple(x.bfloat16() for x in qkv)
-    out, lse = torch.ops.headwise.attend_full(*qkv, 0.3, 0.0, None, *none, None, 0.0, None)
-    back = (torch.randn_like(out), None, out, lse), (torch.randn_like(out), torch.randn_like(lse), out, lse)
+    out, lse, ends = torch.ops.headwise.attend_kept(*qkv, 0.3, 0.0, None, *none, 0.0, None)
+    back = (torch.randn_like(out), None, out, ends), (torch.randn_like(out), torch.randn_like(lse), out, ends)
     return {
         "attend": ("attend", (*qkv, 0.3, -far, 3)),
         "attend bfloat16": ("attend", (*halves, 0.3, -3, far)),
         "attend_full": ("attend_full", (*qkv, 0.3, 0.0, None, *none, None, 0.0, None)),
         "attend_full, all": ("attend_full", (*halves, 0.3, 2.0, sinks.detach(), *rules, gate, 0.3, seed)),
+        "attend_kept, all": ("attend_kept", (*halves, 0.3, 2.0, sinks.detach(), *rules, 0.3, seed)),
         "attend_train": ("attend_train", (*learning, 0.3, 0.0, None, *none, 0.0, None)),
         "attend_train, all": ("attend_train", (*learning, 0.3, 2.0, sinks, *learned, 0.3, seed)),
         "attend_train, rules": ("attend_train", (*learning, 0.3, 0.0, sinks, *rules, 0.0, None)),
@@ -224,8 +225,8 @@ def operator_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     }
 
 
-OPERATOR_CALLS = """attend; attend bfloat16; attend_full; attend_full, all; attend_train; attend_train, all;
-attend_train, rules; attend_backward; attend_backward, all; dropout_keep"""
+OPERATOR_CALLS = """attend; attend bfloat16; attend_full; attend_full, all; attend_kept, all; attend_train;
+attend_train, all; attend_train, rules; attend_backward; attend_backward, all; dropout_keep"""
 
 
 @needs_native

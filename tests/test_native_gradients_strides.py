@@ -6,6 +6,7 @@ What lies in the gaps and around is NaN, or 1e30. Layouts are those of `test_nat
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -122,8 +123,8 @@ def operator(backend: str, given: dict[str, Tensor]) -> Leaves:
     far = native.FAR
     with instructions(backend):
         found = torch.ops.headwise.attend_backward(
-            given["grad_out"], None, given["out"], given["lse"], False, given["query"], given["key"], given["value"],
-            0.3, 0.0, None, -far, far, None, None, None, None, None, 0.0, None,
+            given["grad_out"], None, given["out"], given["ends"], False, given["query"], given["key"], given["value"],
+            0.3, 0.0, None, -far, far, None, None, None, None, None, None, 0.0, None,
         )  # fmt: skip
     return dict(zip(("query", "key", "value"), found, strict=True))
 
@@ -134,10 +135,10 @@ def operator(backend: str, given: dict[str, Tensor]) -> Leaves:
 def test_the_operator_takes_what_the_forward_gave_in_any_layout(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     case, far = Case(n, dtype), native.FAR
     leaves = case.leaves()
-    none = (-far, far, None, None, None, None, None)
+    none = (-far, far, None, None, None, None, None, None)
     with instructions(backend):
-        out, lse = torch.ops.headwise.attend_full(*leaves.values(), 0.3, 0.0, None, *none, None, 0.0, None)
-    given = {**leaves, "out": out, "lse": lse, "grad_out": case.upstream()[0]}
+        out, _, ends = torch.ops.headwise.attend_kept(*leaves.values(), 0.3, 0.0, None, *none, 0.0, None)
+    given = {**leaves, "out": out, "ends": ends, "grad_out": case.upstream()[0]}
 
     def call(**change: Tensor) -> Leaves:
         return operator(backend, {**given, **change})
@@ -145,9 +146,18 @@ def test_the_operator_takes_what_the_forward_gave_in_any_layout(backend: str, dt
     with collected() as attempt:
         for pattern in ("order 0132", "order 3210", "step 2 in 2", "step 3 in 3", "odd offset", "rows padded by 3"):
             attempt(f"out, {pattern}", same, call, {"out": lay(out, pattern)})
-        attempt("lse, odd offset", same, call, {"lse": lay(lse[..., None], "odd offset")[..., 0]})
-    with pytest.raises(RuntimeError, match="lse must be contiguous"):
-        call(lse=lse.repeat_interleave(2, 1)[:, ::2])
+        attempt("ends, odd offset", same, call, {"ends": lay(ends, "odd offset")})
+    for wrong, what in (
+        (ends.repeat_interleave(2, 2)[:, :, ::2], "ends must be contiguous"),
+        (ends.mT.contiguous().mT, "ends must be contiguous"),
+        (ends[:1], "ends must be (2, B, H, T), got "),
+        (ends[0], "ends must have 4 axes"),
+        (ends.double(), "ends"),
+    ):
+        if wrong.shape == ends.shape and wrong.is_contiguous() and wrong.dtype == ends.dtype:
+            continue  # of one query
+        with pytest.raises(RuntimeError, match=re.escape(what)):
+            call(ends=wrong)
 
 
 @natives

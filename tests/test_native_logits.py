@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import attend, natives
+from backends import attend, instructions, natives
 from mask_cases import Sizes
 from native_cases import answer_of, check, collected, dtypes
 from torch import Tensor
@@ -294,6 +294,90 @@ def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: i
                     same = k.expand(2, 2, count, 40)
                     ones = attend(backend, q, same, torch.ones(2, 2, count, 24, dtype=dtype), scale=scale)
                     attempt(f"{count} equal keys, {height}", assert_same_bits, ones, torch.ones_like(ones))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def gradients_at(backend: str, height: float, T: int, S: int, dtype: torch.dtype, by: str) -> list[Tensor]:
+    """Of sinks, keys and values, and of what queries add below `height`, on which all scores stand."""
+    source = torch.Generator().manual_seed(S)
+    q, k = torch.ones(1, 2, T, 8, dtype=dtype), torch.zeros(1, 1, S, 8, dtype=dtype)
+    k[0, 0, :, 3] = -torch.randint(0, 12, (S,), generator=source).to(dtype) / 2
+    k[..., 5] = height if by == "keys" else 0
+    v = torch.randint(-4, 5, (1, 1, S, 5), generator=source).to(dtype)
+    mask = headwise.bias(torch.full((1, 1), height)) if by == "a bias" else None
+    sinks = torch.tensor([height, height - 1.5], requires_grad=True)
+    grad_out = torch.randint(-4, 5, (1, 2, T, 5), generator=source).to(dtype)
+    with instructions(backend) as native:
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = headwise.attention(*leaves, scale=1.0, mask=mask, sinks=sinks, return_lse=True, backend=native)
+        found = torch.autograd.grad([out, lse], [*leaves, sinks], [grad_out, torch.ones_like(lse)])
+    return [found[0][..., 3], *found[1:]]
+
+
+@natives
+@dtypes
+@pytest.mark.parametrize("S", [7, 131, 1031])
+@pytest.mark.parametrize("T", [1, 3, 37])
+def test_gradients_know_no_height(backend: str, dtype: torch.dtype, T: int, S: int) -> None:
+    """Scores that all stand 8192 higher have the same weights, and so the same gradients to the bit.
+
+    An lse of 8192 in float32 is off by up to 5e-4, and so was every weight that was made of it.
+    """
+    plain = gradients_at(backend, 0.0, T, S, dtype, "keys")
+    assert all(bool(x.any()) for x in plain)
+    with collected() as attempt:
+        for by in ("keys", "a bias"):
+            for height in (64.0, 8192.0, -8192.0):
+                high = gradients_at(backend, height, T, S, dtype, by)
+                for name, x, y in zip(("query", "key", "value", "sinks"), high, plain, strict=True):
+                    attempt(f"{name} at {height} by {by}", assert_same_bits, x, y)
+
+
+@natives
+def test_gradients_of_few_rows_and_very_many_keys_know_no_height(backend: str) -> None:
+    """Here products of few rows are not kept but made twice."""
+    plain, high = (gradients_at(backend, height, 2, 16411, torch.float32, "keys") for height in (0.0, 8192.0))
+    for x, y in zip(high, plain, strict=True):
+        assert_same_bits(x, y)
+
+
+@natives
+@dtypes
+@pytest.mark.parametrize("T", [1, 3, 37])
+def test_one_key_with_all_the_weight_leaves_scores_no_gradient(backend: str, dtype: torch.dtype, T: int) -> None:
+    """As softmax's own gradient has it: P (dP - delta) is 0 there, not a rounding of dP times a long key."""
+    q, k, v = make_qkv(1, 2, 2, T, 70, 40, 131, dtype=dtype)
+    k[:, :, 66] = 8 * q[:, :, 0]
+    q = q[:, :, :1].expand_as(q) * 8
+    with instructions(backend) as native:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = headwise.attention(*leaves, scale=1.0, backend=native)
+        grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+    assert bool((grads[0] == 0).all()) and bool((grads[1] == 0).all())
+    assert bool((grads[2][:, :, :66] == 0).all()) and bool(grads[2][:, :, 66].any())
+
+
+@natives
+@rows
+def test_a_value_behind_a_mask_may_overflow(backend: str, T: int) -> None:
+    """dO V^T of a key that nobody may attend is infinite: 0 times it is no NaN."""
+    q, k, v = make_qkv(1, 2, 2, T, 70, 16, 16)
+    grad_out = torch.full((1, 2, T, 16), 64.0)
+    with collected() as attempt:
+        for mask in (headwise.lengths(torch.tensor([67])), headwise.lengths(torch.tensor([5]))):
+            wanted: list[Tensor] = []
+            for last in (0.0, 3e38):
+                v[:, :, 67:] = last
+                with instructions(backend) as native:
+                    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                    out = headwise.attention(*leaves, mask=mask, backend=native)
+                    found = list(torch.autograd.grad(out, leaves, grad_out))
+                wanted = wanted or found
+                for x, y in zip(found, wanted, strict=True):
+                    attempt(f"{last}", assert_same_bits, x, y)
 
 
 def test_these_tests_can_fail() -> None:

@@ -29,7 +29,7 @@ def held(query: Tensor, key: Any, value: Any, table: Tensor | None = None, lengt
     )
     rules: dict[str, Any] = {
         "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR, "high": FAR, "bounds": None, "segments": None,
-        "dense": None, "alibi": None, "maps": None, "gate": None, "dropout": 0.0, "seed": None,
+        "dense": None, "alibi": None, "maps": None, "relative": None, "gate": None, "dropout": 0.0, "seed": None,
     }  # fmt: skip
     assert set(given) <= set(rules)
     held = (query, key, key_scale, value, value_scale, table, length)

@@ -233,7 +233,7 @@ def test_a_mask_survives_the_way_in_and_back(name: str) -> None:
 
 def test_bands_become_two_numbers() -> None:
     lowered = native.lowered(headwise.causal() & headwise.window(4) & headwise.window(9, 2, offset=5), 3, 10)
-    assert lowered == (4, 8, None, None, None, None, None)
+    assert lowered == (4, 8, None, None, None, None, None, None)
 
 
 def test_lengths_and_offsets_become_four_numbers_a_row() -> None:

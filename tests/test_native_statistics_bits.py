@@ -225,7 +225,7 @@ def test_features_that_are_no_numbers_go_by_the_second_pass() -> None:
 # -- the operators ---------------------------------------------------------------------------------------------------
 
 FAR = 1 << 40
-RULES = (0.5, 0.0, None, -FAR, FAR, None, None, None, None, None)
+RULES = (0.5, 0.0, None, -FAR, FAR, None, None, None, None, None, None)
 
 
 def rows_op(**given: Any) -> Any:

@@ -86,6 +86,42 @@ def test_cross_attention_keeps_its_memory() -> None:
         mha(x, memory, cache=cache)
 
 
+@torch.no_grad()
+def test_cross_attention_turns_its_queries_at_every_step() -> None:
+    mha, memory, x = module(memory_dim=11), torch.randn(B, 7, 11), torch.randn(B, 4, M)
+    places, of_memory = torch.tensor([5, 2, 11, 3]), torch.arange(7)
+    cache = StaticCache(B, K, D, capacity=7, causal=False)
+    outs = [mha(x[:, :1], memory, cache=cache, positions=(places[:1], of_memory))[0]]
+    for i in range(1, 4):
+        at = places[i : i + 1]
+        outs.append(mha(x[:, i : i + 1], cache=cache, positions=(at, of_memory) if i == 1 else at)[0])
+    expected = mha(x, memory, positions=(places, of_memory))
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=2e-5, atol=2e-6)
+
+
+class Upcasting(torch.nn.Module):
+    """A norm that gives float32 for whatever it gets, as many a model's own does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.float())
+
+
+@torch.no_grad()
+def test_a_norm_that_upcasts_leaves_the_dtype_as_it_was() -> None:
+    mha = module(qk_norm=Upcasting).bfloat16()
+    assert mha.q_norm is not None and mha.k_norm is not None
+    mha.q_norm.float(), mha.k_norm.float()
+    x = torch.randn(B, 5, M).bfloat16()
+    out, cache = mha(x, cache=StaticCache(B, K, D, capacity=5, dtype=torch.bfloat16))
+    whole = mha(x, mask=headwise.causal())
+    assert out.dtype == whole.dtype == torch.bfloat16 and cache.length == 5
+    torch.testing.assert_close(out, whole, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("name", ["static", "paged", "rolling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @torch.no_grad()

@@ -120,11 +120,13 @@ def test_wrong_heads() -> None:
         ([*heads, head_of()], {}, "heads of one module have equal shapes and biases; head 0 is Head(W_Q=(13, 7)"),
         (heads, {"num_kv_heads": 2}, "heads 0 to 2 share W_K and W_V, but head 2 differs from the first"),
         (heads, {"num_kv_heads": 4}, "num_heads must be a multiple of num_kv_heads: H = 6, K = 4"),
-        ([Head(*torch.randn(4, M, D))], {}, "a head has W_Q (M, D), W_K (N, D), W_V (N, V), W_O (V, M); got Head("),
+        ([Head(*torch.randn(4, M, D))], {}, "a head has W_Q (M, D), W_K (N, D), W_V (N, V), W_O (V, M), "),
     ]
     twins = head_of(b_K=torch.zeros(D)), head_of(b_K=torch.ones(D))
     twins = twins[0], Head(*(getattr(twins[0], n) for n in ("W_Q", "W_K", "W_V", "W_O")), b_K=twins[1].b_K)
     cases.append((twins, {"num_kv_heads": 1}, "heads that share W_K and W_V share b_K and b_V too; head 1 differs"))
+    of_values = [Head(*(getattr(twins[0], n) for n in ("W_Q", "W_K", "W_V", "W_O")), b_V=b) for b in torch.eye(2, D)]
+    cases.append((of_values, {"num_kv_heads": 1}, "heads that share W_K and W_V share b_K and b_V too; head 1 differs"))
     for given, options, text in cases:
         with pytest.raises((ValueError, TypeError)) as caught:
             MultiHeadAttention.from_heads(given, **options)

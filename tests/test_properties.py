@@ -6,65 +6,20 @@ A case is drawn from its number alone, so a failure names the number and repeats
 from __future__ import annotations
 
 import math
-import random
-from functools import reduce
-from operator import and_
-from typing import Any
 
 import pytest
 import torch
-from backends import BEST, NATIVE, attend
-from mask_cases import MASKS, Sizes, as_tensor
+from backends import BEST, MUST, NATIVE, attend
+from drawn_cases import Drawn, Learning, squeezed
 from torch import Tensor
 
 import headwise
-from headwise.testing import assert_close_like_torch, make_qkv, naive, oracle
+from headwise.cache import Quantized, quantize
+from headwise.ops.native import library as native_library
+from headwise.ops.storage.paged import PAGE, Paged
+from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, oracle
 
 BACKENDS = ("reference", "blocks", "sdpa")
-LENGTHS = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33)
-
-
-class Drawn:
-    """One drawn case: sizes, tensors, a mask, options."""
-
-    def __init__(self, number: int) -> None:
-        draw = random.Random(number)
-        K, G = draw.choice([1, 2, 3]), draw.choice([1, 2, 3])
-        S = draw.choice([3, 4, *LENGTHS[3:]])
-        self.n = Sizes(
-            draw.choice([1, 2, 3]),
-            K * G,
-            K,
-            draw.choice(LENGTHS),
-            S,
-            draw.choice([1, 4, 7, 16]),
-            draw.choice([1, 3, 8]),
-        )
-        self.names = draw.sample(sorted(MASKS), draw.choice([0, 1, 1, 2, 3]))
-        self.qkv = make_qkv(*self.n, seed=number, kind=draw.choice(["normal", "sink", "duplicates"]))
-        masks = [MASKS[name](self.n).mask for name in self.names]
-        self.mask = reduce(and_, masks) if masks else None
-        self.options: dict[str, Any] = {}
-        if draw.random() < 0.3:
-            self.options["softcap"] = draw.choice([0.5, 2.0, 30.0])
-        if draw.random() < 0.3:
-            self.options["scale"] = draw.choice([0.0, -0.5, 1.0])
-        if draw.random() < 0.3:
-            self.options["sinks"] = torch.randn(self.n.H, generator=torch.Generator().manual_seed(number))
-        self.random = draw
-
-    def dense(self) -> Tensor | None:
-        """The masks' definitions as loops, joined."""
-        if not self.names:
-            return None
-        tensors = [as_tensor(name, self.n) for name in self.names]
-        floats = [x.double().log() if x.dtype == torch.bool else x for x in tensors]  # True -> 0, False -> -inf
-        return sum(floats[1:], floats[0])
-
-    def __repr__(self) -> str:
-        return f"{self.n}, {self.names}, {sorted(self.options)}"
-
-
 numbers = pytest.mark.parametrize("number", range(60))
 few = pytest.mark.parametrize("number", range(12))
 backends = pytest.mark.parametrize("backend", [*BACKENDS, *BEST])
@@ -76,7 +31,8 @@ def test_every_backend_is_the_definition(number: int) -> None:
     exact, exact_lse = oracle(*case.qkv, mask=case.dense(), **case.options)
     rough = naive(*case.qkv, mask=case.dense(), **case.options)
     for backend in (*BACKENDS, *NATIVE):
-        out = attend(backend, *case.qkv, mask=case.mask, **case.options)
+        with squeezed(number):
+            out = attend(backend, *case.qkv, mask=case.mask, **case.options)
         if out is not None:
             assert_close_like_torch(out, exact, rough, values=case.qkv[2], what=f"{backend}, {case}")
     _, lse = headwise.attention(*case.qkv, mask=case.mask, **case.options, return_lse=True)
@@ -87,6 +43,7 @@ def test_the_draw_is_wide() -> None:
     cases = [Drawn(number) for number in range(60)]
     assert len({name for case in cases for name in case.names}) > 25
     assert {case.n.T > case.n.S for case in cases} == {True, False}
+    assert {case.n.T > 8 * case.n.S for case in cases} == {case.n.S > 8 * case.n.T for case in cases} == {True, False}
     refused = sum(attend("sdpa", *case.qkv, mask=case.mask, **case.options) is None for case in cases)
     assert 10 < refused < 45
 
@@ -261,3 +218,109 @@ def test_structure_and_its_dense_matrix_mean_the_same(backend: str, number: int)
         dense = case.mask.dense(case.n.T, case.n.S)
         again = attend(backend, *case.qkv, mask=dense, **case.options)
         torch.testing.assert_close(again, out, rtol=1e-5, atol=1e-6)
+
+
+# -- what learns, and in which precision -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [*MUST, "sdpa", *BEST])
+def test_what_learns_alone_gets_the_gradient_that_it_gets_among_all(backend: str) -> None:
+    """Any of the leaves, one or some of them: the same bits, and nothing for the others."""
+    alone = set()
+    for number in range(60):
+        case = Learning(number)
+        names = sorted(case.leaves)
+        picks = [[case.draw.choice(names)], case.draw.sample(names, case.draw.randint(1, len(names)))]
+        with squeezed(number // 2):
+            every = case.run(backend, case.leaves)
+            for pick in picks if every else ():
+                alone |= set(pick) if len(pick) == 1 else set()
+                for name, x in (case.run(backend, case.leaves, tuple(pick)) or {}).items():
+                    assert_same_bits(x, every[name], what=f"case {number}, {case}: {name} where {pick} learn")  # type: ignore[index]
+    assert alone == {"query", "key", "value", "gate"} | (set() if backend == "sdpa" else {"sinks", "bias", "slopes"})
+
+
+@pytest.mark.parametrize("backend", [*MUST, "sdpa", *BEST])
+def test_autocast_lowers_the_inputs_and_nothing_within(backend: str) -> None:
+    """The bits of the call outside of autocast on inputs of its precision: output, lse in float32, gradients."""
+    for number in range(60):
+        case = Learning(number)
+        wide = {name: x.float() for name, x in case.leaves.items()}
+        low = {name: x.bfloat16() if name in ("query", "key", "value") else x for name, x in wide.items()}
+        case.upstream["out"] = case.upstream["out"].bfloat16()
+        with squeezed(number // 2):
+            outside, inside = case.run(backend, low), case.run(backend, wide, autocast=True)
+        for name, x in (inside or {}).items():
+            y = outside[name]  # type: ignore[index]
+            assert x.dtype == (torch.bfloat16 if name == "out" else torch.float32)
+            assert_same_bits(x, y.to(x.dtype), what=f"case {number}, {case}: {name}")
+
+
+@few
+def test_autocast_leaves_scores_and_statistics_alone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are float32 by promise, and compute in it."""
+    case = Drawn(number)
+    (q, k, v), given = case.qkv, {"mask": case.mask, **case.options}
+
+    def numbers() -> list[Tensor]:
+        found, rows = headwise.statistics(q, k, **given), headwise.attention_statistics(q, k, v, **given)[1]
+        fields = [x for one in (found, rows) for x in vars(one).values() if isinstance(x, Tensor)]
+        return [headwise.weights(q, k, **given), *headwise.top_keys(q, k, 3, **given), *fields]
+
+    for trouble in (native_library.trouble(), "the library is not there"):
+        monkeypatch.setattr(native_library, "_trouble", trouble)
+        outside = numbers()
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = numbers()
+        for x, y in zip(inside, outside, strict=True):
+            assert_same_bits(x, y)
+
+
+# -- keys and values that lie otherwise --------------------------------------------------------------------------------
+
+
+def in_pages(x: Tensor, source: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(pages, table) of (B, K, S, ...): pages in no order, NaN in the one that no row has and behind the last key."""
+    B, S = x.shape[0], x.shape[2]
+    count = -(-S // PAGE)
+    table = torch.randperm(B * count + 1, generator=source)[: B * count].view(B, count)
+    pages = x.new_full((B * count + 1, x.shape[1], PAGE, *x.shape[3:]), math.nan if x.is_floating_point() else 99)
+    for b in range(B):
+        for n in range(count):
+            part = x[b, :, n * PAGE : (n + 1) * PAGE]
+            pages[table[b, n], :, : part.shape[1]] = part
+    return pages, table
+
+
+def in_int8_pages(x: Quantized, source: torch.Generator) -> tuple[Quantized, Tensor]:
+    """The same of data and scales."""
+    state = source.get_state()
+    data, table = in_pages(x.data, source)
+    return Quantized(data, in_pages(x.scale, source.set_state(state))[0]), table
+
+
+@few
+@pytest.mark.parametrize("backend", [*MUST, "sdpa", *BEST])
+def test_where_keys_and_values_lie_does_not_matter(backend: str, number: int) -> None:
+    """In int8, in pages, in both: what the same numbers in one piece give, to the bit where a backend gathers them."""
+    case = Drawn(number)
+    q, k, v = case.qkv
+    bytes_of = quantize(k), quantize(v)
+    numbers = [x.dequantize() for x in bytes_of]
+    source = torch.Generator()
+    laid = {"int8": (bytes_of, numbers)}
+    for name, make, pair, plain in (
+        ("pages", in_pages, (k, v), (k, v)),
+        ("int8 pages", in_int8_pages, bytes_of, numbers),
+    ):
+        held, tables = zip(*(make(x, source.manual_seed(number)) for x in pair), strict=True)
+        laid[name] = [Paged(x, tables[0], case.n.S) for x in held], plain
+    for name, (pair, plain) in laid.items():
+        exact = attend(backend, q, *plain, mask=case.mask, **case.options)
+        if exact is None:
+            continue
+        ours = attend(backend, q, *pair, mask=case.mask, **case.options)
+        if backend not in ("auto", *BEST):
+            assert_same_bits(ours, exact, what=f"{name}, {case}")
+        else:
+            torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)

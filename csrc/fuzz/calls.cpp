@@ -209,17 +209,18 @@ Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends) {
   };
   std::vector<StableIValue> stack;
   rules(stack);
-  stack.insert(stack.end(), {give_optional(nullptr), give_number(c.dropout), give_optional(t.seed)});
+  stack.insert(stack.end(), {give_number(c.dropout), give_optional(t.seed)});
   Back result;
-  fake::Tensor out, lse;
-  result.error = call("attend_full", stack, 2);
+  fake::Tensor out, ends;
+  result.error = call("attend_kept", stack, 3);
   if (!result.error.empty() && !spoiled_ends) return result;
   if (result.error.empty()) {
-    out = take(stack[0]), lse = take(stack[1]);
+    out = take(stack[0]), ends = take(stack[2]);
+    take(stack[1]);
   } else {  // what the forward refuses the backward must refuse, too, whatever it is given
-    out = t.grad_out, lse = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
+    out = t.grad_out, ends = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
   }
-  stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(lse), static_cast<StableIValue>(k.biases)};
+  stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(ends), static_cast<StableIValue>(k.biases)};
   rules(stack);
   stack.insert(stack.end(), {give_number(c.dropout), give_optional(t.seed)});
   result.error = call("attend_backward", stack, 1);

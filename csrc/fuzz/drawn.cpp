@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "cases.h"
+#include "fuzz/cases.h"
 
 namespace fuzz {
 namespace {

@@ -53,9 +53,22 @@ struct Bias {
   bool rows = false, keys = false;
 };
 
+int64_t diagonals(const Problem& p) { return p.T + p.S - 1; }
+
+// A relative bias: rows of different chunks meet on its diagonals, so each chunk has sums of its own.
+void place_diagonals(const Problem& p, const Tensor4& to, BackwardPlan& plan, int i, Bias& bias) {
+  const int64_t n = diagonals(p), of_head = plan.chunks * n;
+  const int64_t places = (to.stride[0] == 0 ? 1 : p.B) * (to.stride[1] == 0 ? 1 : p.H) * n;
+  bias.out = static_cast<float*>(to.data);
+  std::memset(to.data, 0, static_cast<size_t>(places) * sizeof(float));
+  bias.gathered.sums.assign(static_cast<size_t>(p.B * p.H * of_head), 0.0f);
+  plan.dense[i] = {bias.gathered.sums.data() + p.T - 1, {p.H * of_head, of_head, -1, 1}, n};
+}
+
 // Where the items put the gradient of a bias.
 void place_bias(const Problem& p, const Gradients& g, BackwardPlan& plan, int i, Bias& bias) {
   const Tensor4& to = g.dense[i];
+  if (p.diagonal[i]) return place_diagonals(p, to, plan, i, bias);
   bias.rows = to.stride[2] != 0, bias.keys = to.stride[3] != 0;
   const auto n = static_cast<size_t>(count(p, to));
   if (to.dtype == Dtype::f32) {
@@ -77,6 +90,10 @@ void place_bias(const Problem& p, const Gradients& g, BackwardPlan& plan, int i,
 
 void finish_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan, int i, Bias& bias) {
   const Tensor4& to = g.dense[i];
+  if (p.diagonal[i]) {
+    const int64_t strides[4] = {to.stride[0], to.stride[1], 0, 1};
+    return reduce(bias.gathered, p, plan.chunks, diagonals(p), bias.out, strides);
+  }
   if (!bias.rows || !bias.keys) {
     reduce(bias.gathered, p, bias.rows ? p.T : plan.chunks, bias.keys ? p.S : 1, bias.out, to.stride);
   }

@@ -443,10 +443,9 @@ static void run_lines(const Problem& p, const Plan& plan, int64_t group, int64_t
   const int64_t from = most(rows.lo_min, split * plan.keys_per_split);
   const int64_t to = least(rows.hi_max, (split + 1) * plan.keys_per_split);
   if (!pass_lines<Read, R>(p, b, kv_head, from, to, false, s)) pass_lines<Read, R>(p, b, kv_head, from, to, true, s);
-  const float unit = unit_of(p);
   for (int r = 0; r < n; ++r) {
     for (int64_t d = 0; d < p.V; ++d) s.line[d] = s.sums[r * wide + Read::place(d)];
-    const RowState state = state_of(p, b, rows, r, s.top[r] * unit, s.total[r], from, to);
+    const RowState state = state_of(p, b, rows, r, s.top[r], s.total[r], from, to);
     finish_row(p, plan, b, kv_head, r, split, state, s.line);
   }
 }

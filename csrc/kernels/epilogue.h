@@ -9,22 +9,25 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Where a row stands after its keys: the greatest score, the sum of the weights, and whether a NaN or Inf was met or
-// all scores that it may attend overflowed to -inf.
+// Where a row stands after its keys: the greatest score, not yet scaled and scaled, the sum of the weights, and whether a
+// NaN or Inf was met or all scores that it may attend overflowed to -inf.
 struct RowState {
+  float raw;
   float top;
   float total;
   bool bad;
   bool lost;
 };
 
-static inline RowState state_of(const Problem& p, int64_t b, const Rows& rows, int r, float top, float total,
+static inline RowState state_of(const Problem& p, int64_t b, const Rows& rows, int r, float raw, float total,
                                 int64_t from, int64_t to) {
+  const float top = raw * unit_of(p);
   const bool lost = top == -kInf && attends_any(p, b, rows, r, from, to);
-  return {top, total, rows.seen[r] || (rows.bad[r] && (lost || top != -kInf)), lost};
+  return {raw, top, total, rows.seen[r] || (rows.bad[r] && (lost || top != -kInf)), lost};
 }
 
-// What a row's sums are multiplied with, and its lse. An empty row (greatest score -inf) gives 0 and -inf.
+// What a row's sums are multiplied with, which is the weight of its greatest score, and its lse. An empty row (greatest
+// score -inf) gives 0 and -inf.
 struct RowEnd {
   float factor;
   float lse;
@@ -60,15 +63,16 @@ static inline void write_row(const Problem& p, int64_t b, int64_t h, int64_t t, 
 
 HW_INLINE float* partial_of(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
                             int64_t split) {
-  return plan.partial + (((b * p.K + kv_head) * plan.rows + row) * plan.splits + split) * (p.V + 2);
+  return plan.partial + (((b * p.K + kv_head) * plan.rows + row) * plan.splits + split) * plan.share_floats(p);
 }
 
 // Divides, gates, rounds and writes a row; `x` holds its V sums.
 static inline void write_end(const Problem& p, int64_t b, int64_t kv_head, int64_t row, RowState state, float* x) {
-  const int64_t G = p.H / p.K, t = row / G, h = kv_head * G + row % G;
+  const int64_t G = p.H / p.K, t = row / G, h = kv_head * G + row % G, at = (b * p.H + h) * p.T + t;
   const RowEnd end = end_row(p, h, state);
   for (int64_t d = 0; d < p.V; ++d) x[d] = end.factor == 0.0f ? 0.0f : x[d] * end.factor;
-  if (p.lse != nullptr) p.lse[(b * p.H + h) * p.T + t] = end.lse;
+  if (p.lse != nullptr) p.lse[at] = end.lse;
+  if (p.ends != nullptr) p.ends[at] = state.raw, p.ends[p.B * p.H * p.T + at] = end.factor;
   write_row(p, b, h, t, x);
 }
 
@@ -82,27 +86,29 @@ static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int
   float* to = partial_of(p, plan, b, kv_head, row, split);
   to[0] = state.bad ? 0.0f : state.top;
   to[1] = state.bad ? NAN : state.lost ? 1.0f : state.total;
-  memcpy(to + 2, x, static_cast<size_t>(p.V) * sizeof(float));
+  to[2] = state.raw;
+  memcpy(to + 3, x, static_cast<size_t>(p.V) * sizeof(float));
 }
 
 static void merge_rows(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
-    RowState state = {-kInf, 0.0f, false, false};
+    RowState state = {-kInf, -kInf, 0.0f, false, false};
     bool lost = false;
     for (int64_t s = 0; s < plan.splits; ++s) {
       const float* share = partial_of(p, plan, b, kv_head, row, s);
       state.top = share[0] > state.top ? share[0] : state.top;
+      state.raw = share[2] > state.raw ? share[2] : state.raw;
       lost |= share[0] == -kInf && share[1] > 0.0f;
     }
     state.lost = lost && state.top == -kInf;
-    float* sums = partial_of(p, plan, b, kv_head, row, 0);  // the first split's place takes the sum
+    float* sums = partial_of(p, plan, b, kv_head, row, 0) + 3;  // the first split's place takes the sum
     for (int64_t s = 0; s < plan.splits; ++s) {
       const float* from = partial_of(p, plan, b, kv_head, row, s);
       const float worth = from[0] == -kInf ? 0.0f : expf(from[0] - state.top), share = from[1] * worth;
       state.total = s == 0 ? share : state.total + share;
-      for (int64_t d = 0; d < p.V; ++d) sums[2 + d] = s == 0 ? from[2 + d] * worth : sums[2 + d] + from[2 + d] * worth;
+      for (int64_t d = 0; d < p.V; ++d) sums[d] = s == 0 ? from[3 + d] * worth : sums[d] + from[3 + d] * worth;
     }
-    write_end(p, b, kv_head, row, state, sums + 2);
+    write_end(p, b, kv_head, row, state, sums);
   }
 }
 

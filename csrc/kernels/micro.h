@@ -129,10 +129,10 @@ constexpr int64_t kPiece = 128;
 
 template <class N, int NV>
 static inline void scores_of(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                             int64_t keys, float* x) {
-  scores_of_piece<N, NV, true>(q, least(depth, kPiece), k, stride, keys, x);
-  for (int64_t d = kPiece; d < depth; d += kPiece) {
-    scores_of_piece<N, NV, false>(q + d * NV * W, least(depth - d, kPiece), k + d * N::kPair, stride, keys, x);
+                             int64_t keys, float* x, int64_t piece = kPiece) {
+  scores_of_piece<N, NV, true>(q, least(depth, piece), k, stride, keys, x);
+  for (int64_t d = piece; d < depth; d += piece) {
+    scores_of_piece<N, NV, false>(q + d * NV * W, least(depth - d, piece), k + d * N::kPair, stride, keys, x);
   }
 }
 

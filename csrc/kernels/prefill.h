@@ -143,13 +143,12 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
                                 int64_t split, int block, int64_t from, int64_t to, BlockScratch<N>& s) {
   const Rows& rows = s.rows[block];
   const int64_t wide = round_up(p.V, W);
-  const float unit = unit_of(p);
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
     turn_back(s.sums[block] + v * W, NV * W, p.V, s.line, wide);
     for (int i = 0; i < W && v * W + i < rows.n; ++i) {
       const int r = v * W + i;
-      const float top = s.top[block * kRows + r] * unit, total = s.total[block * kRows + r];
-      const RowState state = state_of(p, b, rows, r, top, total, from, to);
+      const float raw = s.top[block * kRows + r], total = s.total[block * kRows + r];
+      const RowState state = state_of(p, b, rows, r, raw, total, from, to);
       finish_row(p, plan, b, kv_head, first + r, split, state, s.line + i * wide);
     }
   }

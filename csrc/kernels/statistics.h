@@ -406,11 +406,11 @@ static inline void settle_tally(const Statistics& s, float c, const float* top, 
 
 // The numbers of one row at their place `at` among (B, H, T): what `Statistics` names of them, but for the picks, bins
 // and features, which follow from the largest weight and the share.
-static inline void write_numbers(const Problem& p, const Statistics& s, int64_t h, int64_t at, RowState row, float raw,
-                                 float bits, float away) {
+static inline void write_numbers(const Problem& p, const Statistics& s, int64_t h, int64_t at, RowState row, float bits,
+                                 float away) {
   const int64_t plane = p.B * p.H * p.T;
   float* to = s.numbers + at;
-  to[kTop * plane] = raw;
+  to[kTop * plane] = row.raw;
   if (row.bad || row.lost || row.total != row.total) {
     for (int64_t i = 0; i < kNumbers; ++i) to[i * plane] = NAN;
     s.lse[at] = NAN;
@@ -469,14 +469,13 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
   const Rows& rows = scratch.block.rows[block];
   Tally& t = scratch.tally[block];
   const float* top = scratch.block.top + block * kRows;
-  const float unit = unit_of(p);
-  settle_tally<NV>(s, unit * kLog2e, top, t);
+  settle_tally<NV>(s, unit_of(p) * kLog2e, top, t);
   for (int r = 0; r < rows.n; ++r) {
     const float total = scratch.block.total[block * kRows + r];
-    RowState row = state_of(p, b, rows, r, top[r] * unit, total, from, to);
+    RowState row = state_of(p, b, rows, r, top[r], total, from, to);
     row.bad = t.seen[r] || (rows.bad[r] && (row.lost || row.top != -kInf));
     const int64_t at = (b * p.H + rows.h[r]) * p.T + rows.t[r], plane = p.B * p.H * p.T;
-    write_numbers(p, s, rows.h[r], at, row, top[r], t.bits[r], t.away[r]);
+    write_numbers(p, s, rows.h[r], at, row, t.bits[r], t.away[r]);
     const float largest = s.numbers[kLargest * plane + at], mass = s.numbers[kMass * plane + at];
     const bool empty = row.top == -kInf && largest == 0.0f;
     int64_t keys = t.keys[r];

@@ -60,6 +60,25 @@ void take_alibi(Problem& p, const Tensors& pairs) {
   }
 }
 
+void take_relative(Problem& p, const Tensors& biases) {
+  if (biases.size() + static_cast<size_t>(p.n_dense) > kMaxDense) fail("at most 8 dense masks and relative biases");
+  for (const Owned& bias : biases) {
+    const View view = look(bias, "relative");
+    require_dtype(view, "relative", Dtype::f32);
+    require_axes(view, "relative", 3);
+    const bool fits = (view.sizes[0] == 1 || view.sizes[0] == p.B) && (view.sizes[1] == 1 || view.sizes[1] == p.H) &&
+                      view.sizes[2] == p.T + p.S - 1;
+    if (!fits) fail("relative biases must be (B or 1, H or 1, T + S - 1), got " + shape(view));
+    p.diagonal[p.n_dense] = true;
+    Tensor4& to = p.dense[p.n_dense++];
+    const int64_t step = view.strides[2];
+    to.data = const_cast<float*>(static_cast<const float*>(view.data) + (p.T - 1) * step);
+    to.stride[0] = view.sizes[0] == 1 ? 0 : view.strides[0];
+    to.stride[1] = view.sizes[1] == 1 ? 0 : view.strides[1];
+    to.stride[2] = -step, to.stride[3] = step;
+  }
+}
+
 // Pairs of an index and its blocks of bits; each entry names a block that is there.
 void take_maps(Problem& p, const Tensors& pairs) {
   if (pairs.size() % 2 != 0 || pairs.size() > 2 * kMaxMaps) fail("maps must be at most 4 pairs of tensors");
@@ -207,7 +226,8 @@ Rules::Rules(const StableIValue* stack)
       segments_(optional(stack[6])),
       dense_(optional(stack[7])),
       alibi_(optional(stack[8])),
-      maps_(optional(stack[9])) {}
+      maps_(optional(stack[9])),
+      relative_(optional(stack[10])) {}
 
 void Rules::fill(Problem& p) const {
   p.scale = read_scale(scale_);
@@ -220,6 +240,7 @@ void Rules::fill(Problem& p) const {
   take_dense(p, dense_);
   take_alibi(p, alibi_);
   take_maps(p, maps_);
+  take_relative(p, relative_);
 }
 
 void fill_problem(Problem& p, const View& query, const View& key, const View& value) {

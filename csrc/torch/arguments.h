@@ -19,27 +19,28 @@ void fill_held(Problem& p, const View& query, const Held& key, const Held& value
 int64_t clamp_far(int64_t offset);
 float read_scale(double scale);
 
-// What stands between scores and weights: ten arguments, scale, softcap, sinks?, low, high, bounds?, segments?, dense?,
-// alibi?, maps?. Takes them from the stack as soon as it is made; owns what the filled problem points to.
+// What stands between scores and weights: eleven arguments, scale, softcap, sinks?, low, high, bounds?, segments?, dense?,
+// alibi?, maps?, relative?. Takes them from the stack as soon as it is made; owns what the filled problem points to.
 class Rules {
  public:
   explicit Rules(const StableIValue* stack);
   void fill(Problem& p) const;  // after `fill_problem`
   const Tensors& dense() const { return dense_; }
   const Tensors& alibi() const { return alibi_; }
+  const Tensors& relative() const { return relative_; }  // they are the last of the dense masks
 
  private:
   double scale_, softcap_;
   int64_t low_, high_;
   Owned sinks_, bounds_;
-  Tensors segments_, dense_, alibi_, maps_;
+  Tensors segments_, dense_, alibi_, maps_, relative_;
 };
 
-constexpr int kRuleCount = 10;
+constexpr int kRuleCount = 11;
 // Their text in a schema.
 #define HEADWISE_RULES                                                                                          \
   "float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, Tensor? bounds, Tensor[]? segments, "    \
-  "Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps"
+  "Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, Tensor[]? relative"
 
 void take_gate(Problem& p, const Owned& gate);
 float read_dropout(StableIValue value);

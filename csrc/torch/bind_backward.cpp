@@ -1,4 +1,4 @@
-// torch.ops.headwise.attend_backward: the gradient of attend_full.
+// torch.ops.headwise.attend_kept and attend_backward: attend_full for those who learn, and its gradient.
 #include <algorithm>
 #include <vector>
 
@@ -17,27 +17,28 @@ void require_like(const View& view, const char* name, const View& query, const P
   if (view.torch_dtype != query.torch_dtype) fail(std::string(name) + " must have the query's dtype");
 }
 
-void require_rows(const View& view, const char* name, const Problem& p) {
-  require_dtype(view, name, Dtype::f32);
-  require_axes(view, name, 3);
-  if (view.sizes[0] != p.B || view.sizes[1] != p.H || view.sizes[2] != p.T) {
-    fail(std::string(name) + " must be (B, H, T), got " + shape(view));
+// Made by attend_kept.
+void take_ends(Problem& p, const Owned& ends) {
+  const View view = look(ends, "ends");
+  require_dtype(view, "ends", Dtype::f32);
+  require_axes(view, "ends", 4);
+  const int64_t sizes[4] = {2, p.B, p.H, p.T};
+  if (!std::equal(sizes, sizes + 4, view.sizes)) fail("ends must be (2, B, H, T), got " + shape(view));
+  int64_t step = 1;
+  for (int axis = 3; axis >= 0; step *= sizes[axis--]) {
+    if (view.strides[axis] != step && sizes[axis] > 1) fail("ends must be contiguous");
   }
-}
-
-void take_lse(Problem& p, const Owned& lse) {
-  const View view = look(lse, "lse");
-  require_rows(view, "lse", p);
-  const bool dense = (view.strides[2] == 1 || p.T == 1) && (view.strides[1] == p.T || p.H == 1) &&
-                     (view.strides[0] == p.H * p.T || p.B == 1);
-  if (!dense) fail("lse must be contiguous");
-  p.lse = const_cast<float*>(static_cast<const float*>(view.data));
+  p.ends = const_cast<float*>(static_cast<const float*>(view.data));
 }
 
 void take_grad_lse(Gradients& g, const Problem& p, const Owned& grad_lse) {
   if (!grad_lse) return;
   const View view = look(grad_lse, "grad_lse");
-  require_rows(view, "grad_lse", p);
+  require_dtype(view, "grad_lse", Dtype::f32);
+  require_axes(view, "grad_lse", 3);
+  if (view.sizes[0] != p.B || view.sizes[1] != p.H || view.sizes[2] != p.T) {
+    fail("grad_lse must be (B, H, T), got " + shape(view));
+  }
   g.grad_lse.data = const_cast<void*>(view.data);
   g.grad_lse.dtype = Dtype::f32;
   std::copy(view.strides, view.strides + 3, g.grad_lse.stride);
@@ -64,8 +65,26 @@ Owned empty_bias(const Owned& bias, const Problem& p, Tensor4& to) {
   return grad;
 }
 
+void attend_kept_boxed(StableIValue* stack, uint64_t, uint64_t) {
+  const Owned query(stack[0]), key(stack[1]), value(stack[2]);
+  const Rules rules(stack + 3);
+  const Owned seed(optional(stack[4 + kRuleCount]));
+  Problem p;
+  const View query_view = look(query, "query");
+  fill_problem(p, query_view, look(key, "key"), look(value, "value"));
+  rules.fill(p);
+  take_dropout(p, read_dropout(stack[3 + kRuleCount]), seed);
+  const int64_t sizes[4] = {2, p.B, p.H, p.T}, plane = multiply(p.H, p.T);
+  const int64_t strides[4] = {multiply(p.B, plane), plane, p.T, 1};
+  void* data = nullptr;
+  Owned ends = empty(4, sizes, strides, aoti_torch_dtype_float32(), &data);
+  p.ends = static_cast<float*>(data);
+  attend(p, query_view.torch_dtype, stack);
+  stack[2] = ends.release();
+}
+
 void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned grad_out(stack[0]), grad_lse(optional(stack[1])), out(stack[2]), lse(stack[3]);
+  const Owned grad_out(stack[0]), grad_lse(optional(stack[1])), out(stack[2]), ends(stack[3]);
   const bool biases = stack[4] != 0;
   const Owned query(stack[5]), key(stack[6]), value(stack[7]);
   const Rules rules(stack + 8);
@@ -81,7 +100,7 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
   require_like(out_view, "out", query_view, p);
   g.grad_out = tensor4(grad_view);
   p.out = tensor4(out_view);
-  take_lse(p, lse);
+  take_ends(p, ends);
   take_grad_lse(g, p, grad_lse);
 
   std::vector<Owned> grads;
@@ -95,7 +114,8 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
     grads.push_back(empty(1, &p.H, std::vector<int64_t>{1}.data(), aoti_torch_dtype_float32(), &data));
     g.sinks = static_cast<float*>(data);
   }
-  for (int i = 0; biases && i < p.n_dense; ++i) {
+  const auto n_relative = static_cast<int>(rules.relative().size()), n_dense = p.n_dense - n_relative;
+  for (int i = 0; biases && i < n_dense; ++i) {
     if (p.dense[i].dtype != Dtype::boolean) {
       grads.push_back(empty_bias(rules.dense()[static_cast<size_t>(i)], p, g.dense[i]));
     }
@@ -106,16 +126,29 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
     g.slopes[i] = static_cast<float*>(data);
     g.slopes_batched[i] = slopes.axes == 2 && slopes.sizes[0] > 1;
   }
+  for (int i = 0; biases && i < n_relative; ++i) {
+    const View view = look(rules.relative()[static_cast<size_t>(i)], "relative");
+    Tensor4& to = g.dense[n_dense + i];
+    grads.push_back(empty_like(view, &to.data));
+    to.stride[0] = view.sizes[0] > 1 ? view.sizes[1] * view.sizes[2] : 0;
+    to.stride[1] = view.sizes[1] > 1 ? view.sizes[2] : 0;
+    to.stride[2] = -1, to.stride[3] = 1;
+  }
   attend_backward(p, g);
   stack[0] = list(grads);
 }
 
 }  // namespace
 
-const Operator kBackward = {
-    "attend_backward",
-    "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool biases, Tensor query, Tensor key, "
-    "Tensor value, " HEADWISE_RULES ", float dropout, Tensor? seed) -> Tensor[]",
-    "CPU", attend_backward_boxed};
+extern const Operator kBackward[2] = {
+    {"attend_kept",
+     "attend_kept(Tensor query, Tensor key, Tensor value, " HEADWISE_RULES
+     ", float dropout, Tensor? seed) -> (Tensor, Tensor, Tensor)",
+     "CPU", attend_kept_boxed},
+    {"attend_backward",
+     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor ends, bool biases, Tensor query, Tensor key, "
+     "Tensor value, " HEADWISE_RULES ", float dropout, Tensor? seed) -> Tensor[]",
+     "CPU", attend_backward_boxed},
+};
 
 }  // namespace headwise

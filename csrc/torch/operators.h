@@ -12,8 +12,8 @@ struct Operator {
   Boxed function;
 };
 
-extern const Operator kBackward;  // bind_backward.cpp
-extern const Operator kHeld;      // bind_held.cpp
+extern const Operator kBackward[2];    // bind_backward.cpp
+extern const Operator kHeld;           // bind_held.cpp
 extern const Operator kStatistics[2];  // bind_statistics.cpp
 
 // Runs the call; its results, out and lse, go to the first two places of the stack.

@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ..arguments import check_tensor
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep, lengths
+from ..shapes.kinds import check_tensor
 from .checks import check_append
 
 Side = Literal["right", "left"]
@@ -182,6 +182,11 @@ class KVCache(ABC):
             found = keep(real[:, None, :, None]) if found is None else found & keep(real[:, None, :, None])
         both = found if mask is None else mask if found is None else found & mask
         return both if both is None or device.type == "cpu" else both.to(device)
+
+    def _shorten(self, lengths: list[int]) -> None:
+        """What all caches know of their rows, for `truncate`: where tokens went, the last append is no more."""
+        if lengths != self.lengths:
+            self.lengths, self._last = lengths, (0, [0] * self.batch, "right")
 
     def _take_rows(self, rows: list[int]) -> None:
         """What all caches know of a row, for `reorder`."""

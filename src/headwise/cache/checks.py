@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    DTYPES,
-    check_counts,
-    check_device,
-    check_dtype,
-    check_flags,
-    check_tensor,
-    describe,
-    shown,
-    whole_numbers,
-)
+from ..shapes import DTYPES, describe
+from ..shapes.kinds import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
 
 if TYPE_CHECKING:
     from .base import KVCache

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..arguments import check_counts, check_flags, shown
 from ..ops.storage.held import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
+from ..shapes.kinds import check_counts, check_flags, shown
 from .base import KVCache
 from .checks import check_made, check_rows, check_truncate
 from .store import Store
@@ -256,7 +256,7 @@ class PagedCache(KVCache):
             while (len(table) - 1) * self.pool.page_size >= at - n and table:
                 self.pool.give(table.pop())
                 self._table = None
-        self.lengths = wanted
+        self._shorten(wanted)
         return self
 
     @override
@@ -277,7 +277,8 @@ class PagedCache(KVCache):
     def release(self: PagedT) -> PagedT:
         """Gives all pages back; every row is empty then."""
         self._give_all()
-        self.tables, self.lengths = [[] for _ in range(self.batch)], [0] * self.batch
+        self.tables = [[] for _ in range(self.batch)]
+        self._shorten([0] * self.batch)
         return self
 
     def _give_all(self) -> None:

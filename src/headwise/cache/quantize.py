@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..arguments import DTYPES, check_dense, describe
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
 from ..ops.storage.int8 import Quantized
-from ..shapes import check_attention
+from ..shapes import DTYPES, check_attention, describe
+from ..shapes.kinds import check_dense
 
 MOST = 127  # symmetric: -128 is not used
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..arguments import check_counts
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import window
 from ..ops.storage.paged import PAGE
+from ..shapes.kinds import check_counts
 from .checks import check_made, check_rows, check_truncate
 from .paged import PagedCache, PagePool
 

@@ -107,7 +107,7 @@ class StaticCache(KVCache):
 
     @override
     def truncate(self: StaticT, lengths: int | Sequence[int]) -> StaticT:
-        self.lengths = check_truncate(self, lengths)
+        self._shorten(check_truncate(self, lengths))
         return self
 
     @override

@@ -55,12 +55,12 @@ SPARSE: dict[str, str] = dict.fromkeys(
 )
 """On the interface, but with arguments that change the result and that no dense kernel honours."""
 
-FLOAT_MASKS: frozenset[str] = frozenset({"deepseek_v4", "t5gemma2_decoder"})
-"""On the interface, and joining further columns to their mask, which must be the float tensor that "eager" gets. For
-code that is traced alone: otherwise a mask becomes that tensor by itself where a model computes with it."""
+FLOAT_MASKS: frozenset[str] = frozenset({"beit", "bigbird_pegasus", "deepseek_v4", "t5gemma2_decoder"})
+"""On the interface, and computing with their mask as the float tensor that "eager" gets. For code that is traced alone,
+which gets bool tensors or none: otherwise a mask becomes that tensor by itself where a model computes with it."""
 
 CROSS_ATTENTION = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
-"""How modules of cross-attention are named: a decoder that is given no memory does not call them."""
+"""How modules of cross-attention are named: a decoder that is given no memory does not call them; never causal."""
 
 SUPPORTED_EXAMPLES = (
     "gpt2, gpt_neox, opt, llama, mistral, qwen2, qwen3, gemma2, gemma3, gpt_oss, phi3, bert, distilbert"

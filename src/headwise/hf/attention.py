@@ -15,6 +15,7 @@ from ..ops.statistics.weights import weights
 from ..ops.storage.held import in_one_piece
 from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
+from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .lazy import given_back
 from .masks import StructuralMask
@@ -148,7 +149,9 @@ def _one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor) -> bool:
     """What transformers means where it passes no mask; a single query sees all there is."""
-    return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", CROSS_ATTENTION.search(type(module).__name__) is None)
+    return query.shape[2] > 1 and bool(is_causal)
 
 
 def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) -> Mask:

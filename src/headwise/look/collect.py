@@ -82,8 +82,7 @@ def at(
     known = inputs.Known.of(model, row)
     inputs.check_fits(row, known.vocabulary, known.positions)
     named = inputs.as_tokens(row, tokens)
-    if map_size < 1:
-        raise ValueError(f"map_size is the number of cells a side of a map, at least 1; got {map_size}")
+    inputs.check_options(name, map_size, full_maps, repeats, progress)
     marks = inputs.delimiter_ids(row, named, delimiters)
     sizes = Sizes(map_size, map_size * max(1, LARGE_MAP // map_size) if full_maps else 0)
     steps = Steps(progress, passes=1 if repeats is None else 2)

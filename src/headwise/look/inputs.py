@@ -7,7 +7,7 @@ Models are read by the names that are common to most: ``config.vocab_size``, ``c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall
+from ..shapes.kinds import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
+from .repeats import Repeats
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
 MARKS = frozenset(".,;:!?\n")
@@ -80,14 +82,17 @@ def as_row(ids: object) -> list[int]:
     """
     try:
         row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(
             f"ids are the integers a tokenizer gives, (T,) or (1, T); got {type(ids).__name__}; "
             "pass tokenizer(text)['input_ids']"
         ) from None
+    check_dense("ids", row)
+    if row.is_meta:
+        raise ValueError("ids are on the meta device and hold no numbers; give those that the tokenizer gave")
     if row.numel() == 0:
         raise ValueError(f"look needs at least one token, got ids of shape {tuple(row.shape)}; give a longer text")
-    if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+    if row.is_floating_point() or row.is_complex() or row.is_quantized or row.dtype == torch.bool:
         raise TypeError(f"ids are the integers a tokenizer gives; got {row.dtype}; convert with .long()")
     if row.ndim == 0 or row.ndim > 2 or (row.ndim == 2 and row.shape[0] > 1):
         raise ValueError(
@@ -109,6 +114,20 @@ def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None
         raise ValueError(
             f"the text has {len(ids)} tokens, but the model takes {positions} positions; give a shorter text"
         )
+
+
+def check_options(name: object, map_size: object, full_maps: object, repeats: object, progress: object) -> None:
+    """What else `look.at` takes; raises TypeError or ValueError."""
+    if name is not None:
+        check_texts(name=name)
+    check_counts(0, map_size=map_size)
+    if map_size == 0:
+        raise ValueError(f"map_size is the number of cells a side of a map, at least 1; got {map_size}")
+    check_flags(full_maps=full_maps)
+    if repeats is not None and not isinstance(repeats, Repeats):
+        raise TypeError(f"repeats is a headwise.look.Repeats or None; got {shown(repeats)}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is called as progress(done, total), or None; got {shown(progress)}")
 
 
 def text_config(model: nn.Module) -> Any:
@@ -139,6 +158,8 @@ class Known:
     @classmethod
     def of(cls, model: nn.Module, ids: Sequence[int]) -> Known:
         """Read from the model's config, and from the text."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
         config = text_config(model)
         vocabulary = getattr(config, "vocab_size", None)
         if not isinstance(vocabulary, int):
@@ -175,6 +196,8 @@ def as_tokens(ids: Sequence[int], tokens: Sequence[str] | None) -> tuple[str, ..
     """The tokens as text, one an id; the ids' digits where none were given."""
     if tokens is None:
         return tuple(str(i) for i in ids)
+    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
+        raise TypeError(f"tokens are the text of each id, a list of strings; got {shown(tokens)}")
     if len(tokens) != len(ids):
         raise ValueError(f"tokens are the text of each id: got {len(tokens)} tokens for {len(ids)} ids; give one each")
     return tuple(str(token) for token in tokens)
@@ -183,7 +206,7 @@ def as_tokens(ids: Sequence[int], tokens: Sequence[str] | None) -> tuple[str, ..
 def delimiter_ids(ids: Sequence[int], tokens: Sequence[str], given: Collection[int] | None) -> frozenset[int]:
     """The ids that count as delimiters: those given, or those whose text is a punctuation mark or a line's end."""
     if given is not None:
-        return frozenset(int(i) for i in given)
+        return frozenset(whole_numbers("delimiters", list(given) if isinstance(given, Set) else given))
     return frozenset(i for i, token in zip(ids, tokens, strict=True) if token.strip(" ") in MARKS)
 
 

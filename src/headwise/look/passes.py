@@ -31,7 +31,7 @@ class Steps:
 
     def expect(self, modules: int) -> None:
         """A pass begins in which so many modules will be called once (those of shared layers more often)."""
-        self.total = max(self.total, modules * self.passes)
+        self.total = modules * self.passes
 
     def step(self) -> None:
         """An attention call was measured."""

@@ -10,8 +10,11 @@ import base64
 import html
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from ..shapes.kinds import check_counts, check_flags, check_texts, shown
 
 if TYPE_CHECKING:
     import pandas
@@ -95,6 +98,7 @@ class HeadRecord:
 
     def score(self, name: str) -> RoleScore | None:
         """The score of a found role by name; None where the head does not play it."""
+        check_texts(name=name)
         return next((role for role in self.roles if role.name == name), None)
 
     def mass_at(self, offset: int) -> float | None:
@@ -104,7 +108,14 @@ class HeadRecord:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        """The record that ``dataclasses.asdict`` (or JSON) wrote."""
+        """The record that ``dataclasses.asdict`` (or JSON) wrote; ValueError where it is none."""
+        if isinstance(data, dict):
+            with suppress(TypeError, KeyError, AttributeError):
+                return cls._from_dict(data)
+        raise ValueError(f"a head's record is read from what asdict() or to_dict() wrote; got {shown(data)}")
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         known["offsets"], known["ahead"] = tuple(data["offsets"]), tuple(data.get("ahead", ()))
         known["roles"] = tuple(RoleScore(**role) for role in data["roles"])
@@ -130,6 +141,9 @@ class HeadMap:
     data: bytes
 
     def __post_init__(self) -> None:
+        check_counts(rows=self.rows, columns=self.columns)
+        if not isinstance(self.data, bytes):
+            raise TypeError(f"a map's data is bytes, one a cell; got {shown(self.data)}")
         if len(self.data) != self.rows * self.columns:
             raise ValueError(
                 f"a map of {self.rows} x {self.columns} cells needs {self.rows * self.columns} bytes, got "
@@ -189,12 +203,14 @@ class Look:
 
     def with_role(self, name: str) -> tuple[HeadRecord, ...]:
         """The heads that play a role, the highest score first."""
+        check_texts(name=name)
         found = [(head.score(name), head) for head in self.heads]
         scored = [(role.score, head) for role, head in found if role is not None]
         return tuple(head for _, head in sorted(scored, key=lambda pair: -pair[0]))
 
     def to_dict(self, *, maps: bool = True) -> dict[str, Any]:
         """Plain dictionaries, lists, strings and numbers; ``maps`` says whether the large maps come along (base64)."""
+        check_flags(maps=maps)
         data: dict[str, Any] = {"format": FORMAT}
         for field in fields(self):
             if field.name not in ("heads", "maps", "tokens"):
@@ -207,6 +223,8 @@ class Look:
 
     def to_json(self, *, maps: bool = False, indent: int | None = None) -> str:
         """The dictionary as JSON text; without the large maps unless asked."""
+        if indent is not None:
+            check_counts(0, 1000, indent=indent)
         return json.dumps(self.to_dict(maps=maps), indent=indent, allow_nan=False)
 
     @classmethod
@@ -216,10 +234,17 @@ class Look:
         Raises:
             ValueError: the dictionary is of another format than this version reads.
         """
-        if data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else data
+        if not isinstance(found, int) or found != FORMAT:
             raise ValueError(
-                f"a look is read from format {FORMAT}, got {data.get('format')!r}; write it again with this version"
+                f"a look is read from format {FORMAT}, got {shown(found)}; write it again with this version"
             )
+        with suppress(TypeError, KeyError, AttributeError):
+            return cls._from_dict(data)
+        raise ValueError("a look is read from what to_dict() wrote; a field is missing or of another kind")
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> Look:
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         known["tokens"] = tuple(data["tokens"])
         known["heads"] = tuple(HeadRecord.from_dict(head) for head in data["heads"])

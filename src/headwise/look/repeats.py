@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..shapes.kinds import check_counts, whole_numbers
+
 SHORTEST = 8
 """Random tokens a sequence needs at the least; a model with fewer positions is not measured."""
 
@@ -35,11 +37,15 @@ class Repeats:
     vocabulary: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        check_counts(0, 2**20, sequences=self.sequences, length=self.length)
         if self.sequences < 1 or self.length < 1:
             raise ValueError(
                 f"repeats need at least one sequence of one token; got sequences={self.sequences}, "
                 f"length={self.length}; repeats=None leaves them out"
             )
+        check_counts(-(2**63), 2**63, seed=self.seed)
+        if self.vocabulary is not None and not isinstance(self.vocabulary, range):
+            object.__setattr__(self, "vocabulary", tuple(whole_numbers("vocabulary", self.vocabulary)))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops.masks.compose import Mask
 from ..ops.storage.held import Held
+from ..shapes.kinds import check_tensor
 
 
 def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:
@@ -34,6 +35,8 @@ def step(
 
     A cache that takes so many tokens at a time only (a rolling one) gets them, and is attended, piece by piece.
     """
+    if gate is not None:  # refused before the cache has changed
+        check_tensor("gate", gate, "a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V)")
     T = query.shape[2]
     most = getattr(cache, "chunk", T)
     whole = key is None or most >= T

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..arguments import DTYPES, check_counts, check_tensor, describe, shown, whole_numbers
 from ..ops.masks.compose import as_mask
 from ..plan.shape import AttentionShape, check_size
+from ..shapes import DTYPES, describe
+from ..shapes.kinds import check_counts, check_tensor, shown, whole_numbers
 from .latent_form import check_form
+
+if TYPE_CHECKING:
+    from .multihead import MultiHeadAttention
 
 MemoryDim = int | tuple[int, int] | None
 
@@ -55,13 +59,20 @@ def check_input(x: Tensor, d_model: int, projection: nn.Module) -> None:
 
 
 def check_taken(name: str, x: Tensor, projection: nn.Module) -> None:
-    """A dtype and device that a plain linear layer takes; other kinds of projection know themselves what they take."""
-    weight = projection.weight if type(projection) is nn.Linear else None
+    """A dtype and device that a plain linear layer takes, and a device that a plain norm takes.
+
+    Other kinds of part know themselves what they take.
+    """
+    weight = projection.weight if type(projection) in (nn.Linear, nn.RMSNorm, nn.LayerNorm) else None
     if not isinstance(weight, Tensor):
         return
     device = x.device.type
     lowers = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    alike = x.dtype == weight.dtype or (lowers and x.dtype in DTYPES and torch.float64 not in (x.dtype, weight.dtype))
+    alike = (
+        type(projection) is not nn.Linear
+        or x.dtype == weight.dtype
+        or (lowers and x.dtype in DTYPES and torch.float64 not in (x.dtype, weight.dtype))
+    )
     if not alike or x.device != weight.device:
         raise ValueError(
             f"{name} and the module's weights share one dtype and device: the weights are {describe(weight)}; got "
@@ -81,7 +92,7 @@ def check_width(fused: Any, heads: int, size: int) -> None:
     """What a projection gave, (B, T, heads * size), is as wide as its heads together."""
     check_tensor("what a projection gives", fused)
     check_counts(1, heads=heads, size=size)
-    if fused.ndim != 3 or fused.shape[2] != heads * size:
+    if fused.ndim != 3 or fused.shape[2] != heads * size or fused.dtype not in DTYPES:
         raise ValueError(
             f"a projection gives (B, T, heads * size) with {heads} x {size} = {heads * size} numbers a token; got "
             f"{describe(fused)}; where it is split over devices, give each whole heads: a module of its own "
@@ -89,16 +100,11 @@ def check_width(fused: Any, heads: int, size: int) -> None:
         )
 
 
-def check_memory(
-    x: Tensor,
-    memory: Tensor | Sequence[Tensor] | None,
-    widths: tuple[int, int],
-    projections: tuple[nn.Module, nn.Module],
-    required: bool,
-) -> tuple[Tensor, Tensor]:
+def check_memory(mha: MultiHeadAttention, x: Tensor, memory: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
     """What keys and values are projected from: `memory`, a pair of them, or `x` itself where no memory is required."""
+    widths, projections = mha.memory_widths, (mha.k_proj, mha.v_proj)
     if memory is None:
-        if required:
+        if mha.memory_dim is not None:
             raise ValueError(
                 f"this module was built with memory_dim, so it attends to a memory (B, S, {widths[0]}) and never to x; "
                 "call it as mha(x, memory)"

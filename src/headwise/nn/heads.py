@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..arguments import DTYPES, check_counts, check_tensor, describe, shown
-from ..shapes import check_head_counts
+from ..shapes import DTYPES, check_head_counts, describe
+from ..shapes.kinds import check_counts, check_tensor, shown
 
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention

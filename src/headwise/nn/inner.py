@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..arguments import check_texts
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
 from ..ops.storage.held import Held
 from ..shapes import check_gate, check_options, check_sinks
+from ..shapes.kinds import check_texts
 
 
 class Inner(nn.Module):

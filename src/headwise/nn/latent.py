@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..arguments import check_counts, check_flags, whole_numbers
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep
 from ..shapes import check_options
+from ..shapes.kinds import check_counts, check_flags, whole_numbers
 from .cached import positions_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .inner import InnerAttention

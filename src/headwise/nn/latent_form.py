@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..arguments import check_counts, shown
 from ..plan.layer import AttentionLayer, Latent
 from ..plan.shape import check_size
+from ..shapes.kinds import check_counts, shown
 
 Form = Literal["expanded", "absorbed"]
 Choice = Literal["auto", "expanded", "absorbed"]

@@ -6,12 +6,21 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..arguments import check_counts
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.storage.held import Held
 from ..plan.shape import Bias
+from ..shapes.kinds import check_counts
 from .cached import positions_of, step
-from .checks import check_cache, check_input, check_memory, check_part, check_sizes, check_vectors, check_width
+from .checks import (
+    check_cache,
+    check_input,
+    check_memory,
+    check_part,
+    check_sizes,
+    check_taken,
+    check_vectors,
+    check_width,
+)
 from .heads import Head, check_heads, fill, rows_of
 from .inner import as_inner
 from .rotary import Positions
@@ -135,7 +144,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
             return self.o_proj(self.concatenate(heads_BHTV)), cache
-        for_keys, for_values = self.memories(x, memory)
+        for_keys, for_values = check_memory(self, x, memory)
         q_BHTD = self.split(self.q_proj(x), self.num_heads, self.head_dim)
         k_BKSD = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
         v_BKSV = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
@@ -155,9 +164,10 @@ class MultiHeadAttention(nn.Module):
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
             query, _ = self.normalize(query, query[:, :0])
-            query, _ = self.rotate(query, query[:, :0], positions)
+            of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
+            query, _ = self.rotate(query, query[:, :0], of_queries)
             return step(self.inner, cache, query, None, None, **options)
-        for_keys, for_values = self.memories(x, memory)
+        for_keys, for_values = check_memory(self, x, memory)
         key = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
         value = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
         if self.rotary is not None and positions is None and causal:
@@ -165,11 +175,6 @@ class MultiHeadAttention(nn.Module):
         query, key = self.normalize(query, key)
         query, key = self.rotate(query, key, positions)
         return step(self.inner, cache, query, key, value, lengths=lengths, **options)
-
-    def memories(self, x: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
-        """What keys and what values are projected from: (B, S, N) each."""
-        projections, required = (self.k_proj, self.v_proj), self.memory_dim is not None
-        return check_memory(x, memory, self.memory_widths, projections, required)
 
     @staticmethod
     def split(fused: Tensor, heads: int, size: int) -> Tensor:
@@ -189,6 +194,8 @@ class MultiHeadAttention(nn.Module):
         check_vectors("key", key, size=self.head_dim)
         if self.q_norm is None or self.k_norm is None:
             return query, key
+        check_taken("query", query, self.q_norm)
+        check_taken("key", key, self.k_norm)
         return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
 
     def rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:

@@ -10,17 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..arguments import (
-    DTYPES,
-    INTEGERS,
-    check_counts,
-    check_dtype,
-    check_flags,
-    check_numbers,
-    check_tensor,
-    describe,
-    real_numbers,
-)
+from ..shapes import DTYPES, INTEGERS, describe
+from ..shapes.kinds import check_counts, check_dtype, check_flags, check_numbers, check_tensor, real_numbers
 
 Positions = Tensor | tuple[Tensor, Tensor] | None
 

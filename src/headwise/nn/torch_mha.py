@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_counts, check_tensor, describe
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias, keep
-from ..shapes import MASK_RULE
+from ..shapes import MASK_RULE, describe
+from ..shapes.kinds import check_counts, check_tensor
 from .inner import InnerAttention
 from .multihead import MultiHeadAttention
 

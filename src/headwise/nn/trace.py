@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..arguments import check_counts, check_flags
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import causal as causal_mask
 from ..ops.statistics.weights import weights
 from ..plan import AttentionShape, parameter_count
 from ..plan.shape import Bias
-from .checks import check_input
+from ..shapes.kinds import check_counts, check_flags
+from .checks import check_input, check_memory
 from .inner import Inner
 from .mixing import Mixing, measure_mixing
 from .multihead import MultiHeadAttention
@@ -146,7 +146,7 @@ def trace(
     if not isinstance(mha, MultiHeadAttention):
         raise TypeError(f"trace takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
     check_input(x, mha.d_model, mha.q_proj)
-    for_keys, for_values = mha.memories(x, memory)
+    for_keys, for_values = check_memory(mha, x, memory)
     stages = [Stage("x", "X", x, "batch, tokens, d_model")]
     if for_values is not for_keys:
         stages.append(Stage("memory_keys", "M", for_keys, "keys come from here"))

@@ -1,7 +1,6 @@
 """The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
@@ -9,14 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..arguments import check_flags, shown
 from ..shapes import check_attention, check_gate, check_options
+from ..shapes.kinds import check_flags, shown
 from .backends import blocks, flex, sdpa
 from .call import Call, Limit, fitted, refusal
 from .fence import alive_rows, fence, quiet, show, surely_tame
 from .masks.compose import Mask
 from .native import backend as native
 from .reference import reference
+from .scores import autocasts, without_autocast
 from .storage.held import Held, Layout, parts_of
 from .storage.int8 import Quantized
 from .storage.paged import Paged
@@ -97,8 +97,8 @@ def attention(
             `headwise.cache`, and no value is given: the queries are then those of the last tokens it holds.
         mask: what may be attended: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with `&`; or a bool
             tensor (True = attend), or a float tensor (added), that broadcasts to (B, H, T, S).
-        scale: factor of the scores; D ** -0.5 by default.
-        softcap: bounds the scores by `softcap * tanh(score / softcap)`.
+        scale: factor of the scores; D ** -0.5 by default. 0, or in size from 2**-100 to 2**100, as float32 wants it.
+        softcap: bounds the scores by `softcap * tanh(score / softcap)`; from 2**-100 to 2**100.
         sinks: (H,) logits that join the softmax's denominator and carry no value.
         dropout: probability of zeroing a weight; always active, so pass 0 outside of training.
         gate: (H,), (B, H), (B, H, T) or (B, H, T, V); multiplies the output.
@@ -140,7 +140,7 @@ def attention(
             return done
     query, k, v = _autocast(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
-    with _no_autocast(call):
+    with without_autocast(call.device_type):
         out, lse = _run(call, _choose(call, backend)[0])
     if not return_lse:
         return out
@@ -367,19 +367,10 @@ def _checked(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the op runs in its lower precision, as torch's own SDPA does."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not _autocasts(device):
+    if not autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors
     )
-
-
-def _no_autocast(call: Call) -> AbstractContextManager[object]:
-    """A backend's own float32 matmuls are not autocast's to lower."""
-    return torch.autocast(call.device_type, enabled=False) if _autocasts(call.device_type) else nullcontext()
-
-
-def _autocasts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,16 @@ from .symbols import is_symbol
 # Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
 BLOCK_ELEMENTS = 1 << 18
 MIN_ROWS = 16
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """What is computed in float32 here is not autocast's to lower."""
+    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
+
+
+def autocasts(device: str) -> bool:
+    """Whether torch.autocast is on for this type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def strips(T: int, rows: int) -> Iterator[slice]:

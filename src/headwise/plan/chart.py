@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from . import costs
+from .shape import short
 from .units import show_bytes
 
 if TYPE_CHECKING:
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 FIRST, BAR = 1024, 48
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 78, 190, 34, 44
 COLOURS = ("#4053d3", "#b51d14", "#00b25d", "#ddb310", "#00beff", "#fb49b0")
+
+
+def check_plans(plans: object) -> None:
+    """Raise TypeError for anything but a list of plans."""
+    if not isinstance(plans, (list, tuple)) or not all(hasattr(plan, "contexts") for plan in plans):
+        raise TypeError(f"give a list of plans, as headwise.plan.of makes them; got {short(plans)}")
+    if not plans:
+        raise ValueError("give at least one plan, as headwise.plan.of makes them; got none")
 
 
 def lengths(plans: Sequence[AttentionPlan]) -> list[int]:
@@ -48,6 +57,7 @@ def svg(plans: Sequence[AttentionPlan]) -> str:
     Raises:
         ValueError: none of the plans keeps a cache.
     """
+    check_plans(plans)
     drawn = [plan for plan in plans if not plan.model.is_encoder]
     if not drawn:
         raise ValueError("an encoder keeps no cache, so there is nothing to draw")

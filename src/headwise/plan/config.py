@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .shape import AttentionShape
+from .shape import AttentionShape, short
 
 MAX_BYTES = 1_000_000
 
@@ -44,6 +44,8 @@ def read_config(path: str | Path) -> AttentionShape:
             whole number or out of range, fields that contradict one another, or a kind of attention that has no such
             shape (latent attention).
     """
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"a config.json is read from a path; got {type(path).__name__}")
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -112,12 +114,6 @@ def _flag(config: dict[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{name} is true or false; got {short(value)}")
     return bool(value)
-
-
-def short(value: object) -> str:
-    """A value as it may be shown: on one line, not long."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "a number of more than 20 digits"
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def printable(text: str) -> str:

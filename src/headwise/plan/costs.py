@@ -97,7 +97,7 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
     if model.is_encoder:
         return None
     source = model.source_tokens(context)
-    projections = attention = dense = 0
+    projections = attention = 0
     for layer in model.layers:
         if layer.role == "encoder":
             continue
@@ -105,15 +105,13 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
         if layer.latent is None:
             projections += layer.projection_macs("decoder")
             attention += layer.score_macs() * keys
-            dense += layer.score_macs() * keys
             continue
         expansion = layer.expansion_macs()
         projections += layer.projection_macs("decoder") - expansion
         each, pair = layer.absorbed_macs()
         projections += each if absorbed else expansion * keys
         attention += (pair if absorbed else layer.score_macs()) * keys
-        dense += (pair if absorbed else layer.score_macs()) * keys
-    return _twice(batch, projections, attention, dense, macs(model.others, "decoder"))
+    return _twice(batch, projections, attention, attention, macs(model.others, "decoder"))  # one query, no mask
 
 
 def _lengths(layer: AttentionLayer, context: int, source: int, is_encoder: bool) -> tuple[int, int]:

@@ -5,7 +5,7 @@ One multiply and one add are two operations (FLOPs), as everywhere in the field.
 
 from __future__ import annotations
 
-from .shape import AttentionShape, Bias, check_size
+from .shape import AttentionShape, Bias, check_size, short
 
 
 def parameter_counts(
@@ -27,7 +27,10 @@ def parameter_counts(
     shape = AttentionShape.of(
         d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, bias=bias
     )
-    key_width, value_width = memory_dim if isinstance(memory_dim, tuple) else (memory_dim, memory_dim)
+    pair = memory_dim if isinstance(memory_dim, tuple) else (memory_dim, memory_dim)
+    if len(pair) != 2 or (memory_dim is not None and any(width is None for width in pair)):
+        raise ValueError(f"memory_dim is one width, or a pair (of the keys, of the values); got {short(memory_dim)}")
+    key_width, value_width = pair
     check_size("memory_dim", key_width, optional=True)
     check_size("memory_dim", value_width, optional=True)
     H, K, D, V = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim
@@ -102,8 +105,13 @@ def kv_bytes_per_token(
     shape = AttentionShape.of(
         d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, num_layers=num_layers
     )
-    if not bytes_per_number > 0:
-        raise ValueError(f"bytes_per_number is above 0; got {bytes_per_number}")
+    number = isinstance(bytes_per_number, (int, float)) and not isinstance(bytes_per_number, bool)
+    if not number:
+        raise TypeError(f"bytes_per_number is a number; got {short(bytes_per_number)}")
+    if not 0 < bytes_per_number <= 1024:
+        bound = "at most 1024" if bytes_per_number > 0 else "above 0"
+        raise ValueError(f"bytes_per_number is {bound}; got {short(bytes_per_number)}")
+    check_size("num_layers", num_layers)
     return num_layers * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * bytes_per_number
 
 

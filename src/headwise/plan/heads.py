@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .config import short
 from .layer import AttentionLayer
 from .model import Model
+from .shape import short
 
 OTHERS = "*"
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import build, pair
-from .config import short
 from .fields import Fields, architectures
 from .layer import AttentionLayer
 from .parts import Part, parameters
+from .shape import short
 
 WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from .build import biases, feed_forward, norm_size
-from .config import short
 from .fields import Fields, check_heads
 from .layer import AttentionLayer
 from .parts import Part, linear, table, vector
+from .shape import short
 
 STACKS = ("encoder", "decoder")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from .costs import Floor, Flops
 from .heads import apply_heads
 from .model import Model, model_of
 from .parts import ROOMS, parameters
+from .shape import short
 from .sources import find_config
 from .units import rate
 
@@ -228,7 +229,7 @@ def of(
         model = model_of(found, name, left_out=tuple(card.get("left_out", ())))
     except ValueError as wrong:
         raise ValueError(f"{name!r}: {wrong}") from None
-    lengths = _checked((context,) if isinstance(context, int) else tuple(context), batch, kv_dtype)
+    lengths = _checked(context, batch, kv_dtype)
     speeds = {
         "bandwidth": None if bandwidth is None else rate(bandwidth, "bandwidth"),
         "flop_rate": None if flops is None else rate(flops, "flops"),
@@ -271,20 +272,24 @@ def _cost(model: Model, context: int, batch: int, number: int, speeds: dict[str,
     )
 
 
-def _checked(lengths: tuple[int, ...], batch: int, kv_dtype: str) -> tuple[int, ...]:
+def _checked(context: int | Sequence[int], batch: int, kv_dtype: str) -> tuple[int, ...]:
+    several = isinstance(context, (Sequence, Set, Iterator)) and not isinstance(context, (str, bytes))
+    lengths: tuple[Any, ...] = tuple(context) if several else (context,)  # type: ignore[arg-type]
     if not 1 <= len(lengths) <= MAX_CONTEXTS:
         raise ValueError(f"give 1 to {MAX_CONTEXTS} contexts; got {len(lengths)}")
     for what, value, most in (*(("context", n, MAX_CONTEXT) for n in lengths), ("batch", batch, MAX_BATCH)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ValueError(f"{what} is a whole number between 1 and {most}; got {str(value)[:40]}")
-    if kv_dtype not in costs.KV_BYTES:
-        raise ValueError(f"kv_dtype is one of {', '.join(costs.KV_BYTES)}; got {str(kv_dtype)[:40]!r}")
+            raise ValueError(f"{what} is a whole number between 1 and {most}; got {short(value)}")
+    if not isinstance(kv_dtype, str) or kv_dtype not in costs.KV_BYTES:
+        raise ValueError(f"kv_dtype is one of {', '.join(costs.KV_BYTES)}; got {short(kv_dtype)}")
     return lengths
 
 
 def _heads_plan(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(given, Mapping):
         return given
+    if not isinstance(given, (str, Path)):
+        raise TypeError(f"a heads plan is a dict or the path of a JSON file; got {type(given).__name__}")
     try:
         return parse(Path(given))
     except ValueError as wrong:

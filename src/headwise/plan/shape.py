@@ -51,7 +51,7 @@ class AttentionShape:
         for name, size in given.items():
             check_size(name, size, optional=name not in ("d_model", "num_heads"))
         if not isinstance(bias, bool) and not (isinstance(bias, str) and bias == "qkv"):
-            raise ValueError(f'bias is False, True (all four projections) or "qkv" (all but o_proj); got {_told(bias)}')
+            raise ValueError(f'bias is False, True (all four projections) or "qkv" (all but o_proj); got {short(bias)}')
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -83,13 +83,19 @@ def check_size(name: str, size: object, *, optional: bool = False) -> None:
     if size is None and optional:
         return
     if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"{name} is an int; got {_told(size)}")
+        raise TypeError(f"{name} is an int; got {short(size)}")
     if size > MOST:
         raise ValueError(f"{name} is at most {MOST:,}; got a larger number")
     if size < 1:
         raise ValueError(f"{name} is at least 1; got {size if size > -MOST else 'a negative number'}")
 
 
-def _told(value: object) -> str:
-    """A value in few words, whatever it is."""
-    return repr(value)[:40] if value is None or isinstance(value, (bool, float, str)) else type(value).__name__
+def short(value: object) -> str:
+    """A value as it may be shown: on one line, not long."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "a number of more than 20 digits"
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # holds an int of more digits than Python writes
+        text = type(value).__name__
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .chart import bars
+from .chart import bars, check_plans
 from .layer import AttentionLayer
+from .shape import short
 from .units import show, show_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
+    check_plans(plans)
     return Group(overview(plans), *(Text(f"{plan.name}: {remarks(plan)}") for plan in plans))
 
 
@@ -224,6 +226,8 @@ def card_list(known: dict[str, Any]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    if not isinstance(known, dict) or not {"cards", "architectures"} <= set(known):
+        raise TypeError(f"give what headwise.plan.known() gives; got {short(known)}")
     table = Table("card", "model", "the facts, where common texts differ", title="Built-in cards")
     for name, card in known["cards"].items():
         table.add_row(name, card["title"], card.get("note", ""))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from .shape import short
+
 _SCALE = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)\s*([KMGTPE]?)(i?)\s*(.*?)\s*", re.IGNORECASE)
 _UNITS = {"bandwidth": ("", "b/s"), "flops": ("", "f", "flop", "flops", "flop/s", "f/s")}
@@ -21,12 +23,12 @@ def rate(text: str | float, what: str) -> float:
         ValueError: no number between 1 and 1e100 (beyond, times and rates are no numbers any more), or another unit.
     """
     example = {"bandwidth": "3.35TB/s", "flops": "990TF"}[what]
-    wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {str(text)[:40]!r}")
+    wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {short(text)}")
     found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if found is not None and found[4].lower() in _UNITS[what]:
         power = "KMGTPE".find(found[2].upper()) + 1 if found[2] else 0
         value = float(found[1]) * (1024**power if found[3] else 1000**power)
-    elif isinstance(text, int | float) and not isinstance(text, bool):
+    elif isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < 1e300:
         value = float(text)
     else:
         raise wrong
@@ -52,12 +54,12 @@ def show(count: float, unit: str = "") -> str:
     """A number with the field's decimal prefix.
 
     Example:
-        >>> show(8030261248), show(1.5e15, "FLOP"), show(12)
-        ('8.03 G', '1.5 PFLOP', '12')
+        >>> show(8030261248), show(1.5e15, "FLOP"), show(12), show(999_600)
+        ('8.03 G', '1.5 PFLOP', '12', '1 M')
     """
-    power = 0 if abs(count) < 1000 else min(6, int(math.log10(abs(count)) / 3 + 1e-9))
-    scaled = f"{count / 1000**power:.3g}"
-    return f"{scaled} {' KMGTPE'[power].strip()}{unit}".rstrip()
+    rounded = float(f"{count:.3g}")
+    power = 0 if rounded < 1000 else min(6, int(math.log10(rounded) / 3 + 1e-9))
+    return f"{rounded / 1000**power:.3g} {' KMGTPE'[power].strip()}{unit}".rstrip()
 
 
 def contexts(text: str) -> tuple[int, ...]:
@@ -70,6 +72,8 @@ def contexts(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: something that is no whole number.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"context is a text such as 8192,131072; got {type(text).__name__}")
     found = []
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,15})\s*([kK]?)\s*", word)

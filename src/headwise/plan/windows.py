@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import short
 from .fields import Fields
+from .shape import short
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -24,6 +24,9 @@ from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
 
 TILE = 128
 MIN_HEAD_DIM = 16
+# FlexAttention multiplies scores by log2(e). A bias as low as float32 goes, a common way to say no, would become -inf
+# there, and a row of nothing else would count as one that may attend nothing.
+LOWEST = torch.finfo(torch.float32).min / 2
 
 LIMITS = (
     Limit(lambda c: c.is_empty, "FlexAttention takes no empty tensors"),
@@ -55,7 +58,6 @@ def pays(call: Call) -> bool:
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
     _, H, K, T, S = call.sizes
-    need_lse = call.return_lse or call.sinks is not None
     attend = _uncompiled if call.device_type == "cpu" else _compiled()
     out, aux = attend(
         call.query,
@@ -69,13 +71,13 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     )
     lse_BHT = aux.lse
     empty_BHT = lse_BHT == -torch.inf
-    out = out.masked_fill(empty_BHT[..., None], 0.0)
     if call.sinks is not None:  # one more term in the denominator: out shrinks by sigmoid(lse - sink)
         sinks = call.sinks.to(lse_BHT.dtype).view(1, H, 1)
-        lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)
+        sinks = sinks.masked_fill(sinks == torch.inf, torch.nan)  # Inf / Inf: it shows, as a NaN does
+        lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)  # finite, or the gradient of what is thrown away below is NaN
         out = (out * torch.sigmoid(lse_BHT - sinks)[..., None]).to(out.dtype)
         lse_BHT = torch.logaddexp(lse_BHT, sinks).masked_fill(empty_BHT, -torch.inf)
-    return out, lse_BHT if need_lse else None
+    return out.masked_fill(empty_BHT[..., None], 0.0), lse_BHT if call.return_lse else None
 
 
 def _uncompiled(*args: Any, **options: Any) -> Any:
@@ -118,7 +120,8 @@ def _score_mod(mask: Mask | None, softcap: float | None, T: int, S: int) -> Call
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        return reduce(torch.add, [_value(part, b, h, i, j, T, S) for part in rules], score)
+        score = reduce(torch.add, [_value(part, b, h, i, j, T, S) for part in rules], score)
+        return torch.clamp(score, min=LOWEST)
 
     return score_mod
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...arguments import check_counts, check_device
 from ...shapes import MASK_RULE, check_made
+from ...shapes.kinds import check_counts, check_device
 from ..symbols import known
 from .algebra import both, either, neither
-from .places import Rows, check_asked, check_at, full_rank, wide
+from .places import Rows, check_asked, checked_at, full_rank, wide
 from .pytrees import register
 from .rules import Band, Bias, Keep, Rule
 
@@ -88,7 +88,7 @@ class Mask:
 
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
         """(allowed, added) at gathered places; i, j: integer tensors that broadcast to (B, H, R, C)."""
-        check_at(i, j, T, S)
+        i, j = checked_at(i, j, T, S)
         allowed: list[Tensor] = []
         added: list[Tensor] = []
         for part in self.parts:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...arguments import check_counts, check_index, check_tensor, describe
-from ...shapes import MASK_RULE, check_integers, check_made
+from ...shapes import MASK_RULE, check_integers, check_made, describe
+from ...shapes.kinds import check_counts, check_index, check_tensor
 from .compose import Mask
 from .patterns import Blocks, Dilated, Function, Relative
 from .rules import Alibi, Band, Bias, Keep, Lengths, Segments

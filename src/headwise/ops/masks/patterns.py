@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...arguments import describe
-from ...shapes import MASK_RULE, check_index_tensor
+from ...shapes import MASK_RULE, check_index_tensor, describe
 from .places import per_batch, rank4, saturated, wide
 from .pytrees import register
 from .rules import Rule

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ...arguments import check_counts, check_device, check_index, describe
-from ...shapes import FAR
+from ...shapes import describe
+from ...shapes.kinds import FAR, check_counts, check_device, check_index
 
 Rows: TypeAlias = "slice | Tensor | None"
 """Which of the queries, or of the keys: a slice or a 1-D index tensor; all where None."""
@@ -17,7 +17,7 @@ Rows: TypeAlias = "slice | Tensor | None"
 def index(pick: Rows, length: int, device: torch.device | None) -> Tensor:
     """The chosen indices of an axis as a 1-D integer tensor."""
     if isinstance(pick, Tensor):
-        return pick
+        return pick.long()  # of a smaller type a sum would overflow, and uint8 would pick as bools do
     return torch.arange(*_ends(pick, length), device=device)
 
 
@@ -51,7 +51,7 @@ def check_asked(T: int, S: int, rows: Rows, cols: Rows, device: Any) -> None:
         _check_within(name, pick, length)
 
 
-def check_at(i: Tensor, j: Tensor, T: int, S: int) -> None:
+def checked_at(i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor, Tensor]:
     """Places at which a rule is asked: integers on one device, of shapes that broadcast."""
     check_counts(T=T, S=S)
     check_index("an integer tensor that broadcasts to (B, H, R, C)", i=i, j=j)
@@ -66,6 +66,7 @@ def check_at(i: Tensor, j: Tensor, T: int, S: int) -> None:
         )
     _check_within("i", i, T)
     _check_within("j", j, S)
+    return i.long(), j.long()
 
 
 def _check_within(name: str, index: Tensor, length: int) -> None:

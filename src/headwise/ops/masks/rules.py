@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...shapes import check_index_tensor, check_mask_tensor
+from ...shapes import check_index_tensor, check_mask_tensor, describe
 from ..symbols import known
 from .places import Rows, index, per_batch, rank4, saturated, wide
 from .pytrees import register
@@ -213,6 +213,9 @@ class Segments(Rule):
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        for name, ids, length in (("query_ids", self.query_ids, T), ("key_ids", self.key_ids, S)):
+            if ids.ndim not in (1, 2) or ids.shape[-1] != length:
+                raise ValueError(f"{name} of the segments: one a position, {length} here; got {describe(ids)}")
         return _pick(self.query_ids, i) == _pick(self.key_ids, j)
 
     @override
@@ -238,18 +241,26 @@ class _Dense(Rule):
         """(B|1, H|1, T|1, S|1)."""
         return rank4(self.tensor)
 
+    def _of_size(self, T: int, S: int) -> Tensor:
+        full = self.full
+        if full.shape[2] not in (1, T) or full.shape[3] not in (1, S):
+            raise ValueError(
+                f"a mask tensor broadcasts to (B, H, T, S) = (B, H, {T}, {S}); got {describe(self.tensor)}"
+            )
+        return full
+
     @override
     def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
-        out = self.full
+        out = self._of_size(T, S)
         if rows is not None and out.shape[2] > 1:
-            out = out[:, :, rows]
+            out = out[:, :, rows if isinstance(rows, slice) else rows.long()]
         if cols is not None and out.shape[3] > 1:
-            out = out[..., cols]
+            out = out[..., cols if isinstance(cols, slice) else cols.long()]
         return out
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        full = self.full
+        full = self._of_size(T, S)
         b, h, t, s = full.shape
         batch = torch.arange(b, device=full.device).view(-1, 1, 1, 1)
         head = torch.arange(h, device=full.device).view(1, -1, 1, 1)

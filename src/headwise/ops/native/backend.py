@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...shapes import FAR, LEAST_FACTOR, MOST_FACTOR, check_gate, check_options
+from ...shapes import LEAST_FACTOR, MOST_FACTOR, check_gate, check_options
+from ...shapes.kinds import FAR
 from ..call import Call, Limit
 from ..masks.compose import Mask, as_mask
 from ..storage.held import Layout
@@ -62,8 +63,8 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse if call.return_lse else None
 
 
-# bounds, segments, dense, alibi, maps, dropout and seed of a call without them.
-_PLAIN = (None, None, None, None, None, 0.0, None)
+# bounds, segments, dense, alibi, maps, relative, dropout and seed of a call without them.
+_PLAIN = (None, None, None, None, None, None, 0.0, None)
 
 
 def at_once(

@@ -33,6 +33,7 @@ class Problem(NamedTuple):
     dense: list[Tensor] | None
     alibi: list[Tensor] | None
     maps: list[Tensor] | None
+    relative: list[Tensor] | None
     dropout: float
     seed: Tensor | None
 
@@ -52,6 +53,8 @@ class Problem(NamedTuple):
         parts += [Keep(x) if x.dtype == torch.bool else Bias(x) for x in self.dense or []]
         parts += [Alibi(*pair) for pair in _pairs(self.alibi)]
         parts += [Keep(unpacked(TileMap(*pair), T, S)) for pair in _pairs(self.maps)]
+        apart = torch.arange(S, device="cpu") - torch.arange(T, device="cpu")[:, None] + T - 1
+        parts += [Bias(diagonals[..., apart]) for diagonals in self.relative or []]
         return Mask(tuple(parts)) if parts else None
 
 
@@ -63,8 +66,8 @@ def _pairs(tensors: list[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
 def leaves_of(p: Problem, biases: bool) -> list[Tensor]:
     """query, key, value, the sinks and, where `biases` is set, float masks and then slopes: what there is of them."""
     sinks = [] if p.sinks is None else [p.sinks]
-    learned = [x for x in p.dense or [] if x.is_floating_point()] + (p.alibi or [])[::2] if biases else []
-    return [p.query, p.key, p.value, *sinks, *learned]
+    learned = [x for x in p.dense or [] if x.is_floating_point()] + (p.alibi or [])[::2] + (p.relative or [])
+    return [p.query, p.key, p.value, *sinks, *(learned if biases else [])]
 
 
 def by_definition(p: Problem, biases: bool, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
@@ -80,7 +83,7 @@ def by_definition(p: Problem, biases: bool, grad_out: Tensor, grad_lse: Tensor |
     if biases:
         dense = [others.pop(0) if x.is_floating_point() else x for x in p.dense or []]
         alibi = [others.pop(0) if n % 2 == 0 else x for n, x in enumerate(p.alibi or [])]
-        p = p._replace(dense=dense, alibi=alibi)
+        p = p._replace(dense=dense, alibi=alibi, relative=[others.pop(0) for _ in p.relative or []])
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         out, lse = reference(
             p.query,

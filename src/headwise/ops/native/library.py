@@ -1,8 +1,7 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
-`headwise::attend`, `attend_full`, `attend_held`, `attend_backward` and `dropout_keep` are the library's own
-(csrc/bind*.cpp).
-`attend_train` is `attend_full` with `attend_backward` as its gradient.
+`headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward` and `dropout_keep` are the library's
+own (csrc/bind*.cpp). `attend_train` is `attend_kept` with `attend_backward` as its gradient.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from .gradient import Problem, by_definition, leaves_of
 
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
-    "attend", "attend_full", "attend_held", "attend_backward", "attend_statistics", "attend_received", "dropout_keep",
-    "isa", "isas", "use_isa",
+    "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_statistics", "attend_received",
+    "dropout_keep", "isa", "isas", "use_isa",
 )  # fmt: skip
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
-    "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, float dropout, Tensor? seed"
+    "Tensor? bounds, Tensor[]? segments, Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, Tensor[]? relative, "
+    "float dropout, Tensor? seed"
 )
 
 # The operators, once they are there: found by name they cost a tenth of a small call.
@@ -91,6 +91,7 @@ def _register() -> None:
         "attend": lambda *args: _empty_pair(*args)[0],
         "attend_full": _empty_pair,
         "attend_held": lambda query, key, key_scale, value, *_: _empty_pair(query, key, value),
+        "attend_kept": _empty_kept,
         "attend_train": _empty_pair,
         "attend_backward": _empty_gradients,
         "attend_statistics": _empty_statistics,
@@ -106,6 +107,12 @@ def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Ten
     B, H, T, _D = query.shape
     out = query.new_empty(B, T, H, value.shape[3]).transpose(1, 2)
     return out, query.new_empty((B, H, T), dtype=torch.float32)
+
+
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and `ends`: each row's greatest score and largest weight, of which the gradient makes its weights."""
+    out, lse = _empty_pair(query, key, value)
+    return out, lse, lse.new_empty((2, *lse.shape))
 
 
 def _empty_statistics(query: Tensor, key: Tensor, value: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
@@ -126,7 +133,7 @@ def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor
 
 
 def _empty_gradients(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, biases: bool, *args: Any
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, ends: Tensor, biases: bool, *args: Any
 ) -> list[Tensor]:
     leaves = leaves_of(Problem(*args), biases)
     qkv = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in leaves[:3]]
@@ -134,28 +141,28 @@ def _empty_gradients(
 
 
 class _Attend(torch.autograd.Function):
-    """`attend_full` with a gradient: its tensors one by one, for autograd looks into no list."""
+    """`attend_kept` with a gradient: its tensors one by one, for autograd looks into no list."""
 
     @staticmethod
     def forward(ctx: Any, numbers: _Numbers, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         p = _joined(numbers, tensors)
-        out, lse = torch.ops.headwise.attend_full.default(*p[:-2], None, *p[-2:])
+        out, lse, ends = torch.ops.headwise.attend_kept.default(*p)
         ctx.numbers = numbers
-        ctx.save_for_backward(out, lse, *tensors)
+        ctx.save_for_backward(out, ends, *tensors)
         ctx.set_materialize_grads(False)  # so that an lse which no loss looks at is known by its None
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        p, (n_segments, n_maps, _, _) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
+        out, ends, *tensors = ctx.saved_tensors
+        p, (n_segments, n_maps, *_) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
         fixed = n_segments + n_maps
         biases = any(ctx.needs_input_grad[1 + 6 + fixed :])
         grad_out = torch.zeros_like(out) if grads[0] is None else grads[0]
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked
             found = iter(by_definition(p, biases, grad_out, grads[1]))
         else:
-            found = iter(torch.ops.headwise.attend_backward.default(grad_out, grads[1], out, lse, biases, *p))
+            found = iter(torch.ops.headwise.attend_backward.default(grad_out, grads[1], out, ends, biases, *p))
         return (
             None,
             *(next(found) for _ in "qkv"),
@@ -163,17 +170,18 @@ class _Attend(torch.autograd.Function):
             *[None] * (2 + fixed),
             *(next(found) if biases and x.is_floating_point() else None for x in p.dense or ()),
             *(next(found) if biases and n % 2 == 0 else None for n in range(len(p.alibi or ()))),
+            *(next(found) if biases else None for _ in p.relative or ()),
         )
 
 
-# scale, softcap, low, high, dropout; how many tensors there are of segments, maps, dense and alibi.
-_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int, int]]
+# scale, softcap, low, high, dropout; how many tensors there are of segments, maps, dense, alibi and relative.
+_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int, int, int]]
 
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
     """The operator of this name, without the dispatcher."""
     p = Problem(*args)
-    lists = [x or () for x in (p.segments, p.maps, p.dense, p.alibi)]
+    lists = [x or () for x in (p.segments, p.maps, p.dense, p.alibi, p.relative)]
     lengths = tuple(len(x) for x in lists)
     tensors = (p.query, p.key, p.value, p.sinks, p.bounds, p.seed, *(x for given in lists for x in given))
     return _Attend.apply((p.scale, p.softcap, p.low, p.high, p.dropout, lengths), *tensors)
@@ -183,6 +191,6 @@ def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Problem:
     """The problem again, of what `attend_train` took apart."""
     scale, softcap, low, high, dropout, lengths = numbers
     query, key, value, sinks, bounds, seed, *rest = tensors
-    segments, maps, dense, alibi = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
-    masks = (low, high, bounds, segments, dense, alibi, maps)
+    segments, maps, dense, alibi, relative = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
+    masks = (low, high, bounds, segments, dense, alibi, maps, relative)
     return Problem(query, key, value, scale, softcap, sinks, *masks, dropout, seed)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import DTYPES, INTEGERS
-from ...shapes import FAR
+from ...shapes import DTYPES, INTEGERS
+from ...shapes.kinds import FAR
 from ..masks.compose import Mask
-from ..masks.patterns import Blocks
+from ..masks.patterns import Blocks, Relative
 from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import tile_map
 
@@ -38,6 +38,7 @@ class Lowered(NamedTuple):
     dense: list[Tensor] | None  # (B|1, H|1, T|1, S|1)
     alibi: list[Tensor] | None  # slopes (B|1, H), offsets (B|1,), ...
     maps: list[Tensor] | None  # index, bits, ... of `TileMap`: what has no other form
+    relative: list[Tensor] | None  # float32 (B|1, H, T + S - 1): the bias of query i and key j at T - 1 + j - i
 
 
 @dataclass
@@ -53,6 +54,7 @@ class _Terms:
     dense: list[Tensor] = field(default_factory=list)
     alibi: list[Tensor] = field(default_factory=list)
     maps: list[Tensor] = field(default_factory=list)
+    relative: list[Tensor] = field(default_factory=list)
 
     def lowered(self) -> Lowered:
         """All terms as one."""
@@ -61,7 +63,15 @@ class _Terms:
         high = reduce(torch.sym_min, highs) if highs else None
         bounds = _bounds((low, high, None, None, None), self.tensors) if any(self.tensors) else None
         ends = -FAR if low is None else low, FAR if high is None else high
-        return Lowered(*ends, bounds, self.segments or None, self.dense or None, self.alibi or None, self.maps or None)
+        return Lowered(
+            *ends,
+            bounds,
+            self.segments or None,
+            self.dense or None,
+            self.alibi or None,
+            self.maps or None,
+            self.relative or None,
+        )
 
 
 def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
@@ -142,6 +152,15 @@ def _put_alibi(rule: Alibi, terms: _Terms) -> None:
     terms.alibi += [rule.slopes.float().view(-1, rule.slopes.shape[-1]), _indices(offset)]
 
 
+def _put_relative(rule: Relative, terms: _Terms) -> None:
+    R, T, S = rule.radius, terms.T, terms.S
+    offset = S - T if rule.offset is None else rule.offset
+    shift = _int64(offset).clamp(-FAR, FAR)[:, None] if isinstance(offset, Tensor) else offset
+    apart = (torch.arange(1 - T, S, device="cpu") - shift).clamp(-R, R) + R  # of every diagonal; (B, n) or (n,)
+    diagonals = rule.table.float().index_select(1, apart.flatten()).view(-1, *apart.shape)  # (H, n) or (H, B, n)
+    terms.relative.append(diagonals[None] if diagonals.ndim == 2 else diagonals.transpose(0, 1))
+
+
 def _put_map(rule: Rule, terms: _Terms) -> None:
     terms.maps += tile_map(rule, terms.T, terms.S)
 
@@ -161,6 +180,7 @@ FORMS: dict[type[Rule], Form] = {
     Keep: Form(_put_dense, "mask tensors"),
     Bias: Form(_put_dense, "mask tensors"),
     Alibi: Form(_put_alibi, "rules of ALiBi"),
+    Relative: Form(_put_relative, "mask tensors"),
 }
 
 

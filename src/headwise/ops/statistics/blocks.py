@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...shapes import compute_dtype
-from ..scores import Block, row_blocks, score_block
+from ..scores import Block, row_blocks, score_block, without_autocast
 from .request import Asked
 
 
@@ -16,11 +16,12 @@ def measure(asked: Asked) -> dict[str, Any]:
     """The fields of `HeadStatistics`."""
     query, key, mask, scale, softcap, sinks = asked[:6]
     sums = _Sums(asked)
-    for rows in row_blocks(query.shape[2], key.shape[2]):
-        block = score_block(query, key, mask, rows, scale=scale, softcap=softcap)
-        if block.scores_BHRC.shape[-1]:
-            sums.add(block, sinks)
-    return sums.result()
+    with without_autocast(query.device.type):
+        for rows in row_blocks(query.shape[2], key.shape[2]):
+            block = score_block(query, key, mask, rows, scale=scale, softcap=softcap)
+            if block.scores_BHRC.shape[-1]:
+                sums.add(block, sinks)
+        return sums.result()
 
 
 class _Sums:

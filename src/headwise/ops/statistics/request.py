@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...arguments import DTYPES, INTEGERS, check_counts, check_dense, describe, shown
-from ...shapes import check_options, check_query_key
+from ...shapes import DTYPES, INTEGERS, check_options, check_query_key, describe
+from ...shapes.kinds import check_counts, check_dense, shown
 from ..call import fitted
 from ..masks.compose import Mask
 

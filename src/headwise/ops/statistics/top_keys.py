@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ...arguments import check_counts
 from ...shapes import check_options, check_query_key
+from ...shapes.kinds import check_counts
 from ..call import fitted
 from ..masks.compose import Mask
-from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips
+from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips, without_autocast
 from .weights import chosen, rules_of
 
 
@@ -69,7 +69,7 @@ def top_keys(
     q_BhTD, k_BhSD = query[:, head_index], key[:, head_index // (H // K)]
     sinks = None if sinks is None else sinks[head_index]
     found: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(query.device.type):
         for some in strips(len(row_index), max(1, BLOCK_ELEMENTS // max(S, 1))) if len(row_index) else [slice(0, 0)]:
             scores = softcapped(score_rows(q_BhTD[:, :, row_index[some]], k_BhSD, scale), softcap)
             allowed, added = rules_of(mask, T, S, row_index[some], head_index)

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...arguments import INTEGERS, check_dense, describe, shown
-from ...shapes import check_options, check_query_key
+from ...shapes import INTEGERS, check_options, check_query_key, describe
+from ...shapes.kinds import check_dense, shown
 from ..call import fitted
 from ..masks.compose import Mask
-from ..scores import mask_scores, score_rows, softcapped, softmax_rows
+from ..scores import mask_scores, score_rows, softcapped, softmax_rows, without_autocast
 
 STAGES = ("raw", "softcapped", "biased", "probabilities")
 
@@ -61,7 +61,8 @@ def weights(
     # One group of heads after another would read each key once; the chosen few are simply picked.
     q_BhrD = query[:, head_index][:, :, row_index]
     k_BhSD = key[:, head_index // (H // K)]
-    scores = score_rows(q_BhrD, k_BhSD, scale)
+    with without_autocast(query.device.type):
+        scores = score_rows(q_BhrD, k_BhSD, scale)
     if stage in ("raw", "softcapped"):
         return softcapped(scores, None if stage == "raw" else softcap)
     allowed, added = rules_of(mask, T, S, row_index, head_index)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...arguments import check_tensor
 from ...shapes import check_int8
+from ...shapes.kinds import check_tensor
 from .int8 import Quantized
 from .paged import Paged, check_pages, gathered
 

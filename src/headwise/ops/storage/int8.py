@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from ...arguments import check_dtype
 from ...shapes import check_int8
+from ...shapes.kinds import check_dtype
 from ..masks.pytrees import register
 
 

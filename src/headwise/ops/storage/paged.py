@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...arguments import check_counts, check_index, check_tensor, describe
-from ...shapes import check_int8
+from ...shapes import DTYPES, check_int8, describe
+from ...shapes.kinds import check_counts, check_index, check_tensor
 from .int8 import Quantized
 
 PAGE = 128  # a page holds so many keys or a multiple: the tile of the native kernel, which then lies in one page
@@ -54,7 +54,7 @@ def check_pages(name: str, pages: Tensor, table: Tensor, length: int) -> None:
     check_index(f"of {rule}", table=table)
     check_counts(length=length)
     got = f"got pages {describe(pages)}, table {describe(table)}, length {length}"
-    fits = pages.ndim == 4 and pages.shape[2] and pages.shape[2] % PAGE == 0
+    fits = pages.ndim == 4 and pages.dtype in (*DTYPES, torch.int8) and pages.shape[2] and pages.shape[2] % PAGE == 0
     if not fits or table.ndim != 2 or table.dtype != torch.int64 or table.device.type not in ("cpu", pages.device.type):
         raise ValueError(f"{rule}; {got}")
     used = -(-length // pages.shape[2])

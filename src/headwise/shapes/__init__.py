@@ -24,14 +24,16 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from .arguments import DTYPES, INTEGERS, check_dense, check_tensor, describe, shown
+from .kinds import DTYPES as DTYPES
+from .kinds import FAR, check_dense, check_tensor, shown
+from .kinds import INTEGERS as INTEGERS
+from .kinds import describe as describe
 
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
 SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
 # What multiplies or divides scores stays this far from the ends of float32, whose exponents go from -126 to 127: its
 # product with a score, or with the log2(e) that a kernel folds in, then neither overflows nor vanishes.
 LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100
-FAR = 1 << 40  # farther than any key lies: sums of such places stay far within int64
 MASK_RULE = "mask is a Mask (causal(), window(), ...), a bool tensor with True = attend, or a float bias"
 
 

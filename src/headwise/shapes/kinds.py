@@ -1,6 +1,6 @@
-"""Arguments by kind: what a tensor, an index, a count, a number, a flag or a text must be, for every public function.
+"""Arguments by kind: what serves for a size, a number, a flag, a tensor, and the text of each error where it does not.
 
-Each check raises TypeError or ValueError that names the argument, the rule and what was met.
+Each raises TypeError for what is of another kind, and ValueError for what is of the kind and cannot be.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import Parameter
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOST = 2**31 - 1  # of what is counted: sizes, positions
+FAR = 1 << 40  # farther than any key lies: sums of such places stay far within int64
 
 
 def describe(tensor: Tensor) -> str:
@@ -150,6 +151,8 @@ def whole_numbers(name: str, values: Any) -> list[int]:
     found = values.tolist() if hasattr(values, "tolist") else list(values)
     if not isinstance(found, list) or not all(_is_whole(n) for n in found):
         raise TypeError(f"{rule}; got {shown(values)}")
+    if any(not -FAR <= n <= FAR for n in found):
+        raise ValueError(f"{name} are at most {FAR}; got {shown(values)}")
     return [int(n) for n in found]
 
 

@@ -14,7 +14,7 @@ ours ..., naive ..., rounding floor ...; budget ... (with 1 ulp = 2.384e-07); wo
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,36 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headwise.ops.masks import Mask
+from headwise.ops.masks import Mask, as_mask
+from headwise.shapes import DTYPES, INTEGERS, check_attention, check_gate, check_options, describe
+from headwise.shapes.kinds import (
+    check_counts,
+    check_device,
+    check_dtype,
+    check_flags,
+    check_numbers,
+    check_tensor,
+    shown,
+)
+
+from .compare import Accuracy, accuracy, assert_close_like_torch, assert_same_bits, ulp
+
+__all__ = [
+    "KINDS",
+    "POISONS",
+    "STRIDES",
+    "Accuracy",
+    "accuracy",
+    "assert_close_like_torch",
+    "assert_same_bits",
+    "largest_tensor",
+    "make_qkv",
+    "naive",
+    "oracle",
+    "poison",
+    "strided",
+    "ulp",
+]
 
 KINDS = ("normal", "outlier", "sink", "duplicates")
 
@@ -61,8 +90,14 @@ def make_qkv(
     >>> q.shape, k.shape, v.shape
     (torch.Size([2, 6, 5, 11]), torch.Size([2, 3, 7, 11]), torch.Size([2, 3, 7, 13]))
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind is one of {', '.join(KINDS)}, got {kind!r}")
+    check_counts(B=B, H=H, K=K, T=T, S=S, D=D, V=V)
+    check_counts(-(2**62), 2**62, seed=seed)
+    check_dtype(dtype)
+    check_device(device)
+    check_numbers(scale=scale)
+    check_flags(requires_grad=requires_grad)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"kind is one of {', '.join(KINDS)}, got {shown(kind)}")
     source = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -105,8 +140,12 @@ def strided(tensor: Shaped[Tensor, "A B C D"], pattern: str, *, slack: float = m
     >>> [strided(torch.zeros(1, 2, 3, 4), pattern).stride() for pattern in ("order 0213", "step 2 in 2")]
     [(24, 4, 8, 1), (48, 24, 8, 1)]
     """
-    if pattern not in STRIDES:
-        raise ValueError(f"pattern is one of headwise.testing.STRIDES ({len(STRIDES)} of them), got {pattern!r}")
+    check_tensor("tensor", tensor, "a tensor of four axes")
+    if tensor.ndim != 4 or tensor.dtype not in (*DTYPES, *INTEGERS, torch.bool):
+        raise ValueError(f"tensor has four axes, and numbers of a common kind; got {describe(tensor)}")
+    _check_filling("slack", slack, torch.float64)
+    if not isinstance(pattern, str) or pattern not in STRIDES:
+        raise ValueError(f"pattern is one of headwise.testing.STRIDES ({len(STRIDES)} of them), got {shown(pattern)}")
     tensor = tensor.detach()
     kind, *words = pattern.split()
     if kind == "expanded":
@@ -133,6 +172,15 @@ def strided(tensor: Shaped[Tensor, "A B C D"], pattern: str, *, slack: float = m
     return view.copy_(tensor)
 
 
+def _check_filling(name: str, number: float, dtype: torch.dtype) -> None:
+    """A number that the dtype holds, NaN and infinity among them (and 1e30, which is cut to what it holds)."""
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        raise TypeError(f"{name} is a number; got {shown(number)}")
+    most = max(torch.finfo(dtype).max, 1e30)
+    if most < abs(number) < math.inf:
+        raise ValueError(f"{name} is a number of {dtype}, NaN or infinity; got {shown(number)}")
+
+
 POISONS = (math.nan, math.inf, -math.inf, 1e30)
 
 
@@ -143,6 +191,18 @@ def poison(tensor: Shaped[Tensor, "..."], where: Shaped[Tensor, "..."], what: fl
     tensor([[0.0000e+00, 1.0000e+30],
             [0.0000e+00, 1.0000e+30]])
     """
+    check_tensor("tensor", tensor, "a float tensor")
+    check_tensor("where", where, "a bool tensor")
+    try:
+        fits = torch.broadcast_shapes(tensor.shape, where.shape) == tensor.shape and where.device == tensor.device
+    except RuntimeError:
+        fits = False
+    if not fits or tensor.dtype not in DTYPES or where.dtype != torch.bool:
+        raise ValueError(
+            f"poison takes a float tensor and where, bool, that broadcasts to its shape; got {describe(tensor)}, where "
+            f"{describe(where)}"
+        )
+    _check_filling("what", what, tensor.dtype)
     what = what if abs(what) != 1e30 else math.copysign(min(1e30, torch.finfo(tensor.dtype).max), what)
     copy = tensor.detach().masked_fill(where, what)
     return copy.requires_grad_(tensor.requires_grad)
@@ -206,6 +266,7 @@ def oracle(
     >>> torch.equal(oracle(q, k, v)[0], v.double())   # one key: its weight is 1
     True
     """
+    _check(query, key, value, mask, scale, softcap, sinks, gate)
     (B, H, T, D), S, V = query.shape, key.shape[2], value.shape[3]
     group = H // key.shape[1]
     scale = D**-0.5 if scale is None else scale
@@ -246,6 +307,7 @@ def naive(
     >>> [out.dtype for out in naive(*make_qkv(1, 2, 1, 3, 5, 4, 6, dtype=torch.bfloat16))]
     [torch.bfloat16, torch.bfloat16, torch.bfloat16]
     """
+    _check(query, key, value, mask, scale, softcap, sinks, gate)
     (B, H, T, D), S = query.shape, key.shape[2]
     allowed, added = _dense(mask, (B, H, T, S), query.device)
     k, v = (x.repeat_interleave(H // key.shape[1], 1) for x in (key, value))
@@ -263,16 +325,37 @@ def naive(
     return tuple(outs)
 
 
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    gate: Tensor | None,
+) -> None:
+    """The checks of the op, for what the oracles take; their sums are their own."""
+    check_attention(query, key, value)
+    check_options(query, scale, softcap, sinks, 0.0)
+    rules = as_mask(mask)
+    if rules is not None:
+        B, H, T, _ = query.shape
+        rules.check(B, H, T, key.shape[2], query.device)
+    if gate is not None:
+        check_gate(gate, (*query.shape[:3], value.shape[3]), query.device)
+
+
 def _dense(mask: Mask | Tensor | None, full: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """What may be attended (bool) and what is added (float64, finite where -inf was), both (B, H, T, S)."""
-    allowed: Tensor | None = None
-    added: Tensor | None = None
+    found: tuple[Tensor | None, Tensor | None] = None, None
     if isinstance(mask, Tensor):
-        allowed, added = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
+        found = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
     elif mask is not None:
-        allowed, added = mask.allowed(*full[2:], device=device), mask.added(*full[2:], device=device)
-    allowed = torch.ones(1, dtype=torch.bool, device=device) if allowed is None else allowed
-    added = torch.zeros(1, dtype=torch.float64, device=device) if added is None else added.double()
+        mask = mask.computed_in(torch.float64)
+        found = mask.allowed(*full[2:], device=device), mask.added(*full[2:], device=device)
+    allowed = torch.ones(1, dtype=torch.bool, device=device) if found[0] is None else found[0]
+    added = torch.zeros(1, dtype=torch.float64, device=device) if found[1] is None else found[1].double()
     return allowed.expand(full), added.masked_fill(added == -math.inf, 0).expand(full)
 
 
@@ -280,121 +363,3 @@ def _as_BHTV(gate: Tensor) -> Tensor:
     """A gate of (H,), (B, H), (B, H, T) or (B, H, T, V), shaped to multiply (B, H, T, V)."""
     gate = gate[None] if gate.ndim == 1 else gate
     return gate[(...,) + (None,) * (4 - gate.ndim)]
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Largest absolute errors against float64: ours, naive PyTorch's, that of rounding the exact answer; the budget."""
-
-    ours: float
-    naive: float
-    floor: float
-    ulp: float
-    budget: float
-    where: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return (
-            f"ours {self.ours:.3e}, naive {self.naive:.3e}, rounding floor {self.floor:.3e}; "
-            f"budget {self.budget:.3e} (with 1 ulp = {self.ulp:.3e}); worst at {self.where}"
-        )
-
-
-def ulp(largest: float, dtype: torch.dtype) -> float:
-    """The spacing of `dtype` just above `largest`.
-
-    >>> ulp(1.0, torch.float32) == 2**-23, ulp(3.0, torch.bfloat16) == 2**-6, ulp(0.0, torch.float32)
-    (True, True, 0.0)
-    """
-    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
-
-
-def accuracy(
-    ours: Float[Tensor, "*shape"],
-    exact: Float[Tensor, "*shape"],
-    naive: Tensor | Sequence[Tensor],
-    *,
-    values: Float[Tensor, "..."] | None = None,
-    factor: float | None = None,
-) -> Accuracy:
-    """The errors of `ours` and `naive` (the worst, if several) and the budget; see `assert_close_like_torch`."""
-    naives = [naive] if isinstance(naive, Tensor) else naive
-    if {ours.shape, *(x.shape for x in naives)} != {exact.shape}:
-        raise ValueError(f"shapes differ: ours {ours.shape}, exact {exact.shape}, naive {naives[0].shape}")
-    if {ours.dtype} != {x.dtype for x in naives} or exact.dtype != torch.float64:
-        raise ValueError(
-            f"ours, naive share a dtype, exact is float64; got {ours.dtype}, {naives[0].dtype}, {exact.dtype}"
-        )
-    dtype, half = ours.dtype, ours.dtype in (torch.float16, torch.bfloat16)
-    if exact.numel() == 0:
-        return Accuracy(0.0, 0.0, 0.0, 0.0, 0.0, ())
-    errors = _errors(ours, exact)
-    error_of_naive = max(float(_errors(x, exact).max()) for x in naives)
-    floor = float(_errors(exact.to(dtype), exact).max())
-    if not math.isfinite(error_of_naive):
-        raise ValueError(f"the yardstick is broken: naive's error is {error_of_naive}; give inputs that it can compute")
-    finite = (exact if values is None else values.detach().double()).abs()
-    spacing = ulp(float(torch.where(finite.isfinite(), finite, 0).max()), dtype)
-    budget = factor * error_of_naive if factor else 1.5 * floor if half else 1.25 * error_of_naive
-    place = tuple(int(n) for n in torch.unravel_index(errors.argmax(), errors.shape))
-    return Accuracy(float(errors.max()), error_of_naive, floor, spacing, budget + spacing, place)
-
-
-def assert_close_like_torch(
-    ours: Float[Tensor, "*shape"],
-    exact: Float[Tensor, "*shape"],
-    naive: Tensor | Sequence[Tensor],
-    *,
-    values: Float[Tensor, "..."] | None = None,
-    factor: float | None = None,
-    what: str = "output",
-) -> Accuracy:
-    """Fail unless `ours` is as close to the exact answer as the data and the dtype allow.
-
-    The budget for the largest absolute error, plus one ulp of the largest entry of `values` (of `exact` if None):
-
-    - float32 and float64: 1.25 times the error of `naive`, PyTorch written out in that dtype (the worst of several);
-    - float16 and bfloat16: 1.5 times the error made by merely rounding the exact answer;
-    - with a `factor`: that many times the error of `naive`, in every dtype; gradients are held to 2.
-
-    NaN or infinity where the exact answer has none is an infinite error. The message of a failure carries the numbers
-    that are returned. Raises AssertionError, or ValueError where the comparison makes no sense.
-
-    >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    >>> assert_close_like_torch(exact.float() + 1e-3, exact, exact.float())   # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    AssertionError: output: ours 1.000e-03, naive 0.000e+00, rounding floor 0.000e+00; budget 2.384e-07 (...
-    """
-    seen = accuracy(ours, exact, naive, values=values, factor=factor)
-    if not seen.ours <= seen.budget:
-        raise AssertionError(f"{what}: {seen}")
-    return seen
-
-
-def _errors(approximate: Tensor, exact: Tensor) -> Tensor:
-    """|approximate - exact| in float64; 0 where both are the same infinity or both NaN, infinite for any other NaN."""
-    left, right = approximate.detach().double(), exact.detach()
-    same = (left == right) | (left.isnan() & right.isnan())
-    return torch.where(same, 0.0, (left - right).abs().nan_to_num(nan=math.inf, posinf=math.inf))
-
-
-def assert_same_bits(ours: Tensor, other: Tensor, *, what: str = "output") -> None:
-    """Fail unless shape, dtype and every bit agree (a NaN equals any NaN; 0.0 and -0.0 differ).
-
-    >>> assert_same_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
-    Traceback (most recent call last):
-    AssertionError: output: 1 of 2 entries differ in their bits, first at (0,): 0.0 and -0.0
-    """
-    if ours.shape != other.shape or ours.dtype != other.dtype:
-        raise AssertionError(f"{what}: {ours.dtype} {tuple(ours.shape)} and {other.dtype} {tuple(other.shape)}")
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
-    left, right = (x.detach().contiguous() for x in (ours, other))
-    differ = left.view(bits) != right.view(bits)
-    if ours.dtype.is_floating_point:
-        differ = differ & ~(left.isnan() & right.isnan())
-    if bool(differ.any()):
-        first = tuple(differ.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{what}: {int(differ.sum())} of {differ.numel()} entries differ in their bits, "
-            f"first at {first}: {left[first].item()} and {right[first].item()}"
-        )

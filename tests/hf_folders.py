@@ -1,0 +1,59 @@
+"""Model folders as a user, or an attacker, might have them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hf_models import VOCAB, Row
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import headwise.hf as hf
+
+
+def made_tokenizer(folder: Path) -> Path:
+    """A byte-level BPE of the rows' vocabulary size, as a tokenizer.json."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<s>", "[SEP]"], show_progress=False)
+    made.train_from_iterator(["a b, c. d! e? f: g; h\n i\n"] * 3, trainer)
+    path = folder / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def written(row: Row, folder: Path, tokenizer: Path) -> Path:
+    quiet(lambda: row.build().save_pretrained(folder))
+    shutil.copy(tokenizer, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "sep_token": {"content": "[SEP]"}}))
+    return folder
+
+
+def quiet(do: Callable[[], Any]) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return do()
+    finally:
+        transformers.utils.logging.enable_progress_bar()
+
+
+def change(folder: Path, **fields: Any) -> None:
+    """Write fields into config.json; None takes one out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def refused(folder: Path | str, text: str, **how: Any) -> None:
+    """load() raises ModelError with this text, in one line."""
+    with pytest.raises(hf.ModelError, match=re.escape(text)) as caught:
+        hf.load(folder, **how)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert isinstance(caught.value, ValueError)

@@ -1,0 +1,62 @@
+"""Of a hub, config.json is fetched first, then what is read and no more; here the hub is a stand-in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_folders import change, made_tokenizer, refused, written
+from hf_models import BY_NAME
+from huggingface_hub.utils import filter_repo_objects
+
+import headwise.hf as hf
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A whole checkpoint of a small decoder."""
+    return written(BY_NAME["Llama GQA"], tmp_path / "model", made_tokenizer(tmp_path))
+
+
+@pytest.fixture
+def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is asked of a hub that has the folder's model; nothing is in the local cache."""
+    asked: list[Any] = []
+
+    def one_file(name: str, file: str) -> str:
+        asked.append((name, file))
+        return str(folder / file)
+
+    def all_files(name: str, **how: Any) -> str:
+        if how.get("local_files_only"):
+            raise FileNotFoundError(name)
+        asked.append((name, how))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", one_file)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", all_files)
+    return asked
+
+
+def test_of_a_hub_only_what_is_read_is_fetched(hub: list[Any]) -> None:
+    """config.json first; then no code, no pickled weights, and nothing of folders inside."""
+    loaded = hf.load("someone/small")
+    assert loaded.name == "someone/small"
+    (first, (name, how)) = hub
+    assert first == ("someone/small", "config.json") and name == "someone/small"
+    wanted = ("config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json", "vocab.txt")
+    unwanted = ("pytorch_model.bin", "model.pt", "modeling_x.py", "model.h5", "onnx/model.safetensors", "x/config.json")
+    given = list(filter_repo_objects([*wanted, *unwanted], **how))
+    assert given == list(wanted)
+
+
+def test_a_model_that_cannot_be_seen_is_not_fetched(hub: list[Any], folder: Path) -> None:
+    change(folder, model_type="bloom", architectures=["BloomForCausalLM"])
+    refused("someone/small", "BloomForCausalLM (model_type 'bloom') is not on transformers' attention interface")
+    assert hub == [("someone/small", "config.json")]
+
+
+def test_a_download_that_breaks_off(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: (_ for _ in ()).throw(OSError("gone")))
+    refused("someone/small", "someone/small: the download broke off (OSError); try again, or give a local folder")

@@ -1,0 +1,168 @@
+"""Models in wrappers, and models of which each process has a part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hf_models import BY_NAME, PAD, inputs, logits, token_ids
+from torch import nn
+from wrappers import Adapted
+
+import headwise
+import headwise.hf as hf
+import headwise.nn as hw_nn
+from headwise.hf.attention import headwise_attention
+from headwise.nn import split_over
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's compiler
+
+WRAPPERS: dict[str, Any] = {
+    "an adapter": Adapted,
+    "data parallelism": nn.DataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "all": lambda model: torch.compile(nn.DataParallel(Adapted(model)), backend="eager"),
+}
+
+
+@pytest.fixture(params=WRAPPERS)
+def wrap(request: pytest.FixtureRequest) -> Any:
+    return WRAPPERS[request.param]
+
+
+@pytest.mark.unchecked
+def test_the_probe_sees_through(wrap: Any) -> None:
+    """Run through the wrapper or past it; and the probe of any module finds the way too."""
+    model = BY_NAME["Llama GQA"].build()
+    wrapped, given = wrap(model), inputs(BY_NAME["Llama GQA"])
+    for probe in (hf.probe, hw_nn.probe):
+        with probe(wrapped) as seen, torch.no_grad():
+            wrapped(**given)
+            model(**given)
+        assert [call.module for call in seen.calls] == ["model.layers.0.self_attn", "model.layers.1.self_attn"] * 2
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_cache_for_what_is_wrapped(wrap: Any) -> None:
+    model = BY_NAME["Mistral window"].build()
+    model.set_attn_implementation("headwise")
+    how = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=PAD)
+    exact = model.generate(token_ids(7), **how)
+    assert torch.equal(model.generate(token_ids(7), past_key_values=hf.make_cache(wrap(model)), **how), exact)
+
+
+@pytest.mark.unchecked
+def test_a_wrapper_of_something_else_is_refused_by_what_is_inside() -> None:
+    inner = nn.Linear(2, 3)
+    with pytest.raises(TypeError, match="make_cache takes a transformers PreTrainedModel; got Linear"):
+        hf.make_cache(Adapted(inner))
+    with pytest.raises(TypeError, match="got Linear"), hf.probe(nn.DataParallel(inner)):
+        pass
+
+
+# -- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Two processes, of which this is the first and the other is not there."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+def split(mesh: Any, gathered: bool) -> Any:
+    """The Llama of 4 heads in 2 groups; `gathered`: with keys and values for all of them on each process."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = BY_NAME["Llama GQA"].build()
+    model.set_attn_implementation("headwise")
+    keys = ColwiseParallel(output_layouts=Replicate()) if gathered else ColwiseParallel()
+    plan = {"q_proj": ColwiseParallel(), "k_proj": keys, "v_proj": keys, "o_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer.self_attn, mesh, plan)
+    return model
+
+
+@pytest.mark.unchecked
+def test_a_split_model_is_not_looked_at(mesh: Any) -> None:
+    model = split(mesh, gathered=False)
+    assert split_over(model) == 2
+    text = (
+        "LlamaForCausalLM (model_type 'llama'): tensor parallelism splits its heads over 2 processes, and each sees "
+        "its own alone; load the model without a tp_plan to look at all of them"
+    )
+    with pytest.raises(hf.ModelError, match=re.escape(text)), hf.probe(model):
+        raise AssertionError("the block must not run")
+    with pytest.raises(hf.ModelError, match=re.escape(text)):
+        headwise.look.at(model, token_ids(7)[0])
+    assert logits(model, inputs(BY_NAME["Llama GQA"])).isfinite().all(), "it runs all the same, on each its heads"
+
+
+@pytest.mark.unchecked
+def test_gathered_keys_are_refused(mesh: Any) -> None:
+    """2 of 4 query heads beside both key-value heads: each query would read a head of its own."""
+    text = (
+        "LlamaAttention passes 2 query heads and 2 key-value heads, and the model has 2 query heads to a key-value "
+        "head (4 in all), so queries would read the wrong keys; under tensor parallelism split q, k and v alike"
+    )
+    with pytest.raises(hf.ModelError, match=re.escape(text)):
+        logits(split(mesh, gathered=True), inputs(BY_NAME["Llama GQA"]))
+
+
+@pytest.mark.parametrize(
+    ("H", "K", "fits"),
+    [(6, 3, True), (2, 1, True), (6, 6, True), (3, 3, False), (2, 3, False), (6, 1, False), (6, 2, False)],
+)
+def test_which_numbers_of_heads_fit(H: int, K: int, fits: bool) -> None:
+    """Of 6 query heads in 3 groups: all, a part, or keys that the model has repeated for every head."""
+    module = nn.Module()
+    module.num_key_value_groups, module.config = 2, SimpleNamespace(num_attention_heads=6)
+    q, k = torch.randn(1, H, 5, 4), torch.randn(1, K, 5, 4)
+    if fits:
+        assert headwise_attention(module, q, k, k, None)[0].shape == (1, 5, H, 4)
+        return
+    with pytest.raises((hf.ModelError, ValueError), match=rf"{H} query heads and {K} key-value heads"):
+        headwise_attention(module, q, k, k, None)
+    del module.num_key_value_groups
+    if H % K == 0:
+        headwise_attention(module, q, k, k, None)
+
+
+def test_whole_models_are_split_over_one_process(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    model = BY_NAME["Llama GQA"].build()
+    assert split_over(model) == 1
+    norm = model.model.norm
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Replicate()]))
+    assert split_over(model) == 1
+    model._tp_size = 3  # as transformers marks what it has split
+    assert split_over(model) == 3
+
+
+def test_shards_that_are_gathered_to_run_do_not_count(mesh: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    class FSDPLinear(nn.Linear):
+        """As FSDP calls the classes of what it shards."""
+
+    sharded = FSDPLinear(4, 4)
+    for named, count in ((init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), 1), (mesh, 1)):
+        sharded.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), named, [Shard(0)]))
+        assert split_over(sharded) == count
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    sharded.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), both, [Shard(0), Shard(0)]))
+    assert split_over(sharded) == 2
