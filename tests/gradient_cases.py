@@ -184,16 +184,10 @@ def written_out(
     dtype: torch.dtype,
     order: int = 0,
     fault: Callable[[Leaves], Leaves] | None = None,
-    rows: Tensor | None = None,
 ) -> Leaves:
-    """The gradients through `textbook`, by autograd.
-
-    `fault` changes the leaves beforehand, to plant an error; `rows` (B, H, T) multiplies what comes from behind.
-    """
+    """The gradients through `textbook`, by autograd. `fault` changes the leaves beforehand, to plant an error."""
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in case.leaves().items()}
     grad_out, grad_lse = (x.to(dtype) for x in case.upstream())
-    if rows is not None:
-        grad_out, grad_lse = grad_out * rows[..., None], grad_lse * rows
     out, lse = textbook(case, leaves if fault is None else fault(leaves), dtype, order)
     outs, given = ([out, lse], [grad_out, grad_lse]) if case.lse else ([out], [grad_out])
     found = torch.autograd.grad(outs, list(leaves.values()), given, materialize_grads=True)

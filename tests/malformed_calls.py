@@ -229,6 +229,18 @@ OPS: dict[str, Callable[[], Call]] = {
     "Mask.trimmed": lambda: of(headwise.window(2).trimmed),
     "Mask.check": lambda: of(headwise.window(2).check),
     "Mask.to": lambda: of((headwise.window(2) & headwise.lengths(torch.tensor([1, 2]))).to),
+    "Mask.placed": lambda: of(headwise.causal().placed, offset=1),
+    "Mask.sized": lambda: of(headwise.rule(lambda b, h, i, j: i >= j).sized),
+    "Mask.computed_in": lambda: of(headwise.bias(normal(T, S)).computed_in, dtype=torch.float64),
+    "Mask.forbids": lambda: of(headwise.causal().forbids),
+    "Mask.__or__": lambda: of(headwise.causal().__or__, other=headwise.prefix(2)),
+    "Mask.__invert__": lambda: of(headwise.causal().__invert__),
+    "prefix": lambda: of(headwise.prefix, n=2),
+    "dilated": lambda: of(headwise.dilated, step=2, offset=1),
+    "blocks": lambda: of(headwise.blocks, size=2, offset=1),
+    "relative": lambda: of(headwise.relative, table=normal(H, 5), offset=1),
+    "rule": lambda: (headwise.rule, {"function": lambda b, h, i, j: i >= j}),
+    "split_over": lambda: of(nn.split_over, model=mha()),
     "Mask.__and__": lambda: of(headwise.causal().__and__, other=headwise.causal()),
 }
 STORES: dict[str, Callable[[], Call]] = {
@@ -327,6 +339,7 @@ LOOK: dict[str, Callable[[], Call]] = {
     "Look.with_role": lambda: of(seen().with_role, name="self"),
     "Look.to_dict": lambda: of(seen().to_dict, maps=True),
     "Look.to_json": lambda: of(seen().to_json, maps=True, indent=1),
+    "HeadRecord.mass_at": lambda: of(seen().heads[0].mass_at, offset=1),
     "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),
 }  # fmt: skip
 PLAN: dict[str, Callable[[], Call]] = {

@@ -31,7 +31,7 @@ def rules(**given: Any) -> dict[str, Any]:
         "dense": dense,
         "alibi": [torch.rand(B, H), torch.tensor([1, -2, 0])],
         "maps": [torch.tensor([2, 1, 3]).view(B, 1, 1, 1), torch.randint(-(1 << 63), (1 << 63) - 1, (2, 64)) | 8],
-        "relative": [torch.randn(B, 1, T + S - 1)],
+        "relative": [torch.randn(1, H, T + S - 1)],
     }
     return everything | given
 
@@ -48,7 +48,7 @@ def calls() -> dict[str, dict[str, Any]]:
     seed, gate, every = torch.tensor([7]), torch.rand(B, H, T, V), rules()
     qkv = {"query": query, "key": key, "value": value}
     dropped = {"dropout": 0.3, "seed": seed}
-    out, lse, ends = torch.ops.headwise.attend_kept(**qkv, **every, **dropped)
+    out, lse, kept = torch.ops.headwise.attend_kept(**qkv, **every, **dropped)
     pages = torch.randint(-127, 128, (B, K, 128, D), dtype=torch.int8), torch.rand(B, K, 128) + 0.01
     values = torch.randint(-127, 128, (B, K, 128, V), dtype=torch.int8), torch.rand(B, K, 128) + 0.01
     one = [x[:, :, :S].contiguous() for x in (*pages, *values)]
@@ -63,23 +63,24 @@ def calls() -> dict[str, dict[str, Any]]:
         "features": torch.randn(B, S, 3),
         "bins": 4,
     }
-    back = {"grad_out": out * 3, "grad_lse": lse * 2, "out": out, "ends": ends}
-    tops = {"top": torch.zeros(B, H, T), "largest": torch.ones(B, H, T)}
+    ends = {"top": torch.zeros(B, H, T), "largest": torch.ones(B, H, T)}
     return {
         "attend": {**qkv, "scale": 0.25, "low": -FAR, "high": FAR},
         "attend_full": {**qkv, **every, "gate": gate, **dropped},
         "attend_held": {**held, **every, "gate": gate, **dropped},
         "attend_held, pages": {**paged, "table": table, **every, "gate": gate, **dropped},
-        "attend_kept": {**qkv, **every, **dropped},
-        "attend_backward": {**back, "biases": True, **qkv, **every, **dropped},
+        "attend_backward": {
+            "grad_out": out * 3, "grad_lse": lse * 2, "out": out, "ends": kept, "biases": True, **qkv, **every,
+            **dropped,
+        },
         "attend_statistics": {**qkv, **every, **asked},
-        "attend_received": {"query": query, "key": key, **tops, **every},
+        "attend_received": {"query": query, "key": key, **ends, **every},
         "dropout_keep": {"seed": seed, "dropout": 0.3, "B": B, "H": H, "first": 0, "rows": T, "S": S},
     }  # fmt: skip
 
 
 NAMES = (
-    "attend", "attend_full", "attend_held", "attend_held, pages", "attend_kept", "attend_backward", "attend_statistics",
+    "attend", "attend_full", "attend_held", "attend_held, pages", "attend_backward", "attend_statistics",
     "attend_received", "dropout_keep",
 )  # fmt: skip
 

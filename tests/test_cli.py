@@ -220,10 +220,16 @@ def test_a_file_too_large_is_not_read(here: Path, monkeypatch: pytest.MonkeyPatc
     assert "more than 1 MB" in refused("look", "--file", "large")
 
 
-def test_a_place_that_cannot_be_written(here: Path) -> None:
+def test_a_place_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before the work: no model is read, nothing is planned."""
+    for module, name in ((cli.look, "look_at"), (headwise.plan, "of")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("the work was done first"))
     assert "its folder does not exist" in refused("look", "--out", "none/r.html")
     assert "it is a folder" in refused("look", "--out", ".")
     assert "not a plain file" in refused("look", "--out", os.devnull)
+    assert "not a plain file" in refused("plan", "gpt2", "--svg", "/dev/full")
+    assert "it is a folder" in refused("plan", "gpt2", "--svg", ".")
+    assert "its folder does not exist" in refused("look", "--json", "--out", "none/r.html")
 
 
 def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
@@ -243,10 +249,7 @@ def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
     assert "cannot be read" in refused("trace", "--config", "none")
     assert "batch" in refused("trace", "--d-model", "6", "--num-heads", "2", "--batch", "0")
     sizes = ("--d-model", "9000000000000000000", "--num-heads", "1")
-    assert (
-        "at most 1,000,000,000,000,000 numbers together; d_model 9000000000000000000, 1 heads of 9000000000000000000, "
-        "batch 1 and length 16 make more: give smaller sizes" in refused("trace", *sizes)
-    )
+    assert "d_model is at most 1,000,000,000,000,000; got a larger number" in refused("trace", *sizes)
 
 
 @pytest.mark.parametrize("payload", PAYLOADS[::5])

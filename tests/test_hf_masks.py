@@ -116,7 +116,8 @@ def test_packed_sequences_at_other_places_are_evaluated() -> None:
     """The numbers of the sequences count the queries and the keys alike only where both begin at 0 and end alike."""
     ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2]]).expand(B, -1)
     function = theirs.packed_sequence_mask_function(ids)
-    for frame in (Frame(B, 3, 7, q_offset=4), Frame(B, 3, 4, q_offset=4), Frame(B, 3, 3, q_offset=4, kv_offset=4)):
+    later = dict(q_offset=4), dict(q_offset=4, kv_offset=4)
+    for frame in (Frame(B, 3, 3), Frame(B, 3, 7, **later[0]), Frame(B, 3, 4, **later[0]), Frame(B, 3, 3, **later[1])):
         assert read_mask(function, frame) is None
         mask = headwise_mask(B, frame.T, frame.S, frame.q_offset, frame.kv_offset, mask_function=function)
         assert torch.equal(drawn(mask.mask, frame), truth(function, frame, None))

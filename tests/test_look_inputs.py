@@ -333,11 +333,22 @@ def test_drawn_sequences() -> None:
 
 def test_few_positions_and_few_ids() -> None:
     assert draw(Repeats(), range(50), 8, before=[1]) == []
-    assert len(draw(Repeats(), range(50), 9, before=[1])) == 8
+    shortest = draw(Repeats(), range(50), 9, before=[1])
+    assert len(shortest) == 8 and {len(sequence.drawn) for sequence in shortest} == {2, 3}
+    exact = draw(Repeats(sequences=9, length=40), range(16), 40)  # periods of 8 to 16: one each, with tokens for all
+    assert sorted(len(sequence.drawn) for sequence in exact) == [*range(8, 17)]
     assert draw(Repeats(), [3], 99) == []
     assert set(draw(Repeats(), [3, 4], 99)[0].ids) == {3, 4}
-    with pytest.raises(ValueError, match=re.escape("got sequences=0, length=160; repeats=None leaves them out")):
-        Repeats(sequences=0)
+    for wrong in ({"sequences": 0}, {"length": 0}):
+        got = re.escape(", ".join(f"{name}={n}" for name, n in ({"sequences": 8, "length": 160} | wrong).items()))
+        with pytest.raises(ValueError, match=f"got {got}; repeats=None leaves them out"):
+            Repeats(**wrong)
+
+
+def test_what_opens_and_ends_a_text_is_no_copy() -> None:
+    [sequence] = draw(Repeats(sequences=1), range(9, 99), 31, before=[7], after=[7])
+    found = as_tensors([sequence], ahead=True)["duplicate"][0]
+    assert sequence.ids[0] == sequence.ids[30] == 7 and found[[0, 30]].eq(-1).all() and found[1:30, 0].ne(-1).all()
 
 
 @pytest.mark.parametrize(("positions", "passes"), [(8, 1), (9, 2)])

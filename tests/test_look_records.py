@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import io
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -27,6 +28,8 @@ def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     without = json.loads(planted.to_json())
     assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=())
     assert Look.from_dict(planted.to_dict()) == planted
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(planted, seconds=math.nan).to_json()
     with pytest.raises(ValueError, match=re.escape("a look is read from format 1, got 99; write it again")):
         Look.from_dict(planted.to_dict() | {"format": 99})
 
@@ -72,12 +75,18 @@ def test_a_look_prints_as_a_table(planted: Look) -> None:
 def test_a_look_makes_a_rich_table(planted: Look) -> None:
     from rich.console import Console
 
-    hostile = replace(planted, model="[red]x[/red]")
+    role = planted.heads[0].roles[0]
+    first = replace(planted.heads[0], roles=(replace(role, name="[red]y[/red]"),))
+    hostile = replace(planted, model="[red]x[/red]", heads=(first, *planted.heads[1:]))
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(hostile.table())
     printed = console.export_text()
-    assert "[red]x[/red]" in printed and "duplicate-token 1.00" in printed
-    assert planted.table().row_count == len(planted.heads)
+    assert "[red]x[/red]" in printed and "[red]y[/red] 1.00" in printed and "duplicate-token 1.00" in printed
+    layers = (numbers(roles=(role,)), numbers(head=1), numbers(layer=1), numbers(layer=2, roles=(role,)))
+    table = replace(planted, heads=layers, maps=()).table()
+    assert [(row.style, row.end_section) for row in table.rows] == [
+        ("", False), ("dim", True), ("dim", True), ("", False)
+    ]  # fmt: skip
 
 
 def test_a_look_shows_in_a_notebook_without_markup_of_others(planted: Look) -> None:
@@ -100,7 +109,9 @@ def test_a_look_makes_a_frame(planted: Look) -> None:
     frame = planted.to_frame()
     assert len(frame) == len(planted.heads) and frame["role"].tolist() == list(NAMES)
     assert frame.loc[0, "offset_1"] == planted.heads[0].offsets[1] and "map" not in frame.columns
-    encoder = replace(planted, heads=(numbers(ahead=(0.75, 0.125)),), maps=()).to_frame()
+    roles = (planted.heads[0].roles[0], planted.heads[2].roles[0])
+    encoder = replace(planted, heads=(numbers(ahead=(0.75, 0.125), roles=roles),), maps=()).to_frame()
+    assert encoder.loc[0, ["role", "roles"]].tolist() == ["previous-token", "previous-token, self"]
     assert encoder.loc[0, ["ahead_1", "ahead_2"]].tolist() == [0.75, 0.125]
     assert not {"map", "offsets", "ahead"} & {*encoder.columns}
 
@@ -123,6 +134,11 @@ def test_heads_of_a_role(planted: Look) -> None:
     weaker = replace(planted.heads[-1], roles=(replace(planted.heads[-1].roles[0], score=0.5),))
     both = replace(planted, heads=(weaker, planted.heads[-1]), maps=())
     assert both.with_role("induction") == (planted.heads[-1], weaker)
+
+
+def test_weights_of_a_map_that_is_not_square() -> None:
+    exact = ((0.0, 0.04, 0.16), (0.36, 0.64, 1.0))
+    assert HeadMap(2, 3, bytes([0, 51, 102, 153, 204, 255])).weights() == tuple(map(pytest.approx, exact))
 
 
 def test_maps_are_checked(planted: Look) -> None:

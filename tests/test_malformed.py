@@ -133,6 +133,7 @@ RECORDS = RECORDED.split()
 HANDED_ON = {
     "fitted": "as attention's mask",
     "Probe.record": "by what watches a model",
+    "unwrap": "whatever is no wrapper is given back",
     "MultiHeadAttention.extra_repr": "none",
 }
 
@@ -251,7 +252,7 @@ KNOWN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a table of floats": (lambda: pages(TABLE.float()), TypeError, "table is of the key in pages: pages (P, K, "),
     "a short page": (lambda: pages(TABLE.clamp(max=3), size=100), ValueError, "size a multiple of 128"),
-    "half an offset": (lambda: headwise.statistics(Q, KEY, offsets=1.5), TypeError, "offsets is an int; got 1.5"),
+    "half an offset": (lambda: headwise.statistics(Q, KEY, offsets=1.5), TypeError, "such as range(-3, 4); got 1.5"),
     "half a bin": (lambda: headwise.statistics(Q, KEY, pool=2.5), TypeError, "pool is an int; got 2.5"),
     "slopes of a list": (
         lambda: headwise.alibi([0.5]), TypeError, "slopes of alibi() is a float tensor (H,) or (B, H); got list"

@@ -45,6 +45,7 @@ def test_gradgradcheck(backend: str, name: str) -> None:
     torch.autograd.gradgradcheck(lambda *x: headwise.attention(*x, backend=backend, **HIGHER[name]), inputs64(TINY))
 
 
+@forward_mode
 def test_gradcheck_of_sinks_gate_bias_slopes_and_lse() -> None:
     n = TINY
     made = {"sinks": (n.H,), "gate": (n.B, n.H, n.T), "bias": (n.T, n.S), "slopes": (n.H,)}
@@ -54,7 +55,7 @@ def test_gradcheck_of_sinks_gate_bias_slopes_and_lse() -> None:
         mask = headwise.causal() & headwise.bias(bias) & headwise.alibi(slopes)
         return headwise.attention(q, k, v, mask=mask, sinks=sinks, gate=gate, softcap=2.0, return_lse=True)
 
-    torch.autograd.gradcheck(both, (*inputs64(n), *extra))
+    torch.autograd.gradcheck(both, (*inputs64(n), *extra), check_forward_ad=True)
     torch.autograd.gradgradcheck(both, (*inputs64(n), *extra))
 
 
@@ -100,11 +101,22 @@ def test_vmap_is_the_loop(name: str) -> None:
     torch.testing.assert_close(ours, loop, rtol=2e-6, atol=1e-6)
 
 
-def test_torch_func_grad_of_each_sample() -> None:
-    stack = [torch.stack(x) for x in zip(*(make_qkv(*SHORT, seed=s) for s in range(3)), strict=True)]
-    run = torch.func.grad(lambda *x: headwise.attention(*x, mask=headwise.causal()).square().sum())
-    loop = torch.stack([run(*x) for x in zip(*stack, strict=True)])
-    torch.testing.assert_close(torch.func.vmap(run)(*stack), loop, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("backend", MUST)
+def test_torch_func_grad_of_each_sample(backend: str) -> None:
+    """Of every leaf that may learn, and beside rows that attend nothing."""
+    n = SHORT
+    shapes = ((n.H,), (n.B, n.H, n.T), (n.T, n.S), (n.H,))
+    samples = [(*make_qkv(*n, seed=s), *(torch.randn(shape) for shape in shapes)) for s in range(3)]
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, gate: Tensor, bias: Tensor, slopes: Tensor) -> Tensor:
+        mask = headwise.causal(offset=-1) & headwise.bias(bias) & headwise.alibi(slopes)
+        return headwise.attention(q, k, v, mask=mask, sinks=sinks, gate=gate, backend=backend).square().sum()
+
+    run = torch.func.grad(loss, argnums=tuple(range(7)))
+    loop = [torch.stack(x) for x in zip(*(run(*x) for x in samples), strict=True)]
+    at_once = torch.func.vmap(run)(*(torch.stack(x) for x in zip(*samples, strict=True)))
+    for ours, theirs in zip(at_once, loop, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 # -- dropout -------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_a_small_error_would_be_seen(dtype: torch.dtype) -> None:
 
 # -- large logits ------------------------------------------------------------------------------------------------------
 
-# Few rows and many, few keys and many tiles of them, and keys that the forward splits; `draws` of each in turn.
+# Few rows and many, few keys and many tiles of them, and keys that the forward splits; `draws` of each, in turn.
 SHAPES = {
     "few rows": (Sizes(2, 4, 2, 3, 131, 31, 29), 5),
     "a query, 7 keys": (Sizes(1, 2, 2, 1, 7, 129, 129), 19),

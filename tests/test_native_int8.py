@@ -336,7 +336,7 @@ def arguments(**change: Any) -> dict[str, Any]:
     given = {
         "query": q, "key": key.data, "key_scale": key.scale, "value": value.data, "value_scale": value.scale,
         "table": None, "length": 0, "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR, "high": FAR,
-        "bounds": None, "segments": None, "dense": None, "alibi": None, "maps": None, "gate": None,
+        "bounds": None, "segments": None, "dense": None, "alibi": None, "maps": None, "relative": None, "gate": None,
         "dropout": 0.0, "seed": None,
     }  # fmt: skip
     return given | {name: make(given[name]) for name, make in change.items()}

@@ -261,19 +261,14 @@ def test_slopes_from_far_away(backend: str, T: int) -> None:
 
 @natives
 @rows
-def test_a_bias_beyond_float32_forbids_nothing(backend: str, T: int) -> None:
-    """-1e300 of a float64 tensor: no weight beside other keys; a row without others is NaN, as by definition."""
+def test_a_bias_is_rounded_to_float32(backend: str, T: int) -> None:
+    """-1e300 of a float64 tensor is -inf there, which forbids: beside other keys, and where a row has no others."""
     q, k, v = make_qkv(1, 2, 1, T, 1100, 8, 8)
-    for lowest in (-1e300, torch.finfo(torch.float64).min):
-        some = torch.zeros(1100, dtype=torch.float64).masked_fill(torch.arange(1100) < 1030, lowest)
-        out, lse = attend(backend, q, k, v, mask=headwise.bias(some), return_lse=True)
-        wanted = attend(backend, q, k, v, mask=headwise.bias(some.float()), return_lse=True)  # -inf there
-        assert_same_bits(out, wanted[0])
-        assert_same_bits(lse, wanted[1])
-        out, lse = attend(backend, q, k, v, mask=headwise.bias(torch.full_like(some, lowest)), return_lse=True)
-        assert bool(out.isnan().all()) and bool(lse.isnan().all())
-    out, lse = attend(backend, q, k, v, mask=headwise.bias(torch.full_like(some, -math.inf)), return_lse=True)
-    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
+    for low in (torch.zeros(1100).masked_fill(torch.arange(1100) < 1030, -math.inf), torch.full((1100,), -math.inf)):
+        fine = low.double().clamp(min=-1e300)
+        one, other = (attend(backend, q, k, v, mask=headwise.bias(x), return_lse=True) for x in (fine, low))
+        assert_same_bits(one[0], other[0])
+        assert_same_bits(one[1], other[1])
 
 
 @natives
@@ -294,6 +289,23 @@ def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: i
                     same = k.expand(2, 2, count, 40)
                     ones = attend(backend, q, same, torch.ones(2, 2, count, 24, dtype=dtype), scale=scale)
                     attempt(f"{count} equal keys, {height}", assert_same_bits, ones, torch.ones_like(ones))
+
+
+@natives
+@dtypes
+def test_statistics_know_no_height(backend: str, dtype: torch.dtype) -> None:
+    """Those of rows, and what keys receive in a second pass: weights are made of the greatest score, not of the lse."""
+    n = Sizes(1, 2, 2, 37, 131, 8, 8)
+    q, k = torch.ones(1, n.H, n.T, n.D, dtype=dtype), torch.zeros(1, n.K, n.S, n.D, dtype=dtype)
+    k[..., 3] = -torch.randint(0, 12, (n.S,), generator=torch.Generator().manual_seed(2)).to(dtype) / 2
+    found = []
+    for height in (0.0, 8192.0, -8192.0):
+        k[..., 5] = height
+        with instructions(backend):
+            found.append(headwise.statistics(q, k, mask=headwise.causal(), scale=1.0, offsets=2))
+    for high in found[1:]:
+        for name in ("entropy", "largest", "largest_key", "distance", "offsets", "received", "pooled"):
+            assert_same_bits(getattr(high, name), getattr(found[0], name), what=name)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -364,20 +376,18 @@ def test_one_key_with_all_the_weight_leaves_scores_no_gradient(backend: str, dty
 @rows
 def test_a_value_behind_a_mask_may_overflow(backend: str, T: int) -> None:
     """dO V^T of a key that nobody may attend is infinite: 0 times it is no NaN."""
-    q, k, v = make_qkv(1, 2, 2, T, 70, 16, 16)
-    grad_out = torch.full((1, 2, T, 16), 64.0)
     with collected() as attempt:
-        for mask in (headwise.lengths(torch.tensor([67])), headwise.lengths(torch.tensor([5]))):
-            wanted: list[Tensor] = []
-            for last in (0.0, 3e38):
-                v[:, :, 67:] = last
+        for S in (11, 70):
+            q, k, v = make_qkv(1, 2, 2, T, S, 16, 16)
+            found = []
+            for hidden in (0.0, 3e38):
+                v[:, :, 7] = hidden
                 with instructions(backend) as native:
                     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-                    out = headwise.attention(*leaves, mask=mask, backend=native)
-                    found = list(torch.autograd.grad(out, leaves, grad_out))
-                wanted = wanted or found
-                for x, y in zip(found, wanted, strict=True):
-                    attempt(f"{last}", assert_same_bits, x, y)
+                    out = headwise.attention(*leaves, mask=headwise.keep(torch.arange(S) != 7), backend=native)
+                    found.append(torch.autograd.grad(out, leaves, torch.full_like(out, 64.0)))
+            for name, x, y in zip(("query", "key", "value"), *found, strict=True):
+                attempt(f"{S} keys, {name}", assert_same_bits, x, y)
 
 
 def test_these_tests_can_fail() -> None:

@@ -68,8 +68,10 @@ def test_what_it_leaves_to_others(name: str) -> None:
 
 
 TOO_MANY = {
-    "at most 8 mask tensors": [headwise.keep(torch.ones(7, dtype=torch.bool)), headwise.bias(torch.zeros(7))] * 5,
-    "at most 4 pairs of segments": [headwise.segments(torch.zeros(5).long(), torch.zeros(7).long())] * 5,
+    "at most 8 mask tensors": [
+        mask for _ in range(5) for mask in (headwise.keep(torch.ones(7) > 0), headwise.bias(torch.zeros(7)))
+    ],
+    "at most 4 pairs of segments": [headwise.segments(torch.zeros(5).long(), torch.zeros(7).long()) for _ in range(5)],
     "at most 4 rules of ALiBi": [headwise.alibi(torch.zeros(6))] * 5,
 }
 

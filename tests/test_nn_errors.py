@@ -9,6 +9,7 @@ from torch import Tensor
 
 import headwise
 from headwise import plan
+from headwise.cache import StaticCache
 from headwise.nn import Head, MultiHeadAttention
 
 H, K, D, V, M = 6, 3, 7, 11, 13
@@ -131,3 +132,47 @@ def test_wrong_heads() -> None:
         with pytest.raises((ValueError, TypeError)) as caught:
             MultiHeadAttention.from_heads(given, **options)
         assert text in str(caught.value)
+
+
+def narrowed(module: torch.nn.Module, name: str) -> torch.nn.Module:
+    """The module with one projection as tensor parallelism leaves it on each of two devices: half its columns."""
+    whole = getattr(module, name)
+    setattr(module, name, torch.nn.Linear(whole.in_features, whole.out_features // 2, bias=False))
+    return module
+
+
+SPLIT = "where it is split over devices, give each whole heads: a module of its own (MultiHeadAttention.from_heads)"
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
+def test_a_projection_of_half_the_columns_is_refused(name: str) -> None:
+    """Its numbers would be taken for more heads, each of half the size, and nobody would see that they are wrong."""
+    x, heads, size = torch.zeros(2, 5, M), H if name == "q_proj" else 2, V if name == "v_proj" else 6
+    mha = narrowed(MultiHeadAttention(M, H, num_kv_heads=2, head_dim=6, value_dim=V), name)
+    cache = StaticCache(2, 2, 6, V, capacity=5)
+    text = (
+        f"a projection gives (B, T, heads * size) with {heads} x {size} = {heads * size} numbers a token; got float32 "
+        f"(2, 5, {heads * size // 2}) on cpu; {SPLIT}"
+    )
+    for call in (lambda: mha(x), lambda: mha(x, cache=cache), lambda: headwise.trace(mha, x)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert text in str(caught.value)
+    assert cache.lengths == [0, 0]
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", ["q_proj", "kv_b_proj", "kv_a_proj_with_mqa"])
+def test_a_latent_projection_of_half_the_columns_is_refused(name: str) -> None:
+    mla = narrowed(headwise.LatentAttention(12, 4, kv_lora_rank=8, nope_dim=6, rope_dim=4, value_dim=6), name)
+    with pytest.raises(ValueError, match=r"a projection gives .* give each whole heads"):
+        mla(torch.zeros(2, 5, 12))
+
+
+def test_whole_heads_on_each_device_add_up() -> None:
+    """The way out that the refusal names."""
+    mha, x = MultiHeadAttention(M, H, num_kv_heads=K, head_dim=D, value_dim=V), torch.randn(2, 5, M)
+    halves = [range(0, 4), range(4, 6)]
+    parts = [MultiHeadAttention.from_heads([mha.head(h) for h in half], num_kv_heads=len(half) // 2) for half in halves]
+    torch.testing.assert_close(sum(part(x) for part in parts), mha(x), rtol=1e-5, atol=1e-6)

@@ -150,12 +150,25 @@ def test_a_module_that_was_not_called_is_named() -> None:
         for layer in model.layers:
             layer(inputs()[0])
     assert hooks(model) == before
+    five = nn.ModuleList(MultiHeadAttention(4, 2) for _ in range(5))
+    with pytest.raises(RuntimeError, match=r"5 of 5 .*: '0', '1', '2', '3', '4'; run the whole model"), probe(five):
+        pass
     many = nn.ModuleList(MultiHeadAttention(4, 2) for _ in range(7))
     with (
         pytest.raises(RuntimeError, match=r"7 of 7 .*: '0', '1', '2', '3', '4' and 2 more; run the whole model"),
         probe(many),
     ):
         pass
+
+
+def test_latent_attention_is_seen() -> None:
+    part = headwise.LatentAttention(12, 3, kv_lora_rank=7, nope_dim=5, rope_dim=2, value_dim=5)
+    model = nn.ModuleDict({"latent": part})
+    with probe(model) as seen:
+        out = part(inputs()[0], mask=headwise.causal())
+    [call] = seen.calls
+    assert call.module == "latent" and call.query.shape[:3] == (B, 3, T)
+    assert out.shape == (B, T, 12) and seen.expected == ("latent",)
 
 
 def test_probes_can_be_nested() -> None:

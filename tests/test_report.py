@@ -202,6 +202,39 @@ def test_cells_are_those_of_the_pooled_statistics() -> None:
         assert f"<{t}>" in cell["text"]
 
 
+@pytest.mark.parametrize(("tokens", "cells"), [(41, 41), (300, 128)])
+def test_the_axis_of_tokens_where_no_map_runs_over_them(tokens: int, cells: int) -> None:
+    """A look at other keys (of cross-attention), or none; keys of 0 are those of an old record, which ran over all."""
+    look = make_look(layers=1, heads=1, tokens=words(41))
+    look = replace(look, tokens=words(tokens), length=tokens)
+    for keys, expected in ((7, cells), (0, 41), (tokens, 41)):
+        heads = (replace(look.heads[0], keys=keys),)
+        assert len(pack.page_data(replace(look, heads=heads))["cells"]) == expected
+    assert len(pack.page_data(replace(look, heads=(), maps=()))["cells"]) == cells
+
+
+def test_roles_stand_in_the_order_of_their_heads() -> None:
+    """Those that most heads play first, then by name; each with the first source that was met."""
+    look = make_look(layers=1, heads=4)
+    names = (("b", "c"), ("c", "a"), ("c", "b"), ("d",))
+    heads = [
+        replace(head, roles=tuple(RoleScore(name, 0.9, 0.4, f"source {i}") for name in played))
+        for i, (head, played) in enumerate(zip(look.heads, names, strict=True))
+    ]
+    data = pack.page_data(replace(look, heads=tuple(heads)))
+    assert [(role["name"], role["source"]) for role in data["roles"]] == [
+        ("c", "source 0"), ("b", "source 0"), ("a", "source 1"), ("d", "source 3"),
+    ]  # fmt: skip
+    assert [[role[0] for role in played] for played in data["heads"]["roles"]] == [[1, 0], [0, 2], [0, 1], [3]]
+
+
+def test_weights_that_are_none_are_shown_as_none() -> None:
+    """NaN as 0, and what rounding put beyond 0 or 1 at its end."""
+    head = replace(make_look().heads[0], map=((float("nan"), 1.5), (-0.1, 0.25)))
+    found = pack._coarse(head)
+    assert (found.rows, found.columns, list(found.data)) == (2, 2, [0, 255, 0, 128])
+
+
 def test_a_number_that_is_none_is_said_so() -> None:
     look = make_look(layers=1, heads=1)
     head: HeadRecord = replace(look.heads[0], entropy=float("nan"), largest=float("inf"), induction=None)
@@ -216,6 +249,25 @@ def test_a_huge_token_is_cut_and_its_length_told() -> None:
     assert data["cells"][0] == {"start": 0, "count": 1, "text": HUGE[:200], "full": len(HUGE)}
     assert data["model"] == HUGE[:300] + "\u2026"
     assert len(html) < 200_000
+    assert pack._cells(["x" * 200, "x" * 201], 2) == [
+        {"start": 0, "count": 1, "text": "x" * 200},
+        {"start": 1, "count": 1, "text": "x" * 200, "full": 201},
+    ]
+
+
+def test_every_name_is_cut() -> None:
+    """Whatever a stranger's model calls its parts; a role has the formula that is known by its name."""
+    look = hostile_look(HUGE)
+    html = report.render(look)
+    data = Elements(html).data
+    start = HUGE[:100]
+    assert data["heads"]["module"] == [HUGE[:300] + "\u2026"] * 2
+    assert (data["kind"], data["version"]) == (start + "\u2026", start + "\u2026")
+    assert data["roles"] == [
+        {"name": HUGE[:200] + "\u2026", "colour": 7, "formula": "", "source": HUGE[:500] + "\u2026"}
+    ]
+    assert len(html) < 200_000
+    assert [pack.cut("x" * n, 9) for n in (9, 10)] == ["x" * 9, "x" * 9 + "\u2026"]
 
 
 def test_a_look_of_no_heads_is_a_page_too() -> None:
@@ -250,16 +302,47 @@ def test_a_plain_look_of_that_size_is_small_and_exact(tmp_path: Path) -> None:
     assert Elements((tmp_path / "r.html").read_text()).data["maps"]["levels"] == 256
 
 
-@pytest.mark.parametrize("rows", [41, 128, 97])
+@pytest.mark.parametrize("size", [100, 300_000])
+def test_the_budget_holds_to_its_last_byte(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small maps come out when the squeezer ends, large ones before: both count."""
+    maps = [np.random.default_rng(2).bytes(size)] * 2
+    whole = pack._deflate(maps, 256)
+    assert whole is not None
+    packed = len(base64.b64decode(whole))
+    for spare, fits in ((0, True), (-1, False)):
+        monkeypatch.setattr(pack, "MAPS_BUDGET", -(-4 * (packed + spare) // 3))
+        assert (pack._deflate(maps, 256) is not None) is fits
+
+
+def test_the_finest_step_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ever less room: fewer levels first, then fewer cells, and at last an error."""
+    maps = random_look(1, 2).maps
+    sizes = []
+    for side, levels in pack._STEPS:
+        text = pack._deflate([pack._pool(m, side).data for m in maps], levels)
+        assert text is not None
+        sizes.append(-(-4 * len(base64.b64decode(text)) // 3))
+    for budget in sorted({*sizes, *(size - 1 for size in sizes)}):
+        monkeypatch.setattr(pack, "MAPS_BUDGET", budget)
+        first = next((step for step, size in zip(pack._STEPS, sizes, strict=True) if size <= budget), None)
+        if first is None:
+            with pytest.raises(ValueError, match="shows up to about 10,000 heads, got 2; look at a part of the model"):
+                pack._pack(maps)
+        else:
+            found = pack._pack(maps)
+            assert (found["levels"], found["rows"]) == (first[1], [first[0]] * 2)
+
+
+@pytest.mark.parametrize("rows", [9, 41, 128, 97])
 @pytest.mark.parametrize("side", [16, 37])
 def test_pooling_keeps_the_mass_of_a_row(rows: int, side: int) -> None:
     matrix = np.random.default_rng(0).dirichlet(np.ones(61), size=rows)
     large = HeadMap(rows, 61, np.rint(255 * np.sqrt(matrix)).astype(np.uint8).tobytes())
     small = pack._pool(large, side)
     weights = np.array(small.weights())
-    assert weights.shape == (side, side)
+    assert weights.shape == (min(rows, side), side)
     np.testing.assert_allclose(weights.sum(1), 1, atol=0.05)
     edges = [-(-i * 61 // side) for i in range(side + 1)]
-    row_edges = [-(-i * rows // side) for i in range(side + 1)]
+    row_edges = [-(-i * rows // min(rows, side)) for i in range(side + 1)]
     wanted = matrix[row_edges[3] : row_edges[4], edges[5] : edges[6]].sum(1).mean()
     assert weights[3, 5] == pytest.approx(wanted, abs=0.01)

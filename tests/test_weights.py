@@ -125,7 +125,34 @@ def test_poison_where_nothing_may_look(mask: str, what: float) -> None:
         clean, ours = headwise.weights(q, k, **given), headwise.weights(q, bad, **given)
         assert_same_bits(ours[~met], clean[~met], what=stage)
         if math.isnan(what):
-            assert bool(ours[met].isnan().any(-1).all()), "a NaN that may be attended does not show"
+            assert bool(ours[met].isnan().any(-1).all()), "what may be attended does not show"
+
+
+@pytest.mark.parametrize("what", POISONS)
+@pytest.mark.parametrize("mask", ["causal", "keep BHTS", "lengths", "all kinds"])
+def test_poison_in_gradients(mask: str, what: float) -> None:
+    """Rows that do not meet it keep every bit of their gradient, and where the loss leaves out the others, all do."""
+    n = SHORT
+    q, k, _ = make_qkv(*n)
+    made, (sees, _) = MASKS[mask](n).mask, dense(mask, n)
+    source = torch.Generator().manual_seed(1)
+    keys, rows = torch.rand(n.B, n.K, n.S, generator=source) < 0.4, torch.rand(n.B, n.H, n.T, generator=source) < 0.2
+    met = (sees & keys.repeat_interleave(n.H // n.K, 1)[:, :, None]).any(-1)
+    up = torch.randn(n.B, n.H, n.T, n.S, generator=source)
+    cases = [(q, poison(k, keys[..., None], what), met), (poison(q, rows[..., None], what), k, rows & sees.any(-1))]
+    for options in ({}, {"softcap": 2.0}):
+
+        def gradients(query: Tensor, key: Tensor, up: Tensor, options: Any = options) -> Any:
+            leaves = [query.detach().requires_grad_(), key.detach().requires_grad_()]
+            return torch.autograd.grad(headwise.weights(*leaves, mask=made, **options), leaves, up)
+
+        for query, key, spoiled in cases:
+            ours, clean = (gradients(*x, up) for x in ((query, key), (q, k)))
+            assert_same_bits(ours[0][~spoiled], clean[0][~spoiled])
+            assert math.isfinite(what) or bool(ours[0][spoiled].isnan().all()), "what may be attended does not show"
+            without = up.masked_fill(spoiled[..., None], 0)
+            for x, y in zip(gradients(query, key, without), gradients(q, k, without), strict=True):
+                assert_same_bits(x, y, what=f"{spoiled.sum()} rows left out")
 
 
 def test_only_what_is_asked_for_is_computed() -> None:

@@ -157,7 +157,7 @@ Output run(const Case& k, const Tensors& t) {
   const bool lists = k.seed % 2 == 0;
   stack.insert(stack.end(), {give_number(c.softcap), give_optional(t.sinks), low, high, give_optional(t.bounds),
                              give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                             give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)), give_optional(t.gate), give_number(c.dropout),
+                             give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)), give_list(nullptr), give_optional(t.gate), give_number(c.dropout),
                              give_optional(t.seed)});
   result.error = call(held ? "attend_held" : "attend_full", stack, 2);
   if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
@@ -205,7 +205,7 @@ Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends) {
     stack.insert(stack.end(), {give(t.query), give(t.key), give(t.value), give_number(c.scale), give_number(c.softcap),
                                give_optional(t.sinks), low, high, give_optional(t.bounds),
                                give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                               give_list(some(t.alibi, lists)), give_list(some(t.maps, lists))});
+                               give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)), give_list(nullptr)});
   };
   std::vector<StableIValue> stack;
   rules(stack);

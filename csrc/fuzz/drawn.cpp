@@ -106,7 +106,7 @@ void write(AtenTensorOpaque& t, int64_t element, double value) {
 
 fake::Tensor DrawnMap::bits() const {
   fake::Tensor t = fake::make(kLong, {static_cast<int64_t>(words.size()) / 64, 64}, {64, 1}, 0, 0);
-  memcpy(t->storage, words.data(), words.size() * 8);
+  if (!words.empty()) memcpy(t->storage, words.data(), words.size() * 8);
   return t;
 }
 

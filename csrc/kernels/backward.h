@@ -95,8 +95,9 @@ static inline void grade_products(const Problem& p, const BackwardPlan& plan, co
     if (p.softcap > 0.0f) {
       const F one = set1(1.0f), per_cap = set1(1.0f / p.softcap);
       for (int64_t i = 0; i < int64_t{n} * R; i += W) {
-        const F t = mul(load(made.capped + i), per_cap);
-        store(made.y + i, mul(load(made.y + i), sub(one, mul(t, t))));
+        const F t = mul(load(made.capped + i), per_cap), dS = load(made.y + i);
+        const F to_score = mul(dS, sub(one, mul(t, t)));  // 0 stays 0: what is masked may have a score that is NaN
+        store(made.y + i, select(not_less(abs(dS), set1(1e-45f)), to_score, zero()));
       }
     }
   }

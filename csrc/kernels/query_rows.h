@@ -322,10 +322,6 @@ static inline bool attends_any(const Problem& p, int64_t b, const Rows& rows, in
     for (int i = 0; i < p.n_dense && allowed; ++i) {
       const Tensor4& dense = p.dense[i];
       const char* row = at(dense, b, rows.h[r], rows.t[r]);
-      if (dense.dtype == Dtype::f64) {  // -1e300 forbids nothing, though float32 has no such number
-        allowed = read_as<double>(row + j * dense.stride[3] * 8) != -static_cast<double>(kInf);
-        continue;
-      }
       const float x = element(row, dense.dtype, j * dense.stride[3]);
       allowed = dense.dtype == Dtype::boolean ? x != 0.0f : x != -kInf;
     }

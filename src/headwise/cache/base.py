@@ -54,7 +54,7 @@ class KVCache(ABC):
         self.lengths = [0] * batch
         # The last append: its tokens T, how many of them are real in each row, and on which side the others lie.
         self._last: tuple[int, list[int], Side] = (0, [0] * batch, "right")
-        self._given = torch.float32 if dtype == torch.int8 else dtype  # the dtype in which tokens came
+        self._given = torch.float32  # the dtype in which tokens came, and that int8 is given back in
 
     # -- what a cache must do ------------------------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ DROPPED = (
     "torchscript",
     "transformers_version",
 )
+CHOOSES = ("_implementation", "_map", "_plan", "_path", "_file", "kernels", "kernel_config")
+"""How keys end that name code or further files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +177,7 @@ def _known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
     declared = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
     source = inspect.getsource(inspect.getmodule(config_class) or config_class) + inspect.getsource(modeling_rope_utils)
     read = set(re.findall(r'"([a-z][a-z0-9_]*)"', source))
-    chooses = {
-        key for key in read if key.endswith(("_implementation", "_map", "_plan", "_path", "_file")) or "kernel" in key
-    }
-    return {key for key in (declared | read) - chooses if not key.startswith("_")} - {*DROPPED}
+    return {key for key in declared | read if not key.startswith("_") and not key.endswith(CHOOSES)} - {*DROPPED}
 
 
 def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -60,8 +60,6 @@ class StructuralMask(Lazy):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StructuralMask({self.mask}, shape={tuple(self.shape)})"
 
-    __str__ = __repr__
-
 
 def _additive(
     mask: Mask, shape: Sequence[int], dtype: torch.dtype, device: torch.device, rows: slice | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -168,7 +167,7 @@ def evenness(found: RowStatistics, *, sinks: bool) -> Tensor:
     """(B, H): mean of entropy / ln(number of choices, at most 128) over rows of 8 keys and more, at most 1."""
     choices = (found.keys + int(sinks)).clamp(max=CLARK_KEYS)
     told = found.keys >= FEW_KEYS
-    ratio = (found.entropy / choices.clamp(min=2).log()).clamp(max=1.0)
+    ratio = (found.entropy / choices.log()).clamp(max=1.0)
     return torch.where(told, ratio, 0.0).sum(-1) / told.sum(-1).clamp(min=1)
 
 
@@ -195,4 +194,4 @@ def _bins(n: int, size: int, device: torch.device) -> Tensor:
 
 
 def _numbers(values: Tensor) -> list[float]:
-    return [round(value, 6) if math.isfinite(value) else value for value in values.double().tolist()]
+    return [round(value, 6) for value in values.double().tolist()]

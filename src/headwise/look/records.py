@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..shapes.kinds import check_counts, check_flags, check_texts, shown
+from ..shapes.kinds import MOST, check_counts, check_flags, check_texts, shown
 
 if TYPE_CHECKING:
     import pandas
@@ -103,6 +103,7 @@ class HeadRecord:
 
     def mass_at(self, offset: int) -> float | None:
         """Mean mass on the key at an offset from the query, negative before it; None where it was not measured."""
+        check_counts(-MOST, offset=offset)
         masses, k = (self.ahead, offset - 1) if offset > 0 else (self.offsets, -offset)
         return masses[k] if k < len(masses) else None
 

@@ -111,7 +111,7 @@ def as_tensors(sequences: Sequence[Repeated], *, ahead: bool) -> dict[str, Tenso
     lists = [targets(sequence, ahead=ahead) for sequence in sequences]
     tensors = {}
     for name in ("duplicate", "induction"):
-        widest = max((len(keys) for found in lists for keys in found[name]), default=0)
+        widest = max(len(keys) for found in lists for keys in found[name])
         rows = [[keys + [-1] * (widest - len(keys)) for keys in found[name]] for found in lists]
         tensors[name] = torch.tensor(rows, dtype=torch.long).view(len(sequences), len(rows[0]), widest)
     return tensors

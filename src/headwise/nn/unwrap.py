@@ -59,6 +59,8 @@ def split_over(model: nn.Module) -> int:
 
     What data parallelism shards (FSDP) does not count: its modules gather their weights before they run.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"split_over takes a model, a torch.nn.Module; got {type(model).__name__}")
     parts = list(model.modules())
     found = [size for part in parts if isinstance(size := getattr(part, "_tp_size", None), int)]
     distributed: Any = sys.modules.get("torch.distributed.tensor")  # not there: nobody has split anything

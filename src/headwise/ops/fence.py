@@ -45,6 +45,12 @@ def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> tuple
     return clean(query, bad_BHT | ~alive_BHT), clean(key, out_BKS), clean(value, out_BKS), shown_BHT
 
 
+def fence_pairs(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fence`, of scores: query and key without NaN and Inf, and the pairs (B, H, T, S) that one is part of."""
+    bad_BHT, bad_BHS = ~query.isfinite().all(-1), ~key.isfinite().all(-1)
+    return clean(query, bad_BHT), clean(key, bad_BHS), bad_BHT[..., None] | bad_BHS[:, :, None]
+
+
 def _meetings(bad_BKS: Tensor, mask: Mask | None, H: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
     """The rows that may attend a bad key, those that may attend anything, and the keys that some row may attend.
 

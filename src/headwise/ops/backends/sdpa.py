@@ -104,7 +104,7 @@ def _strip(
     query, key, value = query[:, :, rows], key[:, :, cols], value[:, :, cols]
     if key.shape[2] == 0:
         zero = query[..., :1] + (key.sum() + value.sum())  # and a gradient can pass to all three, which is 0
-        return zero.masked_fill(zero == zero, 0.0).expand(-1, -1, -1, value.shape[-1])
+        return zero.masked_fill(torch.ones_like(zero, dtype=torch.bool), 0.0).expand(-1, -1, -1, value.shape[-1])
     out = _fused(call, query, key, value, mask)
     return out if empty is None else out.masked_fill(empty, 0.0)
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...shapes import MASK_RULE, check_made
-from ...shapes.kinds import check_counts, check_device
+from ...shapes import MASK_RULE, check_integers, check_made
+from ...shapes.kinds import check_counts, check_device, check_dtype
 from ..symbols import known
 from .algebra import both, either, neither
 from .places import Rows, check_asked, checked_at, full_rank, wide
@@ -231,10 +231,12 @@ class Mask:
 
     def placed(self, offset: int | Tensor) -> Mask:
         """The mask with query 0 at `offset` among the keys, in the rules that leave that to the lengths."""
-        return self._with([rule.placed(offset) for rule in self.parts])
+        check_integers("offset of placed()", offset, tensor=True)
+        return self if offset is None else self._with([rule.placed(offset) for rule in self.parts])
 
     def sized(self, B: int, H: int) -> Mask:
         """The mask for B rows of H heads: what a `rule()` must know to ask its function."""
+        check_counts(B=B, H=H)
         return self._with([rule.sized(B, H) for rule in self.parts])
 
     def forbids(self) -> Mask | None:
@@ -256,6 +258,7 @@ class Mask:
 
     def computed_in(self, dtype: torch.dtype) -> Mask:
         """The mask as a computation in float32 or float64 takes it: no bias finer, ALiBi's slopes of that dtype."""
+        check_dtype(dtype, (torch.float32, torch.float64))
         parts = tuple(part.computed_in(dtype) for part in self.parts)
         return self if all(map(is_, parts, self.parts)) else Mask(parts)
 

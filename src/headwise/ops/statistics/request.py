@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...shapes import DTYPES, INTEGERS, check_options, check_query_key, describe
-from ...shapes.kinds import check_counts, check_dense, shown
+from ...shapes.kinds import FAR, check_counts, check_dense, shown, whole_numbers
 from ..call import fitted
 from ..masks.compose import Mask
 
@@ -66,19 +66,17 @@ def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
     """Each offset as key minus query; a number k stands for 0, -1, ... -k."""
     rule = (
         "offsets are a whole number k >= 0, for the keys 0 to k places before the query, or whole numbers, key minus "
-        f"query (negative = before), such as range(-3, 4); got {offsets!r}"
+        f"query (negative = before), such as range(-3, 4); got {shown(offsets)}"
     )
-    if isinstance(offsets, bool):
-        raise TypeError(rule)
     try:
-        if isinstance(offsets, Iterable):
-            return [operator.index(o) for o in offsets]
-        back = operator.index(offsets)
+        if isinstance(offsets, (int, Integral)):
+            [back] = whole_numbers("offsets", [offsets])
+            if back < 0:
+                raise ValueError(rule)
+            return range(0, -min(back, FAR) - 1, -1)
+        return whole_numbers("offsets", offsets)
     except TypeError:
         raise TypeError(rule) from None
-    if back < 0:
-        raise ValueError(rule)
-    return range(0, -back - 1, -1)
 
 
 def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: int) -> dict[str, Tensor]:

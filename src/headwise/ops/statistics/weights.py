@@ -10,6 +10,7 @@ from torch import Tensor
 from ...shapes import INTEGERS, check_options, check_query_key, describe
 from ...shapes.kinds import check_dense, shown
 from ..call import fitted
+from ..fence import fence_pairs, show, surely_tame
 from ..masks.compose import Mask
 from ..scores import mask_scores, score_rows, softcapped, softmax_rows, without_autocast
 
@@ -61,15 +62,24 @@ def weights(
     # One group of heads after another would read each key once; the chosen few are simply picked.
     q_BhrD = query[:, head_index][:, :, row_index]
     k_BhSD = key[:, head_index // (H // K)]
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    bad: Tensor | None = None
+    if learns and stage in STAGES[2:] and not surely_tame(q_BhrD, k_BhSD):  # else 0 * NaN would be in the gradient
+        q_BhrD, k_BhSD, bad = fence_pairs(q_BhrD, k_BhSD)
     with without_autocast(query.device.type):
         scores = score_rows(q_BhrD, k_BhSD, scale)
     if stage in ("raw", "softcapped"):
         return softcapped(scores, None if stage == "raw" else softcap)
     allowed, added = rules_of(mask, T, S, row_index, head_index)
     scores = mask_scores(softcapped(scores, softcap, allowed), allowed, added)
+    met = bad if bad is None or allowed is None else bad & allowed
     if stage == "biased":
-        return scores
-    return softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
+        return scores if met is None else show(scores, met)
+    found = softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
+    if met is None:
+        return found
+    spoiled = met.any(-1, keepdim=True)
+    return show(found, spoiled if allowed is None else spoiled & allowed)
 
 
 def rules_of(

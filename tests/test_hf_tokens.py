@@ -1,0 +1,50 @@
+"""What look takes from a tokenizer: where a text begins, what is punctuation, and which piece each id stands for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headwise.hf.tokens import bos_id, delimiters
+
+
+class Letters:
+    """A tokenizer of letters, whose ids are their numbers; `wide` ones beyond the vocabulary."""
+
+    is_fast = True
+    sep_token_id: int | None = 3
+    bos_token_id: int | None = None
+    cls_token_id: int | None = None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def __call__(self, text: str, return_offsets_mapping: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {"input_ids": [ord(letter) for letter in text]}
+        return found | ({"offset_mapping": [(i, i + 1) for i in range(len(text))]} if return_offsets_mapping else {})
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [f"<{chr(i)}>" for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("bos", "cls", "expected"),
+    [(5, 7, 5), (None, 7, 7), (None, None, None), (0, 7, 0), (99, 7, 7), (-1, None, None), (None, 11, None)],
+)
+def test_what_begins_a_text(bos: int | None, cls: int | None, expected: int | None) -> None:
+    """BOS, or CLS; an id that the model does not have is none."""
+    assert bos_id(SimpleNamespace(bos_token_id=bos, cls_token_id=cls), 11) == expected
+
+
+def test_delimiters_are_ids_of_the_model() -> None:
+    tokenizer = Letters()
+    assert delimiters(tokenizer, 200) == tuple(sorted([3, *map(ord, ".,;:!?\n")]))
+    assert delimiters(tokenizer, 46) == (3, 10, 33, 44), "a full stop is 46, one too many"
+    tokenizer.sep_token_id = None
+    assert delimiters(tokenizer, 34) == (10, 33)

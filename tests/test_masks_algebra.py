@@ -1,0 +1,166 @@
+"""Masks joined by `&`, `|` and `~`; and rules of one's own, through everything that takes a mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise
+from headwise import Mask, bias, causal, keep, look, prefix, rule, segments, statistics, weights, window
+from headwise.cache import StaticCache
+from headwise.ops.masks import Band, Rule
+from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, oracle
+
+ALL, NONE = Mask(()), ~Mask(())
+
+
+def same(one: Mask, other: Mask) -> bool:
+    return torch.equal(one.dense(5, 7), other.dense(5, 7))
+
+
+def test_everything_and_nothing() -> None:
+    some = window(2) | prefix(1)
+    assert (some | ALL).parts == () == (ALL | some).parts == (~NONE).parts
+    assert same(some | NONE, some) and same(NONE | some, some) and same(some & ALL, some)
+    assert same(some & NONE, NONE) and not NONE.dense(5, 7).any()
+    assert (NONE | NONE).parts == NONE.parts == (causal() & NONE).parts
+    added = NONE & bias(torch.zeros(5, 7))
+    assert len(added.parts) == 2 and bool((added.dense(5, 7) == -torch.inf).all())
+
+
+def test_what_is_simplified() -> None:
+    [band] = (causal() & window(4)).parts
+    assert (band.left, band.right) == (4, 0)
+    assert len((causal() & window(4, offset=1)).parts) == 2  # other places: two rules
+    assert len((causal() & window(4, first=1)).parts) == 2
+    [outside] = (~causal()).parts
+    assert isinstance(outside, Band)
+    mask = window(3, 1) & segments(torch.arange(7) // 3, torch.arange(7) // 3)
+    assert (~~mask).parts == mask.parts
+    union = causal() | prefix(2)
+    [joined] = (union | causal()).parts
+    assert len(joined.rules) == 2  # causal() is one object: it is there already
+
+
+def test_the_reach_of_a_union_holds_both() -> None:
+    assert (window(2) | prefix(3)).reach(10, 12, 20, 20) == (0, 20)  # a prefix names no keys without a look at tensors
+    assert (window(2) | window(5)).reach(10, 12, 20, 20) == (6, 12)
+    assert (window(2) | window(3, offset=-4)).reach(10, 12, 20, 20) == (4, 12)
+    assert (~window(2)).reach(10, 12, 20, 20) == (0, 20)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("join", "text"),
+    [
+        (lambda: causal() | bias(torch.zeros(2, 2)), "a bias adds to the scores and joins by `&` alone; `|` met Bias"),
+        (lambda: ~headwise.alibi(torch.ones(2)), "`~` met Alibi; join the rules first"),
+        (lambda: causal() | torch.ones(2, 2, dtype=torch.bool), "`|` joins masks; got Tensor; wrap a bool tensor in"),
+        (lambda: rule(3), "rule() takes a function of (b, h, i, j); got int"),
+        (lambda: rule(lambda b, h, i, j: i - j).dense(2, 2), "gives a bool tensor, True = attend"),
+        (lambda: rule(lambda b, h, i, j: True).dense(2, 2), "got bool"),
+        (lambda: headwise.relative([1.0]), "table of relative() is a float tensor (H, 2 R + 1); got list"),
+        (lambda: headwise.relative(torch.zeros(2, 3, dtype=torch.long)), "convert with .float()"),
+    ],
+)
+def test_what_cannot_be_joined_or_made(join: Any, text: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        join()
+    assert text in str(raised.value)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: prefix(-1), "n is at least 0; got -1"),
+        (lambda: headwise.dilated(0), "step is at least 1; got 0"),
+        (lambda: headwise.blocks(0), "size is at least 1; got 0"),
+        (lambda: headwise.relative(torch.zeros(2, 4)), "an odd number of columns, j - pos = 0 in the middle"),
+        (
+            lambda: headwise.attention(*make_qkv(1, 3, 1, 5, 7, 4, 4), mask=headwise.relative(torch.zeros(2, 5))),
+            "relative() needs a row of its table for each query head: H = 3",
+        ),
+    ],
+)
+def test_values_that_make_no_rule(make: Any, text: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        make()
+    assert text in str(raised.value)
+
+
+# -- rules of one's own: nothing in src/ knows them ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class EveryThird(Rule):
+    """Query i sees the keys j with i + j divisible by 3, and its own."""
+
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        return ((i + j) % 3 == 0) | (j == i + S - T)
+
+
+def _random(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (7 * i + 5 * j + 3 * b + 11 * h) * 2654435761 % 97 > 40
+
+
+DOCUMENTS = torch.arange(300) // 23
+OWN = {
+    "a class": Mask((EveryThird(),)),
+    "a function": rule(_random),
+    "documents and a prefix": (causal() & rule(lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j])) | prefix(5),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_rule_of_ones_own_goes_everywhere(name: str) -> None:
+    mask = OWN[name]
+    B, H, K, T, S, D, V = 2, 6, 3, 131, 149, 19, 17
+    q, k, v = make_qkv(B, H, K, T, S, D, V, requires_grad=True)
+    dense = mask.sized(B, H).dense(T, S).expand(B, H, T, S).contiguous()
+    if torch.ops.headwise is not None and headwise.explain(q, k, v).backend == "native":
+        assert headwise.explain(q, k, v, mask=mask).backend == "native"
+    out, lse = headwise.attention(q, k, v, mask=mask, return_lse=True)
+    exact = oracle(q.detach(), k.detach(), v.detach(), mask=dense)
+    rough = naive(q.detach(), k.detach(), v.detach(), mask=dense)
+    assert_close_like_torch(out.detach(), exact[0], rough, values=v.detach(), factor=2.0)
+    # The same bits as the tensor of it: forward, gradients, statistics.
+    told, told_lse = headwise.attention(q, k, v, mask=keep(dense), return_lse=True)
+    assert_same_bits(out, told)
+    assert_same_bits(lse, told_lse)
+    grad_out = torch.linspace(-1, 1, out.numel()).view_as(out)
+    ours = torch.autograd.grad(out, (q, k, v), grad_out)
+    theirs = torch.autograd.grad(told, (q, k, v), grad_out)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same_bits(one, other)
+    with torch.no_grad():
+        for field in ("entropy", "largest", "keys", "received"):
+            one, other = (getattr(statistics(q, k, mask=m), field) for m in (mask, keep(dense)))
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        assert_same_bits(weights(q, k, rows=[3, 100], mask=mask), weights(q, k, rows=[3, 100], mask=keep(dense)))
+        cache = StaticCache(B, K, D, V, capacity=S).append(k, v)
+        assert_same_bits(
+            headwise.attention(q, cache, mask=mask), headwise.attention(q, k, v, mask=causal() & keep(dense))
+        )
+
+
+def test_a_module_and_look_take_a_rule_of_ones_own() -> None:
+    mha = headwise.MultiHeadAttention(24, 4)
+    x = torch.randn(2, 67, 24)
+    mask = Mask((EveryThird(),))
+    assert_same_bits(mha(x, mask=mask), mha(x, mask=keep(mask.dense(67, 67))))
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attend = torch.nn.Embedding(31, 24), mha
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.attend(self.embed(input_ids), mask=mask)
+
+    seen = look.at(Model(), torch.arange(31).repeat(2)[None, :59])
+    assert len(seen.heads) == 4

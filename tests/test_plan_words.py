@@ -1,0 +1,270 @@
+"""What is told of a plan: kinds, notes, tables and the chart, each where it begins and where it ends."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headwise import plan
+from headwise.plan import chart, costs, units
+from headwise.plan.model import model_of
+
+pytestmark = pytest.mark.unchecked
+SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
+         "num_hidden_layers": 3, "intermediate_size": 32, "vocab_size": 50}  # fmt: skip
+
+
+# --- kinds and notes --------------------------------------------------------------------------------------------------
+
+KINDS: list[tuple[dict[str, Any], str]] = [
+    ({"num_key_value_heads": 8}, "MHA"),
+    ({"num_key_value_heads": 4}, "GQA (G = 2)"),
+    ({"num_key_value_heads": 2}, "GQA (G = 4)"),
+    ({"num_key_value_heads": 1}, "MQA"),
+    ({"num_attention_heads": 1, "num_key_value_heads": 1}, "MHA"),
+    ({"model_type": "mistral", "sliding_window": 7}, "GQA (G = 2), window 7"),
+    ({"model_type": "mistral", "sliding_window": None}, "GQA (G = 2)"),
+    ({"model_type": "gemma2", "sliding_window": 7}, "GQA (G = 2), hybrid: 1 full, 2 window 7"),
+    ({"model_type": "ministral", "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+      "sliding_window": 5}, "GQA (G = 2), hybrid: 2 full, 1 window 5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "kind"), KINDS, ids=str)
+def test_kinds(fields: dict[str, Any], kind: str) -> None:
+    assert plan.of({**SMALL, **fields}).kind == kind
+
+
+def test_kinds_of_layers_that_differ() -> None:
+    after = plan.of(SMALL, heads_plan={"layers": {"0": {"kv_heads": 2}, "1": {"kv_heads": 1}}}).planned
+    assert after is not None and after.kind == "GQA and MQA"
+    after = plan.of(SMALL, heads_plan={"layers": {"0": {"kv_heads": 2}, "1": {"keep": [0, 1, 2]}}}).planned
+    assert after is not None and after.kind == "GQA (G = 4, 1.5, 2)"
+
+
+def test_learned_positions_end_where_they_end() -> None:
+    assert plan.of("gpt2", context=1024).exact and plan.of("gpt2", context=1024).notes == ()
+    found = plan.of("gpt2", context=(1024, 1025, 4096))
+    assert found.notes == ("beyond the 1024 positions the model has learned: 1025, 4096",)
+    assert plan.of(SMALL, context=10**9).notes == ()
+
+
+def test_five_unknown_fields_are_named() -> None:
+    told = "fields that are not known, taken to change no count: 'a0', 'a1', 'a2', 'a3', 'a4'"
+    for count, end in ((5, ""), (6, ", ...")):
+        assert plan.of({**SMALL, **{f"a{i}": 1 for i in range(count)}}).notes == (told + end,)
+
+
+def test_what_stands_around_the_text_model() -> None:
+    """The dtype, a quantisation and whether the head is tied may stand in the wrapper; the rest is the text model's."""
+    text = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 50, "head_dim": 8}
+    outer: dict[str, Any] = {
+        "model_type": "gemma3",
+        "text_config": text,
+        "quantization_config": {"quant_method": "fp8"},
+    }
+    notes = plan.of(outer).notes
+    assert notes[0].startswith("the vision tower") and notes[1].startswith("the checkpoint is quantised")
+    del outer["quantization_config"]
+    assert len(plan.of(outer).notes) == 1
+    assert [model_of({**outer, "dtype": dtype}).weight_bytes for dtype in ("float32", "bfloat16")] == [4, 2]
+    sizes = [
+        model_of({**outer, "text_config": {**text, "tie_word_embeddings": not tied}, "tie_word_embeddings": tied})
+        for tied in (True, False)
+    ]
+    assert sizes[1].total_parameters() - sizes[0].total_parameters() == 50 * 64
+    assert model_of({**outer, "text_config": {**text, "model_type": "gemma3_text"}}).layers == model_of(outer).layers
+    with pytest.raises(ValueError, match="has no text_config, where the text model's sizes are"):
+        model_of({"model_type": "gemma3", "text_config": 3})
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [({}, 2), ({"dtype": "float32"}, 4), ({"torch_dtype": "float64"}, 8), ({"dtype": "float16"}, 2),
+     ({"torch_dtype": "float32"}, 4), ({"dtype": "bfloat16", "torch_dtype": "float32"}, 2), ({"dtype": 3}, 2)],
+)  # fmt: skip
+def test_bytes_of_a_weight(fields: dict[str, Any], size: int) -> None:
+    model = model_of({**SMALL, **fields})
+    assert costs.weight_bytes_read(model) == size * model.active_parameters()
+    floor = costs.floors(model, 11, 1)[1]
+    assert floor.bytes == size * model.active_parameters() + 2 * 11 * 3 * 4 * 16
+
+
+# --- numbers of the record --------------------------------------------------------------------------------------------
+
+
+def test_latent_attention_as_other_kinds() -> None:
+    """By hand: keys of 192 and values of 128 numbers for each head that has its own."""
+    cost = plan.of("deepseek-v3", context=3).contexts[0]
+    assert (cost.as_mha_bytes, cost.as_gqa8_bytes, cost.as_mqa_bytes) == tuple(
+        61 * k * 320 * 3 * 2 for k in (128, 8, 1)
+    )
+    assert cost.decode_expanded is not None and cost.decode is not None
+    assert cost.decode_expanded == costs.decode(plan.of("deepseek-v3").model, 3, absorbed=False) != cost.decode
+    assert plan.of("gpt2", context=3).contexts[0].decode_expanded is None
+    twelve = plan.of("gpt2", context=3).contexts[0]
+    assert twelve.as_gqa8_bytes is None and twelve.as_mqa_bytes * 12 == twelve.as_mha_bytes == twelve.cache_bytes
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "t5-small", "mistral-7b", "whisper-tiny", "bert-base"])
+def test_a_batch_is_in_every_number_but_the_floors(name: str) -> None:
+    one, three = (plan.of(name, context=10_000, batch=n, bandwidth=1e12).contexts[0] for n in (1, 3))
+    told, many = one.to_dict(), three.to_dict()
+    for key, value in told.items():
+        if key in ("context", "source_tokens", "floors"):
+            assert many[key] == value
+        elif isinstance(value, dict):
+            assert many[key] == {part: 3 * number for part, number in value.items()}
+        else:
+            assert many[key] == (None if value is None else 3 * value), key
+    assert one.source_tokens == {"t5-small": 10_000, "whisper-tiny": 1500}.get(name, 0)
+
+
+def test_as_many_contexts_and_texts_as_there_may_be() -> None:
+    assert len(plan.of(SMALL, context=[1] * 64).contexts) == 64
+    with pytest.raises(ValueError, match="give 1 to 64 contexts; got 65"):
+        plan.of(SMALL, context=[1] * 65)
+    assert plan.of(SMALL, context=10**10, batch=10**7).contexts[0].context == 10**10
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def rows(shown: object) -> dict[str, list[str]]:
+    """The lines of all tables, by their first cell."""
+    cells = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in str(shown).splitlines()]
+    return {line[0]: line[1:] for line in cells if line}
+
+
+def test_the_overview_of_an_encoder_with_a_decoder() -> None:
+    found = plan.of("t5-small", context=100, batch=3, bandwidth="1TB/s")
+    cost, shown = found.contexts[0], rows(found)
+    assert cost.decode is not None
+    assert shown["attention layers"] == ["6 encoder, 6 self, 6 cross"]
+    assert shown["attention parameters"] == ["18,874,368 (31.2% of the model)"]
+    assert shown["all parameters"] == ["60,506,624"] and shown["of which a token passes"] == ["38,479,360"]
+    assert shown["cache a token (bf16)"] == ["12,288 B"] and shown["computations a pass"] == ["144 (layers x heads)"]
+    assert "at 100 tokens, batch 3" in shown and "at 100 tokens" in rows(plan.of("t5-small", context=100))
+    cache = units.show_bytes(3 * 100 * 12 * 2 * 8 * 128)
+    assert shown["cache held"] == [cache] and shown["cache reserved"] == [f"{cache}, every layer the whole context"]
+    assert shown["as MHA, GQA-8, MQA"] == [f"{cache}, {cache}, {units.show_bytes(3 * 100 * 12 * 2 * 128)}"]
+    flops = [units.show(n, "FLOP") for n in (cost.prefill.total, cost.prefill.attention, cost.prefill.dense)]
+    assert shown["prefill"] == [f"{flops[0]}, attention {flops[1]} ({flops[2]} without its mask)"]
+    token = [units.show(n, "FLOP") for n in (cost.decode.total, cost.decode.attention)]
+    assert shown["one decoded token"] == [f"{token[0]}, attention {token[1]}"]
+    eager = [units.show_bytes(n) for n in (3 * 8 * 100 * 100 * 2, 3 * 8 * 100 * 4)]
+    assert shown["eager's weights"] == [f"{eager[0]} a layer, a kernel {eager[1]}"]
+    assert shown["W_Q  q_proj"] == ["262,144", "4,718,592"]
+    assert shown["256"][-1] == "cache" and len(shown["256"]) == 6
+    assert len(rows(plan.of("t5-small", context=100))["256"]) == 3, "without speeds there is no time"
+
+
+def test_the_overview_of_others() -> None:
+    encoder = rows(plan.of("bert-base", context=512, heads_plan={"layers": {"*": {"keep": [0, 1]}}}))
+    assert encoder["attention layers"] == ["12"] and encoder["one decoded token"] == ["-"]
+    assert (encoder["cache reserved"], encoder["as MHA, GQA-8, MQA"]) == (["-"], ["-"])
+    assert "without its mask" not in encoder["prefill"][0]
+    assert encoder["cache a token"] == ["0 B", "0 B", "-"] and encoder["at 512: cache"][-1] == "-"
+    assert (
+        encoder["attention parameters"] == ["28,348,416", "4,732,416", "83.3%"] and "at 512: one token" not in encoder
+    )
+    assert rows(plan.of("gpt2", context=9))["as MHA, GQA-8, MQA"][0].split(", ")[1] == "-"
+    deep = plan.of("deepseek-v3", context=99).contexts[0]
+    assert deep.decode_expanded is not None
+    end = f"; keys and values made anew {units.show(deep.decode_expanded.total, 'FLOP')}"
+    assert rows(plan.of("deepseek-v3", context=99))["one decoded token"][0].endswith(end)
+    mixed = plan.of({**SMALL, "num_hidden_layers": 5, "strange": 1}, context=9, heads_plan={
+        "layers": {str(i): {"keep": [*range(i + 1)]} for i in range(4)}})  # fmt: skip
+    assert mixed.planned is not None
+    after = rows(mixed.planned)
+    assert after["all parameters"][0].endswith(" (see the notes)")
+    assert after["heads, kv heads"] == ["1, 1; 2, 1; 3, 2; ..."]
+    assert rows(plan.of(SMALL, context=9, heads_plan={"layers": {"0": {"keep": [0]}, "1": {"keep": [1, 2]}}}).planned)[
+        "heads, kv heads"
+    ] == ["1, 1; 2, 2; 8, 4"]
+
+
+def test_remarks() -> None:
+    experts = "a batch meets more experts than one token does; its floor counts one token's, the least there can be"
+    assert str(plan.of("mixtral-8x7b")).endswith(experts) and experts not in str(plan.of("gpt2"))
+    assert "exact: every count is that of the model transformers builds (gpt2)" in str(plan.of("gpt2", context=9))
+    both = plan.side_by_side([plan.of("gpt2", context=9), plan.of("bert-base", context=9)])
+    told = [str(part) for part in both.renderables[1:]]
+    assert told[0].startswith("gpt2: exact: ") and "\ncard: An encoder: it keeps no key-value cache" in told[1]
+
+
+# --- the chart --------------------------------------------------------------------------------------------------------
+
+
+def test_the_contexts_of_a_chart() -> None:
+    for last, expected in ((1, [1]), (1023, [1023]), (1024, [1024]), (1025, [1024, 1025]), (4096, [1024, 2048, 4096])):
+        assert chart.lengths([plan.of(SMALL, context=last)]) == expected
+    assert chart.lengths([plan.of(SMALL, context=(5000, 9)), plan.of(SMALL, context=2048)])[-1] == 5000
+    assert chart.lengths([plan.of(SMALL, context=10**10)])[-2:] == [2**33, 10**10]
+
+
+def test_bars_are_those_of_the_batch() -> None:
+    found = plan.of({**SMALL, "model_type": "mistral", "sliding_window": 1500}, context=2048, batch=5)
+    bars = chart.bars(found).splitlines()
+    token = 3 * 4 * 16 * 2 * 5
+    assert bars[0] == "cache against context (# held, . reserved without windows)"
+    assert [line.split("  ")[-1] for line in bars[1:]] == [units.show_bytes(n * token) for n in (1024, 1500)]
+    drawn = [(line[13:61].count("#"), line[13:61].count(".")) for line in bars[1:]]
+    assert drawn == [(24, 0), (36, 12)]
+    assert chart.bars(plan.of(SMALL, context=99)).splitlines()[0] == "cache against context (# held)"
+    least = chart.bars(plan.of(SMALL, context=10**6)).splitlines()[1]
+    assert least.count("#") == 1, "a little is drawn, too"
+
+
+def points(drawing: str) -> list[list[tuple[float, float]]]:
+    lines = [element for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("polyline")]
+    return [[tuple(map(float, p.split(","))) for p in line.get("points", "").split()] for line in lines]  # type: ignore
+
+
+def test_both_axes_are_logarithmic() -> None:
+    found = plan.of({**SMALL, "model_type": "mistral", "sliding_window": 2048}, context=8192)
+    reserved, held = points(plan.svg([found]))
+    token = 3 * 4 * 16 * 2
+    low, high = math.floor(math.log2(1024 * token)), math.ceil(math.log2(8192 * token))
+    height = (chart.HEIGHT - chart.TOP - chart.BOTTOM) / (high - low)
+    width = (chart.WIDTH - chart.LEFT - chart.RIGHT) / 3
+    for i, (x, y) in enumerate(reserved):
+        assert x == pytest.approx(chart.LEFT + i * width, abs=0.06)
+        above = math.log2((1024 << i) * token) - low
+        assert y == pytest.approx(chart.HEIGHT - chart.BOTTOM - above * height, abs=0.06)
+    assert held == [*reserved[:2], *((x, reserved[1][1]) for x, _ in reserved[2:])]
+
+
+def test_a_chart_of_one_context_and_of_one_size() -> None:
+    """No span on an axis: 2 * 64 * 8 bytes are a power of two, so lowest and highest are the same."""
+    one = {**SMALL, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 8}
+    (first,), (second,) = points(plan.svg([plan.of(one, context=1024)]))
+    assert first == second == (chart.LEFT, chart.HEIGHT - chart.BOTTOM)
+    assert len(points(plan.svg([plan.of(SMALL, context=7)]))) == 2
+
+
+def test_labels_of_a_chart() -> None:
+    many = [plan.of(SMALL, context=2**20)] * 7
+    image = ElementTree.fromstring(plan.svg(many))
+    texts = [element.text or "" for element in image.iter() if element.tag.endswith("text")]
+    for told in ("1K", "512K", "1M", "tokens of context", "dashed: reserved"):
+        assert told in texts
+    assert texts.count("llama") == 7 and "Key-value cache against context (bf16, batch 1)" in texts
+    colours = [element.get("stroke") for element in image.iter() if element.tag.endswith("polyline")][::2]
+    assert colours[6] == colours[0] and len(set(colours)) == len(chart.COLOURS)
+    found = plan.of(SMALL, context=1500)
+    strange = replace(found, model=replace(found.model, name="<b>&amp;" + "x" * 40))
+    texts = [element.text or "" for element in ElementTree.fromstring(plan.svg([strange])).iter()]
+    assert "<b>&amp;" + "x" * 16 in texts and "1,500" in texts
+    assert chart._tokens(3 * 2**19) == "1.5M" and chart._tokens(2**20 - 1024) == "1023K"
+
+
+@pytest.mark.parametrize(("most", "lines"), [(1, 2), (10**10, 8)])
+def test_a_chart_has_a_few_lines_across(most: int, lines: int) -> None:
+    drawing = plan.svg([plan.of({**SMALL, "model_type": "mistral", "sliding_window": 7}, context=most)])
+    across = [e for e in ElementTree.fromstring(drawing).iter() if e.tag.endswith("path") and "H" in (e.get("d") or "")]
+    assert len(across) == lines
