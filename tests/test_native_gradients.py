@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import MUST, needs_native
+from backends import MUST, instructions, natives, needs_native
 from gradient_cases import SEED, Case, textbook
 from mask_cases import MASKS, SHORT, Sizes
 from torch import Tensor
@@ -191,6 +191,20 @@ def test_training_under_autocast_leaves_the_backward_alone(backend: str) -> None
     for x, y in zip(inside, outside, strict=True):
         assert backend != "auto" or torch.equal(x, y)
         assert x.dtype == torch.float32
+
+
+@natives
+@pytest.mark.parametrize("T", [1, 3, 37])
+def test_a_sink_that_takes_all(backend: str, T: int) -> None:
+    """Keys then weigh less than any float32, the sink 1: what comes back to the lse goes to it alone."""
+    for S in (7, 70):
+        q, k, v = make_qkv(1, 2, 1, T, S, 8, 8, requires_grad=True)
+        sinks = torch.tensor([100.0, 300.0], requires_grad=True)
+        with instructions(backend) as name:
+            out, lse = headwise.attention(q, k, v, sinks=sinks, return_lse=True, backend=name)
+            grads = torch.autograd.grad([out, lse], [q, k, v, sinks], [torch.ones_like(out), torch.full_like(lse, 3.0)])
+        assert float(torch.cat([x.flatten() for x in grads[:3]]).abs().max()) < 1e-37
+        assert grads[3].tolist() == [3.0 * T, 3.0 * T]
 
 
 # -- torch's own checks of operators -------------------------------------------------------------------------------

@@ -118,6 +118,15 @@ def test_rows_and_keys_on_both_sides_of_every_block(backend: str, dtype: torch.d
 
 @natives
 @dtypes
+def test_few_keys_on_both_sides_of_a_tile(backend: str, dtype: torch.dtype) -> None:
+    """Rows that reach 16 keys and fewer, in one tile of 64, have a way of their own; here some reach the next."""
+    masks = ("window 3", "window 3 2")
+    sizes = [Sizes(1, 2, 1, T, S, 8, 8) for T in (1, 11) for S in range(63, 73)]
+    run(backend, [Case(n, dtype, mask) for n in sizes for mask in masks])
+
+
+@natives
+@dtypes
 def test_primes(backend: str, dtype: torch.dtype) -> None:
     sizes = [
         Sizes(3, 35, 7, 67, 131, 59, 37),

@@ -59,7 +59,7 @@ ROWS: list[tuple[Any, Any]] = [
     (slice(1, 4), slice(None, None, 2)),
     (torch.tensor([2]), torch.tensor([0, 5])),
     (slice(0, 0), None),
-    ([], []),
+    ([], None),
     (-SHORT.T, -SHORT.H),
 ]
 
@@ -208,10 +208,10 @@ def test_nothing(sizes: tuple[int, ...]) -> None:
     ("options", "error", "text"),
     [
         ({"stage": "logits"}, ValueError, "stage is one of raw, softcapped, biased, probabilities; got 'logits'"),
-        ({"rows": [0, 3]}, IndexError, "rows lie in -3 <= index < 3 here; got [0, 3]"),
-        ({"rows": -4}, IndexError, "rows lie in -3 <= index < 3 here; got [-4]"),
-        ({"heads": 2}, IndexError, "heads lie in -2 <= index < 2 here; got [2]"),
-        ({"rows": [1.0]}, TypeError, "rows are integer positions; got"),
+        ({"rows": [0, 3]}, ValueError, "rows lie in -3 <= index < 3 here; got [0, 3]"),
+        ({"rows": -4}, ValueError, "rows lie in -3 <= index < 3 here; got [-4]"),
+        ({"heads": 2}, ValueError, "heads lie in -2 <= index < 2 here; got [2]"),
+        ({"rows": [1.0]}, TypeError, "rows are integer positions: an int, several, a slice, or an integer tensor; got"),
         ({"heads": [True, False]}, TypeError, "a bool mask gives them by .nonzero()"),
     ],
 )

@@ -6,28 +6,43 @@
 namespace fuzz {
 namespace {
 
-// What a bias of these sizes gets of the gradient of the scores, (B, H, T, S).
+// What a tensor gets of the gradient of the scores, (B, H, T, S), whose element n goes to its place(n).
+template <class Place>
+naive::Gradient gathered(const naive::Gradient& full, int64_t count, int32_t dtype, Place place) {
+  naive::Gradient g;
+  g.x.assign(static_cast<size_t>(count), 0), g.error = g.x;
+  std::vector<double> size = g.x, terms = g.x;
+  for (size_t n = 0; n < full.x.size(); ++n) {
+    const size_t to = place(static_cast<int64_t>(n));
+    g.x[to] += full.x[n], g.error[to] += full.error[n], size[to] += fabs(full.x[n]), ++terms[to];
+  }
+  const naive::Rounding unit = rounding(dtype);
+  for (size_t n = 0; n < g.x.size(); ++n) {
+    g.error[n] += 0x1p-24 * (terms[n] + 16) * size[n] + (unit.out + 0x1p-22) * fabs(g.x[n]) + unit.smallest;
+  }
+  return g;
+}
+
+// For a bias of these sizes, some of them 1.
 naive::Gradient reduced(const naive::Gradient& full, const naive::Call& c, const std::vector<int64_t>& sizes, int32_t dtype) {
   const int64_t all[4] = {c.B, c.H, c.T, c.S};
-  const auto count = static_cast<size_t>(sizes[0] * sizes[1] * sizes[2] * sizes[3]);
-  naive::Gradient g;
-  g.x.assign(count, 0), g.error.assign(count, 0);
-  std::vector<double> size(count, 0);
-  for (size_t n = 0; n < full.x.size(); ++n) {
-    int64_t rest = static_cast<int64_t>(n), place = 0, step = 1;
+  return gathered(full, count_of(sizes), dtype, [&](int64_t rest) {
+    int64_t place = 0, step = 1;
     for (size_t axis = 4; axis-- > 0;) {
       place += (sizes[axis] == 1 ? 0 : rest % all[axis]) * step;
       rest /= all[axis], step *= sizes[axis];
     }
-    const auto to = static_cast<size_t>(place);
-    g.x[to] += full.x[n], g.error[to] += full.error[n], size[to] += fabs(full.x[n]);
-  }
-  const double terms = static_cast<double>(full.x.size() / count + 16);
-  const naive::Rounding unit = rounding(dtype);
-  for (size_t n = 0; n < count; ++n) {
-    g.error[n] += 0x1p-24 * terms * size[n] + (unit.out + 0x1p-22) * fabs(g.x[n]) + unit.smallest;
-  }
-  return g;
+    return static_cast<size_t>(place);
+  });
+}
+
+// For relative biases, (B or 1, H or 1, T + S - 1).
+naive::Gradient along_diagonals(const naive::Gradient& full, const naive::Call& c, const std::vector<int64_t>& sizes) {
+  return gathered(full, count_of(sizes), kFloat, [&](int64_t n) {
+    const int64_t j = n % c.S, i = n / c.S % c.T, h = n / c.S / c.T % c.H, b = n / c.S / c.T / c.H;
+    const int64_t plane = (sizes[0] == 1 ? 0 : b) * sizes[1] + (sizes[1] == 1 ? 0 : h);
+    return static_cast<size_t>(plane * sizes[2] + c.T - 1 - i + j);
+  });
 }
 
 naive::Gradient summed_over_batch(const naive::Gradient& each, const naive::Call& c) {
@@ -60,6 +75,9 @@ std::vector<Expected> expected(const Case& k) {
   for (size_t n = 0; n < g.slopes.size(); ++n) {
     const bool batched = k.alibi[2 * n].sizes[0] != 1 || c.B == 1;
     all.push_back({"gradient of slopes", batched ? g.slopes[n] : summed_over_batch(g.slopes[n], c)});
+  }
+  for (const Drawn& bias : k.relative) {
+    all.push_back({"gradient of relative biases", along_diagonals(g.scores, c, bias.sizes)});
   }
   return all;
 }

@@ -43,13 +43,14 @@ Tensors::Tensors(const Case& k, bool dirty) {
   for (const Drawn& t : k.segments) segments.push_back(place(t));
   for (const Drawn& t : k.dense) dense.push_back(place(t));
   for (const Drawn& t : k.alibi) alibi.push_back(place(t));
+  for (const Drawn& t : k.relative) relative.push_back(place(t));
   for (const DrawnMap& t : k.maps) maps.push_back(place(t.index)), maps.push_back(t.bits());
   const auto turn_over = [&](std::vector<fake::Tensor>& list) {
     for (fake::Tensor& t : list) {
       if (dirty && k.seed % 3 == 0 && t->dtype != kBool) t = fake::turned_over(*t);
     }
   };
-  turn_over(segments), turn_over(dense), turn_over(alibi), turn_over(maps);
+  turn_over(segments), turn_over(dense), turn_over(alibi), turn_over(maps), turn_over(relative);
   seed = fake::make(kLong, {1}, {1}, 0, 0);
   write(*seed, 0, static_cast<double>(k.seed));
   if (dirty) poison(k);
@@ -92,7 +93,7 @@ void Tensors::poison(const Case& k) {
 std::vector<fake::Tensor*> Tensors::all() {
   std::vector<fake::Tensor*> some = {&query, &key,    &value, &key_scale, &value_scale, &table,
                                      &sinks, &bounds, &gate,  &seed,      &grad_out,    &grad_lse};
-  for (auto* list : {&segments, &dense, &alibi, &maps}) {
+  for (auto* list : {&segments, &dense, &alibi, &maps, &relative}) {
     for (fake::Tensor& t : *list) some.push_back(&t);
   }
   return some;
@@ -157,7 +158,8 @@ Output run(const Case& k, const Tensors& t) {
   const bool lists = k.seed % 2 == 0;
   stack.insert(stack.end(), {give_number(c.softcap), give_optional(t.sinks), low, high, give_optional(t.bounds),
                              give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                             give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)), give_list(nullptr), give_optional(t.gate), give_number(c.dropout),
+                             give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)),
+                             give_list(some(t.relative, lists)), give_optional(t.gate), give_number(c.dropout),
                              give_optional(t.seed)});
   result.error = call(held ? "attend_held" : "attend_full", stack, 2);
   if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
@@ -205,7 +207,8 @@ Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends) {
     stack.insert(stack.end(), {give(t.query), give(t.key), give(t.value), give_number(c.scale), give_number(c.softcap),
                                give_optional(t.sinks), low, high, give_optional(t.bounds),
                                give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                               give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)), give_list(nullptr)});
+                               give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)),
+                               give_list(some(t.relative, lists))});
   };
   std::vector<StableIValue> stack;
   rules(stack);

@@ -23,7 +23,7 @@ extern std::map<std::string, Worst> worst;
 // negative bit now and then.
 struct Tensors {
   fake::Tensor query, key, value, key_scale, value_scale, table, sinks, bounds, gate, seed, grad_out, grad_lse;
-  std::vector<fake::Tensor> segments, dense, alibi, maps;
+  std::vector<fake::Tensor> segments, dense, alibi, maps, relative;
 
   Tensors(const Case& k, bool dirty);
   std::vector<fake::Tensor*> all();

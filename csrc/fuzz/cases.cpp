@@ -168,6 +168,24 @@ void draw_maps(Draw& draw, Case& k) {
   }
 }
 
+// A bias for each distance of a key from a query; as numbers, one for each pair.
+void draw_relative(Draw& draw, Case& k) {
+  naive::Call& c = k.call;
+  for (int64_t n = draw.once_in(6) && k.dense.size() < 4 ? draw.between(1, 2) : 0; n > 0; --n) {
+    const double forbidden = draw.one_of<double>({0, 0, 0.2});
+    const int64_t width = c.T + c.S - 1;
+    k.relative.push_back(draw_tensor(draw, kFloat, {draw.once_in(2) ? 1 : c.B, draw.once_in(2) ? 1 : c.H, width}, true,
+                                     [&] { return draw.unit() < forbidden ? -kInf : draw.normal(); }));
+    const std::vector<double> all = spread(k.relative.back(), {c.B, c.H, width});
+    naive::Dense rule = {false, std::vector<double>(static_cast<size_t>(c.B * c.H * c.T * c.S))};
+    for (size_t at = 0; at < rule.x.size(); ++at) {
+      const int64_t cell = static_cast<int64_t>(at), j = cell % c.S, i = cell / c.S % c.T, plane = cell / c.S / c.T;
+      rule.x[at] = all[static_cast<size_t>(plane * width + c.T - 1 - i + j)];
+    }
+    c.dense.push_back(rule);
+  }
+}
+
 void draw_extras(Draw& draw, Case& k) {
   naive::Call& c = k.call;
   if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0, 0x1p-100, 1e-20, 1e20, 0x1p100}));
@@ -179,6 +197,7 @@ void draw_extras(Draw& draw, Case& k) {
   draw_segments(draw, k);
   draw_dense(draw, k);
   draw_maps(draw, k);
+  draw_relative(draw, k);
   if (draw.once_in(5)) {
     k.alibi.push_back(draw_tensor(draw, kFloat, {draw.once_in(2) ? 1 : c.B, c.H}, true, [&] { return draw.unit(); }));
     const bool far = draw.once_in(10);
@@ -304,11 +323,11 @@ std::string Case::describe() const {
   char text[400];
   snprintf(text, sizeof text,
            "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
-           "bounds=%d segments=%zu dense=%zu maps=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d paged=%d lost=%d",
+           "bounds=%d segments=%zu dense=%zu maps=%zu relative=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d paged=%d lost=%d",
            static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
            static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
            static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
-           static_cast<long long>(c.high), bounds.present, c.segments.size(), dense.size(), maps.size(), c.alibi.size(),
+           static_cast<long long>(c.high), bounds.present, c.segments.size(), dense.size(), maps.size(), relative.size(), c.alibi.size(),
            sinks.present, gate.present, c.dropout, plain, bytes, paged, lost);
   return text;
 }

@@ -63,6 +63,7 @@ struct Case {
   Drawn query, key, value, key_scale, value_scale, sinks, bounds, gate, grad_out, grad_lse;
   std::vector<Drawn> segments, dense, alibi;
   std::vector<DrawnMap> maps;
+  std::vector<Drawn> relative;
   bool plain = false;   // the operator `attend`, without extras
   bool bytes = false;   // int8 keys and values with their scales: `attend_held`
   bool paged = false;   // once more with keys and values in pages: the same bits

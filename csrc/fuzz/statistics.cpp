@@ -47,7 +47,7 @@ void push_rules(std::vector<StableIValue>& stack, const Case& k, const Tensors& 
   stack.insert(stack.end(), {give_number(c.scale), give_number(c.softcap), give_optional(t.sinks),
                              static_cast<StableIValue>(c.low), static_cast<StableIValue>(c.high),
                              give_optional(t.bounds), give_list(&t.segments), give_list(&t.dense),
-                             give_list(&t.alibi), give_list(&t.maps), give_list(nullptr)});
+                             give_list(&t.alibi), give_list(&t.maps), give_list(&t.relative)});
 }
 
 // numbers (6, B, H, T), places (2, B, H, T), picked, binned, featured, out; then mass and rows of (B, H, S).
