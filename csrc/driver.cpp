@@ -108,7 +108,7 @@ void attend(const Problem& p) {
   Plan plan = set.plan(p);
   std::unique_ptr<float[]> partial;
   if (plan.splits > 1) {
-    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.rows * plan.splits * plan.share_floats(p))]);
+    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.rows * plan.splits * plan.partial_floats(p))]);
     plan.partial = partial.get();
   }
   const int64_t items = plan.groups(p) * plan.splits;

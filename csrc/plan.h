@@ -14,11 +14,11 @@ struct Plan {
   int64_t keys_per_split = 0;
   int64_t splits = 0;         // items side by side along the keys, merged afterwards
   int64_t scratch_bytes = 0;  // of a thread
-  bool by_row = false;        // few rows: the kernel whose lanes run along the head dim
+  bool by_row = false;        // by_row rows: the kernel whose lanes run along the head dim
   float* partial = nullptr;   // (B, K, rows, splits): a share each, where splits > 1
 
   // Of a row: its greatest score, scaled and not, the sum of the weights, and V sums.
-  int64_t share_floats(const Problem& p) const { return p.V + 3; }
+  int64_t partial_floats(const Problem& p) const { return p.V + 3; }
 
   int64_t groups(const Problem& p) const { return p.B * p.K * row_items; }
 };
@@ -26,12 +26,11 @@ struct Plan {
 // Where an item adds a gradient that several rows share: at `stride` steps of (batch, head, query, key), and `chunk`
 // steps of its chunk, so that no two items ever add to one place. Data null = not wanted.
 template <class T>
-struct SharedOf {
+struct SharedGradient {
   T* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};
   int64_t chunk = 0;
 };
-using Shared = SharedOf<float>;
 
 // How a gradient is cut. An item: a chunk of the query rows of one key-value head of one batch row. It owns the gradients
 // of its queries, and has sums of its own for those of keys and values: its thread's scratch where there is one chunk,
@@ -41,20 +40,20 @@ struct BackwardPlan {
   int64_t rows_per_chunk = 0;
   int64_t chunks = 0;
   int64_t rows_per_step = 0;   // that use a tile of keys while it is near
-  int64_t wide_key = 0, wide_value = 0;  // floats from row to row of the sums
+  int64_t padded_D = 0, padded_V = 0;  // floats from row to row of the sums
   int64_t scratch_bytes = 0;
-  bool few = false;             // rows whose scores the forward adds up in another order (lines.h)
-  bool held = false;            // and whose products with all keys a thread's scratch holds
+  bool by_row = false;             // rows whose scores the forward adds up in another order (lines.h)
+  bool keeps_products = false;            // and whose products with all keys a thread's scratch holds
   bool has_partial = false;
-  float* partial = nullptr;    // (B, K, chunks): a share of (S, wide_key) and (S, wide_value) each
+  float* partial = nullptr;    // (B, K, chunks): a share of (S, padded_D) and (S, padded_V) each
   // Biases whose gradient has queries and keys but is summed over batch or heads: found by items of their own, which
   // walk through what is summed. An item: `queries_per_bias_item` queries.
   int64_t queries_per_bias_item = 0;
-  SharedOf<double> sinks, slopes[kMaxAlibi];  // one number of very many rows
-  Shared dense[kMaxDense];
+  SharedGradient<double> sinks, slopes[kMaxAlibi];  // one number of very many rows
+  SharedGradient<float> dense[kMaxDense];
   bool summed[kMaxDense] = {false};  // such a bias
 
-  int64_t share_floats(const Problem& p) const { return p.S * (wide_key + wide_value); }
+  int64_t partial_floats(const Problem& p) const { return p.S * (padded_D + padded_V); }
 };
 
 struct Statistics;

@@ -27,12 +27,12 @@ struct Statistics {
   float* featured = nullptr;  // (B, H, T, F), sums of weight times number
 };
 
-// The planes of `numbers`. The weight of a score x is weight_of(x - kTop) * kLargest, whose x is not yet scaled.
-enum Number { kEntropy, kDistance, kSink, kMass, kTop, kLargest, kNumbers };
+// The planes of `numbers`. The weight of a score x is weight_of(x - kRowMax) * kLargest, whose x is not yet scaled.
+enum Number { kEntropy, kDistance, kSink, kMass, kRowMax, kLargest, kNumbers };
 
 // The weight that each key receives from all rows, and how many rows may attend it.
 struct Received {
-  const float* top = nullptr;      // (B, H, T), as in `Statistics::numbers`
+  const float* row_max = nullptr;      // (B, H, T), as in `Statistics::numbers`
   const float* largest = nullptr;  // (B, H, T)
   double* mass = nullptr;          // (B, H, S)
   int64_t* rows = nullptr;         // (B, H, S)

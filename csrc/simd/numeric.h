@@ -9,12 +9,12 @@ namespace HW_ISA {
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kInf = __builtin_huge_valf();
 
-HW_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-HW_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+HW_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+HW_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // 2^t, relative error 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding: minimax polynomials
-// on [0, 1] from Remez's exchange. Below 2^-126 it is 0: no denormal is ever made. NaN stays NaN.
+// on [0, 1] from Remez's exchange. Below 2^-126 it is 0: no denormal is ever products. NaN stays NaN.
 template <int Degree>
 HW_INLINE F exp2(F t) {
   const F f = fraction(t);
