@@ -27,8 +27,8 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
 // Scores and dP of a block and a tile. They have the bits of the forward and of `add_deltas`; where neither is needed,
 // the head dim is summed in shorter pieces.
 template <class N, int NV>
-static inline void forward_products(const Problem& p, int64_t b, const BackwardTile& tile, const KeySpan& span, int block,
-                                    bool recomputes, const Products& products, BackwardScratch<N>& s) {
+static inline void forward_products(const Problem& p, int64_t b, const BackwardTile& tile, const KeySpan& span,
+                                    int block, bool recomputes, const Products& products, BackwardScratch<N>& s) {
   constexpr int R = NV * W;
   const BackwardBlock<N>& own = s.block[block];
   block_scores<N, NV>(p, b, tile, span, own.query, s.rows[block], false, products.x,
@@ -60,7 +60,8 @@ static inline void softcap_backward(float softcap, const float* capped, float* d
   }
 }
 
-// Turns x and y into P and dS, as floats or in the forms of the products, and adds to the gradients of biases and slopes.
+// Turns x and y into P and dS, as floats or in the forms of the products, and adds to the gradients of biases and
+// slopes.
 template <class N, int NV>
 static inline void backward_scores(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
                                    const KeySpan& span, int block, const Products& products, BackwardScratch<N>& s) {

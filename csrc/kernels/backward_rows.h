@@ -46,13 +46,13 @@ struct BackwardScratch {
   typename N::Key *weight_rows, *score_rows;  // P and dS for products that sum over rows: [key][row]
   typename N::Weight* scores;                 // dS for the product that sums over keys
   float *key_copy, *value_copy, *pair_copy;
-  typename N::Query* out;            // O^T
-  float *row_max, *row_sum, *dot;    // [row], of the softmax where it is recomputed; `dot` sums weights times dP
+  typename N::Query* out;          // O^T
+  float *row_max, *row_sum, *dot;  // [row], of the softmax where it is recomputed; `dot` sums weights times dP
   char* spare;
-  float* grad_rows;                  // W rows of dQ
+  float* grad_rows;  // W rows of dQ
   float* ones;
-  float *key_sums, *value_sums;      // [key][column], where one item has all rows of its keys
-  bool shared;                       // several blocks use a tile
+  float *key_sums, *value_sums;  // [key][column], where one item has all rows of its keys
+  bool shared;                   // several blocks use a tile
 
   BackwardScratch(Arena& arena, const Problem& p, const BackwardPlan& plan) {
     const int blocks = static_cast<int>(plan.rows_per_step / kRows);
@@ -133,8 +133,8 @@ static inline void load_row_end(const Problem& p, const Gradients& g, int64_t b,
   own.row_max[r] = empty || !in_loss ? kInf : 0.0f, own.largest[r] = empty || !in_loss ? 0.0f : NAN;
 }
 
-// Adds sum(dO O) to the delta of each row. Where a key has all the weight, O has the bits of its value: there the sum is
-// in the order of dP, so that dP - delta is 0. Elsewhere the order is one that rounds less.
+// Adds sum(dO O) to the delta of each row. Where a key has all the weight, O has the bits of its value: there the sum
+// is in the order of dP, so that dP - delta is 0. Elsewhere the order is one that rounds less.
 template <class N, int NV>
 static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, int block, BackwardScratch<N>& s) {
   constexpr int R = NV * W;
@@ -205,7 +205,8 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
     own.delta[r] = -read_as<float>(at(g.grad_lse, b, rows.h[r], rows.t[r]));
   }
   pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
-  own.one_tile = rows.hi_max - rows.lo_min <= kShort && rows.lo_min / kBackwardTile == (rows.hi_max - 1) / kBackwardTile;
+  own.one_tile =
+      rows.hi_max - rows.lo_min <= kShort && rows.lo_min / kBackwardTile == (rows.hi_max - 1) / kBackwardTile;
   if (!own.one_tile && !plan.by_row) add_deltas<N, NV>(p, g, b, block, s);
   pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
   pack_rows<N>(p.query, b, rows, R, p.D, own.query_rows, plan.padded_D, s.spare);

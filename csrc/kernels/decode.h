@@ -1,6 +1,6 @@
-// Decode, and every call of few rows: lanes run along the head dim, and each key and value is read once, in place, for all
-// rows. Memory bandwidth sets the speed, so NaN and Inf are not looked for in advance: they show in the scores or the
-// sums, and then the item is computed again from clean copies.
+// Decode, and every call of few rows: lanes run along the head dim, and each key and value is read once, in place, for
+// all rows. Memory bandwidth sets the speed, so NaN and Inf are not looked for in advance: they show in the scores or
+// the sums, and then the item is computed again from clean copies.
 #pragma once
 
 #include "kernels/decode_formats.h"
@@ -15,11 +15,11 @@ constexpr int kDecodeTile = 128;             // keys of a tile: one stream of me
 constexpr int kDecodeRows = W < 16 ? 4 : 8;  // the most rows: W sums and their operands fit into the registers
 
 struct DecodeScratch {
-  float* query;                  // [row][D up to a step]
-  float* sums;                   // [row][V up to a step], in the reader's order
-  float* scores;                 // [row][kDecodeTile], then weights
+  float* query;   // [row][D up to a step]
+  float* sums;    // [row][V up to a step], in the reader's order
+  float* scores;  // [row][kDecodeTile], then weights
   char *key_copy, *value_copy;
-  float* line;                   // a row as floats
+  float* line;  // a row as floats
   QueryRows* rows;
   float row_max[kDecodeRows], row_sum[kDecodeRows], rescale[W] = {0};
   // In integer arithmetic: the digits of queries and weights, their biases, and the units of their last digits.
@@ -40,7 +40,8 @@ struct DecodeScratch {
   }
 };
 
-// Prefetches the 2 W elements 4 KiB behind p: far enough for memory to answer in time, near enough to stay in the cache.
+// Prefetches the 2 W elements 4 KiB behind p: far enough for memory to answer in time, near enough to stay in the
+// cache.
 template <class T>
 HW_INLINE void prefetch(const T* p) {
   const char* next = offset(reinterpret_cast<const char*>(p), 4096);
@@ -228,8 +229,8 @@ static inline void decode_products_int8(const DecodeScratch& s, int64_t padded_D
   for (int j = 0; j < n; j += W) {
     const NextRows next_keys = {next.rows + j * next.stride, next.stride};
     for (int r = 0; r < R; r += Some) {
-      products_int8<Digits, Some, kDecodeTile>(s.query_digits + r * pitch, s.query_bias + r * 4, s.query_unit + r, pitch, D,
-                                               k + j * key.stride, key.stride, n - j, scales + j, next_keys,
+      products_int8<Digits, Some, kDecodeTile>(s.query_digits + r * pitch, s.query_bias + r * 4, s.query_unit + r,
+                                               pitch, D, k + j * key.stride, key.stride, n - j, scales + j, next_keys,
                                                s.scores + r * kDecodeTile + j);
     }
   }

@@ -1,5 +1,5 @@
-// Decode with int8 keys and values in integer arithmetic (`kHasVnni`): queries and weights are written to the base 256, so
-// that bytes are multiplied as they are in memory, and a score is exact but for the last digit of the query.
+// Decode with int8 keys and values in integer arithmetic (`kHasVnni`): queries and weights are written to the base 256,
+// so that bytes are multiplied as they are in memory, and a score is exact but for the last digit of the query.
 #pragma once
 
 #include "simd/numeric.h"
@@ -26,8 +26,8 @@ HW_INLINE F abs_max(const float* x, int64_t n) {
   return peak;
 }
 
-// Writes n floats times `inverse` as digits. x is readable to whole vectors, with zeros behind the last float. `bias` gets
-// what the offset of 128 in the other factor adds to the products with each digit, negated.
+// Writes n floats times `inverse` as digits. x is readable to whole vectors, with zeros behind the last float. `bias`
+// gets what the offset of 128 in the other factor adds to the products with each digit, negated.
 template <int Digits>
 static inline void write_digits(int8_t* HW_RESTRICT digits, int32_t* bias, const float* HW_RESTRICT x, int64_t n,
                                 float inverse) {
@@ -57,10 +57,11 @@ HW_INLINE float power_for(int digits, float largest) {
   return inverse;
 }
 
-// Writes a query of n floats (whole vectors) as digits and returns the unit of the last digit, a power of two. Two digits
-// hold a bfloat16 exactly down to a 128th of the largest element. `fits` is false where two digits lose more than 2^-16 of
-// the query's norm, because a few elements are far larger than the others: such a query needs three. Three digits of a
-// query that fits have the same value as two if `two` is set: the bits of a row do not depend on the other rows.
+// Writes a query of n floats (whole vectors) as digits and returns the unit of the last digit, a power of two. Two
+// digits hold a bfloat16 exactly down to a 128th of the largest element. `fits` is false where two digits lose more
+// than 2^-16 of the query's norm, because a few elements are far larger than the others: such a query needs three.
+// Three digits of a query that fits have the same value as two if `two` is set: the bits of a row do not depend on the
+// other rows.
 template <int Digits>
 static inline float quantize_query(int8_t* digits, int32_t* bias, float* x, int64_t n, bool two, bool& fits) {
   const float largest = reduce_max(abs_max(x, n)), inverse = power_for(2, largest);

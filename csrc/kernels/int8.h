@@ -1,5 +1,5 @@
-// int8 keys and values: an element is data * scale, with one scale for each token and head. The scale of a key multiplies
-// its score, that of a value its weight, so that an element costs one byte of memory traffic.
+// int8 keys and values: an element is data * scale, with one scale for each token and head. The scale of a key
+// multiplies its score, that of a value its weight, so that an element costs one byte of memory traffic.
 #pragma once
 
 #include "simd/numeric.h"

@@ -26,8 +26,8 @@ struct KeyRows {
   int64_t stride = 0;  // from key to key, in elements of the number format
 };
 
-// The call for one tile of keys. Where keys lie in pages, the pointers of keys and values are moved so that key j of the
-// tile is at index j, as without pages.
+// The call for one tile of keys. Where keys lie in pages, the pointers of keys and values are moved so that key j of
+// the tile is at index j, as without pages.
 class PageTable {
  public:
   explicit PageTable(const Problem& p) : call_(p) {

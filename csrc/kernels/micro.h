@@ -113,8 +113,8 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
 }
 
 template <class N, int NV, bool First>
-static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                                   int64_t keys, float* x) {
+static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
+                                     int64_t stride, int64_t keys, float* x) {
   constexpr int R = NV * W;
   int64_t j = 0;
   for (; j + kUnroll <= keys; j += kUnroll) qk<N, NV, kUnroll, First>(q, depth, k + j * stride, stride, x + j * R);
@@ -130,7 +130,7 @@ constexpr int64_t kPiece = 128;
 
 template <class N, int NV>
 static inline void key_products(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                             int64_t keys, float* x, int64_t piece = kPiece) {
+                                int64_t keys, float* x, int64_t piece = kPiece) {
   products_of_piece<N, NV, true>(q, min(depth, piece), k, stride, keys, x);
   for (int64_t d = piece; d < depth; d += piece) {
     products_of_piece<N, NV, false>(q + d * NV * W, min(depth - d, piece), k + d * N::kPair, stride, keys, x);
@@ -139,7 +139,7 @@ static inline void key_products(const typename N::Query* q, int64_t depth, const
 
 template <class N, int NV>
 static inline void add_values(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
-                             int64_t stride, int64_t V, const float* rescale, float* out) {
+                              int64_t stride, int64_t V, const float* rescale, float* out) {
   constexpr int R = NV * W;
   int64_t u = 0;
   for (; u + kUnroll <= V; u += kUnroll) pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
@@ -150,10 +150,10 @@ static inline void add_values(const typename N::Weight* weights, int64_t keys, c
   if (u < V) pv<N, NV, 1>(weights, keys, value + u, stride, rescale, out + u * R);
 }
 
-// The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - row_max)). `row_max` is the greatest
-// x so far, `row_sum` the sum of weights; `rescale` is the factor from the old maximum to the new one.
-// `c` > 0 is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats.
-// The difference is taken first, so that the greatest score has the weight 1 exactly.
+// The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - row_max)). `row_max` is the
+// greatest x so far, `row_sum` the sum of weights; `rescale` is the factor from the old maximum to the new one. `c` > 0
+// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. The
+// difference is taken first, so that the greatest score has the weight 1 exactly.
 template <class N, int NV>
 static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTRICT row_max, float* HW_RESTRICT row_sum,
                                 float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs) {

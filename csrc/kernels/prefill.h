@@ -1,5 +1,5 @@
-// Prefill, and every call of many rows: blocks of NV vectors of rows on the transposed micro-kernels. A few blocks share
-// each tile of keys.
+// Prefill, and every call of many rows: blocks of NV vectors of rows on the transposed micro-kernels. A few blocks
+// share each tile of keys.
 #pragma once
 
 #include "kernels/dropout.h"
@@ -15,15 +15,15 @@ constexpr int kMaxBlocks = 4;  // of an item: they use a tile of keys while it i
 template <class N>
 struct PrefillScratch {
   typename N::Query* query[kMaxBlocks];
-  float* sums[kMaxBlocks];     // O^T[column][row]
-  float *row_max, *row_sum;    // [block][row]
-  float* rescale;              // [row]
-  float* scores;               // [key][row], then weights
+  float* sums[kMaxBlocks];   // O^T[column][row]
+  float *row_max, *row_sum;  // [block][row]
+  float* rescale;            // [row]
+  float* scores;             // [key][row], then weights
   float *key_copy, *value_copy;
   char* spare;
-  float* out_rows;             // W rows of O
+  float* out_rows;  // W rows of O
   QueryRows* rows;
-  bool shared;                 // several blocks use a tile, which makes a copy of it worthwhile
+  bool shared;  // several blocks use a tile, which makes a copy of it worthwhile
 
   PrefillScratch(Arena& arena, const Problem& p, int blocks) {
     const int64_t depth = N::depth(p.D), padded_V = round_up(p.V, W);

@@ -78,7 +78,7 @@ HW_INLINE bool in_bounds(const QueryRows& rows, int r, int32_t j) {
 
 // The kind of a tile by segments, from the least and the greatest id on each side.
 static inline TileKind segment_kind(const SegmentRule& rule, int64_t b, int64_t id_min, int64_t id_max, int64_t j0,
-                                int64_t j1) {
+                                    int64_t j1) {
   const int64_t* ids = rule.key_ids + b * rule.key_stride[0];
   int64_t key_min = ids[j0 * rule.key_stride[1]], key_max = key_min;
   for (int64_t j = j0 + 1; j < j1; ++j) {
@@ -128,7 +128,7 @@ static inline TileKind map_kind(const MapRule& map, int64_t b, const QueryRows& 
   bool some = false, every = true;
   for (int r = 0; r < rows.n; ++r) {
     const bool same_entry = r > 0 && rows.t[r] / MapRule::kSide == rows.t[r - 1] / MapRule::kSide &&
-                           (rows.h[r] == rows.h[r - 1] || map.stride[1] == 0);
+                            (rows.h[r] == rows.h[r - 1] || map.stride[1] == 0);
     if (same_entry) continue;
     for (int64_t c = j0 / MapRule::kSide; c * MapRule::kSide < j1; ++c) {
       const int64_t entry = entry_of(map, b, rows, r, c);
@@ -171,7 +171,8 @@ struct KeySpan {
 };
 
 // The span begins a multiple of `pair` keys behind the tile's first key.
-static inline KeySpan key_span(const Problem& p, int64_t b, const QueryRows& rows, int64_t tile_j0, int tile_n, int pair) {
+static inline KeySpan key_span(const Problem& p, int64_t b, const QueryRows& rows, int64_t tile_j0, int tile_n,
+                               int pair) {
   int64_t j0 = max(tile_j0, rows.lo_min);
   const int64_t j1 = min(tile_j0 + tile_n, rows.hi_max);
   if (j0 >= j1) return {j0, 0, TileKind::empty};
@@ -198,14 +199,15 @@ struct ScoreLayout {
 
 template <class L, class Read>
 static inline void add_dense(const Tensor4& dense, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x,
-                              Read read) {
+                             Read read) {
   const int64_t size = size_of(dense.dtype), step = dense.stride[3] * size;
   const char* row[kRows];
   for (int r = 0; r < rows.padded; ++r) row[r] = at(dense, b, rows.h[r], rows.t[r]) + j0 * step;
   if (dense.stride[1] == 0 && dense.stride[2] == 0) {  // the same for all rows: read once
     float row_bias[kTile];
     for (int j = 0; j < n; ++j) row_bias[j] = read(row[0] + j * step);
-    L::each(rows.padded, n, x, [&](int, int j, float s) { return s == -kInf || row_bias[j] == -kInf ? -kInf : s + row_bias[j]; });
+    L::each(rows.padded, n, x,
+            [&](int, int j, float s) { return s == -kInf || row_bias[j] == -kInf ? -kInf : s + row_bias[j]; });
     return;
   }
   L::each(rows.padded, n, x, [&](int r, int j, float s) {
@@ -235,13 +237,12 @@ static inline void apply_map(const MapRule& map, int64_t b, const QueryRows& row
       words[w][r] = three[w] >> shift | (shift > 0 ? three[w + 1] << (MapRule::kSide - shift) : 0);
     }
   }
-  L::each(rows.padded, n, x, [&](int r, int j, float s) {
-    return words[j / MapRule::kSide][r] >> (j % MapRule::kSide) & 1 ? s : -kInf;
-  });
+  L::each(rows.padded, n, x,
+          [&](int r, int j, float s) { return words[j / MapRule::kSide][r] >> (j % MapRule::kSide) & 1 ? s : -kInf; });
 }
 
-// The position of a row relative to a tile's first key. A position beyond 2^30 is clamped to it, and the distances to the
-// keys are multiplied by `factor`: they differ from one another by less than float32 rounds.
+// The position of a row relative to a tile's first key. A position beyond 2^30 is clamped to it, and the distances to
+// the keys are multiplied by `factor`: they differ from one another by less than float32 rounds.
 struct KeyDistance {
   int32_t pos;
   float factor;
@@ -281,14 +282,11 @@ static inline void mask_tile(const Problem& p, int64_t b, QueryRows& rows, int64
           add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return *q != 0 ? 0.0f : -kInf; });
         }
         break;
-      case Dtype::f32:
-        add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return read_as<float>(q); });
-        break;
+      case Dtype::f32: add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return read_as<float>(q); }); break;
       case Dtype::f64:
         add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return static_cast<float>(read_as<double>(q)); });
         break;
-      default:
-        add_dense<L>(dense, b, rows, j0, n, x, [&](const char* q) { return element(q, dense.dtype, 0); });
+      default: add_dense<L>(dense, b, rows, j0, n, x, [&](const char* q) { return element(q, dense.dtype, 0); });
     }
   }
   if (tile == TileKind::mixed) {
@@ -300,9 +298,7 @@ static inline void mask_tile(const Problem& p, int64_t b, QueryRows& rows, int64
     }
     for (int i = 0; i < p.n_maps; ++i) apply_map<L>(p.maps[i], b, rows, j0, n, x);
     const int32_t at0 = static_cast<int32_t>(j0);
-    L::each(rows.padded, n, x, [&](int r, int j, float s) {
-      return in_bounds(rows, r, at0 + j) ? s : -kInf;
-    });
+    L::each(rows.padded, n, x, [&](int r, int j, float s) { return in_bounds(rows, r, at0 + j) ? s : -kInf; });
   }
   if (bad == nullptr) return;
   L::each(rows.padded, n, x, [&](int r, int j, float s) {

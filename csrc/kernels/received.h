@@ -14,11 +14,11 @@ constexpr int kFlush = 64;         // blocks of rows summed in float32 before th
 template <class N>
 struct ReceivedScratch {
   typename N::Query* query;
-  float* scores;               // [key][row]
-  float* sums;                 // [key of the range][lane]
-  float *row_max, *largest;    // [row]
-  double* mass;                // [key of the range]
-  int64_t* count;              // [key of the range]: rows that may attend it
+  float* scores;             // [key][row]
+  float* sums;               // [key of the range][lane]
+  float *row_max, *largest;  // [row]
+  double* mass;              // [key of the range]
+  int64_t* count;            // [key of the range]: rows that may attend it
   float* key_copy[kRange / kTile];
   char* spare;
   QueryRows* rows;
@@ -74,8 +74,8 @@ static inline bool load_row_ends(const Problem& p, const Received& received, int
 
 // A block of rows against the keys j0 <= j < j0 + n of a tile, which begins at `offset` in the range.
 template <class N, int NV>
-static inline void received_tile(const Problem& p, const Received& received, int64_t b, int64_t j0, int n, int64_t offset,
-                                 bool any_bad, ReceivedScratch<N>& s) {
+static inline void received_tile(const Problem& p, const Received& received, int64_t b, int64_t j0, int n,
+                                 int64_t offset, bool any_bad, ReceivedScratch<N>& s) {
   constexpr int R = NV * W;
   QueryRows& rows = *s.rows;
   const KeySpan span = {j0, n, tile_kind(p, b, rows, j0, j0 + n)};

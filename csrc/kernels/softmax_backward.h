@@ -1,5 +1,5 @@
-// Softmax backward for one tile: scores become weights P and their gradients dS, and sums over query rows are added to the
-// gradients of keys, values, biases and slopes.
+// Softmax backward for one tile: scores become weights P and their gradients dS, and sums over query rows are added to
+// the gradients of keys, values, biases and slopes.
 #pragma once
 
 #include "kernels/prefill.h"
@@ -7,8 +7,8 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kBackwardTile = 64;                    // keys of a tile: scores and their gradients stay in the L1 cache
-constexpr int kBackwardColumns = W >= 16 ? 4 : 2;    // vectors of columns in the micro-kernel that sums over rows
+constexpr int kBackwardTile = 64;                  // keys of a tile: scores and their gradients stay in the L1 cache
+constexpr int kBackwardColumns = W >= 16 ? 4 : 2;  // vectors of columns in the micro-kernel that sums over rows
 
 // Rows of x in memory order, for the products that sum over rows. Bad rows and those behind the last are zeros.
 template <class N>
@@ -32,12 +32,12 @@ static inline void pack_rows(const Tensor4& x, int64_t b, const QueryRows& rows,
   }
 }
 
-// The online softmax of a tile without its weights: updates `row_max`, `row_sum` and `dot`, the sum of the weights times
-// y = dP. `keep`, unless null, has the factors of dropout for dP.
+// The online softmax of a tile without its weights: updates `row_max`, `row_sum` and `dot`, the sum of the weights
+// times y = dP. `keep`, unless null, has the factors of dropout for dP.
 template <int NV>
 static inline void recompute_softmax(const float* HW_RESTRICT x, const float* HW_RESTRICT y, int64_t keys, float c,
-                               const float* HW_RESTRICT keep, float* HW_RESTRICT row_max, float* HW_RESTRICT row_sum,
-                               float* HW_RESTRICT dot) {
+                                     const float* HW_RESTRICT keep, float* HW_RESTRICT row_max,
+                                     float* HW_RESTRICT row_sum, float* HW_RESTRICT dot) {
   constexpr int R = NV * W;
   const F scale = set1(c), lowest = set1(-3.4028235e38f);
   F peak[NV], sum[NV], mean[NV];
@@ -72,11 +72,12 @@ static inline void recompute_softmax(const float* HW_RESTRICT x, const float* HW
   }
 }
 
-// x becomes the weights P = 2^(c (x - row_max)) largest, and y = dP becomes dS = P (dP - delta). Both are 0 where x is -inf.
+// x becomes the weights P = 2^(c (x - row_max)) largest, and y = dP becomes dS = P (dP - delta). Both are 0 where x is
+// -inf.
 template <int NV>
 static inline void softmax_backward(float* HW_RESTRICT x, float* HW_RESTRICT y, int64_t keys, float c,
-                         const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
-                         const float* HW_RESTRICT delta, const float* HW_RESTRICT keep) {
+                                    const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
+                                    const float* HW_RESTRICT delta, const float* HW_RESTRICT keep) {
   constexpr int R = NV * W;
   const F scale = set1(c), lowest = set1(-3.4028235e38f);
   F peak[NV];
@@ -103,13 +104,13 @@ static inline void softmax_backward(float* HW_RESTRICT x, float* HW_RESTRICT y, 
   }
 }
 
-// The same for bfloat16, into the three forms that the products read: P and dS by key and row, dS in pairs of keys. x and
-// y have P and dS already if `ready`.
+// The same for bfloat16, into the three forms that the products read: P and dS by key and row, dS in pairs of keys. x
+// and y have P and dS already if `ready`.
 template <int NV>
 static inline void softmax_backward_pairs(const float* HW_RESTRICT x, const float* HW_RESTRICT y, int64_t keys, float c,
-                               const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
-                               const float* HW_RESTRICT delta, bool ready, uint16_t* HW_RESTRICT weight_rows,
-                               uint16_t* HW_RESTRICT score_rows, uint32_t* HW_RESTRICT scores) {
+                                          const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
+                                          const float* HW_RESTRICT delta, bool ready, uint16_t* HW_RESTRICT weight_rows,
+                                          uint16_t* HW_RESTRICT score_rows, uint32_t* HW_RESTRICT scores) {
   constexpr int R = NV * W;
   const F scale = set1(c), lowest = set1(-3.4028235e38f);
   F peak[NV];
@@ -175,8 +176,8 @@ static inline void add_product(const typename N::Key* k, int64_t stride, int key
 
 // Adds dS of a tile, [key][row], to the gradient of a bias.
 template <int NV>
-static inline void add_bias(const SharedGradient<float>& to, int64_t b, int64_t chunk, const QueryRows& rows, int64_t j0, int n,
-                            const float* dS, float* spare) {
+static inline void add_bias(const SharedGradient<float>& to, int64_t b, int64_t chunk, const QueryRows& rows,
+                            int64_t j0, int n, const float* dS, float* spare) {
   constexpr int R = NV * W;
   float* base = to.data + b * to.stride[0] + chunk * to.chunk;
   const auto place = [&](int r) { return base + rows.h[r] * to.stride[1] + rows.t[r] * to.stride[2]; };

@@ -215,8 +215,8 @@ static inline int64_t keys_of(const QueryRows& rows, int r) {
 }
 
 template <class N, int NV>
-static inline void finish_statistics(const Problem& p, const Plan& plan, const Statistics& s, const Item& item, int block,
-                                     const Reach& reach, StatisticsScratch<N>& scratch) {
+static inline void finish_statistics(const Problem& p, const Plan& plan, const Statistics& s, const Item& item,
+                                     int block, const Reach& reach, StatisticsScratch<N>& scratch) {
   const QueryRows& rows = scratch.block.rows[block];
   RowSums& t = scratch.sums[block];
   const float* row_max = scratch.block.row_max + block * kRows;

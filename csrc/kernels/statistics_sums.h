@@ -1,5 +1,5 @@
-// The sums of statistics for the rows of a block: while the weights of a tile are in registers, its softmax adds up their
-// entropy, distances and bins as well.
+// The sums of statistics for the rows of a block: while the weights of a tile are in registers, its softmax adds up
+// their entropy, distances and bins as well.
 #pragma once
 
 #include "kernels/prefill.h"
@@ -14,22 +14,22 @@ constexpr float kNoWeight = -1.0f;   // of a pick that no row may attend
 
 // Running sums of a block's rows. The weights are relative to the greatest score so far, as those of O^T.
 struct RowSums {
-  float* log;         // [row]: sum of weight * log2(weight)
-  float* distance;    // [row]: sum of weight * |pos - j|
-  float* bin;         // [bin][row]: sum of weights, relative to
-  float* bin_max;     // [bin][row]: the greatest score when the bin got its last key
-  float* picked;      // [pick][row]: masked scores; -inf where the key has not come
-  float* features;    // [feature][row], as O^T: as many rows as the block has lanes
+  float* log;            // [row]: sum of weight * log2(weight)
+  float* distance;       // [row]: sum of weight * |pos - j|
+  float* bin;            // [bin][row]: sum of weights, relative to
+  float* bin_max;        // [bin][row]: the greatest score when the bin got its last key
+  float* picked;         // [pick][row]: masked scores; -inf where the key has not come
+  float* features;       // [feature][row], as O^T: as many rows as the block has lanes
   int32_t* largest_key;  // [row]
-  int32_t* keys;      // [row]: how many may be attended; counted only where masks restrict
-  int32_t* pos;       // [row]: the position of the query among the keys
+  int32_t* keys;         // [row]: how many may be attended; counted only where masks restrict
+  int32_t* pos;          // [row]: the position of the query among the keys
   int32_t pos_min, pos_max;
   int32_t *pick_min, *pick_max;  // [pick]
-  bool key_bad[kRows];  // the row may attend a key that has a NaN or Inf
+  bool key_bad[kRows];           // the row may attend a key that has a NaN or Inf
 };
 
-// Distances of a tile's keys to the rows. Where all keys are on one side of all rows, `edge` is the distance of a row to
-// the nearest key and step[j] that of key j to the nearest one. Else `edge` is pos - j0 and step[j] is j.
+// Distances of a tile's keys to the rows. Where all keys are on one side of all rows, `edge` is the distance of a row
+// to the nearest key and step[j] that of key j to the nearest one. Else `edge` is pos - j0 and step[j] is j.
 struct TileDistances {
   bool across;
   float edge[kRows];
@@ -76,8 +76,9 @@ static inline void group_maxima(const float* x, int n, F* peak, F* group) {
   }
 }
 
-// Updates `row_max`, and the first key that has it, with the scores of a tile; `rescale` is as in softmax_tile. Rescales
-// the sums to the new maximum, all but the bins. The key is searched in one group alone, to cost one compare in kGroup.
+// Updates `row_max`, and the first key that has it, with the scores of a tile; `rescale` is as in softmax_tile.
+// Rescales the sums to the new maximum, all but the bins. The key is searched in one group alone, to cost one compare
+// in kGroup.
 template <int NV>
 static inline void update_maxima(const float* x, int n, float c, int64_t j0, float* HW_RESTRICT row_max,
                                  const float* HW_RESTRICT row_sum, float* HW_RESTRICT rescale, const QueryRows& rows,
@@ -104,7 +105,8 @@ static inline void update_maxima(const float* x, int n, float c, int64_t j0, flo
   for (int i = 0; i < count; ++i) {
     const int r = changed[i], first = static_cast<int>(from[r]);
     int at = n - 1;
-    for (int j = (first + kGroup < n ? first + kGroup : n) - 1; j >= first; --j) at = x[j * R + r] == row_max[r] ? j : at;
+    for (int j = (first + kGroup < n ? first + kGroup : n) - 1; j >= first; --j)
+      at = x[j * R + r] == row_max[r] ? j : at;
     t.largest_key[r] = static_cast<int32_t>(j0 + at);
   }
 }
@@ -112,7 +114,7 @@ static inline void update_maxima(const float* x, int n, float c, int64_t j0, flo
 // Sums of a part of a tile, to be added to RowSums.
 template <int NV>
 struct PartSums {
-  float weight[NV * W];    // of the last call of `weigh_keys`
+  float weight[NV * W];  // of the last call of `weigh_keys`
   float log[NV * W] = {0}, distance[NV * W] = {0}, mass[NV * W] = {0};
 };
 
@@ -175,7 +177,8 @@ struct Bins {
 
 // Adds the weights of the last keys to their bin, rescaled to the present maximum, and to the mass of the tile.
 template <int NV>
-static inline void add_to_bin(const Bins& at, float c, const float* HW_RESTRICT row_max, PartSums<NV>& part, RowSums& t) {
+static inline void add_to_bin(const Bins& at, float c, const float* HW_RESTRICT row_max, PartSums<NV>& part,
+                              RowSums& t) {
   const F scale = set1(c), none = set1(-kInf);
   HW_UNROLL
   for (int v = 0; v < NV; ++v) {

@@ -1,4 +1,5 @@
-// The kernels of an instruction set as a table. A file isa/*.cpp names the set, includes its vector layer and then this.
+// The kernels of an instruction set as a table. A file isa/*.cpp names the set, includes its vector layer and then
+// this.
 #pragma once
 
 #include "kernels/backward.h"
@@ -96,10 +97,9 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
   }
 }
 
-static const Kernels kernels = {HW_NAME,         make_plan,       run_item,       merge_rows,
-                                plan_backward,   run_backward,    merge_backward, run_backward_bias,
-                                round_floats,    plan_statistics, run_statistics, plan_received,
-                                run_received};
+static const Kernels kernels = {HW_NAME,        make_plan,      run_item,          merge_rows,   plan_backward,
+                                run_backward,   merge_backward, run_backward_bias, round_floats, plan_statistics,
+                                run_statistics, plan_received,  run_received};
 
 }  // namespace HW_ISA
 }  // namespace headwise

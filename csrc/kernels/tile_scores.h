@@ -60,7 +60,8 @@ static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, con
     load_tile(j0, n);
     const int64_t next = j0 / Step * Step + Step;
     for (int i = 0; i < blocks; ++i) {
-      const int64_t first = min(next + i * Step / blocks, reach.to), last = min(next + (i + 1) * Step / blocks, reach.to);
+      const int64_t first = min(next + i * Step / blocks, reach.to),
+                    last = min(next + (i + 1) * Step / blocks, reach.to);
       if (p.table == nullptr) {  // with pages the next tile may be anywhere
         prefetch_rows(p.key, b, kv_head, first, last, p.D);
         prefetch_rows(p.value, b, kv_head, first, last, p.V);
@@ -71,11 +72,11 @@ static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, con
 }
 
 // The scores of a tile as the softmax takes them, in x: products() writes Q K^T there, then scale, softcap, biases and
-// the mask follow. `cells` floats, a multiple of W, hold the scores. `capped`, unless null, gets the scores before biases
-// and mask.
+// the mask follow. `cells` floats, a multiple of W, hold the scores. `capped`, unless null, gets the scores before
+// biases and mask.
 template <class L, class Products>
-static inline void tile_scores(const Problem& p, int64_t b, QueryRows& rows, const KeySpan& span, const bool* bad, float* x,
-                               int64_t cells, float* capped, const Products& products) {
+static inline void tile_scores(const Problem& p, int64_t b, QueryRows& rows, const KeySpan& span, const bool* bad,
+                               float* x, int64_t cells, float* capped, const Products& products) {
   products();
   const bool scaled = scales_first(p);
   if (scaled) scale_scores(p, x, cells);
@@ -110,15 +111,15 @@ static inline void block_values(const KeyTile& tile, const KeySpan& span, const 
 }
 
 // Calls f<N, NV>() for the fewest vectors that hold n rows.
-#define HW_BY_VECTORS(n, f, ...)         \
-  do {                                   \
-    if ((n) > 2 * W && kVectors > 2) {   \
-      f<N, kVectors>(__VA_ARGS__);       \
-    } else if ((n) > W) {                \
-      f<N, 2>(__VA_ARGS__);              \
-    } else {                             \
-      f<N, 1>(__VA_ARGS__);              \
-    }                                    \
+#define HW_BY_VECTORS(n, f, ...)       \
+  do {                                 \
+    if ((n) > 2 * W && kVectors > 2) { \
+      f<N, kVectors>(__VA_ARGS__);     \
+    } else if ((n) > W) {              \
+      f<N, 2>(__VA_ARGS__);            \
+    } else {                           \
+      f<N, 1>(__VA_ARGS__);            \
+    }                                  \
   } while (false)
 
 }  // namespace HW_ISA

@@ -5,7 +5,7 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define HW_INLINE static inline __attribute__((always_inline))
-#define HW_NOINLINE __attribute__((noinline))  // a function that needs all registers gets them
+#define HW_NOINLINE __attribute__((noinline))            // a function that needs all registers gets them
 #define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, 0)  // for data read once: past the L2 cache
 #define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the L2 cache
 #define HW_RESTRICT __restrict__

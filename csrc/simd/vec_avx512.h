@@ -36,7 +36,7 @@ HW_INLINE F with_sign(F magnitude, F sign) {
   return _mm512_castsi512_ps(
       _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xCA));
 }
-// True where x < y is not so: NaN gives true.
+// True where not x < y: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
 // x * 2^floor(t); 0 below 2^-126 (by FlushDenormals) and for t = -inf, whatever x.
@@ -66,23 +66,23 @@ HW_INLINE void store_bf16(uint16_t* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
 }
 
-// Two vectors of bfloat16 at once: the elements of even and of odd place.
+// Two vectors of bfloat16 at once: the elements with even and with odd index.
 HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   const __m512i x = _mm512_loadu_si512(p);
   even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// The greatest exponent met so far, lane by lane: W floats, or 2 W numbers of 16 bits, at once; `mask` is all its bits.
+// The greatest exponent so far in each lane, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.
 using Peak = __m512i;
 HW_INLINE Peak no_peak() { return _mm512_setzero_si512(); }
-HW_INLINE Peak see(Peak peak, const float* p, uint32_t mask) {
+HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
   return _mm512_max_epu32(peak, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(mask))));
 }
-HW_INLINE Peak see(Peak peak, const uint16_t* p, uint32_t mask) {
+HW_INLINE Peak join_peak(Peak peak, const uint16_t* p, uint32_t mask) {
   return _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(static_cast<short>(mask))));
 }
-// Whether none was the exponent of NaN and Inf; `wide` = of floats.
+// Whether no exponent was that of NaN and Inf; `wide`: of floats.
 HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
   return wide ? _mm512_cmpeq_epi32_mask(peak, _mm512_set1_epi32(static_cast<int>(mask))) == 0
               : _mm512_cmpeq_epi16_mask(peak, _mm512_set1_epi16(static_cast<short>(mask))) == 0;
@@ -108,7 +108,7 @@ HW_INLINE F reduce_each(const F* x) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
-// W x W floats, row i from rows + i * stride, turned in place of the registers.
+// Transposes W rows of W floats.
 HW_INLINE void transpose(F* r) {
   F a[16], b[16];
   HW_UNROLL

@@ -1,6 +1,6 @@
 // Dot products of bytes: AVX512_VNNI. An instruction set without them includes vnni_none.h.
-// An `I` holds 64 bytes, or 16 integers of 32 bits. A product takes 128 + x of one factor and x of the other, as VPDPBUSD
-// does: one of its factors is unsigned.
+// An `I` holds 64 bytes, or 16 integers of 32 bits. A product takes 128 + x of one factor and x of the other, as
+// VPDPBUSD does: one of its factors is unsigned.
 #pragma once
 
 namespace headwise {
@@ -70,9 +70,9 @@ HW_INLINE void interleave_bytes(const I* row, I* out) {
   }
 }
 HW_INLINE int place_of_column(int c) { return c % 16 / 4 * 16 + c / 16 * 4 + c % 4; }
-// Rounds W floats below 127.5 * 256^(Digits - 1) in size to integers and stores their digits to the base 256, from -128 to
-// 127: for each four floats the lowest digits, then the next ones, then filler. Takes 128 times the sum of the digits
-// from `bias`.
+// Rounds W floats below 127.5 * 256^(Digits - 1) in size to integers and stores their digits to the base 256, from -128
+// to 127: for each four floats the lowest digits, then the next ones, then filler. Takes 128 times the sum of the
+// digits from `bias`.
 template <int Digits>
 HW_INLINE void store_digits(int8_t* p, I& bias, F x) {
   const I middle = _mm512_set1_epi32(Digits == 2 ? 0x8080 : 0x808080);
