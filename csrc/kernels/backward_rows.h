@@ -12,7 +12,7 @@ namespace HW_ISA {
 constexpr int kShort = 16;                           // so few keys are summed again for a row's delta: it rounds less
 constexpr int64_t kShortPiece = 32;                  // of a head dim, where the forward's bits are not needed
 constexpr int64_t kStrands = 8;                      // partial sums of a delta: they round less
-constexpr float kAll = 0.9999f;                      // the least weight of a key that may have all of it
+constexpr float kAllWeight = 0.9999f;                // the least weight of a key that may have all of it
 constexpr int64_t kProductBytes = int64_t{1} << 20;  // of the products of few rows, computed once and used twice
 constexpr int64_t kChunkRows = 2048;                 // rows of an item, unless that makes more chunks than 2 G
 constexpr int64_t kStepBytes = 400 * 1024;           // of the scratch of rows that share a tile
@@ -157,11 +157,11 @@ static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, i
   };
   const int64_t depth = N::depth(p.V);
   bool one_has_all = false;
-  for (int r = 0; r < rows.n; ++r) one_has_all |= own.largest[r] >= kAll;
+  for (int r = 0; r < rows.n; ++r) one_has_all |= own.largest[r] >= kAllWeight;
   for (int64_t d = 0; one_has_all && d < depth; d += kShortPiece) add_sum(as_dp, d, min(d + kShortPiece, depth), 1);
   for (int64_t d = 0; d < kStrands; ++d) add_sum(in_strands, d, depth, kStrands);
   for (int v = 0; v < NV; ++v) {
-    const F sum = select(not_less(load(own.largest + v * W), set1(kAll)), as_dp[v], in_strands[v]);
+    const F sum = select(not_less(load(own.largest + v * W), set1(kAllWeight)), as_dp[v], in_strands[v]);
     store(own.delta + v * W, add(load(own.delta + v * W), sum));
   }
   for (int r = 0; r < rows.n; ++r) {
