@@ -98,7 +98,7 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
       const double inner = score * s.slope;
       const double inner_error = score_error * (s.slope + s.slope_error) + fabs(score) * s.slope_error +
                                  (unit.weights + 4 * kUnit) * fabs(inner);
-      const double kept = weight * up_ij, kept_error = weight_error * up_ij + (unit.weights + 2 * kUnit) * kept;
+      const double after = weight * up_ij, after_error = weight_error * up_ij + (unit.weights + 2 * kUnit) * after;
       for (int64_t d = 0; d < c.D; ++d) {
         const auto of_query = static_cast<size_t>(row * c.D + d),
                    of_key = static_cast<size_t>((head * c.S + j) * c.D + d);
@@ -108,7 +108,7 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
       }
       for (int64_t d = 0; d < c.V; ++d) {
         const double back = r.bad ? 0 : dout[d];
-        value[static_cast<size_t>((head * c.S + j) * c.V + d)].add(kept * back, kept_error * fabs(back));
+        value[static_cast<size_t>((head * c.S + j) * c.V + d)].add(after * back, after_error * fabs(back));
       }
     }
   }

@@ -36,9 +36,9 @@ fake::Tensor tensor_of(int32_t dtype, std::vector<int64_t> sizes, const std::vec
   std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
   for (size_t axis = sizes.size(); axis-- > 0; step *= sizes[axis]) strides[axis] = step;
-  fake::Tensor made = fake::make(dtype, sizes, strides, 0, 0);
-  for (size_t n = 0; n < x.size(); ++n) write(*made, static_cast<int64_t>(n), x[n]);
-  return made;
+  fake::Tensor t = fake::make(dtype, sizes, strides, 0, 0);
+  for (size_t n = 0; n < x.size(); ++n) write(*t, static_cast<int64_t>(n), x[n]);
+  return t;
 }
 
 void push_rules(std::vector<StableIValue>& stack, const Case& k, const Tensors& t) {
@@ -73,9 +73,9 @@ Results call_statistics(const Case& k, const Tensors& t, const Options& a) {
   Results results;
   results.error = fake::call("attend_statistics", stack, 7);
   if (!results.error.empty()) return results;
-  std::vector<fake::Tensor> made;
-  for (int i = 0; i < 7; ++i) made.push_back(fake::take(stack[static_cast<size_t>(i)]));
-  for (const int i : {2, 3, 4, 5, 6, 0}) results.all.push_back(numbers(made[static_cast<size_t>(i)]));
+  std::vector<fake::Tensor> tensors;
+  for (int i = 0; i < 7; ++i) tensors.push_back(fake::take(stack[static_cast<size_t>(i)]));
+  for (const int i : {2, 3, 4, 5, 6, 0}) results.all.push_back(numbers(tensors[static_cast<size_t>(i)]));
   const size_t rows = static_cast<size_t>(c.B * c.H * c.T);
   if (results.all[kNumbers].size() != 6 * rows) return results;  // a corrupt call with other sizes
   const auto plane = [&](size_t which) {

@@ -26,7 +26,7 @@ struct KeyRows {
   int64_t stride = 0;  // from key to key, in elements of the number format
 };
 
-// The call for one tile of keys. Where keys lie in pages, the pointers of keys and values are moved so that key j of
+// The call for one tile of keys. Where keys are in pages, the pointers of keys and values are moved so that key j of
 // the tile is at index j, as without pages.
 class PageTable {
  public:

@@ -180,7 +180,7 @@ static inline KeySpan key_span(const Problem& p, int64_t b, const QueryRows& row
   return {j0, static_cast<int>(j1 - j0), tile_kind(p, b, rows, j0, j1)};
 }
 
-// The scores of row r and key j of a tile lie at x[r * RowStep + j * KeyStep], one of the two being 1.
+// The scores of row r and key j of a tile are at x[r * RowStep + j * KeyStep], one of the two being 1.
 template <int RowStep, int KeyStep>
 struct ScoreLayout {
   template <class Op>

@@ -57,8 +57,8 @@ void read_dtype(View& view, const char* name, bool bytes) {
 // A storage can be smaller than its tensor: some frameworks free it while the tensor lives.
 void check_storage(const View& view, AtenTensorHandle tensor, const char* name) {
   int64_t last = 0, bytes = 0;
-  check(aoti_torch_get_storage_offset(tensor, &last), "say where a tensor begins");
-  check(aoti_torch_get_storage_size(tensor, &bytes), "say how large a storage is");
+  check(aoti_torch_get_storage_offset(tensor, &last), "read the offset of a tensor");
+  check(aoti_torch_get_storage_size(tensor, &bytes), "read the size of a storage");
   bool overflow = last < 0;
   for (int axis = 0; axis < view.axes; ++axis) {
     int64_t step = 0;
@@ -145,15 +145,15 @@ View read_view(const Handle& tensor, const char* name, bool bytes) {
   View view;
   int32_t device = 0, layout = 0;
   int64_t axes = 0, *sizes = nullptr, *strides = nullptr;
-  check(aoti_torch_get_device_type(handle, &device), "say a tensor's device");
-  check(aoti_torch_get_layout(handle, &layout), "say a tensor's layout");
+  check(aoti_torch_get_device_type(handle, &device), "read the device of a tensor");
+  check(aoti_torch_get_layout(handle, &layout), "read the layout of a tensor");
   if (device != code.cpu || layout != code.strided) fail(std::string(name) + ": not a strided tensor on the CPU");
-  check(aoti_torch_get_dtype(handle, &view.torch_dtype), "say a tensor's dtype");
-  check(aoti_torch_get_dim(handle, &axes), "say a tensor's axes");
+  check(aoti_torch_get_dtype(handle, &view.torch_dtype), "read the dtype of a tensor");
+  check(aoti_torch_get_dim(handle, &axes), "read the axes of a tensor");
   if (axes > 4) fail(std::string(name) + ": more than 4 axes");
-  check(aoti_torch_get_sizes(handle, &sizes), "say a tensor's sizes");
-  check(aoti_torch_get_strides(handle, &strides), "say a tensor's strides");
-  check(torch_get_const_data_ptr(handle, &view.data), "say where a tensor lies");
+  check(aoti_torch_get_sizes(handle, &sizes), "read the sizes of a tensor");
+  check(aoti_torch_get_strides(handle, &strides), "read the strides of a tensor");
+  check(torch_get_const_data_ptr(handle, &view.data), "read the address of a tensor");
   view.axes = static_cast<int>(axes);
   std::copy(sizes, sizes + axes, view.sizes);
   std::copy(strides, strides + axes, view.strides);
@@ -216,7 +216,7 @@ Handle empty(int64_t axes, const int64_t* sizes, const int64_t* strides, int32_t
   AtenTensorHandle handle = nullptr;
   check(aoti_torch_empty_strided(axes, sizes, strides, torch_dtype, codes().cpu, 0, &handle), "allocate the result");
   Handle result(reinterpret_cast<StableIValue>(handle));
-  check(torch_get_mutable_data_ptr(handle, data), "say where the result lies");
+  check(torch_get_mutable_data_ptr(handle, data), "read the address of the result");
   return result;
 }
 
