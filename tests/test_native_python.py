@@ -13,14 +13,13 @@ import pytest
 import torch
 from backends import needs_native
 from mask_cases import MASKS, SHORT, SIZES, TILED, Sizes
+from native_cases import rules_of, training_of
 from test_meaning import EMPTY_ROWS, EXTRAS, options_of
 from torch import Tensor
 
 import headwise
 from headwise.ops.masks.rules import Lengths
-from headwise.ops.native import backend as native
 from headwise.ops.native import library as native_library
-from headwise.ops.native.gradient import Problem
 from headwise.testing import assert_same_bits, largest_tensor, make_qkv
 
 
@@ -210,19 +209,15 @@ def test_it_is_loaded_by_tracing_too(trace: str) -> None:
 # -- masks on the way in -----------------------------------------------------------------------------------------------
 
 
-def problem(mask: headwise.Mask | None, n: Sizes) -> Problem:
-    return Problem(*make_qkv(*n), 1.0, 0.0, None, *native.lowered(mask, n.T, n.S), 0.0, None)
-
-
 @pytest.mark.parametrize("name", [*MASKS, *(f"empty rows: {name}" for name in EMPTY_ROWS)])
 def test_a_mask_survives_the_way_in_and_back(name: str) -> None:
     """Lowered to the operator's arguments and read back, it says the same of every pair."""
     for n in (*SIZES, TILED) if name in MASKS else (SHORT,):
         mask = MASKS[name](n).mask if name in MASKS else EMPTY_ROWS[name.removeprefix("empty rows: ")]
-        back = problem(mask, n).mask
+        back = training_of(mask, *make_qkv(*n)).mask
         for ours, given in (
-            (back and back.allowed(n.T, n.S), mask.allowed(n.T, n.S)),
-            (back and back.added(n.T, n.S), mask.added(n.T, n.S)),
+            (back.allowed(n.T, n.S), mask.allowed(n.T, n.S)),
+            (back.added(n.T, n.S), mask.added(n.T, n.S)),
         ):
             expanded = [None if x is None else x.expand(n.B, n.H, n.T, n.S) for x in (ours, given)]
             if expanded[0] is None or expanded[1] is None:
@@ -235,13 +230,13 @@ def test_a_mask_survives_the_way_in_and_back(name: str) -> None:
 
 
 def test_bands_become_two_numbers() -> None:
-    lowered = native.lowered(headwise.causal() & headwise.window(4) & headwise.window(9, 2, offset=5), 3, 10)
-    assert lowered == (4, 8, None, None, None, None, None, None)
+    rules = rules_of(headwise.causal() & headwise.window(4) & headwise.window(9, 2, offset=5), 3, 10)
+    assert rules == (1.0, 0.0, None, 4, 8, None, None, None, None, None, None)
 
 
 def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
     mask = headwise.causal(offset=torch.tensor([2, 5])) & headwise.lengths(torch.tensor([4]), torch.tensor([0, 1]))
-    bounds = native.lowered(mask & headwise.window(3, 9), 3, 10).bounds
+    bounds = rules_of(mask & headwise.window(3, 9), 3, 10).bounds
     assert bounds is not None and bounds.tolist() == [[5, 3, 0, 4], [5, 6, 1, 4]]
     mask = headwise.window(3, 9, offset=torch.tensor([9, 5])) & headwise.window(4, None, offset=torch.tensor([8]))
     mask = (
@@ -249,14 +244,14 @@ def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
         & headwise.lengths(torch.tensor([4, 9]), torch.tensor([2]))
         & headwise.lengths(torch.tensor([6]), torch.tensor([3]))
     )
-    bounds = native.lowered(mask & headwise.window(2, 1), 3, 10).bounds
+    bounds = rules_of(mask & headwise.window(2, 1), 3, 10).bounds
     assert bounds is not None and bounds.tolist() == [[7, 9, 3, 4], [6, 9, 3, 6]]
 
 
 @pytest.mark.parametrize("index", [torch.tensor([1.0, 2.0]), torch.tensor([True, False])])
 def test_no_conversion_hides_a_wrong_index(index: Tensor) -> None:
     with pytest.raises(TypeError, match="an index is an integer tensor"):
-        native.lowered(headwise.Mask((Lengths(index),)), 3, 4)
+        rules_of(headwise.Mask((Lengths(index),)), 3, 4)
 
 
 @needs_native

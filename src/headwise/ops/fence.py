@@ -35,7 +35,7 @@ def surely_tame(*tensors: Tensor) -> bool:
         return all(math.isfinite(torch.linalg.vector_norm(x, dtype=compute_dtype(x))) for x in tensors)
 
 
-def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, key, value without what may spoil a kernel, and the rows to show as NaN: bool (B, H, T)."""
     bad_BKS = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     bad_BHT = ~query.isfinite().all(-1)
@@ -51,17 +51,17 @@ def fence_pairs(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return clean(query, bad_BHT), clean(key, bad_BHS), bad_BHT[..., None] | bad_BHS[:, :, None]
 
 
-def _meetings(bad_BKS: Tensor, mask: Mask | None, H: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
     """The rows that may attend a bad key, those that may attend anything, and the keys that some row may attend.
 
     Memory is linear in S. (The last two broadcast to (B, H, T) and (B, K, S).)
     """
     B, K, S = bad_BKS.shape
     device = bad_BKS.device
-    bounds = None if mask is None else mask.bounds(T, S, device)
     every = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-    if mask is None:
+    if not mask.parts:
         return bad_BKS.any(-1, keepdim=True).expand(B, K, T).repeat_interleave(H // K, dim=1), every, every
+    bounds = mask.bounds(T, S, device)
     if bounds is not None:  # the bad keys in lo <= j < hi are counted from the left; the keys in sight, by their ends
         lo_BT, hi_BT = (x.expand(B, T) for x in bounds)
         count = torch.nn.functional.pad(bad_BKS.long().cumsum(-1), (1, 0))
@@ -76,7 +76,7 @@ def _meetings(bad_BKS: Tensor, mask: Mask | None, H: int, T: int) -> tuple[Tenso
     for rows in row_blocks(T, S):
         allowed = mask.allowed(T, S, rows=rows, device=device)
         if allowed is None:  # a mask of biases that forbid nothing
-            return _meetings(bad_BKS, None, H, T)
+            return _meetings(bad_BKS, Mask(()), H, T)
         met.append((allowed & bad_BH1S).any(-1))
         alive.append(allowed.any(-1))
         seen = seen | allowed.any(2)

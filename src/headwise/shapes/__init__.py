@@ -133,6 +133,11 @@ def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
         )
 
 
+def default_scale(D: int) -> float:
+    """What the scores of queries and keys of D numbers are multiplied by where nothing else is said: D ** -0.5."""
+    return D**-0.5
+
+
 def check_options(
     query: Tensor | None, scale: float | None, softcap: float | None, sinks: Tensor | None, dropout: float = 0.0
 ) -> tuple[float, float | None, float]:
@@ -162,7 +167,7 @@ def check_options(
     if sinks is not None and query is not None:
         check_sinks(sinks, query.shape[1], query.device)
     if scale is None:
-        scale = 1.0 if query is None else query.shape[3] ** -0.5
+        scale = 1.0 if query is None else default_scale(query.shape[3])
     return _plain(scale), None if softcap is None else _plain(softcap), _plain(dropout)
 
 
