@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from backends import needs_native
-from mask_cases import MASKS, SHORT, SIZES, TILED, Sizes
+from mask_cases import MASKS, SHORT, SIZES, TILED, UNEQUAL, Sizes
 from native_cases import rules_of, training_of
 from test_meaning import EMPTY_ROWS, EXTRAS, options_of
 from torch import Tensor
 
 import headwise
 from headwise.ops.masks.rules import Lengths
+from headwise.ops.native import backend as native
 from headwise.ops.native import library as native_library
 from headwise.testing import assert_same_bits, largest_tensor, make_qkv
 
@@ -309,6 +311,41 @@ def test_the_short_way_is_taken_and_is_the_long_one(name: str, monkeypatch: pyte
         short if isinstance(short, tuple) else (short,), long if isinstance(long, tuple) else (long,), strict=True
     ):
         assert_same_bits(x, y)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_short_way_serves_what_the_kernel_can(dtype: torch.dtype) -> None:
+    """It falls back for no mask, size or option of the suite that the full path would give to the kernel as well."""
+    fallen, calls = [], 0
+    for (name, build), n in itertools.product(MASKS.items(), (*SIZES, *UNEQUAL, TILED)):
+        if name.endswith("(B,)") and n.B == 1:
+            continue
+        for extra in (None, *EXTRAS):
+            options = {} if extra is None else options_of(extra, n)
+            arguments = {"mask": build(n).mask, "scale": None, "softcap": None, "sinks": None, "dropout": 0.0}
+            arguments |= {"gate": None, "return_lse": False} | options
+            if arguments["dropout"]:  # needs a seed
+                continue
+            calls += 1
+            if native.at_once(*make_qkv(*n, dtype=dtype), **arguments) is None:
+                fallen.append((name, n, extra))
+    assert not fallen and calls > 500
+
+
+@needs_native
+@pytest.mark.parametrize("option", [{}, {"softcap": 2.0}])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a defect"), MemoryError("no room"), IndexError("list index out of range")]
+)
+def test_a_defect_is_no_slow_way(option: dict[str, float], error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(native_library, "attend", fails)
+    monkeypatch.setattr(native_library, "attend_full", fails)
+    with pytest.raises(type(error), match=str(error)):
+        headwise.attention(*make_qkv(*SHORT), **option)
 
 
 LONG_WAY: dict[str, Callable[[], Any]] = {

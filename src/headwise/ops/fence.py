@@ -95,7 +95,7 @@ def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
 
 
 class _Clean(torch.autograd.Function):
-    """0 in the rows given; the gradient passes, so that a NaN which comes back to such a row is not hidden."""
+    """0 in these rows; the gradient passes, so that a NaN which comes back to such a row is not hidden."""
 
     generate_vmap_rule = True
 
@@ -113,7 +113,7 @@ class _Clean(torch.autograd.Function):
 
 
 class _Quiet(torch.autograd.Function):
-    """The same; the gradient is 0 in the rows given, whatever comes back to them."""
+    """The same; the gradient is 0 in these rows, whatever comes back to them."""
 
     generate_vmap_rule = True
 
@@ -151,19 +151,19 @@ class _Show(torch.autograd.Function):
 
 
 def clean(x: Tensor, rows: Tensor) -> Tensor:
-    """x (..., n) with 0 in the rows (...) given."""
+    """x (..., n) with 0 in these rows (...)."""
     if forward_ad._current_level >= 0:  # the Functions have no jvp: one that had could not be compiled
         return x.masked_fill(rows[..., None], 0.0)
     return _Clean.apply(x, rows[..., None])
 
 
 def quiet(x: Tensor, rows: Tensor) -> Tensor:
-    """x as it is, and no gradient through the rows given, which broadcast to x."""
+    """x as it is, and no gradient through these rows, which broadcast to x."""
     return x if forward_ad._current_level >= 0 else _Quiet.apply(x, rows)
 
 
 def show(x: Tensor, rows: Tensor) -> Tensor:
-    """x with NaN in the rows given, which broadcast to x. A row that the loss leaves out gets gradient 0."""
+    """x with NaN in these rows, which broadcast to x. A row that the loss leaves out gets gradient 0."""
     if forward_ad._current_level >= 0:
         return x.masked_fill(rows, torch.nan)
     return _Show.apply(x, rows)

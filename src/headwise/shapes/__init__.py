@@ -102,8 +102,8 @@ def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> N
 
 
 def _got(query: Tensor, key: Tensor, value: Tensor | None = None) -> str:
-    told = f"got query {describe(query)}, key {describe(key)}"
-    return told if value is None else f"{told}, value {describe(value)}"
+    got = f"got query {describe(query)}, key {describe(key)}"
+    return got if value is None else f"{got}, value {describe(value)}"
 
 
 def check_int8(name: str, data: Tensor, scale: Tensor) -> None:

@@ -110,7 +110,9 @@ def at_once(
         return None
     S = key.shape[2]
     if layout is not None:
-        if type(layout.length) is not int or not all(x is None or x.is_cpu for x in layout[:3]):
+        if type(layout.length) is not int or not all(
+            x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]
+        ):
             return None  # one tensor on meta would make it a call that is traced, whose numbers mean nothing
         S = S if layout.table is None else layout.length
     scale = default_scale(max(query.shape[3], 1)) if scale is None else scale

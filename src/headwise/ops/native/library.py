@@ -29,7 +29,7 @@ ARGUMENTS = (
     "float dropout, Tensor? seed"
 )
 
-# The operators, once they are there: found by name they cost a tenth of a small call.
+# The operators, once they are there: looked up by name they cost a tenth of a small call.
 attend: Any = None
 attend_full: Any = None
 attend_held: Any = None

@@ -112,10 +112,10 @@ def statistics(
         >>> import torch
         >>> from headwise.ops.masks import causal
         >>> q, k = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)       # uniform attention
-        >>> found = statistics(q, k, mask=causal(), offsets=1)
-        >>> found.entropy[0, 0].exp().tolist()                          # row i sees i + 1 keys
+        >>> heads = statistics(q, k, mask=causal(), offsets=1)
+        >>> heads.entropy[0, 0].exp().tolist()                          # row i sees i + 1 keys
         [1.0, 2.0, 3.0, 4.0]
-        >>> found.offsets[0, 0]        # (1 + 1/2 + 1/3 + 1/4) / 4 on itself, (1/2 + 1/3 + 1/4) / 3 on the one before
+        >>> heads.offsets[0, 0]        # (1 + 1/2 + 1/3 + 1/4) / 4 on itself, (1/2 + 1/3 + 1/4) / 3 on the one before
         tensor([0.5208, 0.3611])
     """
     request = checked(
@@ -173,8 +173,8 @@ def attention_statistics(
         >>> import torch
         >>> from headwise.ops.masks import causal
         >>> q, k, v = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.tensor([2.0, 4.0]).view(1, 1, 2, 1)
-        >>> out, found = attention_statistics(q, k, v, mask=causal())
-        >>> out.flatten().tolist(), found.largest.flatten().tolist()
+        >>> out, rows = attention_statistics(q, k, v, mask=causal())
+        >>> out.flatten().tolist(), rows.largest.flatten().tolist()
         ([2.0, 3.0], [1.0, 0.5])
     """
     check_attention(query, key, value)

@@ -56,8 +56,8 @@ def top_keys(
 
     >>> from headwise.ops.masks import causal
     >>> q = k = torch.eye(3).view(1, 1, 3, 3) * 100
-    >>> found = top_keys(q, k, 2, rows=[0, 2], mask=causal())
-    >>> found.keys[0, 0].tolist(), found.weights[0, 0].tolist()
+    >>> top = top_keys(q, k, 2, rows=[0, 2], mask=causal())
+    >>> top.keys[0, 0].tolist(), top.weights[0, 0].tolist()
     ([[0, -1], [2, 0]], [[1.0, 0.0], [1.0, 0.0]])
     """
     check_query_key(query, key)
