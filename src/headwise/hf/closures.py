@@ -6,7 +6,7 @@ back into what it means, so that no T x S tensor is made. The closures are trans
 
 - each reader is tried once in a process against the installed transformers' own evaluation of what it reads; one that
   disagrees (after an upgrade, say) is not used, and the log says so;
-- what is not understood, wholly or in part, is left to `dense_mask`: transformers' own evaluation.
+- what is not understood, wholly or in part, is evaluated: see `functions`, and `dense_mask` for what that cannot do.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def read_padding(padding: Tensor, frame: Frame) -> Mask:
 
 
 def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = None, *, use_vmap: bool = False) -> Mask:
-    """The mask that transformers evaluates for a function that cannot be read: a (B, 1, T, S) tensor."""
+    """The mask as transformers itself evaluates it: a (B, 1, T, S) tensor."""
     grid = theirs.sdpa_mask(
         batch_size=frame.B,
         q_length=frame.T,
@@ -277,13 +277,13 @@ def trusted_readers() -> Readers:
             try:
                 functions = make()
             except (AttributeError, TypeError) as change:
-                logger.warning("transformers' %s has changed (%s): such masks are evaluated densely", name, change)
+                logger.warning("transformers' %s has changed (%s): such masks are evaluated, not read", name, change)
                 continue
             code = functions[0].__code__
             if all(_agrees(function, trusted | {code: reader}) for function in functions):
                 trusted[code] = reader
             else:
-                logger.warning("transformers' %s has changed its meaning: such masks are evaluated densely", name)
+                logger.warning("transformers' %s has changed its meaning: such masks are evaluated, not read", name)
     return trusted
 
 
