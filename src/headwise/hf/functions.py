@@ -7,7 +7,6 @@ the key may be attended. Then any strip of the T x S pairs may be evaluated alon
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
