@@ -1,4 +1,4 @@
-"""A cache of given capacity: one tensor for keys, one for values, reserved once."""
+"""A cache of fixed capacity: one tensor for keys, one for values, reserved once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..ops.storage.held import in_one_piece
-from .base import KVCache
+from .base import KVCache, Stored
 from .checks import check_made, check_rows, check_truncate
 from .store import Store
 
@@ -30,7 +30,7 @@ class StaticCache(KVCache):
         dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
         shared: values are the first V columns of the keys (MLA's latent).
         causal: False for cross-attention, whose memory is appended once.
-        device: where it lies.
+        device: of its tensors.
 
     Raises:
         TypeError, ValueError: sizes or a dtype that cannot be.
@@ -79,9 +79,10 @@ class StaticCache(KVCache):
         return self._store.key.device
 
     @property
+    @override
     def keys(self) -> Tensor:
         """(B, K, S, D) up to the longest row's end: a view; of int8 a copy in the dtype of the last tokens."""
-        return in_one_piece(self._store.held(max(self.lengths))[0], self._given)
+        return in_one_piece(self.view()[0], self._input_dtype)
 
     @override
     def _make_room(self, counts: list[int]) -> None:
@@ -103,12 +104,12 @@ class StaticCache(KVCache):
             self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
 
     @override
-    def _held(self, length: int) -> tuple[Any, Any]:
-        return self._store.held(length)
+    def view(self) -> tuple[Stored, Stored]:
+        return self._store.view(max(self.lengths))
 
     @override
     def truncate(self: StaticT, lengths: int | Sequence[int]) -> StaticT:
-        self._shorten(check_truncate(self, lengths))
+        self._shorten(check_truncate(self.lengths, lengths))
         return self
 
     @override

@@ -12,6 +12,7 @@ from ..ops.masks.compose import as_mask
 from ..plan.shape import AttentionShape, check_size
 from ..shapes import DTYPES, describe
 from ..shapes.kinds import check_counts, check_tensor, shown, whole_numbers
+from .cached import traits_of
 from .latent_form import check_form
 
 if TYPE_CHECKING:
@@ -163,14 +164,14 @@ def check_latent_call(x: Tensor, cache: Any, lengths: Any, form: str, mask: Any)
     """`check_cache` for `LatentAttention`; where the call is refused, the cache has not changed."""
     check_form(form)
     as_mask(mask)
-    if not getattr(cache, "causal", True):
+    if cache is not None and not traits_of(cache).causal:
         raise ValueError("latent attention attends to its own past, so its cache is causal; got one with causal=False")
     return check_cache(x, cache, lengths)
 
 
-def check_latent_values(width: int, rank: int) -> None:
-    """A cache of latents has values that are the first columns of its keys."""
-    if width != rank:
+def check_latent_values(width: int | None, rank: int) -> None:
+    """A cache of latents has values that are the first columns of its keys; None where it does not say."""
+    if width not in (None, rank):
         raise ValueError(
             f"the cache's values are the first kv_lora_rank = {rank} columns of its keys; it gave values of {width}; "
             f"make it with value_dim={rank}"

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
-from ..ops.storage.held import Held
 from ..shapes import check_gate, check_options, check_sinks
 from ..shapes.kinds import check_texts
+from .cached import Cache
 
 
 class Inner(nn.Module):
@@ -72,7 +72,7 @@ class InnerAttention(Inner):
     def forward(
         self,
         query: Tensor,
-        key: Tensor | Held,
+        key: Tensor | Cache,
         value: Tensor | None,
         *,
         mask: Mask | Tensor | None = None,

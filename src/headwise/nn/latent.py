@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import getattr_static
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +13,7 @@ from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep
 from ..shapes import check_options
 from ..shapes.kinds import check_counts, check_flags, whole_numbers
-from .cached import positions_of
+from .cached import Cache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .inner import InnerAttention
 from .latent_form import Choice, Form, FormCosts, latent_layer
@@ -26,23 +25,17 @@ NORM_EPS = 1e-6  # of the norms on both latents, in every published model
 
 
 @runtime_checkable
-class LatentCache(Protocol):
-    """What `LatentAttention` asks of a cache: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it.
+class LatentCache(Cache, Protocol):
+    """A cache for `LatentAttention`: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it; causal.
 
-    The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b holds the first
+    It has ``lengths``, tokens of each row; ``append(key, *, lengths=None)`` of (B, 1, T, kv_lora_rank + rope_dim), the
+    values being the first kv_lora_rank columns; and ``attend(query, *, mask=None, **options)``, which gives
+    (B, H, T, kv_lora_rank) for the queries of the last T tokens.
+
+    The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b has the first
     ``lengths[b]``, and takes causality for the cache's only rule. A cache that has no ``keys`` (as one that forgets old
     tokens must not) is always attended to in absorbed form.
     """
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens held, one number a row of the batch."""
-
-    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Lengths = None) -> Any:
-        """Hold (B, 1, T, kv_lora_rank + rope_dim), of each row its first `lengths`; values are the first columns."""
-
-    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
-        """(B, H, T, kv_lora_rank) of the queries of the last T tokens appended; causal."""
 
 
 class LatentAttention(nn.Module):
@@ -261,7 +254,7 @@ class LatentAttention(nn.Module):
         if held is None:
             return False
         why = ""
-        if getattr_static(cache, "keys", None) is None:  # found, not fetched: it may take time
+        if not traits_of(cache).has_keys:
             why = f"{type(cache).__name__} has no keys to read"
         elif mask is not None and any(held) and (lengths is not None or len(set(held)) > 1):
             why = f"a mask has its place in every row alike, while the rows hold {held} and then lengths = {lengths}"
@@ -284,7 +277,7 @@ class LatentAttention(nn.Module):
         options = {name: option for name, option in self.inner.options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
-        check_latent_values(getattr(cache, "value_dim", self.kv_lora_rank), self.kv_lora_rank)
+        check_latent_values(traits_of(cache).value_dim, self.kv_lora_rank)
         cache.append(new, lengths=lengths)
         mixed: Tensor = cache.attend(query, mask=mask, **options)
         check_latent_values(mixed.shape[-1], self.kv_lora_rank)

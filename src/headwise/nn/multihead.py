@@ -7,10 +7,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..ops.masks.compose import Mask, as_mask
-from ..ops.storage.held import Held
 from ..plan.shape import Bias
 from ..shapes.kinds import check_counts
-from .cached import positions_of, step
+from .cached import Cache, positions_of, step, traits_of
 from .checks import (
     check_cache,
     check_input,
@@ -114,9 +113,9 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         positions: Positions = None,
         gate: Float[Tensor, "..."] | None = None,
-        cache: Held | None = None,
+        cache: Cache | None = None,
         lengths: Sequence[int] | Tensor | None = None,
-    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], Held]:
+    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], Cache]:
         """Attend from `x` to `memory`, or to `x` itself, or with a cache to all the tokens so far.
 
         Args:
@@ -155,11 +154,11 @@ class MultiHeadAttention(nn.Module):
         return self.o_proj(self.concatenate(heads_BHTV))
 
     def _cached(
-        self, x: Tensor, memory: Memory | None, cache: Held, *, positions: Positions, lengths: Any, **options: Any
+        self, x: Tensor, memory: Memory | None, cache: Cache, *, positions: Positions, lengths: Any, **options: Any
     ) -> Tensor:
-        """The heads of `x` (B, H, T, V) against what the cache holds, once it has what is new."""
+        """The heads of `x` (B, H, T, V) over all tokens in the cache, those of `x` included."""
         as_mask(options["mask"])  # refused before the cache has changed
-        query, causal = self.split(self.q_proj(x), self.num_heads, self.head_dim), getattr(cache, "causal", True)
+        query, causal = self.split(self.q_proj(x), self.num_heads, self.head_dim), traits_of(cache).causal
         if not causal and any(cache.lengths):  # a memory that is there already
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
