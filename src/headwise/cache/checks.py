@@ -12,7 +12,7 @@ from ..shapes import DTYPES
 from ..shapes.kinds import check_counts, check_device, check_dtype, check_flags, whole_numbers
 
 
-def check_made(
+def check_cache_sizes(
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int | None,

@@ -15,7 +15,7 @@ from ..ops.storage.held import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
 from ..shapes.kinds import check_counts, check_flags, shown
 from .base import KVCache, Stored
-from .checks import check_made, check_rows, check_truncate
+from .checks import check_cache_sizes, check_rows, check_truncate
 from .store import Store
 
 PagedT = TypeVar("PagedT", bound="PagedCache")
@@ -52,7 +52,7 @@ class PagePool:
         device: torch.device | str | None = None,
     ) -> None:
         sizes: dict[str, Any] = {"num_pages": num_pages, "num_kv_heads": num_kv_heads, "page_size": page_size}
-        check_made(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
+        check_cache_sizes(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
         if page_size % PAGE:
             raise ValueError(f"page_size is a multiple of {PAGE}; got {page_size}")
         self.num_kv_heads, self.head_dim, self.dtype, self.shared = num_kv_heads, head_dim, dtype, shared

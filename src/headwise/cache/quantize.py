@@ -66,7 +66,7 @@ def rounded(x: Tensor) -> Quantized:
 
 @dataclass(frozen=True, eq=False)
 class QuantizationError:
-    """What int8 keys and values are off by, head by head; `str()` sums it up.
+    """The error of int8 keys and values, head by head; `str()` sums it up.
 
     Attributes:
         key_rms: (K,) root of the mean square of the difference of dequantised and original keys.

@@ -14,14 +14,14 @@ from ..ops.masks.compose import Mask
 from ..ops.masks.make import window
 from ..ops.storage.paged import PAGE
 from ..shapes.kinds import check_counts
-from .checks import check_made, check_rows, check_truncate
+from .checks import check_cache_sizes, check_rows, check_truncate
 from .paged import PagedCache, PagePool
 
 RollingT = TypeVar("RollingT", bound="RollingCache")
 
 
 class RollingCache(PagedCache):
-    """Keys and values of the last `window` tokens of each row, and of its first ones where they are to stay.
+    """Keys and values of the last `window` tokens of each row, and of its `first` ones.
 
     Queries see at most `window` keys, self included, and the `first` keys of all, as attention sinks (Xiao et al. 2023,
     arXiv 2309.17453). Pages whose tokens no later query sees are used again.
@@ -49,6 +49,7 @@ class RollingCache(PagedCache):
         (1000, True)
     """
 
+    chunk: int
     keys = None  # type: ignore[assignment]  # not all tokens are kept, so column j is not position j
 
     def __init__(
@@ -66,7 +67,7 @@ class RollingCache(PagedCache):
         device: torch.device | str | None = None,
     ) -> None:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": num_kv_heads, "window": window, "chunk": chunk}
-        check_made(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
+        check_cache_sizes(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
         check_counts(first=first)
         self.window, self.first, self.chunk, self._remembered = window, first, chunk, 0
         pages = batch * self._pages_of_row
@@ -90,7 +91,7 @@ class RollingCache(PagedCache):
         return -(-self.first // PAGE) + -(-(self.window - 1 + self._remembered + self.chunk + PAGE - 1) // PAGE)
 
     def remember(self: RollingT, tokens: int) -> RollingT:
-        """Keeps so many tokens longer than a query sees them: `truncate` can go back so far, over several appends.
+        """Keeps so many more tokens than a query sees: `truncate` can go back that far, over several appends.
 
         >>> x = torch.randn(1, 1, 50, 8)
         >>> cache = RollingCache(1, 1, 8, window=10).remember(200)

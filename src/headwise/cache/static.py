@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ..ops.storage.held import in_one_piece
 from .base import KVCache, Stored
-from .checks import check_made, check_rows, check_truncate
+from .checks import check_cache_sizes, check_rows, check_truncate
 from .store import Store
 
 StaticT = TypeVar("StaticT", bound="StaticCache")
@@ -63,7 +63,7 @@ class StaticCache(KVCache):
         device: torch.device | str | None = None,
     ) -> None:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity}
-        check_made(dtype, head_dim, value_dim, shared=shared, causal=causal, device=device, **sizes)
+        check_cache_sizes(dtype, head_dim, value_dim, shared=shared, causal=causal, device=device, **sizes)
         super().__init__(batch, num_kv_heads, head_dim, value_dim, dtype, shared=shared, causal=causal)
         self.capacity = capacity
         self._store = Store((batch, num_kv_heads, capacity), head_dim, self.value_dim, dtype, shared, device)

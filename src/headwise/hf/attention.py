@@ -115,7 +115,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
-    """The groups of heads are read off the shapes: they must be those of the model, of which this may be a part.
+    """The shapes say how many query heads share a key-value head; it must be as many as in the model.
 
     Tensor parallelism gives each process some of the heads. Where it gathers keys and values and not queries, H and K
     still divide, and the queries would read other heads than theirs. Some models repeat their keys for all heads
@@ -160,7 +160,7 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
         return Mask(())
     if isinstance(attention_mask, StructuralMask):
         if attention_mask.shape[2:] != (T, S):
-            # A tensor's sizes are checked by attention itself; rules have none and would count from another place.
+            # Attention checks a tensor's sizes; rules have no sizes, and would count positions from another place.
             T_made, S_made = attention_mask.shape[2:]
             raise ModelError(
                 f"{type(module).__name__} attends {S} keys with {T} queries under a mask made for {T_made} queries and "
@@ -184,7 +184,7 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
             f"{type(module).__name__} passes a 4-D attention mask of {attention_mask.dtype}; a bool tensor says what "
             "may be attended, a float tensor is added to the scores: convert it with .bool()"
         )
-    # The field writes "may not be attended" as the lowest finite number; read so, a row without keys gives 0, no mean.
+    # Models write "may not be attended" as the lowest finite number. As -inf, a row without keys gives 0, not a mean.
     lowest = torch.finfo(attention_mask.dtype).min
     return bias(attention_mask.masked_fill(attention_mask <= lowest, -torch.inf))
 
@@ -223,13 +223,13 @@ def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query
 
 
 def _sequence_of(ends: Any, length: int, query: Tensor) -> Tensor:
-    """The running number of the sequence each position lies in; ends: (n + 1,), beginning with 0."""
+    """The number of the sequence that each position belongs to; ends: (n + 1,), beginning with 0."""
     at = torch.arange(length, device=query.device)
     return torch.searchsorted(ends[1:].to(at), at, right=True)
 
 
 def _attentions_are_collected() -> bool:
-    """Whether a caller up the stack asked for attentions; most models tell their layers through this collector only."""
+    """Whether a caller up the stack asked for attentions; most models pass that on through this collector only."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:  # private: a version without it passes output_attentions down as an argument

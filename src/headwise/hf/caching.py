@@ -98,7 +98,7 @@ class FullLayer(CacheLayerMixin):
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Adds key (B, K, T, D) and value (B, K, T, V); gives those of all tokens, as attention takes them."""
-        # Under autocast, keys may come wider than values, of a rotation in float32; attention takes them in the lower.
+        # Under autocast a rotation may leave keys in float32 beside values in a half dtype: attention takes the lower.
         key_states = key_states.to(value_states.dtype)
         self._check_room(key_states.shape[2])
         if self.cache is None or (self.get_seq_length() == 0 and not self._fits(key_states, value_states)):
@@ -225,7 +225,7 @@ class SlidingLayer(FullLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.cache is None:
             return query_length, 0
-        # Now, for the mask is made before the update, which would move the columns under it.
+        # Drop pages now: the mask is made before the update, and its columns must still be these after it.
         columns, dropped = self.cache.settle().columns[0], self.cache.dropped[0]
         expired = self._expired if query_length > self.cache.chunk else 0
         return columns - expired + query_length, dropped + expired
@@ -333,7 +333,7 @@ def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -
 
 
 def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
-    # By the very class: those derived from these keep more beside.
+    # By the exact class: subclasses keep more than keys and values.
     other = [(at, type(layer).__name__) for at, layer in enumerate(layers) if type(layer) not in KEPT]
     if other:
         at, name = other[0]

@@ -30,12 +30,12 @@ logger = logging.getLogger("headwise.hf")
 
 MaskFunction: TypeAlias = Callable[..., Any]
 Cells: TypeAlias = dict[str, Any]
-"""What a closure holds, by the name it has there."""
+"""The variables of a closure, by name."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a mask lies: its size, and the positions of its first query and of its first key."""
+    """The frame of a mask: its size, and the positions of its first query and of its first key."""
 
     B: int
     T: int
@@ -66,7 +66,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Rules:
-    """What was read: a band around the query's own position (as `window` counts), and masks besides."""
+    """What a closure stands for: a band around the query's own position (as `window` counts), and masks besides."""
 
     left: int | None = None
     right: int | None = None
@@ -137,7 +137,7 @@ def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = No
     return keep(grid)
 
 
-# -- readers: what a closure holds, and a frame -> Rules, or None where that cannot be said ---------------------------
+# -- readers: the variables of a closure and a frame -> Rules, or None where no rule says it --------------------------
 
 Readers: TypeAlias = Mapping[CodeType, Any]
 """A closure's code -> the reader of it."""
@@ -191,14 +191,14 @@ def _padding(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
 def _all_of(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
     functions = cells["mask_functions"]
     renumbering = _code_of("remap_positions_for_packed_sequence", None, None)
-    found = Rules()
+    joined = Rules()
     for function in functions:
         is_renumbered = renumbering is not None and getattr(function, "__code__", None) is renumbering
         rules = _renumbered(function, functions, frame, readers) if is_renumbered else _read(function, frame, readers)
         if rules is None:
             return None
-        found = found & rules
-    return found
+        joined = joined & rules
+    return joined
 
 
 def _renumbered(
@@ -293,7 +293,7 @@ def _agrees(function: MaskFunction, readers: Readers) -> bool:
     for frame in (_SQUARE, _LATER):
         try:
             rules = _read(function, frame, readers)
-        except Exception:  # whatever a changed closure makes of our reading it: then we do not read it
+        except Exception:  # a changed closure may raise anything: then it is not read
             return False
         if rules is None:
             continue

@@ -20,7 +20,7 @@ _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 @dataclass(eq=False)
 class _Source:
-    """How the tensor is made, and what has become of it; one for a lazy tensor and all its aliases."""
+    """How the tensor is made, and the tensor once it is made; shared by a lazy tensor and its aliases."""
 
     make: Callable[[], Tensor]
     made: Tensor | None = None
@@ -57,7 +57,7 @@ class Lazy(Tensor):
         """The tensor itself, made at the first call and then kept."""
         if self._source.made is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._source.made = self._source.make().contiguous()  # as a tensor that says nothing of strides
+                self._source.made = self._source.make().contiguous()  # contiguous, as a wrapper without strides must be
         return self._source.made
 
     def twin(self) -> Lazy:

@@ -49,12 +49,12 @@ class Traits(NamedTuple):
 
 def traits_of(cache: Cache) -> Traits:
     """The optional members of a cache; `keys` is not fetched, for that may copy them."""
-    has_keys = getattr_static(cache, "keys", None) is not None
-    causal, chunk, value_dim = (getattr(cache, *member) for member in _OPTIONAL)
-    return Traits(causal, chunk, has_keys, value_dim)
-
-
-_OPTIONAL = (("causal", True), ("chunk", None), ("value_dim", None))
+    return Traits(
+        causal=getattr(cache, "causal", True),
+        chunk=getattr(cache, "chunk", None),
+        has_keys=getattr_static(cache, "keys", None) is not None,
+        value_dim=getattr(cache, "value_dim", None),
+    )
 
 
 def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:

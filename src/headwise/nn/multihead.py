@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from .checks import (
     check_vectors,
     check_width,
 )
-from .heads import Head, check_heads, fill, rows_of
+from .heads import Head, check_heads, rows_of
 from .inner import as_inner
 from .rotary import Positions
 
@@ -50,7 +51,7 @@ class MultiHeadAttention(nn.Module):
         head_dim: Size D of a query or key; ``d_model / num_heads`` by default.
         value_dim: Size V of a value; `head_dim` by default.
         memory_dim: Width of the memory in cross-attention, or a pair (of what keys, of what values come from). With it
-            a memory is required; without it one of width `d_model` may be given.
+            a memory is required; without it one of width `d_model` is optional.
         bias: False, True (all four projections), or ``"qkv"`` (all but o_proj).
         rotary: A part ``(query, key, positions) -> (query, key)``, such as `headwise.nn.Rotary`.
         qk_norm: A factory ``head_dim -> module``, such as ``torch.nn.RMSNorm``, for q_norm and k_norm over each head.
@@ -124,7 +125,7 @@ class MultiHeadAttention(nn.Module):
             mask: What may be attended (`headwise.causal()`, a bool tensor with True = attend, ...); all by default.
                 A cache is causal by itself.
             positions: For the rotary part: (T,) or (B, T), or a pair of those for queries and keys. By default they
-                count on from what the cache holds.
+                count on from the tokens in the cache.
             gate: Factor on the heads before W_O: (H,), (B, H), (B, H, T) or (B, H, T, V); 0 switches a head off.
             cache: Of `headwise.cache`: takes the keys and values of `x`, and is attended. One that is not causal
                 takes those of the memory, once, and then needs it no more.
@@ -143,7 +144,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
             return self.o_proj(self.concatenate(heads_BHTV)), cache
-        for_keys, for_values = check_memory(self, x, memory)
+        for_keys, for_values = self._sources(x, memory)
         q_BHTD = self.split(self.q_proj(x), self.num_heads, self.head_dim)
         k_BKSD = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
         v_BKSV = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
@@ -166,7 +167,7 @@ class MultiHeadAttention(nn.Module):
             of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
             query, _ = self.rotate(query, query[:, :0], of_queries)
             return step(self.inner, cache, query, None, None, **options)
-        for_keys, for_values = check_memory(self, x, memory)
+        for_keys, for_values = self._sources(x, memory)
         key = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
         value = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
         if self.rotary is not None and positions is None and causal:
@@ -174,6 +175,11 @@ class MultiHeadAttention(nn.Module):
         query, key = self.normalize(query, key)
         query, key = self.rotate(query, key, positions)
         return step(self.inner, cache, query, key, value, lengths=lengths, **options)
+
+    def _sources(self, x: Tensor, memory: Memory | None) -> tuple[Tensor, Tensor]:
+        """What keys and what values are projected from: (B, S, N) each."""
+        required = self.memory_dim is not None
+        return check_memory(x, memory, self.memory_widths, (self.k_proj, self.v_proj), required=required)
 
     @staticmethod
     def split(fused: Tensor, heads: int, size: int) -> Tensor:
@@ -244,7 +250,7 @@ class MultiHeadAttention(nn.Module):
         output_bias: Tensor | None = None,
         **parts: Any,
     ) -> "MultiHeadAttention":
-        """The fused module of the given small heads; their numbers are copied.
+        """The fused module of small heads; their numbers are copied.
 
         Args:
             heads: One `Head` a query head, all of equal shapes.
@@ -278,7 +284,7 @@ class MultiHeadAttention(nn.Module):
             bias=True if output_bias is not None else "qkv" if biased else False,
             **parts,
         )
-        fill(made, heads, output_bias)
+        _fill(made, heads, output_bias)
         return made
 
     @classmethod
@@ -299,3 +305,25 @@ class MultiHeadAttention(nn.Module):
         sizes = f"{self.d_model}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         sizes += "" if self.value_dim == self.head_dim else f", value_dim={self.value_dim}"
         return sizes + ("" if self.memory_dim is None else f", memory_dim={self.memory_dim}")
+
+
+@torch.no_grad()
+def _fill(mha: MultiHeadAttention, heads: Sequence[Head], output_bias: Tensor | None) -> None:
+    """Give a module of the right sizes the numbers of `heads`; each group's first head stands for its K and V."""
+    like = heads[0].W_Q
+    mha.to(device=like.device, dtype=like.dtype)
+    owners = heads[:: len(heads) // mha.num_kv_heads]
+    mha.q_proj.weight.copy_(torch.cat([head.W_Q.T for head in heads]))
+    mha.k_proj.weight.copy_(torch.cat([head.W_K.T for head in owners]))
+    mha.v_proj.weight.copy_(torch.cat([head.W_V.T for head in owners]))
+    mha.o_proj.weight.copy_(torch.cat([head.W_O for head in heads]).T)
+    for projection, biases in (
+        (mha.q_proj, [head.b_Q for head in heads]),
+        (mha.k_proj, [head.b_K for head in owners]),
+        (mha.v_proj, [head.b_V for head in owners]),
+        (mha.o_proj, [output_bias]),
+    ):
+        if projection.bias is not None and biases[0] is not None:
+            projection.bias.copy_(torch.cat([bias for bias in biases if bias is not None]))
+        elif projection.bias is not None:
+            projection.bias.zero_()  # a bias that these heads lack

@@ -1,6 +1,6 @@
 """From `torch.nn.MultiheadAttention` and back: weights, dropout, and masks of the opposite meaning.
 
-torch's module hides where a mask is True, ours attends there; torch's takes (T, B, M) unless told otherwise, ours is
+torch's module hides where a mask is True, ours attends there; torch's takes (T, B, M) by default, ours is
 always batch first. Where a query may attend nothing, torch gives NaN or not, depending on the path it takes; ours
 gives 0.
 """
@@ -218,9 +218,9 @@ def _check_fits_torch(mha: MultiHeadAttention) -> None:
         f"scale = {inner.scale}": inner.scale is not None,
         "sinks": inner.sinks is not None,
     }
-    found = [what for what, there in lacks.items() if there]
-    if found:
+    lacking = [what for what, there in lacks.items() if there]
+    if lacking:
         raise ValueError(
-            f"torch.nn.MultiheadAttention has no place for what this module has: {', '.join(found)}; "
+            f"torch.nn.MultiheadAttention has no place for what this module has: {', '.join(lacking)}; "
             "keep headwise.MultiHeadAttention, or drop them first"
         )
