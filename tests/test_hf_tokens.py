@@ -23,8 +23,8 @@ class Letters:
     @property
     def backend_tokenizer(self) -> Tokenizer:
         """The same tokens, for the process that counts them."""
-        backend = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token=chr(0)))
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+        backend = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="a"))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         return backend
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
