@@ -214,11 +214,15 @@ def test_models_whose_projection_is_as_wide_as_the_model_keep_their_heads() -> N
         if "square_o" in about or "sub_norms" in about:
             layer = model_of({"model_type": name}).layers[0]
             if layer.out_width is not None or layer.sub_norm:
-                refused({"model_type": name}, "so no head can be taken out", heads_plan={"layers": {"*": {"keep": [0]}}})
+                refused(
+                    {"model_type": name}, "so no head can be taken out", heads_plan={"layers": {"*": {"keep": [0]}}}
+                )
 
 
 def test_a_named_layer_comes_before_the_star() -> None:
-    after = plan.of(SMALL, heads_plan={"layers": {"*": {"kv_heads": 1}, "1": {"keep": [0]}}}, batch=3, context=7).planned
+    after = plan.of(
+        SMALL, heads_plan={"layers": {"*": {"kv_heads": 1}, "1": {"keep": [0]}}}, batch=3, context=7
+    ).planned
     assert after is not None and after.batch == 3
     assert [(layer.num_heads, layer.num_kv_heads) for layer in after.model.layers] == [(8, 1), (1, 1), (8, 1)]
     assert after.contexts[0].cache_bytes == 3 * 7 * 3 * 16 * 2
