@@ -187,7 +187,7 @@ class KVCache(ABC):
         if max(columns, default=0) == 0:
             raise ValueError("an empty cache has nothing to attend; append keys and values first")
         key, value = self.view()
-        rules = self._mask(T, columns, as_mask(mask) or Mask(()), query.device)
+        rules = self._mask(T, columns, as_mask(mask), query.device)
         return attention(query, key, value, mask=rules if rules.parts else None, **options)
 
     def _mask(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:

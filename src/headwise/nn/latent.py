@@ -294,8 +294,7 @@ class LatentAttention(nn.Module):
         if lengths is not None:
             real = torch.arange(length) < torch.as_tensor(lengths, device="cpu")[:, None]
             rule = rule & keep(real[:, None, :, None].to(new.device))
-        other = as_mask(mask)
-        return keys, rule if other is None else rule & other
+        return keys, rule & as_mask(mask)
 
     def extra_repr(self) -> str:
         """The sizes."""

@@ -24,6 +24,7 @@ from .checks import (
 from .heads import Head, check_heads, rows_of
 from .inner import as_inner
 from .rotary import Positions
+from .torch_mha import converted_from_torch, converted_to_torch
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 Memory = Float[Tensor, "B S N"] | tuple[Float[Tensor, "B S N_key"], Float[Tensor, "B S N_value"]]
@@ -290,15 +291,11 @@ class MultiHeadAttention(nn.Module):
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
         """The same attention as PyTorch's own module, with copies of its numbers: see `headwise.nn.from_torch`."""
-        from .torch_mha import from_torch
-
-        return from_torch(module)
+        return converted_from_torch(cls, module)
 
     def to_torch(self) -> nn.MultiheadAttention:
         """PyTorch's own module with copies of these numbers: see `headwise.nn.to_torch`."""
-        from .torch_mha import to_torch
-
-        return to_torch(self)
+        return converted_to_torch(self)
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -327,3 +324,43 @@ def _fill(mha: MultiHeadAttention, heads: Sequence[Head], output_bias: Tensor | 
             projection.bias.copy_(torch.cat([bias for bias in biases if bias is not None]))
         elif projection.bias is not None:
             projection.bias.zero_()  # a bias that these heads lack
+
+
+def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
+    """The same attention as a `MultiHeadAttention`: equal outputs in train and in eval; the weights are copied.
+
+    The result is called as ``mha(query)`` for self-attention, or ``mha(query, (key, value))``, batch first whatever the
+    `batch_first` of `module`; its masks come from `mask_from_torch`. Dropout becomes that of the inner part.
+
+    Raises:
+        TypeError: something other than a `torch.nn.MultiheadAttention`.
+        ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``.
+
+    Example:
+        >>> theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True)
+        >>> ours = from_torch(theirs)
+        >>> x = torch.randn(2, 5, 12)
+        >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-6)
+        True
+    """
+    return MultiHeadAttention.from_torch(module)
+
+
+def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
+    """The same attention as a `torch.nn.MultiheadAttention` with ``batch_first=True``; the weights are copied.
+
+    Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
+
+    Raises:
+        ValueError: `mha` has what torch's module lacks: a rotary part, norms, heads with ``H * D != d_model``, another
+            value dim, softcap, sinks, a scale of its own, or an inner part that is no `InnerAttention`.
+
+    Example:
+        >>> ours = MultiHeadAttention(12, 6, num_kv_heads=2)
+        >>> x = torch.randn(2, 5, 12)
+        >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)
+        True
+    """
+    if not isinstance(mha, MultiHeadAttention):
+        raise TypeError(f"to_torch takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
+    return mha.to_torch()

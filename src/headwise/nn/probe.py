@@ -193,5 +193,5 @@ def _before_inner(
 ) -> None:
     query, key, value = args
     options = {option: what for option, what in _options(running[0], inner).items() if option != "backend"}
-    mask, gate = as_mask(keywords.get("mask")), keywords.get("gate")
-    seen.record(running[0], query=query, key=key, value=value, mask=mask, gate=gate, **options)
+    mask = None if keywords.get("mask") is None else as_mask(keywords["mask"])
+    seen.record(running[0], query=query, key=key, value=value, mask=mask, gate=keywords.get("gate"), **options)
