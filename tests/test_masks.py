@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import headwise
 import headwise.testing
-from headwise.ops.native import lowered
+from headwise.ops.native.lowering import lowered
 from headwise.ops.native.gradient import Problem
 from headwise.shapes.kinds import FAR
 from headwise.testing import make_qkv
