@@ -101,7 +101,7 @@ def _names_a_shape(hint: Any) -> bool:
 def _stand_ins(
     function: Callable[..., Any], hints: dict[str, Any]
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Two functions under beartype: one of the same parameters that does nothing, and one that returns what it takes."""
+    """Two functions under beartype: one of the same parameters that does nothing, one that returns what it takes."""
     parameters = [
         parameter.replace(annotation=inspect.Parameter.empty)
         for parameter in inspect.signature(function).parameters.values()

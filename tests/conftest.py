@@ -67,5 +67,5 @@ def seed() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays to the end: twenty thousand tests, torch, transformers. No collection looks at it again."""
+    """What is there now stays: twenty thousand tests, torch, transformers. No garbage collection looks at it again."""
     gc.freeze()

@@ -236,6 +236,37 @@ def no_architecture_names(tree: Tree) -> list[str]:
     return faults
 
 
+def circles(tree: Tree) -> list[str]:
+    """No file needs itself through others: imports inside functions count, too, those for types alone do not."""
+    files = {module_of(path): path for path in tree if path.endswith(".py") and "/" in path}
+
+    def file_of(name: str) -> str | None:
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    needs = {
+        name: {file_of(target) for target in inside(path, without_types(tree[path]))} - {name, None}
+        for name, path in files.items()
+    }
+    while leaves := [name for name, targets in needs.items() if not targets]:
+        needs = {name: targets - set(leaves) for name, targets in needs.items() if name not in leaves}
+    # What is left lies on a circle or needs one: those that nobody left needs are taken off, again and again.
+    while tops := needs.keys() - set().union(*needs.values()):
+        needs = {name: targets for name, targets in needs.items() if name not in tops}
+    return [f"{files[name]} lies on a circle with {', '.join(sorted(map(str, needs[name])))}" for name in sorted(needs)]
+
+
+@functools.cache
+def without_types(source: str) -> str:
+    """The source without `if TYPE_CHECKING` blocks."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    return ast.unparse(tree)
+
+
 def exports(tree: Tree) -> list[str]:
     """`__init__.pyi` is the table of contents: a docstring, re-exports `from .room import x as x`, the version."""
     faults = []
@@ -296,6 +327,10 @@ PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
         ("ops/planted.py", "x = 'gpt2'", "names 'gpt2'"),
         ("look/planted.py", "if isinstance(model, OPTModel): ...", "names 'OPT'"),
         ("look/planted.py", "MixtralAttention = None", "names 'Mixtral'"),
+    ],
+    circles: [
+        ("ops/masks/rules.py", "from .compose import Mask", "ops/masks/rules.py lies on a circle"),
+        ("ops/scoring.py", "def f():\n    from .attention import attention", "ops/scoring.py lies on a circle"),
     ],
     exports: [
         (CONTENTS, "from .shapes import Planted as Planted", "Planted is not in the list of exports"),

@@ -16,12 +16,12 @@ from headwise.ops.masks.compose import Mask
 
 
 @checker.checked
-def shapes(a: Float[Tensor, "N M"], /, b: Float[Tensor, "M"], *, c: int = 0, **rest: str) -> Float[Tensor, "N"]:
+def shapes(a: Float[Tensor, "N M"], /, b: Float[Tensor, " M"], *, c: int = 0, **rest: str) -> Float[Tensor, " N"]:
     return (a @ b)[c:]
 
 
 @checker.checked
-def types(a: int, *rest: int, b: Missing | None = None) -> str:  # type: ignore[name-defined] # noqa: F821
+def types(a: int, *rest: int, b: Missing | None = None) -> str:  # type: ignore[name-defined]
     return "b" if a else None  # type: ignore[return-value]
 
 
@@ -33,8 +33,8 @@ def numbers(n: int) -> Iterator[int]:
 @checker.checked
 @dataclass(frozen=True)
 class Pair:
-    left: Float[Tensor, "N"]
-    right: Float[Tensor, "N"]
+    left: Float[Tensor, " N"]
+    right: Float[Tensor, " N"]
 
 
 WRONG = {
