@@ -98,9 +98,7 @@ def _names_a_shape(hint: Any) -> bool:
     return array or any(map(_names_a_shape, get_args(hint)))
 
 
-def _stand_ins(
-    function: Callable[..., Any], hints: dict[str, Any]
-) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+def _stand_ins(function: Callable[..., Any], hints: dict[str, Any]) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """Two functions under beartype: one of the same parameters that does nothing, one that returns what it takes."""
     parameters = [
         parameter.replace(annotation=inspect.Parameter.empty)
