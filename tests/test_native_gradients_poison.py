@@ -61,15 +61,10 @@ def check(backend: str, n: Sizes, name: str, given: dict[str, Tensor], clean: Le
     ours = call(backend, given, mask)
     heads = bad.any(0).any(-1)
     for leaf, touched in (("query", bad), ("key", keys), ("value", keys), ("sinks", heads)):
-        hidden = touched if leaf == "sinks" else touched[..., None]  # filling is ten times faster than picking out
-        assert_same_bits(
-            ours[leaf].masked_fill(hidden, 0), clean[leaf].masked_fill(hidden, 0), what=f"gradient of {leaf}"
-        )
+        assert_same_bits(ours[leaf][~touched], clean[leaf][~touched], what=f"gradient of {leaf}")
     if "bias" in ours:
         pairs = sees & bad[..., None]
-        assert_same_bits(
-            ours["bias"].masked_fill(pairs, 0), clean["bias"].masked_fill(pairs, 0), what="gradient of bias"
-        )
+        assert_same_bits(ours["bias"][~pairs], clean["bias"][~pairs], what="gradient of bias")
     if what in ("nan", "inf", "-inf"):
         for leaf, touched in (("query", bad), ("key", keys), ("sinks", heads)):
             shown = ours[leaf][touched]
