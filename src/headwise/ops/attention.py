@@ -227,7 +227,7 @@ _PREFERENCES = (
     _Preference(
         "sdpa",
         lambda c: c.needs_grad and c.device_type == "cpu",
-        "torch's fused kernel keeps our meaning here; on some CPUs its gradient's last bits follow the number of threads",
+        "torch's fused kernel keeps our meaning here; on some CPUs the threads' number changes its gradient's last bits",
     ),
     _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),
     _Preference(
