@@ -1,4 +1,4 @@
-"""The ratchets of the C++ in csrc, as `.clang-format` lays it out: how large a part may grow, where intrinsics stand."""
+"""The ratchets of the C++ in csrc, styled by `.clang-format`: how large a part may grow, where intrinsics stand."""
 
 from __future__ import annotations
 

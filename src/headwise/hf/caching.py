@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ..nn.unwrap import unwrap
-from ..ops.storage.held import in_one_piece
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE
 from .errors import ModelError
 from .interface import NAME, require_interface, title

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ops.storage.held import in_one_piece
 from ..ops.storage.int8 import Quantized
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import Paged
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
