@@ -14,7 +14,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -c constraints.txt --disable-pip-version-check
 # Two test processes, one thread each: on two cores faster than one process with two. PYTEST_ARGS="-x tests/test_masks.py" runs what you name.
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -31,6 +31,9 @@ test: lint types docs mutants-sample pytest
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@[ -z "$(wildcard .clang-format csrc/.clang-format)" ] || { \
+	  echo 'clang-format --dry-run --Werror (csrc)'; \
+	  find csrc \( -name '*.h' -o -name '*.cpp' \) -print0 | xargs -0 $(BIN)/clang-format --dry-run --Werror; }
 
 types: $(VENV)/.test
 	$(BIN)/mypy
@@ -90,9 +93,9 @@ $(VENV)/.torch: $(VENV)/.python constraints.txt
 CMAKE = $$(! command -v c++ >/dev/null || command -v cmake >/dev/null || echo cmake ninja)
 
 $(VENV)/.package: $(VENV)/.torch pyproject.toml
-	@echo "==> headwise and what it needs"
+	@echo "==> headwise and all its parts"
 	@$(PIP) -qq hatchling editables $(CMAKE)
-	@HEADWISE_NATIVE=0 $(PIP) -qq --no-build-isolation -e .
+	@HEADWISE_NATIVE=0 $(PIP) -qq --no-build-isolation -e '.[all]'
 	@touch $@
 
 # Compiles what has changed; where it cannot, it says so, and everything runs without the library.
