@@ -246,7 +246,7 @@ class HeadwiseCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all keys, values and scales."""
-        return sum(getattr(layer, "nbytes", 0) for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, FullLayer))
 
 
 class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
