@@ -1,4 +1,4 @@
-// Chooses the instruction set, shares the items of a call among torch's threads, merges what was split.
+// Chooses the instruction set, runs the items of a call on torch's threads, and merges split rows.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -18,21 +18,20 @@ namespace {
 [[maybe_unused]] bool cpu_has(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // every one of these has F16C too
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // all such CPUs have F16C
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (std::strcmp(name, "avx2") == 0) return avx2;
   if (std::strcmp(name, "avx512") == 0) return avx512;
-  if (std::strcmp(name, "avx512_bf16") == 0) {
-    return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-  }
+  const bool bf16 = __builtin_cpu_supports("avx512bf16"), vnni = __builtin_cpu_supports("avx512vnni");
+  if (std::strcmp(name, "avx512_bf16") == 0) return avx512 && bf16 && vnni;  // it includes vnni_avx512.h, too
 #endif
   return std::strcmp(name, "baseline") == 0;
 }
 
 // Best first.
 const std::vector<const Kernels*>& available() {
-  static const std::vector<const Kernels*> found = [] {
+  static const std::vector<const Kernels*> sets = [] {
     std::vector<const Kernels*> all;
 #if defined(__x86_64__)
     for (const Kernels* set : {avx512_bf16_kernels(), avx512_kernels(), avx2_kernels()}) {
@@ -42,7 +41,7 @@ const std::vector<const Kernels*>& available() {
     all.push_back(baseline_kernels());
     return all;
   }();
-  return found;
+  return sets;
 }
 
 const Kernels* find(const char* name) {
@@ -52,18 +51,18 @@ const Kernels* find(const char* name) {
   return nullptr;
 }
 
-std::atomic<const Kernels*>& chosen() {
+std::atomic<const Kernels*>& current() {
   static std::atomic<const Kernels*> set = [] {
     const char* forced = std::getenv("HEADWISE_ISA");
-    const Kernels* named = forced != nullptr ? find(forced) : nullptr;
-    return named != nullptr ? named : available().front();
+    const Kernels* by_name = forced != nullptr ? find(forced) : nullptr;
+    return by_name != nullptr ? by_name : available().front();
   }();
   return set;
 }
 
 std::atomic<bool> forked{false};
 
-// In a forked child the parent's pool is gone, and entering a parallel region would wait for it for ever.
+// A forked child has no thread pool: a parallel region would wait for it for ever.
 void watch_forks() {
 #if defined(__unix__) || defined(__APPLE__)
   static const int once = pthread_atfork(nullptr, nullptr, [] { forked = true; });
@@ -71,28 +70,28 @@ void watch_forks() {
 #endif
 }
 
-constexpr double kWorthThreads = 15000.0;
+constexpr double kMinParallel = 15000.0;  // nanoseconds: less does not pay for waking threads
 
 }  // namespace
 
-const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
+const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
 
 int64_t workers_for(double nanoseconds) {
   watch_forks();
-  return forked || nanoseconds < kWorthThreads ? 1 : thread_count();
+  return forked || nanoseconds < kMinParallel ? 1 : thread_count();
 }
 
 char* scratch_of(int64_t bytes) {
-  thread_local std::unique_ptr<char[]> kept;
+  thread_local std::unique_ptr<char[]> buffer;
   thread_local int64_t size = 0;
   if (size < bytes) {
-    kept.reset();
+    buffer.reset();
     size = 0;
-    kept.reset(new char[static_cast<size_t>(bytes) + 64]);
+    buffer.reset(new char[static_cast<size_t>(bytes) + 64]);
     size = bytes;
   }
-  const auto place = reinterpret_cast<uintptr_t>(kept.get());
-  return reinterpret_cast<char*>((place + 63) / 64 * 64);
+  const auto address = reinterpret_cast<uintptr_t>(buffer.get());
+  return reinterpret_cast<char*>((address + 63) / 64 * 64);
 }
 
 double estimate(const Problem& p) {
@@ -108,7 +107,7 @@ void attend(const Problem& p) {
   Plan plan = set.plan(p);
   std::unique_ptr<float[]> partial;
   if (plan.splits > 1) {
-    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.rows * plan.splits * plan.share_floats(p))]);
+    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.rows * plan.splits * plan.partial_floats(p))]);
     plan.partial = partial.get();
   }
   const int64_t items = plan.groups(p) * plan.splits;
@@ -120,8 +119,8 @@ void attend(const Problem& p) {
   };
   share(workers, items, plan.scratch_bytes, item, scratch_of);
   if (plan.splits == 1) return;
-  share(workers, p.B * p.K, 0, [&](int64_t i, char*) { set.merge(p, plan, i / p.K, i % p.K, 0, plan.rows); },
-        scratch_of);
+  share(
+      workers, p.B * p.K, 0, [&](int64_t i, char*) { set.merge(p, plan, i / p.K, i % p.K, 0, plan.rows); }, scratch_of);
 }
 
 void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,
@@ -153,7 +152,7 @@ const char* const* isas() {
 bool use_isa(const char* name) {
   const Kernels* set = find(name);
   if (set == nullptr) return false;
-  chosen().store(set, std::memory_order_relaxed);
+  current().store(set, std::memory_order_relaxed);
   return true;
 }
 

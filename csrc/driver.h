@@ -1,4 +1,4 @@
-// What the driver shares with the other kinds of call: which instruction set, how many threads, whose scratch.
+// The instruction set, the number of threads and the scratch memory: shared by all kinds of calls.
 #pragma once
 
 #include "plan.h"
@@ -8,15 +8,14 @@ namespace headwise {
 
 const Kernels& kernels();  // of the instruction set in use
 
-// Threads for work of so many nanoseconds on one: 1 where waking others does not pay, and in a forked child, whose pool
-// is gone.
+// The number of threads for work of so many nanoseconds on one: 1 where waking others does not pay, and in a forked
+// child, which has no pool.
 int64_t workers_for(double nanoseconds);
 
-// A thread's scratch, aligned to 64 bytes: kept from call to call, for fresh pages cost more than a decoding step.
+// The calling thread's scratch, aligned to 64 bytes. It stays allocated: fresh pages cost more than a decode step.
 char* scratch_of(int64_t bytes);
 
-// Nanoseconds, roughly, of scoring every query row against every key that a plain band lets it see: enough to say
-// whether threads are worth waking.
+// A rough estimate, in nanoseconds on one thread, of a call with the bounds low and high alone.
 double estimate(const Problem& p);
 
 }  // namespace headwise

@@ -1,66 +1,65 @@
-// How a call is cut into items of work, and the table of functions that an instruction set offers the driver.
+// How a call is cut into items of work, and the table of functions of an instruction set.
 #pragma once
 
 #include "problem.h"
 
 namespace headwise {
 
-// An item: one key-value head of one batch row, some of its query rows, some of the keys. The cut depends on the
-// lengths and head dims alone, never on batch, heads or threads, so that a row has the same bits in any company.
+// An item: one key-value head of one batch row, some of its query rows, some of the keys. The cut depends on lengths
+// and head dims alone, never on batch, heads or threads, so that a row has the same bits in any batch.
 struct Plan {
-  int64_t rows = 0;           // T * H / K: the rows of a key-value head
+  int64_t rows = 0;  // T * H / K: the rows of a key-value head
   int64_t rows_per_item = 0;
-  int64_t row_items = 0;      // items side by side along the rows
+  int64_t row_items = 0;  // items along the rows
   int64_t keys_per_split = 0;
-  int64_t splits = 0;         // items side by side along the keys, merged afterwards
+  int64_t splits = 0;         // items along the keys, merged afterwards
   int64_t scratch_bytes = 0;  // of a thread
-  bool by_row = false;        // few rows: the kernel whose lanes run along the head dim
-  float* partial = nullptr;   // (B, K, rows, splits): a share each, where splits > 1
+  bool by_row = false;        // few rows: the decode kernel, whose lanes run along the head dim
+  float* partial = nullptr;   // (B, K, rows, splits): partial results, where splits > 1
 
-  // Of a row: its greatest score, scaled and not, the sum of the weights, and V sums.
-  int64_t share_floats(const Problem& p) const { return p.V + 3; }
+  // Of a partial result: the greatest score, scaled and not, the sum of the weights, and V sums.
+  int64_t partial_floats(const Problem& p) const { return p.V + 3; }
 
   int64_t groups(const Problem& p) const { return p.B * p.K * row_items; }
 };
 
-// Where an item adds a gradient that several rows share: at `stride` steps of (batch, head, query, key), and `chunk`
-// steps of its chunk, so that no two items ever add to one place. Data null = not wanted.
+// Where an item adds a gradient that several rows share: strides of (batch, head, query, key), and of its chunk. No two
+// items add to one place. Data null = not computed.
 template <class T>
-struct SharedOf {
+struct SharedGradient {
   T* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};
   int64_t chunk = 0;
 };
-using Shared = SharedOf<float>;
 
-// How a gradient is cut. An item: a chunk of the query rows of one key-value head of one batch row. It owns the gradients
-// of its queries, and has sums of its own for those of keys and values: its thread's scratch where there is one chunk,
-// else a share of `partial`, added up afterwards in order.
+// How a gradient is cut. An item: a chunk of the query rows of one key-value head of one batch row. It writes the
+// gradients of its queries, and sums those of keys and values: in its thread's scratch where there is one chunk, else
+// in its part of `partial`, which is then added up in order.
 struct BackwardPlan {
-  int64_t rows = 0;            // of a key-value head, as in Plan
+  int64_t rows = 0;  // of a key-value head, as in Plan
   int64_t rows_per_chunk = 0;
   int64_t chunks = 0;
-  int64_t rows_per_step = 0;   // that use a tile of keys while it is near
-  int64_t wide_key = 0, wide_value = 0;  // floats from row to row of the sums
+  int64_t rows_per_step = 0;           // that share a tile of keys
+  int64_t padded_D = 0, padded_V = 0;  // floats from row to row of the sums
   int64_t scratch_bytes = 0;
-  bool few = false;             // rows whose scores the forward adds up in another order (lines.h)
-  bool held = false;            // and whose products with all keys a thread's scratch holds
+  bool by_row = false;          // few rows: the forward was `decode.h`, which sums in another order
+  bool keeps_products = false;  // and the products with all keys fit into a thread's scratch
   bool has_partial = false;
-  float* partial = nullptr;    // (B, K, chunks): a share of (S, wide_key) and (S, wide_value) each
-  // Biases whose gradient has queries and keys but is summed over batch or heads: found by items of their own, which
-  // walk through what is summed. An item: `queries_per_bias_item` queries.
+  float* partial = nullptr;  // (B, K, chunks): sums of (S, padded_D) and (S, padded_V)
+  // A bias with queries and keys that is summed over batch or heads has items of its own, of `queries_per_bias_item`
+  // queries and all of batch and heads.
   int64_t queries_per_bias_item = 0;
-  SharedOf<double> sinks, slopes[kMaxAlibi];  // one number of very many rows
-  Shared dense[kMaxDense];
-  bool summed[kMaxDense] = {false};  // such a bias
+  SharedGradient<double> sinks, slopes[kMaxAlibi];  // in float64, for very many rows add to one number
+  SharedGradient<float> dense[kMaxDense];
+  bool summed[kMaxDense] = {false};  // the biases with items of their own
 
-  int64_t share_floats(const Problem& p) const { return p.S * (wide_key + wide_value); }
+  int64_t partial_floats(const Problem& p) const { return p.S * (padded_D + padded_V); }
 };
 
 struct Statistics;
 struct Received;
 
-// Items that need no merging, and a thread's scratch.
+// Items that need no merge, and a thread's scratch.
 struct ItemPlan {
   int64_t items;
   int64_t scratch_bytes;
@@ -71,17 +70,17 @@ struct Kernels {
   Plan (*plan)(const Problem&);
   // One item: group (batch, key-value head, rows) and split.
   void (*run)(const Problem&, const Plan&, int64_t group, int64_t split, char* scratch);
-  // Rows first <= row < last of (batch, key-value head), from their splits' partial results.
+  // Merges the splits of the rows first <= row < last of (batch, key-value head).
   void (*merge)(const Problem&, const Plan&, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
   BackwardPlan (*plan_backward)(const Problem&);
   void (*backward)(const Problem&, const Gradients&, const BackwardPlan&, int64_t item, char* scratch);
   // Sums of the keys first <= j < last over the chunks, scaled, rounded and written.
   void (*merge_backward)(const Problem&, const Gradients&, const BackwardPlan&, int64_t batch, int64_t kv_head,
                          int64_t first, int64_t last);
-  // Those biases alone, one of them, for an item's queries and whatever of batch and heads they are summed over.
+  // An item of one of the biases with items of their own.
   void (*backward_bias)(const Problem&, const Gradients&, const BackwardPlan&, int dense, int64_t item, char* scratch);
   void (*round)(const float* x, int64_t n, Dtype dtype, void* out);  // to another float dtype
-  // Statistics (statistics_call.h): no splits, so an item is a group alone.
+  // Statistics (statistics_call.h): no splits, so an item is a group.
   Plan (*plan_statistics)(const Problem&, const Statistics&);
   void (*run_statistics)(const Problem&, const Plan&, const Statistics&, int64_t group, char* scratch);
   ItemPlan (*plan_received)(const Problem&);

@@ -1,7 +1,7 @@
-// One call of attention as plain data: what the binding fills in and every instruction set's kernel reads.
+// One call of attention as plain data: the binding fills it in, the kernels of every instruction set read it.
 //
 // Letters as in src/headwise/shapes: B batch, H query heads, K key-value heads, G = H / K, T queries, S keys,
-// D head dim of queries and keys, V head dim of values. Strides count elements. Nothing here owns memory.
+// D head dim of queries and keys, V head dim of values. Strides count elements. No pointer here owns memory.
 #pragma once
 
 #include <stddef.h>
@@ -18,7 +18,7 @@ struct Tensor4 {
   Dtype dtype = Dtype::f32;
 };
 
-// The ids that a query and a key must share; (B|1, T) and (B|1, S), a batch stride of 0 where one serves all.
+// A query attends the keys with its id: (B|1, T) and (B|1, S), with a batch stride of 0 for one row.
 struct SegmentRule {
   const int64_t* query_ids = nullptr;
   const int64_t* key_ids = nullptr;
@@ -28,14 +28,14 @@ struct SegmentRule {
 
 // Adds -slope * |i + offset - j|.
 struct AlibiRule {
-  const float* slopes = nullptr;  // (B|1, H)
+  const float* slopes = nullptr;     // (B|1, H)
   const int64_t* offsets = nullptr;  // (B|1)
   int64_t slopes_stride[2] = {0, 0};
   int64_t offsets_stride = 0;
 };
 
-// Any rule, tile by tile: (B|1, H|1, ceil(T / 64), ceil(S / 64)), kNone, kAll, or kBits + n where the n-th block of 64
-// words tells, bit c of word r for query r and key c of the tile.
+// Any rule as a map of tiles: (B|1, H|1, ceil(T / 64), ceil(S / 64)) entries, each kNone, kAll, or kBits + n for the
+// n-th block of 64 words, whose word r has bit c for query r and key c of the tile.
 struct MapRule {
   static constexpr int kSide = 64;
   static constexpr int64_t kNone = 0, kAll = 1, kBits = 2;
@@ -44,34 +44,35 @@ struct MapRule {
   int64_t stride[4] = {0, 0, 0, 0};
 };
 
-constexpr int64_t kPageStep = 128;  // pages hold a multiple of so many keys: no tile lies in two of them
+constexpr int64_t kPageStep = 128;  // a page has a multiple of so many keys: no tile is in two pages
 constexpr int kMaxDense = 8;
 constexpr int kMaxSegments = 4;
 constexpr int kMaxAlibi = 4;
 constexpr int kMaxMaps = 4;
-constexpr int64_t kFar = int64_t{1} << 40;  // farther than any key
+constexpr int64_t kFar = int64_t{1} << 40;                     // farther than any key
+constexpr double kMinFactor = 0x1p-100, kMaxFactor = 0x1p100;  // of scale and softcap, in size, unless 0
 
 struct Problem {
   int64_t B = 0, H = 0, K = 0, T = 0, S = 0, D = 0, V = 0;
   Tensor4 query, key, value, out;  // query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), out (B, H, T, V)
   Tensor4 key_scale, value_scale;  // float32 (B, K, S), where keys and values are int8: an element is data * scale
-  // Keys and values in pages, where `table` is given: key (P, K, page, D), value (P, K, page, V), and key j of batch b
-  // lies in page table[b * table_stride + j / page], at place j % page. A page holds whole tiles.
+  // With `table`, keys and values are in pages: key (P, K, page, D), value (P, K, page, V), and key j of batch b is in
+  // page table[b * table_stride + j / page], at index j % page.
   const int64_t* table = nullptr;
   int64_t table_stride = 0, page = 0;
-  Dtype dtype() const { return query.dtype; }  // one for all four, but for keys and values of int8
+  Dtype dtype() const { return query.dtype; }  // of all four, unless keys and values are int8
   bool bytes() const { return key.dtype == Dtype::i8; }
   float* lse = nullptr;  // (B, H, T) contiguous, or null
-  // (2, B, H, T) contiguous, or null: each row's greatest score, as the softmax takes it, and the weight of that key. The
-  // gradient makes its weights of them: an lse of that size would be rounded. -inf and 0 where a row attends nothing.
+  // (2, B, H, T) contiguous, or null: each row's greatest score, as the softmax takes it, and the weight of that key;
+  // -inf and 0 in an empty row. The gradient recomputes weights from them: a large lse would round them.
   float* ends = nullptr;
   float scale = 1.0f;
-  float softcap = 0.0f;  // 0 = none
+  float softcap = 0.0f;          // 0 = none
   const float* sinks = nullptr;  // (H), or null
 
-  // Row i of batch b may attend max(start, i + low) <= j < min(stop, i + high), and the keys start <= j < always below
-  // that end, from `bounds` where it is given (int64 (B|1, 4 or 5): low, high, start, stop, always; stride 0 where one
-  // serves all), else from `low` and `high` alone.
+  // Row i of batch b may attend max(start, i + low) <= j < min(stop, i + high), and of the prefix start <= j < always
+  // the keys below the same end. With `bounds` all five come from there (int64 (B|1, 4 or 5): low, high, start, stop,
+  // always; stride 0 for one row), else `low` and `high` alone restrict.
   int64_t low = -kFar, high = kFar;
   const int64_t* bounds = nullptr;
   int64_t bounds_stride = 0, bounds_size = 4;
@@ -79,8 +80,8 @@ struct Problem {
   SegmentRule segments[kMaxSegments];
   int n_segments = 0;
   Tensor4 dense[kMaxDense];  // Dtype::boolean: true = attend; else added to the scores, -inf forbids
-  // Relative biases stand among them: read along diagonals, query i and key j at (B, H, T - 1 + j - i), so that their
-  // stride is negative along the queries.
+  // Relative biases are among them. They are read along diagonals, query i and key j at (B, H, T - 1 + j - i): the
+  // stride along the queries is negative.
   bool diagonal[kMaxDense] = {false};
   int n_dense = 0;
   AlibiRule alibi[kMaxAlibi];
@@ -93,20 +94,20 @@ struct Problem {
   uint64_t seed = 0;
 };
 
-// What the gradient of a call needs beside it (whose `out` and `ends` are the forward's), and where it is written.
+// The gradient of a call, whose `out` and `ends` are those of the forward.
 struct Gradients {
-  Tensor4 grad_out;             // (B, H, T, V) in the query's dtype, any strides
-  Tensor4 grad_lse;             // (B, H, T, 1) float32; data null = none
-  Tensor4 query, key, value;    // results, in the query's dtype; their last axis is contiguous
-  float* sinks = nullptr;       // (H), where the call has sinks
-  // Of each float mask, contiguous but for broadcast axes; of a relative bias (B|1, H|1, T + S - 1), from its beginning.
-  // Data null = not wanted.
+  Tensor4 grad_out;           // (B, H, T, V) in the query's dtype, any strides
+  Tensor4 grad_lse;           // (B, H, T, 1) float32; data null = none
+  Tensor4 query, key, value;  // results, in the query's dtype; their last axis is contiguous
+  float* sinks = nullptr;     // (H), where the call has sinks
+  // Of each float mask, contiguous but for broadcast axes; of a relative bias (B|1, H|1, T + S - 1). Data null = not
+  // computed.
   Tensor4 dense[kMaxDense];
-  float* slopes[kMaxAlibi] = {nullptr};  // of each rule, (B, H) or (1, H), contiguous; null = not wanted
+  float* slopes[kMaxAlibi] = {nullptr};  // of each rule, (B, H) or (1, H), contiguous; null = not computed
   bool slopes_batched[kMaxAlibi] = {false};
 };
 
-// Runs the call on torch's threads with the instruction set chosen. B, T, S, D, V > 0. Same bits for any thread count.
+// Runs the call on torch's threads with the instruction set in use. B, T, S, D, V > 0. Same bits for any thread count.
 void attend(const Problem& problem);
 
 // The gradient of the call. Same bits for any thread count.
@@ -123,7 +124,7 @@ const char* isa();
 // Names of those that this CPU can run, best first, terminated by null.
 const char* const* isas();
 
-// Uses this one from now on; false where this CPU (or this build) has it not. For tests and benchmarks.
+// Switches to this instruction set; false where this CPU or this build lacks it. For tests and benchmarks.
 bool use_isa(const char* name);
 
 }  // namespace headwise

@@ -1,13 +1,13 @@
-// What a call for statistics asks beside its `Problem`, and where the answers go. Letters as in problem.h.
+// The options of a call for statistics, beside its `Problem`, and its results. Letters as in problem.h.
 #pragma once
 
 #include "problem.h"
 
 namespace headwise {
 
-// Statistics of each query row, in the pass that makes its output.
+// Statistics of each query row, in the pass that computes its output.
 struct Statistics {
-  // Keys of a row whose weights are wanted: (B|1, T, n), -1 = none. Those of a slot are added up.
+  // Picks: keys of a row whose weights are returned, (B|1, T, n), -1 = none. The weights of a slot are summed.
   const int64_t* picks = nullptr;
   int64_t picks_stride[3] = {0, 0, 0};
   int64_t n_picks = 0;
@@ -19,26 +19,26 @@ struct Statistics {
   int64_t bins = 0;  // of the keys: key j falls into bin j * bins / S
 
   // Results, contiguous.
-  float* lse = nullptr;      // (B, H, T)
-  float* numbers = nullptr;  // (kNumbers, B, H, T)
+  float* lse = nullptr;       // (B, H, T)
+  float* numbers = nullptr;   // (kNumbers, B, H, T)
   int64_t* places = nullptr;  // (2, B, H, T): the key of the largest weight, -1 in an empty row; how many keys
-  float* picked = nullptr;   // (B, H, T, slots): weights; -1 where the row may attend none of a slot's keys
-  float* binned = nullptr;   // (B, H, T, bins), shares of the weight on keys
+  float* picked = nullptr;    // (B, H, T, slots): weights; -1 where the row may attend none of a slot's keys
+  float* binned = nullptr;    // (B, H, T, bins), shares of the weight on keys
   float* featured = nullptr;  // (B, H, T, F), sums of weight times number
 };
 
-// The planes of `numbers`. The weight of a score x is weight_of(x - kTop) * kLargest, whose x is not yet scaled.
-enum Number { kEntropy, kDistance, kSink, kMass, kTop, kLargest, kNumbers };
+// The planes of `numbers`. The weight of an unscaled score x is exp(scale * (x - kRowMax)) * kLargest.
+enum Number { kEntropy, kDistance, kSink, kMass, kRowMax, kLargest, kNumbers };
 
 // The weight that each key receives from all rows, and how many rows may attend it.
 struct Received {
-  const float* top = nullptr;      // (B, H, T), as in `Statistics::numbers`
+  const float* row_max = nullptr;  // (B, H, T), as in `Statistics::numbers`
   const float* largest = nullptr;  // (B, H, T)
   double* mass = nullptr;          // (B, H, S)
   int64_t* rows = nullptr;         // (B, H, S)
 };
 
-// Both run on torch's threads with the instruction set chosen; same bits for any thread count. `problem.value` may be
+// Both run on torch's threads with the instruction set in use. Same bits for any thread count. `problem.value` may be
 // without columns (V = 0) for statistics alone. No dropout, no gate.
 void attend_statistics(const Problem& problem, const Statistics& statistics);
 void attend_received(const Problem& problem, const Received& received);

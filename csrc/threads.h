@@ -25,7 +25,7 @@ void parallel(int64_t workers, Body body) {
   const Range range = [](int64_t first, int64_t last, void* context) {
     for (int64_t i = first; i < last; ++i) (*static_cast<Body*>(context))();
   };
-  // An item that its worker could not do (no memory) is lost.
+  // A worker that fails (no memory) leaves its item undone.
   if (torch_parallel_for(0, workers, 1, range, &body) != 0) throw std::runtime_error("a worker of the kernel failed");
 }
 }  // namespace headwise
@@ -33,7 +33,7 @@ void parallel(int64_t workers, Body body) {
 
 namespace headwise {
 
-// Runs item(i, scratch) for 0 <= i < items, each worker taking the next one when it is done with its last.
+// Runs item(i, scratch) for 0 <= i < items. Each worker takes the next item when it has finished one.
 template <class Item, class Scratch>
 void share(int64_t workers, int64_t items, int64_t scratch_bytes, const Item& item, const Scratch& scratch_of) {
   if (workers > items) workers = items;

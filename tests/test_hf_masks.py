@@ -198,7 +198,7 @@ def test_all_readers_agree_with_the_installed_transformers() -> None:
         assert len(closures.trusted_readers()) == 8
 
 
-def test_factories_that_are_gone_leave_dense_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factories_that_are_gone_leave_masks_to_be_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is gone takes along its own reader and those that rely on it, and no other."""
     monkeypatch.delattr(theirs, "sliding_window_overlay")
     closures.trusted_readers.cache_clear()
@@ -207,7 +207,7 @@ def test_factories_that_are_gone_leave_dense_masks(monkeypatch: pytest.MonkeyPat
         with logged() as text:
             assert read_mask(FUNCTIONS["window"], frame) is None
             assert read_mask(theirs.causal_mask_function, frame) is not None
-        assert "sliding_window_overlay has changed" in text.getvalue() and "evaluated densely" in text.getvalue()
+        assert "sliding_window_overlay has changed" in text.getvalue() and "evaluated, not read" in text.getvalue()
         found = headwise_mask(B, 7, 7, mask_function=FUNCTIONS["window"])
         assert torch.equal(drawn(found.mask, frame), truth(FUNCTIONS["window"], frame, None))
     finally:

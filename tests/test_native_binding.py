@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,16 @@ from native_calls import NAMES, calls, results, tensors
 from torch import Tensor
 
 import headwise
+from headwise.ops.masks import tiles
 from headwise.ops.native import library as native_library
+from headwise.ops.native.lowering import MAPS, ROOM
+from headwise.ops.statistics.request import MOST_OFFSETS
+from headwise.ops.storage.paged import PAGE
+from headwise.shapes import LEAST_FACTOR, MOST_FACTOR
+from headwise.shapes.kinds import FAR
 from headwise.testing import assert_same_bits
 
-FAR = 1 << 40
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 pytestmark = pytest.mark.skipif(native_library.trouble() is not None, reason=str(native_library.trouble()))
 
@@ -217,3 +225,27 @@ def test_instruction_sets() -> None:
     assert names[-1] == "baseline" and ops.isa() in names
     before = ops.isa()
     assert not ops.use_isa("abacus") and ops.isa() == before
+
+
+def cpp_number(name: str) -> float:
+    """A constant of csrc by its name: `constexpr T kName = 4`, or `int64_t{1} << 40`, or `0x1p-100`."""
+    text = "".join(path.read_text("utf8") for path in [CSRC / "problem.h", *CSRC.glob("torch/*")])
+    (value,) = re.findall(rf"\b{name} = ([^;,]+)[;,]", text)
+    return float.fromhex(value) if "p" in value else eval(re.sub(r"int64_t\{(\d+)\}", r"\1", value), {})
+
+
+def test_numbers_that_python_has_too() -> None:
+    """A limit that differs would be a call that Python lets through and the kernel refuses, or a mask read wrongly."""
+    shared = {
+        "kFar": FAR, "kPageStep": PAGE, "kMinFactor": LEAST_FACTOR, "kMaxFactor": MOST_FACTOR,
+        "kSide": tiles.SIDE, "kNone": tiles.NONE, "kAll": tiles.ALL, "kBits": tiles.BITS, "kMaxPicks": MOST_OFFSETS,
+        "kMaxDense": ROOM["mask tensors"], "kMaxSegments": ROOM["pairs of segments"],
+        "kMaxAlibi": ROOM["rules of ALiBi"], "kMaxMaps": ROOM[MAPS],
+    }  # fmt: skip
+    assert {name: cpp_number(name) for name in shared} == shared
+
+
+def test_the_schema_that_python_has_too() -> None:
+    """`attend_train`, which Python registers, takes the arguments of `attend_kept`, which the library registers."""
+    kept, train = (getattr(torch.ops.headwise, name).default._schema for name in ("attend_kept", "attend_train"))
+    assert str(train).partition(" -> ")[0].replace("attend_train", "attend_kept") == str(kept).partition(" -> ")[0]

@@ -10,14 +10,14 @@ std::map<std::string, Worst> worst;
 namespace {
 
 bool attends(const naive::Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
-  bool on = naive::may_see(c, b, h, i, j);
+  bool on = naive::may_attend(c, b, h, i, j);
   for (const naive::Dense& rule : c.dense) {
     on = on && (rule.boolean || rule.x[static_cast<size_t>(((b * c.H + h) * c.T + i) * c.S + j)] != -HUGE_VAL);
   }
   return on;
 }
 
-bool seen(const naive::Call& c, int64_t row) {
+bool attended_by_any(const naive::Call& c, int64_t row) {
   const int64_t j = row % c.S, head = row / c.S % c.K, b = row / c.S / c.K, G = c.H / c.K;
   for (int64_t h = head * G; h < (head + 1) * G; ++h) {
     for (int64_t i = 0; i < c.T; ++i) {
@@ -27,7 +27,7 @@ bool seen(const naive::Call& c, int64_t row) {
   return false;
 }
 
-const std::vector<fake::Tensor>* some(const std::vector<fake::Tensor>& list, bool empty_too) {
+const std::vector<fake::Tensor>* list_or_null(const std::vector<fake::Tensor>& list, bool empty_too) {
   return list.empty() && !empty_too ? nullptr : &list;
 }
 
@@ -35,32 +35,32 @@ const std::vector<fake::Tensor>* some(const std::vector<fake::Tensor>& list, boo
 
 Tensors::Tensors(const Case& k, bool dirty) {
   const unsigned char fill = dirty ? 0xff : 0;
-  const auto place = [&](const Drawn& t) { return t.present ? t.tensor(fill) : nullptr; };
+  const auto place = [&](const DrawnTensor& t) { return t.present ? t.tensor(fill) : nullptr; };
   query = place(k.query), key = place(k.key), value = place(k.value);
   key_scale = place(k.key_scale), value_scale = place(k.value_scale);
   sinks = place(k.sinks), bounds = place(k.bounds), gate = place(k.gate);
   grad_out = place(k.grad_out), grad_lse = place(k.grad_lse);
-  for (const Drawn& t : k.segments) segments.push_back(place(t));
-  for (const Drawn& t : k.dense) dense.push_back(place(t));
-  for (const Drawn& t : k.alibi) alibi.push_back(place(t));
-  for (const Drawn& t : k.relative) relative.push_back(place(t));
+  for (const DrawnTensor& t : k.segments) segments.push_back(place(t));
+  for (const DrawnTensor& t : k.dense) dense.push_back(place(t));
+  for (const DrawnTensor& t : k.alibi) alibi.push_back(place(t));
+  for (const DrawnTensor& t : k.relative) relative.push_back(place(t));
   for (const DrawnMap& t : k.maps) maps.push_back(place(t.index)), maps.push_back(t.bits());
-  const auto turn_over = [&](std::vector<fake::Tensor>& list) {
+  const auto negate = [&](std::vector<fake::Tensor>& list) {
     for (fake::Tensor& t : list) {
-      if (dirty && k.seed % 3 == 0 && t->dtype != kBool) t = fake::turned_over(*t);
+      if (dirty && k.seed % 3 == 0 && t->dtype != kBool) t = fake::negated(*t);
     }
   };
-  turn_over(segments), turn_over(dense), turn_over(alibi), turn_over(maps), turn_over(relative);
+  negate(segments), negate(dense), negate(alibi), negate(maps), negate(relative);
   seed = fake::make(kLong, {1}, {1}, 0, 0);
   write(*seed, 0, static_cast<double>(k.seed));
   if (dirty) poison(k);
 }
 
-// Keys that no row may see, and biases where something else forbids.
+// Poisons keys that no row may attend, and biases where another rule forbids.
 void Tensors::poison(const Case& k) {
   const naive::Call& c = k.call;
   for (int64_t row = 0; row < c.B * c.K * c.S && k.bytes; ++row) {
-    if (seen(c, row)) continue;
+    if (attended_by_any(c, row)) continue;
     if (!k.key_scale.aliased()) write(*key_scale, row, row % 2 == 0 ? NAN : HUGE_VAL);
     if (!k.value_scale.aliased()) write(*value_scale, row, row % 2 == 0 ? -HUGE_VAL : NAN);
     for (int64_t d = 0; d < c.D && !k.key.aliased(); ++d) write(*key, row * c.D + d, -128);
@@ -68,7 +68,7 @@ void Tensors::poison(const Case& k) {
   }
   if (!k.bytes && !k.key.aliased() && !k.value.aliased()) {
     for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
-      if (seen(c, row)) continue;
+      if (attended_by_any(c, row)) continue;
       for (int64_t d = 0; d < c.D; ++d) write(*key, row * c.D + d, d % 2 == 0 ? NAN : HUGE_VAL);
       for (int64_t d = 0; d < c.V; ++d) write(*value, row * c.V + d, d % 2 == 0 ? -HUGE_VAL : NAN);
     }
@@ -78,10 +78,10 @@ void Tensors::poison(const Case& k) {
     if (k.dense[n].dtype == kBool || !full) continue;
     for (int64_t at = 0; at < c.B * c.H * c.T * c.S; ++at) {
       const int64_t row = at / c.S;
-      if (!naive::may_see(c, row / c.T / c.H, row / c.T % c.H, row % c.T, at % c.S)) write(*dense[n], at, NAN);
+      if (!naive::may_attend(c, row / c.T / c.H, row / c.T % c.H, row % c.T, at % c.S)) write(*dense[n], at, NAN);
     }
   }
-  // What comes back to rows that attend nothing.
+  // The upstream gradient of rows that attend nothing.
   for (int64_t row = 0; row < c.B * c.H * c.T; ++row) {
     bool alive = false;
     for (int64_t j = 0; j < c.S && !alive; ++j) alive = attends(c, row / c.T / c.H, row / c.T % c.H, row % c.T, j);
@@ -99,16 +99,17 @@ std::vector<fake::Tensor*> Tensors::all() {
   return some;
 }
 
-void Tensors::lay_in_pages(const Case& k) {
+void Tensors::move_to_pages(const Case& k) {
   Draw draw(k.seed + 9);
   const naive::Call& c = k.call;
   const int64_t page = draw.one_of<int64_t>({128, 128, 256}), used = (c.S + page - 1) / page;
   const int64_t pages = c.B * used + draw.between(0, 2), wide = used + draw.between(0, 2);
   std::vector<int64_t> order(static_cast<size_t>(pages));
   for (int64_t n = 0; n < pages; ++n) order[static_cast<size_t>(n)] = n;
-  for (int64_t n = pages - 1; n > 0; --n) std::swap(order[static_cast<size_t>(n)], order[static_cast<size_t>(draw.below(n + 1))]);
+  for (int64_t n = pages - 1; n > 0; --n)
+    std::swap(order[static_cast<size_t>(n)], order[static_cast<size_t>(draw.below(n + 1))]);
   table = fake::make(kLong, {c.B, wide}, {wide, 1}, 0, 0);
-  for (int64_t n = 0; n < c.B * wide; ++n) {  // what no key needs may be any number
+  for (int64_t n = 0; n < c.B * wide; ++n) {  // entries that no key needs may be any number
     const int64_t b = n / wide, at = n % wide;
     write(*table, n, at < used ? static_cast<double>(order[static_cast<size_t>(b * used + at)]) : -0x1p62);
   }
@@ -141,10 +142,16 @@ Output run(const Case& k, const Tensors& t) {
   const naive::Call& c = k.call;
   const auto low = static_cast<StableIValue>(c.low), high = static_cast<StableIValue>(c.high);
   std::vector<StableIValue> stack;
-  const bool held = k.bytes || t.table != nullptr;
-  if (held) {
-    stack = {give(t.query), give(t.key), give_optional(t.key_scale), give(t.value), give_optional(t.value_scale),
-             give_optional(t.table), static_cast<StableIValue>(c.S), give_number(c.scale)};
+  const bool cached = k.bytes || t.table != nullptr;
+  if (cached) {
+    stack = {give(t.query),
+             give(t.key),
+             give_optional(t.key_scale),
+             give(t.value),
+             give_optional(t.value_scale),
+             give_optional(t.table),
+             static_cast<StableIValue>(c.S),
+             give_number(c.scale)};
   } else {
     stack = {give(t.query), give(t.key), give(t.value), give_number(c.scale)};
   }
@@ -157,11 +164,11 @@ Output run(const Case& k, const Tensors& t) {
   }
   const bool lists = k.seed % 2 == 0;
   stack.insert(stack.end(), {give_number(c.softcap), give_optional(t.sinks), low, high, give_optional(t.bounds),
-                             give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                             give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)),
-                             give_list(some(t.relative, lists)), give_optional(t.gate), give_number(c.dropout),
+                             give_list(list_or_null(t.segments, lists)), give_list(list_or_null(t.dense, lists)),
+                             give_list(list_or_null(t.alibi, lists)), give_list(list_or_null(t.maps, lists)),
+                             give_list(list_or_null(t.relative, lists)), give_optional(t.gate), give_number(c.dropout),
                              give_optional(t.seed)});
-  result.error = call(held ? "attend_held" : "attend_full", stack, 2);
+  result.error = call(cached ? "attend_held" : "attend_full", stack, 2);
   if (result.error.empty()) result.out = numbers(take(stack[0])), result.lse = numbers(take(stack[1]));
   return result;
 }
@@ -177,7 +184,7 @@ std::string compare(const char* what, const std::vector<double>& x, const std::v
     if (std::isnan(x[n]) && std::isnan(expected[n])) continue;
     if (x[n] == expected[n]) continue;
     const bool half = k.query.dtype == kHalf || dtype == kHalf;
-    const bool beyond = half && fabs(expected[n]) + error[n] >= 65504;  // of what the dtype holds
+    const bool beyond = half && fabs(expected[n]) + error[n] >= 65504;  // the range of the dtype
     if (beyond && std::isinf(x[n])) continue;
     const double off = fabs(x[n] - expected[n]);
     if (!(off <= error[n])) {
@@ -198,7 +205,7 @@ naive::Rounding rounding(int32_t dtype) {
   return {0x1p-24, 0, 0x1p-21, 0x1p-126};
 }
 
-Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends) {
+Back run_backward(const Case& k, const Tensors& t, bool corrupt) {
   using namespace fake;
   const naive::Call& c = k.call;
   const auto low = static_cast<StableIValue>(c.low), high = static_cast<StableIValue>(c.high);
@@ -206,9 +213,9 @@ Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends) {
   const auto rules = [&](std::vector<StableIValue>& stack) {
     stack.insert(stack.end(), {give(t.query), give(t.key), give(t.value), give_number(c.scale), give_number(c.softcap),
                                give_optional(t.sinks), low, high, give_optional(t.bounds),
-                               give_list(some(t.segments, lists)), give_list(some(t.dense, lists)),
-                               give_list(some(t.alibi, lists)), give_list(some(t.maps, lists)),
-                               give_list(some(t.relative, lists))});
+                               give_list(list_or_null(t.segments, lists)), give_list(list_or_null(t.dense, lists)),
+                               give_list(list_or_null(t.alibi, lists)), give_list(list_or_null(t.maps, lists)),
+                               give_list(list_or_null(t.relative, lists))});
   };
   std::vector<StableIValue> stack;
   rules(stack);
@@ -216,11 +223,11 @@ Back run_backward(const Case& k, const Tensors& t, bool spoiled_ends) {
   Back result;
   fake::Tensor out, ends;
   result.error = call("attend_kept", stack, 3);
-  if (!result.error.empty() && !spoiled_ends) return result;
+  if (!result.error.empty() && !corrupt) return result;
   if (result.error.empty()) {
     out = take(stack[0]), ends = take(stack[2]);
     take(stack[1]);
-  } else {  // what the forward refuses the backward must refuse, too, whatever it is given
+  } else {  // the backward must refuse what the forward refuses
     out = t.grad_out, ends = t.grad_lse != nullptr ? t.grad_lse : t.grad_out;
   }
   stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(ends), static_cast<StableIValue>(k.biases)};

@@ -11,8 +11,8 @@ namespace {
 
 constexpr double kInf = HUGE_VAL;
 
-// Elements into memory order: a permutation, gaps, steps, and now and then one address for a whole axis.
-void draw_layout(Draw& draw, Drawn& t, bool may_alias) {
+// A memory layout: a permutation of axes, gaps, steps, and sometimes a stride of 0.
+void draw_layout(Draw& draw, DrawnTensor& t, bool may_alias) {
   const int axes = static_cast<int>(t.sizes.size());
   std::vector<int> order(static_cast<size_t>(axes));
   std::iota(order.begin(), order.end(), 0);
@@ -31,8 +31,8 @@ void draw_layout(Draw& draw, Drawn& t, bool may_alias) {
 }
 
 template <class F>
-Drawn draw_tensor(Draw& draw, int32_t dtype, std::vector<int64_t> sizes, bool may_alias, F element) {
-  Drawn t;
+DrawnTensor draw_tensor(Draw& draw, int32_t dtype, std::vector<int64_t> sizes, bool may_alias, F element) {
+  DrawnTensor t;
   t.present = true, t.dtype = dtype, t.sizes = std::move(sizes);
   draw_layout(draw, t, may_alias);
   t.x.resize(static_cast<size_t>(count_of(t.sizes)));
@@ -57,7 +57,7 @@ void draw_sizes(Draw& draw, naive::Call& c) {
   if (draw.once_in(40)) c.D = 576, c.V = 512;
   c.T = draw.once_in(3) ? draw.between(1, 3) : draw_length(draw, 300);
   c.S = draw_length(draw, 3000);
-  // Few enough operations for many cases a second; now and then enough for the kernel to wake its threads.
+  // Few enough operations for many cases a second; sometimes enough for several threads.
   const double most = draw.once_in(12) ? 6e6 : 4e5;
   const auto work = [&] { return static_cast<double>(c.B * c.H * c.T) * static_cast<double>(c.S * (c.D + c.V)); };
   while (work() > most) {
@@ -78,7 +78,8 @@ void draw_band(Draw& draw, Case& k) {
   if (kind == 1 || kind == 2) c.high = c.S - c.T + 1;
   if (kind == 2) c.low = c.high - draw.between(1, c.S + 2);
   if (kind == 3) c.low = draw.between(-c.T - 2, c.S + 2), c.high = draw.between(-c.T - 2, c.S + 2);
-  if (kind == 4) c.low = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0}), c.high = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0});
+  if (kind == 4)
+    c.low = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0}), c.high = draw.one_of<int64_t>({INT64_MIN, INT64_MAX, 0});
   if (k.plain || !draw.once_in(4)) return;
   const auto edge = [&] {
     return draw.once_in(10) ? draw.one_of<double>({-0x1p63, 0x1p62, 9223372036854774784.0})
@@ -89,7 +90,8 @@ void draw_band(Draw& draw, Case& k) {
   k.bounds.strides[1] = 1, k.bounds.strides[0] = width + draw.below(3);
   const std::vector<double> all = spread(k.bounds, {c.B, width});
   for (int64_t b = 0; b < c.B; ++b) {
-    for (int64_t n = 0; n < width; ++n) c.bounds.push_back(static_cast<int64_t>(all[static_cast<size_t>(b * width + n)]));
+    for (int64_t n = 0; n < width; ++n)
+      c.bounds.push_back(static_cast<int64_t>(all[static_cast<size_t>(b * width + n)]));
     if (width == 4) c.bounds.push_back(INT64_MIN);
   }
 }
@@ -108,9 +110,10 @@ void draw_segments(Draw& draw, Case& k) {
         return n == 3 ? -0x1p63 : static_cast<double>(n);
       };
       const bool one = draw.once_in(2);
-      std::vector<int64_t> sizes = one && draw.once_in(2) ? std::vector<int64_t>{size} : std::vector<int64_t>{one ? 1 : c.B, size};
+      std::vector<int64_t> sizes =
+          one && draw.once_in(2) ? std::vector<int64_t>{size} : std::vector<int64_t>{one ? 1 : c.B, size};
       k.segments.push_back(draw_tensor(draw, kLong, sizes, true, id));
-      Drawn rows = k.segments.back();
+      DrawnTensor rows = k.segments.back();
       if (rows.sizes.size() == 1) rows.sizes.insert(rows.sizes.begin(), 1);
       std::vector<int64_t>& to = size == c.T && rule.query.empty() ? rule.query : rule.key;
       for (double x : spread(rows, {c.B, size})) to.push_back(static_cast<int64_t>(x));
@@ -140,7 +143,7 @@ void draw_dense(Draw& draw, Case& k) {
   }
 }
 
-// Whole tiles, empty ones, and words; what lies beyond the last query or key may be any bit.
+// Full tiles, empty ones, and words. Bits behind the last query or key are random.
 void draw_maps(Draw& draw, Case& k) {
   naive::Call& c = k.call;
   for (int64_t n = draw.once_in(4) ? draw.between(1, 4) : 0; n > 0; --n) {
@@ -151,7 +154,8 @@ void draw_maps(Draw& draw, Case& k) {
       map.words.push_back(0);
       for (int bit = 0; bit < 64; ++bit) map.words.back() |= uint64_t{draw.unit() < density} << bit;
     }
-    map.index = draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B, draw.once_in(2) ? 1 : c.H, (c.T + 63) / 64, (c.S + 63) / 64},
+    map.index = draw_tensor(draw, kLong,
+                            {draw.once_in(2) ? 1 : c.B, draw.once_in(2) ? 1 : c.H, (c.T + 63) / 64, (c.S + 63) / 64},
                             false, [&] { return static_cast<double>(draw.below(2 + blocks)); });
     int64_t step = 1;
     for (size_t axis = 4; axis-- > 0; step *= map.index.sizes[axis]) map.index.strides[axis] = step;
@@ -159,16 +163,18 @@ void draw_maps(Draw& draw, Case& k) {
     const std::vector<double> entries = spread(map.index, {c.B, c.H, (c.T + 63) / 64, (c.S + 63) / 64});
     for (size_t at = 0; at < rule.x.size(); ++at) {
       const int64_t cell = static_cast<int64_t>(at), j = cell % c.S, i = cell / c.S % c.T, plane = cell / c.S / c.T;
-      const auto entry = static_cast<int64_t>(entries[static_cast<size_t>((plane * ((c.T + 63) / 64) + i / 64) * ((c.S + 63) / 64) + j / 64)]);
-      rule.x[at] = entry < 2 ? static_cast<double>(entry)
-                             : static_cast<double>(map.words[static_cast<size_t>((entry - 2) * 64 + i % 64)] >> (j % 64) & 1);
+      const auto entry = static_cast<int64_t>(
+          entries[static_cast<size_t>((plane * ((c.T + 63) / 64) + i / 64) * ((c.S + 63) / 64) + j / 64)]);
+      rule.x[at] = entry < 2
+                       ? static_cast<double>(entry)
+                       : static_cast<double>(map.words[static_cast<size_t>((entry - 2) * 64 + i % 64)] >> (j % 64) & 1);
     }
     c.dense.push_back(rule);
     k.maps.push_back(map);
   }
 }
 
-// A bias for each distance of a key from a query; as numbers, one for each pair.
+// A bias for each distance of a key from a query.
 void draw_relative(Draw& draw, Case& k) {
   naive::Call& c = k.call;
   for (int64_t n = draw.once_in(6) && k.dense.size() < 4 ? draw.between(1, 2) : 0; n > 0; --n) {
@@ -188,7 +194,8 @@ void draw_relative(Draw& draw, Case& k) {
 
 void draw_extras(Draw& draw, Case& k) {
   naive::Call& c = k.call;
-  if (draw.once_in(4)) c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0, 0x1p-100, 1e-20, 1e20, 0x1p100}));
+  if (draw.once_in(4))
+    c.softcap = static_cast<float>(draw.one_of<double>({0.5, 5.0, 50.0, 0x1p-100, 1e-20, 1e20, 0x1p100}));
   if (draw.once_in(4)) {
     k.sinks = draw_tensor(draw, kFloat, {c.H}, false, [&] { return draw.normal() * (draw.once_in(9) ? 100 : 3); });
     k.sinks.strides[0] = 1;
@@ -201,7 +208,7 @@ void draw_extras(Draw& draw, Case& k) {
   if (draw.once_in(5)) {
     k.alibi.push_back(draw_tensor(draw, kFloat, {draw.once_in(2) ? 1 : c.B, c.H}, true, [&] { return draw.unit(); }));
     const bool far = draw.once_in(10);
-    k.wild |= far;
+    k.unchecked |= far;
     k.alibi.push_back(draw_tensor(draw, kLong, {draw.once_in(2) ? 1 : c.B}, false, [&] {
       return far ? draw.one_of<double>({-0x1p40, 0x1p40, 0x1p30}) : static_cast<double>(draw.between(-c.T, c.S));
     }));
@@ -219,7 +226,7 @@ void draw_extras(Draw& draw, Case& k) {
   if (draw.once_in(6)) c.dropout = static_cast<float>(draw.one_of<double>({0.1, 0.5, 0.9, 1.0}));
 }
 
-// What comes from behind in the backward; now and then nothing, or no number, for some rows.
+// The upstream gradient; for some rows 0, NaN or Inf.
 void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
   const naive::Call& c = k.call;
   const double size = draw.one_of<double>({1, 1, 0.01, 8});
@@ -231,7 +238,8 @@ void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
     return silent ? 0.0 : draw.normal() * size;
   });
   if (draw.once_in(25) && !k.grad_out.aliased()) {
-    k.grad_out.x[static_cast<size_t>(draw.below(static_cast<int64_t>(k.grad_out.x.size())))] = draw.one_of<double>({NAN, kInf});
+    k.grad_out.x[static_cast<size_t>(draw.below(static_cast<int64_t>(k.grad_out.x.size())))] =
+        draw.one_of<double>({NAN, kInf});
   }
   k.upstream.out = k.grad_out.x;
   if (draw.once_in(3)) {
@@ -256,15 +264,19 @@ double Draw::normal() {  // nearly, and within 6
   return sum;
 }
 
-// Keys whose scores are -inf in float32 though they may be attended: ranges as long as those that items have, some, or all.
-void draw_lost(Draw& draw, Case& k) {
+// Keys that may be attended but whose scores are -inf in float32: ranges of an item's length, some keys, or all.
+void draw_overflow(Draw& draw, Case& k) {
   const naive::Call& c = k.call;
-  k.lost = true;
+  k.overflows = true;
   const int64_t column = draw.below(c.D), kind = draw.below(4), first = draw.below(c.S / 1024 + 1) * 1024;
-  for (size_t row = 0; row < k.query.x.size(); row += static_cast<size_t>(c.D)) k.query.x[row + static_cast<size_t>(column)] = 0x1p83;
+  for (size_t row = 0; row < k.query.x.size(); row += static_cast<size_t>(c.D))
+    k.query.x[row + static_cast<size_t>(column)] = 0x1p83;
   for (int64_t row = 0; row < c.B * c.K * c.S; ++row) {
     const int64_t j = row % c.S;
-    const bool gone = kind == 0 ? j >= first && j < first + 1024 : kind == 1 ? j < first : kind == 2 ? draw.once_in(3) : true;
+    const bool gone = kind == 0   ? j >= first && j < first + 1024
+                      : kind == 1 ? j < first
+                      : kind == 2 ? draw.once_in(3)
+                                  : true;
     k.key.x[static_cast<size_t>(row * c.D + column)] = gone ? -0x1p83 : 0;
   }
 }
@@ -278,9 +290,10 @@ Case draw_case(uint64_t seed) {
   draw_band(draw, k);
   const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
-  // Queries and keys far from 1, so that their products are not, and values.
+  // Queries and keys far from 1 whose products are not; values far from 1.
   const double power = dtype == kHalf ? 0x1p6 : 0x1p40;
-  const double far = draw.one_of<double>({1, 1, 1, power, 1 / power}), high = draw.one_of<double>({1, 1, 1, power, 1 / power});
+  const double far = draw.one_of<double>({1, 1, 1, power, 1 / power}),
+               high = draw.one_of<double>({1, 1, 1, power, 1 / power});
   const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
   k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, [&] { return number() * far; });
   k.bytes = !k.plain && draw.once_in(4);
@@ -297,12 +310,12 @@ Case draw_case(uint64_t seed) {
     k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, [&] { return number() / far; });
     k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, [&] { return number() * high; });
   }
-  Drawn* const odd[] = {&k.query, k.bytes ? &k.key_scale : &k.key, k.bytes ? &k.value_scale : &k.value};
-  for (Drawn* t : odd) {  // what is attended and no number must show
+  DrawnTensor* const odd[] = {&k.query, k.bytes ? &k.key_scale : &k.key, k.bytes ? &k.value_scale : &k.value};
+  for (DrawnTensor* t : odd) {  // a NaN or Inf that is attended must reach the result
     if (!draw.once_in(25) || t->aliased()) continue;
     t->x[static_cast<size_t>(draw.below(static_cast<int64_t>(t->x.size())))] = draw.one_of<double>({NAN, kInf, -kInf});
   }
-  if (!k.bytes && dtype != kHalf && draw.once_in(12) && !k.query.aliased() && !k.key.aliased()) draw_lost(draw, k);
+  if (!k.bytes && dtype != kHalf && draw.once_in(12) && !k.query.aliased() && !k.key.aliased()) draw_overflow(draw, k);
   c.query = k.query.x, c.key = k.key.x, c.value = k.value.x;
   if (k.bytes) {
     for (size_t n = 0; n < c.key.size(); ++n) c.key[n] *= k.key_scale.x[n / static_cast<size_t>(c.D)];
@@ -312,7 +325,7 @@ Case draw_case(uint64_t seed) {
   }
   const double usual = 1 / sqrt(static_cast<double>(c.D));
   c.scale = static_cast<float>(draw.once_in(4) ? draw.one_of<double>({1.0, 0.0, -usual, 1e-3, 0x1p-100, 4.0}) : usual);
-  if (k.lost) c.scale = usual;  // others make NaN or +inf of -inf
+  if (k.overflows) c.scale = usual;  // other scales make the scores NaN or +inf
   if (!k.plain) draw_extras(draw, k);
   draw_upstream(draw, k, dtype);
   return k;
@@ -321,14 +334,16 @@ Case draw_case(uint64_t seed) {
 std::string Case::describe() const {
   const naive::Call& c = call;
   char text[400];
-  snprintf(text, sizeof text,
-           "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
-           "bounds=%d segments=%zu dense=%zu maps=%zu relative=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d paged=%d lost=%d",
-           static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
-           static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
-           static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
-           static_cast<long long>(c.high), bounds.present, c.segments.size(), dense.size(), maps.size(), relative.size(), c.alibi.size(),
-           sinks.present, gate.present, c.dropout, plain, bytes, paged, lost);
+  snprintf(
+      text, sizeof text,
+      "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
+      "bounds=%d segments=%zu dense=%zu maps=%zu relative=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d "
+      "paged=%d lost=%d",
+      static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
+      static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
+      static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
+      static_cast<long long>(c.high), bounds.present, c.segments.size(), dense.size(), maps.size(), relative.size(),
+      c.alibi.size(), sinks.present, gate.present, c.dropout, plain, bytes, paged, overflows);
   return text;
 }
 

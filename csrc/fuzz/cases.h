@@ -1,4 +1,5 @@
-// Drawn calls: sizes, masks and memory layouts by a seed, as tensors for the kernel and as numbers for the definition.
+// Random calls: sizes, masks and memory layouts from a seed, as tensors for the kernel and as numbers for the
+// definition.
 #pragma once
 
 #include <math.h>
@@ -11,7 +12,7 @@
 
 namespace fuzz {
 
-// splitmix64: a case is its seed, on any machine.
+// splitmix64: a seed gives the same case on any machine.
 class Draw {
  public:
   explicit Draw(uint64_t seed) : state_(seed) {}
@@ -30,8 +31,8 @@ class Draw {
   uint64_t state_;
 };
 
-// A tensor's place in memory, and its numbers in logical order.
-struct Drawn {
+// A tensor's layout in memory, and its numbers in logical order.
+struct DrawnTensor {
   int32_t dtype = kFloat;
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
@@ -45,14 +46,14 @@ struct Drawn {
 int64_t count_of(const std::vector<int64_t>& sizes);
 
 // The numbers of a broadcast tensor, spread over all axes.
-std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full);
+std::vector<double> spread(const DrawnTensor& t, const std::vector<int64_t>& full);
 
-double read(const AtenTensorOpaque& tensor, int64_t element);       // logical order
+double read(const AtenTensorOpaque& tensor, int64_t element);  // logical order
 void write(AtenTensorOpaque& tensor, int64_t element, double value);
 
-// A rule as a map of tiles: an index and the words of its mixed tiles, more than doubles hold.
+// A rule as a map of tiles: an index and the words of its mixed tiles, which doubles cannot represent.
 struct DrawnMap {
-  Drawn index;
+  DrawnTensor index;
   std::vector<uint64_t> words;
   fake::Tensor bits() const;
 };
@@ -60,16 +61,16 @@ struct DrawnMap {
 struct Case {
   naive::Call call;
   naive::Upstream upstream;
-  Drawn query, key, value, key_scale, value_scale, sinks, bounds, gate, grad_out, grad_lse;
-  std::vector<Drawn> segments, dense, alibi;
+  DrawnTensor query, key, value, key_scale, value_scale, sinks, bounds, gate, grad_out, grad_lse;
+  std::vector<DrawnTensor> segments, dense, alibi;
   std::vector<DrawnMap> maps;
-  std::vector<Drawn> relative;
-  bool plain = false;   // the operator `attend`, without extras
-  bool bytes = false;   // int8 keys and values with their scales: `attend_held`
-  bool paged = false;   // once more with keys and values in pages: the same bits
-  bool lost = false;    // some scores are -inf in float32
-  bool biases = false;  // whether the gradients of biases and slopes are asked for
-  bool wild = false;    // numbers beyond what the definition covers: must only not crash
+  std::vector<DrawnTensor> relative;
+  bool plain = false;      // the operator `attend`, without extras
+  bool bytes = false;      // int8 keys and values with their scales: `attend_held`
+  bool paged = false;      // run again with keys and values in pages, for the same bits
+  bool overflows = false;  // some scores are -inf in float32
+  bool biases = false;     // with gradients of biases and slopes
+  bool unchecked = false;  // outside the range of the definition: it must not crash
   uint64_t seed = 0;
   std::string describe() const;
 };

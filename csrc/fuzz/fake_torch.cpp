@@ -45,8 +45,10 @@ struct StringOpaque {
 int64_t code_size(int32_t dtype) {
   switch (dtype) {
     case kFloat: return 4;
-    case kDouble: case kLong: return 8;
-    case kBool: case kByte: return 1;
+    case kDouble:
+    case kLong: return 8;
+    case kBool:
+    case kByte: return 1;
     default: return 2;
   }
 }
@@ -76,13 +78,13 @@ Tensor make(int32_t dtype, std::vector<int64_t> sizes, std::vector<int64_t> stri
   return tensor;
 }
 
-Tensor turned_over(const AtenTensorOpaque& tensor) {
+Tensor negated(const AtenTensorOpaque& tensor) {
   auto other = std::make_shared<AtenTensorOpaque>(tensor);
   auto block = std::make_shared<Block>(tensor.storage_bytes);
   other->storage = block->bytes, other->keeper = block, other->negative = !tensor.negative;
   memcpy(other->storage, tensor.storage, static_cast<size_t>(tensor.storage_bytes));
   const int64_t size = code_size(tensor.dtype);
-  for (int64_t at = 0; at + size <= tensor.storage_bytes; at += size) {  // whatever lies between the elements, too
+  for (int64_t at = 0; at + size <= tensor.storage_bytes; at += size) {  // what is between the elements, too
     uint64_t bits = 0;
     memcpy(&bits, other->storage + at, static_cast<size_t>(size));
     bits = tensor.dtype == kLong || tensor.dtype == kByte ? 0 - bits : bits ^ uint64_t{1} << (8 * size - 1);
@@ -112,10 +114,10 @@ StableIValue give_number(double value) {
 }
 
 std::string call(const char* name, std::vector<StableIValue>& stack, uint64_t outputs) {
-  const auto found = operators().find(name);
-  if (found == operators().end()) return std::string("no operator ") + name;
+  const auto op = operators().find(name);
+  if (op == operators().end()) return std::string("no operator ") + name;
   try {
-    found->second(stack.data(), stack.size(), outputs);
+    op->second(stack.data(), stack.size(), outputs);
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -235,7 +237,7 @@ AOTITorchError torch_call_dispatcher(const char* name, const char*, StableIValue
   if (strcmp(name, "aten::resolve_neg") != 0) return 1;
   auto* tensor = reinterpret_cast<AtenTensorHandle>(stack[0]);
   if (!tensor->negative) return 0;
-  stack[0] = reinterpret_cast<StableIValue>(new_handle(*fake::turned_over(*tensor)));
+  stack[0] = reinterpret_cast<StableIValue>(new_handle(*fake::negated(*tensor)));
   return aoti_torch_delete_tensor_object(tensor);
 }
 

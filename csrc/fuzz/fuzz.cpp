@@ -1,13 +1,13 @@
-// The fuzzer: drawn calls through the boxed operators, forward, backward and statistics, on every instruction set of this
+// The fuzzer: random calls of the boxed operators, forward, backward and statistics, on every instruction set of this
 // CPU.
 //
 //   headwise_fuzz SECONDS [FIRST_SEED]     many cases; the seed that fails is printed
-//   headwise_fuzz case SEED                that one again
+//   headwise_fuzz case SEED                one case
 //
-// Each case is checked against the definition in double, within an error derived from its own numbers (naive.cpp, naive_backward.cpp); for
-// equal bits on any number of threads; for equal bits whatever lies in gaps, behind a tensor's end, or where nothing
-// may look. Then its arguments are spoiled: nothing may crash, and no handle may leak. Buffers end where they must, so
-// that AddressSanitizer sees one byte too far.
+// Each case is compared with the definition in double, within an error bound from its own numbers (naive.cpp,
+// naive_backward.cpp). Its bits must not depend on the number of threads, nor on the contents of gaps, of memory behind
+// a tensor's end, and of keys that may not be attended. Then its arguments are corrupted: no call may crash, and no
+// handle may leak. Buffers have no spare bytes, so that AddressSanitizer finds a read of one byte too many.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,7 +20,7 @@
 namespace fuzz {
 namespace {
 
-int64_t refused = 0, spoiled = 0;
+int64_t refused = 0, corrupted = 0;
 
 std::vector<std::string> isas() {
   std::vector<StableIValue> stack(1);
@@ -45,7 +45,7 @@ void use(const std::string& isa) {
   fake::call("use_isa", stack, 1);
 }
 
-std::vector<char> drawn_keep(const Case& k, const Tensors& t) {
+std::vector<char> keep_of(const Case& k, const Tensors& t) {
   const naive::Call& c = k.call;
   std::vector<StableIValue> stack = {fake::give(t.seed), fake::give_number(c.dropout)};
   for (const int64_t n : {c.B, c.H, int64_t{0}, c.T, c.S}) stack.push_back(static_cast<StableIValue>(n));
@@ -58,9 +58,9 @@ std::vector<char> drawn_keep(const Case& k, const Tensors& t) {
 std::string check(Case& k) {
   const Tensors dirty(k, true), clean(k, false);
   Tensors paged(k, true);
-  if (k.paged) paged.lay_in_pages(k);
-  if (k.call.dropout > 0) k.call.keep = drawn_keep(k, clean);
-  const naive::Result expected = k.wild ? naive::Result() : naive::attention(k.call, rounding(k.query.dtype));
+  if (k.paged) paged.move_to_pages(k);
+  if (k.call.dropout > 0) k.call.keep = keep_of(k, clean);
+  const naive::Result expected = k.unchecked ? naive::Result() : naive::attention(k.call, rounding(k.query.dtype));
   for (const std::string& isa : isas()) {
     use(isa);
     fake::set_threads(1);
@@ -69,13 +69,14 @@ std::string check(Case& k) {
     const Output many = run(k, dirty);
     if (!one.error.empty()) return isa + " refuses: " + one.error;
     if (!same_bits(one.out, many.out) || !same_bits(one.lse, many.lse)) return isa + ": other bits on more threads";
-    if (!same_bits(one.out, other.out) || !same_bits(one.lse, other.lse)) return isa + ": what must not matter does";
+    if (!same_bits(one.out, other.out) || !same_bits(one.lse, other.lse))
+      return isa + ": what may not be attended changes the result";
     if (k.paged) {
       const Output pages = run(k, paged);
       if (!pages.error.empty()) return isa + " refuses pages: " + pages.error;
       if (!same_bits(one.out, pages.out) || !same_bits(one.lse, pages.lse)) return isa + ": other bits from pages";
     }
-    if (k.wild) continue;
+    if (k.unchecked) continue;
     std::string wrong = compare("out", one.out, expected.out, expected.out_error, k, isa);
     if (wrong.empty() && !k.plain) wrong = compare("lse", one.lse, expected.lse, expected.lse_error, k, isa);
     if (!wrong.empty()) return wrong;
@@ -84,9 +85,9 @@ std::string check(Case& k) {
 }
 
 std::string check_gradients(Case& k) {
-  if (k.bytes || k.lost) return "";  // there is none, or none that the definition covers
+  if (k.bytes || k.overflows) return "";  // no gradient, or one outside the range of the definition
   const Tensors dirty(k, true), clean(k, false);
-  if (k.call.dropout > 0) k.call.keep = drawn_keep(k, clean);
+  if (k.call.dropout > 0) k.call.keep = keep_of(k, clean);
   for (const std::string& isa : isas()) {
     use(isa);
     std::string wrong = check_backward(k, dirty, clean, isa);
@@ -96,8 +97,8 @@ std::string check_gradients(Case& k) {
   return "";
 }
 
-// Turns one tensor into something it should not be. Sizes become huge enough to be refused, not to be computed.
-void spoil(Draw& draw, AtenTensorOpaque& t) {
+// Corrupts a tensor. Huge sizes are ones that must be refused, not computed.
+void corrupt(Draw& draw, AtenTensorOpaque& t) {
   const size_t axes = t.sizes.size();
   if (axes == 0) return;
   const auto axis = static_cast<size_t>(draw.below(static_cast<int64_t>(axes)));
@@ -117,18 +118,18 @@ void spoil(Draw& draw, AtenTensorOpaque& t) {
   }
 }
 
-std::string check_spoiled(Case& k) {
+std::string check_corrupt(Case& k) {
   Draw draw(k.seed + 77);
   Tensors t(k, false);
   if (k.paged) {
-    t.lay_in_pages(k);
+    t.move_to_pages(k);
     const double page = draw.one_of<double>({-1, -0x1p62, 0x1p62, static_cast<double>(t.key->sizes[0])});
     if (draw.once_in(3)) write(*t.table, draw.below(t.table->numel()), page);
   }
   for (int times = static_cast<int>(draw.between(1, 2)); times > 0; --times) {
     const std::vector<fake::Tensor*> all = t.all();
     fake::Tensor& one = *all[static_cast<size_t>(draw.below(static_cast<int64_t>(all.size())))];
-    if (one != nullptr) spoil(draw, *one);
+    if (one != nullptr) corrupt(draw, *one);
   }
   if (draw.once_in(8)) k.call.scale = draw.one_of<double>({NAN, HUGE_VAL, 1e300});
   if (draw.once_in(8)) k.call.softcap = draw.one_of<double>({NAN, -1, HUGE_VAL});
@@ -136,11 +137,11 @@ std::string check_spoiled(Case& k) {
   if (draw.once_in(8) && !t.segments.empty()) t.segments.pop_back();
   if (draw.once_in(8) && !t.alibi.empty()) t.alibi.pop_back();
   if (draw.once_in(8)) t.seed = nullptr;
-  ++spoiled;
+  ++corrupted;
   const int64_t which = k.bytes || k.paged ? 0 : draw.below(3);
   const std::string error = which == 0   ? run(k, t).error
                             : which == 1 ? run_backward(k, t, true).error
-                                         : spoiled_statistics(k, t);
+                                         : corrupt_statistics(k, t);
   if (!error.empty()) ++refused;
   return "";
 }
@@ -150,7 +151,7 @@ bool one_case(uint64_t seed) {
   std::string wrong = check(k);
   if (wrong.empty()) wrong = check_gradients(k);
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked";
-  if (wrong.empty()) wrong = check_spoiled(k);
+  if (wrong.empty()) wrong = check_corrupt(k);
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked from a refused call";
   if (wrong.empty()) return true;
   fprintf(stderr, "%s\n%s\n", k.describe().c_str(), wrong.c_str());
@@ -163,9 +164,9 @@ int many(double seconds, uint64_t first) {
   uint64_t seed = first;
   int failures = 0;
   for (; passed() < seconds && failures < 10; ++seed) failures += !one_case(seed);
-  printf("%llu cases from seed %llu in %.0f s, %lld spoiled calls (%lld refused), %d failures\n",
+  printf("%llu cases from seed %llu in %.0f s, %lld corrupted calls (%lld refused), %d failures\n",
          static_cast<unsigned long long>(seed - first), static_cast<unsigned long long>(first), passed(),
-         static_cast<long long>(spoiled), static_cast<long long>(refused), failures);
+         static_cast<long long>(corrupted), static_cast<long long>(refused), failures);
   for (const auto& [name, most] : worst) {
     printf("  %-22s largest error %.2f of what is allowed (case %llu)\n", name.c_str(), most.share,
            static_cast<unsigned long long>(most.seed));

@@ -9,7 +9,7 @@ namespace naive {
 namespace {
 
 constexpr double kUnit = 0x1p-24;  // float32, in which kernels accumulate
-constexpr double kMost = std::numeric_limits<float>::max();
+constexpr double kMaxFloat = std::numeric_limits<float>::max();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int64_t kFar = int64_t{1} << 40;
 
@@ -24,14 +24,14 @@ bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
 // Everything after that adds a few units of its own magnitude.
 Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   Score s;
-  if (!may_see(c, b, h, i, j)) return s;
+  if (!may_attend(c, b, h, i, j)) return s;
   const double* q = &c.query[static_cast<size_t>(((b * c.H + h) * c.T + i) * c.D)];
   const double* k = &c.key[static_cast<size_t>(((b * c.K + h / (c.H / c.K)) * c.S + j) * c.D)];
   double sum = 0, size = 0;
   for (int64_t d = 0; d < c.D; ++d) sum += q[d] * k[d], size += fabs(q[d] * k[d]);
   double x = sum * c.scale;
   double error = kUnit * static_cast<double>(c.D + 8) * size * fabs(c.scale);
-  if (c.bytes != 0) {  // the last of three digits is at most 2^-21 of the greatest; two may leave over 2^-16 of the norm
+  if (c.bytes != 0) {  // the last of three digits is at most 2^-21 of the largest; two may lose 2^-16 of the norm
     double top = 0, total = 0, q2 = 0, k2 = 0;
     for (int64_t d = 0; d < c.D; ++d) {
       top = std::max(top, fabs(q[d])), total += fabs(k[d]), q2 += q[d] * q[d], k2 += k[d] * k[d];
@@ -42,8 +42,9 @@ Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
     const double t = tanh(x / c.softcap);
     x = c.softcap * t;
     s.slope = 1 - t * t, s.slope_error = 2 * fabs(t) * (error / c.softcap + 20 * kUnit * fabs(t)) + 4 * kUnit;
-    // As far as the nearest score that it may have been lets it pass.
-    const double least = std::max(fabs(sum * c.scale) - error, 0.0) / c.softcap, steepest = 1 - tanh(least) * tanh(least);
+    // The error shrinks by the slope at the nearest score within it.
+    const double least = std::max(fabs(sum * c.scale) - error, 0.0) / c.softcap,
+                 steepest = 1 - tanh(least) * tanh(least);
     error = error * steepest + 16 * kUnit * fabs(x);
   }
   double passed = fabs(x);
@@ -63,7 +64,7 @@ Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   return s;
 }
 
-bool may_see(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
+bool may_attend(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   int64_t low = c.low, high = c.high;
   if (!c.bounds.empty()) {
     const int64_t* row = &c.bounds[static_cast<size_t>(b * 5)];
@@ -100,7 +101,7 @@ Result attention(const Call& c, const Rounding& unit) {
       if (!finite(c.key, head * c.S + j, c.D) || !finite(c.value, head * c.S + j, c.V) || !std::isfinite(s.value)) {
         bad = true;
       }
-      if (s.value < -kMost) {  // -inf in float32: no weight, but for a row that has no other score
+      if (s.value < -kMaxFloat) {  // -inf in float32: no weight, unless the row has no other score
         s.attended = false;
         continue;
       }
@@ -108,7 +109,7 @@ Result attention(const Call& c, const Rounding& unit) {
       top = std::max(top, s.value);
     }
     for (const Score& s : scores) {
-      if (!s.attended || s.value + s.error < top - 1000) continue;  // so far below, its error is that of a 0
+      if (!s.attended || s.value + s.error < top - 1000) continue;  // its weight is 0 whatever its error
       error = std::max(error, s.error), largest = std::max(largest, fabs(s.value));
     }
     if (!alive) continue;
@@ -123,13 +124,13 @@ Result attention(const Call& c, const Rounding& unit) {
     top = std::max(top, sink), largest = std::max(largest, fabs(top));
     double total = sink == -kInf ? 0 : exp(sink - top);
     for (const Score& s : scores) total += !s.attended ? 0 : exp(s.value - top);
-    error += 8 * kUnit * largest;  // to log2 units and away from the maximum
+    error += 8 * kUnit * largest;  // from the factor log2(e) and the subtraction of the maximum
     const double summed = 2 * kUnit * static_cast<double>(c.S + 16);
     const double relative = expm1(2 * error) + 4 * unit.exponential + unit.weights + 2 * summed;
     r.lse[row] = top + log(total);
     r.lse_error[row] = error + 2 * unit.exponential + summed + 4 * kUnit * fabs(r.lse[row]);
     const double up = c.dropout > 0 ? (c.dropout < 1 ? 1 / (1 - c.dropout) : 0) : 1;
-    // Weights in whole numbers of their tile's greatest, each times its value's scale.
+    // The greatest weight of each tile, times the scale of its value: the unit of the integers.
     std::vector<double> tops(static_cast<size_t>(c.bytes != 0 ? c.S / 128 + 1 : 0));
     for (int64_t j = 0; j < c.S && c.bytes != 0; ++j) {
       const Score& s = scores[static_cast<size_t>(j)];

@@ -1,4 +1,4 @@
-// Attention by its definition, in double, with the error that each result may have: what the fuzzer holds kernels against.
+// Attention by its definition, in double, with the error bound of each result: the reference of the fuzzer.
 #pragma once
 
 #include <stdint.h>
@@ -25,17 +25,17 @@ struct Call {
   int64_t B, H, K, T, S, D, V;
   std::vector<double> query, key, value;  // as (B, H, T, D), (B, K, S, D), (B, K, S, V)
   double scale = 1, softcap = 0;
-  std::vector<double> sinks;     // (H), or empty
+  std::vector<double> sinks;  // (H), or empty
   int64_t low, high;
-  std::vector<int64_t> bounds;   // (B, 5): low, high, start, stop, always; or empty
+  std::vector<int64_t> bounds;  // (B, 5): low, high, start, stop, always; or empty
   std::vector<Segments> segments;
   std::vector<Dense> dense;
   std::vector<Alibi> alibi;
-  std::vector<double> gate;      // (B, H, T, V), or empty
-  int bytes = 0;                    // int8 keys and values: the digits that queries and weights may be written in
+  std::vector<double> gate;         // (B, H, T, V), or empty
+  int bytes = 0;                    // int8 keys and values: the digits of queries and weights
   std::vector<double> value_scale;  // (B, K, S) of these
   double dropout = 0;
-  std::vector<char> keep;        // (B, H, T, S) where dropout > 0
+  std::vector<char> keep;  // (B, H, T, S) where dropout > 0
 };
 
 struct Score {
@@ -46,7 +46,7 @@ struct Score {
 
 Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
 
-// Unit roundoffs of what a kernel may round: the output, the weights before they meet the values, the exponential.
+// Unit roundoffs of a kernel: of the output, of the weights before they are multiplied by values, of the exponential.
 struct Rounding {
   double out, weights, exponential, smallest;
 };
@@ -56,8 +56,8 @@ struct Result {
   std::vector<double> lse, lse_error;  // (B, H, T)
 };
 
-// Whether band, ids and boolean tensors let row (b, h, i) see key j: all rules but the -inf of a bias.
-bool may_see(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
+// Whether bounds, ids and boolean tensors allow row (b, h, i) to attend key j: all rules but the -inf of a bias.
+bool may_attend(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
 
 Result attention(const Call& c, const Rounding& unit);
 
@@ -65,7 +65,7 @@ struct Gradient {
   std::vector<double> x, error;
 };
 
-// What comes from behind.
+// The gradients of the results.
 struct Upstream {
   std::vector<double> out;  // (B, H, T, V)
   std::vector<double> lse;  // (B, H, T), or empty
@@ -73,12 +73,12 @@ struct Upstream {
 
 struct Gradients {
   Gradient query, key, value, sinks;
-  Gradient scores;               // (B, H, T, S): what a bias of that size gets
+  Gradient scores;               // (B, H, T, S): the gradient of a bias of that size
   std::vector<Gradient> slopes;  // (B, H) of each rule
 };
 
-// By the formulas; `forward` is the call's own result, without a gate. A row in which anything is no number makes all
-// that it may attend NaN, if anything comes back to it at all.
+// By the formulas. `forward` is the result of the call without a gate. A row with a NaN or Inf makes all that it may
+// attend NaN, unless its upstream gradient is 0.
 Gradients backward(const Call& c, const Rounding& unit, const Result& forward, const Upstream& upstream);
 
 }  // namespace naive

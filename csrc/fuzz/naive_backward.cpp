@@ -7,16 +7,16 @@
 namespace naive {
 namespace {
 
-constexpr double kUnit = 0x1p-24;      // float32, in which kernels accumulate
-constexpr double kNothing = 0x1p-120;  // a weight that small may be 0
-constexpr double kFlushed = 0x1p-125;  // and so may any product
+constexpr double kUnit = 0x1p-24;         // float32, in which kernels accumulate
+constexpr double kTinyWeight = 0x1p-120;  // a weight that small may be 0
+constexpr double kMinProduct = 0x1p-125;  // a product that small may be 0
 
-// A sum that knows how far off it may be: errors of its terms, and of adding them in whatever order.
+// A sum with a bound of its error: those of its terms, and of adding them in any order.
 struct Sum {
   double x = 0, size = 0, error = 0;
   int64_t terms = 0;
 
-  void add(double term, double off) { x += term, size += fabs(term), error += off + kFlushed, ++terms; }
+  void add(double term, double off) { x += term, size += fabs(term), error += off + kMinProduct, ++terms; }
   void into(Gradient& to, size_t at, double factor, double rounding, double smallest) const {
     to.x[at] = x * factor;
     const double off = error + kUnit * static_cast<double>(terms + 16) * size;
@@ -26,10 +26,12 @@ struct Sum {
 
 struct Row {
   double lse, lse_error, delta, delta_error;
-  bool bad, wanted;
+  bool bad, in_loss;
 };
 
-void resize(Gradient& g, int64_t n) { g.x.assign(static_cast<size_t>(n), 0), g.error.assign(static_cast<size_t>(n), 0); }
+void resize(Gradient& g, int64_t n) {
+  g.x.assign(static_cast<size_t>(n), 0), g.error.assign(static_cast<size_t>(n), 0);
+}
 
 Row row_of(const Call& c, const Result& forward, const Upstream& up, int64_t row) {
   Row r = {forward.lse[static_cast<size_t>(row)], forward.lse_error[static_cast<size_t>(row)], 0, 0, false, false};
@@ -37,12 +39,12 @@ Row row_of(const Call& c, const Result& forward, const Upstream& up, int64_t row
   for (int64_t d = row * c.V; d < (row + 1) * c.V; ++d) {
     const auto at = static_cast<size_t>(d);
     const double g = up.out[at];
-    r.wanted |= g != 0;
+    r.in_loss |= g != 0;
     r.delta += g * forward.out[at], size += fabs(g * forward.out[at]), r.delta_error += fabs(g) * forward.out_error[at];
   }
   if (!up.lse.empty()) {
     const double g = up.lse[static_cast<size_t>(row)];
-    r.wanted |= g != 0, r.delta -= g, size += fabs(g);
+    r.in_loss |= g != 0, r.delta -= g, size += fabs(g);
   }
   r.delta_error += kUnit * static_cast<double>(c.V + 8) * size;
   r.bad = !std::isfinite(r.lse) || !std::isfinite(r.delta);
@@ -63,11 +65,12 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
   for (int64_t row = 0; row < c.B * c.H * c.T; ++row) {
     const int64_t i = row % c.T, h = row / c.T % c.H, b = row / c.T / c.H, head = b * c.K + h / G;
     const Row r = row_of(c, forward, up, row);
-    if (r.lse == -HUGE_VAL || (r.bad && !r.wanted)) continue;
+    if (r.lse == -HUGE_VAL || (r.bad && !r.in_loss)) continue;
     if (!c.sinks.empty()) {
       const double weight = r.bad ? NAN : exp(c.sinks[static_cast<size_t>(h)] - r.lse);
       const double off = expm1(r.lse_error + 8 * kUnit * fabs(r.lse)) + 8 * kUnit;
-      sinks[static_cast<size_t>(h)].add(-weight * r.delta, weight * (fabs(r.delta) * off + r.delta_error) + kNothing * (1 + fabs(r.delta)));
+      sinks[static_cast<size_t>(h)].add(
+          -weight * r.delta, weight * (fabs(r.delta) * off + r.delta_error) + kTinyWeight * (1 + fabs(r.delta)));
     }
     for (int64_t j = 0; j < c.S; ++j) {
       const Score s = score_of(c, b, h, i, j);
@@ -82,12 +85,11 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
       const double largest = std::max(fabs(s.value), fabs(r.lse));
       const double off = expm1(s.error + r.lse_error + 8 * kUnit * largest) + 4 * unit.exponential + 8 * kUnit;
       const double weight = r.bad ? NAN : exp(s.value - r.lse);
-      const double weight_error = weight * off + kNothing;
+      const double weight_error = weight * off + kTinyWeight;
       const double apart = fabs(dp) + fabs(r.delta);
       const double dp_error = kUnit * static_cast<double>(c.V + 12) * dp_size + r.delta_error + 4 * kUnit * apart;
       const double score = weight * (dp - r.delta);
-      const double score_error =
-          weight_error * apart + weight * dp_error * (1 + off) + kFlushed;
+      const double score_error = weight_error * apart + weight * dp_error * (1 + off) + kMinProduct;
       g.scores.x[at] = score, g.scores.error[at] = score_error;
       for (size_t n = 0; n < slopes.size(); ++n) {
         const double away = fabs(static_cast<double>(i - j + c.alibi[n].offsets[static_cast<size_t>(b)]));
@@ -96,16 +98,17 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
       const double inner = score * s.slope;
       const double inner_error = score_error * (s.slope + s.slope_error) + fabs(score) * s.slope_error +
                                  (unit.weights + 4 * kUnit) * fabs(inner);
-      const double kept = weight * up_ij, kept_error = weight_error * up_ij + (unit.weights + 2 * kUnit) * kept;
+      const double after = weight * up_ij, after_error = weight_error * up_ij + (unit.weights + 2 * kUnit) * after;
       for (int64_t d = 0; d < c.D; ++d) {
-        const auto of_query = static_cast<size_t>(row * c.D + d), of_key = static_cast<size_t>((head * c.S + j) * c.D + d);
+        const auto of_query = static_cast<size_t>(row * c.D + d),
+                   of_key = static_cast<size_t>((head * c.S + j) * c.D + d);
         const double q = r.bad ? 0 : c.query[of_query], k = c.key[of_key];
         query[of_query].add(inner * k, inner_error * fabs(k));
         key[of_key].add(inner * q, inner_error * fabs(q));
       }
       for (int64_t d = 0; d < c.V; ++d) {
         const double back = r.bad ? 0 : dout[d];
-        value[static_cast<size_t>((head * c.S + j) * c.V + d)].add(kept * back, kept_error * fabs(back));
+        value[static_cast<size_t>((head * c.S + j) * c.V + d)].add(after * back, after_error * fabs(back));
       }
     }
   }

@@ -10,14 +10,14 @@ namespace {
 
 constexpr double kUnit = 0x1p-24;
 
-// What is asked beside the call, drawn from its seed.
-struct Asked {
+// The options of statistics, random from the seed of the case.
+struct Options {
   int64_t bins, sums, columns;
   std::vector<int64_t> picks, slots;  // (T, n), (n)
   std::vector<double> features;       // (S, columns)
   bool with_value;
 
-  Asked(const Case& k) {
+  Options(const Case& k) {
     Draw draw(k.seed + 5);
     const naive::Call& c = k.call;
     bins = draw.one_of<int64_t>({0, 1, draw.between(1, c.S), std::min<int64_t>(c.S, 32), c.S});
@@ -36,29 +36,29 @@ fake::Tensor tensor_of(int32_t dtype, std::vector<int64_t> sizes, const std::vec
   std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
   for (size_t axis = sizes.size(); axis-- > 0; step *= sizes[axis]) strides[axis] = step;
-  fake::Tensor made = fake::make(dtype, sizes, strides, 0, 0);
-  for (size_t n = 0; n < x.size(); ++n) write(*made, static_cast<int64_t>(n), x[n]);
-  return made;
+  fake::Tensor t = fake::make(dtype, sizes, strides, 0, 0);
+  for (size_t n = 0; n < x.size(); ++n) write(*t, static_cast<int64_t>(n), x[n]);
+  return t;
 }
 
 void push_rules(std::vector<StableIValue>& stack, const Case& k, const Tensors& t) {
   using namespace fake;
   const naive::Call& c = k.call;
-  stack.insert(stack.end(), {give_number(c.scale), give_number(c.softcap), give_optional(t.sinks),
-                             static_cast<StableIValue>(c.low), static_cast<StableIValue>(c.high),
-                             give_optional(t.bounds), give_list(&t.segments), give_list(&t.dense),
-                             give_list(&t.alibi), give_list(&t.maps), give_list(&t.relative)});
+  stack.insert(stack.end(),
+               {give_number(c.scale), give_number(c.softcap), give_optional(t.sinks), static_cast<StableIValue>(c.low),
+                static_cast<StableIValue>(c.high), give_optional(t.bounds), give_list(&t.segments), give_list(&t.dense),
+                give_list(&t.alibi), give_list(&t.maps), give_list(&t.relative)});
 }
 
 // numbers (6, B, H, T), places (2, B, H, T), picked, binned, featured, out; then mass and rows of (B, H, S).
-struct Told {
+struct Results {
   std::string error;
   std::vector<std::vector<double>> all;
 };
 
 enum { kNumbers, kPlaces, kPicked, kBinned, kFeatured, kOut, kMass, kRows };
 
-Told ask(const Case& k, const Tensors& t, const Asked& a) {
+Results call_statistics(const Case& k, const Tensors& t, const Options& a) {
   const naive::Call& c = k.call;
   const std::vector<double> picks(a.picks.begin(), a.picks.end()), slots(a.slots.begin(), a.slots.end());
   const auto n = static_cast<int64_t>(slots.size());
@@ -70,24 +70,24 @@ Told ask(const Case& k, const Tensors& t, const Asked& a) {
   stack.push_back(static_cast<StableIValue>(a.sums));
   stack.push_back(fake::give_optional(a.columns > 0 ? tensor_of(kFloat, {1, c.S, a.columns}, a.features) : nullptr));
   stack.push_back(static_cast<StableIValue>(a.bins));
-  Told told;
-  told.error = fake::call("attend_statistics", stack, 7);
-  if (!told.error.empty()) return told;
-  std::vector<fake::Tensor> made;
-  for (int i = 0; i < 7; ++i) made.push_back(fake::take(stack[static_cast<size_t>(i)]));
-  for (const int i : {2, 3, 4, 5, 6, 0}) told.all.push_back(numbers(made[static_cast<size_t>(i)]));
+  Results results;
+  results.error = fake::call("attend_statistics", stack, 7);
+  if (!results.error.empty()) return results;
+  std::vector<fake::Tensor> tensors;
+  for (int i = 0; i < 7; ++i) tensors.push_back(fake::take(stack[static_cast<size_t>(i)]));
+  for (const int i : {2, 3, 4, 5, 6, 0}) results.all.push_back(numbers(tensors[static_cast<size_t>(i)]));
   const size_t rows = static_cast<size_t>(c.B * c.H * c.T);
-  if (told.all[kNumbers].size() != 6 * rows) return told;  // spoiled, and still a call: of other sizes
+  if (results.all[kNumbers].size() != 6 * rows) return results;  // a corrupt call with other sizes
   const auto plane = [&](size_t which) {
-    const auto from = told.all[kNumbers].begin() + static_cast<int64_t>(which * rows);
+    const auto from = results.all[kNumbers].begin() + static_cast<int64_t>(which * rows);
     return tensor_of(kFloat, {c.B, c.H, c.T}, {from, from + static_cast<int64_t>(rows)});
   };
   stack = {fake::give(t.query), fake::give(t.key), fake::give(plane(4)), fake::give(plane(5))};
   push_rules(stack, k, t);
-  told.error = fake::call("attend_received", stack, 2);
-  if (!told.error.empty()) return told;
-  for (const size_t i : {0, 1}) told.all.push_back(numbers(fake::take(stack[i])));
-  return told;
+  results.error = fake::call("attend_received", stack, 2);
+  if (!results.error.empty()) return results;
+  for (const size_t i : {0, 1}) results.all.push_back(numbers(fake::take(stack[i])));
+  return results;
 }
 
 struct Expected {
@@ -111,7 +111,7 @@ bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
 }
 
 // One row's weights and how far off they may be, and what follows from them.
-void define_row(const Case& k, const Asked& a, int64_t row, Truth& truth) {
+void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
   const naive::Call& c = k.call;
   const int64_t i = row % c.T, h = row / c.T % c.H, b = row / c.T / c.H, head = b * c.K + h / (c.H / c.K);
   const int64_t pos = i + c.S - c.T, keys_at = (b * c.H + h) * c.S;
@@ -166,7 +166,7 @@ void define_row(const Case& k, const Asked& a, int64_t row, Truth& truth) {
   truth.largest.set(row, largest, off * largest);
 }
 
-Truth define(const Case& k, const Asked& a) {
+Truth define(const Case& k, const Options& a) {
   const naive::Call& c = k.call;
   const int64_t rows = c.B * c.H * c.T;
   Truth truth;
@@ -177,7 +177,7 @@ Truth define(const Case& k, const Asked& a) {
   return truth;
 }
 
-bool same(const Told& a, const Told& b) {
+bool same(const Results& a, const Results& b) {
   for (size_t n = 0; n < a.all.size(); ++n) {
     if (!same_bits(a.all[n], b.all[n])) return false;
   }
@@ -186,46 +186,50 @@ bool same(const Told& a, const Told& b) {
 
 }  // namespace
 
-std::string spoiled_statistics(const Case& k, const Tensors& t) { return ask(k, t, Asked(k)).error; }
+std::string corrupt_statistics(const Case& k, const Tensors& t) { return call_statistics(k, t, Options(k)).error; }
 
 std::string check_statistics(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa) {
-  const Asked asked(k);
+  const Options options(k);
   fake::set_threads(1);
-  const Told one = ask(k, dirty, asked), other = ask(k, clean, asked);
+  const Results one = call_statistics(k, dirty, options), other = call_statistics(k, clean, options);
   fake::set_threads(static_cast<int>(2 + k.seed % 7));
-  const Told many = ask(k, dirty, asked);
+  const Results many = call_statistics(k, dirty, options);
   if (!one.error.empty()) return "refuses statistics: " + one.error;
   if (!same(one, many)) return "other bits of statistics on more threads";
-  if (!same(one, other)) return "what must not matter does, in statistics";
-  if (k.wild) return "";
-  const Truth truth = define(k, asked);
+  if (!same(one, other)) return "what may not be attended changes statistics";
+  if (k.unchecked) return "";
+  const Truth truth = define(k, options);
   const size_t rows = truth.keys.x.size();
   const auto part = [&](int which, size_t plane) {
     const auto from = one.all[static_cast<size_t>(which)].begin() + static_cast<int64_t>(plane * rows);
     return std::vector<double>(from, from + static_cast<int64_t>(rows));
   };
-  // Where the sink takes all but what is too small for float32, nothing is told of where the rest lies.
+  // Where the sink has all weight but what is too small for float32, distance and bins have no meaning.
   std::vector<double> distance = part(kNumbers, 1), binned = one.all[kBinned];
   const std::vector<double> mass = part(kNumbers, 3);
   for (size_t row = 0; row < rows; ++row) {
     if (!(mass[row] < 0x1p-60)) continue;
     distance[row] = truth.distance.x[row];
-    const auto bins = static_cast<size_t>(asked.bins);
+    const auto bins = static_cast<size_t>(options.bins);
     if (bins == 0) continue;
     std::copy_n(&truth.binned.x[row * bins], bins, &binned[row * bins]);
   }
   const struct {
     const char* what;
-    std::vector<double> found;
-    const Expected& wanted;
-  } all[] = {{"entropy", part(kNumbers, 0), truth.entropy}, {"distance", distance, truth.distance},
-             {"largest", part(kNumbers, 5), truth.largest}, {"keys", part(kPlaces, 1), truth.keys},
-             {"picked", one.all[kPicked], truth.picked},    {"binned", binned, truth.binned},
-             {"features", one.all[kFeatured], truth.featured}, {"received", one.all[kMass], truth.mass},
+    std::vector<double> x;
+    const Expected& expected;
+  } all[] = {{"entropy", part(kNumbers, 0), truth.entropy},
+             {"distance", distance, truth.distance},
+             {"largest", part(kNumbers, 5), truth.largest},
+             {"keys", part(kPlaces, 1), truth.keys},
+             {"picked", one.all[kPicked], truth.picked},
+             {"binned", binned, truth.binned},
+             {"features", one.all[kFeatured], truth.featured},
+             {"received", one.all[kMass], truth.mass},
              {"rows", one.all[kRows], truth.rows}};
   for (const auto& each : all) {
-    if (each.found.size() != each.wanted.x.size()) return std::string(each.what) + ": another size";
-    const std::string wrong = compare(each.what, each.found, each.wanted.x, each.wanted.error, k, isa);
+    if (each.x.size() != each.expected.x.size()) return std::string(each.what) + ": another size";
+    const std::string wrong = compare(each.what, each.x, each.expected.x, each.expected.error, k, isa);
     if (!wrong.empty()) return wrong;
   }
   return "";

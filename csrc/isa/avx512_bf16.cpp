@@ -1,9 +1,12 @@
 // The kernels for avx512_bf16: compiled with its flags, called only where the CPU has it.
 #define HW_ISA isa_avx512_bf16
 #define HW_NAME "avx512_bf16"
-#define HW_BF16 1
+// clang-format off: each header needs those above it.
 #include "simd/vec_avx512.h"
+#include "simd/bf16_avx512.h"
+#include "simd/vnni_avx512.h"
 #include "kernels/table.h"
+// clang-format on
 
 namespace headwise {
 const Kernels* avx512_bf16_kernels() { return &HW_ISA::kernels; }

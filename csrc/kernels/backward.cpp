@@ -1,4 +1,4 @@
-// Shares the gradient of a call among torch's threads: its items, the sums over chunks, and what rows have in common.
+// Runs the gradient of a call on torch's threads: its items, the sums over chunks, and the gradients that rows share.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -9,24 +9,24 @@
 namespace headwise {
 namespace {
 
-// A gradient that many rows add to: found in `sums`, apart for each item that adds, then added up in order.
+// A gradient to which many rows add: every item adds to sums of its own, which are then added up in order.
 template <class T>
-struct Gathered {
+struct ItemSums {
   std::vector<T> sums;
-  SharedOf<T> place;
+  SharedGradient<T> place;
 };
 
-// Sums for (B, H, T or chunks, S), where `T` and `S` may be 1.
+// Sums of the shape (B, H, rows, S): `rows` are T where T > 1, else the chunks. T and S may be 1.
 template <class N>
-void prepare(Gathered<N>& x, const Problem& p, int64_t chunks, int64_t T, int64_t S) {
+void allocate(ItemSums<N>& x, const Problem& p, int64_t chunks, int64_t T, int64_t S) {
   const int64_t rows = T > 1 ? T : chunks;
   x.sums.assign(static_cast<size_t>(p.B * p.H * rows * S), N{0});
   x.place = {x.sums.data(), {p.H * rows * S, rows * S, T > 1 ? S : 0, S > 1 ? 1 : 0}, T > 1 ? 0 : S};
 }
 
-// Adds up (B, H, rows, S) to a result of the strides `to`, 0 where it is broadcast. `rows` are queries or chunks.
+// Adds sums of (B, H, rows, S) to a result with the strides `to`, 0 where it is broadcast.
 template <class N, class To>
-void reduce(const Gathered<N>& x, const Problem& p, int64_t rows, int64_t S, To* out, const int64_t* to) {
+void reduce(const ItemSums<N>& x, const Problem& p, int64_t rows, int64_t S, To* out, const int64_t* to) {
   const N* from = x.sums.data();
   for (int64_t b = 0; b < p.B; ++b) {
     for (int64_t h = 0; h < p.H; ++h) {
@@ -38,7 +38,7 @@ void reduce(const Gathered<N>& x, const Problem& p, int64_t rows, int64_t S, To*
   }
 }
 
-// The floats that a tensor with broadcast axes has.
+// The number of elements of a tensor with broadcast axes.
 int64_t count(const Problem& p, const Tensor4& x) {
   const int64_t sizes[4] = {p.B, p.H, p.T, p.S};
   int64_t n = 1;
@@ -46,27 +46,27 @@ int64_t count(const Problem& p, const Tensor4& x) {
   return n;
 }
 
-struct Bias {
-  Gathered<float> gathered;       // where it has no queries or no keys
-  std::vector<float> wide;  // where it has both and is not float32 itself
-  float* out = nullptr;     // its gradient as floats
+struct BiasGradient {
+  ItemSums<float> by_item;    // where it has no queries or no keys
+  std::vector<float> floats;  // where it has both and is not float32 itself
+  float* out = nullptr;       // the gradient as floats
   bool rows = false, keys = false;
 };
 
 int64_t diagonals(const Problem& p) { return p.T + p.S - 1; }
 
-// A relative bias: rows of different chunks meet on its diagonals, so each chunk has sums of its own.
-void place_diagonals(const Problem& p, const Tensor4& to, BackwardPlan& plan, int i, Bias& bias) {
+// A relative bias: rows of different chunks add to the same diagonals, so each chunk has sums of its own.
+void place_diagonals(const Problem& p, const Tensor4& to, BackwardPlan& plan, int i, BiasGradient& bias) {
   const int64_t n = diagonals(p), of_head = plan.chunks * n;
-  const int64_t places = (to.stride[0] == 0 ? 1 : p.B) * (to.stride[1] == 0 ? 1 : p.H) * n;
+  const int64_t floats = (to.stride[0] == 0 ? 1 : p.B) * (to.stride[1] == 0 ? 1 : p.H) * n;
   bias.out = static_cast<float*>(to.data);
-  std::memset(to.data, 0, static_cast<size_t>(places) * sizeof(float));
-  bias.gathered.sums.assign(static_cast<size_t>(p.B * p.H * of_head), 0.0f);
-  plan.dense[i] = {bias.gathered.sums.data() + p.T - 1, {p.H * of_head, of_head, -1, 1}, n};
+  std::memset(to.data, 0, static_cast<size_t>(floats) * sizeof(float));
+  bias.by_item.sums.assign(static_cast<size_t>(p.B * p.H * of_head), 0.0f);
+  plan.dense[i] = {bias.by_item.sums.data() + p.T - 1, {p.H * of_head, of_head, -1, 1}, n};
 }
 
-// Where the items put the gradient of a bias.
-void place_bias(const Problem& p, const Gradients& g, BackwardPlan& plan, int i, Bias& bias) {
+// Sets where the items add the gradient of a bias.
+void place_bias(const Problem& p, const Gradients& g, BackwardPlan& plan, int i, BiasGradient& bias) {
   const Tensor4& to = g.dense[i];
   if (p.diagonal[i]) return place_diagonals(p, to, plan, i, bias);
   bias.rows = to.stride[2] != 0, bias.keys = to.stride[3] != 0;
@@ -75,12 +75,12 @@ void place_bias(const Problem& p, const Gradients& g, BackwardPlan& plan, int i,
     bias.out = static_cast<float*>(to.data);
     std::memset(to.data, 0, n * sizeof(float));
   } else {
-    bias.wide.assign(n, 0.0f);
-    bias.out = bias.wide.data();
+    bias.floats.assign(n, 0.0f);
+    bias.out = bias.floats.data();
   }
   if (!bias.rows || !bias.keys) {
-    prepare(bias.gathered, p, plan.chunks, bias.rows ? p.T : 1, bias.keys ? p.S : 1);
-    plan.dense[i] = bias.gathered.place;
+    allocate(bias.by_item, p, plan.chunks, bias.rows ? p.T : 1, bias.keys ? p.S : 1);
+    plan.dense[i] = bias.by_item.place;
     return;
   }
   plan.dense[i].data = bias.out;
@@ -88,71 +88,81 @@ void place_bias(const Problem& p, const Gradients& g, BackwardPlan& plan, int i,
   plan.summed[i] = (to.stride[0] == 0 && p.B > 1) || (to.stride[1] == 0 && p.H > 1);
 }
 
-void finish_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan, int i, Bias& bias) {
+void finish_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan, int i, BiasGradient& bias) {
   const Tensor4& to = g.dense[i];
   if (p.diagonal[i]) {
     const int64_t strides[4] = {to.stride[0], to.stride[1], 0, 1};
-    return reduce(bias.gathered, p, plan.chunks, diagonals(p), bias.out, strides);
+    return reduce(bias.by_item, p, plan.chunks, diagonals(p), bias.out, strides);
   }
   if (!bias.rows || !bias.keys) {
-    reduce(bias.gathered, p, bias.rows ? p.T : plan.chunks, bias.keys ? p.S : 1, bias.out, to.stride);
+    reduce(bias.by_item, p, bias.rows ? p.T : plan.chunks, bias.keys ? p.S : 1, bias.out, to.stride);
   }
-  if (to.dtype != Dtype::f32) kernels().round(bias.wide.data(), static_cast<int64_t>(bias.wide.size()), to.dtype, to.data);
+  if (to.dtype != Dtype::f32) {
+    kernels().round(bias.floats.data(), static_cast<int64_t>(bias.floats.size()), to.dtype, to.data);
+  }
+}
+
+// Writes the gradient of sinks (H) or slopes (B or 1, H).
+void finish_heads(const Problem& p, const BackwardPlan& plan, const ItemSums<double>& x, float* out, bool batched) {
+  const int64_t n = (batched ? p.B : 1) * p.H, to[4] = {batched ? p.H : 0, 1, 0, 0};
+  std::vector<double> sums(static_cast<size_t>(n), 0.0);
+  reduce(x, p, plan.chunks, 1, sums.data(), to);
+  std::transform(sums.begin(), sums.end(), out, [](double sum) { return static_cast<float>(sum); });
+}
+
+// Runs the items of a plan, then the merge of chunks and the biases that are summed over batch or heads.
+void run_items(const Problem& p, const Gradients& g, const BackwardPlan& plan) {
+  const Kernels& set = kernels();
+  const int64_t workers = workers_for(2.5 * estimate(p));
+  const auto run = [&](int64_t items, const auto& item) {
+    share(workers, items, plan.scratch_bytes, item, scratch_of);
+  };
+  const int64_t items = p.B * p.K * plan.chunks;
+  // The last rows first: under a causal mask they have the most keys.
+  run(items, [&](int64_t i, char* scratch) { set.backward(p, g, plan, items - 1 - i, scratch); });
+  if (plan.partial != nullptr) {
+    constexpr int64_t kKeys = 256;
+    const int64_t parts = (p.S + kKeys - 1) / kKeys;
+    const auto merge = [&](int64_t i, char*) {
+      const int64_t head = i / parts, first = i % parts * kKeys;
+      set.merge_backward(p, g, plan, head / p.K, head % p.K, first, std::min(first + kKeys, p.S));
+    };
+    share(workers, p.B * p.K * parts, 0, merge, scratch_of);
+  }
+  for (int i = 0; i < p.n_dense; ++i) {
+    if (!plan.summed[i]) continue;
+    const int64_t parts = (p.T + plan.queries_per_bias_item - 1) / plan.queries_per_bias_item;
+    run(parts, [&](int64_t part, char* scratch) { set.backward_bias(p, g, plan, i, part, scratch); });
+  }
 }
 
 }  // namespace
 
 void attend_backward(const Problem& p, const Gradients& g) {
-  const Kernels& set = kernels();
-  BackwardPlan plan = set.plan_backward(p);
+  BackwardPlan plan = kernels().plan_backward(p);
   std::unique_ptr<float[]> partial;
   if (plan.has_partial) {
-    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.chunks * plan.share_floats(p))]);
+    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.chunks * plan.partial_floats(p))]);
     plan.partial = partial.get();
   }
-  Gathered<double> sinks, slopes[kMaxAlibi];
-  Bias bias[kMaxDense];
+  ItemSums<double> sinks, slopes[kMaxAlibi];
+  BiasGradient bias[kMaxDense];
   if (g.sinks != nullptr) {
-    prepare(sinks, p, plan.chunks, 1, 1);
+    allocate(sinks, p, plan.chunks, 1, 1);
     plan.sinks = sinks.place;
   }
   for (int i = 0; i < p.n_alibi; ++i) {
     if (g.slopes[i] == nullptr) continue;
-    prepare(slopes[i], p, plan.chunks, 1, 1);
+    allocate(slopes[i], p, plan.chunks, 1, 1);
     plan.slopes[i] = slopes[i].place;
   }
   for (int i = 0; i < p.n_dense; ++i) {
     if (g.dense[i].data != nullptr) place_bias(p, g, plan, i, bias[i]);
   }
-
-  const int64_t workers = workers_for(2.5 * estimate(p));
-  const auto share_out = [&](int64_t items, const auto& item) { share(workers, items, plan.scratch_bytes, item, scratch_of); };
-  const int64_t items = p.B * p.K * plan.chunks;
-  // The last rows first: under a causal mask they have the most keys.
-  share_out(items, [&](int64_t i, char* scratch) { set.backward(p, g, plan, items - 1 - i, scratch); });
-  if (plan.partial != nullptr) {
-    constexpr int64_t kKeys = 256;
-    const int64_t parts = (p.S + kKeys - 1) / kKeys;
-    share(workers, p.B * p.K * parts, 0, [&](int64_t i, char*) {
-      const int64_t head = i / parts, first = i % parts * kKeys;
-      set.merge_backward(p, g, plan, head / p.K, head % p.K, first, std::min(first + kKeys, p.S));
-    }, scratch_of);
-  }
-  for (int i = 0; i < p.n_dense; ++i) {
-    if (!plan.summed[i]) continue;
-    const int64_t parts = (p.T + plan.queries_per_bias_item - 1) / plan.queries_per_bias_item;
-    share_out(parts, [&](int64_t part, char* scratch) { set.backward_bias(p, g, plan, i, part, scratch); });
-  }
-
-  const auto finish = [&](const Gathered<double>& x, float* out, bool batched) {
-    const int64_t n = (batched ? p.B : 1) * p.H, to[4] = {batched ? p.H : 0, 1, 0, 0};
-    std::vector<double> sums(static_cast<size_t>(n), 0.0);
-    reduce(x, p, plan.chunks, 1, sums.data(), to);
-    std::transform(sums.begin(), sums.end(), out, [](double sum) { return static_cast<float>(sum); });
-  };
-  if (g.sinks != nullptr) finish(sinks, g.sinks, false);
+  run_items(p, g, plan);
+  if (g.sinks != nullptr) finish_heads(p, plan, sinks, g.sinks, false);
   for (int i = 0; i < p.n_alibi; ++i) {
-    if (g.slopes[i] != nullptr) finish(slopes[i], g.slopes[i], g.slopes_batched[i]);
+    if (g.slopes[i] != nullptr) finish_heads(p, plan, slopes[i], g.slopes[i], g.slopes_batched[i]);
   }
   for (int i = 0; i < p.n_dense; ++i) {
     if (g.dense[i].data != nullptr) finish_bias(p, g, plan, i, bias[i]);

@@ -1,87 +1,89 @@
-// What the gradient knows of its query rows: their places in memory, where the forward left them, how they end.
+// The query rows of the gradient: their scratch, what the forward left of them, and their results.
 #pragma once
 
 #include <float.h>
 
-#include "kernels/grade.h"
 #include "kernels/decode.h"
+#include "kernels/softmax_backward.h"
 
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kShort = 16;                       // so few keys give a row's delta by themselves: it rounds less
-constexpr int64_t kShortPiece = 32;              // of a head dim, where few products are made
-constexpr int64_t kStrands = 8;                  // of a sum over a head dim that rounds less
-constexpr float kAll = 0.9999f;                  // the least weight of a key that may have all of it
-constexpr int64_t kHeldBytes = int64_t{1} << 20; // of products of few rows, made once and used twice
-constexpr int64_t kChunkRows = 2048;             // rows of an item, but for groups so large that sums would add up
-constexpr int64_t kStepBytes = 400 * 1024;       // of what belongs to the rows that share a tile
-constexpr int64_t kOwnBytes = int64_t{16} << 20; // of sums that a thread's scratch may hold
+constexpr int kShort = 16;                           // so few keys are summed again for a row's delta: it rounds less
+constexpr int64_t kShortPiece = 32;                  // of a head dim, where the forward's bits are not needed
+constexpr int64_t kStrands = 8;                      // partial sums of a delta: they round less
+constexpr float kAllWeight = 0.9999f;                // the least weight of a key that may have all of it
+constexpr int64_t kProductBytes = int64_t{1} << 20;  // of the products of few rows, computed once and used twice
+constexpr int64_t kChunkRows = 2048;                 // rows of an item, unless that makes more chunks than 2 G
+constexpr int64_t kStepBytes = 400 * 1024;           // of the scratch of rows that share a tile
+constexpr int64_t kOwnBytes = int64_t{16} << 20;     // of sums in a thread's scratch
 
-// What belongs to one block of rows.
+// One block of rows.
 template <class N>
-struct GradBlock {
-  typename N::Query *query, *dout;              // Q^T, dO^T: [depth][row]
-  typename N::Query *query_rows, *dout_rows;    // [row / kPair][column]
-  float* sums;                                  // dQ^T [column][row]
-  float top[kRows], largest[kRows];             // the greatest score, unscaled, and its weight
-  float delta[kRows];                           // before it is there: -dlse
-  bool alone;                                   // the rows reach few keys, all in one tile
-  float slope[kMaxAlibi][kRows];                // sum of dS times the distance, with its sign
+struct BackwardBlock {
+  typename N::Query *query, *dout;            // Q^T, dO^T: [depth][row]
+  typename N::Query *query_rows, *dout_rows;  // [row / kPair][column]
+  float* sums;                                // dQ^T[column][row]
+  float row_max[kRows], largest[kRows];       // the greatest score, unscaled, and its weight
+  float delta[kRows];                         // sum(dO O) - dlse
+  bool one_tile;                              // the rows reach few keys, all in one tile
+  float slope[kMaxAlibi][kRows];              // sum of dS times the distance, negated
 };
 
+// Products of a block and a tile, [key][row].
 struct Products {
-  float *x, *y;          // scores then weights, and dP then dS: [key][row]
-  float *capped, *kept;  // where there is a softcap; what dropout multiplies with
+  float *x, *y;          // scores, then weights; dP, then dS
+  float *capped, *keep;  // scores behind the softcap; the factors of dropout
 
-  Products from(int64_t cell) const { return {x + cell, y + cell, capped + cell, kept + cell}; }
+  Products from(int64_t cell) const { return {x + cell, y + cell, capped + cell, keep + cell}; }
 };
 
 template <class N>
-struct GradScratch {
-  GradBlock<N>* block;
-  Rows* rows;
-  Products made;
-  typename N::Key *weight_rows, *score_rows;  // P and dS where sums go over rows: [key][row]
-  typename N::Weight* scores;                 // dS where they go over keys
+struct BackwardScratch {
+  BackwardBlock<N>* block;
+  QueryRows* rows;
+  Products products;
+  typename N::Key *weight_rows, *score_rows;  // P and dS for products that sum over rows: [key][row]
+  typename N::Weight* scores;                 // dS for the product that sums over keys
   float *key_copy, *value_copy, *pair_copy;
-  typename N::Query* out;    // O^T
-  float *top, *total, *dot;  // of the softmax, where it is made again, and its sum of weight times dP: [row]
+  typename N::Query* out;          // O^T
+  float *row_max, *row_sum, *dot;  // [row], of the softmax where it is recomputed; `dot` sums weights times dP
   char* spare;
-  float* line;
+  float* grad_rows;  // W rows of dQ
   float* ones;
-  float *key_sums, *value_sums;  // [key][column], where this thread's item is the only one of its keys
-  bool shared;
+  float *key_sums, *value_sums;  // [key][column], where one item has all rows of its keys
+  bool shared;                   // several blocks use a tile
 
-  GradScratch(Arena& arena, const Problem& p, const BackwardPlan& plan) {
+  BackwardScratch(Arena& arena, const Problem& p, const BackwardPlan& plan) {
     const int blocks = static_cast<int>(plan.rows_per_step / kRows);
-    const int64_t wide = most(plan.wide_key, plan.wide_value), cells = kGradTile * kRows;
-    const int64_t products = plan.held ? most(p.S * W, cells) : cells;
-    block = arena.take<GradBlock<N>>(blocks);
-    rows = arena.take<Rows>(blocks);
+    const int64_t widest = max(plan.padded_D, plan.padded_V), cells = kBackwardTile * kRows;
+    const int64_t floats = plan.keeps_products ? max(p.S * W, cells) : cells;
+    block = arena.take<BackwardBlock<N>>(blocks);
+    rows = arena.take<QueryRows>(blocks);
     for (int i = 0; i < blocks; ++i) {
-      GradBlock<N> one;
+      BackwardBlock<N> one;
       one.query = arena.take<typename N::Query>(N::depth(p.D) * kRows);
       one.dout = arena.take<typename N::Query>(N::depth(p.V) * kRows);
-      one.query_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.wide_key);
-      one.dout_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.wide_value);
+      one.query_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.padded_D);
+      one.dout_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.padded_V);
       one.sums = arena.take<float>(p.D * kRows);
       if (arena.base != nullptr) block[i] = one;
     }
-    made.x = arena.take<float>(products), made.y = arena.take<float>(products);
-    made.capped = arena.take<float>(products), made.kept = arena.take<float>(products);
+    products.x = arena.take<float>(floats), products.y = arena.take<float>(floats);
+    products.capped = arena.take<float>(floats), products.keep = arena.take<float>(floats);
     weight_rows = arena.take<typename N::Key>(cells), score_rows = arena.take<typename N::Key>(cells);
     scores = arena.take<typename N::Weight>(cells);
-    key_copy = arena.take<float>(kGradTile * pitch_of(p.D)), value_copy = arena.take<float>(kGradTile * pitch_of(p.V));
-    pair_copy = arena.take<float>(kGradTile * pitch_of(p.D));
+    key_copy = arena.take<float>(kBackwardTile * pitch_of(p.D));
+    value_copy = arena.take<float>(kBackwardTile * pitch_of(p.V));
+    pair_copy = arena.take<float>(kBackwardTile * pitch_of(p.D));
     out = arena.take<typename N::Query>(N::depth(p.V) * kRows);
-    top = arena.take<float>(kRows), total = arena.take<float>(kRows), dot = arena.take<float>(kRows);
-    spare = arena.take<char>(W * most(wide, kGradTile) * 4);
-    line = arena.take<float>(W * wide);
+    row_max = arena.take<float>(kRows), row_sum = arena.take<float>(kRows), dot = arena.take<float>(kRows);
+    spare = arena.take<char>(W * max(widest, kBackwardTile) * 4);
+    grad_rows = arena.take<float>(W * widest);
     ones = arena.take<float>(kRows);
     for (int r = 0; r < kRows && arena.base != nullptr; ++r) ones[r] = 1.0f;
-    const int64_t own = plan.has_partial ? 0 : p.S;
-    key_sums = arena.take<float>(own * plan.wide_key), value_sums = arena.take<float>(own * plan.wide_value);
+    const int64_t keys = plan.has_partial ? 0 : p.S;
+    key_sums = arena.take<float>(keys * plan.padded_D), value_sums = arena.take<float>(keys * plan.padded_V);
     shared = blocks > 1;
   }
 };
@@ -90,58 +92,58 @@ static BackwardPlan plan_backward(const Problem& p) {
   BackwardPlan plan;
   const int64_t G = p.H / p.K;
   plan.rows = p.T * G;
-  plan.wide_key = round_up(p.D, W), plan.wide_value = round_up(p.V, W);
-  // A chunk more is another copy of the sums: no more of them than twice the memory of the queries' own gradients.
-  plan.chunks = most(1, least((plan.rows + kChunkRows - 1) / kChunkRows, 2 * G));
+  plan.padded_D = round_up(p.D, W), plan.padded_V = round_up(p.V, W);
+  // Each chunk has a copy of the sums: together at most twice the memory of dQ in float32.
+  plan.chunks = max(1, min((plan.rows + kChunkRows - 1) / kChunkRows, 2 * G));
   plan.rows_per_chunk = (plan.rows + plan.chunks - 1) / plan.chunks;
-  const int64_t block_bytes = kRows * (3 * p.D + 2 * p.V) * (HW_BF16 && p.dtype() == Dtype::bf16 ? 3 : 4);
-  const int64_t blocks = most(1, least(kMaxBlocks, kStepBytes / block_bytes));
-  plan.rows_per_step = least(blocks, (plan.rows_per_chunk + kRows - 1) / kRows) * kRows;
-  plan.few = plan.rows <= kLineRows;
-  plan.held = plan.few && p.S * W * 16 <= kHeldBytes;
-  plan.has_partial = plan.chunks > 1 || plan.share_floats(p) * 4 > kOwnBytes;
-  plan.queries_per_bias_item = most(1, plan.rows_per_step / G);
+  const int64_t block_bytes = kRows * (3 * p.D + 2 * p.V) * (kHasBf16 && p.dtype() == Dtype::bf16 ? 3 : 4);
+  const int64_t blocks = max(1, min(kMaxBlocks, kStepBytes / block_bytes));
+  plan.rows_per_step = min(blocks, (plan.rows_per_chunk + kRows - 1) / kRows) * kRows;
+  plan.by_row = plan.rows <= kDecodeRows;
+  plan.keeps_products = plan.by_row && p.S * W * 16 <= kProductBytes;
+  plan.has_partial = plan.chunks > 1 || plan.partial_floats(p) * 4 > kOwnBytes;
+  plan.queries_per_bias_item = max(1, plan.rows_per_step / G);
   Arena count{nullptr};
-  GradScratch<Float32>(count, p, plan);  // no format needs more
+  BackwardScratch<Float32>(count, p, plan);  // no format needs more
   plan.scratch_bytes = count.used;
   return plan;
 }
 
-// What a step's blocks add to.
-struct GradTarget {
+// The sums to which the blocks of a step add.
+struct BackwardTarget {
   int64_t b, kv_head, chunk;
   float *key_sums, *value_sums;
-  int only;  // the bias that is wanted alone, or -1
+  int only;  // the one bias whose gradient is computed, or -1 for all gradients
 };
 
-// Where a row ended: `top` and `largest`, which give its weights. One in which anything is no number has the largest
-// weight NaN, so that all it may attend comes out NaN; one that attends nothing, or that is no number but left out of
-// the loss, has the greatest score +inf, under which all weights are 0. These are packed as zeros.
+// Loads the greatest score of a row and its weight, which define all weights. A row with a NaN or Inf anywhere gets the
+// largest weight NaN: all that it may attend becomes NaN. A row that attends nothing, or that has a NaN or Inf but no
+// gradient of its output, gets the greatest score +inf: all its weights are 0. Both are packed as zeros.
 template <class N>
-static inline void take_end(const Problem& p, const Gradients& g, int64_t b, Rows& rows, int r, bool bad,
-                            GradBlock<N>& own) {
+static inline void load_row_end(const Problem& p, const Gradients& g, int64_t b, QueryRows& rows, int r, bool bad,
+                                BackwardBlock<N>& own) {
   const int64_t h = rows.h[r], t = rows.t[r], at_row = (b * p.H + h) * p.T + t;
-  own.top[r] = p.ends[at_row], own.largest[r] = p.ends[p.B * p.H * p.T + at_row];
-  const bool empty = own.top[r] == -kInf && own.largest[r] == 0.0f;
-  if (!empty && !bad && own.top[r] - own.top[r] == 0.0f && own.largest[r] == own.largest[r]) return;
+  own.row_max[r] = p.ends[at_row], own.largest[r] = p.ends[p.B * p.H * p.T + at_row];
+  const bool empty = own.row_max[r] == -kInf && own.largest[r] == 0.0f;
+  if (!empty && !bad && own.row_max[r] - own.row_max[r] == 0.0f && own.largest[r] == own.largest[r]) return;
   const Tensor4& dout = g.grad_out;
-  bool wanted = g.grad_lse.data != nullptr && read_as<float>(at(g.grad_lse, b, h, t)) != 0.0f;
-  for (int64_t d = 0; d < p.V; ++d) wanted |= element(at(dout, b, h, t), dout.dtype, d * dout.stride[3]) != 0.0f;
-  rows.bad[r] = true, own.delta[r] = 0.0f;
-  own.top[r] = empty || !wanted ? kInf : 0.0f, own.largest[r] = empty || !wanted ? 0.0f : NAN;
+  bool in_loss = g.grad_lse.data != nullptr && read_as<float>(at(g.grad_lse, b, h, t)) != 0.0f;
+  for (int64_t d = 0; d < p.V; ++d) in_loss |= element(at(dout, b, h, t), dout.dtype, d * dout.stride[3]) != 0.0f;
+  rows.query_bad[r] = true, own.delta[r] = 0.0f;
+  own.row_max[r] = empty || !in_loss ? kInf : 0.0f, own.largest[r] = empty || !in_loss ? 0.0f : NAN;
 }
 
-// delta of each row from its output. Where a key has all the weight, O is its value to the bit: there it is summed up as
-// dP is, so that dP - delta is 0; elsewhere in a way that rounds less.
+// Adds sum(dO O) to the delta of each row. Where a key has all the weight, O has the bits of its value: there the sum
+// is in the order of dP, so that dP - delta is 0. Elsewhere the order is one that rounds less.
 template <class N, int NV>
-static inline void take_deltas(const Problem& p, const Gradients& g, int64_t b, int block, GradScratch<N>& s) {
+static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, int block, BackwardScratch<N>& s) {
   constexpr int R = NV * W;
-  Rows& rows = s.rows[block];
-  GradBlock<N>& own = s.block[block];
-  pack_turned<N, NV>(p.out, b, rows, p.V, s.out, s.spare);
-  F as_dp[NV], apart[NV];
-  for (int v = 0; v < NV; ++v) as_dp[v] = apart[v] = zero();
-  const auto join = [&](F* whole, int64_t from, int64_t to, int64_t step) {
+  QueryRows& rows = s.rows[block];
+  BackwardBlock<N>& own = s.block[block];
+  pack_transposed<N, NV>(p.out, b, rows, p.V, s.out, s.spare);
+  F as_dp[NV], in_strands[NV];
+  for (int v = 0; v < NV; ++v) as_dp[v] = in_strands[v] = zero();
+  const auto add_sum = [&](F* to_sum, int64_t from, int64_t to, int64_t step) {
     F sum[NV];
     for (int v = 0; v < NV; ++v) sum[v] = zero();
     for (int64_t d = from; d < to; d += step) {
@@ -151,38 +153,38 @@ static inline void take_deltas(const Problem& p, const Gradients& g, int64_t b, 
         sum[v] = N::times(sum[v], own.dout + at, load(reinterpret_cast<const float*>(s.out + at)));
       }
     }
-    for (int v = 0; v < NV; ++v) whole[v] = add(whole[v], sum[v]);
+    for (int v = 0; v < NV; ++v) to_sum[v] = add(to_sum[v], sum[v]);
   };
   const int64_t depth = N::depth(p.V);
   bool one_has_all = false;
-  for (int r = 0; r < rows.n; ++r) one_has_all |= own.largest[r] >= kAll;
-  for (int64_t d = 0; one_has_all && d < depth; d += kShortPiece) join(as_dp, d, least(d + kShortPiece, depth), 1);
-  for (int64_t d = 0; d < kStrands; ++d) join(apart, d, depth, kStrands);
+  for (int r = 0; r < rows.n; ++r) one_has_all |= own.largest[r] >= kAllWeight;
+  for (int64_t d = 0; one_has_all && d < depth; d += kShortPiece) add_sum(as_dp, d, min(d + kShortPiece, depth), 1);
+  for (int64_t d = 0; d < kStrands; ++d) add_sum(in_strands, d, depth, kStrands);
   for (int v = 0; v < NV; ++v) {
-    const F sum = select(not_less(load(own.largest + v * W), set1(kAll)), as_dp[v], apart[v]);
+    const F sum = select(not_less(load(own.largest + v * W), set1(kAllWeight)), as_dp[v], in_strands[v]);
     store(own.delta + v * W, add(load(own.delta + v * W), sum));
   }
   for (int r = 0; r < rows.n; ++r) {
     if (own.delta[r] - own.delta[r] == 0.0f) continue;
-    take_end(p, g, b, rows, r, true, own);
+    load_row_end(p, g, b, rows, r, true, own);
   }
 }
 
-// Sums that `weigh_again` carries on.
+// Clears the sums of `recompute_softmax`.
 template <class N>
-static inline void begin_again(GradScratch<N>& s) {
-  for (int r = 0; r < kRows; ++r) s.top[r] = -kInf, s.total[r] = s.dot[r] = 0.0f;
+static inline void start_recompute(BackwardScratch<N>& s) {
+  for (int r = 0; r < kRows; ++r) s.row_max[r] = -kInf, s.row_sum[r] = s.dot[r] = 0.0f;
 }
 
-// Where the rows of a block ended, from these sums.
+// The greatest scores, largest weights and deltas of a block from these sums.
 template <class N>
-static inline void end_again(const Problem& p, int block, GradScratch<N>& s) {
-  const Rows& rows = s.rows[block];
-  GradBlock<N>& own = s.block[block];
+static inline void finish_recompute(const Problem& p, int block, BackwardScratch<N>& s) {
+  const QueryRows& rows = s.rows[block];
+  BackwardBlock<N>& own = s.block[block];
   for (int r = 0; r < rows.n; ++r) {
-    if (rows.bad[r]) continue;
-    const RowState row = {s.top[r], s.top[r] * unit_of(p), s.total[r], false, false};
-    own.top[r] = s.top[r], own.largest[r] = end_row(p, rows.h[r], row).factor;
+    if (rows.query_bad[r]) continue;
+    const RowState row = {s.row_max[r], s.row_max[r] * softmax_scale(p), s.row_sum[r], false, false};
+    own.row_max[r] = s.row_max[r], own.largest[r] = row_result(p, rows.h[r], row).factor;
     own.delta[r] += s.dot[r] * own.largest[r];
     if (own.delta[r] - own.delta[r] != 0.0f) own.largest[r] = NAN, own.delta[r] = 0.0f;
   }
@@ -190,51 +192,52 @@ static inline void end_again(const Problem& p, int block, GradScratch<N>& s) {
 
 template <class N, int NV>
 static inline void begin_block(const Problem& p, const Gradients& g, const BackwardPlan& plan, int64_t b, int block,
-                               GradScratch<N>& s) {
+                               BackwardScratch<N>& s) {
   constexpr int R = NV * W;
-  Rows& rows = s.rows[block];
-  GradBlock<N>& own = s.block[block];
+  QueryRows& rows = s.rows[block];
+  BackwardBlock<N>& own = s.block[block];
   mark_bad(p.query, b, rows, p.D);
   mark_bad(g.grad_out, b, rows, p.V);
-  for (int r = 0; r < kRows; ++r) own.top[r] = kInf, own.largest[r] = own.delta[r] = 0.0f;
+  for (int r = 0; r < kRows; ++r) own.row_max[r] = kInf, own.largest[r] = own.delta[r] = 0.0f;
   for (int r = 0; r < rows.n; ++r) {
-    take_end(p, g, b, rows, r, rows.bad[r], own);
-    if (g.grad_lse.data == nullptr || rows.bad[r]) continue;
+    load_row_end(p, g, b, rows, r, rows.query_bad[r], own);
+    if (g.grad_lse.data == nullptr || rows.query_bad[r]) continue;
     own.delta[r] = -read_as<float>(at(g.grad_lse, b, rows.h[r], rows.t[r]));
   }
-  pack_turned<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
-  own.alone = rows.hi_max - rows.lo_min <= kShort && rows.lo_min / kGradTile == (rows.hi_max - 1) / kGradTile;
-  if (!own.alone && !plan.few) take_deltas<N, NV>(p, g, b, block, s);
-  pack_turned<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
-  pack_rows<N>(p.query, b, rows, R, p.D, own.query_rows, plan.wide_key, s.spare);
-  pack_rows<N>(g.grad_out, b, rows, R, p.V, own.dout_rows, plan.wide_value, s.spare);
+  pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
+  own.one_tile =
+      rows.hi_max - rows.lo_min <= kShort && rows.lo_min / kBackwardTile == (rows.hi_max - 1) / kBackwardTile;
+  if (!own.one_tile && !plan.by_row) add_deltas<N, NV>(p, g, b, block, s);
+  pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
+  pack_rows<N>(p.query, b, rows, R, p.D, own.query_rows, plan.padded_D, s.spare);
+  pack_rows<N>(g.grad_out, b, rows, R, p.V, own.dout_rows, plan.padded_V, s.spare);
   memset(own.sums, 0, static_cast<size_t>(p.D * R) * sizeof(float));
   memset(own.slope, 0, sizeof(own.slope));
 }
 
-// The block's own gradients written, and its share of what rows have in common.
+// Writes dQ of a block, and adds to the gradients of sinks and slopes.
 template <class N, int NV>
-static inline void end_block(const Problem& p, const Gradients& g, const BackwardPlan& plan, const GradTarget& to,
-                             int block, GradScratch<N>& s) {
-  const Rows& rows = s.rows[block];
-  GradBlock<N>& own = s.block[block];
+static inline void end_block(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
+                             int block, BackwardScratch<N>& s) {
+  const QueryRows& rows = s.rows[block];
+  BackwardBlock<N>& own = s.block[block];
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
-    turn_back(own.sums + v * W, NV * W, p.D, s.line, plan.wide_key);
+    transpose_back(own.sums + v * W, NV * W, p.D, s.grad_rows, plan.padded_D);
     for (int i = 0; i < W && v * W + i < rows.n; ++i) {
       const int r = v * W + i;
-      float* line = s.line + i * plan.wide_key;
-      for (int64_t d = 0; d < p.D; ++d) line[d] *= p.scale;
-      write_floats(const_cast<char*>(at(g.query, to.b, rows.h[r], rows.t[r])), g.query.dtype, line, p.D);
+      float* grad = s.grad_rows + i * plan.padded_D;
+      for (int64_t d = 0; d < p.D; ++d) grad[d] *= p.scale;
+      write_floats(const_cast<char*>(at(g.query, to.b, rows.h[r], rows.t[r])), g.query.dtype, grad, p.D);
     }
   }
-  const auto place = [&](const SharedOf<double>& x, int r) {
+  const auto place = [&](const SharedGradient<double>& x, int r) {
     return x.data + to.b * x.stride[0] + rows.h[r] * x.stride[1] + to.chunk * x.chunk;
   };
   for (int r = 0; r < rows.n; ++r) {
-    if (plan.sinks.data != nullptr && own.top[r] != kInf) {
-      // A sink so far above all keys that their largest weight is no normal number has the weight 1.
-      const float times = expf(p.sinks[rows.h[r]] - own.top[r] * unit_of(p));
-      const float weight = own.largest[r] < FLT_MIN ? 1.0f : times * own.largest[r];
+    if (plan.sinks.data != nullptr && own.row_max[r] != kInf) {
+      // Where the largest weight of a key is no normal number, the sink has all the weight.
+      const float ratio = expf(p.sinks[rows.h[r]] - own.row_max[r] * softmax_scale(p));
+      const float weight = own.largest[r] < FLT_MIN ? 1.0f : ratio * own.largest[r];
       *place(plan.sinks, r) -= static_cast<double>(weight) * static_cast<double>(own.delta[r]);
     }
     for (int i = 0; i < p.n_alibi; ++i) {

@@ -1,14 +1,14 @@
-// Dropout of the weights of a tile: zeroed or scaled up, as the counter-based generator says for their places.
+// Dropout of the weights of a tile: zeroed or scaled up, as the counter-based generator decides for their places.
 #pragma once
 
-#include "simd/philox.h"
 #include "kernels/query_rows.h"
+#include "simd/philox.h"
 
 namespace headwise {
 namespace HW_ISA {
 
 template <int RowStep, int KeyStep>
-static void drop_tile(const Problem& p, int64_t b, const Rows& rows, int64_t j0, int n, float* x) {
+static void drop_tile(const Problem& p, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
   const uint32_t threshold = dropout_threshold(p.dropout);
   const float up = p.dropout < 1.0f ? 1.0f / (1.0f - p.dropout) : 0.0f;
   for (int r = 0; r < rows.n; ++r) {

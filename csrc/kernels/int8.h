@@ -1,5 +1,5 @@
-// int8 keys and values: an element is data * scale, one scale a token and head. The scale of a key multiplies its score,
-// that of a value its weight, so that what is read is a byte an element.
+// int8 keys and values: an element is data * scale, with one scale for each token and head. The scale of a key
+// multiplies its score, that of a value its weight, so that an element costs one byte of memory traffic.
 #pragma once
 
 #include "simd/numeric.h"
@@ -13,17 +13,17 @@ HW_INLINE float scale_at(const Tensor4& scale, int64_t b, int64_t kv_head, int64
 
 HW_INLINE bool is_number(float x) { return x - x == 0.0f; }
 
-// The floats of n keys times their scales; what a bad scale would spoil is 0 and stays so. Rows are padded to vectors.
+// Multiplies the rows of n keys by their scales. A scale that is NaN or Inf counts as 0. Rows are padded to vectors.
 static inline void scale_rows(float* copy, int64_t pitch, const Tensor4& scale, int64_t b, int64_t kv_head, int64_t j0,
                               int n, int64_t width) {
   for (int j = 0; j < n; ++j) {
-    const float given = scale_at(scale, b, kv_head, j0 + j);
-    const F of_key = set1(is_number(given) ? given : 0.0f);
-    for (int64_t i = 0; i < width; i += W) store(copy + j * pitch + i, mul(load(copy + j * pitch + i), of_key));
+    const float key_scale = scale_at(scale, b, kv_head, j0 + j);
+    const F factor = set1(is_number(key_scale) ? key_scale : 0.0f);
+    for (int64_t i = 0; i < width; i += W) store(copy + j * pitch + i, mul(load(copy + j * pitch + i), factor));
   }
 }
 
-// n bytes of a row, `stride` apart; zeros behind them up to `padded`.
+// n bytes of a row, `stride` apart, then zeros up to `padded`.
 static inline void copy_bytes(int8_t* out, const char* row, int64_t stride, int64_t n, int64_t padded) {
   if (stride == 1) {
     memcpy(out, row, static_cast<size_t>(n));
@@ -33,14 +33,12 @@ static inline void copy_bytes(int8_t* out, const char* row, int64_t stride, int6
   memset(out + n, 0, static_cast<size_t>(padded - n));
 }
 
-// The scales of n keys next to each other, 0 for `bad` ones, up to whole vectors.
-static inline void of_keys(const Tensor4& scale, int64_t b, int64_t kv_head, int64_t j0, int n, const bool* bad,
-                           float* out) {
+// The scales of n keys, contiguous and padded with zeros to whole vectors; 0 for `bad` keys.
+static inline void load_key_scales(const Tensor4& scale, int64_t b, int64_t kv_head, int64_t j0, int n, const bool* bad,
+                                   float* out) {
   const char* from = at(scale, b, kv_head, j0);
   const int64_t step = scale.stride[2] * size_of(scale.dtype);
-  for (int64_t line = 0; line < n * step && step <= 64; line += 64) {  // of the next tile: nobody else asks for them
-    HW_PREFETCH_NEAR(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(from) + static_cast<uintptr_t>(n * step + line)));
-  }
+  for (int64_t line = 0; line < n * step && step <= 64; line += 64) HW_PREFETCH_NEAR(offset(from, n * step + line));
   if (step == static_cast<int64_t>(sizeof(float))) {
     memcpy(out, from, static_cast<size_t>(n) * sizeof(float));
   } else {
@@ -50,12 +48,12 @@ static inline void of_keys(const Tensor4& scale, int64_t b, int64_t kv_head, int
   for (int64_t j = n; j < round_up(n, W); ++j) out[j] = 0.0f;
 }
 
-// The scores or weights of R rows, Step apart, and n keys, times the keys' scales.
+// Multiplies the scores or weights of R rows, Step apart, and n keys by the scales of the keys.
 template <int R, int Step>
-static inline void scale_lines(float* HW_RESTRICT x, const float* HW_RESTRICT of_key, int n) {
+static inline void scale_keys(float* HW_RESTRICT x, const float* HW_RESTRICT scales, int n) {
   for (int j = 0; j < n; j += W) {
     HW_UNROLL
-    for (int r = 0; r < R; ++r) store(x + r * Step + j, mul(load(x + r * Step + j), load(of_key + j)));
+    for (int r = 0; r < R; ++r) store(x + r * Step + j, mul(load(x + r * Step + j), load(scales + j)));
   }
 }
 

@@ -1,4 +1,4 @@
-// Scratch memory of a thread, and tiles of keys and values as the kernels take them.
+// Scratch memory of a thread, and the keys and values of a tile in the layout that the micro-kernels read.
 #pragma once
 
 #include "kernels/int8.h"
@@ -7,58 +7,59 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Hands out aligned pieces of a thread's scratch; from null it only counts.
+// Cuts a thread's scratch into aligned arrays. With a null base it only counts bytes.
 struct Arena {
   char* base;
   int64_t used = 0;
 
   template <class T>
   T* take(int64_t n) {
-    T* piece = reinterpret_cast<T*>(base + used);
+    T* array = reinterpret_cast<T*>(base + used);
     used += round_up(n * static_cast<int64_t>(sizeof(T)), 64);
-    return piece;
+    return array;
   }
 };
 
-// Rows of keys or values where a kernel can read them: the caller's own memory, or a clean copy.
-struct RowsOf {
+// Rows of keys or values as a kernel reads them: the caller's memory or a copy.
+struct KeyRows {
   const char* data = nullptr;
-  int64_t stride = 0;  // elements of the number format from key to key
+  int64_t stride = 0;  // from key to key, in elements of the number format
 };
 
-// The call as it looks to one tile of keys: where these lie in pages, with keys and values placed so that key j is found
-// at j as everywhere else.
-class Pages {
+// The call for one tile of keys. Where keys are in pages, the pointers of keys and values are moved so that key j of
+// the tile is at index j, as without pages.
+class PageTable {
  public:
-  explicit Pages(const Problem& p) : given_(p) {
-    if (p.table != nullptr) memcpy(room_, &p, sizeof(Problem));
+  explicit PageTable(const Problem& p) : call_(p) {
+    if (p.table != nullptr) memcpy(moved_, &p, sizeof(Problem));
   }
-  const Problem& turn(int64_t b, int64_t j) {
-    if (given_.table == nullptr) return given_;
-    const int64_t page = given_.table[b * given_.table_stride + j / given_.page];
-    const auto place = [&](Tensor4& to, const Tensor4& from) {
-      const int64_t elements = (page - b) * from.stride[0] - j / given_.page * given_.page * from.stride[2];
+  const Problem& tile(int64_t b, int64_t j) {
+    if (call_.table == nullptr) return call_;
+    const int64_t page = call_.table[b * call_.table_stride + j / call_.page];
+    const auto move = [&](Tensor4& to, const Tensor4& from) {
+      const int64_t elements = (page - b) * from.stride[0] - j / call_.page * call_.page * from.stride[2];
       to.data = static_cast<char*>(from.data) + elements * size_of(from.dtype);
     };
-    Problem& here = *reinterpret_cast<Problem*>(room_);
-    place(here.key, given_.key), place(here.value, given_.value);
-    if (given_.bytes()) place(here.key_scale, given_.key_scale), place(here.value_scale, given_.value_scale);
-    return here;
+    Problem& moved = *reinterpret_cast<Problem*>(moved_);
+    move(moved.key, call_.key), move(moved.value, call_.value);
+    if (call_.bytes()) move(moved.key_scale, call_.key_scale), move(moved.value_scale, call_.value_scale);
+    return moved;
   }
 
  private:
-  const Problem& given_;
-  alignas(Problem) char room_[sizeof(Problem)];  // made only where there are pages
+  const Problem& call_;
+  alignas(Problem) char moved_[sizeof(Problem)];  // a copy of the call, filled only where there are pages
 };
 
-// Looks for NaN and Inf in the keys j0 <= j < j0 + n. What is bad is remembered, and read as 0 from a copy: rows that
-// may attend it come out NaN, and the others are not touched by it.
+// The keys of a tile that hold a NaN or Inf, in themselves or in their value. Kernels read them as zeros from a copy:
+// rows that may attend one become NaN, and no other row changes.
 struct BadKeys {
   bool any = false;
   bool is[kTile];
 
-  void look(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
-    if (p.bytes()) {  // an int8 is a number; a scale need not be
+  // For the keys j0 <= j < j0 + n.
+  void find(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
+    if (p.bytes()) {  // an int8 is finite; a scale need not be
       any = false;
       for (int j = 0; j < n; ++j) {
         is[j] = !is_number(scale_at(p.key_scale, b, kv_head, j0 + j)) ||
@@ -75,10 +76,13 @@ struct BadKeys {
               !row_is_finite(at(p.value, b, kv_head, j0 + j), p.dtype(), p.value.stride[3], p.V);
     }
   }
+
+  // Flags of the keys behind the first `skip`; null where none is bad.
+  const bool* from(int64_t skip) const { return any ? is + skip : nullptr; }
 };
 
-// Elements from row to row of a copy. Rows a power of two apart would share a few lines of the first cache, and a
-// micro-kernel that walks down a column of V would throw out what it needs next.
+// Elements from row to row of a copy. Rows a power of two apart share a few lines of the L1 cache, and a micro-kernel
+// that walks down a column of V would evict what it needs next.
 HW_INLINE int64_t pitch_of(int64_t width) {
   const int64_t padded = round_up(width, W);
   return padded % 64 == 0 ? padded + 16 : padded;
@@ -86,10 +90,9 @@ HW_INLINE int64_t pitch_of(int64_t width) {
 
 HW_INLINE bool collides(const Tensor4& x) { return x.stride[2] * size_of(x.dtype) % 1024 == 0; }
 
-// Rows of x as floats: in place where that is wanted, they lie as floats and none is bad, else copied, `bad` ones as
-// zeros.
-static inline RowsOf float_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
-                                const BadKeys& bad, bool in_place, float* copy) {
+// Rows of x as floats: in place where `in_place` allows it, x is float32 and no key is bad; else a copy.
+static inline KeyRows float_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                                 const BadKeys& bad, bool in_place, float* copy) {
   if (in_place && x.dtype == Dtype::f32 && x.stride[3] == 1 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
   const int64_t pitch = pitch_of(width);
   for (int j = 0; j < n; ++j) {
@@ -100,10 +103,9 @@ static inline RowsOf float_rows(const Tensor4& x, int64_t b, int64_t kv_head, in
   return {reinterpret_cast<const char*>(copy), pitch};
 }
 
-#if HW_BF16
-// Rows of keys as bfloat16 of even width, in place where they lie so.
-static inline RowsOf half_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
-                               const BadKeys& bad, uint16_t* copy) {
+// Rows of x as bfloat16 of even width: in place where they are contiguous, else a copy.
+static inline KeyRows half_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                                const BadKeys& bad, uint16_t* copy) {
   if (x.stride[3] == 1 && width % 2 == 0 && !bad.any) return {at(x, b, kv_head, j0), x.stride[2]};
   const int64_t padded = round_up(width, 2);
   for (int j = 0; j < n; ++j) {
@@ -113,9 +115,9 @@ static inline RowsOf half_rows(const Tensor4& x, int64_t b, int64_t kv_head, int
   return {reinterpret_cast<const char*>(copy), padded};
 }
 
-// Rows of values in pairs of keys: [key / 2][column], the even key in the low half. `spare` has two rows.
-static inline RowsOf paired_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
-                                 const BadKeys& bad, uint32_t* copy, uint16_t* spare) {
+// Rows of x in pairs of keys: [key / 2][column], the even key in the low half. `spare` has room for two rows.
+static inline KeyRows paired_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                                  const BadKeys& bad, uint32_t* copy, uint16_t* spare) {
   const int64_t padded = round_up(width, W), pitch = pitch_of(width);
   for (int j = 0; j < n; j += 2) {
     const uint16_t* row[2];
@@ -133,31 +135,73 @@ static inline RowsOf paired_rows(const Tensor4& x, int64_t b, int64_t kv_head, i
   }
   return {reinterpret_cast<const char*>(copy), pitch};
 }
-#endif
 
-// Marks the rows of a block that hold a NaN or Inf in x.
-static inline void mark_bad(const Tensor4& x, int64_t b, Rows& rows, int64_t width) {
-  for (int r = 0; r < rows.padded; ++r) {
-    rows.bad[r] |= !row_is_finite(at(x, b, rows.h[r], rows.t[r]), x.dtype, x.stride[3], width);
+// A tile of keys for all blocks of rows of an item.
+struct KeyTile {
+  int64_t j0;
+  int n;
+  KeyRows key, value;
+  BadKeys bad;
+};
+
+// The keys or values of a tile, a row each, in the format N.
+template <class N>
+static inline KeyRows tile_rows(const Tensor4& x, int64_t b, int64_t kv_head, const KeyTile& tile, int64_t width,
+                                const BadKeys& bad, bool in_place, float* copy) {
+  if constexpr (N::kPair == 2) {
+    (void)in_place;
+    return half_rows(x, b, kv_head, tile.j0, tile.n, width, bad, reinterpret_cast<uint16_t*>(copy));
+  } else {
+    return float_rows(x, b, kv_head, tile.j0, tile.n, width, bad, in_place, copy);
   }
 }
 
-// X^T of a block's rows of x, W rows at a time copied side by side, then turned. Bad rows become zeros.
+// The same for a product that sums over keys: pairs of keys where N takes pairs.
+template <class N>
+static inline KeyRows tile_pairs(const Tensor4& x, int64_t b, int64_t kv_head, const KeyTile& tile, int64_t width,
+                                 bool in_place, float* copy, char* spare) {
+  if constexpr (N::kPair == 2) {
+    (void)in_place;
+    return paired_rows(x, b, kv_head, tile.j0, tile.n, width, tile.bad, reinterpret_cast<uint32_t*>(copy),
+                       reinterpret_cast<uint16_t*>(spare));
+  } else {
+    (void)spare;
+    return float_rows(x, b, kv_head, tile.j0, tile.n, width, tile.bad, in_place, copy);
+  }
+}
+
+// Prefetches the rows j0 <= j < j1 of x.
+static inline void prefetch_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int64_t j1, int64_t width) {
+  const int64_t bytes = x.stride[3] == 1 ? width * size_of(x.dtype) : 0;
+  for (int64_t j = j0; j < j1; ++j) {
+    const char* row = at(x, b, kv_head, j);
+    for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_NEAR(row + line);
+  }
+}
+
+// Marks the rows of a block that have a NaN or Inf in x.
+static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_t width) {
+  for (int r = 0; r < rows.padded; ++r) {
+    rows.query_bad[r] |= !row_is_finite(at(x, b, rows.h[r], rows.t[r]), x.dtype, x.stride[3], width);
+  }
+}
+
+// X^T of a block's rows of x: W rows at a time are copied side by side, then transposed. Bad rows become zeros.
 template <class N, int NV>
-static inline void pack_turned(const Tensor4& x, int64_t b, const Rows& rows, int64_t width, typename N::Query* out,
-                               char* spare) {
+static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
+                                   typename N::Query* out, char* spare) {
   constexpr int R = NV * W;
   const int64_t depth = N::depth(width), padded = round_up(depth, W);
-  float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` 32-bit elements
+  float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` elements of 32 bits
   for (int v = 0; v < NV; ++v) {
     for (int i = 0; i < W; ++i) {
       const int r = v * W + i;
       const char* row = at(x, b, rows.h[r], rows.t[r]);
-      const int64_t kept = r >= rows.n || rows.bad[r] ? 0 : width;
+      const int64_t copied = r >= rows.n || rows.query_bad[r] ? 0 : width;
       if constexpr (N::kPair == 2) {
-        copy_halves(reinterpret_cast<uint16_t*>(lanes + i * padded), row, x.stride[3], kept, 2 * padded);
+        copy_halves(reinterpret_cast<uint16_t*>(lanes + i * padded), row, x.stride[3], copied, 2 * padded);
       } else {
-        copy_floats(lanes + i * padded, row, x.dtype, x.stride[3], kept, padded);
+        copy_floats(lanes + i * padded, row, x.dtype, x.stride[3], copied, padded);
       }
     }
     for (int64_t d = 0; d < depth; d += W) {
@@ -165,7 +209,7 @@ static inline void pack_turned(const Tensor4& x, int64_t b, const Rows& rows, in
       HW_UNROLL
       for (int i = 0; i < W; ++i) y[i] = load(lanes + i * padded + d);
       transpose(y);
-      const int64_t last = least(W, depth - d);
+      const int64_t last = min(W, depth - d);
       float* to = reinterpret_cast<float*>(out) + d * R + v * W;
       if (last == W) {
         HW_UNROLL
@@ -178,9 +222,26 @@ static inline void pack_turned(const Tensor4& x, int64_t b, const Rows& rows, in
 }
 
 template <class N, int NV>
-static inline void pack_query(const Problem& p, int64_t b, Rows& rows, typename N::Query* out, char* spare) {
+static inline void pack_query(const Problem& p, int64_t b, QueryRows& rows, typename N::Query* out, char* spare) {
   mark_bad(p.query, b, rows, p.D);
-  pack_turned<N, NV>(p.query, b, rows, p.D, out, spare);
+  pack_transposed<N, NV>(p.query, b, rows, p.D, out, spare);
+}
+
+// W rows of X^T, [column][row] with `pitch` from column to column, back to rows of `padded` columns.
+static inline void transpose_back(const float* columns, int64_t pitch, int64_t width, float* rows, int64_t padded) {
+  for (int64_t d = 0; d < width; d += W) {
+    F x[W];
+    const float* from = columns + d * pitch;
+    if (width - d >= W) {
+      HW_UNROLL
+      for (int i = 0; i < W; ++i) x[i] = load(from + i * pitch);
+    } else {
+      for (int i = 0; i < W; ++i) x[i] = d + i < width ? load(from + i * pitch) : zero();
+    }
+    transpose(x);
+    HW_UNROLL
+    for (int i = 0; i < W; ++i) store(rows + i * padded + d, x[i]);
+  }
 }
 
 }  // namespace HW_ISA

@@ -1,5 +1,5 @@
-// The micro-kernels: transposed tiles, lanes are query rows. S^T[key][row] and O^T[column][row], so that the softmax
-// is vertical and nothing is summed across lanes; elements of K and V are broadcast from where they lie.
+// The micro-kernels on transposed tiles, whose lanes are query rows: S^T[key][row] and O^T[column][row]. The softmax is
+// vertical, and nothing is summed across lanes. Elements of K and V are broadcast from memory.
 #pragma once
 
 #include "kernels/query_rows.h"
@@ -7,23 +7,22 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Numbers as float32: Q^T[d][row], K and V rows of floats, weights [key][row].
+// float32: Q^T[d][row], rows of K and V as floats, weights [key][row].
 struct Float32 {
   using Query = float;
   using Key = float;
   using Weight = float;
   using Value = float;
-  static constexpr int kPair = 1;   // elements in a step of the depth
-  static constexpr int kDegree = 6;
+  static constexpr int kPair = 1;    // elements in a step of the depth
+  static constexpr int kDegree = 6;  // of the polynomial for 2^x
 
   HW_INLINE int64_t depth(int64_t D) { return D; }
   HW_INLINE F times(F acc, const float* lanes, F b) { return fma(load(lanes), b, acc); }
   HW_INLINE F broadcast(const float* p) { return set1(*p); }
 };
 
-#if HW_BF16
-// Numbers as pairs of bfloat16 that VDPBF16PS multiplies and adds in float32: Q^T[d / 2][row], K rows as they lie,
-// weights [key / 2][row], V with two keys' elements in a pair.
+// Pairs of bfloat16, multiplied and added in float32: Q^T[d / 2][row], rows of K as they are in memory,
+// weights [key / 2][row], V as pairs of two keys' elements. Only where `kHasBf16`.
 struct Bfloat16 {
   using Query = uint32_t;
   using Key = uint16_t;
@@ -33,16 +32,18 @@ struct Bfloat16 {
   static constexpr int kDegree = 4;
 
   HW_INLINE int64_t depth(int64_t D) { return (D + 1) / 2; }
-  HW_INLINE F times(F acc, const uint32_t* lanes, F b) {
-    return dot_pairs(acc, _mm512_castsi512_ps(_mm512_loadu_si512(lanes)), b);
-  }
-  HW_INLINE F broadcast(const void* p) {
-    uint32_t pair;
-    memcpy(&pair, p, sizeof(pair));
-    return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(pair)));
-  }
+  HW_INLINE F times(F acc, const uint32_t* lanes, F b) { return dot_pairs(acc, load_words(lanes), b); }
+  HW_INLINE F broadcast(const void* p) { return broadcast_pair(p); }
 };
-#endif
+
+// Calls run(format) with the number format in which a call is computed.
+template <class Run>
+static inline void with_format(const Problem& p, const Run& run) {
+  if constexpr (kHasBf16) {
+    if (p.dtype() == Dtype::bf16 && !p.bytes()) return run(Bfloat16{});
+  }
+  run(Float32{});
+}
 
 // acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
 template <class N, int NV, int U>
@@ -63,7 +64,7 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
   }
 }
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x where it is no first.
+// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x unless `First`.
 template <class N, int NV, int U, bool First>
 static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
                       int64_t stride, float* HW_RESTRICT x) {
@@ -80,11 +81,11 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
   }
 }
 
-// O^T[u][row] = O^T[u][row] * alpha[row] + sum over keys of weights[key][row] * v[key][u], for U columns.
-// A tile's sum is added to what the tiles before it gave: errors grow with the number of tiles, not of keys.
+// O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * v[key][u], for U columns.
+// A tile is summed on its own before it joins the tiles before it: errors grow with the number of tiles, not of keys.
 template <class N, int NV, int U>
 static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t keys,
-                      const typename N::Value* HW_RESTRICT value, int64_t stride, const float* HW_RESTRICT alpha,
+                      const typename N::Value* HW_RESTRICT value, int64_t stride, const float* HW_RESTRICT rescale,
                       float* HW_RESTRICT out) {
   constexpr int R = NV * W;
   F acc[U][NV];
@@ -106,14 +107,14 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
       float* o = out + u * R + v * W;
-      store(o, fma(load(o), load(alpha + v * W), acc[u][v]));
+      store(o, fma(load(o), load(rescale + v * W), acc[u][v]));
     }
   }
 }
 
 template <class N, int NV, bool First>
-static inline void scores_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                                   int64_t keys, float* x) {
+static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
+                                     int64_t stride, int64_t keys, float* x) {
   constexpr int R = NV * W;
   int64_t j = 0;
   for (; j + kUnroll <= keys; j += kUnroll) qk<N, NV, kUnroll, First>(q, depth, k + j * stride, stride, x + j * R);
@@ -124,38 +125,38 @@ static inline void scores_of_piece(const typename N::Query* q, int64_t depth, co
   if (j < keys) qk<N, NV, 1, First>(q, depth, k + j * stride, stride, x + j * R);
 }
 
-// The head dim in pieces: a long chain of additions rounds more, and a piece of Q^T stays in the first cache.
+// The head dim is summed in pieces: a long chain of additions rounds more, and a piece of Q^T stays in the L1 cache.
 constexpr int64_t kPiece = 128;
 
 template <class N, int NV>
-static inline void scores_of(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                             int64_t keys, float* x, int64_t piece = kPiece) {
-  scores_of_piece<N, NV, true>(q, least(depth, piece), k, stride, keys, x);
+static inline void key_products(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
+                                int64_t keys, float* x, int64_t piece = kPiece) {
+  products_of_piece<N, NV, true>(q, min(depth, piece), k, stride, keys, x);
   for (int64_t d = piece; d < depth; d += piece) {
-    scores_of_piece<N, NV, false>(q + d * NV * W, least(depth - d, piece), k + d * N::kPair, stride, keys, x);
+    products_of_piece<N, NV, false>(q + d * NV * W, min(depth - d, piece), k + d * N::kPair, stride, keys, x);
   }
 }
 
 template <class N, int NV>
-static inline void values_of(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
-                             int64_t stride, int64_t V, const float* alpha, float* out) {
+static inline void add_values(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
+                              int64_t stride, int64_t V, const float* rescale, float* out) {
   constexpr int R = NV * W;
   int64_t u = 0;
-  for (; u + kUnroll <= V; u += kUnroll) pv<N, NV, kUnroll>(weights, keys, value + u, stride, alpha, out + u * R);
+  for (; u + kUnroll <= V; u += kUnroll) pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
   if constexpr (kUnroll > 4) {
-    for (; u + 4 <= V; u += 4) pv<N, NV, 4>(weights, keys, value + u, stride, alpha, out + u * R);
+    for (; u + 4 <= V; u += 4) pv<N, NV, 4>(weights, keys, value + u, stride, rescale, out + u * R);
   }
-  for (; u + 2 <= V; u += 2) pv<N, NV, 2>(weights, keys, value + u, stride, alpha, out + u * R);
-  if (u < V) pv<N, NV, 1>(weights, keys, value + u, stride, alpha, out + u * R);
+  for (; u + 2 <= V; u += 2) pv<N, NV, 2>(weights, keys, value + u, stride, rescale, out + u * R);
+  if (u < V) pv<N, NV, 1>(weights, keys, value + u, stride, rescale, out + u * R);
 }
 
-// The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - top)) of each row, with `top`, the
-// greatest x so far, and `total` carried on, and `alpha` what earlier tiles are worth under the new maximum.
-// `c` > 0 is log2(e) times what is still to be scaled. `as_pairs`: leave weights as N takes them, else as floats.
-// The difference comes first, so that the greatest score has the weight 1 exactly.
+// The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - row_max)). `row_max` is the
+// greatest x so far, `row_sum` the sum of weights; `rescale` is the factor from the old maximum to the new one. `c` > 0
+// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. The
+// difference is taken first, so that the greatest score has the weight 1 exactly.
 template <class N, int NV>
-static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTRICT top, float* HW_RESTRICT total,
-                                float* HW_RESTRICT alpha, bool as_pairs) {
+static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTRICT row_max, float* HW_RESTRICT row_sum,
+                                float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs) {
   constexpr int R = NV * W;
   F peak[NV], sum[NV];
   HW_UNROLL
@@ -167,36 +168,34 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
   const F scale = set1(c), none = set1(-kInf);
   HW_UNROLL
   for (int v = 0; v < NV; ++v) {
-    const F before = load(top + v * W), now = max(before, peak[v]);
-    store(top + v * W, now);
-    peak[v] = select(not_less(none, now), zero(), now);  // nothing seen yet: x is -inf, its weight 0
-    store(alpha + v * W, exp2<6>(mul(sub(before, peak[v]), scale)));
+    const F before = load(row_max + v * W), now = max(before, peak[v]);
+    store(row_max + v * W, now);
+    peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
+    store(rescale + v * W, exp2<6>(mul(sub(before, peak[v]), scale)));
   }
   const auto weight = [&](int64_t j, int v) {
     return exp2<N::kDegree>(mul(sub(load(x + j * R + v * W), peak[v]), scale));
   };
   int64_t j = 0;
-#if HW_BF16
-  if (N::kPair == 2 && as_pairs) {
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // of j lie before what is still to be read
-    for (; j + 1 < keys; j += 2) {
-      HW_UNROLL
-      for (int v = 0; v < NV; ++v) {
-        const F a = weight(j, v), b = weight(j + 1, v);
-        sum[v] = add(sum[v], add(a, b));
-        store_pairs(pairs + j / 2 * R + v * W, a, b);
+  if constexpr (N::kPair == 2) {
+    if (as_pairs) {
+      uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // pair j is stored below the scores still to be read
+      for (; j + 1 < keys; j += 2) {
+        HW_UNROLL
+        for (int v = 0; v < NV; ++v) {
+          const F a = weight(j, v), b = weight(j + 1, v);
+          sum[v] = add(sum[v], add(a, b));
+          store_pairs(pairs + j / 2 * R + v * W, a, b);
+        }
       }
+      for (int v = 0; v < NV && j < keys; ++v) {
+        const F a = weight(j, v);
+        sum[v] = add(sum[v], a);
+        store_pairs(pairs + j / 2 * R + v * W, a, zero());
+      }
+      j = keys;
     }
-    for (int v = 0; v < NV && j < keys; ++v) {
-      const F a = weight(j, v);
-      sum[v] = add(sum[v], a);
-      store_pairs(pairs + j / 2 * R + v * W, a, zero());
-    }
-    j = keys;
   }
-#else
-  (void)as_pairs;
-#endif
   for (; j < keys; ++j) {
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
@@ -206,13 +205,12 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
     }
   }
   HW_UNROLL
-  for (int v = 0; v < NV; ++v) store(total + v * W, fma(load(total + v * W), load(alpha + v * W), sum[v]));
+  for (int v = 0; v < NV; ++v) store(row_sum + v * W, fma(load(row_sum + v * W), load(rescale + v * W), sum[v]));
 }
 
-// Weights as floats, after dropout has been at them, to pairs.
+// Converts the weights of a tile from floats to the format N, after dropout.
 template <class N, int NV>
 static inline void pack_weights(float* x, int64_t keys) {
-#if HW_BF16
   constexpr int R = NV * W;
   if constexpr (N::kPair == 2) {
     uint32_t* pairs = reinterpret_cast<uint32_t*>(x);
@@ -223,9 +221,7 @@ static inline void pack_weights(float* x, int64_t keys) {
       }
     }
   }
-#else
   (void)x, (void)keys;
-#endif
 }
 
 }  // namespace HW_ISA

@@ -1,21 +1,23 @@
-// What the kernel text needs of the compiler and of the machine's modes.
+// Macros for the compiler's attributes, prefetching, and the CPU's denormal mode.
 #pragma once
+
+#include <stdint.h>
 
 #if defined(__GNUC__) || defined(__clang__)
 #define HW_INLINE static inline __attribute__((always_inline))
-#define HW_APART __attribute__((noinline))  // on its own the compiler finds registers for all it holds
-#define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, 0)  // read once, soon: past the second cache
-#define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the second cache
+#define HW_NOINLINE __attribute__((noinline))            // a function that needs all registers gets them
+#define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, 0)  // for data read once: past the L2 cache
+#define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the L2 cache
 #define HW_RESTRICT __restrict__
 #elif defined(_MSC_VER)
 #define HW_INLINE static __forceinline
-#define HW_APART __declspec(noinline)
+#define HW_NOINLINE __declspec(noinline)
 #define HW_PREFETCH_ONCE(p) ((void)(p))
 #define HW_PREFETCH_NEAR(p) ((void)(p))
 #define HW_RESTRICT __restrict
 #else
 #define HW_INLINE static inline
-#define HW_APART
+#define HW_NOINLINE
 #define HW_PREFETCH_ONCE(p) ((void)(p))
 #define HW_PREFETCH_NEAR(p) ((void)(p))
 #define HW_RESTRICT
@@ -29,10 +31,26 @@
 #define HW_UNROLL
 #endif
 
+// p + bytes, which may point outside the array: for prefetches alone.
+template <class T>
+HW_INLINE const T* offset(const T* p, int64_t bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
+}
+
+// Prefetches the line at p. Inline assembly, so that it stays between the products where it stands: many prefetches at
+// once would wait for one another.
+HW_INLINE void prefetch_here(const int8_t* p) {
+#if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
+  asm volatile("prefetchnta %0" : : "m"(*p));
+#else
+  HW_PREFETCH_ONCE(p);
+#endif
+}
+
 #if defined(__SSE2__) || defined(_M_X64)
 #include <xmmintrin.h>
-// While it lives, a result too small for a normal number is 0: on many CPUs denormals cost a hundred cycles each.
-class FlushDenormals {
+// During its lifetime denormal results are flushed to 0: on many CPUs each costs a hundred cycles.
+class [[maybe_unused]] FlushDenormals {
  public:
   FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8000); }
   ~FlushDenormals() { _mm_setcsr(before_); }
@@ -41,5 +59,5 @@ class FlushDenormals {
   unsigned before_;
 };
 #else
-class FlushDenormals {};
+class [[maybe_unused]] FlushDenormals {};
 #endif

@@ -1,4 +1,4 @@
-// exp2 and tanh of vectors, and rows of any dtype and stride as floats. Included once for each instruction set.
+// exp2 and tanh of vectors, and rows of any dtype and stride as floats. Compiled once for each instruction set.
 #pragma once
 
 #include "problem.h"
@@ -9,12 +9,12 @@ namespace HW_ISA {
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kInf = __builtin_huge_valf();
 
-HW_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-HW_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+HW_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+HW_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // 2^t, relative error 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding: minimax polynomials
-// on [0, 1] from Remez's exchange. Below 2^-126 it is 0: no denormal is ever made. NaN stays NaN.
+// on [0, 1] from Remez's exchange. Below 2^-126 it is 0: no denormal is ever products. NaN stays NaN.
 template <int Degree>
 HW_INLINE F exp2(F t) {
   const F f = fraction(t);
@@ -27,7 +27,7 @@ HW_INLINE F exp2(F t) {
     p = fma(p, f, set1(0x1.62e42ap-1f));
     p = fma(p, f, set1(1.0f));
   } else {
-    static_assert(Degree == 4, "degrees 4 and 6 are tabled");
+    static_assert(Degree == 4, "only degrees 4 and 6");
     p = fma(set1(0x1.bb7cd4p-7f), f, set1(0x1.aa13fp-5f));
     p = fma(p, f, set1(0x1.ee798ap-3f));
     p = fma(p, f, set1(0x1.62d166p-1f));
@@ -72,7 +72,7 @@ static inline float element(const char* row, Dtype dtype, int64_t i) {
 
 HW_INLINE F load_half(const uint16_t* p, Dtype dtype) { return dtype == Dtype::bf16 ? load_bf16(p) : load_f16(p); }
 
-// n elements of a row of f32, bf16, f16 or i8, `stride` apart, as floats; zeros behind them up to `padded`.
+// n elements of a row of f32, bf16, f16 or i8, `stride` apart, as floats; then zeros up to `padded`.
 static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t stride, int64_t n, int64_t padded) {
   int64_t i = 0;
   if (stride == 1 && dtype == Dtype::f32) {
@@ -98,7 +98,7 @@ static inline void copy_halves(uint16_t* out, const char* row, int64_t stride, i
   for (int64_t i = n; i < padded; ++i) out[i] = 0;
 }
 
-// Writes n floats as f32, bf16 or f16, next to each other.
+// Writes n floats as f32, bf16 or f16, contiguous.
 static inline void write_floats(char* out, Dtype dtype, const float* x, int64_t n) {
   if (dtype == Dtype::f32) {
     memcpy(out, x, static_cast<size_t>(n) * sizeof(float));
@@ -129,13 +129,13 @@ HW_INLINE uint32_t exponent_of(Dtype dtype) {
   return dtype == Dtype::f32 ? 0x7f800000u : dtype == Dtype::bf16 ? 0x7f80u : 0x7c00u;
 }
 
-// The exponents of a row of at least one vector, next to each other.
+// Joins the exponents of a contiguous row of at least one vector.
 template <class T>
-HW_INLINE Peak see_row(Peak peak, const T* row, int64_t n, uint32_t mask) {
+HW_INLINE Peak peak_of_row(Peak peak, const T* row, int64_t n, uint32_t mask) {
   constexpr int64_t step = 4 * W / static_cast<int64_t>(sizeof(T));
   int64_t i = 0;
-  for (; i + step <= n; i += step) peak = see(peak, row + i, mask);
-  return i < n ? see(peak, row + n - step, mask) : peak;  // the last step reaches back
+  for (; i + step <= n; i += step) peak = join_peak(peak, row + i, mask);
+  return i < n ? join_peak(peak, row + n - step, mask) : peak;  // the last step overlaps the one before
 }
 
 // Whether `rows` rows of n elements of f32, bf16 or f16, `pitch` apart, are free of NaN and Inf.
@@ -148,8 +148,8 @@ static inline bool rows_are_finite(const char* first, Dtype dtype, int64_t pitch
     Peak peak = no_peak();
     for (int64_t r = 0; r < rows; ++r) {
       const char* row = first + r * pitch * size;
-      peak = wide ? see_row(peak, reinterpret_cast<const float*>(row), n, mask)
-                  : see_row(peak, reinterpret_cast<const uint16_t*>(row), n, mask);
+      peak = wide ? peak_of_row(peak, reinterpret_cast<const float*>(row), n, mask)
+                  : peak_of_row(peak, reinterpret_cast<const uint16_t*>(row), n, mask);
     }
     return is_finite(peak, mask, wide);
   }
@@ -170,7 +170,7 @@ static inline bool row_is_finite(const char* row, Dtype dtype, int64_t stride, i
 
 // n floats, n a multiple of W.
 HW_INLINE bool floats_are_finite(const float* x, int64_t n) {
-  return n == 0 || is_finite(see_row(no_peak(), x, n, 0x7f800000u), 0x7f800000u, true);
+  return n == 0 || is_finite(peak_of_row(no_peak(), x, n, 0x7f800000u), 0x7f800000u, true);
 }
 
 }  // namespace HW_ISA

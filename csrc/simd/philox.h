@@ -1,5 +1,5 @@
 // Philox4x32-10, the counter-based generator of Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3"):
-// a weight's fate depends on the seed and its place alone, so a second pass draws it again.
+// whether dropout keeps a weight depends on the seed and its position alone, so that a second pass draws the same.
 #pragma once
 
 #include <stdint.h>

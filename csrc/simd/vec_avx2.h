@@ -1,4 +1,4 @@
-// The thin layer over AVX2, FMA and F16C. The same names in every vec_*.h.
+// The vector layer over AVX2, FMA and F16C. Every vec_*.h has the same names.
 #pragma once
 
 #include <immintrin.h>
@@ -34,7 +34,7 @@ HW_INLINE F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 HW_INLINE F with_sign(F magnitude, F sign) {
   return _mm256_or_ps(_mm256_and_ps(_mm256_set1_ps(-0.0f), sign), magnitude);
 }
-// True where x < y is not so: NaN gives true.
+// True where not x < y: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm256_cmp_ps(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, m); }
 // x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x.
@@ -61,7 +61,9 @@ HW_INLINE F load_bf16(const uint16_t* p) {
 HW_INLINE F load_i8(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
-HW_INLINE F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+HW_INLINE F load_f16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 HW_INLINE void store_f16(uint16_t* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -76,25 +78,25 @@ HW_INLINE void store_bf16(uint16_t* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
 
-// Two vectors of bfloat16 at once: the elements of even and of odd place.
+// Two vectors of bfloat16 at once: the elements with even and with odd index.
 HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// The greatest exponent met so far, lane by lane: W floats, or 2 W numbers of 16 bits, at once; `mask` is all its bits.
+// The greatest exponent so far in each lane, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.
 using Peak = __m256i;
 HW_INLINE Peak no_peak() { return _mm256_setzero_si256(); }
-HW_INLINE Peak see(Peak peak, const float* p, uint32_t mask) {
+HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm256_max_epu32(peak, _mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(mask))));
 }
-HW_INLINE Peak see(Peak peak, const uint16_t* p, uint32_t mask) {
+HW_INLINE Peak join_peak(Peak peak, const uint16_t* p, uint32_t mask) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm256_max_epu16(peak, _mm256_and_si256(x, _mm256_set1_epi16(static_cast<short>(mask))));
 }
-// Whether none was the exponent of NaN and Inf; `wide` = of floats.
+// Whether no exponent was that of NaN and Inf; `wide`: of floats.
 HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
   const __m256i hit = wide ? _mm256_cmpeq_epi32(peak, _mm256_set1_epi32(static_cast<int>(mask)))
                            : _mm256_cmpeq_epi16(peak, _mm256_set1_epi16(static_cast<short>(mask)));
@@ -108,7 +110,7 @@ HW_INLINE F reduce_each(const F* x) {
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 
-// W rows of W floats, turned.
+// Transposes W rows of W floats.
 HW_INLINE void transpose(F* r) {
   F a[8], b[8];
   HW_UNROLL

@@ -1,4 +1,4 @@
-// The thin layer over AVX-512 F, BW, VL, DQ (and BF16 where HW_BF16 is 1). The same names in every vec_*.h.
+// The vector layer over AVX-512 F, BW, VL and DQ. Every vec_*.h has the same names.
 #pragma once
 
 #include <immintrin.h>
@@ -36,7 +36,7 @@ HW_INLINE F with_sign(F magnitude, F sign) {
   return _mm512_castsi512_ps(
       _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xCA));
 }
-// True where x < y is not so: NaN gives true.
+// True where not x < y: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
 // x * 2^floor(t); 0 below 2^-126 (by FlushDenormals) and for t = -inf, whatever x.
@@ -66,23 +66,23 @@ HW_INLINE void store_bf16(uint16_t* p, F x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
 }
 
-// Two vectors of bfloat16 at once: the elements of even and of odd place.
+// Two vectors of bfloat16 at once: the elements with even and with odd index.
 HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   const __m512i x = _mm512_loadu_si512(p);
   even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// The greatest exponent met so far, lane by lane: W floats, or 2 W numbers of 16 bits, at once; `mask` is all its bits.
+// The greatest exponent so far in each lane, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.
 using Peak = __m512i;
 HW_INLINE Peak no_peak() { return _mm512_setzero_si512(); }
-HW_INLINE Peak see(Peak peak, const float* p, uint32_t mask) {
+HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
   return _mm512_max_epu32(peak, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(mask))));
 }
-HW_INLINE Peak see(Peak peak, const uint16_t* p, uint32_t mask) {
+HW_INLINE Peak join_peak(Peak peak, const uint16_t* p, uint32_t mask) {
   return _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(static_cast<short>(mask))));
 }
-// Whether none was the exponent of NaN and Inf; `wide` = of floats.
+// Whether no exponent was that of NaN and Inf; `wide`: of floats.
 HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
   return wide ? _mm512_cmpeq_epi32_mask(peak, _mm512_set1_epi32(static_cast<int>(mask))) == 0
               : _mm512_cmpeq_epi16_mask(peak, _mm512_set1_epi16(static_cast<short>(mask))) == 0;
@@ -108,7 +108,7 @@ HW_INLINE F reduce_each(const F* x) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
-// W x W floats, row i from rows + i * stride, turned in place of the registers.
+// Transposes W rows of W floats.
 HW_INLINE void transpose(F* r) {
   F a[16], b[16];
   HW_UNROLL
@@ -135,123 +135,6 @@ HW_INLINE void transpose(F* r) {
     r[12 + i] = _mm512_shuffle_f32x4(y, w, 0xdd);
   }
 }
-
-#if HW_BF16
-// acc + the products of 16 pairs of bfloat16; b is one pair for all lanes.
-HW_INLINE F dot_pairs(F acc, const uint32_t* pairs, uint32_t b) {
-  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(pairs), (__m512bh)_mm512_set1_epi32(static_cast<int>(b)));
-}
-HW_INLINE F dot_pairs(F acc, F a, F b) {
-  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
-}
-// Pairs (first in the low half) of two vectors of floats >= 0, rounded half up.
-HW_INLINE void store_pairs(uint32_t* p, F first, F second) {
-  const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  const __m512i lo = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first), half), 16);
-  const __m512i hi = _mm512_add_epi32(_mm512_castps_si512(second), half);
-  _mm512_storeu_si512(p, _mm512_ternarylogic_epi32(high, hi, lo, 0xEA));  // (high & hi) | lo
-}
-// Round to nearest even, as the instruction does: denormals become 0.
-HW_INLINE void store_bf16_fast(uint16_t* p, F x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
-}
-// Pairs of neighbours of W floats >= 0, rounded half up, in the even places.
-HW_INLINE void pair_neighbours(float* x) {
-  const __m512i up = _mm512_add_epi32(_mm512_loadu_si512(x), _mm512_set1_epi32(0x8000));
-  const __m512i low = _mm512_srli_epi32(up, 16), high = _mm512_srli_epi64(up, 32);
-  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  _mm512_storeu_si512(x, _mm512_ternarylogic_epi32(mask, high, low, 0xEA));  // (mask & high) | low
-}
-// Pairs of two rows of 2 W bfloat16; `place_of_pair` says which lane of the two results has element i.
-HW_INLINE void load_pairs(const uint16_t* first, const uint16_t* second, F& a, F& b) {
-  const __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
-  a = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y)), b = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
-}
-HW_INLINE int place_of_pair(int i) { return i % 8 / 4 * 16 + i / 8 * 4 + i % 4; }
-// W pairs of two rows of bfloat16.
-HW_INLINE void interleave(uint32_t* p, const uint16_t* first, const uint16_t* second) {
-  const __m512i lo = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
-  const __m512i hi = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(second)));
-  _mm512_storeu_si512(p, _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
-}
-
-// Whole numbers: 64 of 8 bits, or 16 of 32 bits. A product takes 128 + x of one factor and x of the other, as VPDPBUSD does.
-constexpr int kBytes = 64;  // of a vector
-using I = __m512i;
-HW_INLINE I set_whole(int32_t x) { return _mm512_set1_epi32(x); }
-HW_INLINE I load_bytes(const int8_t* p, int64_t n) {  // the first n; zeros behind them
-  return _mm512_maskz_loadu_epi8(_cvtu64_mask64(n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1), p);
-}
-HW_INLINE I biased(I bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80))); }
-HW_INLINE I four_bytes(const int8_t* p) {  // in every place
-  int32_t x;
-  memcpy(&x, p, sizeof(x));
-  return _mm512_set1_epi32(x);
-}
-// acc[i] + the sum over the four bytes of place i of (128 + x) * digit. In words of the assembler: GCC 12 copies the
-// accumulators of the intrinsic around, which takes twice the time.
-HW_INLINE I dot_bytes(I acc, I biased_x, I digits) {
-#if defined(__GNUC__)
-  asm volatile("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(biased_x), "v"(digits));
-  return acc;
-#else
-  return _mm512_dpbusd_epi32(acc, biased_x, digits);
-#endif
-}
-// The same with four digits for every place.
-HW_INLINE I dot_bytes(I acc, I biased_x, const int8_t* digits) {
-#if defined(__GNUC__)
-  struct Four {
-    int8_t x[4];
-  };
-  asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(biased_x), "m"(*reinterpret_cast<const Four*>(digits)));
-  return acc;
-#else
-  return _mm512_dpbusd_epi32(acc, biased_x, four_bytes(digits));
-#endif
-}
-HW_INLINE F rounded(F x) { return _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); }  // to the nearest whole number
-HW_INLINE F floats_of(I whole) { return _mm512_cvtepi32_ps(whole); }
-// W rows of 64 bytes to the 16 vectors of their fours: place r of x[i] holds bytes 4 i to 4 i + 3 of row r.
-HW_INLINE void fours_of_rows(I* x) {
-  F r[W];
-  HW_UNROLL
-  for (int i = 0; i < W; ++i) r[i] = _mm512_castsi512_ps(x[i]);
-  transpose(r);
-  HW_UNROLL
-  for (int i = 0; i < W; ++i) x[i] = _mm512_castps_si512(r[i]);
-}
-// Four rows of 64 bytes to vectors whose places hold a column's four: place 4 q + i of vector m is column
-// 16 q + 4 m + i. `Count` of the four vectors, from `First` on.
-template <int First, int Count>
-HW_INLINE void fours_of_columns(const I* row, I* out) {
-  HW_UNROLL
-  for (int i = 0; i < Count; ++i) {
-    const bool low = First + i < 2;
-    const I ab = low ? _mm512_unpacklo_epi8(row[0], row[1]) : _mm512_unpackhi_epi8(row[0], row[1]);
-    const I cd = low ? _mm512_unpacklo_epi8(row[2], row[3]) : _mm512_unpackhi_epi8(row[2], row[3]);
-    out[i] = (First + i) % 2 == 0 ? _mm512_unpacklo_epi16(ab, cd) : _mm512_unpackhi_epi16(ab, cd);
-  }
-}
-HW_INLINE int place_of_column(int c) { return c % 16 / 4 * 16 + c / 16 * 4 + c % 4; }
-// W floats, rounded to whole numbers below 127.5 * 256^(Digits - 1) in size, as 2 or 3 digits of -128 to 127: for each four
-// of them their lowest digits, the next ones, and so on, and fillers. `bias` takes 128 times the digits' sums away.
-template <int Digits>
-HW_INLINE void store_digits(int8_t* p, I& bias, F x) {
-  const I middle = _mm512_set1_epi32(Digits == 2 ? 0x8080 : 0x808080);
-  const I digits = _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(x), middle), middle);
-  const I turned = _mm512_shuffle_epi8(
-      digits, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, -1, -1, -1, -1)));
-  _mm512_storeu_si512(p, turned);
-  bias = _mm512_sub_epi32(bias, dot_bytes(_mm512_setzero_si512(), biased(_mm512_setzero_si512()), turned));
-}
-// The sums of the places i, 4 + i, 8 + i, 12 + i.
-HW_INLINE void sum_fours(int32_t* p, I x) {
-  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
-  const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), sum);
-}
-#endif
 
 }  // namespace HW_ISA
 }  // namespace headwise

@@ -1,4 +1,4 @@
-// The thin layer in plain C++17: four lanes that any compiler can make of what its machine has.
+// The vector layer in plain C++17: four lanes, which compilers map to the vectors of their machine.
 #pragma once
 
 #include <math.h>
@@ -14,7 +14,7 @@ constexpr int W = 4;         // float lanes of a vector
 constexpr int kVectors = 2;  // of query rows in a micro-kernel: 2 x 4 accumulators, 2 of Q, 1 broadcast of 16 registers
 constexpr int kUnroll = 4;   // keys (or columns of V) in a micro-kernel
 
-#if defined(__GNUC__)  // vectors of the language, which become the machine's whatever it is
+#if defined(__GNUC__)  // vector extensions of GCC and Clang
 typedef float F __attribute__((vector_size(16)));
 typedef int32_t M __attribute__((vector_size(16)));
 HW_INLINE F set1(float x) { return F{x, x, x, x}; }
@@ -74,7 +74,7 @@ HW_INLINE F div(F a, F b) { return a / b; }
 HW_INLINE F fma(F a, F b, F c) { return a * b + c; }
 // b where either is NaN.
 HW_INLINE F max(F a, F b) { return select(not_less(b, a), b, a); }
-// The greatest whole number below, for |x| < 2^22: the sum drops the fraction.
+// floor(x) for |x| < 2^22: the sum drops the fraction.
 HW_INLINE F floor_of(F x) {
   const F near = (x + set1(12582912.0f)) - set1(12582912.0f);
   return select(not_less(x, near), near, near - set1(1.0f));
@@ -87,7 +87,7 @@ HW_INLINE F abs(F x) {
 HW_INLINE F with_sign(F magnitude, F sign) {
   return each([&](int i) { return copysignf(magnitude[i], sign[i]); });
 }
-// x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x. t is at most 0, give or take, or NaN, as x is then.
+// x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x. t is about 0 at most, or NaN, and then x is NaN.
 HW_INLINE F scale2(F x, F t) {
   const F lowest = set1(-126.0f), highest = set1(126.0f);
   const M keep = not_less(t, lowest);
@@ -121,7 +121,7 @@ HW_INLINE uint16_t float_to_half(float x) {  // round to nearest even
   const uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
   if (rest > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
   if (rest >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // rounds to Inf
-  if (rest < 0x38800000) {  // subnormal: adding 0.5 leaves the wanted bits at the end
+  if (rest < 0x38800000) {  // subnormal: adding 0.5 shifts its bits to the end
     return static_cast<uint16_t>(sign | (to_bits(from_bits(rest) + 0.5f) - 0x3f000000));
   }
   return static_cast<uint16_t>(sign | ((rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13));
@@ -147,24 +147,24 @@ HW_INLINE void store_f16(uint16_t* p, F x) {
 HW_INLINE void store_bf16(uint16_t* p, F x) {
   for (int i = 0; i < W; ++i) p[i] = float_to_bf16(x[i]);
 }
-// Two vectors of bfloat16 at once: the elements of even and of odd place.
+// Two vectors of bfloat16 at once: the elements with even and with odd index.
 HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   even = each([&](int i) { return from_bits(static_cast<uint32_t>(p[2 * i]) << 16); });
   odd = each([&](int i) { return from_bits(static_cast<uint32_t>(p[2 * i + 1]) << 16); });
 }
 
-// The greatest exponent met so far: W floats, or 2 W numbers of 16 bits, at once; `mask` is all its bits.
+// The greatest exponent so far, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.
 using Peak = uint32_t;
 HW_INLINE Peak no_peak() { return 0; }
-HW_INLINE Peak see(Peak peak, const float* p, uint32_t mask) {
+HW_INLINE Peak join_peak(Peak peak, const float* p, uint32_t mask) {
   for (int i = 0; i < W; ++i) peak = peak > (to_bits(p[i]) & mask) ? peak : to_bits(p[i]) & mask;
   return peak;
 }
-HW_INLINE Peak see(Peak peak, const uint16_t* p, uint32_t mask) {
+HW_INLINE Peak join_peak(Peak peak, const uint16_t* p, uint32_t mask) {
   for (int i = 0; i < 2 * W; ++i) peak = peak > (p[i] & mask) ? peak : p[i] & mask;
   return peak;
 }
-// Whether none was the exponent of NaN and Inf.
+// Whether no exponent was that of NaN and Inf.
 HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool) { return peak != mask; }
 
 // Four vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.
@@ -172,13 +172,13 @@ HW_INLINE F reduce_each(const F* x) {
   return each([&](int i) { return reduce_add(x[i]); });
 }
 
-// W rows of W floats, turned.
+// Transposes W rows of W floats.
 HW_INLINE void transpose(F* r) {
   for (int i = 0; i < W; ++i) {
     for (int j = i + 1; j < W; ++j) {
-      const float held = r[i][j];
+      const float upper = r[i][j];
       r[i][j] = r[j][i];
-      r[j][i] = held;
+      r[j][i] = upper;
     }
   }
 }

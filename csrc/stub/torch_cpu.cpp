@@ -1,5 +1,5 @@
-// Stands in for libtorch_cpu.so while linking: the same soname, the functions we call, no bodies. At run time the dynamic
-// loader finds the soname already loaded, by `import torch`; this file's library is never installed.
+// Stands in for libtorch_cpu.so while linking: the same soname, the functions we call, no bodies. At run time the
+// dynamic loader finds the soname already loaded, by `import torch`; this file's library is never installed.
 #include <stdlib.h>
 
 #include "torch/torch_abi.h"

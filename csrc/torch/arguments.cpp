@@ -9,7 +9,7 @@
 namespace headwise {
 namespace {
 
-// Far beyond what computes in a lifetime, but a tensor of stride 0 can have it; the kernels' sizes must not overflow.
+// A tensor of stride 0 can have any length; with these the sizes in the kernels do not overflow.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 constexpr int64_t kMaxWidth = int64_t{1} << 20;
 
@@ -17,8 +17,8 @@ void take_segments(Problem& p, const Tensors& ids) {
   if (ids.size() % 2 != 0 || ids.size() > 2 * kMaxSegments) fail("segments must be at most 4 pairs of tensors");
   for (size_t n = 0; n < ids.size(); n += 2) {
     SegmentRule& rule = p.segments[p.n_segments++];
-    const View query = rows(look(ids[n], "segments"), "segments", p.B, p.T);
-    const View key = rows(look(ids[n + 1], "segments"), "segments", p.B, p.S);
+    const View query = rows(read_view(ids[n], "segments"), "segments", p.B, p.T);
+    const View key = rows(read_view(ids[n + 1], "segments"), "segments", p.B, p.S);
     require_int64(query, "segments");
     require_int64(key, "segments");
     rule.query_ids = static_cast<const int64_t*>(query.data);
@@ -30,8 +30,8 @@ void take_segments(Problem& p, const Tensors& ids) {
 
 void take_dense(Problem& p, const Tensors& masks) {
   if (masks.size() > kMaxDense) fail("at most 8 dense masks");
-  for (const Owned& mask : masks) {
-    const View view = look(mask, "dense");
+  for (const Handle& mask : masks) {
+    const View view = read_view(mask, "dense");
     if (view.int64) fail("dense masks must be bool or floating point");
     p.dense[p.n_dense++] = broadcast4(view, "dense", p.B, p.H, p.T, p.S);
   }
@@ -41,12 +41,13 @@ void take_alibi(Problem& p, const Tensors& pairs) {
   if (pairs.size() % 2 != 0 || pairs.size() > 2 * kMaxAlibi) fail("alibi must be at most 4 pairs of tensors");
   for (size_t n = 0; n < pairs.size(); n += 2) {
     AlibiRule& rule = p.alibi[p.n_alibi++];
-    const View slopes = rows(look(pairs[n], "alibi slopes"), "alibi slopes", p.B, p.H);
-    const View offsets = look(pairs[n + 1], "alibi offsets");
+    const View slopes = rows(read_view(pairs[n], "alibi slopes"), "alibi slopes", p.B, p.H);
+    const View offsets = read_view(pairs[n + 1], "alibi offsets");
     require_dtype(slopes, "alibi slopes", Dtype::f32);
     require_int64(offsets, "alibi offsets");
     require_axes(offsets, "alibi offsets", 1);
-    if (offsets.sizes[0] != p.B && offsets.sizes[0] != 1) fail("alibi offsets must be (B) or (1), got " + shape(offsets));
+    if (offsets.sizes[0] != p.B && offsets.sizes[0] != 1)
+      fail("alibi offsets must be (B) or (1), got " + shape(offsets));
     for (int64_t b = 0; b < offsets.sizes[0]; ++b) {
       const int64_t offset = static_cast<const int64_t*>(offsets.data)[b * offsets.strides[0]];
       if (offset < -kFar || offset > kFar) {
@@ -62,8 +63,8 @@ void take_alibi(Problem& p, const Tensors& pairs) {
 
 void take_relative(Problem& p, const Tensors& biases) {
   if (biases.size() + static_cast<size_t>(p.n_dense) > kMaxDense) fail("at most 8 dense masks and relative biases");
-  for (const Owned& bias : biases) {
-    const View view = look(bias, "relative");
+  for (const Handle& bias : biases) {
+    const View view = read_view(bias, "relative");
     require_dtype(view, "relative", Dtype::f32);
     require_axes(view, "relative", 3);
     const bool fits = (view.sizes[0] == 1 || view.sizes[0] == p.B) && (view.sizes[1] == 1 || view.sizes[1] == p.H) &&
@@ -79,18 +80,19 @@ void take_relative(Problem& p, const Tensors& biases) {
   }
 }
 
-// Pairs of an index and its blocks of bits; each entry names a block that is there.
+// Pairs of an index and its blocks of bits. Each entry must name an existing block.
 void take_maps(Problem& p, const Tensors& pairs) {
   if (pairs.size() % 2 != 0 || pairs.size() > 2 * kMaxMaps) fail("maps must be at most 4 pairs of tensors");
   for (size_t n = 0; n < pairs.size(); n += 2) {
-    const View index = look(pairs[n], "maps"), bits = look(pairs[n + 1], "maps");
+    const View index = read_view(pairs[n], "maps"), bits = read_view(pairs[n + 1], "maps");
     require_int64(index, "the index of maps");
     require_int64(bits, "the bits of maps");
     require_axes(index, "the index of maps", 4);
     require_axes(bits, "the bits of maps", 2);
     const int64_t side = MapRule::kSide, rows = (p.T + side - 1) / side, columns = (p.S + side - 1) / side;
-    const bool fits = (index.sizes[0] == 1 || index.sizes[0] == p.B) && (index.sizes[1] == 1 || index.sizes[1] == p.H) &&
-                      index.sizes[2] == rows && index.sizes[3] == columns;
+    const bool fits = (index.sizes[0] == 1 || index.sizes[0] == p.B) &&
+                      (index.sizes[1] == 1 || index.sizes[1] == p.H) && index.sizes[2] == rows &&
+                      index.sizes[3] == columns;
     if (!fits) fail("the index of maps must be (B or 1, H or 1, T / 64, S / 64), rounded up, got " + shape(index));
     if (bits.sizes[1] != side || (bits.sizes[0] > 1 && bits.strides[0] != side) || bits.strides[1] != 1) {
       fail("the bits of maps must be (n, 64) and contiguous, got " + shape(bits));
@@ -112,9 +114,9 @@ void take_maps(Problem& p, const Tensors& pairs) {
   }
 }
 
-void take_sinks(Problem& p, const Owned& sinks) {
+void take_sinks(Problem& p, const Handle& sinks) {
   if (!sinks) return;
-  const View view = look(sinks, "sinks");
+  const View view = read_view(sinks, "sinks");
   require_dtype(view, "sinks", Dtype::f32);
   require_axes(view, "sinks", 1);
   if (view.sizes[0] != p.H) fail("sinks must be (H), got " + shape(view));
@@ -122,18 +124,18 @@ void take_sinks(Problem& p, const Owned& sinks) {
   p.sinks = static_cast<const float*>(view.data);
 }
 
-void take_bounds(Problem& p, const Owned& bounds) {
+void take_bounds(Problem& p, const Handle& bounds) {
   if (!bounds) return;
-  const View given = look(bounds, "bounds");
-  p.bounds_size = given.axes > 0 && given.sizes[given.axes - 1] == 5 ? 5 : 4;
-  const View view = rows(given, "bounds", p.B, p.bounds_size);
+  const View tensor = read_view(bounds, "bounds");
+  p.bounds_size = tensor.axes > 0 && tensor.sizes[tensor.axes - 1] == 5 ? 5 : 4;
+  const View view = rows(tensor, "bounds", p.B, p.bounds_size);
   require_int64(view, "bounds");
   if (view.strides[1] != 1) fail("the rows of bounds must be contiguous");
   p.bounds = static_cast<const int64_t*>(view.data);
   p.bounds_stride = view.strides[0];
 }
 
-// Sizes of a call; keys and values lie in pages where `length` > 0, and are so many then.
+// Sizes of a call. With `length` > 0 keys and values are in pages, and `length` is their number.
 void fill_sizes(Problem& p, const View& query, const View& key, const View& value, int64_t length = 0) {
   require_axes(query, "query", 4);
   require_axes(key, "key", 4);
@@ -143,8 +145,8 @@ void fill_sizes(Problem& p, const View& query, const View& key, const View& valu
   const bool fits = (length > 0 || key.sizes[0] == p.B) && value.sizes[0] == key.sizes[0] && value.sizes[1] == p.K &&
                     value.sizes[2] == key.sizes[2] && key.sizes[3] == p.D;
   if (!fits) {
-    fail("query (B, H, T, D), key (B, K, S, D) and value (B, K, S, V) do not fit: " + shape(query) + ", " +
-         shape(key) + ", " + shape(value));
+    fail("query (B, H, T, D), key (B, K, S, D) and value (B, K, S, V) do not fit: " + shape(query) + ", " + shape(key) +
+         ", " + shape(value));
   }
   if (std::min({p.B, p.H, p.K, p.T, p.S, p.D, p.V}) < 1) fail("empty query, key or value: " + shape(query));
   if (p.H % p.K != 0) fail("query heads must be a multiple of key heads, got " + shape(query) + ", " + shape(key));
@@ -155,7 +157,7 @@ void fill_sizes(Problem& p, const View& query, const View& key, const View& valu
   p.value = tensor4(value);
 }
 
-// The pages of each row of the batch; each is there.
+// The pages of each batch row. Each must exist.
 void take_table(Problem& p, const View& table, const View& key) {
   require_int64(table, "table");
   require_axes(table, "table", 2);
@@ -176,22 +178,22 @@ void take_table(Problem& p, const View& table, const View& key) {
   }
 }
 
-bool is_served(const View& query) {
+bool is_supported(const View& query) {
   return !query.int64 && (query.dtype == Dtype::f32 || query.dtype == Dtype::bf16 || query.dtype == Dtype::f16);
 }
 
-std::string shown(double x) {
+std::string to_text(double x) {
   char text[32];
   snprintf(text, sizeof text, "%.6g", x);
   return text;
 }
 
-// What multiplies or divides scores stays so far from the ends of float32 that no product with it overflows or vanishes.
-bool is_factor(double x) { return x >= 0x1p-100 && x <= 0x1p100; }
+// Scale and softcap stay away from the ends of float32, so that no product with them overflows or underflows.
+bool is_factor(double x) { return x >= kMinFactor && x <= kMaxFactor; }
 
 float read_softcap(double softcap) {
   if (softcap != 0.0 && !is_factor(softcap)) {
-    fail("softcap must be 0, for none, or from 2**-100 to 2**100, got " + shown(softcap));
+    fail("softcap must be 0, for none, or from 2**-100 to 2**100, got " + to_text(softcap));
   }
   return static_cast<float>(softcap);
 }
@@ -209,7 +211,7 @@ Tensor4 take_scale(const View& scale, const char* name, const View& of) {
 
 float read_scale(double scale) {
   if (scale != 0.0 && !is_factor(std::abs(scale))) {
-    fail("scale must be 0 or in size from 2**-100 to 2**100, got " + shown(scale));
+    fail("scale must be 0 or in size from 2**-100 to 2**100, got " + to_text(scale));
   }
   return static_cast<float>(scale);
 }
@@ -248,14 +250,15 @@ void fill_problem(Problem& p, const View& query, const View& key, const View& va
   if (key.torch_dtype != query.torch_dtype || value.torch_dtype != query.torch_dtype) {
     fail("query, key and value must have one dtype");
   }
-  if (!is_served(query)) fail("query, key and value must be float32, bfloat16 or float16");
+  if (!is_supported(query)) fail("query, key and value must be float32, bfloat16 or float16");
 }
 
-void fill_held(Problem& p, const View& query, const Held& key, const Held& value, const Owned& table, int64_t length) {
-  const View key_view = look(key.data, "key", true), value_view = look(value.data, "value", true);
+void fill_cache_problem(Problem& p, const View& query, const CacheTensor& key, const CacheTensor& value,
+                        const Handle& table, int64_t length) {
+  const View key_view = read_view(key.data, "key", true), value_view = read_view(value.data, "value", true);
   if (table && length < 1) fail("pages hold at least one key, got a length of " + std::to_string(length));
   fill_sizes(p, query, key_view, value_view, table ? length : 0);
-  if (!is_served(query)) fail("the query must be float32, bfloat16 or float16");
+  if (!is_supported(query)) fail("the query must be float32, bfloat16 or float16");
   const bool bytes = !key_view.int64 && key_view.dtype == Dtype::i8;
   if (value_view.torch_dtype != key_view.torch_dtype || (!bytes && key_view.torch_dtype != query.torch_dtype)) {
     fail("key and value must have one dtype, the query's or int8");
@@ -264,21 +267,21 @@ void fill_held(Problem& p, const View& query, const Held& key, const Held& value
     fail("key and value have scales if they are int8, and only then");
   }
   if (bytes) {
-    p.key_scale = take_scale(look(key.scale, "key_scale"), "key_scale", key_view);
-    p.value_scale = take_scale(look(value.scale, "value_scale"), "value_scale", value_view);
+    p.key_scale = take_scale(read_view(key.scale, "key_scale"), "key_scale", key_view);
+    p.value_scale = take_scale(read_view(value.scale, "value_scale"), "value_scale", value_view);
   }
-  if (table) take_table(p, look(table, "table"), key_view);
+  if (table) take_table(p, read_view(table, "table"), key_view);
 }
 
-void take_gate(Problem& p, const Owned& gate) {
+void take_gate(Problem& p, const Handle& gate) {
   if (!gate) return;
-  const View view = look(gate, "gate");
+  const View view = read_view(gate, "gate");
   if (view.int64 || view.dtype == Dtype::boolean) fail("the gate must be floating point");
   p.gate = broadcast4(view, "gate", p.B, p.H, p.T, p.V);
 }
 
-uint64_t read_seed(const Owned& seed) {
-  const View view = look(seed, "seed");
+uint64_t read_seed(const Handle& seed) {
+  const View view = read_view(seed, "seed");
   require_int64(view, "seed");
   int64_t count = 1;
   for (int axis = 0; axis < view.axes; ++axis) count *= view.sizes[axis];
@@ -286,7 +289,7 @@ uint64_t read_seed(const Owned& seed) {
   return static_cast<uint64_t>(*static_cast<const int64_t*>(view.data));
 }
 
-void take_dropout(Problem& p, float dropout, const Owned& seed) {
+void take_dropout(Problem& p, float dropout, const Handle& seed) {
   p.dropout = dropout;
   if (dropout <= 0.0f) return;
   if (!seed) fail("dropout needs a seed");

@@ -1,48 +1,48 @@
 // The operators of torch.ops.headwise, through torch's stable ABI. Every argument is checked here, whatever Python has
-// checked before: nothing that a tensor can be may crash the process.
+// checked before: no tensor may crash the process.
 //
-// The functions are boxed by hand: `stack` holds the arguments and takes the results. It costs less than the templates
+// The functions are boxed by hand: `stack` has the arguments, and then the results. This costs less than the templates
 // of torch's headers (benchmarks/log.md has the figures), and a decode step lasts 30 us.
 #include <string.h>
 
 #include <algorithm>
 #include <string>
 
+#include "problem.h"
 #include "torch/arguments.h"
 #include "torch/operators.h"
-#include "problem.h"
 #include "torch/tensors.h"
 #include "torch/torch_abi.h"
 
 namespace headwise {
 namespace {
 
-Owned empty_out(Problem& p, int32_t torch_dtype) {
-  Owned out = empty_heads(p.B, p.H, p.T, p.V, torch_dtype, p.out);
+Handle empty_out(Problem& p, int32_t torch_dtype) {
+  Handle out = empty_heads(p.B, p.H, p.T, p.V, torch_dtype, p.out);
   p.out.dtype = p.query.dtype;
   return out;
 }
 
 void attend_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  Owned query(stack[0]), key(stack[1]), value(stack[2]);
+  Handle query(stack[0]), key(stack[1]), value(stack[2]);
   Problem p;
-  const View query_view = look(query, "query");
-  fill_problem(p, query_view, look(key, "key"), look(value, "value"));
+  const View query_view = read_view(query, "query");
+  fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
   p.scale = read_scale(number(stack[3]));
   p.low = clamp_far(static_cast<int64_t>(stack[4]));
   p.high = clamp_far(static_cast<int64_t>(stack[5]));
-  Owned out = empty_out(p, query_view.torch_dtype);
+  Handle out = empty_out(p, query_view.torch_dtype);
   attend(p);
   stack[0] = out.release();
 }
 
 void attend_full_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  Owned query(stack[0]), key(stack[1]), value(stack[2]);
+  Handle query(stack[0]), key(stack[1]), value(stack[2]);
   const Rules rules(stack + 3);
-  const Owned gate(optional(stack[3 + kRuleCount])), seed(optional(stack[5 + kRuleCount]));
+  const Handle gate(optional(stack[3 + kRuleCount])), seed(optional(stack[5 + kRuleCount]));
   Problem p;
-  const View query_view = look(query, "query");
-  fill_problem(p, query_view, look(key, "key"), look(value, "value"));
+  const View query_view = read_view(query, "query");
+  fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
   rules.fill(p);
   take_gate(p, gate);
   take_dropout(p, read_dropout(stack[4 + kRuleCount]), seed);
@@ -50,7 +50,7 @@ void attend_full_boxed(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void dropout_keep_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  Owned seed(stack[0]);
+  Handle seed(stack[0]);
   const float dropout = read_dropout(stack[1]);
   int64_t n[5];  // B, H, first, rows, S
   for (int i = 0; i < 5; ++i) {
@@ -61,7 +61,7 @@ void dropout_keep_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t plane = multiply(n[3], n[4]);
   const int64_t strides[4] = {multiply(n[1], plane), plane, n[4], 1};
   void* data = nullptr;
-  Owned keep = empty(4, sizes, strides, aoti_torch_dtype_bool(), &data);
+  Handle keep = empty(4, sizes, strides, aoti_torch_dtype_bool(), &data);
   if (multiply(n[0], strides[0]) > 0) {
     dropout_keep(static_cast<bool*>(data), n[0], n[1], n[2], n[3], n[4], dropout, read_seed(seed));
   }
@@ -76,13 +76,10 @@ void isas_boxed(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = text(names);
 }
 
-void use_isa_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  stack[0] = use_isa(take_text(stack[0]).c_str()) ? 1 : 0;
-}
+void use_isa_boxed(StableIValue* stack, uint64_t, uint64_t) { stack[0] = use_isa(take_text(stack[0]).c_str()) ? 1 : 0; }
 
 const Operator kAttend[] = {
-    {"attend",
-     "attend(Tensor query, Tensor key, Tensor value, float scale, SymInt low, SymInt high) -> Tensor", "CPU",
+    {"attend", "attend(Tensor query, Tensor key, Tensor value, float scale, SymInt low, SymInt high) -> Tensor", "CPU",
      attend_boxed},
     {"attend_full",
      "attend_full(Tensor query, Tensor key, Tensor value, " HEADWISE_RULES
@@ -103,14 +100,14 @@ bool define(TorchLibraryHandle definitions, const Operator& op) {
          torch_library_impl(library, op.name, op.function, kTorchAbi) == 0;
 }
 
-// Runs when the library is loaded. What fails is left out, without an exception, which would end the process here:
-// Python then misses the operator, and says so. The libraries are never deleted: the operators live as long as torch.
+// Runs when the library is loaded. It throws no exception, which would end the process here: after a failure Python
+// reports the missing operators. The libraries are never deleted: the operators live as long as torch.
 bool register_operators() {
   TorchLibraryHandle definitions = nullptr;
   if (aoti_torch_library_init_def("headwise", __FILE__, __LINE__, &definitions) != 0) return false;
   bool good = true;
   for (const Operator& op : kAttend) good = good && define(definitions, op);
-  good = good && define(definitions, kHeld);
+  good = good && define(definitions, kCacheOperator);
   for (const Operator& op : kBackward) good = good && define(definitions, op);
   for (const Operator& op : kStatistics) good = good && define(definitions, op);
   return good;
@@ -121,27 +118,27 @@ const bool registered = register_operators();
 }  // namespace
 
 void attend(Problem& p, int32_t torch_dtype, StableIValue* stack) {
-  Owned out = empty_out(p, torch_dtype);
-  Owned lse = empty_lse(p);
+  Handle out = empty_out(p, torch_dtype);
+  Handle lse = empty_lse(p);
   attend(p);
   stack[0] = out.release();
   stack[1] = lse.release();
 }
 
-Owned empty_lse(Problem& p) {
+Handle empty_lse(Problem& p) {
   const int64_t sizes[3] = {p.B, p.H, p.T};
   const int64_t strides[3] = {multiply(p.H, p.T), p.T, 1};
   void* data = nullptr;
-  Owned lse = empty(3, sizes, strides, aoti_torch_dtype_float32(), &data);
+  Handle lse = empty(3, sizes, strides, aoti_torch_dtype_float32(), &data);
   p.lse = static_cast<float*>(data);
   return lse;
 }
 
-Owned empty_heads(int64_t B, int64_t H, int64_t T, int64_t V, int32_t torch_dtype, Tensor4& to) {
+Handle empty_heads(int64_t B, int64_t H, int64_t T, int64_t V, int32_t torch_dtype, Tensor4& to) {
   const int64_t sizes[4] = {B, H, T, V};
   const int64_t position = multiply(H, V);
   const int64_t strides[4] = {multiply(T, position), V, position, 1};
-  Owned out = empty(4, sizes, strides, torch_dtype, &to.data);
+  Handle out = empty(4, sizes, strides, torch_dtype, &to.data);
   std::copy(strides, strides + 4, to.stride);
   return out;
 }

@@ -1,10 +1,10 @@
-// torch.ops.headwise.attend_kept and attend_backward: attend_full for those who learn, and its gradient.
+// torch.ops.headwise.attend_kept and attend_backward: attend_full for training, and its gradient.
 #include <algorithm>
 #include <vector>
 
+#include "problem.h"
 #include "torch/arguments.h"
 #include "torch/operators.h"
-#include "problem.h"
 #include "torch/torch_abi.h"
 
 namespace headwise {
@@ -17,9 +17,9 @@ void require_like(const View& view, const char* name, const View& query, const P
   if (view.torch_dtype != query.torch_dtype) fail(std::string(name) + " must have the query's dtype");
 }
 
-// Made by attend_kept.
-void take_ends(Problem& p, const Owned& ends) {
-  const View view = look(ends, "ends");
+// A result of attend_kept.
+void take_ends(Problem& p, const Handle& ends) {
+  const View view = read_view(ends, "ends");
   require_dtype(view, "ends", Dtype::f32);
   require_axes(view, "ends", 4);
   const int64_t sizes[4] = {2, p.B, p.H, p.T};
@@ -31,9 +31,9 @@ void take_ends(Problem& p, const Owned& ends) {
   p.ends = const_cast<float*>(static_cast<const float*>(view.data));
 }
 
-void take_grad_lse(Gradients& g, const Problem& p, const Owned& grad_lse) {
+void take_grad_lse(Gradients& g, const Problem& p, const Handle& grad_lse) {
   if (!grad_lse) return;
-  const View view = look(grad_lse, "grad_lse");
+  const View view = read_view(grad_lse, "grad_lse");
   require_dtype(view, "grad_lse", Dtype::f32);
   require_axes(view, "grad_lse", 3);
   if (view.sizes[0] != p.B || view.sizes[1] != p.H || view.sizes[2] != p.T) {
@@ -44,16 +44,16 @@ void take_grad_lse(Gradients& g, const Problem& p, const Owned& grad_lse) {
   std::copy(view.strides, view.strides + 3, g.grad_lse.stride);
 }
 
-// A contiguous tensor for the gradient of a leaf, in its dtype and size.
-Owned empty_like(const View& leaf, void** data) {
+// A contiguous tensor with the dtype and sizes of a leaf, for its gradient.
+Handle empty_like(const View& leaf, void** data) {
   int64_t strides[4] = {1, 1, 1, 1};
   for (int axis = leaf.axes - 2; axis >= 0; --axis) strides[axis] = strides[axis + 1] * leaf.sizes[axis + 1];
   return empty(leaf.axes, leaf.sizes, strides, leaf.torch_dtype, data);
 }
 
-Owned empty_bias(const Owned& bias, const Problem& p, Tensor4& to) {
-  const View view = look(bias, "dense");
-  Owned grad = empty_like(view, &to.data);
+Handle empty_bias(const Handle& bias, const Problem& p, Tensor4& to) {
+  const View view = read_view(bias, "dense");
+  Handle grad = empty_like(view, &to.data);
   const int64_t sizes[4] = {p.B, p.H, p.T, p.S};
   int64_t step = 1;
   for (int axis = 3; axis >= 0; --axis) {  // an axis of 1 is broadcast, also along one of 1
@@ -66,36 +66,36 @@ Owned empty_bias(const Owned& bias, const Problem& p, Tensor4& to) {
 }
 
 void attend_kept_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned query(stack[0]), key(stack[1]), value(stack[2]);
+  const Handle query(stack[0]), key(stack[1]), value(stack[2]);
   const Rules rules(stack + 3);
-  const Owned seed(optional(stack[4 + kRuleCount]));
+  const Handle seed(optional(stack[4 + kRuleCount]));
   Problem p;
-  const View query_view = look(query, "query");
-  fill_problem(p, query_view, look(key, "key"), look(value, "value"));
+  const View query_view = read_view(query, "query");
+  fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
   rules.fill(p);
   take_dropout(p, read_dropout(stack[3 + kRuleCount]), seed);
   const int64_t sizes[4] = {2, p.B, p.H, p.T}, plane = multiply(p.H, p.T);
   const int64_t strides[4] = {multiply(p.B, plane), plane, p.T, 1};
   void* data = nullptr;
-  Owned ends = empty(4, sizes, strides, aoti_torch_dtype_float32(), &data);
+  Handle ends = empty(4, sizes, strides, aoti_torch_dtype_float32(), &data);
   p.ends = static_cast<float*>(data);
   attend(p, query_view.torch_dtype, stack);
   stack[2] = ends.release();
 }
 
 void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned grad_out(stack[0]), grad_lse(optional(stack[1])), out(stack[2]), ends(stack[3]);
+  const Handle grad_out(stack[0]), grad_lse(optional(stack[1])), out(stack[2]), ends(stack[3]);
   const bool biases = stack[4] != 0;
-  const Owned query(stack[5]), key(stack[6]), value(stack[7]);
+  const Handle query(stack[5]), key(stack[6]), value(stack[7]);
   const Rules rules(stack + 8);
-  const Owned seed(optional(stack[9 + kRuleCount]));
+  const Handle seed(optional(stack[9 + kRuleCount]));
   Problem p;
   Gradients g;
-  const View query_view = look(query, "query");
-  fill_problem(p, query_view, look(key, "key"), look(value, "value"));
+  const View query_view = read_view(query, "query");
+  fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
   rules.fill(p);
   take_dropout(p, read_dropout(stack[8 + kRuleCount]), seed);
-  const View grad_view = look(grad_out, "grad_out"), out_view = look(out, "out");
+  const View grad_view = read_view(grad_out, "grad_out"), out_view = read_view(out, "out");
   require_like(grad_view, "grad_out", query_view, p);
   require_like(out_view, "out", query_view, p);
   g.grad_out = tensor4(grad_view);
@@ -103,7 +103,7 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
   take_ends(p, ends);
   take_grad_lse(g, p, grad_lse);
 
-  std::vector<Owned> grads;
+  std::vector<Handle> grads;
   const int32_t dtype = query_view.torch_dtype;
   grads.push_back(empty_heads(p.B, p.H, p.T, p.D, dtype, g.query));
   grads.push_back(empty_heads(p.B, p.K, p.S, p.D, dtype, g.key));
@@ -121,13 +121,13 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
     }
   }
   for (int i = 0; biases && i < p.n_alibi; ++i) {
-    const View slopes = look(rules.alibi()[static_cast<size_t>(2 * i)], "alibi slopes");
+    const View slopes = read_view(rules.alibi()[static_cast<size_t>(2 * i)], "alibi slopes");
     grads.push_back(empty_like(slopes, &data));
     g.slopes[i] = static_cast<float*>(data);
     g.slopes_batched[i] = slopes.axes == 2 && slopes.sizes[0] > 1;
   }
   for (int i = 0; biases && i < n_relative; ++i) {
-    const View view = look(rules.relative()[static_cast<size_t>(i)], "relative");
+    const View view = read_view(rules.relative()[static_cast<size_t>(i)], "relative");
     Tensor4& to = g.dense[n_dense + i];
     grads.push_back(empty_like(view, &to.data));
     to.stride[0] = view.sizes[0] > 1 ? view.sizes[1] * view.sizes[2] : 0;
@@ -146,7 +146,8 @@ extern const Operator kBackward[2] = {
      ", float dropout, Tensor? seed) -> (Tensor, Tensor, Tensor)",
      "CPU", attend_kept_boxed},
     {"attend_backward",
-     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor ends, bool biases, Tensor query, Tensor key, "
+     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor ends, bool biases, Tensor query, Tensor "
+     "key, "
      "Tensor value, " HEADWISE_RULES ", float dropout, Tensor? seed) -> Tensor[]",
      "CPU", attend_backward_boxed},
 };

@@ -2,42 +2,42 @@
 #include <algorithm>
 #include <string>
 
+#include "statistics_call.h"
 #include "torch/arguments.h"
 #include "torch/operators.h"
-#include "statistics_call.h"
 #include "torch/tensors.h"
 #include "torch/torch_abi.h"
 
 namespace headwise {
 namespace {
 
-constexpr int64_t kMostPicks = int64_t{1} << 20;  // columns of picks, slots, features, bins: scratch must not overflow
+constexpr int64_t kMaxPicks = int64_t{1} << 20;  // columns of picks, slots, features, bins: scratch must not overflow
 
 // A contiguous result of up to four axes.
 template <class T>
-Owned results(int axes, const int64_t* sizes, int32_t torch_dtype, T*& data) {
+Handle results(int axes, const int64_t* sizes, int32_t torch_dtype, T*& data) {
   int64_t strides[4], step = 1;
   for (int axis = axes; axis-- > 0; step = multiply(step, std::max<int64_t>(sizes[axis], 1))) strides[axis] = step;
   void* place = nullptr;
-  Owned made = empty(axes, sizes, strides, torch_dtype, &place);
+  Handle result = empty(axes, sizes, strides, torch_dtype, &place);
   data = static_cast<T*>(place);
-  return made;
+  return result;
 }
 
-void fill_keys(Problem& p, const View& query, const Owned& key) {
-  const View keys = look(key, "key");
+void fill_keys(Problem& p, const View& query, const Handle& key) {
+  const View keys = read_view(key, "key");
   fill_problem(p, query, keys, keys);
   p.V = 0;
 }
 
-void take_picks(Statistics& s, const Problem& p, const Owned& picks, const Owned& slots) {
+void take_picks(Statistics& s, const Problem& p, const Handle& picks, const Handle& slots) {
   if (!picks) return;
   if (!slots) fail("picks need slots");
-  const View keys = look(picks, "picks"), places = look(slots, "slots");
+  const View keys = read_view(picks, "picks"), places = read_view(slots, "slots");
   require_int64(keys, "picks");
   require_axes(keys, "picks", 3);
   const bool fits = (keys.sizes[0] == p.B || keys.sizes[0] == 1) && keys.sizes[1] == p.T;
-  if (!fits || keys.sizes[2] > kMostPicks) fail("picks must be (B or 1, T, n), got " + shape(keys));
+  if (!fits || keys.sizes[2] > kMaxPicks) fail("picks must be (B or 1, T, n), got " + shape(keys));
   require_int64(places, "slots");
   require_axes(places, "slots", 1);
   if (places.sizes[0] != keys.sizes[2] || places.strides[0] != 1) {
@@ -53,13 +53,13 @@ void take_picks(Statistics& s, const Problem& p, const Owned& picks, const Owned
   }
 }
 
-void take_features(Statistics& s, const Problem& p, const Owned& features) {
+void take_features(Statistics& s, const Problem& p, const Handle& features) {
   if (!features) return;
-  const View view = look(features, "features");
+  const View view = read_view(features, "features");
   require_dtype(view, "features", Dtype::f32);
   require_axes(view, "features", 3);
   const bool fits = (view.sizes[0] == p.B || view.sizes[0] == 1) && view.sizes[1] == p.S;
-  if (!fits || view.sizes[2] > kMostPicks) fail("features must be (B or 1, S, F), got " + shape(view));
+  if (!fits || view.sizes[2] > kMaxPicks) fail("features must be (B or 1, S, F), got " + shape(view));
   if (view.strides[2] != 1 && view.sizes[2] > 1) fail("the rows of features must be contiguous");
   s.features = static_cast<const float*>(view.data);
   s.F = view.sizes[2];
@@ -68,52 +68,52 @@ void take_features(Statistics& s, const Problem& p, const Owned& features) {
 }
 
 void attend_statistics_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  Owned query(stack[0]), key(stack[1]);
-  const Owned value(optional(stack[2]));
+  Handle query(stack[0]), key(stack[1]);
+  const Handle value(optional(stack[2]));
   const Rules rules(stack + 3);
   const StableIValue* rest = stack + 3 + kRuleCount;
-  const Owned picks(optional(rest[0])), slots(optional(rest[1])), features(optional(rest[3]));
+  const Handle picks(optional(rest[0])), slots(optional(rest[1])), features(optional(rest[3]));
   Problem p;
-  const View query_view = look(query, "query");
+  const View query_view = read_view(query, "query");
   if (value) {
-    fill_problem(p, query_view, look(key, "key"), look(value, "value"));
+    fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
   } else {
     fill_keys(p, query_view, key);
   }
   rules.fill(p);
   Statistics s;
   s.n_slots = static_cast<int64_t>(rest[2]);
-  if (s.n_slots < 0 || s.n_slots > kMostPicks) fail("sums must lie between 0 and 2**20");
+  if (s.n_slots < 0 || s.n_slots > kMaxPicks) fail("sums must lie between 0 and 2**20");
   take_picks(s, p, picks, slots);
   take_features(s, p, features);
   s.bins = static_cast<int64_t>(rest[4]);
-  if (s.bins < 0 || s.bins > std::min(p.S, kMostPicks)) fail("bins must lie between 0 and the number of keys");
+  if (s.bins < 0 || s.bins > std::min(p.S, kMaxPicks)) fail("bins must lie between 0 and the number of keys");
 
   const int32_t f32 = aoti_torch_dtype_float32(), int64 = aoti_torch_dtype_int64();
   const auto of_rows = [&](int64_t last, float*& data) {
     const int64_t sizes[4] = {p.B, p.H, p.T, last};
     return results(4, sizes, f32, data);
   };
-  Owned out = empty_heads(p.B, p.H, p.T, p.V, query_view.torch_dtype, p.out);
+  Handle out = empty_heads(p.B, p.H, p.T, p.V, query_view.torch_dtype, p.out);
   p.out.dtype = p.query.dtype;
   const int64_t rows[3] = {p.B, p.H, p.T}, numbers[4] = {kNumbers, p.B, p.H, p.T}, places[4] = {2, p.B, p.H, p.T};
-  Owned made[6] = {results(3, rows, f32, s.lse),      results(4, numbers, f32, s.numbers),
-                   results(4, places, int64, s.places), of_rows(s.n_slots, s.picked),
-                   of_rows(s.bins, s.binned),          of_rows(s.F, s.featured)};
+  Handle tensors[6] = {results(3, rows, f32, s.lse),        results(4, numbers, f32, s.numbers),
+                       results(4, places, int64, s.places), of_rows(s.n_slots, s.picked),
+                       of_rows(s.bins, s.binned),           of_rows(s.F, s.featured)};
   attend_statistics(p, s);
   stack[0] = out.release();
-  for (int n = 0; n < 6; ++n) stack[1 + n] = made[n].release();
+  for (int n = 0; n < 6; ++n) stack[1 + n] = tensors[n].release();
 }
 
 void attend_received_boxed(StableIValue* stack, uint64_t, uint64_t) {
-  Owned query(stack[0]), key(stack[1]), top(stack[2]), largest(stack[3]);
+  Handle query(stack[0]), key(stack[1]), top(stack[2]), largest(stack[3]);
   const Rules rules(stack + 4);
   Problem p;
-  fill_keys(p, look(query, "query"), key);
+  fill_keys(p, read_view(query, "query"), key);
   rules.fill(p);
   Received r;
-  const auto of_rows = [&](const Owned& tensor, const char* name) {
-    const View view = look(tensor, name);
+  const auto of_rows = [&](const Handle& tensor, const char* name) {
+    const View view = read_view(tensor, name);
     require_dtype(view, name, Dtype::f32);
     require_axes(view, name, 3);
     const int64_t strides[3] = {multiply(p.H, p.T), p.T, 1}, sizes[3] = {p.B, p.H, p.T};
@@ -124,10 +124,10 @@ void attend_received_boxed(StableIValue* stack, uint64_t, uint64_t) {
     }
     return static_cast<const float*>(view.data);
   };
-  r.top = of_rows(top, "top"), r.largest = of_rows(largest, "largest");
+  r.row_max = of_rows(top, "top"), r.largest = of_rows(largest, "largest");
   const int64_t keys[3] = {p.B, p.H, p.S};
-  Owned mass = results(3, keys, aoti_torch_dtype_float64(), r.mass);
-  Owned rows = results(3, keys, aoti_torch_dtype_int64(), r.rows);
+  Handle mass = results(3, keys, aoti_torch_dtype_float64(), r.mass);
+  Handle rows = results(3, keys, aoti_torch_dtype_int64(), r.rows);
   attend_received(p, r);
   stack[0] = mass.release();
   stack[1] = rows.release();

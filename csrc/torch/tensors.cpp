@@ -8,7 +8,7 @@
 namespace headwise {
 namespace {
 
-// torch's numbers for what we know, asked for once.
+// torch's codes, read once.
 struct Codes {
   int32_t cpu = aoti_torch_device_type_cpu();
   int32_t strided = aoti_torch_layout_strided();
@@ -22,8 +22,8 @@ struct Codes {
 };
 
 const Codes& codes() {
-  static const Codes known;
-  return known;
+  static const Codes all;
+  return all;
 }
 
 void check(AOTITorchError error, const char* what) {
@@ -54,11 +54,11 @@ void read_dtype(View& view, const char* name, bool bytes) {
   else fail(std::string(name) + ": a dtype that headwise does not read");
 }
 
-// A storage can be smaller than the tensor over it: some frameworks free it behind the tensor's back.
+// A storage can be smaller than its tensor: some frameworks free it while the tensor lives.
 void check_storage(const View& view, AtenTensorHandle tensor, const char* name) {
   int64_t last = 0, bytes = 0;
-  check(aoti_torch_get_storage_offset(tensor, &last), "say where a tensor begins");
-  check(aoti_torch_get_storage_size(tensor, &bytes), "say how large a storage is");
+  check(aoti_torch_get_storage_offset(tensor, &last), "read the offset of a tensor");
+  check(aoti_torch_get_storage_size(tensor, &bytes), "read the size of a storage");
   bool overflow = last < 0;
   for (int axis = 0; axis < view.axes; ++axis) {
     int64_t step = 0;
@@ -94,10 +94,10 @@ Tensors::Tensors(StableIValue value) {
   check(error, "read a list of tensors, or carry out what is pending on one of them (its negative bit)");
 }
 
-StableIValue list(std::vector<Owned>& tensors) {
+StableIValue list(std::vector<Handle>& tensors) {
   StableListHandle handle = nullptr;
   check(torch_new_list_reserve_size(tensors.size(), &handle), "make a list");
-  for (Owned& tensor : tensors) check(torch_list_push_back(handle, tensor.release()), "fill a list");
+  for (Handle& tensor : tensors) check(torch_list_push_back(handle, tensor.release()), "fill a list");
   return reinterpret_cast<StableIValue>(handle);
 }
 
@@ -105,7 +105,7 @@ StableIValue optional(StableIValue value) {
   const auto box = reinterpret_cast<StableIValue*>(value);
   if (!box) return 0;
   const StableIValue inner = *box;
-  delete box;  // for an extension of 2.10, torch allocates it by new and leaves the rest to us
+  delete box;  // torch allocates it by new, and for an extension of 2.10 does not delete it
   return inner;
 }
 
@@ -139,21 +139,21 @@ int64_t multiply(int64_t a, int64_t b) {
   return product;
 }
 
-View look(const Owned& tensor, const char* name, bool bytes) {
+View read_view(const Handle& tensor, const char* name, bool bytes) {
   const AtenTensorHandle handle = tensor.get();
   const Codes& code = codes();
   View view;
   int32_t device = 0, layout = 0;
   int64_t axes = 0, *sizes = nullptr, *strides = nullptr;
-  check(aoti_torch_get_device_type(handle, &device), "say a tensor's device");
-  check(aoti_torch_get_layout(handle, &layout), "say a tensor's layout");
+  check(aoti_torch_get_device_type(handle, &device), "read the device of a tensor");
+  check(aoti_torch_get_layout(handle, &layout), "read the layout of a tensor");
   if (device != code.cpu || layout != code.strided) fail(std::string(name) + ": not a strided tensor on the CPU");
-  check(aoti_torch_get_dtype(handle, &view.torch_dtype), "say a tensor's dtype");
-  check(aoti_torch_get_dim(handle, &axes), "say a tensor's axes");
+  check(aoti_torch_get_dtype(handle, &view.torch_dtype), "read the dtype of a tensor");
+  check(aoti_torch_get_dim(handle, &axes), "read the axes of a tensor");
   if (axes > 4) fail(std::string(name) + ": more than 4 axes");
-  check(aoti_torch_get_sizes(handle, &sizes), "say a tensor's sizes");
-  check(aoti_torch_get_strides(handle, &strides), "say a tensor's strides");
-  check(torch_get_const_data_ptr(handle, &view.data), "say where a tensor lies");
+  check(aoti_torch_get_sizes(handle, &sizes), "read the sizes of a tensor");
+  check(aoti_torch_get_strides(handle, &strides), "read the strides of a tensor");
+  check(torch_get_const_data_ptr(handle, &view.data), "read the address of a tensor");
   view.axes = static_cast<int>(axes);
   std::copy(sizes, sizes + axes, view.sizes);
   std::copy(strides, strides + axes, view.strides);
@@ -201,19 +201,22 @@ Tensor4 broadcast4(const View& view, const char* name, int64_t a, int64_t b, int
 
 View rows(View view, const char* name, int64_t batch, int64_t size) {
   if (view.axes == 1) {
-    view = {view.data, 2, {1, view.sizes[0], 0, 0}, {0, view.strides[0], 0, 0}, view.torch_dtype, view.int64, view.dtype};
+    view = {view.data,  2,         {1, view.sizes[0], 0, 0}, {0, view.strides[0], 0, 0}, view.torch_dtype,
+            view.int64, view.dtype};
   }
   const bool fits = view.axes == 2 && view.sizes[1] == size && (view.sizes[0] == 1 || view.sizes[0] == batch);
-  if (!fits) fail(std::string(name) + ": expected (1 or " + std::to_string(batch) + ", " + std::to_string(size) + "), got " + shape(view));
+  if (!fits)
+    fail(std::string(name) + ": expected (1 or " + std::to_string(batch) + ", " + std::to_string(size) + "), got " +
+         shape(view));
   if (view.sizes[0] == 1) view.strides[0] = 0;
   return view;
 }
 
-Owned empty(int64_t axes, const int64_t* sizes, const int64_t* strides, int32_t torch_dtype, void** data) {
+Handle empty(int64_t axes, const int64_t* sizes, const int64_t* strides, int32_t torch_dtype, void** data) {
   AtenTensorHandle handle = nullptr;
   check(aoti_torch_empty_strided(axes, sizes, strides, torch_dtype, codes().cpu, 0, &handle), "allocate the result");
-  Owned result(reinterpret_cast<StableIValue>(handle));
-  check(torch_get_mutable_data_ptr(handle, data), "say where the result lies");
+  Handle result(reinterpret_cast<StableIValue>(handle));
+  check(torch_get_mutable_data_ptr(handle, data), "read the address of the result");
   return result;
 }
 

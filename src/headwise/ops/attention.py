@@ -224,6 +224,11 @@ _PREFERENCES = (
     ),
     _Preference("flex", flex.pays, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
     _Preference("blocks", sdpa.loses, "float32 decoding on the CPU: a plain product is as fast as the fused kernel"),
+    _Preference(
+        "sdpa",
+        lambda c: c.needs_grad and c.device_type == "cpu",
+        "torch's fused kernel keeps our meaning here; on some CPUs its gradient's last bits follow the number of threads",
+    ),
     _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),
     _Preference(
         "blocks",

@@ -1,4 +1,4 @@
-// Drawn tensors in memory, element by element, in every dtype.
+// The random tensors in memory, element by element, in every dtype.
 #include <math.h>
 #include <string.h>
 
@@ -19,12 +19,13 @@ uint16_t half_bits(double x) {
   if (x >= 65520) return sign | 0x7c00;
   const int exponent = std::max(x == 0 ? -14 : std::ilogb(x), -14);
   const int steps = static_cast<int>(nearbyint(ldexp(x, 10 - exponent)));  // 1024 .. 2048, less where denormal
-  return static_cast<uint16_t>(sign + ((exponent + 14) << 10) + steps);    // a carry goes where it belongs
+  return static_cast<uint16_t>(sign + ((exponent + 14) << 10) + steps);    // a carry goes into the exponent
 }
 
 double half_value(uint16_t bits) {
   const int exponent = bits >> 10 & 31, steps = bits & 1023;
-  const double x = exponent == 31 ? (steps != 0 ? NAN : kInf) : ldexp(exponent == 0 ? steps : steps + 1024, std::max(exponent, 1) - 25);
+  const double x = exponent == 31 ? (steps != 0 ? NAN : kInf)
+                                  : ldexp(exponent == 0 ? steps : steps + 1024, std::max(exponent, 1) - 25);
   return bits & 0x8000 ? -x : x;
 }
 
@@ -34,7 +35,7 @@ int64_t count_of(const std::vector<int64_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<int64_t>());
 }
 
-std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full) {
+std::vector<double> spread(const DrawnTensor& t, const std::vector<int64_t>& full) {
   std::vector<double> all(static_cast<size_t>(count_of(full)));
   for (size_t n = 0; n < all.size(); ++n) {
     int64_t rest = static_cast<int64_t>(n), place = 0, step = 1;
@@ -48,14 +49,14 @@ std::vector<double> spread(const Drawn& t, const std::vector<int64_t>& full) {
   return all;
 }
 
-bool Drawn::aliased() const {
+bool DrawnTensor::aliased() const {
   for (size_t axis = 0; axis < sizes.size(); ++axis) {
     if (sizes[axis] > 1 && strides[axis] == 0) return true;
   }
   return false;
 }
 
-fake::Tensor Drawn::tensor(unsigned char fill) const {
+fake::Tensor DrawnTensor::tensor(unsigned char fill) const {
   fake::Tensor t = fake::make(dtype, sizes, strides, offset, fill);
   for (size_t n = 0; n < x.size(); ++n) write(*t, static_cast<int64_t>(n), x[n]);
   return t;

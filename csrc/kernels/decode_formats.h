@@ -1,0 +1,76 @@
+// The formats in which decode reads keys and values: how two vectors of floats come from 2 W elements of a row.
+#pragma once
+
+#include "kernels/decode_int8.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+struct ReadF32 {
+  using T = float;
+  static constexpr bool kPairs = false;    // values are multiplied as pairs of keys
+  static constexpr bool kScaled = false;   // a token has a scale
+  static constexpr int kDigits = 0;        // of a query in integer arithmetic; 0 for float arithmetic
+  static constexpr int64_t kStep = 2 * W;  // elements at a time
+  HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
+  // The index of element i of a row among the elements that `load2` gives.
+  HW_INLINE int64_t place(int64_t i) { return i; }
+  // Keys and queries, and their product.
+  HW_INLINE void load_key(const float* p, F& a, F& b) { load2(p, a, b); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F& b) { a = load(q + i), b = load(q + i + W); }
+  HW_INLINE F times(F acc, F qa, F qb, F ka, F kb) { return fma(qb, kb, fma(qa, ka, acc)); }
+  HW_INLINE void store_query(float* q, int64_t i, float x) { q[i] = x; }
+};
+
+struct ReadF16 : ReadF32 {
+  using T = uint16_t;
+  HW_INLINE void load2(const uint16_t* p, F& a, F& b) { a = load_f16(p), b = load_f16(p + W); }
+  HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
+};
+
+// bfloat16 as floats: the even elements in one vector, the odd ones in the other.
+struct ReadBf16 : ReadF32 {
+  using T = uint16_t;
+  HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }
+  HW_INLINE int64_t place(int64_t i) {
+    const int64_t in = i % (2 * W);
+    return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
+  }
+  HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
+  HW_INLINE void store_query(float* q, int64_t i, float x) { q[place(i)] = x; }
+};
+
+// bfloat16 in pairs: only where `kHasBf16`.
+struct ReadBf16Pairs : ReadBf16 {
+  static constexpr bool kPairs = true;
+  HW_INLINE int64_t place(int64_t i) { return i / (2 * W) * (2 * W) + place_of_pair(static_cast<int>(i % (2 * W))); }
+  HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) { a = load(q + i / 2); }
+  HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_pairs(acc, qa, ka); }
+  HW_INLINE void store_query(float* q, int64_t i, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    reinterpret_cast<uint16_t*>(q)[i] = static_cast<uint16_t>(bits >> 16);  // exact: x is a bfloat16
+  }
+};
+
+struct ReadInt8 : ReadF32 {
+  using T = int8_t;
+  static constexpr bool kScaled = true;
+  HW_INLINE void load2(const int8_t* p, F& a, F& b) { a = load_i8(p), b = load_i8(p + W); }
+  HW_INLINE void load_key(const int8_t* p, F& a, F& b) { load2(p, a, b); }
+};
+
+// int8 in integer arithmetic: only where `kHasVnni`.
+template <int Query, int Weight>
+struct ReadInt8Dot : ReadInt8 {
+  static constexpr int kDigits = Query, kWeightDigits = Weight;
+  using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries that two digits do not hold
+  static constexpr int64_t kStep = kBytes;
+  HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
+};
+
+constexpr int64_t kMaxStep = kBytes;
+
+}  // namespace HW_ISA
+}  // namespace headwise

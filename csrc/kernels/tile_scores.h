@@ -1,0 +1,126 @@
+// The walk over the tiles of keys, and the scores of a tile. Prefill, decode, statistics and the gradient share both.
+#pragma once
+
+#include "kernels/key_tiles.h"
+#include "plan.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+// The rows of an item: the blocks of one key-value head of one batch row.
+struct Item {
+  int64_t b, kv_head, first, last;  // rows first <= row < last
+  int blocks;
+
+  Item(const Problem& p, const Plan& plan, int64_t group)
+      : b(group / plan.row_items / p.K),
+        kv_head(group / plan.row_items % p.K),
+        first(group % plan.row_items * plan.rows_per_item),
+        last(min(first + plan.rows_per_item, plan.rows)),
+        blocks(static_cast<int>((last - first + kRows - 1) / kRows)) {}
+  int rows_of(int block) const { return static_cast<int>(min(kRows, last - first - block * kRows)); }
+};
+
+// The keys from <= j < to that some row of an item may attend. None attends gap_min <= j < gap_max, between a prefix
+// and the windows.
+struct Reach {
+  int64_t from, to, gap_min, gap_max;
+
+  explicit Reach(const Problem& p) : from(p.S), to(0), gap_min(0), gap_max(p.S) {}
+  Reach(int64_t first, int64_t last) : from(first), to(last), gap_min(0), gap_max(0) {}
+  void add(const QueryRows& rows) {
+    from = min(from, rows.lo_min), to = max(to, rows.hi_max);
+    gap_min = rows.gap_min, gap_max = min(gap_max, rows.gap_max);  // all rows of an item have one prefix
+  }
+  // The reach within first <= j < last.
+  Reach within(int64_t first, int64_t last) const {
+    Reach part = *this;
+    part.from = max(from, first), part.to = min(to, last);
+    return part;
+  }
+};
+
+// Calls visit(j0, n) for each tile within the reach. Tiles begin at multiples of Step, the first one at a multiple of
+// Pair.
+template <int Step, int Pair, class Visit>
+static inline void walk_tiles(const Reach& reach, const Visit& visit) {
+  for (int64_t j = reach.from / Step * Step; j < reach.to; j += Step) {
+    const int64_t j0 = max(j, reach.from / Pair * Pair), j1 = min(j + Step, reach.to);
+    if (j0 >= reach.gap_min && j1 <= reach.gap_max) continue;
+    visit(j0, static_cast<int>(j1 - j0));
+  }
+}
+
+// The same for several blocks of rows: load(j0, n) reads a tile, then visit(i) computes each block. Beside each block a
+// share of the next tile is prefetched.
+template <int Step, int Pair, class Load, class Visit>
+static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, const Reach& reach, int blocks,
+                               const Load& load_tile, const Visit& visit) {
+  walk_tiles<Step, Pair>(reach, [&](int64_t j0, int n) {
+    load_tile(j0, n);
+    const int64_t next = j0 / Step * Step + Step;
+    for (int i = 0; i < blocks; ++i) {
+      const int64_t first = min(next + i * Step / blocks, reach.to),
+                    last = min(next + (i + 1) * Step / blocks, reach.to);
+      if (p.table == nullptr) {  // with pages the next tile may be anywhere
+        prefetch_rows(p.key, b, kv_head, first, last, p.D);
+        prefetch_rows(p.value, b, kv_head, first, last, p.V);
+      }
+      visit(i);
+    }
+  });
+}
+
+// The scores of a tile as the softmax takes them, in x: products() writes Q K^T there, then scale, softcap, biases and
+// the mask follow. `cells` floats, a multiple of W, hold the scores. `capped`, unless null, gets the scores before
+// biases and mask.
+template <class L, class Products>
+static inline void tile_scores(const Problem& p, int64_t b, QueryRows& rows, const KeySpan& span, const bool* bad,
+                               float* x, int64_t cells, float* capped, const Products& products) {
+  products();
+  const bool scaled = scales_first(p);
+  if (scaled) scale_scores(p, x, cells);
+  if (capped != nullptr) memcpy(capped, x, static_cast<size_t>(cells) * sizeof(float));
+  if (scaled || span.kind == TileKind::mixed || bad != nullptr) {
+    mask_tile<L>(p, b, rows, span.j0, span.n, x, span.kind, bad);
+  }
+}
+
+// The scores of a block of rows, [key][row], on the transposed micro-kernel. Rows that may attend a bad key are marked
+// if `marks`. The head dim is summed in pieces of `piece`.
+template <class N, int NV>
+static inline void block_scores(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span,
+                                const typename N::Query* query, QueryRows& rows, bool marks, float* x,
+                                float* capped = nullptr, int64_t piece = kPiece) {
+  constexpr int R = NV * W;
+  const int64_t skip = span.j0 - tile.j0;
+  const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
+  tile_scores<ScoreLayout<1, R>>(
+      p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, int64_t{span.n} * R, capped,
+      [&] { key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece); });
+}
+
+// out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V.
+template <class N, int NV>
+static inline void block_values(const KeyTile& tile, const KeySpan& span, const KeyRows& value, const float* weights,
+                                int64_t width, const float* rescale, float* out) {
+  const int64_t skip = (span.j0 - tile.j0) / N::kPair;
+  const auto* v = reinterpret_cast<const typename N::Value*>(value.data) + skip * value.stride;
+  add_values<N, NV>(reinterpret_cast<const typename N::Weight*>(weights), (span.n + N::kPair - 1) / N::kPair, v,
+                    value.stride, width, rescale, out);
+}
+
+// Calls f<N, NV>() for the fewest vectors that hold n rows.
+#define HW_BY_VECTORS(n, f, ...)       \
+  do {                                 \
+    if ((n) > 2 * W && kVectors > 2) { \
+      f<N, kVectors>(__VA_ARGS__);     \
+    } else if ((n) > W) {              \
+      f<N, 2>(__VA_ARGS__);            \
+    } else {                           \
+      f<N, 1>(__VA_ARGS__);            \
+    }                                  \
+  } while (false)
+
+}  // namespace HW_ISA
+}  // namespace headwise
