@@ -15,6 +15,7 @@ Off means off at call time; the import stays as it is. Doctests show what a user
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network is a defect
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subprocess tests do not mix
 
-import jaxtyping
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait would take the other test process's core
+
+import checker
 import pytest
 import torch
 
@@ -39,21 +42,30 @@ if CHECKED:
     hooked = [name.removesuffix(".__init__") for name in names if name != "headwise.ops.backends.flex"]
     packages = ("headwise", "headwise.ops", "headwise.ops.backends")  # a package hooks all below it
     hooked = [name for name in hooked if name not in packages]
-    jaxtyping.install_import_hook(hooked, "beartype.beartype")
+    checker.install(hooked)
 
-jaxtyping.config.update("jaxtyping_disable", True)  # until a test asks for it: see `shape_checker`
+checker.switch(False)  # until a test asks for it: see `shape_checker`
 
 
 @pytest.fixture(autouse=True)
 def shape_checker(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Switch the shape checker on for this test, unless it is marked `unchecked`; the value tells which."""
     on = CHECKED and request.node.get_closest_marker("unchecked") is None
-    jaxtyping.config.update("jaxtyping_disable", not on)
+    checker.switch(on)
     yield on
-    jaxtyping.config.update("jaxtyping_disable", True)
+    checker.switch(False)
+
+
+# `torch.manual_seed` also writes down the call stack for each kind of device that is not there: half a millisecond.
+seed_all = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test starts from the same random state, whatever ran before it and in whichever process."""
-    torch.manual_seed(20)
+    seed_all(20)
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: twenty thousand tests, torch, transformers. No garbage collection looks at it again."""
+    gc.freeze()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from malformed import PACKAGE, Call
@@ -77,11 +77,14 @@ GOOD: dict[str, Callable[[], Any]] = {
 
 
 def of(function: Callable[..., Any], /, **own: Any) -> Call:
-    """The function and the arguments that its signature asks for."""
+    """The function and the arguments that its signature asks for, and the keywords that a TypedDict of it names."""
     given = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in own or (name in GOOD and parameter.kind is not parameter.VAR_KEYWORD):
-            given[name] = own[name] if name in own else GOOD[name]()
+        options = get_args(parameter.annotation)[:1] if get_origin(parameter.annotation) is Unpack else ()
+        names = [key for typed in options for key in typed.__annotations__] or [name]
+        for key in names:
+            if key in own or (key in GOOD and (options or parameter.kind is not parameter.VAR_KEYWORD)):
+                given[key] = own[key] if key in own else GOOD[key]()
     return function, {name: what for name, what in given.items() if what is not LEAVE}
 
 

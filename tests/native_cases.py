@@ -20,10 +20,24 @@ from mask_cases import MASKS, Sizes
 from torch import Tensor
 
 from headwise import Mask
+from headwise.ops.native.gradient import Training
+from headwise.ops.native.lowering import Rules, lowered
+from headwise.ops.scoring import Scoring
 from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, ulp
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+
+
+def rules_of(mask: Mask, T: int, S: int) -> Rules:
+    """A mask alone in the operator's terms."""
+    return lowered(Scoring(mask, 1.0, None, None), T, S)
+
+
+def training_of(mask: Mask, *qkv: Tensor) -> Training:
+    """A call with this mask alone, as autograd keeps it."""
+    query, key, value = qkv
+    return Training(query, key, value, rules_of(mask, query.shape[2], key.shape[2]), 0.0, None)
 
 
 def weights_of(

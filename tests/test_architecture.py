@@ -29,7 +29,7 @@ TIERS = (
     {"__main__"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-ALONE = {"plan", "models"}  # import nothing of headwise; any room from cache up may import them
+ALONE = {"extras", "plan", "models"}  # import nothing of headwise; any room from cache up may import them
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
@@ -236,6 +236,37 @@ def no_architecture_names(tree: Tree) -> list[str]:
     return faults
 
 
+def circles(tree: Tree) -> list[str]:
+    """No file needs itself through others: imports inside functions count, too, those for types alone do not."""
+    files = {module_of(path): path for path in tree if path.endswith(".py") and "/" in path}
+
+    def file_of(name: str) -> str | None:
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    needs = {
+        name: {file_of(target) for target in inside(path, without_types(tree[path]))} - {name, None}
+        for name, path in files.items()
+    }
+    while leaves := [name for name, targets in needs.items() if not targets]:
+        needs = {name: targets - set(leaves) for name, targets in needs.items() if name not in leaves}
+    # What is left lies on a circle or needs one: those that nobody left needs are taken off, again and again.
+    while tops := needs.keys() - set().union(*needs.values()):
+        needs = {name: targets for name, targets in needs.items() if name not in tops}
+    return [f"{files[name]} lies on a circle with {', '.join(sorted(map(str, needs[name])))}" for name in sorted(needs)]
+
+
+@functools.cache
+def without_types(source: str) -> str:
+    """The source without `if TYPE_CHECKING` blocks."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    return ast.unparse(tree)
+
+
 def exports(tree: Tree) -> list[str]:
     """`__init__.pyi` is the table of contents: a docstring, re-exports `from .room import x as x`, the version."""
     faults = []
@@ -297,6 +328,10 @@ PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
         ("look/planted.py", "if isinstance(model, OPTModel): ...", "names 'OPT'"),
         ("look/planted.py", "MixtralAttention = None", "names 'Mixtral'"),
     ],
+    circles: [
+        ("ops/masks/rules.py", "from .compose import Mask", "ops/masks/rules.py lies on a circle"),
+        ("ops/scoring.py", "def f():\n    from .attention import attention", "ops/scoring.py lies on a circle"),
+    ],
     exports: [
         (CONTENTS, "from .shapes import Planted as Planted", "Planted is not in the list of exports"),
         (CONTENTS, "from .ops.masks import causal", "causal is imported without `as causal`"),
@@ -356,41 +391,3 @@ def test_the_version_is_one() -> None:
     import headwise
 
     assert headwise.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))["project"]["version"]
-
-
-# --- the C++ of csrc, as `.clang-format` lays it out ----------------------------------------------------------------
-
-CPP = {p.relative_to(ROOT / "csrc").as_posix(): p.read_text("utf8") for p in (ROOT / "csrc").rglob("*.*")}
-INTRINSIC = re.compile(r"\b(_mm\w*|__m\d\w*|asm|\w*intrin\.h|HW_BF16)\b")
-BODY = re.compile(r"\)( const| noexcept)*( -> [\w:<>*& ]+)? \{$")
-STATEMENT = re.compile(r"\s*(if|for|while|switch|else|do|catch|\})\b|\s*\}")
-
-
-def cpp_functions(source: str) -> Iterator[tuple[str, int]]:
-    """The first line of every function and lambda, and how many lines it has: from there to the brace below it."""
-    lines = source.splitlines()
-    for last in (n for n, line in enumerate(lines) if BODY.search(line)):
-        first = last
-        while sum(line.count("(") - line.count(")") for line in lines[first : last + 1]) < 0:
-            first -= 1
-        closing = re.match(" *", lines[first]).group() + "}"  # type: ignore[union-attr]
-        end = next((n for n in range(last + 1, len(lines)) if lines[n].startswith(closing)), len(lines) - 1)
-        if not STATEMENT.match(lines[first]):
-            yield lines[first].strip(), end - first + 1
-
-
-def cpp_faults(tree: Tree) -> list[str]:
-    sizes = [(path, name, n) for path, source in tree.items() for name, n in cpp_functions(source)]
-    faults = [f"{path}: {name} has {n} lines, at most {MAX_FUNCTION}" for path, name, n in sizes if n > MAX_FUNCTION]
-    lengths = sorted(n for _, _, n in sizes)
-    neutral = [path for path in tree if not path.startswith("simd/")]
-    faults += [f"{path}: {x} outside simd/" for path in neutral for x in INTRINSIC.findall(tree[path])]
-    return small_files(tree) + faults + ["long functions"] * (lengths[int(0.9 * (len(lengths) - 1))] > P90_FUNCTION)
-
-
-def test_the_rules_of_cpp() -> None:
-    assert len(list(cpp_functions("".join(CPP.values())))) > 400 and cpp_faults(CPP) == []
-    long = "int f(int x,\n      int y) {\n" + "  if (x) {\n  }\n" * 40 + "}\n"
-    assert "problem.h: int f(int x, has 83 lines, at most 80" in cpp_faults({"problem.h": long})
-    assert "problem.h has 401 lines, at most 400" in cpp_faults(CPP | {"problem.h": "\n" * 401})
-    assert "kernels/x.h: _mm_pause outside simd/" in cpp_faults(CPP | {"kernels/x.h": "_mm_pause();"})

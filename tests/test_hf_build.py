@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headwise.hf import ModelError
-from headwise.hf.building import check_what_is_built, parts_of
+from headwise.hf.building import check_what_is_built, module_classes
 from headwise.hf.interface import attention_modules, require_consulted
 
 TINY: dict[str, Any] = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8)
@@ -82,16 +82,16 @@ def test_what_was_built_with_another_name_may_be_switched() -> None:
 
 
 def test_what_the_source_says_a_model_is_built_from() -> None:
-    names = {part.__name__ for part in parts_of(transformers.LlamaModel)}
+    names = {part.__name__ for part in module_classes(transformers.LlamaModel)}
     assert {"LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm"} <= names
     assert "LlamaForCausalLM" not in names
 
     class Typed(transformers.LlamaModel):
         """Made at run time: a class without a file."""
 
-    assert parts_of(Typed) == parts_of(transformers.LlamaModel) - {transformers.LlamaModel} | {Typed}
-    assert parts_of(nn.Linear) == {nn.Linear}
-    assert "GitSelfAttention" in {part.__name__ for part in parts_of(transformers.GitModel)}, "by way of a table"
+    assert module_classes(Typed) == module_classes(transformers.LlamaModel) - {transformers.LlamaModel} | {Typed}
+    assert module_classes(nn.Linear) == {nn.Linear}
+    assert "GitSelfAttention" in {part.__name__ for part in module_classes(transformers.GitModel)}, "by way of a table"
 
 
 def test_attention_that_no_implementation_reaches_is_told() -> None:

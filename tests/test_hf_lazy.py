@@ -16,7 +16,7 @@ from transformers import masking_utils as theirs
 from headwise.cache import quantize
 from headwise.hf import ModelError, StructuralMask
 from headwise.hf.attention import headwise_attention, mask_of
-from headwise.hf.lazy import Lazy, Lent, given_back, lent
+from headwise.hf.lazy import Lazy, LazyKeys, from_model, to_model
 from headwise.hf.masks import headwise_mask
 from headwise.ops.masks import Mask
 from headwise.ops.storage.paged import PAGE, Paged
@@ -41,7 +41,7 @@ def eager(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def is_made(x: Lazy) -> bool:
-    return x._source.made is not None
+    return x._source.tensor is not None
 
 
 # -- what is asked of a tensor ----------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_a_mask_of_another_length_is_refused(sizes: tuple[int, int]) -> None:
         headwise_attention(nn.Linear(1, 1), q, k, v, made_mask())
 
 
-# -- what a cache lends -----------------------------------------------------------------------------------------------
+# -- keys of a cache -----------------------------------------------------------------------------------------------
 
 
 def quantized_pages() -> tuple[Any, Tensor]:
@@ -214,37 +214,37 @@ def quantized_pages() -> tuple[Any, Tensor]:
     return Paged(pages, table, PAGE + 3), whole[:, :, : PAGE + 3]
 
 
-def test_lent_keys_are_tensors_in_the_models_dtype() -> None:
-    held, exact = quantized_pages()
+def test_lazy_keys_are_tensors_in_the_models_dtype() -> None:
+    stored, exact = quantized_pages()
     for dtype in (torch.float32, torch.bfloat16):
-        key = lent(held, dtype)
-        assert isinstance(key, Lent) and key.shape == exact.shape and key.dtype == dtype and not is_made(key)
-        assert str(key) == f"Lent(Paged, shape={tuple(exact.shape)}, dtype={dtype})"
-        assert given_back(key) is held and given_back(key.detach()) is held
+        key = to_model(stored, dtype)
+        assert isinstance(key, LazyKeys) and key.shape == exact.shape and key.dtype == dtype and not is_made(key)
+        assert str(key) == f"LazyKeys(Paged, shape={tuple(exact.shape)}, dtype={dtype})"
+        assert from_model(key) is stored and from_model(key.detach()) is stored
         assert torch.equal(torch.cat([key, key], 1), torch.cat([exact, exact], 1).to(dtype))
         assert torch.equal(key.view(-1, 5), exact.to(dtype).reshape(-1, 5)), "laid out as it says"
         pages, table = torch.randn(4, 2, PAGE, 5), torch.tensor([[0, 2], [3, 1]])
-        cut = lent(Paged(pages, table, 7), dtype)
+        cut = to_model(Paged(pages, table, 7), dtype)
         assert torch.equal(cut.view(-1), pages[[0, 3], :, :7].flatten())
         assert torch.equal(copy.copy(key)[:, :1].mT, exact[:, :1].mT.to(dtype))
     plain = torch.ones(2)
-    assert lent(plain, torch.float16) is plain and given_back(plain) is plain
+    assert to_model(plain, torch.float16) is plain and from_model(plain) is plain
 
 
 def test_keys_that_a_model_has_written_to_are_those_attended() -> None:
-    held, exact = quantized_pages()
-    key = lent(held, torch.float32)
+    stored, exact = quantized_pages()
+    key = to_model(stored, torch.float32)
     key.mul_(2.0)
-    assert torch.equal(given_back(key), 2 * exact)
+    assert torch.equal(from_model(key), 2 * exact)
 
 
 @pytest.mark.parametrize("computed", ["key", "value"])
 def test_keys_in_pages_beside_values_that_the_model_made(computed: str) -> None:
     """As DiffLlama's: it joins its values anew, and leaves its keys where they lie."""
-    held, exact = quantized_pages()
+    stored, exact = quantized_pages()
     q = torch.randn(2, 4, 1, 5)
     whole = headwise_attention(nn.Module(), q, exact, exact, None)[0]
-    pair = {name: lent(held, torch.float32) for name in ("key", "value")}
+    pair = {name: to_model(stored, torch.float32) for name in ("key", "value")}
     pair[computed] = torch.cat([pair[computed]])
     out = headwise_attention(nn.Module(), q, pair["key"], pair["value"], None)[0]
     torch.testing.assert_close(out, whole, atol=2e-6, rtol=2e-6)

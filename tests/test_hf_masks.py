@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from typing import Any
 
 import pytest
 import torch
-from hf_measure import counted, distance
+from hf_measure import counted, distance, logged
 from hf_models import BY_NAME, VOCAB, B, T, inputs, logits, padding, token_ids
 from torch import Tensor
 from transformers import StaticCache
@@ -155,7 +154,7 @@ def test_what_is_not_understood_is_evaluated() -> None:
         assert torch.equal(drawn(found.mask, frame), truth(both, frame, pad))
 
 
-def test_a_reader_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_reader_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """If an upgrade changes what a window means, its closure looks the same; trying it out tells."""
 
     def other_overlay(sliding_window: int) -> Any:
@@ -167,10 +166,10 @@ def test_a_reader_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(theirs, "sliding_window_overlay", other_overlay)
     closures.trusted_readers.cache_clear()
     try:
-        with caplog.at_level(logging.WARNING, "headwise.hf"):
+        with logged() as text:
             function = theirs.sliding_window_causal_mask_function(3)
             assert read_mask(function, FRAMES["square"]) is None
-        assert "sliding_window_overlay has changed its meaning" in caplog.text
+        assert "sliding_window_overlay has changed its meaning" in text.getvalue()
         found = headwise_mask(B, 7, 7, mask_function=function)
         assert torch.equal(drawn(found.mask, FRAMES["square"]), truth(function, FRAMES["square"], None))
         assert read_mask(FUNCTIONS["causal"], FRAMES["square"]) is not None
@@ -184,16 +183,16 @@ def test_all_readers_agree_with_the_installed_transformers() -> None:
         assert len(closures.trusted_readers()) == 8
 
 
-def test_factories_that_are_gone_leave_dense_masks(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_factories_that_are_gone_leave_masks_to_be_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is gone takes along its own reader and those that rely on it, and no other."""
     monkeypatch.delattr(theirs, "sliding_window_overlay")
     closures.trusted_readers.cache_clear()
     frame = FRAMES["square"]
     try:
-        with caplog.at_level(logging.WARNING, "headwise.hf"):
+        with logged() as text:
             assert read_mask(FUNCTIONS["window"], frame) is None
             assert read_mask(theirs.causal_mask_function, frame) is not None
-        assert "sliding_window_overlay has changed" in caplog.text and "evaluated densely" in caplog.text
+        assert "sliding_window_overlay has changed" in text.getvalue() and "evaluated, not read" in text.getvalue()
         found = headwise_mask(B, 7, 7, mask_function=FUNCTIONS["window"])
         assert torch.equal(drawn(found.mask, frame), truth(FUNCTIONS["window"], frame, None))
     finally:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from headwise.hf import ModelError
 from headwise.hf.tokens import bos_id, delimiters, encode
@@ -19,6 +20,13 @@ class Letters:
     bos_token_id: int | None = None
     cls_token_id: int | None = None
 
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The same tokens, for the process that counts them."""
+        backend = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="a"))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        return backend
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
         return [ord(letter) for letter in text]
@@ -26,7 +34,7 @@ class Letters:
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
-    def __call__(self, text: str, return_offsets_mapping: bool) -> dict[str, Any]:
+    def __call__(self, text: str, return_offsets_mapping: bool = False) -> dict[str, Any]:
         found: dict[str, Any] = {"input_ids": [ord(letter) for letter in text]}
         return found | ({"offset_mapping": [(i, i + 1) for i in range(len(text))]} if return_offsets_mapping else {})
 

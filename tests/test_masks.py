@@ -12,13 +12,12 @@ import pytest
 import torch
 from backends import attend, quick
 from mask_cases import LONG, MASKS, SHORT, SIZES, SQUARE, TILED, UNEQUAL, Sizes, dense
+from native_cases import rules_of, training_of
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import headwise
 import headwise.testing
-from headwise.ops.native import lowered
-from headwise.ops.native.gradient import Problem
 from headwise.shapes.kinds import FAR
 from headwise.testing import make_qkv
 
@@ -132,8 +131,8 @@ def test_every_small_band(T: int, S: int) -> None:
         for made, seen in ((mask, sees.expand(T, S)), (before & mask, (seen_before & sees).expand(T, S))):
             told = f"{made} at T = {T}, S = {S}"
             assert torch.equal(made.allowed(T, S)[0, 0], seen), told  # type: ignore[index]
-            trimmed = made.trimmed(T, S)
-            assert torch.equal(seen, torch.ones_like(seen) if trimmed is None else trimmed.allowed(T, S)[0, 0]), told  # type: ignore[index]
+            trimmed = made.trimmed(T, S).allowed(T, S)
+            assert torch.equal(seen, torch.ones_like(seen) if trimmed is None else trimmed[0, 0]), told
             bounds = made.bounds(T, S)
             assert bounds is None or torch.equal((j >= bounds[0].mT) & (j < bounds[1].mT), seen), told
             assert (bounds is None) == any(part.kept for part in made.parts), told
@@ -146,9 +145,8 @@ def test_every_small_band(T: int, S: int) -> None:
                 low, high = (-99 if band[0] is None else low), (99 if band[1] is None else high)
                 assert torch.equal((j >= i + low) & (j < i + high), seen), told
             if len({part.first for part in made.parts if part.left is not None}) <= 1:
-                problem = Problem(*qkv, 1.0, 0.0, None, *lowered(made, T, S), 0.0, None)
-                back = problem.mask
-                assert torch.equal(seen, torch.ones_like(seen) if back is None else back.allowed(T, S)[0, 0]), told  # type: ignore[index]
+                back = training_of(made, *qkv).mask.allowed(T, S)
+                assert torch.equal(seen, torch.ones_like(seen) if back is None else back[0, 0]), told
         before, seen_before = mask, sees
 
 
@@ -322,7 +320,7 @@ def test_offsets_far_out_are_cut_off() -> None:
             assert bool((mask.allowed(n.T, n.S) == far.allowed(n.T, n.S)).all())
             assert bool((mask.at(i, j, n.T, n.S)[0] == far.at(i, j, n.T, n.S)[0]).all())  # type: ignore[union-attr]
             assert all(map(torch.equal, mask.bounds(n.T, n.S), far.bounds(n.T, n.S)))  # type: ignore[arg-type]
-            bounds = lowered(mask, n.T, n.S).bounds
+            bounds = rules_of(mask, n.T, n.S).bounds
             assert bounds is not None and int(bounds.abs().max()) <= 2 * FAR
         slopes = torch.ones(n.H)
         ours = headwise.alibi(slopes, offset=torch.tensor([offset])).added(n.T, n.S)

@@ -9,6 +9,7 @@ import torch
 from backends import MUST, instructions, natives, needs_native
 from gradient_cases import SEED, Case, textbook
 from mask_cases import MASKS, SHORT, Sizes
+from native_cases import rules_of
 from torch import Tensor
 
 import headwise
@@ -215,7 +216,7 @@ def operator_calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     qkv, far = make_qkv(*n), native.FAR
     names = ("causal & lengths", "segments (B,)", "keep BHTS", "alibi (B,)")
     mask = headwise.Mask(tuple(part for name in names for part in MASKS[name](n).mask.parts))
-    rules, none = native.lowered(mask, n.T, n.S), (-far, far, None, None, None, None, None, None)
+    rules, none = rules_of(mask, n.T, n.S)[3:], (-far, far, None, None, None, None, None, None)
     learning = make_qkv(*n, requires_grad=True)
     bias, slopes, sinks = (torch.rand(shape, requires_grad=True) for shape in ((1, 4, 5, 7), (1, 4), (4,)))
     diagonals = torch.rand(1, 4, n.T + n.S - 1, requires_grad=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from backends import needs_native
-from mask_cases import MASKS, SHORT, SIZES, TILED, Sizes
+from mask_cases import MASKS, SHORT, SIZES, TILED, UNEQUAL, Sizes
+from native_cases import rules_of, training_of
 from test_meaning import EMPTY_ROWS, EXTRAS, options_of
 from torch import Tensor
 
@@ -20,7 +22,6 @@ import headwise
 from headwise.ops.masks.rules import Lengths
 from headwise.ops.native import backend as native
 from headwise.ops.native import library as native_library
-from headwise.ops.native.gradient import Problem
 from headwise.testing import assert_same_bits, largest_tensor, make_qkv
 
 
@@ -210,19 +211,15 @@ def test_it_is_loaded_by_tracing_too(trace: str) -> None:
 # -- masks on the way in -----------------------------------------------------------------------------------------------
 
 
-def problem(mask: headwise.Mask | None, n: Sizes) -> Problem:
-    return Problem(*make_qkv(*n), 1.0, 0.0, None, *native.lowered(mask, n.T, n.S), 0.0, None)
-
-
 @pytest.mark.parametrize("name", [*MASKS, *(f"empty rows: {name}" for name in EMPTY_ROWS)])
 def test_a_mask_survives_the_way_in_and_back(name: str) -> None:
     """Lowered to the operator's arguments and read back, it says the same of every pair."""
     for n in (*SIZES, TILED) if name in MASKS else (SHORT,):
         mask = MASKS[name](n).mask if name in MASKS else EMPTY_ROWS[name.removeprefix("empty rows: ")]
-        back = problem(mask, n).mask
+        back = training_of(mask, *make_qkv(*n)).mask
         for ours, given in (
-            (back and back.allowed(n.T, n.S), mask.allowed(n.T, n.S)),
-            (back and back.added(n.T, n.S), mask.added(n.T, n.S)),
+            (back.allowed(n.T, n.S), mask.allowed(n.T, n.S)),
+            (back.added(n.T, n.S), mask.added(n.T, n.S)),
         ):
             expanded = [None if x is None else x.expand(n.B, n.H, n.T, n.S) for x in (ours, given)]
             if expanded[0] is None or expanded[1] is None:
@@ -235,13 +232,13 @@ def test_a_mask_survives_the_way_in_and_back(name: str) -> None:
 
 
 def test_bands_become_two_numbers() -> None:
-    lowered = native.lowered(headwise.causal() & headwise.window(4) & headwise.window(9, 2, offset=5), 3, 10)
-    assert lowered == (4, 8, None, None, None, None, None, None)
+    rules = rules_of(headwise.causal() & headwise.window(4) & headwise.window(9, 2, offset=5), 3, 10)
+    assert rules == (1.0, 0.0, None, 4, 8, None, None, None, None, None, None)
 
 
 def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
     mask = headwise.causal(offset=torch.tensor([2, 5])) & headwise.lengths(torch.tensor([4]), torch.tensor([0, 1]))
-    bounds = native.lowered(mask & headwise.window(3, 9), 3, 10).bounds
+    bounds = rules_of(mask & headwise.window(3, 9), 3, 10).bounds
     assert bounds is not None and bounds.tolist() == [[5, 3, 0, 4], [5, 6, 1, 4]]
     mask = headwise.window(3, 9, offset=torch.tensor([9, 5])) & headwise.window(4, None, offset=torch.tensor([8]))
     mask = (
@@ -249,14 +246,14 @@ def test_lengths_and_offsets_become_four_numbers_a_row() -> None:
         & headwise.lengths(torch.tensor([4, 9]), torch.tensor([2]))
         & headwise.lengths(torch.tensor([6]), torch.tensor([3]))
     )
-    bounds = native.lowered(mask & headwise.window(2, 1), 3, 10).bounds
+    bounds = rules_of(mask & headwise.window(2, 1), 3, 10).bounds
     assert bounds is not None and bounds.tolist() == [[7, 9, 3, 4], [6, 9, 3, 6]]
 
 
 @pytest.mark.parametrize("index", [torch.tensor([1.0, 2.0]), torch.tensor([True, False])])
 def test_no_conversion_hides_a_wrong_index(index: Tensor) -> None:
     with pytest.raises(TypeError, match="an index is an integer tensor"):
-        native.lowered(headwise.Mask((Lengths(index),)), 3, 4)
+        rules_of(headwise.Mask((Lengths(index),)), 3, 4)
 
 
 @needs_native
@@ -314,6 +311,41 @@ def test_the_short_way_is_taken_and_is_the_long_one(name: str, monkeypatch: pyte
         short if isinstance(short, tuple) else (short,), long if isinstance(long, tuple) else (long,), strict=True
     ):
         assert_same_bits(x, y)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_short_way_serves_what_the_kernel_can(dtype: torch.dtype) -> None:
+    """It falls back for no mask, size or option of the suite that the full path would give to the kernel as well."""
+    fallen, calls = [], 0
+    for (name, build), n in itertools.product(MASKS.items(), (*SIZES, *UNEQUAL, TILED)):
+        if name.endswith("(B,)") and n.B == 1:
+            continue
+        for extra in (None, *EXTRAS):
+            options = {} if extra is None else options_of(extra, n)
+            arguments = {"mask": build(n).mask, "scale": None, "softcap": None, "sinks": None, "dropout": 0.0}
+            arguments |= {"gate": None, "return_lse": False} | options
+            if arguments["dropout"]:  # needs a seed
+                continue
+            calls += 1
+            if native.at_once(*make_qkv(*n, dtype=dtype), **arguments) is None:
+                fallen.append((name, n, extra))
+    assert not fallen and calls > 500
+
+
+@needs_native
+@pytest.mark.parametrize("option", [{}, {"softcap": 2.0}])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a defect"), MemoryError("no room"), IndexError("list index out of range")]
+)
+def test_a_defect_is_no_slow_way(option: dict[str, float], error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(native_library, "attend", fails)
+    monkeypatch.setattr(native_library, "attend_full", fails)
+    with pytest.raises(type(error), match=str(error)):
+        headwise.attention(*make_qkv(*SHORT), **option)
 
 
 LONG_WAY: dict[str, Callable[[], Any]] = {

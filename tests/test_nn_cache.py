@@ -13,6 +13,7 @@ import headwise
 from headwise import LatentAttention, MultiHeadAttention
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from headwise.nn import InnerAttention, Rotary
+from headwise.nn.cached import Cache, Traits, traits_of
 
 B, T, M, H, K, D = 3, 23, 28, 6, 2, 8
 WINDOW = 5
@@ -173,3 +174,73 @@ def test_what_is_wrong_is_said_before_the_cache_has_it(
         mha(torch.randn(B, T, M), cache=cache, **wrong)
     assert text in str(caught.value)
     assert cache.lengths == [0] * B
+
+
+# -- what a module asks of a cache -------------------------------------------------------------------------------------
+
+
+class Least:
+    """A cache of one's own, with no more than a module requires."""
+
+    def __init__(self) -> None:
+        self.lengths, self.tokens = [0] * B, torch.empty(2, B, K, 0, D)
+
+    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Any = None) -> None:
+        assert value is not None and lengths is None
+        self.tokens = torch.cat([self.tokens, torch.stack([key, value])], dim=3)
+        self.lengths = [self.tokens.shape[3]] * B
+
+    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Tensor:
+        rule = headwise.causal() if mask is None else headwise.causal() & mask
+        return headwise.attention(query, *self.tokens, mask=rule, **options)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_caches_are_what_modules_ask_for(name: str) -> None:
+    cache = CACHES[name]()
+    assert isinstance(cache, Cache)
+    rolling = name.startswith("rolling")
+    assert traits_of(cache) == Traits(True, 4 if rolling else None, not rolling, D)
+
+
+@pytest.mark.unchecked
+def test_what_a_cache_may_leave_out() -> None:
+    class Keys(Least):
+        keys = property(lambda self: pytest.fail("they may be a copy: nobody has asked for them"))
+
+    least: Any = Least()
+    keys: Any = Keys()
+    assert traits_of(least) == Traits(True, None, False, None)
+    assert traits_of(keys).has_keys
+    assert not traits_of(StaticCache(B, K, D, capacity=7, causal=False)).causal
+
+
+@pytest.mark.unchecked
+@torch.no_grad()
+def test_a_cache_of_ones_own() -> None:
+    mha, x = module(), torch.randn(B, T, M)
+    cache: Any = Least()
+    out = torch.cat([mha(chunk, cache=cache)[0] for chunk in x.split([11, 1, 11], dim=1)], dim=1)
+    torch.testing.assert_close(out, mha(x, mask=headwise.causal()), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("name", ["static", "paged", "rolling"])
+def test_a_view_is_what_the_op_attends(name: str, dtype: torch.dtype) -> None:
+    """With the columns of each row; under a window that the rows' own lengths do not show."""
+    kinds: dict[str, Callable[[], KVCache]] = {
+        "static": lambda: StaticCache(B, K, D, capacity=300, dtype=dtype),
+        "paged": lambda: PagedCache(PagePool(9, K, D, dtype=dtype), B),
+        "rolling": lambda: RollingCache(B, K, D, window=WINDOW, chunk=128, dtype=dtype),
+    }
+    cache = kinds[name]()
+    for count in (128, 128, 30):
+        cache.append(*torch.randn(2, B, K, count, D), lengths=[count, count, 17])
+    assert cache.lengths == [286, 286, 51]
+    query, columns = torch.randn(B, H, 1, D), cache.columns
+    assert columns == (cache.lengths if name != "rolling" else [158, 158, 51])
+    rule = headwise.lengths(torch.tensor(columns))
+    if name == "rolling":
+        rule = rule & headwise.window(WINDOW, offset=torch.tensor(columns) - 1)
+    out = headwise.attention(query, *cache.view(), mask=rule)
+    torch.testing.assert_close(out, headwise.attention(query, cache), rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Key-value caches: what is kept of keys and values, and how it is attended as it lies."""
+"""Key-value caches: keys and values of earlier tokens, and attention to them in the form in which they are stored."""
 
 from ..ops.storage.int8 import Quantized
 from .base import KVCache

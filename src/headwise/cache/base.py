@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from functools import reduce
+from operator import and_
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +14,23 @@ from torch import Tensor
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep, lengths
-from ..shapes.kinds import check_tensor
-from .checks import check_append
+from ..ops.storage.int8 import Quantized
+from ..ops.storage.paged import Paged
+from ..shapes import DTYPES, describe
+from ..shapes.kinds import check_tensor, shown, whole_numbers
 
-Side = Literal["right", "left"]
+Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
+Stored: TypeAlias = Tensor | Quantized | Paged
+"""Keys or values (B, K, S, n) in the form that a cache stores them in."""
+
+
+class _Append(NamedTuple):
+    """The last append: its tokens T, how many of them are real in each row, and on which side the padding is."""
+
+    tokens: int
+    counts: list[int]
+    side: Side
 
 
 class KVCache(ABC):
@@ -24,6 +38,9 @@ class KVCache(ABC):
 
     State is explicit: a cache is handed in and handed back; each method that changes it returns it. Where a call is
     refused, nothing has changed.
+
+    Other rooms use what is public here. The op calls `attend`; a module reads `lengths`, `causal` and `chunk`, calls
+    `append` and `attend`, and latent attention reads `keys`; whoever attends by itself takes `view` and `columns`.
 
     Attributes:
         batch: rows B.
@@ -34,7 +51,10 @@ class KVCache(ABC):
         shared: the values are the first V columns of the keys (MLA's latent); `append` takes no values then.
         causal: queries see no later key. False for cross-attention.
         lengths: tokens that each row has seen.
+        chunk: the most tokens of one append; None for any number.
     """
+
+    chunk: int | None = None
 
     def __init__(
         self,
@@ -51,9 +71,8 @@ class KVCache(ABC):
         self.value_dim = head_dim if value_dim is None else value_dim
         self.dtype, self.shared, self.causal = dtype, shared, causal
         self.lengths = [0] * batch
-        # The last append: its tokens T, how many of them are real in each row, and on which side the others lie.
-        self._last: tuple[int, list[int], Side] = (0, [0] * batch, "right")
-        self._given = torch.float32  # the dtype in which tokens came, and that int8 is given back in
+        self._last = _Append(0, [0] * batch, "right")
+        self._input_dtype = torch.float32  # of the last tokens; `keys` of int8 are read in it
 
     # -- what a cache must do ------------------------------------------------------------------------------------------
 
@@ -65,7 +84,19 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where keys and values lie."""
+        """Where keys and values are."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> Tensor | None:
+        """(B, K, S, D) up to the longest row's end, of row b its first ``lengths[b]``; None where not all are kept."""
+
+    @abstractmethod
+    def view(self) -> tuple[Stored, Stored]:
+        """Keys and values up to the longest row's end, as `headwise.attention` takes them; nothing is copied.
+
+        Row b attends its first ``columns[b]`` of them.
+        """
 
     @abstractmethod
     def _make_room(self, counts: list[int]) -> None:
@@ -74,10 +105,6 @@ class KVCache(ABC):
     @abstractmethod
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
         """Keeps, of each row, `counts` tokens from `starts` on."""
-
-    @abstractmethod
-    def _held(self, length: int) -> tuple[Any, Any]:
-        """Keys and values up to the longest row's end, in the order of the columns that `_columns` counts."""
 
     @abstractmethod
     def truncate(self: CacheT, lengths: int | Sequence[int]) -> CacheT:
@@ -89,15 +116,16 @@ class KVCache(ABC):
 
     @abstractmethod
     def fork(self: CacheT) -> CacheT:
-        """Another cache with the same tokens, that goes its own way from here."""
+        """Another cache with the same tokens; from here on changes of one do not reach the other."""
 
-    def _columns(self) -> list[int]:
-        """Columns of keys that each row has to attend."""
+    @property
+    def columns(self) -> list[int]:
+        """Keys of `view` that each row attends: its tokens, but for those that a rolling cache has dropped."""
         return self.lengths
 
-    def _extra(self, offset: Tensor | None) -> Mask | None:
+    def _rule(self, offset: Tensor | None) -> Mask:
         """A rule of the cache's own; `offset` (B,): the column of the first query, None where all end together."""
-        return causal(offset=offset) if self.causal else None
+        return causal(offset=offset) if self.causal else Mask(())
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -122,75 +150,69 @@ class KVCache(ABC):
             key: (B, K, T, D) in the cache's dtype (any float dtype for int8).
             value: (B, K, T, V); None where values are shared with the keys.
             lengths: (B,) how many of the T tokens are real in each row; all by default.
-            side: where the padding lies: `"right"` behind the real tokens, or `"left"` before them.
+            side: the side of the padding: `"right"` behind the real tokens, or `"left"` before them.
 
         Raises:
             TypeError: a dtype that is not the cache's, or no tensors; `lengths` that are no whole numbers.
             ValueError: sizes or a device that do not fit, or no room; the cache is unchanged.
         """
-        T, counts = check_append(self, key, value, lengths, side)
+        T, counts = _check_append(self, key, value, lengths, side)
         self._make_room(counts)
         starts = [T - count if side == "left" else 0 for count in counts]
         self._write(key, value, counts, starts)
         self.lengths = [have + count for have, count in zip(self.lengths, counts, strict=True)]
-        self._last, self._given = (T, counts, side), key.dtype
+        self._last, self._input_dtype = _Append(T, counts, side), key.dtype
         return self
 
     def attend(self, query: Tensor, *, mask: Mask | Tensor | None = None, **options: Any) -> Any:
-        """Attention of queries to all that is held: `headwise.attention(query, cache)`.
+        """Attention of queries to all keys in the cache: `headwise.attention(query, cache)`.
 
         The T queries are those of the last tokens of each row: query i of a row with n tokens sees its keys
         ``j <= i + n - T``. Where the last `append` had T tokens too, some of them padding, queries of padding give 0.
 
         Args:
             query: (B, H, T, D).
-            mask: what more is asked, such as `window(1024)`; places are counted among the keys that are held.
+            mask: a further rule, such as `window(1024)`; places are counted among the keys in the cache.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse`, ... of `headwise.attention`.
         """
         if not isinstance(query, Tensor) or query.is_nested:
             check_tensor("query", query, "a tensor (B, H, T, D)")
         T = query.shape[2] if query.ndim == 4 else 0
-        columns = self._columns()
-        S = max(columns, default=0)
+        columns = self.columns
         if query.ndim != 4 or (query.shape[0], query.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
                 f"a cache of {self.batch} rows is attended by query (B, H, T, D) = ({self.batch}, H, T, {self.head_dim}"
                 f"); got {tuple(query.shape)}; reorder() gives it other rows"
             )
-        if S == 0:
+        if max(columns, default=0) == 0:
             raise ValueError("an empty cache has nothing to attend; append keys and values first")
-        key, value = self._held(S)
-        return attention(query, key, value, mask=self._mask(T, S, columns, as_mask(mask), query.device), **options)
+        key, value = self.view()
+        rules = self._mask(T, columns, as_mask(mask), query.device)
+        return attention(query, key, value, mask=rules if rules.parts else None, **options)
 
-    def _mask(self, T: int, S: int, columns: list[int], mask: Mask | None, device: torch.device) -> Mask | None:
-        last, counts, side = self._last
-        counts = counts if last == T else [T] * self.batch
-        if all(n == S for n in columns) and (all(n == T for n in counts) or side == "left"):
-            found, padded = self._extra(None), any(n != T for n in counts)
-        else:
-            first = [n - (T if side == "left" else count) for n, count in zip(columns, counts, strict=True)]
-            offset = torch.tensor(first, device="cpu")
-            found, padded = self._extra(offset), any(n != T for n in counts)
-            ends = lengths(torch.tensor(columns, device="cpu"))
-            found = ends if found is None else ends & found
-            mask = None if mask is None else mask.placed(offset)
-        if padded:
-            i = torch.arange(T, device="cpu")
-            n = torch.tensor(counts, device="cpu")[:, None]
-            real = i >= T - n if side == "left" else i < n
-            found = keep(real[:, None, :, None]) if found is None else found & keep(real[:, None, :, None])
-        both = found if mask is None else mask if found is None else found & mask
-        return both if both is None or device.type == "cpu" else both.to(device)
+    def _mask(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:
+        """What T queries may attend: by the cache's own rule and the caller's; queries of padding attend nothing."""
+        counts = self._last.counts if self._last.tokens == T else [T] * self.batch
+        side = self._last.side
+        offset = _offset(T, columns, counts, side)
+        rules = [self._rule(offset)]
+        if offset is not None:
+            rules.insert(0, lengths(torch.tensor(columns, device="cpu")))
+            mask = mask.placed(offset)
+        if any(n != T for n in counts):
+            rules.append(_real_queries(T, counts, side))
+        both = _all_of([*rules, mask])
+        return both if device.type == "cpu" else both.to(device)
 
     def _shorten(self, lengths: list[int]) -> None:
         """What all caches know of their rows, for `truncate`: where tokens went, the last append is no more."""
         if lengths != self.lengths:
-            self.lengths, self._last = lengths, (0, [0] * self.batch, "right")
+            self.lengths, self._last = lengths, _Append(0, [0] * self.batch, "right")
 
     def _take_rows(self, rows: list[int]) -> None:
         """What all caches know of a row, for `reorder`."""
-        last, counts, side = self._last
-        self.lengths, self._last = [self.lengths[r] for r in rows], (last, [counts[r] for r in rows], side)
+        self.lengths = [self.lengths[r] for r in rows]
+        self._last = self._last._replace(counts=[self._last.counts[r] for r in rows])
         self.batch = len(rows)
 
     def __repr__(self) -> str:
@@ -198,3 +220,62 @@ class KVCache(ABC):
             f"{type(self).__name__}(batch={self.batch}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"value_dim={self.value_dim}, dtype={self.dtype}, lengths={self.lengths})"
         )
+
+
+def _offset(T: int, columns: list[int], counts: list[int], side: Side) -> Tensor | None:
+    """(B,): the column of each row's first query; None where the last query of every row has the last column."""
+    padded_right = side == "right" and any(n != T for n in counts)
+    if len(set(columns)) == 1 and not padded_right:
+        return None
+    first = [n - (T if side == "left" else count) for n, count in zip(columns, counts, strict=True)]
+    return torch.tensor(first, device="cpu")
+
+
+def _real_queries(T: int, counts: list[int], side: Side) -> Mask:
+    """The queries that are no padding: the first `counts` of each row, or the last where padding is on the left."""
+    i, n = torch.arange(T, device="cpu"), torch.tensor(counts, device="cpu")[:, None]
+    real = i >= T - n if side == "left" else i < n
+    return keep(real[:, None, :, None])
+
+
+def _all_of(masks: list[Mask]) -> Mask:
+    """All masks together; the very object where one alone restricts, for it keeps what it has worked out."""
+    restricting = [mask for mask in masks if mask.parts]
+    return reduce(and_, restricting) if restricting else Mask(())
+
+
+def _check_append(
+    cache: KVCache, key: Tensor, value: Tensor | None, lengths: Sequence[int] | Tensor | None, side: str
+) -> tuple[int, list[int]]:
+    """(T, real tokens of each row) of an append that fits."""
+    B, K = cache.batch, cache.num_kv_heads
+    if (value is None) != cache.shared:
+        rule = "shares its values with the keys: append(key)" if cache.shared else "takes append(key, value)"
+        raise ValueError(f"this cache {rule}; got {'no value' if value is None else 'a value'}")
+    T = -1
+    keys: list[tuple[str, Any, int]] = [("key", key, cache.head_dim)]
+    for name, x, width in keys if value is None else [*keys, ("value", value, cache.value_dim)]:
+        check_tensor(name, x, f"a tensor (B, K, T, n) of {cache.dtype}")
+        T = x.shape[2] if x.ndim == 4 and name == "key" else T
+        if tuple(x.shape) != (B, K, T, width):
+            raise ValueError(
+                f"this cache takes {name} (B, K, T, {'D' if name == 'key' else 'V'}) = ({B}, {K}, T, {width}); got "
+                f"{tuple(x.shape)}"
+            )
+        if x.dtype not in (DTYPES if cache.dtype == torch.int8 else (cache.dtype,)):
+            raise TypeError(
+                f"this cache keeps {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
+                "dtype"
+            )
+        if x.device != cache.device:
+            raise ValueError(
+                f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
+            )
+    if not isinstance(side, str) or side not in ("right", "left"):
+        raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
+    if lengths is None:
+        return T, [T] * B
+    counts = whole_numbers("lengths", lengths)
+    if len(counts) != B or any(not 0 <= n <= T for n in counts):
+        raise ValueError(f"lengths are (B,) = ({B},) numbers from 0 to T = {T}; got {counts}")
+    return T, counts

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..shapes import DTYPES, describe
-from ..shapes.kinds import check_counts, check_device, check_dtype, check_flags, check_tensor, shown, whole_numbers
-
-if TYPE_CHECKING:
-    from .base import KVCache
+from ..shapes import DTYPES
+from ..shapes.kinds import check_counts, check_device, check_dtype, check_flags, whole_numbers
 
 
-def check_made(
+def check_cache_sizes(
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int | None,
@@ -34,58 +31,20 @@ def check_made(
         raise ValueError(f"shared values are columns of the keys: value_dim <= head_dim; got {value_dim} > {head_dim}")
 
 
-def check_append(
-    cache: KVCache, key: Tensor, value: Tensor | None, lengths: Sequence[int] | Tensor | None, side: str
-) -> tuple[int, list[int]]:
-    """(T, real tokens of each row) of an append that fits."""
-    B, K = cache.batch, cache.num_kv_heads
-    if (value is None) != cache.shared:
-        rule = "shares its values with the keys: append(key)" if cache.shared else "takes append(key, value)"
-        raise ValueError(f"this cache {rule}; got {'no value' if value is None else 'a value'}")
-    T = -1
-    given: list[tuple[str, Any, int]] = [("key", key, cache.head_dim)]
-    for name, x, width in given if value is None else [*given, ("value", value, cache.value_dim)]:
-        check_tensor(name, x, f"a tensor (B, K, T, n) of {cache.dtype}")
-        T = x.shape[2] if x.ndim == 4 and name == "key" else T
-        if tuple(x.shape) != (B, K, T, width):
-            raise ValueError(
-                f"this cache takes {name} (B, K, T, {'D' if name == 'key' else 'V'}) = ({B}, {K}, T, {width}); got "
-                f"{tuple(x.shape)}"
-            )
-        if x.dtype not in (DTYPES if cache.dtype == torch.int8 else (cache.dtype,)):
-            raise TypeError(
-                f"this cache keeps {cache.dtype}; got a {name} of {x.dtype}; convert it, or make the cache with that "
-                "dtype"
-            )
-        if x.device != cache.device:
-            raise ValueError(
-                f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
-            )
-    if not isinstance(side, str) or side not in ("right", "left"):
-        raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
-    if lengths is None:
-        return T, [T] * B
-    counts = whole_numbers("lengths", lengths)
-    if len(counts) != B or any(not 0 <= n <= T for n in counts):
-        raise ValueError(f"lengths are (B,) = ({B},) numbers from 0 to T = {T}; got {counts}")
-    return T, counts
-
-
 def check_rows(rows: Tensor | Sequence[int], batch: int) -> list[int]:
     """Row numbers of a batch."""
-    found = whole_numbers("rows", rows)
-    if not found or any(not 0 <= r < batch for r in found):
-        raise ValueError(f"rows are numbers from 0 to {batch - 1}, at least one; got {found}")
-    return found
+    numbers = whole_numbers("rows", rows)
+    if not numbers or any(not 0 <= r < batch for r in numbers):
+        raise ValueError(f"rows are numbers from 0 to {batch - 1}, at least one; got {numbers}")
+    return numbers
 
 
-def check_truncate(cache: KVCache, lengths: int | Sequence[int]) -> list[int]:
-    """The new length of each row; none may grow."""
+def check_truncate(before: list[int], lengths: int | Sequence[int]) -> list[int]:
+    """The new length of each row, of the `before` tokens that it has; none may grow."""
     one = isinstance(lengths, int) and not isinstance(lengths, bool)
-    wanted = whole_numbers("lengths", [lengths] * cache.batch if one else lengths)
-    if len(wanted) != cache.batch or any(not 0 <= n <= have for n, have in zip(wanted, cache.lengths, strict=False)):
+    wanted = whole_numbers("lengths", [lengths] * len(before) if one else lengths)
+    if len(wanted) != len(before) or any(not 0 <= n <= have for n, have in zip(wanted, before, strict=False)):
         raise ValueError(
-            f"truncate keeps the first tokens of each row, at most what is there; got {wanted} for lengths "
-            f"{cache.lengths}"
+            f"truncate keeps the first tokens of each row, at most what is there; got {wanted} for lengths {before}"
         )
     return wanted

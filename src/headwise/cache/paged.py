@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.storage.held import in_one_piece
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
 from ..shapes.kinds import check_counts, check_flags, shown
-from .base import KVCache
-from .checks import check_made, check_rows, check_truncate
+from .base import KVCache, Stored
+from .checks import check_cache_sizes, check_rows, check_truncate
 from .store import Store
 
 PagedT = TypeVar("PagedT", bound="PagedCache")
@@ -32,10 +32,10 @@ class PagePool:
         page_size: tokens of a page, a multiple of 128 (default), the tile of the native kernel.
         dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
         shared: values are the first V columns of the keys (MLA's latent).
-        device: where it lies.
+        device: of the pages.
 
     Attributes:
-        free: pages that nobody holds.
+        free: pages in no use.
         page_nbytes: bytes of a page.
     """
 
@@ -52,7 +52,7 @@ class PagePool:
         device: torch.device | str | None = None,
     ) -> None:
         sizes: dict[str, Any] = {"num_pages": num_pages, "num_kv_heads": num_kv_heads, "page_size": page_size}
-        check_made(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
+        check_cache_sizes(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
         if page_size % PAGE:
             raise ValueError(f"page_size is a multiple of {PAGE}; got {page_size}")
         self.num_kv_heads, self.head_dim, self.dtype, self.shared = num_kv_heads, head_dim, dtype, shared
@@ -63,8 +63,13 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
+    def num_pages(self) -> int:
+        """All of them."""
+        return len(self._refs)
+
+    @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages in no use."""
         return len(self._free)
 
     @property
@@ -82,7 +87,7 @@ class PagePool:
             )
 
     def take(self) -> int:
-        """A free page, held once; ValueError where none is free."""
+        """A free page, with one reference; ValueError where none is free."""
         if not self._free:
             self.require(1)
         page = self._free.pop()
@@ -90,35 +95,35 @@ class PagePool:
         return page
 
     def hold(self, page: int) -> int:
-        """The page, held once more; ValueError where nobody holds it."""
-        self._check_held(page)
+        """The page, with one reference more; ValueError where it is free."""
+        self._check_used(page)
         self._refs[page] += 1
         return page
 
     def give(self, page: int) -> None:
-        """Held once less; free when nobody holds it."""
-        self._check_held(page)
+        """One reference less; the page is free when none is left."""
+        self._check_used(page)
         self._refs[page] -= 1
         if self._refs[page] == 0:
             self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Whether more than one holds it."""
+        """Whether it has more than one reference."""
         return self.holders(page) > 1
 
     def holders(self, page: int) -> int:
-        """How many hold it."""
+        """References to it: rows of caches that have it in their table."""
         if type(page) is not int or not 0 <= page < len(self._refs):
             raise ValueError(f"pages of this pool are ints from 0 to {len(self._refs) - 1}; got {shown(page)}")
         return self._refs[page]
 
-    def _check_held(self, page: int) -> None:
+    def _check_used(self, page: int) -> None:
         if not self.holders(page):
             raise ValueError(f"nobody holds page {page} of this pool: take() gives a free one")
 
     def copy(self, page: int) -> int:
         """A page of one's own with the same content, in exchange for a shared one."""
-        self._check_held(page)
+        self._check_used(page)
         new = self.take()
         for x in (self.store.key, self.store.value, self.store.key_scale, self.store.value_scale):
             if x is not None:
@@ -127,14 +132,14 @@ class PagePool:
         return new
 
     def clone(self) -> PagePool:
-        """Another pool with the same pages, held alike."""
+        """Another pool with the same pages and references."""
         new = copy(self)
         new.store = self.store.map(torch.clone)
         new._refs, new._free = list(self._refs), list(self._free)
         return new
 
     def grow(self, pages: int) -> None:
-        """As many pages more; what is held is copied."""
+        """As many pages more; the others are copied."""
         check_counts(pages=pages)
         have = len(self._refs)
         self.store = self.store.map(lambda x: torch.cat([x, x.new_empty(pages, *x.shape[1:])]))
@@ -189,15 +194,16 @@ class PagedCache(KVCache):
         return self.pool.store.key.device
 
     @property
+    @override
     def keys(self) -> Tensor:
         """(B, K, S, D) up to the longest row's end, gathered: a copy."""
-        return in_one_piece(self._held(max(self._columns()))[0], self._given)
+        return in_one_piece(self.view()[0], self._input_dtype)
 
     @override
     def _make_room(self, counts: list[int]) -> None:
         lacking = sum(self._lacking(b, n) for b, n in enumerate(counts))
         # Of the rows that go on writing to one page, the last has it to itself once the others have their copies.
-        at, size = self._columns(), self.pool.page_size
+        at, size = self.columns, self.pool.page_size
         writers = Counter(table[at[b] // size] for b, table in enumerate(self.tables) if counts[b] and at[b] % size)
         self.pool.require(lacking - sum(n > 1 and self.pool.holders(page) == n for page, n in writers.items()))
 
@@ -205,12 +211,12 @@ class PagedCache(KVCache):
         """Pages that row b must take before it can write so many tokens."""
         if count == 0:
             return 0
-        at, size, table = self._columns()[b], self.pool.page_size, self.tables[b]
+        at, size, table = self.columns[b], self.pool.page_size, self.tables[b]
         return -(-(at + count) // size) - len(table) + bool(at % size and self.pool.is_shared(table[at // size]))
 
     def _prepare(self, b: int, count: int) -> None:
         """Row b takes the pages it lacks; the one that it goes on writing to is its own."""
-        at, size, table = self._columns()[b], self.pool.page_size, self.tables[b]
+        at, size, table = self.columns[b], self.pool.page_size, self.tables[b]
         if count and at % size and self.pool.is_shared(table[at // size]):
             table[at // size], self._table = self.pool.copy(table[at // size]), None
         while len(table) * size < at + count:
@@ -221,7 +227,7 @@ class PagedCache(KVCache):
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
         for b, count in enumerate(counts):
             self._prepare(b, count)
-        size, store, columns = self.pool.page_size, self.pool.store, self._columns()
+        size, store, columns = self.pool.page_size, self.pool.store, self.columns
         if self.batch > 1 and key.shape[2] == 1 and all(n == 1 for n in counts):
             pages = [table[at // size] for table, at in zip(self.tables, columns, strict=True)]
             places = torch.tensor([pages, [at % size for at in columns]], device=store.key.device)
@@ -240,19 +246,20 @@ class PagedCache(KVCache):
                 done += n
 
     @override
-    def _held(self, length: int) -> tuple[Any, Any]:
+    def view(self) -> tuple[Stored, Stored]:
         if self._table is None:
             widest = max(len(table) for table in self.tables)
             rows = [table + [0] * (widest - len(table)) for table in self.tables]
             self._table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        key, value = self.pool.store.held(None)
+        key, value = self.pool.store.view()
+        length = max(self.columns)
         return Paged(key, self._table, length), Paged(value, self._table, length)
 
     @override
     def truncate(self: PagedT, lengths: int | Sequence[int]) -> PagedT:
-        wanted = check_truncate(self, lengths)
+        wanted = check_truncate(self.lengths, lengths)
         gone = [have - keep for have, keep in zip(self.lengths, wanted, strict=True)]
-        for table, at, n in zip(self.tables, self._columns(), gone, strict=True):
+        for table, at, n in zip(self.tables, self.columns, gone, strict=True):
             while (len(table) - 1) * self.pool.page_size >= at - n and table:
                 self.pool.give(table.pop())
                 self._table = None

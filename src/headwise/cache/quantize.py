@@ -66,10 +66,10 @@ def rounded(x: Tensor) -> Quantized:
 
 @dataclass(frozen=True, eq=False)
 class QuantizationError:
-    """What int8 keys and values are off by, head by head; `str()` sums it up.
+    """The error of int8 keys and values, head by head; `str()` sums it up.
 
     Attributes:
-        key_rms: (K,) root of the mean square of dequantised - given keys.
+        key_rms: (K,) root of the mean square of the difference of dequantised and original keys.
         key_largest: (K,) the largest such difference.
         value_rms: (K,).
         value_largest: (K,).

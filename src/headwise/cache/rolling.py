@@ -14,17 +14,17 @@ from ..ops.masks.compose import Mask
 from ..ops.masks.make import window
 from ..ops.storage.paged import PAGE
 from ..shapes.kinds import check_counts
-from .checks import check_made, check_rows, check_truncate
+from .checks import check_cache_sizes, check_rows, check_truncate
 from .paged import PagedCache, PagePool
 
 RollingT = TypeVar("RollingT", bound="RollingCache")
 
 
 class RollingCache(PagedCache):
-    """Keys and values of the last `window` tokens of each row, and of its first ones where they are to stay.
+    """Keys and values of the last `window` tokens of each row, and of its `first` ones.
 
     Queries see at most `window` keys, self included, and the `first` keys of all, as attention sinks (Xiao et al. 2023,
-    arXiv 2309.17453). Pages whose tokens nobody can see any more are used again.
+    arXiv 2309.17453). Pages whose tokens no later query sees are used again.
 
     Args:
         batch: rows B.
@@ -36,7 +36,7 @@ class RollingCache(PagedCache):
         chunk: the most tokens of one append; a long prompt comes in pieces.
         dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
         shared: values are the first V columns of the keys (MLA's latent).
-        device: where it lies.
+        device: of its pages.
 
     Example:
         >>> import torch, headwise
@@ -49,7 +49,8 @@ class RollingCache(PagedCache):
         (1000, True)
     """
 
-    keys = None  # type: ignore[assignment]  # its columns are no positions, so nobody is to read them as such
+    chunk: int
+    keys = None  # type: ignore[assignment]  # not all tokens are kept, so column j is not position j
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class RollingCache(PagedCache):
         device: torch.device | str | None = None,
     ) -> None:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": num_kv_heads, "window": window, "chunk": chunk}
-        check_made(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
+        check_cache_sizes(dtype, head_dim, value_dim, shared=shared, device=device, **sizes)
         check_counts(first=first)
         self.window, self.first, self.chunk, self._remembered = window, first, chunk, 0
         pages = batch * self._pages_of_row
@@ -81,16 +82,16 @@ class RollingCache(PagedCache):
 
     @property
     def dropped(self) -> list[int]:
-        """Tokens of each row that are gone: those between its first ones and the others that are held."""
+        """Tokens of each row that are gone: those between its first ones and the last ones."""
         return [pages * PAGE for pages in self._dropped]
 
     @property
     def _pages_of_row(self) -> int:
-        """For what the first query of a chunk still sees, the chunk, and what a page holds of older tokens."""
+        """For the first tokens, the keys that a chunk's first query sees, the chunk, and older tokens in their page."""
         return -(-self.first // PAGE) + -(-(self.window - 1 + self._remembered + self.chunk + PAGE - 1) // PAGE)
 
     def remember(self: RollingT, tokens: int) -> RollingT:
-        """Keeps so many tokens longer than a query sees them: `truncate` can go back so far, over several appends.
+        """Keeps so many more tokens than a query sees: `truncate` can go back that far, over several appends.
 
         >>> x = torch.randn(1, 1, 50, 8)
         >>> cache = RollingCache(1, 1, 8, window=10).remember(200)
@@ -113,16 +114,17 @@ class RollingCache(PagedCache):
         return self
 
     def _grow(self, batch: int) -> None:
-        lacking = batch * self._pages_of_row - self.pool.store.key.shape[0]
+        lacking = batch * self._pages_of_row - self.pool.num_pages
         if lacking > 0:
             self.pool.grow(lacking)
 
+    @property
     @override
-    def _columns(self) -> list[int]:
+    def columns(self) -> list[int]:
         return [n - dropped * PAGE for n, dropped in zip(self.lengths, self._dropped, strict=True)]
 
     @override
-    def _extra(self, offset: Tensor | None) -> Mask:
+    def _rule(self, offset: Tensor | None) -> Mask:
         return window(self.window, offset=offset, first=self.first)
 
     @override
@@ -151,7 +153,7 @@ class RollingCache(PagedCache):
 
     @override
     def truncate(self: RollingT, lengths: int | Sequence[int]) -> RollingT:
-        kept, wanted = -(-self.first // PAGE) * PAGE, check_truncate(self, lengths)
+        kept, wanted = -(-self.first // PAGE) * PAGE, check_truncate(self.lengths, lengths)
         for n, have, dropped in zip(wanted, self.lengths, self._dropped, strict=True):
             if dropped and n < have and n - self.window + 1 < kept + dropped * PAGE:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""A cache of given capacity: one tensor for keys, one for values, reserved once."""
+"""A cache of fixed capacity: one tensor for keys, one for values, reserved once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.storage.held import in_one_piece
-from .base import KVCache
-from .checks import check_made, check_rows, check_truncate
+from ..ops.storage.layout import in_one_piece
+from .base import KVCache, Stored
+from .checks import check_cache_sizes, check_rows, check_truncate
 from .store import Store
 
 StaticT = TypeVar("StaticT", bound="StaticCache")
@@ -30,7 +30,7 @@ class StaticCache(KVCache):
         dtype: float32 (default), bfloat16, float16, float64; or int8, with a scale a token and head.
         shared: values are the first V columns of the keys (MLA's latent).
         causal: False for cross-attention, whose memory is appended once.
-        device: where it lies.
+        device: of its tensors.
 
     Raises:
         TypeError, ValueError: sizes or a dtype that cannot be.
@@ -63,7 +63,7 @@ class StaticCache(KVCache):
         device: torch.device | str | None = None,
     ) -> None:
         sizes: dict[str, Any] = {"batch": batch, "num_kv_heads": num_kv_heads, "capacity": capacity}
-        check_made(dtype, head_dim, value_dim, shared=shared, causal=causal, device=device, **sizes)
+        check_cache_sizes(dtype, head_dim, value_dim, shared=shared, causal=causal, device=device, **sizes)
         super().__init__(batch, num_kv_heads, head_dim, value_dim, dtype, shared=shared, causal=causal)
         self.capacity = capacity
         self._store = Store((batch, num_kv_heads, capacity), head_dim, self.value_dim, dtype, shared, device)
@@ -79,9 +79,10 @@ class StaticCache(KVCache):
         return self._store.key.device
 
     @property
+    @override
     def keys(self) -> Tensor:
         """(B, K, S, D) up to the longest row's end: a view; of int8 a copy in the dtype of the last tokens."""
-        return in_one_piece(self._store.held(max(self.lengths))[0], self._given)
+        return in_one_piece(self.view()[0], self._input_dtype)
 
     @override
     def _make_room(self, counts: list[int]) -> None:
@@ -103,12 +104,12 @@ class StaticCache(KVCache):
             self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
 
     @override
-    def _held(self, length: int) -> tuple[Any, Any]:
-        return self._store.held(length)
+    def view(self) -> tuple[Stored, Stored]:
+        return self._store.view(max(self.lengths))
 
     @override
     def truncate(self: StaticT, lengths: int | Sequence[int]) -> StaticT:
-        self._shorten(check_truncate(self, lengths))
+        self._shorten(check_truncate(self.lengths, lengths))
         return self
 
     @override

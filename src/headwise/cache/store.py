@@ -62,8 +62,8 @@ class Store:
             setattr(new, name, change(x))
         return new
 
-    def held(self, length: int | None) -> tuple[Any, Any]:
-        """Keys and values up to a length, as `headwise.attention` takes them: views, nothing is copied."""
+    def view(self, length: int | None = None) -> tuple[Any, Any]:
+        """Keys and values up to a length, as `headwise.attention` takes them; nothing is copied."""
         part = slice(None) if length is None else slice(length)
         key: Any = self.key[:, :, part]
         value: Any = key[..., : self.value_dim] if self.value is None else self.value[:, :, part]

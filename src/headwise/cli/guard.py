@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from headwise.extras import MissingExtra
+
 DEFECT, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK = "HEADWISE_DEBUG"
 
@@ -49,6 +51,8 @@ def message_of(error: BaseException) -> tuple[str, int]:
         return error.format_message(), BAD_INPUT
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted", INTERRUPTED
+    if isinstance(error, MissingExtra):
+        return str(error), BAD_INPUT
     if _out_of_memory(error):
         return "not enough memory; give a shorter text, or a smaller --dtype", DEFECT
     if isinstance(error, ValueError | OSError) and str(error):

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise.extras import missing_extra
+
 from .output import console, progress
 from .texts import read_text
 
@@ -36,6 +38,7 @@ def look(
     destination = out if out is not None else None if as_json else REPORT
     if destination is not None:
         report.check_destination(destination)
+        report.check_engine()
     result = look_at(model, content, device, dtype)
     size = None if destination is None else report.write(result, destination)
     if as_json:
@@ -89,8 +92,11 @@ def _quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     warnings.simplefilter("ignore")
-    import huggingface_hub.utils
-    import transformers
+    try:
+        import huggingface_hub.utils
+        import transformers
+    except ImportError as error:
+        raise missing_extra("headwise look", "hf", error) from None
 
     huggingface_hub.utils.disable_progress_bars()
     huggingface_hub.utils.logging.set_verbosity_error()

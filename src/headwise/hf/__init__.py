@@ -10,7 +10,12 @@ Every model on transformers' attention interface runs, without code that knows i
 honoured raises. The only room of the package that imports transformers.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from ..extras import missing_extra
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ImportError as error:
+    raise missing_extra("headwise.hf", "hf", error) from None
 
 from .attention import headwise_attention
 from .building import check_what_is_built

@@ -13,10 +13,10 @@ GROWTH = 20
 
 
 def limit(seconds: int, size: int) -> None:
-    """At most so much time of the processor and so much memory, where the system can be told."""
+    """At most so much time of the processor and so much memory, where the system allows such limits."""
     try:
         import resource
-    except ImportError:  # Windows: the clock of the parent process has to do
+    except ImportError:  # Windows: the timeout of the parent process is the limit
         return
     for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, size), (resource.RLIMIT_CORE, 0)):
         try:
@@ -26,7 +26,7 @@ def limit(seconds: int, size: int) -> None:
 
 
 def answer(request: bytes) -> dict[str, object]:
-    """What is written, from what was read."""
+    """The answer (JSON) to a request, the bytes of stdin."""
     from tokenizers import Tokenizer
 
     header, source = request.split(b"\n", 1)

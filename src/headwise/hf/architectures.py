@@ -1,4 +1,4 @@
-"""What is known of single architectures, as data: no other file of the package tells one model from another by name.
+"""Single architectures, as data: no other file of the package tells one model from another by name.
 
 Almost nothing is needed here. Whether a model runs through transformers' attention interface is read from its class
 (`interface.py`); these tables add the reason to a refusal, and hold the few differences that the code cannot read off.
@@ -60,7 +60,7 @@ FLOAT_MASKS: frozenset[str] = frozenset({"beit", "bigbird_pegasus", "deepseek_v4
 which gets bool tensors or none: otherwise a mask becomes that tensor by itself where a model computes with it."""
 
 CROSS_ATTENTION = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
-"""How modules of cross-attention are named: a decoder that is given no memory does not call them; never causal."""
+"""How modules of cross-attention are named: a decoder without a memory does not call them; never causal."""
 
 SUPPORTED_EXAMPLES = (
     "gpt2, gpt_neox, opt, llama, mistral, qwen2, qwen3, gemma2, gemma3, gpt_oss, phi3, bert, distilbert"

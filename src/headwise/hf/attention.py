@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias, causal, keep, lengths, segments
-from ..ops.masks.rules import Segments
+from ..ops.masks.rules import Band, Segments
 from ..ops.statistics.weights import weights
-from ..ops.storage.held import in_one_piece
 from ..ops.storage.int8 import Quantized
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import Paged
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError
-from .lazy import given_back
+from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
 from .probing import watchers
 
@@ -64,24 +64,24 @@ def headwise_attention(
 
     query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), after rotation and cache; gives out (B, T, H, V), and the
     weights (B, H, T, S) where the caller asked for attentions, None else. A query that may attend nothing gives 0.
-    A cache of `make_cache` lends key and value as they lie, in pages or int8; a probe and weights take copies of them.
+    A cache of `make_cache` passes key and value in pages or int8; a probe and weights take copies of them.
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
     _refuse_unknown(module, kwargs)
     _check_heads(module, query, key)
-    S_given, over = key.shape[2], getattr(key, "over", 0)
-    key, value = _as_they_lie(key, value, query.dtype)
+    keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
+    key, value = _stored(key, value, query.dtype)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
     if attention_mask is None and _is_causal(module, is_causal, query):
         # Without a mask, "causal" is aligned top-left: the keys past the queries (a static cache's unused room) are
-        # not there yet. What lies in pages or int8 has no such room.
+        # not there yet. Pages and int8 have no such room.
         if isinstance(key, Tensor) and isinstance(value, Tensor):
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : key.shape[2]]
         mask = causal(offset=0 if key.shape[2] < query.shape[2] else None)
     else:
-        mask = _left_behind(mask_of(module, attention_mask, query.shape[2], key.shape[2]), over, query, key)
+        mask = _without_expired(mask_of(module, attention_mask, query.shape[2], key.shape[2]), expired, query, key)
     mask = _with_sequences(mask, kwargs, module, query, key)
     if position_bias is not None:
         mask = mask & bias(position_bias)
@@ -98,13 +98,13 @@ def headwise_attention(
     out = out.transpose(1, 2).contiguous()
     if not (output_attentions or _attentions_are_collected()):
         return out, None
-    seen = weights(query, in_one_piece(key, query.dtype), **options).to(query.dtype)
-    return out, nn.functional.pad(seen, (0, S_given - key.shape[2]))
+    matrix = weights(query, in_one_piece(key, query.dtype), **options).to(query.dtype)
+    return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """What is not known to be harmless may change the result: raise rather than drop it."""
-    unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS | _SEQUENCES]
+    """An argument that is not in `HARMLESS` may change the result: raise rather than drop it."""
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS | _SEQUENCES]
     if unknown:
         names = ", ".join(repr(name) for name in sorted(unknown))
         raise ValueError(
@@ -115,7 +115,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
-    """The groups of heads are read off the shapes: they must be those of the model, of which this may be a part.
+    """The shapes say how many query heads share a key-value head; it must be as many as in the model.
 
     Tensor parallelism gives each process some of the heads. Where it gathers keys and values and not queries, H and K
     still divide, and the queries would read other heads than theirs. Some models repeat their keys for all heads
@@ -132,12 +132,12 @@ def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
     )
 
 
-def _as_they_lie(key: Keys, value: Keys, dtype: torch.dtype) -> tuple[Keys, Keys]:
-    """Key and value for `attention`: as a cache holds them, or tensors both where the model computed with one."""
-    held = given_back(key), given_back(value)
-    if isinstance(held[0], Tensor) is isinstance(held[1], Tensor):
-        return held
-    return in_one_piece(held[0], dtype), in_one_piece(held[1], dtype)
+def _stored(key: Keys, value: Keys, dtype: torch.dtype) -> tuple[Keys, Keys]:
+    """Key and value for `attention`: as a cache stores them, or tensors both where the model computed with one."""
+    pair = from_model(key), from_model(value)
+    if isinstance(pair[0], Tensor) is isinstance(pair[1], Tensor):
+        return pair
+    return in_one_piece(pair[0], dtype), in_one_piece(pair[1], dtype)
 
 
 def _one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +160,7 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
         return Mask(())
     if isinstance(attention_mask, StructuralMask):
         if attention_mask.shape[2:] != (T, S):
-            # A tensor's sizes are checked by attention itself; rules have none and would count from another place.
+            # Attention checks a tensor's sizes; rules have no sizes, and would count positions from another place.
             T_made, S_made = attention_mask.shape[2:]
             raise ModelError(
                 f"{type(module).__name__} attends {S} keys with {T} queries under a mask made for {T_made} queries and "
@@ -184,19 +184,20 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
             f"{type(module).__name__} passes a 4-D attention mask of {attention_mask.dtype}; a bool tensor says what "
             "may be attended, a float tensor is added to the scores: convert it with .bool()"
         )
-    # The field writes "may not be attended" as the lowest finite number; read so, a row without keys gives 0, no mean.
+    # Models write "may not be attended" as the lowest finite number. As -inf, a row without keys gives 0, not a mean.
     lowest = torch.finfo(attention_mask.dtype).min
     return bias(attention_mask.masked_fill(attention_mask <= lowest, -torch.inf))
 
 
-def _left_behind(mask: Mask, over: int, query: Tensor, key: Keys) -> Mask:
-    """Without the first `over` keys, where no window or chunk in the mask says it: some models rely on caches for that.
+def _without_expired(mask: Mask, expired: int, query: Tensor, key: Keys) -> Mask:
+    """Without the first keys, where no window or chunk in the mask says it: some models rely on caches for that.
 
-    transformers' caches forget what a sliding window has passed, to the token; ours to the page.
+    transformers' caches drop what a sliding window has passed, to the token; ours to the page.
     """
-    if not over or any(isinstance(part, Segments) or getattr(part, "left", None) for part in mask.parts):
+    restricts = any(isinstance(part, Segments) or (isinstance(part, Band) and part.left) for part in mask.parts)
+    if not expired or restricts:
         return mask
-    stop, start = (torch.full((query.shape[0],), n, device=query.device) for n in (key.shape[2], over))
+    stop, start = (torch.full((query.shape[0],), n, device=query.device) for n in (key.shape[2], expired))
     return mask & lengths(stop, start)
 
 
@@ -205,30 +206,30 @@ _SEQUENCES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
 
 def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query: Tensor, key: Keys) -> Mask:
     """Keeps apart the sequences that `cu_seq_lens_*` (as for flash attention) or `seq_idx` name in a packed batch."""
-    given = {name: kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None}
-    if not given or any(isinstance(part, Segments) for part in mask.parts):
+    packing = {name: kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None}
+    if not packing or any(isinstance(part, Segments) for part in mask.parts):
         return mask
-    if query.shape[0] != 1 or (given.keys() == {"seq_idx"} and query.shape[2] != key.shape[2]):
+    if query.shape[0] != 1 or (packing.keys() == {"seq_idx"} and query.shape[2] != key.shape[2]):
         raise ValueError(
-            f"{type(module).__name__} passes {', '.join(sorted(given))} with query {tuple(query.shape)} and key "
+            f"{type(module).__name__} passes {', '.join(sorted(packing))} with query {tuple(query.shape)} and key "
             f"{tuple(key.shape)}: packed sequences come as one row (B = 1) and without a cache; pass position_ids "
             "alone with use_cache=False, or unpack the batch"
         )
-    if "cu_seq_lens_q" not in given and "cu_seq_lens_k" not in given:
-        return mask & segments(given["seq_idx"].view(1, -1))
-    ends_q = given.get("cu_seq_lens_q", given.get("cu_seq_lens_k"))
-    ends_k = given.get("cu_seq_lens_k", ends_q)
+    if "cu_seq_lens_q" not in packing and "cu_seq_lens_k" not in packing:
+        return mask & segments(packing["seq_idx"].view(1, -1))
+    ends_q = packing.get("cu_seq_lens_q", packing.get("cu_seq_lens_k"))
+    ends_k = packing.get("cu_seq_lens_k", ends_q)
     return mask & segments(*(_sequence_of(ends, x.shape[2], query) for ends, x in ((ends_q, query), (ends_k, key))))
 
 
 def _sequence_of(ends: Any, length: int, query: Tensor) -> Tensor:
-    """The running number of the sequence each position lies in; ends: (n + 1,), beginning with 0."""
+    """The number of the sequence that each position belongs to; ends: (n + 1,), beginning with 0."""
     at = torch.arange(length, device=query.device)
     return torch.searchsorted(ends[1:].to(at), at, right=True)
 
 
 def _attentions_are_collected() -> bool:
-    """Whether a caller up the stack asked for attentions; most models tell their layers through this collector only."""
+    """Whether a caller up the stack asked for attentions; most models pass that on through this collector only."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:  # private: a version without it passes output_attentions down as an argument

@@ -1,4 +1,4 @@
-"""A model that cannot run on headwise says so when it is built with the name, not at its first text, nor never.
+"""A model that cannot run on headwise is refused when it is built with the name, not at its first text.
 
 transformers asks `PreTrainedModel.get_correct_attn_implementation` whether a model may have an implementation, when the
 model is built and when it is switched, and calls `post_init` once it is built. For a registered name the answer is
@@ -23,11 +23,14 @@ from transformers import PreTrainedModel
 from .errors import ModelError
 from .interface import NAME, outside_text, require_interface, title, unseen_modules
 
+_OURS = "_checks_for_headwise"
+"""The mark of our function in the place of transformers'."""
+
 
 def check_what_is_built() -> None:
     """From here on, a model that is built with this name, or switched to it, is checked first."""
     theirs, finished = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
-    if getattr(theirs, "__globals__", None) is globals():  # it is ours already
+    if hasattr(theirs, _OURS):
         return
 
     @wraps(theirs)
@@ -46,6 +49,7 @@ def check_what_is_built() -> None:
             warn_of_own_attention(self)
         finished(self)
 
+    setattr(get_correct_attn_implementation, _OURS, True)
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
     PreTrainedModel.post_init = post_init
 
@@ -56,7 +60,7 @@ def warn_of_own_attention(model: PreTrainedModel) -> None:
     own = {
         type(part).__name__
         for name, part in unseen_modules(model).items()
-        if not any(name.startswith(f"{other}.") for other in whole)  # a model inside has told of its own
+        if not any(name.startswith(f"{other}.") for other in whole)  # a model inside warns of its own
     }
     if own:
         warnings.warn(
@@ -71,36 +75,36 @@ def require_no_table(model: type[PreTrainedModel], model_type: str) -> None:
 
     Such a model has no class for ours, and would die of a KeyError while it is built.
     """
-    for part in parts_of(model):
-        known = _names_it_knows(part)
-        if known is not None and NAME not in known:
-            reason = f"{part.__name__} picks its attention from a table of its own, of {', '.join(map(repr, known))}"
+    for part in module_classes(model):
+        names = _table_names(part)
+        if names is not None and NAME not in names:
+            reason = f"{part.__name__} picks its attention from a table of its own, of {', '.join(map(repr, names))}"
             raise ModelError(outside_text(model.__name__, model_type, reason))
 
 
-def parts_of(model: type[nn.Module]) -> set[type[nn.Module]]:
+def module_classes(model: type[nn.Module]) -> set[type[nn.Module]]:
     """The classes of modules that a class builds, itself among them, as the source of its file names them.
 
-    Whole models inside of it (a PreTrainedModel) are left out: they are built, and asked, themselves.
+    Whole models inside of it (a PreTrainedModel) are left out: each is checked when it is built.
     """
-    found: set[type[nn.Module]] = set()
+    classes: set[type[nn.Module]] = set()
     todo = [model]
     while todo:
         part = todo.pop()
-        found.add(part)
+        classes.add(part)
         for file, written in _written(part):
             names = {x.id for init in _constructors(written) for x in ast.walk(init) if isinstance(x, ast.Name)}
             for named in (getattr(file, name, None) for name in names):
-                classes: Iterable[Any] = named.values() if isinstance(named, Mapping) else (named,)
-                todo += [x for x in classes if _is_part(x) and x not in found]
-    return found
+                values: Iterable[Any] = named.values() if isinstance(named, Mapping) else (named,)
+                todo += [x for x in values if _is_part(x) and x not in classes]
+    return classes
 
 
 def _is_part(x: Any) -> bool:
     return isinstance(x, type) and issubclass(x, nn.Module) and not issubclass(x, PreTrainedModel)
 
 
-def _names_it_knows(part: type[nn.Module]) -> list[str] | None:
+def _table_names(part: type[nn.Module]) -> list[str] | None:
     """The implementations in the table of classes from which a part takes its attention; None where it has no table."""
     for file, written in _written(part):
         for init in _constructors(written):

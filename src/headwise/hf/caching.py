@@ -1,4 +1,4 @@
-"""Caches of transformers that keep keys and values in ours: attended as they lie, in pages and in int8."""
+"""Caches of transformers that keep keys and values in ours, attended in the form stored: in pages and in int8."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ..nn.unwrap import unwrap
-from ..ops.storage.held import in_one_piece
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE
 from .errors import ModelError
 from .interface import NAME, require_interface, title
-from .lazy import lent
+from .lazy import to_model
 
 KINDS = ("static", "paged")
 KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
@@ -32,7 +32,7 @@ class FullLayer(CacheLayerMixin):
     def __init__(self, kind: str, max_length: int, dtype: torch.dtype | None) -> None:
         self.kind, self.max_length, self.dtype = kind, max_length, dtype
         self.cache: Any = None
-        self.given = torch.float32  # the dtype in which tokens come
+        self.input_dtype = torch.float32  # of the last tokens
         super().__init__()
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class FullLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:
         """(B, K, S, D), for models and generation that read a cache themselves; None while it is empty."""
-        return self._lent()[0]
+        return self._for_model()[0]
 
     @keys.setter
     def keys(self, new: Tensor | None) -> None:
@@ -55,17 +55,17 @@ class FullLayer(CacheLayerMixin):
     @property
     def values(self) -> Tensor | None:
         """(B, K, S, V)."""
-        return self._lent()[1]
+        return self._for_model()[1]
 
     @values.setter
     def values(self, new: Tensor | None) -> None:
         self._refuse(new)
 
-    def _lent(self, over: int = 0) -> tuple[Any, Any]:
+    def _for_model(self, expired: int = 0) -> tuple[Any, Any]:
         if self.get_seq_length() == 0:
             return None, None
-        key, value = self.cache._held(self.cache._columns()[0])
-        return lent(key, self.given, over), lent(value, self.given, over)
+        key, value = self.cache.view()
+        return to_model(key, self.input_dtype, expired), to_model(value, self.input_dtype, expired)
 
     def _refuse(self, new: Tensor | None) -> None:
         if new is not None:  # a layer begins with None
@@ -79,13 +79,13 @@ class FullLayer(CacheLayerMixin):
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Makes the cache for key (B, K, T, D) and value (B, K, T, V); nothing is added."""
-        self.given = key_states.dtype
-        dtype = self.given if self.dtype is None else self.dtype
+        self.input_dtype = key_states.dtype
+        dtype = self.input_dtype if self.dtype is None else self.dtype
         sizes = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3])
-        self.cache = self._made(sizes, dtype, key_states.device)
+        self.cache = self._new_cache(sizes, dtype, key_states.device)
         self.is_initialized = True
 
-    def _made(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
+    def _new_cache(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
         B, *per_row = sizes
         if self.kind == "static":
             return StaticCache(B, *per_row, capacity=self.max_length, dtype=dtype, device=device)
@@ -97,18 +97,18 @@ class FullLayer(CacheLayerMixin):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Adds key (B, K, T, D) and value (B, K, T, V); gives all that is held, as attention takes it."""
-        # Under autocast, keys may come wider than values, of a rotation in float32; attention takes them in the lower.
+        """Adds key (B, K, T, D) and value (B, K, T, V); gives those of all tokens, as attention takes them."""
+        # Under autocast a rotation may leave keys in float32 beside values in a half dtype: attention takes the lower.
         key_states = key_states.to(value_states.dtype)
         self._check_room(key_states.shape[2])
         if self.cache is None or (self.get_seq_length() == 0 and not self._fits(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
-        return self._added(key_states, value_states)
+        return self._append(key_states, value_states)
 
-    def _added(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
+    def _append(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
         self.cache.append(key, value)
-        self.given = key.dtype
-        return self._lent()
+        self.input_dtype = key.dtype
+        return self._for_model()
 
     def _check_room(self, count: int) -> None:
         length = self.get_seq_length() + count
@@ -150,7 +150,7 @@ class FullLayer(CacheLayerMixin):
             self.cache.release() if isinstance(self.cache, PagedCache) else self.cache.truncate(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the last tokens; their number is given below zero, as transformers does."""
+        """Takes back the last tokens; their number is negative, as transformers has it."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove; got {tokens_to_remove}")
         if tokens_to_remove < 0 and self.cache is not None:
@@ -162,7 +162,7 @@ class FullLayer(CacheLayerMixin):
         if self.cache is None:
             return
         if isinstance(self.cache, PagedCache) and not isinstance(self.cache, RollingCache):
-            lacking = len(beam_idx) * self._pages - self.cache.pool.store.key.shape[0]
+            lacking = len(beam_idx) * self._pages - self.cache.pool.num_pages
             if lacking > 0:
                 self.cache.pool.grow(lacking)
         self.cache.reorder(beam_idx)
@@ -179,7 +179,7 @@ class FullLayer(CacheLayerMixin):
 
 
 class SlidingLayer(FullLayer):
-    """A layer whose queries see `sliding_window` keys, self included: it holds those, in pages that are used again."""
+    """A layer whose queries see `sliding_window` keys, self included; their pages are used again."""
 
     is_sliding = True
 
@@ -189,7 +189,7 @@ class SlidingLayer(FullLayer):
         self.record_past = False
 
     @override
-    def _made(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
+    def _new_cache(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
         cache = RollingCache(*sizes, window=self.sliding_window, dtype=dtype, device=device)
         return cache.remember(PAGE) if self.record_past else cache
 
@@ -200,35 +200,35 @@ class SlidingLayer(FullLayer):
             self.cache.remember(PAGE)
 
     @property
-    def _over(self) -> int:
-        """Columns that are held and no later token sees: pages go as a whole."""
-        return max(int(self.cache._columns()[0]) - self.sliding_window + 1, 0)
+    def _expired(self) -> int:
+        """Columns in the cache that no later token sees: pages are dropped as a whole."""
+        return max(int(self.cache.columns[0]) - self.sliding_window + 1, 0)
 
     @override
-    def _added(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
+    def _append(self, key: Tensor, value: Tensor) -> tuple[Any, Any]:
         chunk = self.cache.chunk
         if key.shape[2] <= chunk:
             self.cache.append(key, value)
-            self.given = key.dtype
-            return self._lent(max(self._over - key.shape[2], 0))
+            self.input_dtype = key.dtype
+            return self._for_model(max(self._expired - key.shape[2], 0))
         # More than the cache takes at once: attention reads the window as it was before and the new tokens beside it.
-        columns, over = self.cache.settle()._columns()[0], self._over
-        seen = [key, value]
+        columns, expired = self.cache.settle().columns[0], self._expired
+        both = [key, value]
         if columns:
-            held = (in_one_piece(x, key.dtype)[:, :, over:] for x in self.cache._held(columns))
-            seen = [torch.cat([old, new], 2) for old, new in zip(held, seen, strict=True)]
+            window = (in_one_piece(x, key.dtype)[:, :, expired:] for x in self.cache.view())
+            both = [torch.cat([old, new], 2) for old, new in zip(window, both, strict=True)]
         for piece in zip(key.split(chunk, 2), value.split(chunk, 2), strict=True):
             self.cache.append(*piece)
-        return seen[0], seen[1]
+        return both[0], both[1]
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if self.cache is None:
             return query_length, 0
-        # Now, for the mask is made before the update, which would move the columns under it.
-        columns, gone = self.cache.settle()._columns()[0], self.cache.dropped[0]
-        over = self._over if query_length > self.cache.chunk else 0
-        return columns - over + query_length, gone + over
+        # Drop pages now: the mask is made before the update, and its columns must still be these after it.
+        columns, dropped = self.cache.settle().columns[0], self.cache.dropped[0]
+        expired = self._expired if query_length > self.cache.chunk else 0
+        return columns - expired + query_length, dropped + expired
 
     @override
     def get_max_length(self) -> int:
@@ -246,7 +246,7 @@ class HeadwiseCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all keys, values and scales."""
-        return sum(getattr(layer, "nbytes", 0) for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, FullLayer))
 
 
 class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
@@ -281,7 +281,7 @@ def make_cache(
         kind: `"static"` reserves `max_length` tokens for each row; `"paged"` pages of 128 tokens, which rows share
             while they are alike, so that beam search copies a page at most in place of all.
         max_length: tokens of a row, prompt included; the most that the config allows by default.
-        dtype: None for the model's own, or `torch.int8` with a scale for each token and head, attended as it lies.
+        dtype: None for the model's own, or `torch.int8` with a scale for each token and head.
 
     Returns:
         A Cache with `nbytes`. Keys and values of a `"static"` cache in the model's dtype are plain tensors, for any
@@ -333,7 +333,7 @@ def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -
 
 
 def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
-    # By the very class: those derived from these keep more beside.
+    # By the exact class: subclasses keep more than keys and values.
     other = [(at, type(layer).__name__) for at, layer in enumerate(layers) if type(layer) not in KEPT]
     if other:
         at, name = other[0]
@@ -343,16 +343,16 @@ def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:
         )
 
 
-def _max_length(model: PreTrainedModel, given: int | None) -> int:
-    config = model.config.get_text_config(decoder=True)
-    found = (
-        given if given is not None else next((getattr(config, n) for n in LENGTHS if getattr(config, n, None)), None)
-    )
-    if found is None:
+def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
+    """The caller's, or the longest text that the config allows."""
+    if max_length is None:
+        config = model.config.get_text_config(decoder=True)
+        max_length = next((getattr(config, name) for name in LENGTHS if getattr(config, name, None)), None)
+    if max_length is None:
         raise ValueError(f"{title(model)}: its config names no longest text; give make_cache a max_length")
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise ValueError(f"max_length is a number of tokens, at least 1; got {found!r}")
-    return found
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
+        raise ValueError(f"max_length is a number of tokens, at least 1; got {max_length!r}")
+    return max_length
 
 
 def _require_headwise(model: PreTrainedModel, kind: str, dtype: torch.dtype | None) -> None:

@@ -6,7 +6,7 @@ back into what it means, so that no T x S tensor is made. The closures are trans
 
 - each reader is tried once in a process against the installed transformers' own evaluation of what it reads; one that
   disagrees (after an upgrade, say) is not used, and the log says so;
-- what is not understood, wholly or in part, is left to `dense_mask`: transformers' own evaluation.
+- what is not understood, wholly or in part, is evaluated: see `functions`, and `dense_mask` for what that cannot do.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.getLogger("headwise.hf")
 
 MaskFunction: TypeAlias = Callable[..., Any]
 Cells: TypeAlias = dict[str, Any]
-"""What a closure holds, by the name it has there."""
+"""The variables of a closure, by name."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a mask lies: its size, and the positions of its first query and of its first key."""
+    """The frame of a mask: its size, and the positions of its first query and of its first key."""
 
     B: int
     T: int
@@ -66,7 +66,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Rules:
-    """What was read: a band around the query's own position (as `window` counts), and masks besides."""
+    """What a closure stands for: a band around the query's own position (as `window` counts), and masks besides."""
 
     left: int | None = None
     right: int | None = None
@@ -120,7 +120,7 @@ def read_padding(padding: Tensor, frame: Frame) -> Mask:
 
 
 def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = None, *, use_vmap: bool = False) -> Mask:
-    """The mask that transformers evaluates for a function that cannot be read: a (B, 1, T, S) tensor."""
+    """The mask as transformers itself evaluates it: a (B, 1, T, S) tensor."""
     grid = theirs.sdpa_mask(
         batch_size=frame.B,
         q_length=frame.T,
@@ -137,7 +137,7 @@ def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = No
     return keep(grid)
 
 
-# -- readers: what a closure holds, and a frame -> Rules, or None where that cannot be said ---------------------------
+# -- readers: the variables of a closure and a frame -> Rules, or None where no rule says it --------------------------
 
 Readers: TypeAlias = Mapping[CodeType, Any]
 """A closure's code -> the reader of it."""
@@ -191,14 +191,14 @@ def _padding(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
 def _all_of(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
     functions = cells["mask_functions"]
     renumbering = _code_of("remap_positions_for_packed_sequence", None, None)
-    found = Rules()
+    joined = Rules()
     for function in functions:
         is_renumbered = renumbering is not None and getattr(function, "__code__", None) is renumbering
         rules = _renumbered(function, functions, frame, readers) if is_renumbered else _read(function, frame, readers)
         if rules is None:
             return None
-        found = found & rules
-    return found
+        joined = joined & rules
+    return joined
 
 
 def _renumbered(
@@ -277,13 +277,13 @@ def trusted_readers() -> Readers:
             try:
                 functions = make()
             except (AttributeError, TypeError) as change:
-                logger.warning("transformers' %s has changed (%s): such masks are evaluated densely", name, change)
+                logger.warning("transformers' %s has changed (%s): such masks are evaluated, not read", name, change)
                 continue
             code = functions[0].__code__
             if all(_agrees(function, trusted | {code: reader}) for function in functions):
                 trusted[code] = reader
             else:
-                logger.warning("transformers' %s has changed its meaning: such masks are evaluated densely", name)
+                logger.warning("transformers' %s has changed its meaning: such masks are evaluated, not read", name)
     return trusted
 
 
@@ -293,7 +293,7 @@ def _agrees(function: MaskFunction, readers: Readers) -> bool:
     for frame in (_SQUARE, _LATER):
         try:
             rules = _read(function, frame, readers)
-        except Exception:  # whatever a changed closure makes of our reading it: then we do not read it
+        except Exception:  # a changed closure may raise anything: then it is not read
             return False
         if rules is None:
             continue

@@ -1,4 +1,4 @@
-"""A model folder as what it is: a download from somebody. Nothing in it is run, and nothing believed unread.
+"""A model folder as what it is: a download, from anyone. Nothing in it is run; every file is checked before use.
 
 config.json, index files and safetensors headers are parsed here, strictly and size-capped, before transformers or any
 large allocation. Pickle checkpoints are refused: opening one runs what it says.
@@ -69,24 +69,24 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
     """As `read_json`, from bytes; `where` names them in the error."""
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise ModelError(f"{where}: not valid JSON ({what}); download the file anew") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelError(
-            f"{where}: holds a JSON {type(found).__name__}, and an object is needed; download the file anew"
+            f"{where}: holds a JSON {type(value).__name__}, and an object is needed; download the file anew"
         )
-    return found
+    return value
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice[:60]!r} stands there twice")
-    return found
+    return table
 
 
 def _no_constant(name: str) -> float:
@@ -96,7 +96,7 @@ def _no_constant(name: str) -> float:
 # -- config.json ------------------------------------------------------------------------------------------------------
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def folder_config(folder: Path) -> dict[str, Any]:
     """config.json as it stands, after the checks that need no knowledge of the model."""
     if not (folder / "config.json").exists():
         if (folder / "adapter_config.json").exists():

@@ -16,21 +16,19 @@ WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "voc
 def find_folder(name_or_path: str | Path, check: Callable[[Path], object]) -> tuple[Path, str]:
     """(folder, name to show). A folder that is there comes first; then the local cache; then the hub itself.
 
-    `check` is called with a folder that holds config.json alone, before anything large is fetched; it may raise.
+    `check` is called with a folder of config.json alone, before anything large is fetched; it may raise.
     """
-    given = str(name_or_path)
-    path = Path(given).expanduser()
+    name = str(name_or_path)
+    path = Path(name).expanduser()
     if path.is_dir():
-        return path, path.resolve().name if given in (".", "..") else given
+        return path, path.resolve().name if name in (".", "..") else name
     if path.exists():
+        raise ModelError(f"{name}: a file, and a model is a folder with config.json and *.safetensors; give the folder")
+    if isinstance(name_or_path, Path) or not HUB_NAME.fullmatch(name):
         raise ModelError(
-            f"{given}: a file, and a model is a folder with config.json and *.safetensors; give the folder"
+            f"{name}: no such folder; give one with config.json and *.safetensors, or a hub name such as 'org/model'"
         )
-    if isinstance(name_or_path, Path) or not HUB_NAME.fullmatch(given):
-        raise ModelError(
-            f"{given}: no such folder; give one with config.json and *.safetensors, or a hub name such as 'org/model'"
-        )
-    return _cached(given) or _fetched(given, check), given
+    return _cached(name) or _fetched(name, check), name
 
 
 def _cached(name: str) -> Path | None:

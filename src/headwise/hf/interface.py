@@ -26,7 +26,7 @@ _OWN = "its attention is code of its own"
 def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
     """Raise ModelError unless this class of model hands its attention to transformers' attention interface."""
     reason = OUTSIDE.get(model_type) or SPARSE.get(model_type)
-    # A private method, and the only word transformers has on it; a version without it leaves the check to the calls.
+    # A private method, and the only one that says it; under a version without it the calls are checked instead.
     can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
     if reason is None and can_set():
         return
@@ -36,7 +36,7 @@ def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
 def require_consulted(config: Any) -> None:
     """Raise ModelError where the file of models that a config belongs to computes attention in code of its own.
 
-    A model that was given the name past transformers' own ways (by writing to its config) comes here with its first
+    A model that got the name past transformers' own ways (by writing to its config) comes here with its first
     mask.
     """
     if not _consults(type(config).__module__):
@@ -46,7 +46,7 @@ def require_consulted(config: Any) -> None:
 
 @lru_cache(maxsize=1024)
 def _consults(module: str) -> bool:
-    """By the same words in the text of the file as transformers decides it, but of the module of a config's class."""
+    """Whether the models beside a config's class call the interface, by the text that transformers looks for."""
     file = sys.modules.get(module.replace("configuration_", "modeling_"))
     try:
         source = "" if file is None else inspect.getsource(file)
@@ -104,7 +104,7 @@ def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
     def related(name: str) -> bool:
         return any(name == other or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in seen)
 
-    found = {
+    unseen = {
         name: module
         for name, module in model.named_modules()
         if name
@@ -112,7 +112,7 @@ def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
         and not related(name)
         and any(True for _ in module.parameters())
     }
-    return {name: module for name, module in found.items() if not any(name.startswith(f"{up}.") for up in found)}
+    return {name: module for name, module in unseen.items() if not any(name.startswith(f"{up}.") for up in unseen)}
 
 
 def configs(model: nn.Module) -> list[PreTrainedConfig]:
@@ -120,7 +120,7 @@ def configs(model: nn.Module) -> list[PreTrainedConfig]:
 
     Encoder-decoders give each half a copy, so writing to `model.config` alone would reach neither.
     """
-    found: dict[int, PreTrainedConfig] = {}
+    configs_by_id: dict[int, PreTrainedConfig] = {}
 
     def walk(config: Any) -> Iterator[PreTrainedConfig]:
         if isinstance(config, PreTrainedConfig):
@@ -130,5 +130,5 @@ def configs(model: nn.Module) -> list[PreTrainedConfig]:
 
     for module in model.modules():
         for config in walk(getattr(module, "config", None)):
-            found[id(config)] = config
-    return list(found.values())
+            configs_by_id[id(config)] = config
+    return list(configs_by_id.values())

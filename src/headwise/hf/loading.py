@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .errors import ModelError, one_line
-from .folder import Weights, check_numbers, find_weights, read_config
+from .folder import Weights, check_numbers, find_weights, folder_config
 from .hub import find_folder
 from .interface import attention_modules, require_interface
 from .tokens import bos_id, delimiters, encode, load_tokenizer
@@ -119,9 +119,9 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is None or (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
-        return found
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(resolved, torch.dtype) and resolved.is_floating_point and resolved.itemsize > 1):
+        return resolved
     raise ModelError(f"dtype {dtype!r} is no dtype for weights; use float32, bfloat16, float16 or float64")
 
 
@@ -135,7 +135,7 @@ def _dtype_of(weights: Weights) -> torch.dtype:
 
 def describe(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """The config and the class of the model; refuses what headwise cannot see before any weight is read."""
-    raw = read_config(folder)
+    raw = folder_config(folder)
     model_type, where = raw["model_type"], f"{folder}/config.json"
     if model_type not in CONFIG_MAPPING:
         raise ModelError(

@@ -12,7 +12,8 @@ from transformers import masking_utils as theirs
 
 from ..ops.masks.compose import Mask
 from .architectures import FLOAT_MASKS
-from .closures import Frame, MaskFunction, dense_mask, read_mask
+from .closures import Frame, MaskFunction, dense_mask, read_mask, read_padding
+from .functions import function_mask
 from .interface import require_consulted
 from .lazy import Lazy
 
@@ -35,14 +36,14 @@ class StructuralMask(Lazy):
     ) -> StructuralMask:
         """A mask of rules, for a batch and lengths: shape (B, 1, T, S)."""
         make = partial(_additive, mask, shape, dtype, torch.device(device))
-        made: StructuralMask = cls._of(make, shape, dtype, device)
-        made.mask = mask
-        return made
+        carrier: StructuralMask = cls._of(make, shape, dtype, device)
+        carrier.mask = mask
+        return carrier
 
     def __getitem__(self, index: Any) -> Tensor:
         """As of any tensor; some of the rows are made alone, a copy (models whose last layers run one query ask so)."""
         rest = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else None
-        if self._source.made is None and rest == (slice(None),) * 3 and isinstance(index[2], slice):
+        if self._source.tensor is None and rest == (slice(None),) * 3 and isinstance(index[2], slice):
             return self.rows(index[2])
         return super().__getitem__(index)
 
@@ -115,7 +116,11 @@ def headwise_mask(
     require_consulted(config)
     # int() also takes a copy: the offset of a static cache is its live counter, which moves on before the mask is read.
     frame = Frame(batch_size, q_length, int(kv_length), int(q_offset), int(kv_offset), device)
-    mask = None if use_vmap else read_mask(mask_function, frame, attention_mask)
+    mask = read_mask(mask_function, frame)
+    if mask is None:
+        mask = function_mask(mask_function, frame, use_vmap=use_vmap)
     if mask is None:
         mask = dense_mask(mask_function, frame, attention_mask, use_vmap=use_vmap)
+    elif attention_mask is not None:
+        mask = mask & read_padding(attention_mask, frame)
     return StructuralMask(mask, (batch_size, 1, q_length, frame.S), options.get("dtype", torch.float32), device)

@@ -90,7 +90,7 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
             attention module that should have run did not call; the text names the model and the module.
 
     Warns:
-        UserWarning: the model holds further modules of attention that do not go through the interface (a pooling head,
+        UserWarning: the model has further modules of attention that do not go through the interface (a pooling head,
             say); they run as always, unseen.
 
     Example:
@@ -108,7 +108,7 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
     seen = Probe(tuple(names.values()), each)
     session = _Session(model, seen, names)
     with ExitStack() as undo:
-        undo.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph holds the attention it met
+        undo.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph has the attention of its trace
         for module in {*names, *(part for part in model.modules() if isinstance(part, PreTrainedModel))}:
             undo.callback(module.register_forward_pre_hook(session.enter).remove)
         for module in names:

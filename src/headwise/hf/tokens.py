@@ -48,10 +48,12 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
             read_json(folder / "tokenizer.json", MAX_TOKENIZER)
             _rehearse((folder / "tokenizer.json").read_bytes(), [*IN_A_TEXT], decode=True)
             return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **_special_tokens(folder))
-        made = AutoTokenizer.from_pretrained(str(folder), config=config, local_files_only=True, trust_remote_code=False)
-        if made.is_fast:
-            _rehearse(made.backend_tokenizer.to_str().encode(), [*IN_A_TEXT], decode=True)
-        return made
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), config=config, local_files_only=True, trust_remote_code=False
+        )
+        if tokenizer.is_fast:
+            _rehearse(tokenizer.backend_tokenizer.to_str().encode(), [*IN_A_TEXT], decode=True)
+        return tokenizer
     except ModelError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -61,7 +63,7 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / file).exists():
             table = read_json(folder / file, MAX_TOKENIZER)
@@ -69,17 +71,17 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
                 token = table.get(name)
                 token = token.get("content") if isinstance(token, dict) else token
                 if isinstance(token, str):
-                    found[name] = token
-    return found
+                    tokens[name] = token
+    return tokens
 
 
 def delimiters(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
     """Ids of punctuation, line ends and the separator, in order (after Clark et al. 2019, arXiv 1906.04341)."""
-    found = {tokenizer.sep_token_id}
+    marks = {tokenizer.sep_token_id}
     for text, mark in IN_A_TEXT.items():
         ids = tokenizer.encode(text, add_special_tokens=False)
-        found |= {i for i in ids if tokenizer.decode([i]).strip(" ") == mark}
-    return tuple(sorted(i for i in found if i is not None and 0 <= i < vocabulary))
+        marks |= {i for i in ids if tokenizer.decode([i]).strip(" ") == mark}
+    return tuple(sorted(i for i in marks if i is not None and 0 <= i < vocabulary))
 
 
 def bos_id(tokenizer: Any, vocabulary: int) -> int | None:

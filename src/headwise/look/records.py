@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from ..extras import missing_extra
 from ..shapes.kinds import MOST, check_counts, check_flags, check_texts, shown
 
 if TYPE_CHECKING:
@@ -258,29 +259,19 @@ class Look:
         """One row a head, one column a number; places as ``offset_0`` ... ``offset_k`` and ``ahead_1`` ... ``ahead_k``.
 
         Raises:
-            ImportError: pandas is not installed.
+            MissingExtra: pandas is not installed.
         """
         try:
             import pandas
         except ImportError as error:
-            raise ImportError(
-                "to_frame() needs pandas, which is not installed; pip install pandas, or use to_dict()"
-            ) from error
+            raise missing_extra("to_frame()", "look", error) from None
         return pandas.DataFrame([_flat(head) for head in self.heads])
 
     def table(self) -> rich.table.Table:
-        """The table of heads for a Rich console.
+        """The table of heads for a Rich console."""
+        from rich.table import Table
+        from rich.text import Text
 
-        Raises:
-            ImportError: rich is not installed.
-        """
-        try:
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError as error:
-            raise ImportError(
-                "table() needs rich, which is not installed; pip install rich, or print the look itself"
-            ) from error
         table = Table(title=Text(self._title()), header_style="bold")
         for i, name in enumerate(_COLUMNS):
             table.add_column(name, justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)

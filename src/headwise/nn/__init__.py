@@ -3,10 +3,10 @@
 from .heads import Head
 from .inner import Inner, InnerAttention
 from .latent import LatentAttention, LatentCache
-from .multihead import MultiHeadAttention
+from .multihead import MultiHeadAttention, from_torch, to_torch
 from .probe import AttentionCall, Probe, probe
 from .rotary import Rotary, rotate
-from .torch_mha import from_torch, mask_from_torch, mask_to_torch, to_torch
+from .torch_mha import mask_from_torch, mask_to_torch
 from .trace import Stage, Trace, trace, trace_shape
 from .unwrap import split_over, unwrap
 from .yarn import yarn_frequencies, yarn_scale

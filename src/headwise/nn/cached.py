@@ -1,16 +1,60 @@
-"""A module's step with a cache: new keys and values go in, and queries attend to all that is held."""
+"""The caches that modules take, and a step with one: new keys and values go in, and queries attend to all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from inspect import getattr_static
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..ops.masks.compose import Mask
-from ..ops.storage.held import Held
 from ..shapes.kinds import check_tensor
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """Keys and values of the tokens so far: the caches of `headwise.cache`, and any other object with these members.
+
+    These are required (but for `causal`, True where it is missing). A module reads three more if they are there
+    (`traits_of`):
+
+    - `chunk`, the most tokens of one append, None or missing for any number: a module cuts longer inputs itself;
+    - `keys`, (B, K, S, D), of which row b has its first ``lengths[b]``; None or missing where not all tokens are kept:
+      then latent attention never takes its expanded form;
+    - `value_dim`, V, so that another V than the module's is refused before anything is appended.
+    """
+
+    lengths: list[int]
+    """Tokens of each row."""
+    causal: bool
+    """Queries see no later key; False for the memory of cross-attention."""
+
+    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None) -> Any:
+        """Adds tokens: key (B, K, T, D), value (B, K, T, V); `lengths` (B,): how many of them are real in each row."""
+
+    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
+        """(B, H, T, V) of query (B, H, T, D), whose tokens are the last T that were appended."""
+
+
+class Traits(NamedTuple):
+    """What a cache may leave out, with what is meant then; see `Cache`."""
+
+    causal: bool
+    chunk: int | None
+    has_keys: bool
+    value_dim: int | None
+
+
+def traits_of(cache: Cache) -> Traits:
+    """The optional members of a cache; `keys` is not fetched, for that may copy them."""
+    return Traits(
+        causal=getattr(cache, "causal", True),
+        chunk=getattr(cache, "chunk", None),
+        has_keys=getattr_static(cache, "keys", None) is not None,
+        value_dim=getattr(cache, "value_dim", None),
+    )
 
 
 def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:
@@ -22,7 +66,7 @@ def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor
 
 def step(
     inner: Callable[..., Tensor],
-    cache: Held,
+    cache: Cache,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
@@ -38,7 +82,8 @@ def step(
     if gate is not None:  # refused before the cache has changed
         check_tensor("gate", gate, "a float tensor (H,), (B, H), (B, H, T) or (B, H, T, V)")
     T = query.shape[2]
-    most = getattr(cache, "chunk", T)
+    chunk = traits_of(cache).chunk
+    most = T if chunk is None else chunk
     whole = key is None or most >= T
     outs = []
     for first in [0] if whole else range(0, T, most):

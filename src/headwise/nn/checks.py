@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,8 @@ from ..ops.masks.compose import as_mask
 from ..plan.shape import AttentionShape, check_size
 from ..shapes import DTYPES, describe
 from ..shapes.kinds import check_counts, check_tensor, shown, whole_numbers
+from .cached import traits_of
 from .latent_form import check_form
-
-if TYPE_CHECKING:
-    from .multihead import MultiHeadAttention
 
 MemoryDim = int | tuple[int, int] | None
 
@@ -100,11 +98,17 @@ def check_width(fused: Any, heads: int, size: int) -> None:
         )
 
 
-def check_memory(mha: MultiHeadAttention, x: Tensor, memory: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+def check_memory(
+    x: Tensor,
+    memory: Tensor | Sequence[Tensor] | None,
+    widths: tuple[int, int],
+    projections: tuple[nn.Module, nn.Module],
+    *,
+    required: bool,
+) -> tuple[Tensor, Tensor]:
     """What keys and values are projected from: `memory`, a pair of them, or `x` itself where no memory is required."""
-    widths, projections = mha.memory_widths, (mha.k_proj, mha.v_proj)
     if memory is None:
-        if mha.memory_dim is not None:
+        if required:
             raise ValueError(
                 f"this module was built with memory_dim, so it attends to a memory (B, S, {widths[0]}) and never to x; "
                 "call it as mha(x, memory)"
@@ -133,7 +137,7 @@ def check_memory(mha: MultiHeadAttention, x: Tensor, memory: Tensor | Sequence[T
 
 
 def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
-    """How many tokens of each row of `x` the cache of a call is to take; where it is refused, it has not changed."""
+    """How many tokens of each row of `x` go into the cache; raises before the cache has changed."""
     if cache is None:
         if lengths is not None:
             raise ValueError(
@@ -160,17 +164,17 @@ def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
 
 
 def check_latent_call(x: Tensor, cache: Any, lengths: Any, form: str, mask: Any) -> list[int] | None:
-    """`check_cache` for `LatentAttention`; where the call is refused, the cache has not changed."""
+    """`check_cache` for `LatentAttention`; raises before the cache has changed."""
     check_form(form)
     as_mask(mask)
-    if not getattr(cache, "causal", True):
+    if cache is not None and not traits_of(cache).causal:
         raise ValueError("latent attention attends to its own past, so its cache is causal; got one with causal=False")
     return check_cache(x, cache, lengths)
 
 
-def check_latent_values(width: int, rank: int) -> None:
-    """A cache of latents has values that are the first columns of its keys."""
-    if width != rank:
+def check_latent_values(width: int | None, rank: int) -> None:
+    """A cache of latents has values that are the first columns of its keys; None where it does not say."""
+    if width not in (None, rank):
         raise ValueError(
             f"the cache's values are the first kv_lora_rank = {rank} columns of its keys; it gave values of {width}; "
             f"make it with value_dim={rank}"

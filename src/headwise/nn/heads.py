@@ -1,8 +1,8 @@
 """One head at a time: the textbook's small matrices, as views of the fused ones, and the way back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,9 +10,6 @@ from torch import Tensor, nn
 
 from ..shapes import DTYPES, check_head_counts, describe
 from ..shapes.kinds import check_counts, check_tensor, shown
-
-if TYPE_CHECKING:
-    from .multihead import MultiHeadAttention
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +48,16 @@ def rows_of(projection: nn.Linear, index: int, size: int) -> tuple[Tensor, Tenso
     return projection.weight[rows].T, None if projection.bias is None else projection.bias[rows]
 
 
-def check_heads(given: Any, num_kv_heads: int | None, output_bias: Any) -> tuple[list[Head], int]:
+def check_heads(source: Any, num_kv_heads: int | None, output_bias: Any) -> tuple[list[Head], int]:
     """Heads that can be fused, and their K: equal shapes throughout, and one K and V a group.
 
     Raises:
         TypeError: something other than a `Head`.
         ValueError: no heads, unequal shapes, or a group whose heads do not share W_K and W_V.
     """
-    if isinstance(given, (str, bytes, Mapping, Tensor)) or not isinstance(given, Iterable):
-        raise TypeError(f"from_heads takes a list of headwise.nn.Head objects; got {shown(given)}")
-    heads: list[Head] = list(given)
+    if isinstance(source, (str, bytes, Mapping, Tensor)) or not isinstance(source, Iterable):
+        raise TypeError(f"from_heads takes a list of headwise.nn.Head objects; got {shown(source)}")
+    heads: list[Head] = list(source)
     num_kv_heads = len(heads) if num_kv_heads is None else num_kv_heads
     if not heads:
         raise ValueError("from_heads needs at least one Head; got none")
@@ -122,25 +119,3 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one is other or torch.equal(one, other)
-
-
-@torch.no_grad()
-def fill(mha: "MultiHeadAttention", heads: Sequence[Head], output_bias: Tensor | None) -> None:
-    """Give a module of the right sizes the numbers of `heads`; each group's first head stands for its K and V."""
-    like = heads[0].W_Q
-    mha.to(device=like.device, dtype=like.dtype)
-    owners = heads[:: len(heads) // mha.num_kv_heads]
-    mha.q_proj.weight.copy_(torch.cat([head.W_Q.T for head in heads]))
-    mha.k_proj.weight.copy_(torch.cat([head.W_K.T for head in owners]))
-    mha.v_proj.weight.copy_(torch.cat([head.W_V.T for head in owners]))
-    mha.o_proj.weight.copy_(torch.cat([head.W_O for head in heads]).T)
-    for projection, biases in (
-        (mha.q_proj, [head.b_Q for head in heads]),
-        (mha.k_proj, [head.b_K for head in owners]),
-        (mha.v_proj, [head.b_V for head in owners]),
-        (mha.o_proj, [output_bias]),
-    ):
-        if projection.bias is not None and biases[0] is not None:
-            projection.bias.copy_(torch.cat([bias for bias in biases if bias is not None]))
-        elif projection.bias is not None:
-            projection.bias.zero_()  # a bias that these heads lack

@@ -1,4 +1,4 @@
-"""The inner attention: what stands between the projections. A part that a module is given, never a flag on it."""
+"""The inner attention, between the projections: a part that is passed to a module, never a flag on it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
-from ..ops.storage.held import Held
 from ..shapes import check_gate, check_options, check_sinks
 from ..shapes.kinds import check_texts
+from .cached import Cache
 
 
 class Inner(nn.Module):
@@ -24,7 +24,7 @@ class Inner(nn.Module):
         """The keywords with which `headwise.attention` gives what this part gives now (``scale``, ``softcap``, ...).
 
         Raises:
-            NotImplementedError: no such keywords are known.
+            NotImplementedError: the part does not say.
         """
         raise NotImplementedError(
             f"the inner part {type(self).__name__} does not say what it computes; "
@@ -72,7 +72,7 @@ class InnerAttention(Inner):
     def forward(
         self,
         query: Tensor,
-        key: Tensor | Held,
+        key: Tensor | Cache,
         value: Tensor | None,
         *,
         mask: Mask | Tensor | None = None,
@@ -95,10 +95,10 @@ class InnerAttention(Inner):
 
     def extra_repr(self) -> str:
         """The options that differ from the defaults."""
-        told: dict[str, object] = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout or None}
-        told["sinks"] = None if self.sinks is None else len(self.sinks)
-        told["backend"] = None if self.backend == "auto" else self.backend
-        return ", ".join(f"{name}={value!r}" for name, value in told.items() if value is not None)
+        shown: dict[str, object] = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout or None}
+        shown["sinks"] = None if self.sinks is None else len(self.sinks)
+        shown["backend"] = None if self.backend == "auto" else self.backend
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
 
 
 class InnerFunction(Inner):
@@ -122,7 +122,7 @@ class InnerFunction(Inner):
         return out if gate is None else out * check_gate(gate, out.shape, out.device).to(out.dtype)
 
     def options(self) -> dict[str, Any]:
-        """Unknown: a bare function cannot be asked."""
+        """Unknown: a bare function does not say what it computes."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
         raise NotImplementedError(
             f"the inner part {name} is a bare function and cannot say what it computes; derive one from "

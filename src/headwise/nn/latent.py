@@ -1,9 +1,8 @@
-"""Multi-head latent attention: keys and values are made from one small vector a token, which is all a cache holds."""
+"""Multi-head latent attention: keys and values are made from one small vector a token; a cache stores that alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import getattr_static
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +13,7 @@ from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep
 from ..shapes import check_options
 from ..shapes.kinds import check_counts, check_flags, whole_numbers
-from .cached import positions_of
+from .cached import Cache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .inner import InnerAttention
 from .latent_form import Choice, Form, FormCosts, latent_layer
@@ -26,23 +25,17 @@ NORM_EPS = 1e-6  # of the norms on both latents, in every published model
 
 
 @runtime_checkable
-class LatentCache(Protocol):
-    """What `LatentAttention` asks of a cache: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it.
+class LatentCache(Cache, Protocol):
+    """A cache for `LatentAttention`: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it; causal.
 
-    The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b holds the first
+    It has ``lengths``, tokens of each row; ``append(key, *, lengths=None)`` of (B, 1, T, kv_lora_rank + rope_dim), the
+    values being the first kv_lora_rank columns; and ``attend(query, *, mask=None, **options)``, which gives
+    (B, H, T, kv_lora_rank) for the queries of the last T tokens.
+
+    The expanded form also reads ``keys``, (B, 1, S, kv_lora_rank + rope_dim), of which row b has the first
     ``lengths[b]``, and takes causality for the cache's only rule. A cache that has no ``keys`` (as one that forgets old
     tokens must not) is always attended to in absorbed form.
     """
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens held, one number a row of the batch."""
-
-    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Lengths = None) -> Any:
-        """Hold (B, 1, T, kv_lora_rank + rope_dim), of each row its first `lengths`; values are the first columns."""
-
-    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
-        """(B, H, T, kv_lora_rank) of the queries of the last T tokens appended; causal."""
 
 
 class LatentAttention(nn.Module):
@@ -54,7 +47,7 @@ class LatentAttention(nn.Module):
     $$q_t^i = [\,q_t^{N,i} ;\; \text{rope}(q_t^{R,i})\,], \qquad
     \text{head}_i = \text{Attention}(Q^i, K^i, V^i), \qquad \text{out} = \text{Concat}(\text{head}_1, \dots)\, W_O$$
 
-    Liu et al. 2024, arXiv 2405.04434. A cache holds $[c_t ; k^R_t]$, `kv_lora_rank` + `rope_dim` numbers a token,
+    Liu et al. 2024, arXiv 2405.04434. A cache stores $[c_t ; k^R_t]$, `kv_lora_rank` + `rope_dim` numbers a token,
     whatever the number of heads. The same function has two forms, equal up to rounding:
 
     - *expanded*: make all keys and values, and attend with d_k = `nope_dim` + `rope_dim` and d_v = `value_dim`;
@@ -63,7 +56,7 @@ class LatentAttention(nn.Module):
       and the values are the keys' first `kv_lora_rank` columns (a view). $W_{UV}$ follows on what comes out.
 
     The parameters bear the names of published checkpoints, so the attention of such a layer loads as it is:
-    ``q_proj``, or ``q_a_proj q_a_layernorm q_b_proj`` where `q_lora_rank` is given; ``kv_a_proj_with_mqa``
+    ``q_proj``, or ``q_a_proj q_a_layernorm q_b_proj`` with `q_lora_rank`; ``kv_a_proj_with_mqa``
     ($W_{DKV}$ and $W_{KR}$), ``kv_a_layernorm``, ``kv_b_proj`` (each head's $W_{UK}$, then its $W_{UV}$), ``o_proj``.
 
     Args:
@@ -144,7 +137,7 @@ class LatentAttention(nn.Module):
         lengths: Lengths = None,
         form: Choice = "auto",
     ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], LatentCache]:
-        """Attend from `x` to itself, or with a cache to what it holds and then `x`.
+        """Attend from `x` to itself, or with a cache to its tokens and then `x`.
 
         ``form="auto"`` takes the form with fewer multiply-adds for the lengths at hand. Of the last T of S tokens,
         *expanded* pays ``S H C (N + V)`` and H (N + R + V) a pair, *absorbed* ``T H C (N + V)`` and H (2 C + R) a
@@ -155,7 +148,7 @@ class LatentAttention(nn.Module):
         Args:
             x: (B, T, M).
             mask: What may be attended (`headwise.causal()`, ...); all by default. A cache is causal by itself.
-            positions: For the rotary part: (T,) or (B, T); by default they count on from what the cache holds.
+            positions: For the rotary part: (T,) or (B, T); by default they count on from the tokens in the cache.
             cache: Takes the latents of `x`, in place, and is attended: of one key head, `kv_lora_rank` + `rope_dim`
                 wide, whose values are its first `kv_lora_rank` columns.
             lengths: (B,) how many of the T tokens are real in each row, the others being padding behind them; with a
@@ -176,7 +169,7 @@ class LatentAttention(nn.Module):
         q_nope_BHTN, q_rope_BHTR = self.queries(x)
         latent_B1TC, k_rope_B1TR = self.compress(x)
         q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self._places(x, cache, positions))
-        key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: all that a cache holds
+        key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: what a cache stores
         if absorbed:
             query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
             if cache is None:
@@ -186,7 +179,7 @@ class LatentAttention(nn.Module):
             heads_BHTV = self.from_latent(mixed_BHTC)
         else:
             query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
-            keys, rule = (key_B1TE, mask) if cache is None else self._hold(cache, key_B1TE, mask, lengths)
+            keys, rule = (key_B1TE, mask) if cache is None else self._expanded(cache, key_B1TE, mask, lengths)
             heads_BHTV = self.inner(query_BHTD, *self.expand(keys), mask=rule)
         out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
         return out if cache is None else (out, cache)
@@ -235,7 +228,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("bhtc,hvc->bhtv", mixed, self.up_matrices()[1])
 
     def up_matrices(self) -> tuple[Float[Tensor, "H N C"], Float[Tensor, "H V C"]]:
-        """Each head's $W_{UK}$ and $W_{UV}$, transposed, as they lie in kv_b_proj: views."""
+        """Each head's $W_{UK}$ and $W_{UV}$, transposed, as in kv_b_proj: views."""
         both = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
         up_key, up_value = both.split((self.nope_dim, self.value_dim), dim=1)
         return up_key, up_value
@@ -243,7 +236,7 @@ class LatentAttention(nn.Module):
     # --- cache --------------------------------------------------------------------------------------------------------
 
     def form(self, queries: int, held: Sequence[int] | None = None) -> Form:
-        """The form that "auto" takes for T new tokens where each row holds `held` tokens; None is no cache.
+        """The form that "auto" takes for T new tokens where each row has `held` tokens in the cache; None is no cache.
 
         Example:
             >>> mla = LatentAttention(64, 4, kv_lora_rank=32, nope_dim=8, rope_dim=4, value_dim=8)
@@ -255,16 +248,16 @@ class LatentAttention(nn.Module):
 
     def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: Lengths) -> bool:
         """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
-        held = None if cache is None else list(cache.lengths)
-        if (self.form(new, held) if form == "auto" else form) == "absorbed":
+        if cache is None:
+            return (self.form(new) if form == "auto" else form) == "absorbed"
+        stored = list(cache.lengths)
+        if (self.form(new, stored) if form == "auto" else form) == "absorbed":
             return True
-        if held is None:
-            return False
         why = ""
-        if getattr_static(cache, "keys", None) is None:  # found, not fetched: it may take time
+        if not traits_of(cache).has_keys:
             why = f"{type(cache).__name__} has no keys to read"
-        elif mask is not None and any(held) and (lengths is not None or len(set(held)) > 1):
-            why = f"a mask has its place in every row alike, while the rows hold {held} and then lengths = {lengths}"
+        elif mask is not None and any(stored) and (lengths is not None or len(set(stored)) > 1):
+            why = f"a mask has its place in every row alike, while the rows hold {stored} and then lengths = {lengths}"
         if why and form == "expanded":
             raise ValueError(
                 f"the expanded form makes keys and values from all latents held, and {why}; "
@@ -274,35 +267,34 @@ class LatentAttention(nn.Module):
 
     @staticmethod
     def _places(x: Tensor, cache: LatentCache | None, positions: Positions) -> Positions:
-        """The positions given, or those behind what each row of the cache holds."""
+        """The positions of the call; by default those behind the tokens in the cache."""
         if cache is None or positions is not None:
             return positions
         return positions_of(cache.lengths, x.shape[1], x.device)
 
     def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Lengths) -> Tensor:
-        """Weighted sums of latents (B, H, T, C) over the cache, once it holds the new ones; options in use go along."""
+        """Weighted sums of latents (B, H, T, C) over the cache, with the new ones appended; options in use go along."""
         options = {name: option for name, option in self.inner.options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
-        check_latent_values(getattr(cache, "value_dim", self.kv_lora_rank), self.kv_lora_rank)
+        check_latent_values(traits_of(cache).value_dim, self.kv_lora_rank)
         cache.append(new, lengths=lengths)
         mixed: Tensor = cache.attend(query, mask=mask, **options)
         check_latent_values(mixed.shape[-1], self.kv_lora_rank)
         return mixed
 
     @staticmethod
-    def _hold(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Lengths) -> tuple[Tensor, Mask]:
-        """The keys (B, 1, S, E) that the expanded form attends to, the new ones appended, and who may see which."""
-        held, length = list(cache.lengths), new.shape[2]
+    def _expanded(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Lengths) -> tuple[Tensor, Mask]:
+        """The keys (B, 1, S, E) that the expanded form attends to, the new ones appended, and the mask of the call."""
+        before, length = list(cache.lengths), new.shape[2]
         cache.append(new, lengths=lengths)
-        keys = cache.keys if any(held) else new  # the first tokens as they are, before a cache may have rounded them
-        even = all(seen == keys.shape[2] - length for seen in held)
-        rule = causal() if even else causal(offset=torch.tensor(held, device=new.device))
+        keys = cache.keys if any(before) else new  # the first tokens unrounded, whatever the dtype of the cache
+        even = all(n == keys.shape[2] - length for n in before)
+        rule = causal() if even else causal(offset=torch.tensor(before, device=new.device))
         if lengths is not None:
             real = torch.arange(length) < torch.as_tensor(lengths, device="cpu")[:, None]
             rule = rule & keep(real[:, None, :, None].to(new.device))
-        other = as_mask(mask)
-        return keys, rule if other is None else rule & other
+        return keys, rule & as_mask(mask)
 
     def extra_repr(self) -> str:
         """The sizes."""

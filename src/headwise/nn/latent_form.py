@@ -86,7 +86,7 @@ class FormCosts:
         }
 
     def cheaper(self, queries: int, held: Iterable[int]) -> Form:
-        """The form with fewer multiply-adds where each row appends `queries` tokens to the `held` ones it has.
+        """The form with fewer multiply-adds where each row has `held` tokens and appends `queries` more.
 
         One form serves the whole batch, so the rows' costs are added up. At a tie it is the expanded one.
         """

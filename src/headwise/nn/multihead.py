@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..ops.masks.compose import Mask, as_mask
-from ..ops.storage.held import Held
 from ..plan.shape import Bias
 from ..shapes.kinds import check_counts
-from .cached import positions_of, step
+from .cached import Cache, positions_of, step, traits_of
 from .checks import (
     check_cache,
     check_input,
@@ -21,9 +21,10 @@ from .checks import (
     check_vectors,
     check_width,
 )
-from .heads import Head, check_heads, fill, rows_of
+from .heads import Head, check_heads, rows_of
 from .inner import as_inner
 from .rotary import Positions
+from .torch_mha import converted_from_torch, converted_to_torch
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 Memory = Float[Tensor, "B S N"] | tuple[Float[Tensor, "B S N_key"], Float[Tensor, "B S N_value"]]
@@ -51,7 +52,7 @@ class MultiHeadAttention(nn.Module):
         head_dim: Size D of a query or key; ``d_model / num_heads`` by default.
         value_dim: Size V of a value; `head_dim` by default.
         memory_dim: Width of the memory in cross-attention, or a pair (of what keys, of what values come from). With it
-            a memory is required; without it one of width `d_model` may be given.
+            a memory is required; without it one of width `d_model` is optional.
         bias: False, True (all four projections), or ``"qkv"`` (all but o_proj).
         rotary: A part ``(query, key, positions) -> (query, key)``, such as `headwise.nn.Rotary`.
         qk_norm: A factory ``head_dim -> module``, such as ``torch.nn.RMSNorm``, for q_norm and k_norm over each head.
@@ -114,9 +115,9 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         positions: Positions = None,
         gate: Float[Tensor, "..."] | None = None,
-        cache: Held | None = None,
+        cache: Cache | None = None,
         lengths: Sequence[int] | Tensor | None = None,
-    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], Held]:
+    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], Cache]:
         """Attend from `x` to `memory`, or to `x` itself, or with a cache to all the tokens so far.
 
         Args:
@@ -125,7 +126,7 @@ class MultiHeadAttention(nn.Module):
             mask: What may be attended (`headwise.causal()`, a bool tensor with True = attend, ...); all by default.
                 A cache is causal by itself.
             positions: For the rotary part: (T,) or (B, T), or a pair of those for queries and keys. By default they
-                count on from what the cache holds.
+                count on from the tokens in the cache.
             gate: Factor on the heads before W_O: (H,), (B, H), (B, H, T) or (B, H, T, V); 0 switches a head off.
             cache: Of `headwise.cache`: takes the keys and values of `x`, and is attended. One that is not causal
                 takes those of the memory, once, and then needs it no more.
@@ -144,7 +145,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
             return self.o_proj(self.concatenate(heads_BHTV)), cache
-        for_keys, for_values = check_memory(self, x, memory)
+        for_keys, for_values = self._sources(x, memory)
         q_BHTD = self.split(self.q_proj(x), self.num_heads, self.head_dim)
         k_BKSD = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
         v_BKSV = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
@@ -155,11 +156,11 @@ class MultiHeadAttention(nn.Module):
         return self.o_proj(self.concatenate(heads_BHTV))
 
     def _cached(
-        self, x: Tensor, memory: Memory | None, cache: Held, *, positions: Positions, lengths: Any, **options: Any
+        self, x: Tensor, memory: Memory | None, cache: Cache, *, positions: Positions, lengths: Any, **options: Any
     ) -> Tensor:
-        """The heads of `x` (B, H, T, V) against what the cache holds, once it has what is new."""
+        """The heads of `x` (B, H, T, V) over all tokens in the cache, those of `x` included."""
         as_mask(options["mask"])  # refused before the cache has changed
-        query, causal = self.split(self.q_proj(x), self.num_heads, self.head_dim), getattr(cache, "causal", True)
+        query, causal = self.split(self.q_proj(x), self.num_heads, self.head_dim), traits_of(cache).causal
         if not causal and any(cache.lengths):  # a memory that is there already
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
@@ -167,7 +168,7 @@ class MultiHeadAttention(nn.Module):
             of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
             query, _ = self.rotate(query, query[:, :0], of_queries)
             return step(self.inner, cache, query, None, None, **options)
-        for_keys, for_values = check_memory(self, x, memory)
+        for_keys, for_values = self._sources(x, memory)
         key = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
         value = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
         if self.rotary is not None and positions is None and causal:
@@ -175,6 +176,11 @@ class MultiHeadAttention(nn.Module):
         query, key = self.normalize(query, key)
         query, key = self.rotate(query, key, positions)
         return step(self.inner, cache, query, key, value, lengths=lengths, **options)
+
+    def _sources(self, x: Tensor, memory: Memory | None) -> tuple[Tensor, Tensor]:
+        """What keys and what values are projected from: (B, S, N) each."""
+        required = self.memory_dim is not None
+        return check_memory(x, memory, self.memory_widths, (self.k_proj, self.v_proj), required=required)
 
     @staticmethod
     def split(fused: Tensor, heads: int, size: int) -> Tensor:
@@ -245,7 +251,7 @@ class MultiHeadAttention(nn.Module):
         output_bias: Tensor | None = None,
         **parts: Any,
     ) -> "MultiHeadAttention":
-        """The fused module of the given small heads; their numbers are copied.
+        """The fused module of small heads; their numbers are copied.
 
         Args:
             heads: One `Head` a query head, all of equal shapes.
@@ -269,7 +275,7 @@ class MultiHeadAttention(nn.Module):
         d_model, head_dim = first.W_Q.shape
         widths = (first.W_K.shape[0], first.W_V.shape[0])
         biased = any(bias is not None for bias in (first.b_Q, first.b_K, first.b_V))
-        made = cls(
+        mha = cls(
             d_model,
             len(heads),
             num_kv_heads=num_kv_heads,
@@ -279,24 +285,82 @@ class MultiHeadAttention(nn.Module):
             bias=True if output_bias is not None else "qkv" if biased else False,
             **parts,
         )
-        fill(made, heads, output_bias)
-        return made
+        _fill(mha, heads, output_bias)
+        return mha
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":
         """The same attention as PyTorch's own module, with copies of its numbers: see `headwise.nn.from_torch`."""
-        from .torch_mha import from_torch
-
-        return from_torch(module)
+        return converted_from_torch(cls, module)
 
     def to_torch(self) -> nn.MultiheadAttention:
         """PyTorch's own module with copies of these numbers: see `headwise.nn.to_torch`."""
-        from .torch_mha import to_torch
-
-        return to_torch(self)
+        return converted_to_torch(self)
 
     def extra_repr(self) -> str:
         """The sizes."""
         sizes = f"{self.d_model}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         sizes += "" if self.value_dim == self.head_dim else f", value_dim={self.value_dim}"
         return sizes + ("" if self.memory_dim is None else f", memory_dim={self.memory_dim}")
+
+
+@torch.no_grad()
+def _fill(mha: MultiHeadAttention, heads: Sequence[Head], output_bias: Tensor | None) -> None:
+    """Give a module of the right sizes the numbers of `heads`; each group's first head stands for its K and V."""
+    like = heads[0].W_Q
+    mha.to(device=like.device, dtype=like.dtype)
+    owners = heads[:: len(heads) // mha.num_kv_heads]
+    mha.q_proj.weight.copy_(torch.cat([head.W_Q.T for head in heads]))
+    mha.k_proj.weight.copy_(torch.cat([head.W_K.T for head in owners]))
+    mha.v_proj.weight.copy_(torch.cat([head.W_V.T for head in owners]))
+    mha.o_proj.weight.copy_(torch.cat([head.W_O for head in heads]).T)
+    for projection, biases in (
+        (mha.q_proj, [head.b_Q for head in heads]),
+        (mha.k_proj, [head.b_K for head in owners]),
+        (mha.v_proj, [head.b_V for head in owners]),
+        (mha.o_proj, [output_bias]),
+    ):
+        if projection.bias is not None and biases[0] is not None:
+            projection.bias.copy_(torch.cat([bias for bias in biases if bias is not None]))
+        elif projection.bias is not None:
+            projection.bias.zero_()  # a bias that these heads lack
+
+
+def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
+    """The same attention as a `MultiHeadAttention`: equal outputs in train and in eval; the weights are copied.
+
+    The result is called as ``mha(query)`` for self-attention, or ``mha(query, (key, value))``, batch first whatever the
+    `batch_first` of `module`; its masks come from `mask_from_torch`. Dropout becomes that of the inner part.
+
+    Raises:
+        TypeError: something other than a `torch.nn.MultiheadAttention`.
+        ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``.
+
+    Example:
+        >>> theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True)
+        >>> ours = from_torch(theirs)
+        >>> x = torch.randn(2, 5, 12)
+        >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-6)
+        True
+    """
+    return MultiHeadAttention.from_torch(module)
+
+
+def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
+    """The same attention as a `torch.nn.MultiheadAttention` with ``batch_first=True``; the weights are copied.
+
+    Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
+
+    Raises:
+        ValueError: `mha` has what torch's module lacks: a rotary part, norms, heads with ``H * D != d_model``, another
+            value dim, softcap, sinks, a scale of its own, or an inner part that is no `InnerAttention`.
+
+    Example:
+        >>> ours = MultiHeadAttention(12, 6, num_kv_heads=2)
+        >>> x = torch.randn(2, 5, 12)
+        >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)
+        True
+    """
+    if not isinstance(mha, MultiHeadAttention):
+        raise TypeError(f"to_torch takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
+    return mha.to_torch()

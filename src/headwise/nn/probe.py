@@ -122,19 +122,19 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
         with probe(inside, each) as seen:
             yield seen
         return
-    found = _attention_modules(model)
-    for name, mha in found.items():
+    modules = _attention_modules(model)
+    for name, mha in modules.items():
         _options(name, mha.inner)  # one that cannot tell what it computes is refused before anything runs
-    seen = Probe(tuple(found), each)
+    seen = Probe(tuple(modules), each)
     running = [""]  # the attention module that was entered last: modules may share one inner part
     with ExitStack() as undo:
         if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and it takes a second to import
             # A compiled graph was traced without the hooks and would run past them.
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, mha in found.items():
+        for name, mha in modules.items():
             hook = mha.register_forward_pre_hook(partial(_before_module, running, name), with_kwargs=True)
             undo.callback(hook.remove)
-        for inner in {id(mha.inner): mha.inner for mha in found.values()}.values():
+        for inner in {id(mha.inner): mha.inner for mha in modules.values()}.values():
             hook = inner.register_forward_pre_hook(partial(_before_inner, running, seen), with_kwargs=True)
             undo.callback(hook.remove)
         yield seen
@@ -146,13 +146,13 @@ def _attention_modules(model: object) -> dict[str, MultiHeadAttention | LatentAt
     if not isinstance(model, nn.Module):
         raise TypeError(f"probe needs a torch.nn.Module, got {type(model).__name__}")
     kinds = (MultiHeadAttention, LatentAttention)
-    found = {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
-    if not found:
+    modules = {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
+    if not modules:
         raise TypeError(
             f"{type(model).__name__} holds no headwise.MultiHeadAttention or LatentAttention, so there is nothing to "
             f"probe; {_way_out(model)}"
         )
-    return found
+    return modules
 
 
 def _way_out(model: nn.Module) -> str:
@@ -179,8 +179,8 @@ def _options(name: str, inner: nn.Module) -> dict[str, Any]:
         raise TypeError(f"cannot probe module {name!r}: {unknown}") from None
 
 
-def _before_module(running: list[str], name: str, mha: nn.Module, args: object, given: dict[str, Any]) -> None:
-    if given.get("cache") is not None:
+def _before_module(running: list[str], name: str, mha: nn.Module, args: object, keywords: dict[str, Any]) -> None:
+    if keywords.get("cache") is not None:
         raise RuntimeError(
             f"module {name!r} was called with a cache, which attends by itself and shows the probe nothing; probe a "
             "call on the whole text without a cache, with mask=headwise.causal()"
@@ -189,9 +189,9 @@ def _before_module(running: list[str], name: str, mha: nn.Module, args: object, 
 
 
 def _before_inner(
-    running: list[str], seen: Probe, inner: nn.Module, args: tuple[Tensor, ...], given: dict[str, Any]
+    running: list[str], seen: Probe, inner: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Any]
 ) -> None:
     query, key, value = args
-    told = {option: what for option, what in _options(running[0], inner).items() if option != "backend"}
-    mask, gate = as_mask(given.get("mask")), given.get("gate")
-    seen.record(running[0], query=query, key=key, value=value, mask=mask, gate=gate, **told)
+    options = {option: what for option, what in _options(running[0], inner).items() if option != "backend"}
+    mask = None if keywords.get("mask") is None else as_mask(keywords["mask"])
+    seen.record(running[0], query=query, key=key, value=value, mask=mask, gate=keywords.get("gate"), **options)

@@ -1,11 +1,13 @@
 """From `torch.nn.MultiheadAttention` and back: weights, dropout, and masks of the opposite meaning.
 
-torch's module hides where a mask is True, ours attends there; torch's takes (T, B, M) unless told otherwise, ours is
+torch's module hides where a mask is True, ours attends there; torch's takes (T, B, M) by default, ours is
 always batch first. Where a query may attend nothing, torch gives NaN or not, depending on the path it takes; ours
 gives 0.
 """
 
-from typing import cast
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +17,13 @@ from ..ops.masks.make import bias, keep
 from ..shapes import MASK_RULE, describe
 from ..shapes.kinds import check_counts, check_tensor
 from .inner import InnerAttention
-from .multihead import MultiHeadAttention
+
+if TYPE_CHECKING:
+    from .multihead import MultiHeadAttention
 
 
-def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
-    """The same attention as a `MultiHeadAttention`: equal outputs in train and in eval; the weights are copied.
-
-    The result is called as ``mha(query)`` for self-attention, or ``mha(query, (key, value))``, batch first whatever the
-    `batch_first` of `module`; its masks come from `mask_from_torch`. Dropout becomes that of the inner part.
-
-    Raises:
-        TypeError: something other than a `torch.nn.MultiheadAttention`.
-        ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``.
-
-    Example:
-        >>> theirs = nn.MultiheadAttention(12, 3, batch_first=True)
-        >>> ours = from_torch(theirs)
-        >>> x = torch.randn(2, 5, 12)
-        >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-6)
-        True
-    """
+def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAttention) -> MultiHeadAttention:
+    """`MultiHeadAttention.from_torch`."""
     if not isinstance(module, nn.MultiheadAttention):
         raise TypeError(f"from_torch takes a torch.nn.MultiheadAttention; got {type(module).__name__}")
     for name, used in (("add_bias_kv", module.bias_k is not None), ("add_zero_attn", module.add_zero_attn)):
@@ -44,60 +33,47 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
                 "sequence; headwise has no such row; rebuild it without (sinks come closest to what it does)"
             )
     same_width = module.kdim == module.vdim == module.embed_dim
-    made = MultiHeadAttention(
+    mha = kind(
         module.embed_dim,
         module.num_heads,
         memory_dim=None if same_width else (module.kdim, module.vdim),
         bias=module.in_proj_bias is not None,
         inner=InnerAttention(dropout=module.dropout),
     )
-    projections = (made.q_proj, made.k_proj, made.v_proj)
-    made.to(module.out_proj.weight).train(module.training)
+    projections = (mha.q_proj, mha.k_proj, mha.v_proj)
+    mha.to(module.out_proj.weight).train(module.training)
     with torch.no_grad():
         for projection, weight in zip(projections, _in_weights(module), strict=True):
             projection.weight.copy_(weight)
-        made.o_proj.weight.copy_(module.out_proj.weight)
+        mha.o_proj.weight.copy_(module.out_proj.weight)
         if module.in_proj_bias is not None:
             for projection, part in zip(projections, module.in_proj_bias.chunk(3), strict=True):
                 projection.bias.copy_(part)
-            made.o_proj.bias.copy_(module.out_proj.bias)
-    return made
+            mha.o_proj.bias.copy_(module.out_proj.bias)
+    return mha
 
 
-def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
-    """The same attention as a `torch.nn.MultiheadAttention` with ``batch_first=True``; the weights are copied.
-
-    Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
-
-    Raises:
-        ValueError: `mha` has what torch's module lacks: a rotary part, norms, heads with ``H * D != d_model``, another
-            value dim, softcap, sinks, a scale of its own, or an inner part that is no `InnerAttention`.
-
-    Example:
-        >>> ours = MultiHeadAttention(12, 6, num_kv_heads=2)
-        >>> x = torch.randn(2, 5, 12)
-        >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)
-        True
-    """
+def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
+    """`MultiHeadAttention.to_torch`."""
     _check_fits_torch(mha)
     inner = cast(InnerAttention, mha.inner)
     key_width, value_width = mha.memory_widths
     biased = mha.q_proj.bias is not None
-    made = nn.MultiheadAttention(
+    module = nn.MultiheadAttention(
         mha.d_model, mha.num_heads, inner.dropout, bias=biased, kdim=key_width, vdim=value_width, batch_first=True
     )
-    made.to(mha.o_proj.weight).train(mha.training)
+    module.to(mha.o_proj.weight).train(mha.training)
     group = mha.num_heads // mha.num_kv_heads
     with torch.no_grad():
         shared = [_repeat(part.weight, mha.num_kv_heads, group) for part in (mha.k_proj, mha.v_proj)]
-        for target, weight in zip(_in_weights(made), (mha.q_proj.weight, *shared), strict=True):
+        for target, weight in zip(_in_weights(module), (mha.q_proj.weight, *shared), strict=True):
             target.copy_(weight)
-        made.out_proj.weight.copy_(mha.o_proj.weight)
+        module.out_proj.weight.copy_(mha.o_proj.weight)
         if biased:
             shared = [_repeat(part.bias, mha.num_kv_heads, group) for part in (mha.k_proj, mha.v_proj)]
-            made.in_proj_bias.copy_(torch.cat([mha.q_proj.bias, *shared]))
-            made.out_proj.bias.zero_() if mha.o_proj.bias is None else made.out_proj.bias.copy_(mha.o_proj.bias)
-    return made
+            module.in_proj_bias.copy_(torch.cat([mha.q_proj.bias, *shared]))
+            module.out_proj.bias.zero_() if mha.o_proj.bias is None else module.out_proj.bias.copy_(mha.o_proj.bias)
+    return module
 
 
 def mask_from_torch(
@@ -204,8 +180,6 @@ def _repeat(fused: Tensor, num_kv_heads: int, group: int) -> Tensor:
 
 
 def _check_fits_torch(mha: MultiHeadAttention) -> None:
-    if not isinstance(mha, MultiHeadAttention):
-        raise TypeError(f"to_torch takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
     inner = mha.inner if isinstance(mha.inner, InnerAttention) else InnerAttention()
     H, D = mha.num_heads, mha.head_dim
     lacks = {
@@ -218,9 +192,9 @@ def _check_fits_torch(mha: MultiHeadAttention) -> None:
         f"scale = {inner.scale}": inner.scale is not None,
         "sinks": inner.sinks is not None,
     }
-    found = [what for what, there in lacks.items() if there]
-    if found:
+    lacking = [what for what, there in lacks.items() if there]
+    if lacking:
         raise ValueError(
-            f"torch.nn.MultiheadAttention has no place for what this module has: {', '.join(found)}; "
+            f"torch.nn.MultiheadAttention has no place for what this module has: {', '.join(lacking)}; "
             "keep headwise.MultiHeadAttention, or drop them first"
         )

@@ -15,7 +15,7 @@ from ..ops.statistics.weights import weights
 from ..plan import AttentionShape, parameter_count
 from ..plan.shape import Bias
 from ..shapes.kinds import check_counts, check_flags
-from .checks import check_input, check_memory
+from .checks import check_input
 from .inner import Inner
 from .mixing import Mixing, measure_mixing
 from .multihead import MultiHeadAttention
@@ -98,10 +98,10 @@ class Trace:
     def summary(self) -> str:
         """The parameters, and what W_O changes, as text."""
         counts = " + ".join(f"{name} {count:,}" for name, count in self.parameters.items())
-        told = f"parameters: {self.parameter_count:,} = {counts}{self._as_squares()}"
+        parameters = f"parameters: {self.parameter_count:,} = {counts}{self._as_squares()}"
         if self.mixing is None:
-            return f"{told}\nwhat W_O changes: not measured, for sizes this large are traced without numbers"
-        return f"{told}\n{self.mixing}"
+            return f"{parameters}\nwhat W_O changes: not measured, for sizes this large are traced without numbers"
+        return f"{parameters}\n{self.mixing}"
 
     def _as_squares(self) -> str:
         d_model = self.stages[-1].shape[-1]
@@ -139,32 +139,32 @@ def trace(
 
     Example:
         >>> mha = MultiHeadAttention(12, 3)
-        >>> found = trace(mha, torch.randn(2, 5, 12))
-        >>> [(stage.name, stage.shape) for stage in found.stages[-4:]]
+        >>> result = trace(mha, torch.randn(2, 5, 12))
+        >>> [(stage.name, stage.shape) for stage in result.stages[-4:]]
         [('weights', (2, 3, 5, 5)), ('heads', (2, 3, 5, 4)), ('concatenation', (2, 5, 12)), ('output', (2, 5, 12))]
     """
     if not isinstance(mha, MultiHeadAttention):
         raise TypeError(f"trace takes a headwise.MultiHeadAttention; got {type(mha).__name__}")
     check_input(x, mha.d_model, mha.q_proj)
-    for_keys, for_values = check_memory(mha, x, memory)
+    for_keys, for_values = mha._sources(x, memory)
     stages = [Stage("x", "X", x, "batch, tokens, d_model")]
     if for_values is not for_keys:
         stages.append(Stage("memory_keys", "M", for_keys, "keys come from here"))
         stages.append(Stage("memory_values", "N", for_values, "values come from here"))
     elif memory is not None:
         stages.append(Stage("memory", "M", for_keys, "keys and values come from here"))
-    made = {}
-    for letter, projection, given, heads, size in (
+    split = {}
+    for letter, projection, source, heads, size in (
         ("q", mha.q_proj, x, mha.num_heads, mha.head_dim),
         ("k", mha.k_proj, for_keys, mha.num_kv_heads, mha.head_dim),
         ("v", mha.v_proj, for_values, mha.num_kv_heads, mha.value_dim),
     ):
-        fused = projection(given)
-        made[letter] = mha.split(fused, heads, size)
-        source = "X" if given is x else "N" if given is not for_keys else "M"
+        fused = projection(source)
+        split[letter] = mha.split(fused, heads, size)
+        name = "X" if source is x else "N" if source is not for_keys else "M"
         added = "" if projection.bias is None else f" + b_{letter.upper()}"
-        stages += _projected(letter, f"{source} W_{letter.upper()}{added}", fused, made[letter])
-    query, key, value = made["q"], made["k"], made["v"]
+        stages += _projected(letter, f"{name} W_{letter.upper()}{added}", fused, split[letter])
+    query, key, value = split["q"], split["k"], split["v"]
     if mha.q_norm is not None:
         query, key = mha.normalize(query, key)
         stages += [Stage("q_norm", "norm(Q)", query, "each head vector"), Stage("k_norm", "norm(K)", key)]
@@ -174,13 +174,13 @@ def trace(
             Stage("q_rotary", "R_i q_i", query, "turned by its position"),
             Stage("k_rotary", "R_j k_j", key, "scores now know j - i"),
         ]
-    known = _options(mha.inner)
-    if known is not None:
-        stages += _scores(known, query, key, mask)
+    options = _options(mha.inner)
+    if options is not None:
+        stages += _scores(options, query, key, mask)
     heads_BHTV = mha.inner(query, key, value, mask=mask)
     alone = "each head on its own"
     unknown = f"the inner part {type(mha.inner).__name__} does not show its scores and weights"
-    stages.append(Stage("heads", "head_i = P_i V_i", heads_BHTV, unknown if known is None else alone))
+    stages.append(Stage("heads", "head_i = P_i V_i", heads_BHTV, unknown if options is None else alone))
     joined = mha.concatenate(heads_BHTV)
     V = mha.value_dim
     stages.append(
@@ -213,10 +213,10 @@ def trace_shape(
         TypeError, ValueError: as for `headwise.MultiHeadAttention`; `batch` or `length` is no int above 0.
 
     Example:
-        >>> found = trace_shape(512, 4, batch=4)
-        >>> [stage.shape for stage in found.stages[:4]]
+        >>> result = trace_shape(512, 4, batch=4)
+        >>> [stage.shape for stage in result.stages[:4]]
         [(4, 16, 512), (4, 16, 512), (4, 16, 4, 128), (4, 4, 16, 128)]
-        >>> found.parameter_count == 4 * 512**2
+        >>> result.parameter_count == 4 * 512**2
         True
     """
     check_counts(1, batch=batch, length=length)
@@ -250,9 +250,9 @@ def _projected(letter: str, product: str, fused: Tensor, split: Tensor) -> list[
     ]
 
 
-def _scores(known: dict[str, Any], query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> list[Stage]:
+def _scores(inner: dict[str, Any], query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> list[Stage]:
     """The scores at each stage that this call has, and the weights."""
-    scale, softcap, sinks = (known.get(name) for name in ("scale", "softcap", "sinks"))
+    scale, softcap, sinks = (inner.get(name) for name in ("scale", "softcap", "sinks"))
     H, K = query.shape[1], key.shape[1]
     shared = "" if H == K else f"query head i reads key head i // {H // K}"
     product = "Q_i K_i^T / sqrt(d_k)" if scale is None else f"{scale:g} Q_i K_i^T"

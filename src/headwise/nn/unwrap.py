@@ -15,7 +15,7 @@ def unwrap(model: Any) -> Any:
     """The innermost model; what is no wrapper is returned as it is.
 
     Three kinds are seen through, in any order and depth: adapters (PEFT's ``get_base_model()``; the model it gives has
-    the adapters in its layers), compiled modules (``_orig_mod``), and data parallelism (a module that holds nothing but
+    the adapters in its layers), compiled modules (``_orig_mod``), and data parallelism (a module with nothing but
     its ``module``, as those of torch, accelerate and DeepSpeed do). A model of yours with a part called ``module`` and
     other parts beside it stays whole.
 
@@ -62,13 +62,13 @@ def split_over(model: nn.Module) -> int:
     if not isinstance(model, nn.Module):
         raise TypeError(f"split_over takes a model, a torch.nn.Module; got {type(model).__name__}")
     parts = list(model.modules())
-    found = [size for part in parts if isinstance(size := getattr(part, "_tp_size", None), int)]
-    distributed: Any = sys.modules.get("torch.distributed.tensor")  # not there: nobody has split anything
+    sizes = [size for part in parts if isinstance(size := getattr(part, "_tp_size", None), int)]
+    distributed: Any = sys.modules.get("torch.distributed.tensor")  # not imported: nothing is split
     gathered = any(type(part).__name__.startswith("FSDP") for part in parts)
     for weight in model.parameters() if distributed is not None else ():
         if isinstance(weight, distributed.DTensor):
             names = weight.device_mesh.mesh_dim_names or ("",) * weight.device_mesh.ndim
             for size, name, placement in zip(weight.device_mesh.shape, names, weight.placements, strict=True):
                 if placement.is_shard() and (not gathered or "tp" in name):
-                    found.append(size)
-    return max(found, default=1)
+                    sizes.append(size)
+    return max(sizes, default=1)

@@ -60,12 +60,12 @@ def yarn_frequencies(
     low = max(math.floor(pair_of(beta_fast)), 0)
     high = min(math.ceil(pair_of(beta_slow)), rotary_dim - 1)
     width = high - low or 0.001
-    found = []
+    frequencies = []
     for pair in range(rotary_dim // 2):
         frequency = base ** (-2 * pair / rotary_dim)
         slowed = min(max((pair - low) / width, 0.0), 1.0)
-        found.append(frequency * (1 - slowed) + frequency / factor * slowed)
-    return tuple(found)
+        frequencies.append(frequency * (1 - slowed) + frequency / factor * slowed)
+    return tuple(frequencies)
 
 
 def yarn_scale(head_dim: int, *, factor: float, mscale: float = 1.0) -> float:

@@ -1,8 +1,8 @@
 """The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, overload
 
 import torch
 from jaxtyping import Float
@@ -11,54 +11,38 @@ from torch import Tensor
 from ..shapes import check_attention, check_gate, check_options
 from ..shapes.kinds import check_flags, shown
 from .backends import blocks, flex, sdpa
-from .call import Call, Limit, fitted, refusal
-from .fence import alive_rows, fence, quiet, show, surely_tame
+from .call import Call, Limit, Result, Run, refusal
 from .masks.compose import Mask
 from .native import backend as native
 from .reference import reference
 from .scores import autocasts, without_autocast
-from .storage.held import Held, Layout, parts_of
+from .scoring import CallOptions, Options, Scoring
 from .storage.int8 import Quantized
+from .storage.layout import Cache, Layout, parts_of
 from .storage.paged import Paged
+from .wrappers import aligned, dense_keys, fenced, gated
 
-AUTO = "auto"
-Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Held
+Query: TypeAlias = Float[Tensor, "B H T D"]
+Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Cache
 Values: TypeAlias = Float[Tensor, "B K S V"] | Quantized | Paged | None
+Out: TypeAlias = Float[Tensor, "B H T V"]
+Lse: TypeAlias = Float[Tensor, "B H T"]
 
 
 @overload
 def attention(
-    query: Float[Tensor, "B H T D"],
-    key: Keys,
-    value: Values = None,
-    *,
-    mask: Mask | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    dropout: float = 0.0,
-    gate: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    backend: str = "auto",
-) -> Float[Tensor, "B H T V"]: ...
+    query: Query, key: Keys, value: Values = None, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Out: ...
 @overload
 def attention(
-    query: Float[Tensor, "B H T D"],
-    key: Keys,
-    value: Values = None,
-    *,
-    mask: Mask | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    dropout: float = 0.0,
-    gate: Tensor | None = None,
-    return_lse: Literal[True],
-    backend: str = "auto",
-) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]: ...
+    query: Query, key: Keys, value: Values = None, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Out, Lse]: ...
 @overload
 def attention(
-    query: Float[Tensor, "B H T D"],
+    query: Query, key: Keys, value: Values = None, *, return_lse: bool = False, **options: Unpack[Options]
+) -> Out | tuple[Out, Lse]: ...
+def attention(
+    query: Query,
     key: Keys,
     value: Values = None,
     *,
@@ -70,21 +54,7 @@ def attention(
     gate: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-) -> Float[Tensor, "B H T V"] | tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]: ...
-def attention(
-    query: Float[Tensor, "B H T D"],
-    key: Keys,
-    value: Values = None,
-    *,
-    mask: Mask | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    dropout: float = 0.0,
-    gate: Tensor | None = None,
-    return_lse: bool = False,
-    backend: str = "auto",
-) -> Float[Tensor, "B H T V"] | tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]:
+) -> Out | tuple[Out, Lse]:
     """Scaled dot-product attention: `softmax(scale * Q K^T) V`, head by head (Vaswani et al. 2017, arXiv 1706.03762).
 
     Query head h reads key-value head h // (H / K): K = H is MHA, 1 < K < H is GQA, K = 1 is MQA.
@@ -120,37 +90,26 @@ def attention(
     torch.Size([2, 8, 5, 16])
     """
     if value is None:
-        return _attend_held(
-            key,
-            query,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            dropout=dropout,
-            gate=gate,
-            return_lse=return_lse,
-            backend=backend,
-        )
+        options = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout, "gate": gate}
+        return _of_cache(key).attend(query, return_lse=return_lse, backend=backend, **options)
     k, v, layout = parts_of(key, value)
-    hasty = backend is AUTO or (isinstance(backend, str) and backend in (AUTO, "native"))
-    if hasty and not torch.compiler.is_compiling():
-        done = native.at_once(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
-        if done is not None:
-            return done
+    if type(backend) is str and backend in _AT_ONCE and not torch.compiler.is_compiling():
+        result = _AT_ONCE[backend](query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
+        if result is not None:
+            return result
     query, k, v = _autocast(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     with without_autocast(call.device_type):
-        out, lse = _run(call, _choose(call, backend)[0])
+        out, lse = _BACKENDS[_choose(call, backend)[0]].run(call)
     if not return_lse:
         return out
     assert lse is not None
     return out, lse
 
 
-def _attend_held(key: Any, query: Tensor, **options: Any) -> Any:
+def _of_cache(key: Any) -> Any:
     if hasattr(key, "attend"):  # and not isinstance: asking a protocol takes longer than a token
-        return key.attend(query, **options)
+        return key
     raise TypeError(
         "attention takes query, key and value; value may be left out where key is a cache of headwise.cache; got "
         f"{type(key).__name__}"
@@ -171,22 +130,21 @@ class Explanation:
 
 
 def explain(
-    query: Float[Tensor, "B H T D"],
+    query: Query,
     key: Keys,
     value: Values = None,
     *,
-    mask: Mask | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    dropout: float = 0.0,
-    gate: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **options: Unpack[CallOptions],
 ) -> Explanation:
     """Which backend `attention` would run with these arguments, why, and why not each other. Computes nothing.
 
     Where a gradient is needed it also says by which means.
+
+    Args:
+        query, key, value, return_lse, backend: as for `attention`.
+        options: mask, scale, softcap, sinks, dropout and gate, as for `attention`.
 
     Raises what `attention` would raise.
 
@@ -200,41 +158,51 @@ def explain(
     """
     k, v, layout = parts_of(key, value)
     query, k, v = _autocast(query, k, v)
-    call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
+    call = _checked(query, k, v, return_lse=return_lse, layout=layout, **options)
     chosen, why = _choose(call, backend)
     others = {name: refusal(other.limits, call) or other.aside for name, other in _BACKENDS.items() if name != chosen}
-    if layout is not None and chosen != "native":
+    if layout is not None and _BACKENDS[chosen].copies:
         why += "; keys and values are copied, dequantised as a whole, first"
     return Explanation(chosen, why, others)
 
 
 class _Backend(NamedTuple):
-    run: Callable[[Call], tuple[Tensor, Tensor | None]]
+    run: Run
     limits: tuple[Limit, ...]
     aside: str  # what `explain` says where it could serve and is not chosen
-    entire: bool = False  # takes any rows, keeps NaN and Inf in their place, and gates where no gradient is needed
+    copies: bool = True  # keys and values that are int8 or lie in pages
 
 
-def _run_reference(call: Call) -> tuple[Tensor, Tensor | None]:
+def _run_reference(call: Call) -> Result:
+    scoring = call.scoring
     return reference(
         call.query,
         call.key,
         call.value,
-        mask=call.mask,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
+        mask=scoring.mask,
+        scale=scoring.scale,
+        softcap=scoring.softcap,
+        sinks=scoring.sinks,
         dropout=call.dropout,
     )
 
 
+# Native needs nothing around it: it reads int8 and pages, any rows, keeps NaN and Inf in their place, and gates.
 _BACKENDS = {
-    "native": _Backend(native.run, native.LIMITS, "able, but not the one that was asked for", entire=True),
-    "sdpa": _Backend(sdpa.run, sdpa.LIMITS, "able, but not the faster one here"),
-    "flex": _Backend(flex.run, flex.LIMITS, "able, but fused on CUDA only, and worth its tiles from 128 x 128 on"),
-    "blocks": _Backend(blocks.run, blocks.LIMITS, "able, but slower than a fused kernel"),
-    "reference": _Backend(_run_reference, (), "able, but it builds the whole T x S matrix"),
+    "native": _Backend(native.run, native.LIMITS, "able, but not the one that was asked for", copies=False),
+    "sdpa": _Backend(dense_keys(gated(aligned(fenced(sdpa.run)))), sdpa.LIMITS, "able, but not the faster one here"),
+    "flex": _Backend(
+        dense_keys(gated(aligned(fenced(flex.run)))),
+        flex.LIMITS,
+        "able, but fused on CUDA only, and worth its tiles from 128 x 128 on",
+    ),
+    "blocks": _Backend(
+        dense_keys(gated(aligned(fenced(blocks.run)))), blocks.LIMITS, "able, but slower than a fused kernel"
+    ),
+    "reference": _Backend(dense_keys(gated(aligned(_run_reference))), (), "able, but it builds the whole T x S matrix"),
 }
+# By these names a call is tried without the full path's questions first.
+_AT_ONCE = {"auto": native.at_once, "native": native.at_once}
 
 
 class _Preference(NamedTuple):
@@ -256,6 +224,11 @@ _PREFERENCES = (
     ),
     _Preference("flex", flex.pays, "on CUDA, a mask that lets whole tiles be skipped, or what SDPA has not"),
     _Preference("blocks", sdpa.loses, "float32 decoding on the CPU: a plain product is as fast as the fused kernel"),
+    _Preference(
+        "sdpa",
+        lambda c: c.needs_grad and c.device_type == "cpu",
+        "torch's fused kernel keeps our meaning here; on some CPUs the number of threads changes its gradient's bits",
+    ),
     _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),
     _Preference(
         "blocks",
@@ -267,7 +240,7 @@ _PREFERENCES = (
 
 def _choose(call: Call, name: str) -> tuple[str, str]:
     """The backend that serves the call, and why."""
-    if isinstance(name, str) and name == AUTO:
+    if isinstance(name, str) and name == "auto":
         return next(
             (p.backend, p.why)
             for p in _PREFERENCES
@@ -282,71 +255,18 @@ def _choose(call: Call, name: str) -> tuple[str, str]:
     return name, "asked for by name"
 
 
-def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
-    """Run a backend; the gate comes last."""
-    if call.layout is not None and name != "native":
-        out, lse = _run(call.plain(), name)
-        return out.to(call.query.dtype), lse
-    if _BACKENDS[name].entire:
-        out, lse = _BACKENDS[name].run(call)
-        if not call.needs_grad:
-            return out, lse
-    else:
-        out, lse = _fenced(call, name)
-    return out if call.gate is None else _gated(out, call), lse
-
-
-def _gated(out: Tensor, call: Call) -> Tensor:
-    """The output times the gate, whose gradient is 0, too, in rows that may attend nothing, whatever comes in there."""
-    gate = call.gate.to(out.dtype)  # type: ignore[union-attr]
-    if call.mask is None or not gate.requires_grad:
-        return out * gate
-    T, S = call.sizes[3:]
-    return quiet(out * gate, ~alive_rows(call.mask, T, S, out.device)[..., None])
-
-
-def _fenced(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
-    """Run a backend on aligned rows, behind the fence that keeps NaN, Inf and the huge where they belong."""
-    V, run = call.value.shape[-1], _BACKENDS[name].run
-    query, key, value = (_aligned(x) for x in (call.query, call.key, call.value))
-    call = replace(call, query=query, key=key, value=value)
-    if name == "reference" or call.is_empty:
-        out, lse = run(call)
-        return out[..., :V], lse
-    # A bad value always shows in the output, 0 * NaN being NaN, so it is looked for there, where less is to be read.
-    # Not so in a gradient; and a second run would draw another dropout.
-    once = call.needs_grad or call.dropout > 0
-    if surely_tame(query, key, *([value] if once else [])):
-        out, lse = run(call)
-        if once or surely_tame(out):
-            return out[..., :V], lse
-    query, key, value, rows_BHT = fence(query, key, value, call.mask)
-    out, lse = run(replace(call, query=query, key=key, value=value))
-    return show(out[..., :V], rows_BHT[..., None]), None if lse is None else show(lse, rows_BHT)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """The last axis padded with zeros to whole 16 bytes, which changes no score and no value.
-
-    Matrix products give other last bits where a matrix starts off 16 bytes, so that a row would depend on its place in
-    the batch (measured: MKL, float32, D = 11).
-    """
-    lacking = -x.shape[-1] % (16 // x.itemsize)
-    return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
-
-
 def _checked(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-    gate: Tensor | None,
-    return_lse: bool,
-    layout: Layout | None,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    gate: Tensor | None = None,
+    return_lse: bool = False,
+    layout: Layout | None = None,
 ) -> Call:
     quantised, sized = layout is not None and layout.key_scale is not None, key
     if layout is not None:
@@ -358,10 +278,9 @@ def _checked(
     scale, softcap, dropout = check_options(query, scale, softcap, sinks, dropout)
     check_flags(return_lse=return_lse)
     (B, H, T, _), S, V = query.shape, sized.shape[2], value.shape[3]
-    mask = fitted(mask, query, sized)
-    mask = None if mask is None else mask.trimmed(T, S)
+    scoring = Scoring.of(query, sized, mask, scale, softcap, sinks).trimmed(T, S)
     gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
-    return Call(query, key, value, mask, scale, softcap, sinks, dropout, return_lse, gate, layout)
+    return Call(query, key, value, scoring, dropout, return_lse, gate, layout)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..shapes import compute_dtype
-from .masks.compose import Mask, as_mask
-from .storage.held import Layout
-
-
-def fitted(mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | None:
-    """`as_mask`, checked against a call of query (B, H, T, D) and key (B, K, S, D), and in its precision."""
-    mask = as_mask(mask)
-    if mask is None:
-        return None
-    B, H, T, _ = query.shape
-    mask = mask.sized(B, H)
-    mask.check(B, H, T, key.shape[2], query.device)
-    return mask.computed_in(compute_dtype(query))
+from .scoring import Scoring
+from .storage.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Arguments that have passed every check; `mask` is trimmed to the rules that forbid something."""
+    """Arguments that have passed every check; the mask is trimmed to the rules that forbid something."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Mask | None
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-    dropout: float
-    return_lse: bool
+    scoring: Scoring
+    dropout: float = 0.0
+    return_lse: bool = False
     gate: Tensor | None = None  # four axes, each 1 or the output's
     layout: Layout | None = None  # where key and value are int8 or lie in pages
 
@@ -65,15 +50,15 @@ class Call:
         """A gradient will be asked of query, key, value, sinks, gate or the mask's biases."""
         if not torch.is_grad_enabled():
             return False
-        tensors = (self.query, self.key, self.value, self.sinks, self.gate, *(self.layout or ())[:2])
-        return any(t is not None and t.requires_grad for t in tensors) or self.bias_needs_grad
+        tensors = (self.query, self.key, self.value, self.gate, *(self.layout or ())[:2])
+        return any(t is not None and t.requires_grad for t in tensors) or self.scoring.learns
 
     @property
     def bias_needs_grad(self) -> bool:
         """A gradient will be asked of a bias or of ALiBi's slopes."""
-        return self.mask is not None and torch.is_grad_enabled() and self.mask.learns
+        return torch.is_grad_enabled() and self.scoring.mask.learns
 
-    def plain(self) -> Call:
+    def dense(self) -> Call:
         """The same call on keys and values in one piece and of floats, and a query as wide as they are."""
         if self.layout is None:
             return self
@@ -87,6 +72,11 @@ class Call:
         if torch.compiler.is_compiling():
             return False
         return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+Result: TypeAlias = tuple[Tensor, Tensor | None]
+"""out (B, H, T, V) and, where asked for, the lse (B, H, T)."""
+Run: TypeAlias = Callable[[Call], Result]
 
 
 class Limit(NamedTuple):

@@ -35,7 +35,7 @@ def surely_tame(*tensors: Tensor) -> bool:
         return all(math.isfinite(torch.linalg.vector_norm(x, dtype=compute_dtype(x))) for x in tensors)
 
 
-def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fence(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, key, value without what may spoil a kernel, and the rows to show as NaN: bool (B, H, T)."""
     bad_BKS = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     bad_BHT = ~query.isfinite().all(-1)
@@ -51,17 +51,17 @@ def fence_pairs(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return clean(query, bad_BHT), clean(key, bad_BHS), bad_BHT[..., None] | bad_BHS[:, :, None]
 
 
-def _meetings(bad_BKS: Tensor, mask: Mask | None, H: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
     """The rows that may attend a bad key, those that may attend anything, and the keys that some row may attend.
 
     Memory is linear in S. (The last two broadcast to (B, H, T) and (B, K, S).)
     """
     B, K, S = bad_BKS.shape
     device = bad_BKS.device
-    bounds = None if mask is None else mask.bounds(T, S, device)
     every = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
-    if mask is None:
+    if not mask.parts:
         return bad_BKS.any(-1, keepdim=True).expand(B, K, T).repeat_interleave(H // K, dim=1), every, every
+    bounds = mask.bounds(T, S, device)
     if bounds is not None:  # the bad keys in lo <= j < hi are counted from the left; the keys in sight, by their ends
         lo_BT, hi_BT = (x.expand(B, T) for x in bounds)
         count = torch.nn.functional.pad(bad_BKS.long().cumsum(-1), (1, 0))
@@ -76,7 +76,7 @@ def _meetings(bad_BKS: Tensor, mask: Mask | None, H: int, T: int) -> tuple[Tenso
     for rows in row_blocks(T, S):
         allowed = mask.allowed(T, S, rows=rows, device=device)
         if allowed is None:  # a mask of biases that forbid nothing
-            return _meetings(bad_BKS, None, H, T)
+            return _meetings(bad_BKS, Mask(()), H, T)
         met.append((allowed & bad_BH1S).any(-1))
         alive.append(allowed.any(-1))
         seen = seen | allowed.any(2)
@@ -95,7 +95,7 @@ def alive_rows(mask: Mask, T: int, S: int, device: torch.device) -> Tensor:
 
 
 class _Clean(torch.autograd.Function):
-    """0 in the rows given; the gradient passes, so that a NaN which comes back to such a row is not hidden."""
+    """0 in these rows; the gradient passes, so that a NaN which comes back to such a row is not hidden."""
 
     generate_vmap_rule = True
 
@@ -113,7 +113,7 @@ class _Clean(torch.autograd.Function):
 
 
 class _Quiet(torch.autograd.Function):
-    """The same; the gradient is 0 in the rows given, whatever comes back to them."""
+    """The same; the gradient is 0 in these rows, whatever comes back to them."""
 
     generate_vmap_rule = True
 
@@ -151,19 +151,19 @@ class _Show(torch.autograd.Function):
 
 
 def clean(x: Tensor, rows: Tensor) -> Tensor:
-    """x (..., n) with 0 in the rows (...) given."""
+    """x (..., n) with 0 in these rows (...)."""
     if forward_ad._current_level >= 0:  # the Functions have no jvp: one that had could not be compiled
         return x.masked_fill(rows[..., None], 0.0)
     return _Clean.apply(x, rows[..., None])
 
 
 def quiet(x: Tensor, rows: Tensor) -> Tensor:
-    """x as it is, and no gradient through the rows given, which broadcast to x."""
+    """x as it is, and no gradient through these rows, which broadcast to x."""
     return x if forward_ad._current_level >= 0 else _Quiet.apply(x, rows)
 
 
 def show(x: Tensor, rows: Tensor) -> Tensor:
-    """x with NaN in the rows given, which broadcast to x. A row that the loss leaves out gets gradient 0."""
+    """x with NaN in these rows, which broadcast to x. A row that the loss leaves out gets gradient 0."""
     if forward_ad._current_level >= 0:
         return x.masked_fill(rows, torch.nan)
     return _Show.apply(x, rows)

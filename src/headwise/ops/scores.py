@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..shapes import compute_dtype
 from .masks.compose import Mask
+from .scoring import Scoring
 from .symbols import is_symbol
 
 # Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
@@ -51,10 +52,10 @@ def row_blocks(T: int, S: int) -> Iterator[slice]:
 
 
 def strip_of(
-    mask: Mask | None, rows: slice, T: int, S: int, device: torch.device
+    mask: Mask, rows: slice, T: int, S: int, device: torch.device
 ) -> tuple[slice, Tensor | None, Tensor | None]:
     """What a mask says of some query rows: the keys within their reach, and on those allowed and added (`Mask`)."""
-    if mask is None:
+    if not mask.parts:
         return slice(0, S), None, None
     symbolic = is_symbol(T) or is_symbol(S)
     keys = slice(None) if symbolic else slice(*mask.reach(rows.start, rows.stop, T, S))
@@ -72,12 +73,10 @@ class Block:
     allowed_BHRC: Tensor | None
 
 
-def score_block(
-    query: Tensor, key: Tensor, mask: Mask | None, rows: slice, *, scale: float, softcap: float | None
-) -> Block:
+def score_block(query: Tensor, key: Tensor, scoring: Scoring, rows: slice) -> Block:
     """The block of scores of these rows, masked."""
-    keys, allowed, added = strip_of(mask, rows, query.shape[2], key.shape[2], query.device)
-    scores_BHRC = softcapped(score_rows(query[:, :, rows], key[:, :, keys], scale), softcap, allowed)
+    keys, allowed, added = strip_of(scoring.mask, rows, query.shape[2], key.shape[2], query.device)
+    scores_BHRC = softcapped(score_rows(query[:, :, rows], key[:, :, keys], scoring.scale), scoring.softcap, allowed)
     return Block(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
 
 

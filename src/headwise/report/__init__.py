@@ -12,6 +12,6 @@ charts, which do not, are drawn by a 51 KB part of D3; see ``vendor/README.md``.
 """
 
 from .disk import check_destination, put, write
-from .page import render
+from .page import check_engine, render
 
-__all__ = ["check_destination", "put", "render", "write"]
+__all__ = ["check_destination", "check_engine", "put", "render", "write"]

@@ -7,6 +7,8 @@ import hashlib
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from headwise.extras import missing_extra
+
 from .escape import json_for_html, visible
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ def render(look: Look) -> str:
     The same look gives the same text. Strings of the look enter at two places only: as escaped JSON (see
     :func:`headwise.report.escape.json_for_html`), and, made visible and autoescaped, as the page's title.
     """
+    check_engine()
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -53,6 +56,14 @@ def render(look: Look) -> str:
         script=Markup(script),
         style=Markup(style),
     )
+
+
+def check_engine() -> None:
+    """Raises `headwise.extras.MissingExtra` where the template engine is not installed."""
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as error:
+        raise missing_extra("a report", "look", error) from None
 
 
 def _hash(text: str) -> str:

@@ -102,8 +102,8 @@ def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> N
 
 
 def _got(query: Tensor, key: Tensor, value: Tensor | None = None) -> str:
-    told = f"got query {describe(query)}, key {describe(key)}"
-    return told if value is None else f"{told}, value {describe(value)}"
+    got = f"got query {describe(query)}, key {describe(key)}"
+    return got if value is None else f"{got}, value {describe(value)}"
 
 
 def check_int8(name: str, data: Tensor, scale: Tensor) -> None:
@@ -131,6 +131,11 @@ def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
             f"num_heads must be a multiple of num_kv_heads: H = {num_heads}, K = {num_kv_heads} leave "
             f"{num_heads % num_kv_heads} over; query head h reads key-value head h // (H / K)"
         )
+
+
+def default_scale(D: int) -> float:
+    """What the scores of queries and keys of D numbers are multiplied by where nothing else is said: D ** -0.5."""
+    return D**-0.5
 
 
 def check_options(
@@ -162,7 +167,7 @@ def check_options(
     if sinks is not None and query is not None:
         check_sinks(sinks, query.shape[1], query.device)
     if scale is None:
-        scale = 1.0 if query is None else query.shape[3] ** -0.5
+        scale = 1.0 if query is None else default_scale(query.shape[3])
     return _plain(scale), None if softcap is None else _plain(softcap), _plain(dropout)
 
 

@@ -148,12 +148,12 @@ def whole_numbers(name: str, values: Any) -> list[int]:
             raise TypeError(f"{rule}; got {describe(values)}")
     elif isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise TypeError(f"{rule}; got {shown(values)}")
-    found = values.tolist() if hasattr(values, "tolist") else list(values)
-    if not isinstance(found, list) or not all(_is_whole(n) for n in found):
+    numbers = values.tolist() if hasattr(values, "tolist") else list(values)
+    if not isinstance(numbers, list) or not all(_is_whole(n) for n in numbers):
         raise TypeError(f"{rule}; got {shown(values)}")
-    if any(not -FAR <= n <= FAR for n in found):
+    if any(not -FAR <= n <= FAR for n in numbers):
         raise ValueError(f"{name} are at most {FAR}; got {shown(values)}")
-    return [int(n) for n in found]
+    return [int(n) for n in numbers]
 
 
 def real_numbers(name: str, values: Any) -> list[float]:
@@ -166,10 +166,10 @@ def real_numbers(name: str, values: Any) -> list[float]:
         )
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise TypeError(f"{rule}; got {shown(values)}")
-    found = list(values)
-    if not all(isinstance(n, Real) and not isinstance(n, bool) and is_finite(n) for n in found):
-        raise ValueError(f"{rule}; got {shown(found)}")
-    return [float(n) for n in found]
+    numbers = list(values)
+    if not all(isinstance(n, Real) and not isinstance(n, bool) and is_finite(n) for n in numbers):
+        raise ValueError(f"{rule}; got {shown(numbers)}")
+    return [float(n) for n in numbers]
 
 
 def _is_whole(n: object) -> bool:

@@ -30,9 +30,9 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     _, H, K, _, _ = call.sizes
-    block = score_block(call.query, call.key, call.mask, rows, scale=call.scale, softcap=call.softcap)
+    block = score_block(call.query, call.key, call.scoring, rows)
     allowed = block.allowed_BHRC
-    weights_BHRC, lse_BHR = softmax_rows(block.scores_BHRC, allowed, call.sinks)
+    weights_BHRC, lse_BHR = softmax_rows(block.scores_BHRC, allowed, call.scoring.sinks)
     weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=call.dropout > 0)
     weights_BKGRC = weights_BHRC.unflatten(1, (K, H // K)).flatten(2, 3)
     out_BKGRV = weights_BKGRC @ call.value[:, :, block.keys].to(weights_BKGRC.dtype)

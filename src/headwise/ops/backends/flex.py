@@ -36,8 +36,8 @@ LIMITS = (
     Limit(lambda c: c.is_transformed, "FlexAttention has no torch.func rules (vmap, jvp)"),
     Limit(lambda c: c.device_type == "cpu" and c.needs_grad, "FlexAttention has no backward on CPU"),
     Limit(
-        lambda c: c.mask is not None and without_form(c.mask.parts) is not None,
-        lambda c: f"FlexAttention has no form here for {without_form(c.mask.parts)}",  # type: ignore[union-attr]
+        lambda c: without_form(c.scoring.mask.parts) is not None,
+        lambda c: f"FlexAttention has no form here for {without_form(c.scoring.mask.parts)}",
     ),
     Limit(
         lambda c: c.device_type != "cpu" and min(c.query.shape[-1], c.value.shape[-1]) < MIN_HEAD_DIM,
@@ -51,28 +51,29 @@ def pays(call: Call) -> bool:
     _, _, _, T, S = call.sizes
     if call.device_type != "cuda" or T < TILE or S < TILE:
         return False
-    square = call.mask is None or call.mask.is_top_left
-    return not square or call.softcap is not None or call.sinks is not None or call.return_lse
+    mask, scoring = call.scoring.mask, call.scoring
+    square = not mask.parts or mask.is_top_left
+    return not square or scoring.softcap is not None or scoring.sinks is not None or call.return_lse
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
-    _, H, K, T, S = call.sizes
+    (_, H, K, T, S), scoring = call.sizes, call.scoring
     attend = _uncompiled if call.device_type == "cpu" else _compiled()
     out, aux = attend(
         call.query,
         call.key,
         call.value,
-        score_mod=_score_mod(call.mask, call.softcap, T, S),
-        block_mask=None if call.mask is None else _block_mask(call.mask, T, S, call.query.device),
-        scale=call.scale,
+        score_mod=_score_mod(scoring.mask, scoring.softcap, T, S),
+        block_mask=_block_mask(scoring.mask, T, S, call.query.device),
+        scale=scoring.scale,
         enable_gqa=H != K,
         return_aux=AuxRequest(lse=True),
     )
     lse_BHT = aux.lse
     empty_BHT = lse_BHT == -torch.inf
-    if call.sinks is not None:  # one more term in the denominator: out shrinks by sigmoid(lse - sink)
-        sinks = call.sinks.to(lse_BHT.dtype).view(1, H, 1)
+    if scoring.sinks is not None:  # one more term in the denominator: out shrinks by sigmoid(lse - sink)
+        sinks = scoring.sinks.to(lse_BHT.dtype).view(1, H, 1)
         sinks = sinks.masked_fill(sinks == torch.inf, torch.nan)  # Inf / Inf: it shows, as a NaN does
         lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)  # finite, or the gradient of what is thrown away below is NaN
         out = (out * torch.sigmoid(lse_BHT - sinks)[..., None]).to(out.dtype)
@@ -112,8 +113,8 @@ def _block_mask(mask: Mask, T: int, S: int, device: torch.device) -> BlockMask |
     )
 
 
-def _score_mod(mask: Mask | None, softcap: float | None, T: int, S: int) -> Callable[..., Tensor] | None:
-    rules = [] if mask is None else [part for part in mask.parts if part.biases]
+def _score_mod(mask: Mask, softcap: float | None, T: int, S: int) -> Callable[..., Tensor] | None:
+    rules = [part for part in mask.parts if part.biases]
     if not rules and softcap is None:
         return None
 

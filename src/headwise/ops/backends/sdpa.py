@@ -27,8 +27,8 @@ ALIGNED_ROWS, TILE_ROWS = 4, 32
 
 LIMITS = (
     Limit(lambda c: c.is_empty, "torch's fused kernel takes no empty tensors"),
-    Limit(lambda c: c.softcap is not None, "torch's SDPA has no softcap"),
-    Limit(lambda c: c.sinks is not None, "torch's SDPA has no sinks"),
+    Limit(lambda c: c.scoring.softcap is not None, "torch's SDPA has no softcap"),
+    Limit(lambda c: c.scoring.sinks is not None, "torch's SDPA has no sinks"),
     Limit(lambda c: c.return_lse, "torch's SDPA does not return the lse"),
     Limit(
         lambda c: c.dropout > 0 and c.device_type == "cpu", "torch's SDPA with dropout leaves its fused kernel on CPU"
@@ -49,9 +49,10 @@ def run(call: Call) -> tuple[Tensor, None]:
     """out (B, H, T, V)."""
     T, V = call.sizes[3], call.value.shape[-1]
     query, key, value = _equal_head_dims(call.query, call.key, call.value)
-    if call.mask is None or (call.mask.is_top_left and call.scale > 0):  # it masks first and scales -inf then
-        return _fused(call, query, key, value, causal=call.mask is not None)[..., :V], None
-    if call.mask.is_same_for_rows and known(T >= TILE_ROWS):  # one row of the mask serves all
+    mask = call.scoring.mask
+    if not mask.parts or (mask.is_top_left and call.scoring.scale > 0):  # it masks first and scales -inf then
+        return _fused(call, query, key, value, causal=bool(mask.parts))[..., :V], None
+    if mask.is_same_for_rows and known(T >= TILE_ROWS):  # one row of the mask serves all
         return _strip(call, query, key, value, slice(None), mask_rows=slice(0, 1))[..., :V], None
     outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
     return torch.cat(outs, dim=2)[..., :V], None
@@ -77,7 +78,7 @@ def _fused(
     # `enable_gqa` as a plain bool: under torch.compile it would be a symbol.
     grouped = True if query.shape[1] != K else False  # noqa: SIM210
     out = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=grouped
+        query, key, value, attn_mask=mask, is_causal=causal, scale=call.scoring.scale, enable_gqa=grouped
     )
     out = out[:, :, :R] if lacking else out
     return out if G == 1 else out.unflatten(2, (G, -1)).flatten(1, 2)
@@ -88,7 +89,7 @@ def _strip(
 ) -> Tensor:
     """Some query rows against the keys that they can reach, with those rows of the mask."""
     T, S = call.sizes[3:]
-    cols, allowed, added = strip_of(call.mask, mask_rows or rows, T, S, query.device)
+    cols, allowed, added = strip_of(call.scoring.mask, mask_rows or rows, T, S, query.device)
     empty = None
     if allowed is not None:
         # Not every kernel gives 0 for an empty row: it attends one key, whatever that holds, and is zeroed after. One,

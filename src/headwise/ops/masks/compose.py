@@ -71,20 +71,20 @@ class Mask:
         `rows`, `cols`: a slice or 1-D index tensor of the queries and keys wanted; all by default.
         """
         check_asked(T, S, rows, cols, device)
-        found = []
+        grids = []
         for part in self.parts:
             if part.restricts:
-                rule = part.grid(T, S, rows, cols, device)
-                found.append(rule != -torch.inf if part.biases else rule)
-        return full_rank(reduce(torch.logical_and, found), T, S, rows, cols) if found else None
+                grid = part.grid(T, S, rows, cols, device)
+                grids.append(grid != -torch.inf if part.biases else grid)
+        return full_rank(reduce(torch.logical_and, grids), T, S, rows, cols) if grids else None
 
     def added(
         self, T: int, S: int, *, rows: Rows = None, cols: Rows = None, device: torch.device | None = None
     ) -> Tensor | None:
         """What is added to the scores: float (B|1, H|1, R, C); None where nothing is."""
         check_asked(T, S, rows, cols, device)
-        found = [wide(part.grid(T, S, rows, cols, device)) for part in self.parts if part.biases]
-        return full_rank(reduce(torch.add, found), T, S, rows, cols) if found else None
+        biases = [wide(part.grid(T, S, rows, cols, device)) for part in self.parts if part.biases]
+        return full_rank(reduce(torch.add, biases), T, S, rows, cols) if biases else None
 
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
         """(allowed, added) at gathered places; i, j: integer tensors that broadcast to (B, H, R, C)."""
@@ -218,16 +218,15 @@ class Mask:
             return torch.zeros(1, 1, 0, nk, dtype=torch.int8, device=device)
         return torch.stack(lines, dim=2)
 
-    def trimmed(self, T: int, S: int) -> Mask | None:
-        """The same meaning at this size with the rules that forbid nothing left out; None if none is left.
+    def trimmed(self, T: int, S: int) -> Mask:
+        """The same meaning at this size with the rules that forbid nothing left out.
 
         >>> from headwise import causal
-        >>> causal().trimmed(1, 7) is None        # one query at the end sees every key
-        True
+        >>> causal().trimmed(1, 7)        # one query at the end sees every key
+        Mask(parts=())
         """
         check_counts(T=T, S=S)
-        kept = tuple(rule for rule in (rule.trimmed(T, S) for rule in self.parts) if rule is not None)
-        return Mask(kept) if kept else None
+        return Mask(tuple(rule for rule in (rule.trimmed(T, S) for rule in self.parts) if rule is not None))
 
     def placed(self, offset: int | Tensor) -> Mask:
         """The mask with query 0 at `offset` among the keys, in the rules that leave that to the lengths."""
@@ -239,10 +238,9 @@ class Mask:
         check_counts(B=B, H=H)
         return self._with([rule.sized(B, H) for rule in self.parts])
 
-    def forbids(self) -> Mask | None:
-        """What the mask forbids to every head, its biases left out; None where that is nothing."""
-        kept = tuple(rule for rule in (rule.forbids() for rule in self.parts) if rule is not None)
-        return Mask(kept) if kept else None
+    def forbids(self) -> Mask:
+        """What the mask forbids to every head, its biases left out."""
+        return Mask(tuple(rule for rule in (rule.forbids() for rule in self.parts) if rule is not None))
 
     def _with(self, rules: Sequence[Rule]) -> Mask:
         return self if all(a is b for a, b in zip(rules, self.parts, strict=True)) else Mask(tuple(rules))
@@ -287,9 +285,11 @@ def _places(sign: str, mask: Mask) -> tuple[Rule, ...]:
     return mask.parts
 
 
-def as_mask(mask: Mask | Tensor | None) -> Mask | None:
-    """A mask from what users pass: a Mask, a bool tensor (keep), a float tensor (bias), or None."""
-    if mask is None or isinstance(mask, Mask):
+def as_mask(mask: Mask | Tensor | None) -> Mask:
+    """A mask from what users pass: a Mask, a bool tensor (keep), a float tensor (bias), or None (all)."""
+    if mask is None:
+        return Mask(())
+    if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
         if mask.dtype == torch.bool:

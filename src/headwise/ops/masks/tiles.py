@@ -60,41 +60,38 @@ def _built(rule: Rule, T: int, S: int) -> TileMap:
     bits: list[Tensor] = []
     blocks, columns = 0, -(-S // SIDE)
     step = SIDE * max(1, STRIP_PAIRS // (SIDE * SIDE * columns))
-    of_columns = torch.full((columns,), SIDE, device="cpu")
-    of_columns[-1] = S - (columns - 1) * SIDE
+    every = torch.full((columns,), -1, dtype=torch.int64, device="cpu")  # the word of a query that sees all keys
+    if S % SIDE:
+        every[-1] = (1 << S % SIDE) - 1
     with torch.no_grad():
         for first in range(0, T, step):
             rows = slice(first, min(first + step, T))
-            strips = -(-(rows.stop - first) // SIDE)
             seen = rank4(rule.grid(T, S, rows, None, torch.device("cpu")))
-            seen = seen.expand(-1, -1, count(rows, T), S)
-            lacking = (0, columns * SIDE - S, 0, strips * SIDE - seen.shape[2])
-            bytes_ = torch.nn.functional.pad(seen.contiguous().view(torch.uint8), lacking)
-            bytes_ = bytes_.unflatten(2, (strips, SIDE))  # (B|1, H|1, strips, 64, columns * 64)
-            ones = _ones(bytes_, columns)
-            of_rows = torch.full((strips,), SIDE, device="cpu")
-            of_rows[-1] = rows.stop - first - (strips - 1) * SIDE
-            mixed = (ones > 0) & (ones < of_rows[:, None] * of_columns)
+            words = _words(seen.expand(-1, -1, count(rows, T), S), columns)
+            lacking = -words.shape[2] % SIDE
+            queries = torch.nn.functional.pad(words, (0, 0, 0, lacking)).unflatten(2, (-1, SIDE))
+            of_rows = torch.full((queries.shape[2], 1), SIDE, device="cpu")
+            of_rows[-1] = SIDE - lacking
+            some, full = (queries != 0).any(3), (queries == every).sum(3) == of_rows
+            mixed = some & ~full  # (B|1, H|1, rows of tiles, columns)
             n = int(mixed.sum())
-            here = (ones > 0).long()
+            here = some.long()
             here[mixed] = torch.arange(BITS + blocks, BITS + blocks + n, dtype=torch.int64, device="cpu")
             index.append(here)
-            tiles = bytes_.unflatten(-1, (columns, SIDE)).movedim(4, 3)[mixed]  # (n, 64, 64)
-            bits.append(_packed(tiles))
+            bits.append(queries.movedim(3, 4)[mixed])
             blocks += n
     if not index:
         return TileMap(torch.zeros(1, 1, 0, columns, dtype=torch.int64, device="cpu"), torch.zeros(0, SIDE).long())
-    return TileMap(torch.cat(index, dim=2).contiguous(), torch.cat(bits))
+    return TileMap(torch.cat(index, dim=2).contiguous(), torch.cat(bits).contiguous())
 
 
-def _ones(bytes_: Tensor, columns: int) -> Tensor:
-    """How many pairs of each tile may attend: (..., columns). Eight bytes at a time: 64 rows of ones overflow none."""
-    of_keys = bytes_.contiguous().view(torch.int64).sum(-2).view(torch.uint8)
-    return of_keys.unflatten(-1, (columns, SIDE)).sum(-1, dtype=torch.int64)
+# Times eight bytes b0 .. b7 of 0 or 1, as one int64, it has b0 .. b7 as the bits of its highest byte: the product of
+# byte k and bit 56 - 7 k lies at bit 56 + k, and no two of the others lie at one place, so that nothing is carried.
+_GATHER = sum(1 << (56 - 7 * k) for k in range(8))
 
 
-def _packed(tiles: Tensor) -> Tensor:
-    """(n, 64) int64 of n tiles of bytes 0 and 1, the first key in the lowest bit."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
-    of_eight = (tiles.unflatten(-1, (8, 8)) * weights).sum(-1, dtype=torch.uint8)
-    return of_eight.contiguous().view(torch.int64)[..., 0]
+def _words(seen: Tensor, columns: int) -> Tensor:
+    """bool (..., S) as int64 (..., columns), the first key of each 64 in the lowest bit."""
+    bytes_ = torch.nn.functional.pad(seen.contiguous().view(torch.uint8), (0, columns * SIDE - seen.shape[-1]))
+    of_eight = (bytes_.view(torch.int64) * _GATHER).view(torch.uint8)[..., 7::8]
+    return of_eight.contiguous().view(torch.int64)

@@ -12,16 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...shapes import LEAST_FACTOR, MOST_FACTOR, check_gate, check_options
+from ...shapes import LEAST_FACTOR, MOST_FACTOR, check_gate, check_sinks, default_scale
 from ...shapes.kinds import FAR
-from ..call import Call, Limit
+from ..call import Call, Limit, Result
 from ..masks.compose import Mask, as_mask
-from ..storage.held import Layout
+from ..scoring import Scoring
+from ..storage.layout import Layout
+from ..wrappers import gated
 from . import library as native_library
 from .library import trouble
-from .lowering import lowered, trouble_with
+from .lowering import NoForm, lowered, trouble_with
 
 LIMITS = (
     Limit(lambda c: c.device_type != "cpu", "headwise's own kernel runs on the CPU"),
@@ -32,7 +35,7 @@ LIMITS = (
         lambda c: any(is_traceable_wrapper_subclass(x) for x in (c.query, c.key, c.value)),
         "headwise's own kernel takes plain tensors, no subclass that wraps others",
     ),
-    Limit(lambda c: trouble_with(c.mask) is not None, lambda c: trouble_with(c.mask) or ""),
+    Limit(lambda c: trouble_with(c.scoring.mask) is not None, lambda c: trouble_with(c.scoring.mask) or ""),
     Limit(
         lambda c: c.layout is not None and c.needs_grad,
         "headwise's own kernel has no gradient through int8 keys and values, or through pages",
@@ -41,30 +44,33 @@ LIMITS = (
 )
 
 
-def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    """out (B, H, T, V) and, where asked for, lse (B, H, T). The gate is applied unless a gradient is needed."""
-    (B, H, _, T, S), V = call.sizes, call.value.shape[3]
-    ops, qkv, masks = torch.ops.headwise, (call.query, call.key, call.value), lowered(call.mask, T, S)
-    softcap = 0.0 if call.softcap is None else call.softcap
-    sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    dropout, seed = (call.dropout, torch.randint(1 << 62, (1,), device="cpu")) if call.dropout > 0 else (0.0, None)
-    if call.needs_grad:
-        # The operator is for those who trace: its way through the dispatcher costs as much as a small backward.
-        attend_train = ops.attend_train if torch.compiler.is_compiling() else native_library.attend_train
-        out, lse = attend_train(*qkv, call.scale, softcap, sinks, *masks, dropout, seed)
-    else:
-        gate = None if call.gate is None else call.gate.expand(B, H, T, V)
-        rules = (call.scale, softcap, sinks, *masks, gate, dropout, seed)
-        if call.layout is None:
-            out, lse = ops.attend_full(*qkv, *rules)
-        else:
-            key_scale, value_scale, *pages = call.layout
-            out, lse = ops.attend_held(call.query, call.key, key_scale, call.value, value_scale, *pages, *rules)
+def run(call: Call) -> Result:
+    """out (B, H, T, V) and, where asked for, lse (B, H, T)."""
+    out, lse = _with_gradient(call) if call.needs_grad else _without_gradient(call)
     return out, lse if call.return_lse else None
 
 
-# bounds, segments, dense, alibi, maps, relative, dropout and seed of a call without them.
-_PLAIN = (None, None, None, None, None, None, 0.0, None)
+def _dropout(call: Call) -> tuple[float, Tensor | None]:
+    return (call.dropout, torch.randint(1 << 62, (1,), device="cpu")) if call.dropout > 0 else (0.0, None)
+
+
+@gated
+def _with_gradient(call: Call) -> Result:
+    rules = lowered(call.scoring, *call.sizes[3:])
+    # The operator is for those who trace: its way through the dispatcher costs as much as a small backward.
+    tracing = torch.compiler.is_compiling()
+    attend_train = torch.ops.headwise.attend_train if tracing else native_library.attend_train
+    return attend_train(call.query, call.key, call.value, *rules, *_dropout(call))
+
+
+def _without_gradient(call: Call) -> Result:
+    (B, H, _, T, S), V = call.sizes, call.value.shape[3]
+    gate = None if call.gate is None else call.gate.expand(B, H, T, V)
+    rules = (*lowered(call.scoring, T, S), gate, *_dropout(call))
+    if call.layout is None:
+        return torch.ops.headwise.attend_full(call.query, call.key, call.value, *rules)
+    key_scale, value_scale, *pages = call.layout
+    return torch.ops.headwise.attend_held(call.query, call.key, key_scale, call.value, value_scale, *pages, *rules)
 
 
 def at_once(
@@ -83,61 +89,75 @@ def at_once(
     """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
 
     Here is asked only what the operator cannot know: whether anything but plain tensors and plain numbers is at work.
-    Sizes and dtypes it checks itself, and where it refuses, the full path finds the words.
+    Sizes and dtypes it checks itself. Where it refuses, the full path says why, or finds another backend.
     """
     if (
         native_library.attend is None
         or not (type(query) is type(key) is type(value) is Tensor)
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
+        or not (query.ndim == key.ndim == value.ndim == 4)
+        or query.is_nested
+        or key.is_nested
+        or value.is_nested
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or not (scale is None or (type(scale) is float and (LEAST_FACTOR <= abs(scale) <= MOST_FACTOR or scale == 0.0)))
-        or not (type(dropout) in (float, int) and dropout == 0)  # not in haste, and not without a seed
+        or not (softcap is None or (type(softcap) is float and LEAST_FACTOR <= softcap <= MOST_FACTOR))
+        or not (type(dropout) in (float, int) and dropout == 0)  # a dropout needs a seed
+        or not (return_lse is False or return_lse is True)
     ):
         return None
-    try:
-        (_, _, T, D), S = query.shape, key.shape[2]
-        if layout is not None:
-            if type(layout.length) is not int or not all(x is None or x.is_cpu for x in layout[:3]):
-                return None  # one tensor on meta would make it a call that is traced, whose numbers mean nothing
-            S = S if layout.table is None else layout.length
-        scale = D**-0.5 if scale is None else scale
-        learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if not (
-            layout is not None
-            or gate is not None
-            or sinks is not None
-            or softcap is not None
-            or return_lse is not False
+    S = key.shape[2]
+    if layout is not None:
+        if type(layout.length) is not int or not all(
+            x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]
         ):
-            ends = (-FAR, FAR) if mask is None else None
-            band = mask.simple_band if type(mask) is Mask else None
-            if band is not None:
-                left, right, at_end = band
-                shift = S - T if at_end else 0
-                ends = -FAR if left is None else left + shift, FAR if right is None else right + shift
-            if ends is not None and not learning:
+            return None  # one tensor on meta would make it a call that is traced, whose numbers mean nothing
+        S = S if layout.table is None else layout.length
+    scale = default_scale(max(query.shape[3], 1)) if scale is None else scale
+    learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if layout is None and gate is None and sinks is None and softcap is None and return_lse is False:
+        ends = _ends(mask, query.shape[2], S)
+        if ends is not None:
+            try:
+                if learning:
+                    return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_NO_MORE)[0]
                 return native_library.attend(query, key, value, scale, *ends)
-            if ends is not None:
-                return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_PLAIN)[0]
-        if learning:
-            return None
-        return _in_full(query, key, value, _sized(mask, query), scale, softcap, sinks, gate, return_lse, S, layout)
-    except Exception:  # our own checks say it better; what they do not know the full path meets again
+            except RuntimeError as error:
+                return _refused(error)
+    if learning:
         return None
+    return _with_rules(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
 
 
-def _sized(mask: Mask | Tensor | None, query: Tensor) -> Mask | None:
-    mask = as_mask(mask)
-    return mask if mask is None else mask.sized(query.shape[0], query.shape[1])
+# bounds, segments, dense, alibi, maps, relative, dropout and seed of a call without them.
+_NO_MORE = (None, None, None, None, None, None, 0.0, None)
 
 
-def _in_full(
+def _refused(error: RuntimeError) -> None:
+    """None, where the operator or torch's dispatcher has refused the arguments; any other error goes on."""
+    if not (isinstance(error, NotImplementedError) or str(error).startswith("headwise: ")):
+        raise error
+
+
+def _ends(mask: Mask | Tensor | None, T: int, S: int) -> tuple[int, int] | None:
+    """(low, high) of a mask that lets row i see i + low <= j < i + high; None where it is more than that."""
+    if mask is None:
+        return -FAR, FAR
+    band = mask.simple_band if type(mask) is Mask else None
+    if band is None:
+        return None
+    left, right, at_end = band
+    shift = S - T if at_end else 0
+    return -FAR if left is None else left + shift, FAR if right is None else right + shift
+
+
+def _with_rules(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | None,
+    mask: Mask,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -147,27 +167,27 @@ def _in_full(
     layout: Layout | None,
 ) -> Any:
     """`at_once` with a mask of any kind and further options."""
-    learning = torch.is_grad_enabled() and (
-        (sinks is not None and sinks.requires_grad)
-        or (gate is not None and gate.requires_grad)
-        or (mask is not None and mask.learns)
-        or any(x is not None and x.requires_grad for x in (layout or ())[:2])
-    )
-    if learning or (return_lse is not True and return_lse is not False):
-        return None
-    if not (softcap is None or (type(softcap) is float and LEAST_FACTOR <= softcap <= MOST_FACTOR)):
-        return None
     (B, H, T, _), V = query.shape, value.shape[3]
+    if not all(x is None or (type(x) in (Tensor, Parameter) and x.is_cpu) for x in (sinks, gate)):
+        return None
+    scoring = Scoring(mask.sized(B, H), scale, softcap, sinks)
+    tensors = (gate, *(layout or ())[:2])
+    if scoring.learns or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
+        return None
     if sinks is not None:
-        check_options(query, scale, softcap, sinks)
-        sinks = sinks.float().contiguous()
+        check_sinks(sinks, H, query.device)
     if gate is not None:
         gate = check_gate(gate, (B, H, T, V), query.device).expand(B, H, T, V)
-    masks = lowered(mask, T, S)
-    rules = (scale, softcap or 0.0, sinks, *masks, gate, 0.0, None)
-    if layout is None:
-        out, lse = native_library.attend_full(query, key, value, *rules)
-    else:
-        key_scale, value_scale, *pages = layout
-        out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
+    try:
+        rules = (*lowered(scoring, T, S), gate, 0.0, None)
+    except (NoForm, RuntimeError):  # a mask that does not fit: the full path says so, or meets the same error again
+        return None
+    try:
+        if layout is None:
+            out, lse = native_library.attend_full(query, key, value, *rules)
+        else:
+            key_scale, value_scale, *pages = layout
+            out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
+    except RuntimeError as error:
+        return _refused(error)
     return (out, lse) if return_lse else out

@@ -6,7 +6,8 @@ definition takes its place: `by_definition` is differentiable as often as one li
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,47 +16,49 @@ from ..masks.compose import Mask
 from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import TileMap, unpacked
 from ..reference import reference
+from .lowering import Rules
 
 
-class Problem(NamedTuple):
-    """The arguments of `attend_train`: one call of the kernel."""
+class Training(NamedTuple):
+    """A call of the kernel that gets a gradient: what `attend_train` takes."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    scale: float
-    softcap: float
-    sinks: Tensor | None
-    low: int
-    high: int
-    bounds: Tensor | None
-    segments: list[Tensor] | None
-    dense: list[Tensor] | None
-    alibi: list[Tensor] | None
-    maps: list[Tensor] | None
-    relative: list[Tensor] | None
+    rules: Rules
     dropout: float
     seed: Tensor | None
 
+    @staticmethod
+    def of(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Training:
+        """From the operator's own list of arguments."""
+        *rules, dropout, seed = rest
+        return Training(query, key, value, Rules(*rules), dropout, seed)
+
     @property
-    def mask(self) -> Mask | None:
-        """The mask again, from what the operator was given."""
-        T, S = self.query.shape[2], self.key.shape[2]
+    def arguments(self) -> tuple[Any, ...]:
+        """The operator's own list of arguments."""
+        return (self.query, self.key, self.value, *self.rules, self.dropout, self.seed)
+
+    @property
+    def mask(self) -> Mask:
+        """The mask again, from the operator's terms."""
+        T, S, rules = self.query.shape[2], self.key.shape[2], self.rules
         # `bounds` says what the two numbers say, and more.
-        band = Band(1 - self.low, self.high - 1, 0).trimmed(T, S) if self.bounds is None else None
+        band = Band(1 - rules.low, rules.high - 1, 0).trimmed(T, S) if rules.bounds is None else None
         parts: list[Rule] = [] if band is None else [band]
-        if self.bounds is not None:
-            low, high, start, stop, *always = self.bounds.unbind(1)
+        if rules.bounds is not None:
+            low, high, start, stop, *always = rules.bounds.unbind(1)
             first = int(always[0][0]) if always else 0
             parts += [Band(1, None, low, first), Band(None, -1, high)] if bool(((low > -T) | (high < S)).any()) else []
             parts += [Lengths(stop, start)]
-        parts += [Segments(*pair) for pair in _pairs(self.segments)]
-        parts += [Keep(x) if x.dtype == torch.bool else Bias(x) for x in self.dense or []]
-        parts += [Alibi(*pair) for pair in _pairs(self.alibi)]
-        parts += [Keep(unpacked(TileMap(*pair), T, S)) for pair in _pairs(self.maps)]
+        parts += [Segments(*pair) for pair in _pairs(rules.segments)]
+        parts += [Keep(x) if x.dtype == torch.bool else Bias(x) for x in rules.dense or []]
+        parts += [Alibi(*pair) for pair in _pairs(rules.alibi)]
+        parts += [Keep(unpacked(TileMap(*pair), T, S)) for pair in _pairs(rules.maps)]
         apart = torch.arange(S, device="cpu") - torch.arange(T, device="cpu")[:, None] + T - 1
-        parts += [Bias(diagonals[..., apart]) for diagonals in self.relative or []]
-        return Mask(tuple(parts)) if parts else None
+        parts += [Bias(diagonals[..., apart]) for diagonals in rules.relative or []]
+        return Mask(tuple(parts))
 
 
 def _pairs(tensors: list[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
@@ -63,40 +66,49 @@ def _pairs(tensors: list[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
-def leaves_of(p: Problem, biases: bool) -> list[Tensor]:
-    """query, key, value, the sinks and, where `biases` is set, float masks and then slopes: what there is of them."""
-    sinks = [] if p.sinks is None else [p.sinks]
-    learned = [x for x in p.dense or [] if x.is_floating_point()] + (p.alibi or [])[::2] + (p.relative or [])
-    return [p.query, p.key, p.value, *sinks, *(learned if biases else [])]
+def leaves_of(call: Training, biases: bool) -> list[Tensor]:
+    """query, key, value, the sinks and, where `biases` is set, float masks, slopes, tables: what there is."""
+    rules = call.rules
+    sinks = [] if rules.sinks is None else [rules.sinks]
+    learned = [x for x in rules.dense or [] if x.is_floating_point()] + (rules.alibi or [])[::2]
+    return [call.query, call.key, call.value, *sinks, *(learned + (rules.relative or []) if biases else [])]
 
 
-def by_definition(p: Problem, biases: bool, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
-    """The gradients of `leaves_of` the problem as functions of them and of `grad_out` and `grad_lse`."""
-    (B, H, T, _), S = p.query.shape, p.key.shape[2]
-    kept = torch.ops.headwise.dropout_keep(p.seed, p.dropout, B, H, 0, T, S) if p.dropout > 0 else None
-    # Leaves of which the graph holds nothing yet: a leaf that needs no gradient must be one for a moment.
-    leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in leaves_of(p, biases)]
-    query, key, value, *others = leaves
-    p = p._replace(query=query, key=key, value=value)
-    if p.sinks is not None:
-        p = p._replace(sinks=others.pop(0))
+def with_leaves(call: Training, biases: bool, leaves: Sequence[Tensor]) -> Training:
+    """The call with other tensors in the places of `leaves_of`, in their order."""
+    rules, (query, key, value, *rest) = call.rules, leaves
+    others = iter(rest)
+    if rules.sinks is not None:
+        rules = rules._replace(sinks=next(others))
     if biases:
-        dense = [others.pop(0) if x.is_floating_point() else x for x in p.dense or []]
-        alibi = [others.pop(0) if n % 2 == 0 else x for n, x in enumerate(p.alibi or [])]
-        p = p._replace(dense=dense, alibi=alibi, relative=[others.pop(0) for _ in p.relative or []])
+        rules = rules._replace(
+            dense=[next(others) if x.is_floating_point() else x for x in rules.dense or []],
+            alibi=[next(others) if n % 2 == 0 else x for n, x in enumerate(rules.alibi or [])],
+            relative=[next(others) for _ in rules.relative or []],
+        )
+    return call._replace(query=query, key=key, value=value, rules=rules)
+
+
+def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
+    """The gradients of `leaves_of` the call as functions of them and of `grad_out` and `grad_lse`."""
+    (B, H, T, _), S = call.query.shape, call.key.shape[2]
+    kept = torch.ops.headwise.dropout_keep(call.seed, call.dropout, B, H, 0, T, S) if call.dropout > 0 else None
+    # Leaves of which the graph holds nothing yet: a leaf that needs no gradient must be one for a moment.
+    leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in leaves_of(call, biases)]
+    call = with_leaves(call, biases, leaves)
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         out, lse = reference(
-            p.query,
-            p.key,
-            p.value,
-            mask=p.mask,
-            scale=p.scale,
-            softcap=p.softcap or None,
-            sinks=p.sinks,
-            dropout=p.dropout,
+            call.query,
+            call.key,
+            call.value,
+            mask=call.mask,
+            scale=call.rules.scale,
+            softcap=call.rules.softcap or None,
+            sinks=call.rules.sinks,
+            dropout=call.dropout,
             kept=kept,
         )
         results = [out] if grad_lse is None else [out, lse]
         grads = [grad_out] if grad_lse is None else [grad_out, grad_lse]
-        found = torch.autograd.grad(results, leaves, grads, create_graph=True, allow_unused=True)
-    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(found, leaves, strict=True)]
+        wanted = torch.autograd.grad(results, leaves, grads, create_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(wanted, leaves, strict=True)]

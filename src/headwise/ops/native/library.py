@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .gradient import Problem, by_definition, leaves_of
+from .gradient import Training, by_definition, leaves_of
+from .lowering import Rules
 
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
@@ -28,13 +29,13 @@ ARGUMENTS = (
     "float dropout, Tensor? seed"
 )
 
-# The operators, once they are there: found by name they cost a tenth of a small call.
+# The operators, once they are there: looked up by name they cost a tenth of a small call.
 attend: Any = None
 attend_full: Any = None
 attend_held: Any = None
 
-_UNASKED = "not loaded yet"
-_trouble: str | None = _UNASKED
+_NOT_LOADED = "not loaded yet"
+_trouble: str | None = _NOT_LOADED
 _lock = Lock()
 _fragment: Any = None  # keeps our operators registered
 
@@ -46,15 +47,15 @@ def trouble() -> str | None:
     A constant to torch.compile, which asks while it traces: the loading is no part of the graph.
     """
     global _trouble, attend, attend_full, attend_held
-    if _trouble is _UNASKED:
+    if _trouble is _NOT_LOADED:
         with _lock:
-            if _trouble is _UNASKED:
-                found = _load()
-                if found is None:
+            if _trouble is _NOT_LOADED:
+                problem = _load()
+                if problem is None:
                     ops = torch.ops.headwise
                     attend, attend_full = ops.attend.default, ops.attend_full.default
                     attend_held = ops.attend_held.default
-                _trouble = found
+                _trouble = problem
     return _trouble
 
 
@@ -135,7 +136,7 @@ def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor
 def _empty_gradients(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, ends: Tensor, biases: bool, *args: Any
 ) -> list[Tensor]:
-    leaves = leaves_of(Problem(*args), biases)
+    leaves = leaves_of(Training.of(*args), biases)
     qkv = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in leaves[:3]]
     return qkv + [x.new_empty(x.shape) for x in leaves[3:]]
 
@@ -145,52 +146,80 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, numbers: _Numbers, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        p = _joined(numbers, tensors)
-        out, lse, ends = torch.ops.headwise.attend_kept.default(*p)
+        call = _joined(numbers, tensors)
+        out, lse, ends = torch.ops.headwise.attend_kept.default(*call.arguments)
         ctx.numbers = numbers
         ctx.save_for_backward(out, ends, *tensors)
         ctx.set_materialize_grads(False)  # so that an lse which no loss looks at is known by its None
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         out, ends, *tensors = ctx.saved_tensors
-        p, (n_segments, n_maps, *_) = _joined(ctx.numbers, tensors), ctx.numbers[-1]
-        fixed = n_segments + n_maps
-        biases = any(ctx.needs_input_grad[1 + 6 + fixed :])
-        grad_out = torch.zeros_like(out) if grads[0] is None else grads[0]
+        numbers: _Numbers = ctx.numbers
+        call, fixed = _joined(numbers, tensors), numbers.segments + numbers.maps
+        biases = any(ctx.needs_input_grad[1 + len(_SINGLE) + fixed :])
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked
-            found = iter(by_definition(p, biases, grad_out, grads[1]))
+            grads = iter(by_definition(call, biases, grad_out, grad_lse))
         else:
-            found = iter(torch.ops.headwise.attend_backward.default(grad_out, grads[1], out, ends, biases, *p))
+            attend_backward = torch.ops.headwise.attend_backward.default
+            grads = iter(attend_backward(grad_out, grad_lse, out, ends, biases, *call.arguments))
+        rules = call.rules
         return (
             None,
-            *(next(found) for _ in "qkv"),
-            None if p.sinks is None else next(found),
-            *[None] * (2 + fixed),
-            *(next(found) if biases and x.is_floating_point() else None for x in p.dense or ()),
-            *(next(found) if biases and n % 2 == 0 else None for n in range(len(p.alibi or ()))),
-            *(next(found) if biases else None for _ in p.relative or ()),
+            *(next(grads) for _ in "qkv"),
+            None if rules.sinks is None else next(grads),
+            *[None] * (2 + fixed),  # bounds, seed, segments, maps
+            *(next(grads) if biases and x.is_floating_point() else None for x in rules.dense or ()),
+            *(next(grads) if biases and n % 2 == 0 else None for n in range(len(rules.alibi or ()))),
+            *(next(grads) if biases else None for _ in rules.relative or ()),
         )
 
 
-# scale, softcap, low, high, dropout; how many tensors there are of segments, maps, dense, alibi and relative.
-_Numbers: TypeAlias = tuple[float, float, int, int, float, tuple[int, int, int, int, int]]
+_SINGLE = ("query", "key", "value", "sinks", "bounds", "seed")
+
+
+class _Numbers(NamedTuple):
+    """What of a call is no tensor, and how many tensors its lists hold."""
+
+    scale: float
+    softcap: float
+    low: int
+    high: int
+    dropout: float
+    segments: int
+    maps: int
+    dense: int
+    alibi: int
+    relative: int
 
 
 def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
     """The operator of this name, without the dispatcher."""
-    p = Problem(*args)
-    lists = [x or () for x in (p.segments, p.maps, p.dense, p.alibi, p.relative)]
-    lengths = tuple(len(x) for x in lists)
-    tensors = (p.query, p.key, p.value, p.sinks, p.bounds, p.seed, *(x for given in lists for x in given))
-    return _Attend.apply((p.scale, p.softcap, p.low, p.high, p.dropout, lengths), *tensors)
+    query, key, value, rules, dropout, seed = Training.of(*args)
+    lists = [x or () for x in (rules.segments, rules.maps, rules.dense, rules.alibi, rules.relative)]
+    numbers = _Numbers(rules.scale, rules.softcap, rules.low, rules.high, dropout, *map(len, lists))
+    single = (query, key, value, rules.sinks, rules.bounds, seed)
+    return _Attend.apply(numbers, *single, *(x for some in lists for x in some))
 
 
-def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Problem:
-    """The problem again, of what `attend_train` took apart."""
-    scale, softcap, low, high, dropout, lengths = numbers
+def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Training:
+    """The call again, of what `attend_train` took apart."""
     query, key, value, sinks, bounds, seed, *rest = tensors
+    lengths = (numbers.segments, numbers.maps, numbers.dense, numbers.alibi, numbers.relative)
     segments, maps, dense, alibi, relative = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
-    masks = (low, high, bounds, segments, dense, alibi, maps, relative)
-    return Problem(query, key, value, scale, softcap, sinks, *masks, dropout, seed)
+    rules = Rules(
+        numbers.scale,
+        numbers.softcap,
+        sinks,
+        low=numbers.low,
+        high=numbers.high,
+        bounds=bounds,
+        segments=segments,
+        dense=dense,
+        alibi=alibi,
+        maps=maps,
+        relative=relative,
+    )
+    return Training(query, key, value, rules, numbers.dropout, seed)

@@ -1,4 +1,4 @@
-"""A mask in the native operator's terms: two numbers a row, ids, rows of a tensor; never T x S.
+"""What happens to scores, in the native operator's terms: two numbers a row, ids, rows of a tensor; never T x S.
 
 Each kind of rule has its form here (`FORMS`), and what the kernel cannot take follows from them.
 """
@@ -20,6 +20,7 @@ from ..masks.compose import Mask
 from ..masks.patterns import Blocks, Relative
 from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import tile_map
+from ..scoring import Scoring
 
 MAPS = "rules without a form of their own"
 ROOM = {"mask tensors": 8, "pairs of segments": 4, "rules of ALiBi": 4, MAPS: 4}
@@ -27,9 +28,12 @@ ROOM = {"mask tensors": 8, "pairs of segments": 4, "rules of ALiBi": 4, MAPS: 4}
 FIRSTS = "headwise's own kernel takes windows that all keep the same first keys in sight"
 
 
-class Lowered(NamedTuple):
-    """A mask as the operator takes it."""
+class Rules(NamedTuple):
+    """What happens to scores, as all operators of the library take it, in their order (`HEADWISE_RULES` in csrc)."""
 
+    scale: float
+    softcap: float  # 0 for none
+    sinks: Tensor | None  # float32 (H,)
     low: int  # row i sees i + low <= j < i + high, by the bands whose place is a number
     high: int
     # Where a mask says more: int64 (B|1, 4), low, high, start, stop, by all rules together; a fifth: always.
@@ -43,7 +47,7 @@ class Lowered(NamedTuple):
 
 @dataclass
 class _Terms:
-    """What the rules of a mask have said so far."""
+    """The terms of the rules so far."""
 
     T: int
     S: int
@@ -56,45 +60,50 @@ class _Terms:
     maps: list[Tensor] = field(default_factory=list)
     relative: list[Tensor] = field(default_factory=list)
 
-    def lowered(self) -> Lowered:
-        """All terms as one."""
+    def rules(self, scale: float, softcap: float | None, sinks: Tensor | None) -> Rules:
+        """All terms as one, with what else happens to scores."""
         lows, highs = self.numbers
         low = reduce(torch.sym_max, lows) if lows else None
         high = reduce(torch.sym_min, highs) if highs else None
         bounds = _bounds((low, high, None, None, None), self.tensors) if any(self.tensors) else None
-        ends = -FAR if low is None else low, FAR if high is None else high
-        return Lowered(
-            *ends,
-            bounds,
-            self.segments or None,
-            self.dense or None,
-            self.alibi or None,
-            self.maps or None,
-            self.relative or None,
+        return Rules(
+            scale,
+            softcap or 0.0,
+            None if sinks is None else sinks.float().contiguous(),
+            low=-FAR if low is None else low,
+            high=FAR if high is None else high,
+            bounds=bounds,
+            segments=self.segments or None,
+            dense=self.dense or None,
+            alibi=self.alibi or None,
+            maps=self.maps or None,
+            relative=self.relative or None,
         )
 
 
-def lowered(mask: Mask | None, T: int, S: int) -> Lowered:
-    """The mask in the operator's terms; what does not fit the call is left to the operator to refuse.
+class NoForm(TypeError):
+    """The operator has no form for a mask."""
 
-    Raises TypeError for an index that is no integer tensor, which a conversion would hide, and for what has no form.
+
+def lowered(scoring: Scoring, T: int, S: int) -> Rules:
+    """The record in the operator's terms; what does not fit the call is left to the operator to refuse.
+
+    Raises NoForm for a mask that it cannot take, and for an index that is no integer tensor, which a conversion would
+    hide.
     """
-    terms = _Terms(T, S)
-    if mask is not None:
-        if len(mask.parts) > 1 and len(_firsts(mask)) > 1:
-            raise TypeError(FIRSTS)
-        for rule in mask.parts:
-            form = form_of(rule)
-            if form is None:
-                raise TypeError(_without_form(rule))
-            form.put(rule, terms)
-    return terms.lowered()
+    terms, parts = _Terms(T, S), scoring.mask.parts
+    if len(parts) > 1 and len(_firsts(scoring.mask)) > 1:
+        raise NoForm(FIRSTS)
+    for rule in parts:
+        form = form_of(rule)
+        if form is None:
+            raise NoForm(_without_form(rule))
+        form.put(rule, terms)
+    return terms.rules(scoring.scale, scoring.softcap, scoring.sinks)
 
 
-def trouble_with(mask: Mask | None) -> str | None:
+def trouble_with(mask: Mask) -> str | None:
     """Why the kernel cannot take a mask, in words; None where it can."""
-    if mask is None:
-        return None
     rooms = []
     for rule in mask.parts:
         form = form_of(rule)
@@ -234,5 +243,5 @@ def _int64(index: Tensor) -> Tensor:
     if index.dtype == torch.int64:
         return index
     if index.dtype not in INTEGERS:
-        raise TypeError(f"an index is an integer tensor; got {index.dtype}")
+        raise NoForm(f"an index is an integer tensor; got {index.dtype}")
     return index.long()

@@ -1,7 +1,7 @@
 """What a head did: the statistics of its attention matrix P, (B, H, T, S), without ever holding P.
 
-On the CPU the native kernel adds the numbers up in the pass that makes the output (`statistics_native`); elsewhere a
-block of query rows is scored, folded into sums, and forgotten (`statistics_blocks`). Memory is O(T + S) either way, and
+On the CPU the native kernel adds the numbers up in the pass that makes the output (`native`); elsewhere a
+block of query rows is scored, folded into sums, and forgotten (`blocks`). Memory is O(T + S) either way, and
 every number is exact. "Row" means a query, "mass" a sum of weights. Two rules hold for all statistics:
 
 - A row that may attend nothing contributes nothing: no mean counts it.
@@ -14,6 +14,7 @@ Position: query i stands at pos = i + S - T among the keys (bottom-right, as `ca
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float, Int
@@ -22,9 +23,9 @@ from torch import Tensor
 from ...shapes import check_attention
 from ..attention import attention
 from ..masks.compose import Mask
-from . import blocks as statistics_blocks
-from . import native as statistics_native
-from .request import Asked, checked
+from ..scoring import ScoringOptions
+from . import blocks, native
+from .request import Request, Tallies, checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,38 +112,55 @@ def statistics(
         >>> import torch
         >>> from headwise.ops.masks import causal
         >>> q, k = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)       # uniform attention
-        >>> found = statistics(q, k, mask=causal(), offsets=1)
-        >>> found.entropy[0, 0].exp().tolist()                          # row i sees i + 1 keys
+        >>> heads = statistics(q, k, mask=causal(), offsets=1)
+        >>> heads.entropy[0, 0].exp().tolist()                          # row i sees i + 1 keys
         [1.0, 2.0, 3.0, 4.0]
-        >>> found.offsets[0, 0]        # (1 + 1/2 + 1/3 + 1/4) / 4 on itself, (1/2 + 1/3 + 1/4) / 3 on the one before
+        >>> heads.offsets[0, 0]        # (1 + 1/2 + 1/3 + 1/4) / 4 on itself, (1/2 + 1/3 + 1/4) / 3 on the one before
         tensor([0.5208, 0.3611])
     """
-    asked = checked(query, key, mask, scale, softcap, sinks, offsets, features, targets, pool)
+    request = checked(
+        query,
+        key,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        offsets=offsets,
+        features=features,
+        targets=targets,
+        pool=pool,
+    )
+    return HeadStatistics(**_measured(request, received=True)[1])
+
+
+def _measured(
+    request: Request, value: Tensor | None = None, *, received: bool = False
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """The fields of `RowStatistics`, with `received` of `HeadStatistics`; the output too where the kernel makes it."""
     with torch.no_grad():
-        if statistics_native.serves(asked, None):
-            return HeadStatistics(**statistics_native.measure(asked, None, received=True)[1])
-        return HeadStatistics(**statistics_blocks.measure(asked))
+        if native.serves(request, value):
+            return native.measure(request, value, received=received)
+        fields = blocks.measure(request)
+    if not received:
+        del fields["received"]
+    return None, fields
+
+
+class StatisticsOptions(ScoringOptions, Tallies, total=False):
+    """The keywords of `statistics`."""
 
 
 def attention_statistics(
     query: Float[Tensor, "B H T D"],
     key: Float[Tensor, "B K S D"],
     value: Float[Tensor, "B K S V"],
-    *,
-    mask: Mask | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    offsets: int | Iterable[int] = 8,
-    features: Mapping[str, Tensor] | None = None,
-    targets: Mapping[str, Tensor] | None = None,
-    pool: int = 32,
+    **options: Unpack[StatisticsOptions],
 ) -> tuple[Float[Tensor, "B H T V"], RowStatistics]:
     """`attention` and the statistics of its rows, on the CPU in one pass: little dearer than attention alone.
 
     Args:
-        query, key, value, mask, scale, softcap, sinks: as for `attention`.
-        offsets, features, targets, pool: as for `statistics`.
+        query, key, value: as for `attention`.
+        options: mask, scale, softcap, sinks, offsets, features, targets and pool, as for `statistics`.
 
     Returns:
         out (B, H, T, V) in the query's dtype, and what `statistics` gives, but for `received`, which takes a pass of
@@ -155,42 +173,30 @@ def attention_statistics(
         >>> import torch
         >>> from headwise.ops.masks import causal
         >>> q, k, v = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.tensor([2.0, 4.0]).view(1, 1, 2, 1)
-        >>> out, found = attention_statistics(q, k, v, mask=causal())
-        >>> out.flatten().tolist(), found.largest.flatten().tolist()
+        >>> out, rows = attention_statistics(q, k, v, mask=causal())
+        >>> out.flatten().tolist(), rows.largest.flatten().tolist()
         ([2.0, 3.0], [1.0, 0.5])
     """
     check_attention(query, key, value)
-    asked = checked(query, key, mask, scale, softcap, sinks, offsets, features, targets, pool)
-    with torch.no_grad():
-        if statistics_native.serves(asked, value):
-            out, found = statistics_native.measure(asked, value, received=False)
-            return out, RowStatistics(**found)
-        out = attention(query, key, value, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
-        return out, _of_rows(asked)
+    request = checked(query, key, **options)
+    out, fields = _measured(request, value)
+    if out is None:
+        scoring = request.scoring
+        with torch.no_grad():
+            out = attention(
+                query,
+                key,
+                value,
+                mask=scoring.mask,
+                scale=scoring.scale,
+                softcap=scoring.softcap,
+                sinks=scoring.sinks,
+            )
+    return out, RowStatistics(**fields)
 
 
 def row_statistics(
-    query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    *,
-    mask: Mask | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, " H"] | None = None,
-    offsets: int | Iterable[int] = 8,
-    features: Mapping[str, Tensor] | None = None,
-    targets: Mapping[str, Tensor] | None = None,
-    pool: int = 32,
+    query: Float[Tensor, "B H T D"], key: Float[Tensor, "B K S D"], **options: Unpack[StatisticsOptions]
 ) -> RowStatistics:
-    """`statistics` without `received`, which saves the second pass."""
-    asked = checked(query, key, mask, scale, softcap, sinks, offsets, features, targets, pool)
-    with torch.no_grad():
-        if statistics_native.serves(asked, None):
-            return RowStatistics(**statistics_native.measure(asked, None, received=False)[1])
-        return _of_rows(asked)
-
-
-def _of_rows(asked: Asked) -> RowStatistics:
-    found = statistics_blocks.measure(asked)
-    del found["received"]
-    return RowStatistics(**found)
+    """`statistics`, with the same keywords, without `received`, which saves the second pass."""
+    return RowStatistics(**_measured(checked(query, key, **options))[1])

@@ -9,28 +9,28 @@ from torch import Tensor
 
 from ...shapes import compute_dtype
 from ..scores import Block, row_blocks, score_block, without_autocast
-from .request import Asked
+from .request import Request
 
 
-def measure(asked: Asked) -> dict[str, Any]:
+def measure(request: Request) -> dict[str, Any]:
     """The fields of `HeadStatistics`."""
-    query, key, mask, scale, softcap, sinks = asked[:6]
-    sums = _Sums(asked)
+    query, key, scoring = request.query, request.key, request.scoring
+    sums = _Sums(request)
     with without_autocast(query.device.type):
         for rows in row_blocks(query.shape[2], key.shape[2]):
-            block = score_block(query, key, mask, rows, scale=scale, softcap=softcap)
+            block = score_block(query, key, scoring, rows)
             if block.scores_BHRC.shape[-1]:
-                sums.add(block, sinks)
+                sums.add(block, scoring.sinks)
         return sums.result()
 
 
 class _Sums:
     """The running sums; `add` folds in one block, `result` turns sums into means."""
 
-    def __init__(self, asked: Asked) -> None:
-        query, targets = asked.query, asked.targets
-        (B, H, self.T, _), self.S = query.shape, asked.key.shape[2]
-        self.features, self.targets, self.bins = asked.features, targets, asked.bins
+    def __init__(self, request: Request) -> None:
+        query, targets = request.query, request.targets
+        (B, H, self.T, _), self.S = query.shape, request.key.shape[2]
+        self.features, self.targets, self.bins = request.features, targets, request.bins
         self.dtype, self.device = compute_dtype(query), query.device
         wide = self.dtype if query.device.type == "mps" else torch.float64  # MPS has no float64
 
@@ -40,8 +40,8 @@ class _Sums:
         self.entropy, self.largest, self.distance, self.sink = (zeros(self.T) for _ in range(4))
         self.largest_key = zeros(self.T, dtype=torch.long) - 1
         self.keys = zeros(self.T, dtype=torch.long)
-        self.steps = torch.tensor(asked.offsets, dtype=torch.long, device=query.device)
-        self.offsets, self.offset_rows = (zeros(len(asked.offsets), dtype=d) for d in (wide, torch.long))
+        self.steps = torch.tensor(request.offsets, dtype=torch.long, device=query.device)
+        self.offsets, self.offset_rows = (zeros(len(request.offsets), dtype=d) for d in (wide, torch.long))
         self.target_mass = {name: zeros(dtype=wide) for name in targets}
         self.target_rows = {name: zeros(dtype=torch.long) for name in targets}
         self.received, self.received_rows = zeros(self.S, dtype=wide), zeros(self.S, dtype=torch.long)
@@ -95,16 +95,16 @@ class _Sums:
     def _add_offsets(self, block: Block, p_BHRC: Tensor) -> None:
         pos, _ = self._places(block)
         keys = pos + self.steps
-        held, seen = _gather(p_BHRC, block, keys.expand(1, 1, *keys.shape))
-        self.offsets += held.sum(-2)
+        weights, seen = _gather(p_BHRC, block, keys.expand(1, 1, *keys.shape))
+        self.offsets += weights.sum(-2)
         self.offset_rows += seen.sum(-2)
 
     def _add_targets(self, block: Block, p_BHRC: Tensor, alive: Tensor) -> None:
         for name, j_BTn in self.targets.items():
             j_BRn = j_BTn[:, block.rows]
-            held, _ = _gather(p_BHRC, block, j_BRn[:, None])
+            weights, _ = _gather(p_BHRC, block, j_BRn[:, None])
             has = alive & (j_BRn >= 0).any(-1)[:, None]
-            self.target_mass[name] += held.sum((-1, -2))
+            self.target_mass[name] += weights.sum((-1, -2))
             self.target_rows[name] += has.sum(-1)
 
     def _add_maps(self, block: Block, p_BHRC: Tensor, mass: Tensor, alive: Tensor) -> None:
@@ -168,7 +168,7 @@ def _gather(p_BHRC: Tensor, block: Block, keys: Tensor) -> tuple[Tensor, Tensor]
     B, H, R, C = p_BHRC.shape
     inside = (keys >= block.keys.start) & (keys < block.keys.stop)
     index = (keys - block.keys.start).clamp(0, C - 1).expand(B, H, R, keys.shape[-1])
-    held = p_BHRC.gather(-1, index).masked_fill(~inside, 0.0)
+    weights = p_BHRC.gather(-1, index).masked_fill(~inside, 0.0)
     if block.allowed_BHRC is None:
-        return held, inside.expand_as(held)
-    return held, inside & block.allowed_BHRC.expand(p_BHRC.shape).gather(-1, index)
+        return weights, inside.expand_as(weights)
+    return weights, inside & block.allowed_BHRC.expand(p_BHRC.shape).gather(-1, index)

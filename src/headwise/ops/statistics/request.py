@@ -1,23 +1,32 @@
-"""What a call for statistics asks, checked: what both ways of answering it take."""
+"""A checked call for statistics: what both ways of computing them take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from ...shapes import DTYPES, INTEGERS, check_options, check_query_key, describe
+from ...shapes import DTYPES, INTEGERS, check_query_key, describe
 from ...shapes.kinds import check_counts, check_dense, shown, whole_numbers
-from ..call import fitted
 from ..masks.compose import Mask
+from ..scoring import Scoring
 
 MOST_OFFSETS = 1 << 20  # each has a column of its own
 
 
-class Asked(NamedTuple):
+class Tallies(TypedDict, total=False):
+    """The keywords of `statistics` that say what is summed over the weights."""
+
+    offsets: int | Iterable[int]
+    features: Mapping[str, Tensor] | None
+    targets: Mapping[str, Tensor] | None
+    pool: int
+
+
+class Request(NamedTuple):
     """A checked call. Features are (B, S) each, targets (B, T, n) long, on the query's device.
 
     Offsets are key minus query: negative before it, positive after it.
@@ -25,10 +34,7 @@ class Asked(NamedTuple):
 
     query: Tensor
     key: Tensor
-    mask: Mask | None
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
+    scoring: Scoring
     offsets: tuple[int, ...]
     features: dict[str, Tensor]
     targets: dict[str, Tensor]
@@ -43,25 +49,24 @@ class Asked(NamedTuple):
 def checked(
     query: Tensor,
     key: Tensor,
-    mask: Mask | Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    offsets: int | Iterable[int],
-    features: Mapping[str, Tensor] | None,
-    targets: Mapping[str, Tensor] | None,
-    pool: int,
-) -> Asked:
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    offsets: int | Iterable[int] = 8,
+    features: Mapping[str, Tensor] | None = None,
+    targets: Mapping[str, Tensor] | None = None,
+    pool: int = 32,
+) -> Request:
     """The call, or the error that says what does not fit."""
     check_query_key(query, key)
-    scale, softcap, _ = check_options(query, scale, softcap, sinks)
     T, S = query.shape[2], key.shape[2]
-    mask = fitted(mask, query, key)
+    scoring = Scoring.of(query, key, mask, scale, softcap, sinks).trimmed(T, S)
     places = tuple(max(-T - S, min(o, T + S)) for o in _checked_offsets(offsets))  # further keys are nobody's
     check_counts(1, pool=pool)
-    mask = None if mask is None else mask.trimmed(T, S)
     columns, lists = _checked_features(features, query, S), _checked_targets(targets, query, S)
-    return Asked(query, key, mask, scale, softcap, sinks, places, columns, lists, pool)
+    return Request(query, key, scoring, places, columns, lists, pool)
 
 
 def _checked_offsets(offsets: int | Iterable[int]) -> Iterable[int]:
@@ -90,7 +95,7 @@ def _checked_features(features: Mapping[str, Tensor] | None, query: Tensor, S: i
             raise TypeError(
                 f"feature {name!r} is a tensor (S,) or (B, S), a number a key; got {type(feature).__name__}"
             )
-        _check_held(f"feature {name!r}", feature, query)
+        _check_numbers(f"feature {name!r}", feature, query)
         if tuple(feature.shape) not in ((S,), (1, S), (B, S)) or feature.dtype not in (*DTYPES, *INTEGERS, torch.bool):
             raise ValueError(
                 f"feature {name!r} is a number a key: (S,) or (B, S) with B = {B}, S = {S}; got {describe(feature)}"
@@ -107,7 +112,7 @@ def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int
         if not isinstance(keys, Tensor) or keys.dtype not in INTEGERS:
             got = describe(keys) if isinstance(keys, Tensor) else type(keys).__name__
             raise TypeError(f"targets {name!r} are key positions, an integer tensor (T, n) or (B, T, n); got {got}")
-        _check_held(f"targets {name!r}", keys, query)
+        _check_numbers(f"targets {name!r}", keys, query)
         if keys.ndim not in (2, 3) or keys.shape[-2] != T or keys.shape[:-2] not in ((), (1,), (B,)):
             raise ValueError(
                 f"targets {name!r} list n keys a row: (T, n) or (B, T, n) with B = {B}, T = {T}; got {describe(keys)}"
@@ -127,7 +132,7 @@ def _named(what: str, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tens
     return tensors or {}
 
 
-def _check_held(name: str, tensor: Tensor, query: Tensor) -> None:
+def _check_numbers(name: str, tensor: Tensor, query: Tensor) -> None:
     """Numbers that can be brought to the query's device."""
     check_dense(name, tensor)
     if tensor.is_meta and not query.is_meta:

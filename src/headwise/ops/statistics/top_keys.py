@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ...shapes import check_options, check_query_key
+from ...shapes import check_query_key
 from ...shapes.kinds import check_counts
-from ..call import fitted
 from ..masks.compose import Mask
 from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips, without_autocast
-from .weights import chosen, rules_of
+from ..scoring import Scoring
+from .weights import chosen, mask_of_rows
 
 
 class TopKeys(NamedTuple):
@@ -56,27 +56,26 @@ def top_keys(
 
     >>> from headwise.ops.masks import causal
     >>> q = k = torch.eye(3).view(1, 1, 3, 3) * 100
-    >>> found = top_keys(q, k, 2, rows=[0, 2], mask=causal())
-    >>> found.keys[0, 0].tolist(), found.weights[0, 0].tolist()
+    >>> top = top_keys(q, k, 2, rows=[0, 2], mask=causal())
+    >>> top.keys[0, 0].tolist(), top.weights[0, 0].tolist()
     ([[0, -1], [2, 0]], [[1.0, 0.0], [1.0, 0.0]])
     """
     check_query_key(query, key)
-    scale, softcap, _ = check_options(query, scale, softcap, sinks)
+    scoring = Scoring.of(query, key, mask, scale, softcap, sinks)
     check_counts(1, k=k)
     (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
-    mask = fitted(mask, query, key)
     row_index, head_index = chosen("rows", rows, T, query.device), chosen("heads", heads, H, query.device)
     q_BhTD, k_BhSD = query[:, head_index], key[:, head_index // (H // K)]
     sinks = None if sinks is None else sinks[head_index]
-    found: list[tuple[Tensor, Tensor]] = []
+    pieces: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad(), without_autocast(query.device.type):
         for some in strips(len(row_index), max(1, BLOCK_ELEMENTS // max(S, 1))) if len(row_index) else [slice(0, 0)]:
-            scores = softcapped(score_rows(q_BhTD[:, :, row_index[some]], k_BhSD, scale), softcap)
-            allowed, added = rules_of(mask, T, S, row_index[some], head_index)
+            scores = softcapped(score_rows(q_BhTD[:, :, row_index[some]], k_BhSD, scoring.scale), scoring.softcap)
+            allowed, added = mask_of_rows(scoring.mask, T, S, row_index[some], head_index)
             scores = mask_scores(scores, allowed, added)
             order = scores.argsort(stable=True, dim=-1, descending=True)[..., :k]
             weights = softmax_rows(scores, allowed, sinks)[0].gather(-1, order)
             if allowed is not None:
                 order = order.masked_fill(~allowed.expand(scores.shape).gather(-1, order), -1)
-            found.append((order, weights))
-    return TopKeys(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
+            pieces.append((order, weights))
+    return TopKeys(*(torch.cat(parts, 2) for parts in zip(*pieces, strict=True)))

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...shapes import INTEGERS, check_options, check_query_key, describe
+from ...shapes import INTEGERS, check_query_key, describe
 from ...shapes.kinds import check_dense, shown
-from ..call import fitted
 from ..fence import fence_pairs, show, surely_tame
 from ..masks.compose import Mask
 from ..scores import mask_scores, score_rows, softcapped, softmax_rows, without_autocast
+from ..scoring import Scoring
 
 STAGES = ("raw", "softcapped", "biased", "probabilities")
 
@@ -51,11 +51,10 @@ def weights(
     tensor([[[[0., 0., 1.]]]])
     """
     check_query_key(query, key)
-    scale, softcap, _ = check_options(query, scale, softcap, sinks)
+    scoring = Scoring.of(query, key, mask, scale, softcap, sinks)
     if not isinstance(stage, str) or stage not in STAGES:
         raise ValueError(f"stage is one of {', '.join(STAGES)}; got {shown(stage)}")
     (H, T), (K, S) = query.shape[1:3], key.shape[1:3]
-    mask = fitted(mask, query, key)
     row_index = chosen("rows", rows, T, query.device)
     head_index = chosen("heads", heads, H, query.device)
 
@@ -67,27 +66,25 @@ def weights(
     if learns and stage in STAGES[2:] and not surely_tame(q_BhrD, k_BhSD):  # else 0 * NaN would be in the gradient
         q_BhrD, k_BhSD, bad = fence_pairs(q_BhrD, k_BhSD)
     with without_autocast(query.device.type):
-        scores = score_rows(q_BhrD, k_BhSD, scale)
+        scores = score_rows(q_BhrD, k_BhSD, scoring.scale)
     if stage in ("raw", "softcapped"):
-        return softcapped(scores, None if stage == "raw" else softcap)
-    allowed, added = rules_of(mask, T, S, row_index, head_index)
-    scores = mask_scores(softcapped(scores, softcap, allowed), allowed, added)
+        return softcapped(scores, None if stage == "raw" else scoring.softcap)
+    allowed, added = mask_of_rows(scoring.mask, T, S, row_index, head_index)
+    scores = mask_scores(softcapped(scores, scoring.softcap, allowed), allowed, added)
     met = bad if bad is None or allowed is None else bad & allowed
     if stage == "biased":
         return scores if met is None else show(scores, met)
-    found = softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
+    probabilities = softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
     if met is None:
-        return found
+        return probabilities
     spoiled = met.any(-1, keepdim=True)
-    return show(found, spoiled if allowed is None else spoiled & allowed)
+    return show(probabilities, spoiled if allowed is None else spoiled & allowed)
 
 
-def rules_of(
-    mask: Mask | None, T: int, S: int, row_index: Tensor, head_index: Tensor
+def mask_of_rows(
+    mask: Mask, T: int, S: int, row_index: Tensor, head_index: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """What a mask allows and adds for the chosen rows and heads."""
-    if mask is None:
-        return None, None
     allowed = mask.allowed(T, S, rows=row_index, device=row_index.device)
     added = mask.added(T, S, rows=row_index, device=row_index.device)
     return _of_heads(allowed, head_index), _of_heads(added, head_index)
