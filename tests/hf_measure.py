@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,3 +135,17 @@ def decode_distance(
 ) -> Distance:
     """Of prefill, single steps and a chunk through a cache, over the real tokens."""
     return distance(model, lambda m: steps(m, cache, side, plan), padding(side, sum(plan)).bool())
+
+
+@contextmanager
+def logged(level: str = "WARNING") -> Iterator[io.StringIO]:
+    """What headwise.hf logs; pytest's own fixture would cost every test of the suite half a millisecond."""
+    text, logger = io.StringIO(), logging.getLogger("headwise.hf")
+    before = logger.level
+    logger.addHandler(handler := logging.StreamHandler(text))
+    logger.setLevel(level)
+    try:
+        yield text
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

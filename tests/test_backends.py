@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 import headwise
 from headwise.cache import Quantized
 from headwise.ops.backends import flex
-from headwise.ops.storage.held import in_one_piece
+from headwise.ops.storage.layout import in_one_piece
 from headwise.ops.storage.paged import Paged
 from headwise.testing import assert_same_bits, make_qkv, poison
 

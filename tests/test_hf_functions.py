@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_measure import distance
+from hf_measure import distance, logged
 from hf_models import VOCAB, WINDOW, B, padding, stir, token_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -213,11 +213,11 @@ WHOLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_must_be_evaluated_whole_is(name: str, caplog: Any) -> None:
+def test_what_must_be_evaluated_whole_is(name: str) -> None:
     """No strip of rows is right alone: transformers' own evaluation of all pairs, and the log says why."""
-    with caplog.at_level("INFO", "headwise.hf"):
+    with logged("INFO") as text:
         mask = headwise_mask(1, 5, 5, mask_function=WHOLE[name]).mask
-    assert is_dense(mask) and "evaluated for all 5 x 5 pairs at once: " in caplog.text
+    assert is_dense(mask) and "evaluated for all 5 x 5 pairs at once: " in text.getvalue()
     assert torch.equal(mask.dense(5, 5), truth(WHOLE[name], Frame(1, 5, 5)))
 
 

@@ -41,7 +41,7 @@ def eager(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def is_made(x: Lazy) -> bool:
-    return x._source.made is not None
+    return x._source.tensor is not None
 
 
 # -- what is asked of a tensor ----------------------------------------------------------------------------------------

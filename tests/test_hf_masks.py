@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from hf_measure import counted, distance
+from hf_measure import counted, distance, logged
 from hf_models import BY_NAME, VOCAB, B, T, inputs, logits, padding, token_ids
 from torch import Tensor
 from transformers import StaticCache
@@ -156,17 +152,6 @@ def test_what_is_not_understood_is_evaluated() -> None:
         assert read_mask(both, frame) is None
         found = headwise_mask(B, 7, 7, mask_function=both, attention_mask=pad)
         assert torch.equal(drawn(found.mask, frame), truth(both, frame, pad))
-
-
-@contextmanager
-def logged() -> Iterator[io.StringIO]:
-    """What headwise.hf logs; pytest's own fixture would cost every test of the suite half a millisecond."""
-    text, logger = io.StringIO(), logging.getLogger("headwise.hf")
-    logger.addHandler(handler := logging.StreamHandler(text))
-    try:
-        yield text
-    finally:
-        logger.removeHandler(handler)
 
 
 def test_a_reader_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

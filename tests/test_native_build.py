@@ -60,7 +60,7 @@ def objects() -> dict[str, Path]:
 
 
 # What a file of an instruction set may not hold: by mnemonic or by register. All AVX mnemonics begin with v.
-FOREIGN = {"": r"\t(v\w+)", "isa/avx2": r"(%zmm\d+|\{%k\d\})", "isa/avx512": r"\t(vdpbf16ps|vcvtne\w*bf16\w*)"}
+FOREIGN = {"": r"\t(v\w+)", "isa/avx2": r"(%zmm\d+|\{%k\d\})", "isa/avx512": r"\t(vdpbf16ps|vcvtne\w*bf16\w*|vpdpbusd)"}
 
 
 def foreign_instructions(path: Path, name: str) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.storage.held import in_one_piece
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
 from ..shapes.kinds import check_counts, check_flags, shown
 from .base import KVCache, Stored

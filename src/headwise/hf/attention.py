@@ -12,8 +12,8 @@ from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias, causal, keep, lengths, segments
 from ..ops.masks.rules import Band, Segments
 from ..ops.statistics.weights import weights
-from ..ops.storage.held import in_one_piece
 from ..ops.storage.int8 import Quantized
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import Paged
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from ..nn.unwrap import unwrap
-from ..ops.storage.held import in_one_piece
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE
 from .errors import ModelError
 from .interface import NAME, require_interface, title
@@ -246,7 +246,7 @@ class HeadwiseCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all keys, values and scales."""
-        return sum(getattr(layer, "nbytes", 0) for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, FullLayer))
 
 
 class HeadwiseEncoderDecoderCache(EncoderDecoderCache):

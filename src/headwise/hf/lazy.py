@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ops.storage.held import in_one_piece
 from ..ops.storage.int8 import Quantized
+from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import Paged
 
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -23,7 +23,7 @@ class _Source:
     """How the tensor is made, and the tensor once it is made; shared by a lazy tensor and its aliases."""
 
     make: Callable[[], Tensor]
-    made: Tensor | None = None
+    tensor: Tensor | None = None
     exposed: bool = False
 
 
@@ -41,9 +41,9 @@ class Lazy(Tensor):
     def _of(
         cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     ) -> Any:
-        made: Any = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device(device))
-        made._source = _Source(make)
-        return made
+        lazy: Any = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device(device))
+        lazy._source = _Source(make)
+        return lazy
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Nothing to do: `__new__` has made the tensor."""
@@ -55,16 +55,18 @@ class Lazy(Tensor):
 
     def plain(self) -> Tensor:
         """The tensor itself, made at the first call and then kept."""
-        if self._source.made is None:
+        if self._source.tensor is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._source.made = self._source.make().contiguous()  # contiguous, as a wrapper without strides must be
-        return self._source.made
+                self._source.tensor = (
+                    self._source.make().contiguous()
+                )  # contiguous, as a wrapper without strides must be
+        return self._source.tensor
 
     def twin(self) -> Lazy:
         """Another one of the same source."""
-        made: Lazy = self._of(self._source.make, self.shape, self.dtype, self.device)
-        vars(made).update(vars(self))
-        return made
+        twin: Lazy = self._of(self._source.make, self.shape, self.dtype, self.device)
+        vars(twin).update(vars(self))
+        return twin
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation leaves out the function
@@ -92,9 +94,9 @@ class LazyKeys(Lazy):
     def __new__(cls, stored: Quantized | Paged, dtype: torch.dtype, expired: int = 0) -> LazyKeys:
         """`dtype`: of the tensor, where a model computes with it."""
         device = stored.table.device if isinstance(stored, Paged) else stored.data.device
-        made: LazyKeys = cls._of(partial(in_one_piece, stored, dtype), stored.shape, dtype, device)
-        made.stored, made.expired = stored, expired
-        return made
+        keys: LazyKeys = cls._of(partial(in_one_piece, stored, dtype), stored.shape, dtype, device)
+        keys.stored, keys.expired = stored, expired
+        return keys
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyKeys({type(self.stored).__name__}, shape={tuple(self.shape)}, dtype={self.dtype})"

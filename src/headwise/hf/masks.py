@@ -36,14 +36,14 @@ class StructuralMask(Lazy):
     ) -> StructuralMask:
         """A mask of rules, for a batch and lengths: shape (B, 1, T, S)."""
         make = partial(_additive, mask, shape, dtype, torch.device(device))
-        made: StructuralMask = cls._of(make, shape, dtype, device)
-        made.mask = mask
-        return made
+        carrier: StructuralMask = cls._of(make, shape, dtype, device)
+        carrier.mask = mask
+        return carrier
 
     def __getitem__(self, index: Any) -> Tensor:
         """As of any tensor; some of the rows are made alone, a copy (models whose last layers run one query ask so)."""
         rest = (*index[:2], *index[3:]) if isinstance(index, tuple) and len(index) == 4 else None
-        if self._source.made is None and rest == (slice(None),) * 3 and isinstance(index[2], slice):
+        if self._source.tensor is None and rest == (slice(None),) * 3 and isinstance(index[2], slice):
             return self.rows(index[2])
         return super().__getitem__(index)
 

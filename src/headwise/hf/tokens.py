@@ -48,10 +48,12 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
             read_json(folder / "tokenizer.json", MAX_TOKENIZER)
             _rehearse((folder / "tokenizer.json").read_bytes(), [*IN_A_TEXT], decode=True)
             return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **_special_tokens(folder))
-        made = AutoTokenizer.from_pretrained(str(folder), config=config, local_files_only=True, trust_remote_code=False)
-        if made.is_fast:
-            _rehearse(made.backend_tokenizer.to_str().encode(), [*IN_A_TEXT], decode=True)
-        return made
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), config=config, local_files_only=True, trust_remote_code=False
+        )
+        if tokenizer.is_fast:
+            _rehearse(tokenizer.backend_tokenizer.to_str().encode(), [*IN_A_TEXT], decode=True)
+        return tokenizer
     except ModelError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception

@@ -275,7 +275,7 @@ class MultiHeadAttention(nn.Module):
         d_model, head_dim = first.W_Q.shape
         widths = (first.W_K.shape[0], first.W_V.shape[0])
         biased = any(bias is not None for bias in (first.b_Q, first.b_K, first.b_V))
-        made = cls(
+        mha = cls(
             d_model,
             len(heads),
             num_kv_heads=num_kv_heads,
@@ -285,8 +285,8 @@ class MultiHeadAttention(nn.Module):
             bias=True if output_bias is not None else "qkv" if biased else False,
             **parts,
         )
-        _fill(made, heads, output_bias)
-        return made
+        _fill(mha, heads, output_bias)
+        return mha
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiHeadAttention":

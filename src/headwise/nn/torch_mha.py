@@ -33,24 +33,24 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
                 "sequence; headwise has no such row; rebuild it without (sinks come closest to what it does)"
             )
     same_width = module.kdim == module.vdim == module.embed_dim
-    made = kind(
+    mha = kind(
         module.embed_dim,
         module.num_heads,
         memory_dim=None if same_width else (module.kdim, module.vdim),
         bias=module.in_proj_bias is not None,
         inner=InnerAttention(dropout=module.dropout),
     )
-    projections = (made.q_proj, made.k_proj, made.v_proj)
-    made.to(module.out_proj.weight).train(module.training)
+    projections = (mha.q_proj, mha.k_proj, mha.v_proj)
+    mha.to(module.out_proj.weight).train(module.training)
     with torch.no_grad():
         for projection, weight in zip(projections, _in_weights(module), strict=True):
             projection.weight.copy_(weight)
-        made.o_proj.weight.copy_(module.out_proj.weight)
+        mha.o_proj.weight.copy_(module.out_proj.weight)
         if module.in_proj_bias is not None:
             for projection, part in zip(projections, module.in_proj_bias.chunk(3), strict=True):
                 projection.bias.copy_(part)
-            made.o_proj.bias.copy_(module.out_proj.bias)
-    return made
+            mha.o_proj.bias.copy_(module.out_proj.bias)
+    return mha
 
 
 def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
@@ -59,21 +59,21 @@ def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
     inner = cast(InnerAttention, mha.inner)
     key_width, value_width = mha.memory_widths
     biased = mha.q_proj.bias is not None
-    made = nn.MultiheadAttention(
+    module = nn.MultiheadAttention(
         mha.d_model, mha.num_heads, inner.dropout, bias=biased, kdim=key_width, vdim=value_width, batch_first=True
     )
-    made.to(mha.o_proj.weight).train(mha.training)
+    module.to(mha.o_proj.weight).train(mha.training)
     group = mha.num_heads // mha.num_kv_heads
     with torch.no_grad():
         shared = [_repeat(part.weight, mha.num_kv_heads, group) for part in (mha.k_proj, mha.v_proj)]
-        for target, weight in zip(_in_weights(made), (mha.q_proj.weight, *shared), strict=True):
+        for target, weight in zip(_in_weights(module), (mha.q_proj.weight, *shared), strict=True):
             target.copy_(weight)
-        made.out_proj.weight.copy_(mha.o_proj.weight)
+        module.out_proj.weight.copy_(mha.o_proj.weight)
         if biased:
             shared = [_repeat(part.bias, mha.num_kv_heads, group) for part in (mha.k_proj, mha.v_proj)]
-            made.in_proj_bias.copy_(torch.cat([mha.q_proj.bias, *shared]))
-            made.out_proj.bias.zero_() if mha.o_proj.bias is None else made.out_proj.bias.copy_(mha.o_proj.bias)
-    return made
+            module.in_proj_bias.copy_(torch.cat([mha.q_proj.bias, *shared]))
+            module.out_proj.bias.zero_() if mha.o_proj.bias is None else module.out_proj.bias.copy_(mha.o_proj.bias)
+    return module
 
 
 def mask_from_torch(

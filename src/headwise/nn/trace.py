@@ -153,18 +153,18 @@ def trace(
         stages.append(Stage("memory_values", "N", for_values, "values come from here"))
     elif memory is not None:
         stages.append(Stage("memory", "M", for_keys, "keys and values come from here"))
-    made = {}
+    split = {}
     for letter, projection, source, heads, size in (
         ("q", mha.q_proj, x, mha.num_heads, mha.head_dim),
         ("k", mha.k_proj, for_keys, mha.num_kv_heads, mha.head_dim),
         ("v", mha.v_proj, for_values, mha.num_kv_heads, mha.value_dim),
     ):
         fused = projection(source)
-        made[letter] = mha.split(fused, heads, size)
+        split[letter] = mha.split(fused, heads, size)
         name = "X" if source is x else "N" if source is not for_keys else "M"
         added = "" if projection.bias is None else f" + b_{letter.upper()}"
-        stages += _projected(letter, f"{name} W_{letter.upper()}{added}", fused, made[letter])
-    query, key, value = made["q"], made["k"], made["v"]
+        stages += _projected(letter, f"{name} W_{letter.upper()}{added}", fused, split[letter])
+    query, key, value = split["q"], split["k"], split["v"]
     if mha.q_norm is not None:
         query, key = mha.normalize(query, key)
         stages += [Stage("q_norm", "norm(Q)", query, "each head vector"), Stage("k_norm", "norm(K)", key)]

@@ -17,13 +17,13 @@ from .native import backend as native
 from .reference import reference
 from .scores import autocasts, without_autocast
 from .scoring import CallOptions, Options, Scoring
-from .storage.held import Held, Layout, parts_of
 from .storage.int8 import Quantized
+from .storage.layout import Cache, Layout, parts_of
 from .storage.paged import Paged
 from .wrappers import aligned, dense_keys, fenced, gated
 
 Query: TypeAlias = Float[Tensor, "B H T D"]
-Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Held
+Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Cache
 Values: TypeAlias = Float[Tensor, "B K S V"] | Quantized | Paged | None
 Out: TypeAlias = Float[Tensor, "B H T V"]
 Lse: TypeAlias = Float[Tensor, "B H T"]
@@ -227,7 +227,7 @@ _PREFERENCES = (
     _Preference(
         "sdpa",
         lambda c: c.needs_grad and c.device_type == "cpu",
-        "torch's fused kernel keeps our meaning here; on some CPUs its gradient's last bits follow the number of threads",
+        "torch's fused kernel keeps our meaning here; on some CPUs the number of threads changes its gradient's bits",
     ),
     _Preference("sdpa", lambda c: True, "torch's fused kernel keeps our meaning here"),
     _Preference(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .scoring import Scoring
-from .storage.held import Layout
+from .storage.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)

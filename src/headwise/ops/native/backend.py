@@ -20,7 +20,7 @@ from ...shapes.kinds import FAR
 from ..call import Call, Limit, Result
 from ..masks.compose import Mask, as_mask
 from ..scoring import Scoring
-from ..storage.held import Layout
+from ..storage.layout import Layout
 from ..wrappers import gated
 from . import library as native_library
 from .library import trouble

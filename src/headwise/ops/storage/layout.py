@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,21 +14,15 @@ from .paged import Paged, check_pages, gathered
 
 
 @runtime_checkable
-class Held(Protocol):
-    """Keys and values of the tokens so far; the caches of `headwise.cache` are of this kind."""
-
-    lengths: list[int]
-    causal: bool
-
-    def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None) -> Any:
-        """Adds tokens: key (B, K, T, D), value (B, K, T, V); `lengths` (B,): how many of them are real in each row."""
+class Cache(Protocol):
+    """What stands in the place of key and value: the keys and values of the tokens so far, as `headwise.cache` has."""
 
     def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
-        """(B, H, T, V) of query (B, H, T, D), whose tokens are the last T that were added."""
+        """(B, H, T, V) of query (B, H, T, D), whose tokens are the last T that were appended."""
 
 
 class Layout(NamedTuple):
-    """How key and value lie where they are not plain (B, K, S, n) in the query's dtype."""
+    """The storage of key and value where they are not plain (B, K, S, n) in the query's dtype."""
 
     key_scale: Tensor | None  # float32 (B, K, S), of int8; in pages (P, K, size)
     value_scale: Tensor | None
@@ -69,7 +62,7 @@ class Layout(NamedTuple):
 
 
 def parts_of(key: Any, value: Any) -> tuple[Any, Any, Layout | None]:
-    """key and value as tensors, and how they lie where that is not all.
+    """key and value as tensors, and their layout where they are quantised or in pages.
 
     Raises TypeError where one of them is quantised or in pages and the other is not.
     """
