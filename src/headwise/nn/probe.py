@@ -45,7 +45,7 @@ class AttentionCall:
 
     @property
     def scoring(self) -> ScoringOptions:
-        """Mask, scale, softcap and sinks: the keywords of `headwise.weights`, `statistics` and `top_keys` for this call.
+        """Mask, scale, softcap and sinks: keywords of `headwise.weights`, `statistics` and `top_keys` of the call.
 
         >>> import headwise
         >>> mha = headwise.MultiHeadAttention(12, 3)
