@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from .fields import Fields, heads_of
-from .layer import AttentionLayer, Biases, Latent, QkNorm, LayerRole
+from .layer import AttentionLayer, Biases, Latent, LayerRole, QkNorm
 from .parts import Part, linear, repeated, table, vector
 from .windows import windows_of
 
