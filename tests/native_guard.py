@@ -91,6 +91,12 @@ def calls(dtype: torch.dtype, end: bool) -> None:
         print(dtype, end, n, "strides", flush=True)
         headwise.attention(*(guarded(x.mT.contiguous(), end).mT for x in (q, k, v)), backend="native")
         kept.clear()
+    pages, scales = torch.zeros(1, 1, 128, 16, dtype=torch.int8), torch.ones(1, 1, 128)
+    for T in (1, 9):
+        print(dtype, end, "a page of int8 that no row attends", T, flush=True)
+        query, table = guarded(torch.randn(1, 1, T, 16).to(dtype), end), guarded(torch.tensor([[0]]), end)
+        rules = (0.25, 0.0, None, 200, 1 << 40, *[None] * 6)
+        torch.ops.headwise.attend_held(query, pages, scales, pages, scales, table, 128, *rules, None, 0.0, None)
 
 
 def main(isa: str, planted: str = "") -> None:

@@ -304,7 +304,7 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
   BadKeys bad;
   PageTable pages(call), next_pages(call);
   [[maybe_unused]] float scales[kDecodeTile];
-  if constexpr (Read::kDigits != 0) {
+  if (Read::kDigits != 0 && reach.from < reach.to) {
     prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + kDecodeTile, reach.to));
   }
   bool finite = true;
