@@ -30,7 +30,7 @@ look: $(VENV)/.native
 test: lint types docs mutants-sample pytest
 
 # What most faults show in: the meaning in every backend, masks, errors, caches, the rooms' rules, the planner, the command line.
-CHECK := architecture bare_install cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers malformed \
+CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers malformed \
          mask_tiles masks_algebra meaning native_binding native_gradients native_maps native_refusals nn_cache nn_errors \
          nn_multihead plan plan_heads report_disk statistics testing weights
 check: lint types

@@ -32,12 +32,12 @@ def switch(on: bool) -> None:
 
 def install(modules: list[str]) -> None:
     """Decorate every function and dataclass of these modules, once they are imported."""
-    jaxtyping.jaxtyped = decorator  # what the hook's decorators are looked up by
+    setattr(jaxtyping, "jaxtyped", decorator)  # noqa: B010 - the decorators of the hook look it up there
     jaxtyping.install_import_hook(modules, "beartype.beartype")
 
 
 def decorator(*, typechecker: Any) -> Callable[[Any], Any]:
-    """In place of `jaxtyping.jaxtyped`; which checker of types, we know."""
+    """What stands for `jaxtyping.jaxtyped`; the checker of types is always beartype."""
     return checked
 
 
@@ -45,7 +45,7 @@ def checked(what: Any) -> Any:
     """The function, its calls checked; a dataclass with its `__init__` checked; any other class as it is."""
     if inspect.isclass(what):
         if dataclasses.is_dataclass(what) and "__init__" in vars(what):
-            what.__init__ = checked(what.__init__)  # type: ignore[misc]
+            setattr(what, "__init__", checked(what.__init__))  # noqa: B010
         return what
     checks = _checks(what.__code__, what)
     if checks is None:

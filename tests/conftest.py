@@ -18,8 +18,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network is a defect
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subprocess tests do not mix
@@ -64,6 +65,12 @@ seed_all = torch.manual_seed if torch.cuda.is_available() else torch.default_gen
 def seed() -> None:
     """Every test starts from the same random state, whatever ran before it and in whichever process."""
     seed_all(20)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[Any], list[Any]]:
+    """No doctests in this folder: to look for them, pytest would import each helper a second time, by another name."""
+    return [file for file in (yield) if type(file) is pytest.Module]
 
 
 def pytest_collection_finish() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-import multiprocessing
 import os
 import re
 import sys
@@ -17,17 +16,16 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from fresh import context
+
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
 INLINE = re.compile(r"`(headwise(?:\.\w+)+)")
 IMPORT = re.compile(r"`(import headwise[\w.]*)`")
-PRELOADED = ["torch", "torch._dynamo"]  # the second comes with the native kernel, and takes a second
 
 
 def run_fresh(name: str, text: str, folder: Path) -> int:
     """How many blocks ran. A wrong page raises AssertionError or its own error."""
-    fresh = multiprocessing.get_context("forkserver")
-    fresh.set_forkserver_preload(PRELOADED)
-    with ProcessPoolExecutor(1, mp_context=fresh) as process:
+    with ProcessPoolExecutor(1, mp_context=context()) as process:
         return process.submit(run_page, name, text, folder).result()
 
 

@@ -43,6 +43,9 @@ def extras(n: Sizes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return features, targets
 
 
+Definitions = tuple[Tensor, Tensor, dict[str, Tensor | dict[str, Tensor]]]
+
+
 def mean(total: Tensor, count: Tensor) -> Tensor:
     return torch.where(count > 0, total / count.clamp(min=1), 0.0)
 
@@ -109,14 +112,26 @@ def check(
     **options: Any,
 ) -> None:
     """Statistics against the float64 matrix of the same (rounded) inputs; with and without the second pass."""
-    features, targets = extras(n)
-    mask, sinks = options.pop("mask", None), options.pop("sinks", None)
-    asked = {**options, "mask": mask, "sinks": sinks, "features": features, "targets": targets}
-    found = statistics(query, key, offsets=OFFSETS, pool=pool, **asked)
+    compare(n, query, key, definitions(n, query, key, allowed, pool, **options), tolerance, pool, **options)
+
+
+def definitions(n: Sizes, query: Tensor, key: Tensor, allowed: Tensor, pool: int, **options: Any) -> Definitions:
+    """The float64 matrix, and what the definitions make of it."""
+    sinks = options.pop("sinks", None)
     wide = None if sinks is None else sinks.double()
-    p, _ = reference_weights(query.double(), key.double(), mask=mask, sinks=wide, **options)
+    p, _ = reference_weights(query.double(), key.double(), sinks=wide, **options)
     sink = (1 - p.sum(-1)).masked_fill(~allowed.any(-1), 0.0) if sinks is not None else torch.zeros_like(p[..., 0])
-    want = expected(p, allowed, sink, OFFSETS, pool, n)
+    return p, allowed, expected(p, allowed, sink, OFFSETS, pool, n)
+
+
+def compare(
+    n: Sizes, query: Tensor, key: Tensor, truth: Definitions, tolerance: float, pool: int, **options: Any
+) -> None:
+    """Statistics against their definitions; with and without the second pass."""
+    p, allowed, want = truth
+    features, targets = extras(n)
+    asked = {**options, "features": features, "targets": targets}
+    found = statistics(query, key, offsets=OFFSETS, pool=pool, **asked)
     errors = worst(found, want)
     assert max(errors.values()) <= tolerance, errors
     top = found.largest_key

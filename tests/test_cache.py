@@ -189,6 +189,32 @@ def test_a_window_goes_back_as_far_as_the_next_token_can_see(window: int, first:
     assert cache.dropped[0] > 0 and len(seen) == min(window + first, shortest + 1)
 
 
+@pytest.mark.parametrize("window", [2, 9, 101])
+def test_a_page_is_given_back_once_no_later_token_sees_it(window: int) -> None:
+    key, value = tokens(128 + window, 1)
+    cache = RollingCache(1, K, D, V, window=window)
+    first = 128 + window - 2
+    for part in zip(key[:, :, :first].split(128, 2), value[:, :, :first].split(128, 2), strict=True):
+        cache.append(*part)
+    # The token at place 127 + window - 1 sees the last of the first 128 keys, the one after it no longer does.
+    for at, dropped in ((first, 0), (first + 1, 128)):
+        cache.append(key[:, :, at : at + 1], value[:, :, at : at + 1])
+        assert cache.dropped == [dropped]
+
+
+def test_a_fork_of_a_window_gives_back_its_own_pages() -> None:
+    key, value = tokens(391, 1)
+    cache = RollingCache(1, K, D, V, window=7).append(key[:, :, :101], value[:, :, :101])
+    fork = cache.fork()
+    for part in zip(key[:, :, 101:].split(97, 2), value[:, :, 101:].split(97, 2), strict=True):
+        fork.append(*part)
+    query = torch.randn(1, H, 1, D)
+    assert cache.dropped == [0] and fork.dropped[0] > 0
+    for each, n in ((cache, 101), (fork, 391)):
+        expected = headwise.attention(query, key[:, :, n - 7 : n], value[:, :, n - 7 : n])
+        torch.testing.assert_close(headwise.attention(query, each), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["static", "paged", "rolling"])
 def test_padding_goes_with_its_row(kind: str) -> None:
     """Which tokens of the last append were padding is known of each row, wherever it has moved."""

@@ -1,9 +1,9 @@
-"""Each example runs, on its own, in a fresh interpreter, and prints something."""
+"""Each example runs, on its own, in a process of its own, and prints something."""
 
 import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
@@ -11,10 +11,8 @@ SOURCE = EXAMPLES[0].parent.parent / "src"
 
 
 def run(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    start = (
-        f"import sys, runpy; sys.path.insert(0, {str(SOURCE)!r}); runpy.run_path({str(path)!r}, run_name='__main__')"
-    )
-    return subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, cwd=folder, timeout=300)
+    code = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    return fresh.run(code, folder=folder, path=[SOURCE])
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -84,7 +84,7 @@ def test_what_is_seen_gives_the_models_own_weights(name: str) -> None:
     with hf.probe(model) as seen:
         logits(model, given)
     for call, theirs in zip(seen.calls, eager, strict=True):
-        ours = weights(call.query, call.key, mask=call.mask, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+        ours = weights(call.query, call.key, **call.scoring)
         real = padding("right", ours.shape[2]).bool()[:, None, :, None]  # eager's rows of padding are a mean, ours 0
         torch.testing.assert_close(ours * real, theirs * real, atol=2e-6, rtol=1e-5)
 

@@ -6,12 +6,10 @@ The native kernel's own tests are in `test_native_int8.py`; here the other backe
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from mask_cases import LONG, MASKS, SHORT, Sizes
@@ -216,10 +214,7 @@ assert "HEADWISE_NATIVE=0" in told.others["native"], told
 out = headwise.attention(q, k, v)
 assert torch.equal(out, headwise.attention(q, k.dequantize(), v.dequantize()))
 """
-    env = {**os.environ, "HEADWISE_NATIVE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = fresh.run(code, HEADWISE_NATIVE="0")
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -110,7 +110,7 @@ def test_uniform_attention_is_measured_once_a_mask() -> None:
     assert first is same is again and first is not other
     lengths = [headwise.lengths(torch.tensor([n])) for n in (3, 4)]  # their repr may be cut short, so never kept
     rows = [uniform.of(AttentionCall("a", 0, q, q, mask=mask), {}, {}).keys[0, 0, 0].item() for mask in lengths]
-    assert rows == [3, 4] and len(uniform.known) == 2
+    assert rows == [3, 4] and len(uniform.made) == 2
     for B, T, S in ((1, 5, 9), (1, 5, 4), (1, 3, 9), (2, 5, 9)):  # cross-attention to memories of two lengths
         query, memory = torch.zeros(B, 2, T, 3), torch.zeros(B, 2, S, 3)
         assert uniform.of(AttentionCall("a", 0, query, memory), {}, {}).keys.tolist() == [[[S] * T]] * B

@@ -11,6 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -239,15 +240,21 @@ print(headwise.__file__, told, sep="\\n")
 """
 
 
+def without(package: Path, **env: str) -> str:
+    done = fresh.run(WITHOUT, path=[package], **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_switched_off() -> None:
-    told = ok(sys.executable, "-c", WITHOUT, HEADWISE_NATIVE="0", PYTHONPATH=str(ROOT / "src"))
+    told = without(ROOT / "src", HEADWISE_NATIVE="0")
     assert "not native: the native library is switched off by HEADWISE_NATIVE=0" in told
 
 
 def test_not_there(tmp_path: Path) -> None:
     package = tmp_path / "headwise"
     shutil.copytree(ROOT / "src" / "headwise", package, ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
-    told = ok(sys.executable, "-c", WITHOUT, PYTHONPATH=str(tmp_path))
+    told = without(tmp_path)
     assert told.startswith(str(package)), "another headwise was tested"
     assert "not native: the native library is not there" in told
 
@@ -256,5 +263,5 @@ def test_not_for_this_machine(tmp_path: Path) -> None:
     package = tmp_path / "headwise"
     shutil.copytree(ROOT / "src" / "headwise", package, ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
     (package / "_native.so").write_bytes(b"no library at all")
-    told = ok(sys.executable, "-c", WITHOUT, PYTHONPATH=str(tmp_path))
+    told = without(tmp_path)
     assert "not native: the native library does not load" in told

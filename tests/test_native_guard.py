@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 from backends import BEST, natives
 
@@ -18,7 +19,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages a
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], timeout=300, capture_output=True, text=True)
+    return fresh.run(SCRIPT.read_text("utf8"), *arguments)
 
 
 @linux

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
+import fresh
 import pytest
 import torch
 from backends import ISAS, NATIVE, attend, natives, needs_native
@@ -21,9 +18,7 @@ pytestmark = needs_native
 
 def told(code: str, **environment: str) -> str:
     """What a fresh process prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, timeout=120, capture_output=True, text=True
-    )
+    done = fresh.run(code, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from backends import needs_native
@@ -151,13 +149,7 @@ def test_without_the_library_all_runs_and_explain_says_so(no_library: None) -> N
 
 def in_a_process(code: str, **environment: str) -> str:
     """What a fresh Python prints."""
-    env = {
-        **os.environ,
-        "HEADWISE_UNCHECKED": "1",
-        "PYTHONPATH": str(Path(headwise.__file__).parents[1]),
-        **environment,
-    }
-    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    ran = fresh.run(code, path=[Path(headwise.__file__).parents[1]], **environment)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout.strip()
 

@@ -41,8 +41,7 @@ def check_rows(rows: Tensor | Sequence[int], batch: int) -> list[int]:
 
 def check_truncate(before: list[int], lengths: int | Sequence[int]) -> list[int]:
     """The new length of each row, of the `before` tokens that it has; none may grow."""
-    one = isinstance(lengths, int) and not isinstance(lengths, bool)
-    wanted = whole_numbers("lengths", [lengths] * len(before) if one else lengths)
+    wanted = whole_numbers("lengths", [lengths] * len(before) if isinstance(lengths, int) else lengths)
     if len(wanted) != len(before) or any(not 0 <= n <= have for n, have in zip(wanted, before, strict=False)):
         raise ValueError(
             f"truncate keeps the first tokens of each row, at most what is there; got {wanted} for lengths {before}"

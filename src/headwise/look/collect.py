@@ -25,7 +25,7 @@ LARGE_MAP = 128
 Ids: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]"
 
 REPEATS = Repeats()
-"""The repeated random tokens that `at` reads unless told otherwise."""
+"""The repeated random tokens that `at` reads by default."""
 
 
 def at(
@@ -71,27 +71,27 @@ def at(
         ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
         ...     def forward(self, ids):
         ...         return self.attend(self.embed(ids), mask=headwise.causal())
-        >>> found = headwise.look.at(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
-        >>> found.kind, found.num_layers, found.num_heads, len(found.heads[0].map)
+        >>> look = headwise.look.at(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> look.kind, look.num_layers, look.num_heads, len(look.heads[0].map)
         ('decoder', 1, 3, 8)
     """
     started = time.perf_counter()
     model = unwrap(model)
     inputs.check_reads_text(model)
     row = inputs.as_row(ids)
-    known = inputs.Known.of(model, row)
-    inputs.check_fits(row, known.vocabulary, known.positions)
+    facts = inputs.IdFacts.of(model, row)
+    inputs.check_fits(row, facts.vocabulary, facts.positions)
     named = inputs.as_tokens(row, tokens)
     inputs.check_options(name, map_size, full_maps, repeats, progress)
     marks = inputs.delimiter_ids(row, named, delimiters)
     sizes = Sizes(map_size, map_size * max(1, LARGE_MAP // map_size) if full_maps else 0)
     steps = Steps(progress, passes=1 if repeats is None else 2)
     with resting(model):
-        calls = read_text(model, row, known, marks, sizes, steps)
+        calls = read_text(model, row, facts, marks, sizes, steps)
         kind = kind_of(calls)
         if repeats is not None:
-            drawn = random_copies(repeats, known, marks, ahead=kind == "encoder")
-            calls = read_copies(model, drawn, known, calls, steps)
+            drawn = random_copies(repeats, facts, marks, ahead=kind == "encoder")
+            calls = read_copies(model, drawn, facts, calls, steps)
     return Look(
         model=name or inputs.model_name(model),
         num_layers=len(calls),

@@ -56,10 +56,10 @@ def check_heads(module: object, call: AttentionCall) -> None:
     """Raise ValueError where a module ran another number of query heads than it, or its config, says that it has."""
     config = getattr(module, "config", None)
     words = [_whole(module, "num_heads"), _whole(module, "num_attention_heads"), _whole(config, "num_attention_heads")]
-    told, heads = [word for word in words if word is not None], call.query.shape[1]
-    if told and heads not in told:
+    counts, heads = [word for word in words if word is not None], call.query.shape[1]
+    if counts and heads not in counts:
         raise ValueError(
-            f"module {call.module!r} ran {heads} query heads and has {told[0]}: the model is split over processes "
+            f"module {call.module!r} ran {heads} query heads and has {counts[0]}: the model is split over processes "
             "(tensor parallelism), and its heads would be numbered wrong; load the whole model in one process"
         )
 
@@ -138,8 +138,8 @@ def text_config(model: nn.Module) -> Any:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a model tells of its ids.
+class IdFacts:
+    """What a model says of its ids, and what a text begins and ends with.
 
     Attributes:
         vocabulary: how many ids it knows: its config's word, else the rows of its first embedding; None without both.
@@ -156,7 +156,7 @@ class Known:
     last: int
 
     @classmethod
-    def of(cls, model: nn.Module, ids: Sequence[int]) -> Known:
+    def of(cls, model: nn.Module, ids: Sequence[int]) -> IdFacts:
         """Read from the model's config, and from the text."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
@@ -172,8 +172,8 @@ class Known:
             value = value[0] if isinstance(value, (list, tuple)) and value else value
             if isinstance(value, int) and value >= 0:
                 special[name] = value
-        known = positions if isinstance(positions, int) and positions > 0 else None
-        return cls(vocabulary, known, special, ids[0], ids[-1])
+        limit = positions if isinstance(positions, int) and positions > 0 else None
+        return cls(vocabulary, limit, special, ids[0], ids[-1])
 
     @property
     def opener(self) -> int:
@@ -193,7 +193,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def as_tokens(ids: Sequence[int], tokens: Sequence[str] | None) -> tuple[str, ...]:
-    """The tokens as text, one an id; the ids' digits where none were given."""
+    """The tokens as text, one an id; the ids' digits where the caller names none."""
     if tokens is None:
         return tuple(str(i) for i in ids)
     if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
@@ -203,29 +203,29 @@ def as_tokens(ids: Sequence[int], tokens: Sequence[str] | None) -> tuple[str, ..
     return tuple(str(token) for token in tokens)
 
 
-def delimiter_ids(ids: Sequence[int], tokens: Sequence[str], given: Collection[int] | None) -> frozenset[int]:
-    """The ids that count as delimiters: those given, or those whose text is a punctuation mark or a line's end."""
-    if given is not None:
-        return frozenset(whole_numbers("delimiters", list(given) if isinstance(given, Set) else given))
+def delimiter_ids(ids: Sequence[int], tokens: Sequence[str], chosen: Collection[int] | None) -> frozenset[int]:
+    """The ids that count as delimiters: the caller's, or those whose text is a punctuation mark or a line's end."""
+    if chosen is not None:
+        return frozenset(whole_numbers("delimiters", list(chosen) if isinstance(chosen, Set) else chosen))
     return frozenset(i for i, token in zip(ids, tokens, strict=True) if token.strip(" ") in MARKS)
 
 
-def rows(model: nn.Module, ids_BT: Tensor, known: Known) -> tuple[Tensor, ...]:
+def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:
     """What the model reads: the ids, and for an encoder-decoder those of its decoder.
 
     The decoder reads the same ids behind its start, one fewer than the encoder: so its length tells which is which.
     """
     if "decoder_input_ids" not in inspect.signature(model.forward).parameters:
         return (ids_BT,)
-    start = torch.full_like(ids_BT[:, :1], known.start)
+    start = torch.full_like(ids_BT[:, :1], facts.start)
     return ids_BT, torch.cat([start, ids_BT[:, : max(ids_BT.shape[1] - 2, 0)]], dim=1)
 
 
-def run(model: nn.Module, given: tuple[Tensor, ...]) -> None:
+def run(model: nn.Module, rows: tuple[Tensor, ...]) -> None:
     """One lean forward pass: where the model lets us, no cache is filled and only the last token's logits are made."""
     wanted: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
     named = inspect.signature(model.forward).parameters
     options = {name: value for name, value in wanted.items() if name in named}
-    if len(given) > 1:
-        options["decoder_input_ids"] = given[1]
-    model(given[0], **options)
+    if len(rows) > 1:
+        options["decoder_input_ids"] = rows[1]
+    model(rows[0], **options)

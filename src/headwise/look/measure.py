@@ -48,23 +48,23 @@ class Uniform:
     One instance serves one text, so features and targets are the same wherever lengths are.
     """
 
-    known: dict[tuple[str, int, int, int], RowStatistics] = field(default_factory=dict)
+    made: dict[tuple[str, int, int, int], RowStatistics] = field(default_factory=dict)
 
     def of(self, call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor]) -> RowStatistics:
         """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
         mask = None if call.mask is None else call.mask.sized(B, call.query.shape[1]).forbids()
-        told = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
+        constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
         about = (repr(mask), B, T, S)
-        if about in self.known:
-            return self.known[about]
+        if about in self.made:
+            return self.made[about]
         zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
-        found = row_statistics(
+        statistics = row_statistics(
             zero[:, :, :T], zero[:, :, :S], mask=mask, offsets=OFFSETS, features=features, targets=targets, pool=1
         )
-        if told:
-            self.known[about] = found
-        return found
+        if constant:
+            self.made[about] = statistics
+        return statistics
 
 
 def looks_ahead(call: AttentionCall) -> bool | None:
@@ -85,10 +85,7 @@ def of_call(call: AttentionCall, features: dict[str, Tensor], targets: dict[str,
     return row_statistics(
         call.query,
         call.key,
-        mask=call.mask,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
+        **call.scoring,
         offsets=OFFSETS,
         features=features,
         targets=targets,
@@ -96,15 +93,15 @@ def of_call(call: AttentionCall, features: dict[str, Tensor], targets: dict[str,
     )
 
 
-def measure(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, uniform: Uniform) -> Measured:
-    """The text's numbers of one call.
+def summary(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, uniform: Uniform) -> Measured:
+    """The numbers of one call on the text.
 
     Args:
         call: the call, of one text.
         again: how often its module had been called before.
         delimiters: (S,) bool, the keys that count as delimiters.
         sizes: of the maps; a large one of 0 cells makes none.
-        uniform: what is known of uniform attention.
+        uniform: the statistics of uniform attention.
 
     Raises:
         ValueError: a batch of several rows, or numbers that are not finite.
@@ -117,8 +114,8 @@ def measure(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, u
     features = {"delimiter": delimiters}
     targets = {"first": torch.zeros(T, 1, dtype=torch.long, device=call.query.device)}
     targets["first"][0] = -1
-    found = of_call(call, features, targets, max(sizes.small, sizes.large))
-    if not bool(found.entropy.isfinite().all()):
+    statistics = of_call(call, features, targets, max(sizes.small, sizes.large))
+    if not bool(statistics.entropy.isfinite().all()):
         raise ValueError(
             f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
             f"{str(call.query.dtype).removeprefix('torch.')}; load the model in a wider dtype, such as float32"
@@ -126,28 +123,28 @@ def measure(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, u
     place = partial(HeadRecord, module=call.module, call=again, layer=call.order, queries=T, keys=S)
     level = uniform.of(call, features, targets)
     ahead = bool(level.offsets[..., FAR + 1 :].any())
-    heads = records(found, pooled(found, sizes.small), place, sinks=call.sinks is not None, ahead=ahead)
+    heads = records(statistics, pooled(statistics, sizes.small), place, sinks=call.sinks is not None, ahead=ahead)
     [null] = records(level, pooled(level, 1), place, sinks=False, ahead=ahead)
-    maps = tuple(quantised(m) for m in found.pooled[0]) if sizes.large else ()
+    maps = tuple(quantised(m) for m in statistics.pooled[0]) if sizes.large else ()
     return Measured(tuple(heads), null, maps, looks_ahead(call))
 
 
 def records(
-    found: RowStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool, ahead: bool
+    statistics: RowStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool, ahead: bool
 ) -> list[HeadRecord]:
     """A record a head of the first row of the batch; `place` makes one from its numbers, `ahead` keeps those ahead."""
-    count = found.rows.clamp(min=1)
+    count = statistics.rows.clamp(min=1)
     means = {
-        "entropy": found.entropy.sum(-1) / count,
-        "largest": found.largest.sum(-1) / count,
-        "distance": found.distance.sum(-1) / count,
-        "sink": found.targets["first"],
-        "delimiter": found.features["delimiter"],
-        "self_mass": found.offsets[..., 0],
-        "evenness": evenness(found, sinks=sinks),
+        "entropy": statistics.entropy.sum(-1) / count,
+        "largest": statistics.largest.sum(-1) / count,
+        "distance": statistics.distance.sum(-1) / count,
+        "sink": statistics.targets["first"],
+        "delimiter": statistics.features["delimiter"],
+        "self_mass": statistics.offsets[..., 0],
+        "evenness": evenness(statistics, sinks=sinks),
     }
     columns = {name: _numbers(values[0]) for name, values in means.items()}
-    offsets = [tuple(_numbers(row)) for row in found.offsets[0]]
+    offsets = [tuple(_numbers(row)) for row in statistics.offsets[0]]
     return [
         place(
             head=h,
@@ -163,17 +160,17 @@ def records(
     ]
 
 
-def evenness(found: RowStatistics, *, sinks: bool) -> Tensor:
+def evenness(statistics: RowStatistics, *, sinks: bool) -> Tensor:
     """(B, H): mean of entropy / ln(number of choices, at most 128) over rows of 8 keys and more, at most 1."""
-    choices = (found.keys + int(sinks)).clamp(max=CLARK_KEYS)
-    told = found.keys >= FEW_KEYS
-    ratio = (found.entropy / choices.log()).clamp(max=1.0)
-    return torch.where(told, ratio, 0.0).sum(-1) / told.sum(-1).clamp(min=1)
+    choices = (statistics.keys + int(sinks)).clamp(max=CLARK_KEYS)
+    enough = statistics.keys >= FEW_KEYS
+    ratio = (statistics.entropy / choices.log()).clamp(max=1.0)
+    return torch.where(enough, ratio, 0.0).sum(-1) / enough.sum(-1).clamp(min=1)
 
 
-def pooled(found: RowStatistics, size: int) -> list[Map]:
+def pooled(statistics: RowStatistics, size: int) -> list[Map]:
     """The map of each head at `size` cells a side, pooled from the statistics' own."""
-    large, weight = found.pooled[0].double(), found.pooled_rows[0, :, :, None].double()
+    large, weight = statistics.pooled[0].double(), statistics.pooled_rows[0, :, :, None].double()
     _, R, C = large.shape
     rows, columns = (_bins(n, min(n, size), large.device) for n in (R, C))
     sums = rows.mT @ (weight * large) @ columns

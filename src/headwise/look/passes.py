@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
 from . import inputs
-from .inputs import Known
-from .measure import Measured, Sizes, Uniform, looks_ahead, measure, of_call
+from .inputs import IdFacts
+from .measure import Measured, Sizes, Uniform, looks_ahead, of_call, summary
 from .records import HeadRecord
 from .repeats import Repeated, Repeats, as_tensors, draw
 
@@ -59,11 +59,11 @@ def resting(model: nn.Module) -> Iterator[None]:
 
 
 def read_text(
-    model: nn.Module, row: Sequence[int], known: Known, marks: Collection[int], sizes: Sizes, steps: Steps
+    model: nn.Module, row: Sequence[int], facts: IdFacts, marks: Collection[int], sizes: Sizes, steps: Steps
 ) -> list[Measured]:
     """The first pass: every attention call on the text, in order."""
-    given = inputs.rows(model, _as_ids(model, [row]), known)
-    delimiters = {ids.shape[1]: _delimiters(ids[0], marks) for ids in given}
+    tensors = inputs.rows(model, _as_ids(model, [row]), facts)
+    delimiters = {ids.shape[1]: _delimiters(ids[0], marks) for ids in tensors}
     again: Counter[str] = Counter()
     uniform = Uniform()
     measured: list[Measured] = []
@@ -74,14 +74,14 @@ def read_text(
         at_keys = delimiters.get(S)
         if at_keys is None:
             at_keys = torch.zeros(S, dtype=torch.bool)
-        measured.append(measure(call, again[call.module], at_keys.to(call.query.device), sizes, uniform))
+        measured.append(summary(call, again[call.module], at_keys.to(call.query.device), sizes, uniform))
         again[call.module] += 1
         steps.step()
 
     with probe(model, each) as seen:
         steps.expect(len(seen.expected))
         try:
-            inputs.run(model, given)
+            inputs.run(model, tensors)
         except Exception as error:
             if seen.seen == 0:  # not even one call: the fault is none of what was measured
                 inputs.check_reads_nothing_else(model, error)
@@ -89,40 +89,40 @@ def read_text(
     return measured
 
 
-def random_copies(repeats: Repeats, known: Known, marks: Collection[int], *, ahead: bool) -> list[Repeated]:
+def random_copies(repeats: Repeats, facts: IdFacts, marks: Collection[int], *, ahead: bool) -> list[Repeated]:
     """The sequences of the second pass, begun (and, where the model looks ahead, ended) as the text was."""
     if repeats.vocabulary is not None:
-        inputs.check_fits(repeats.vocabulary, known.vocabulary, None)
-    avoided = {*known.special.values(), *marks, known.first}
-    every = range(known.vocabulary or 0) if repeats.vocabulary is None else repeats.vocabulary
+        inputs.check_fits(repeats.vocabulary, facts.vocabulary, None)
+    avoided = {*facts.special.values(), *marks, facts.first}
+    every = range(facts.vocabulary or 0) if repeats.vocabulary is None else repeats.vocabulary
     vocabulary = [i for i in every if repeats.vocabulary is not None or i not in avoided]
-    length = min(repeats.length, known.positions or repeats.length)
-    after = [known.last] if ahead and known.last in {*known.special.values(), *marks} else []
-    return draw(repeats, vocabulary, length, before=[known.opener], after=after)
+    length = min(repeats.length, facts.positions or repeats.length)
+    after = [facts.last] if ahead and facts.last in {*facts.special.values(), *marks} else []
+    return draw(repeats, vocabulary, length, before=[facts.opener], after=after)
 
 
 def read_copies(
-    model: nn.Module, drawn: Sequence[Repeated], known: Known, calls: list[Measured], steps: Steps
+    model: nn.Module, drawn: Sequence[Repeated], facts: IdFacts, calls: list[Measured], steps: Steps
 ) -> list[Measured]:
     """The second pass: the calls again, now with duplicate-token and induction; unchanged where nothing was drawn."""
     if not drawn:
         return calls
-    given = inputs.rows(model, _as_ids(model, [sequence.ids for sequence in drawn]), known)
-    read = {ids.shape[1]: [replace(s, ids=row) for s, row in zip(drawn, ids.tolist(), strict=True)] for ids in given}
+    tensors = inputs.rows(model, _as_ids(model, [sequence.ids for sequence in drawn]), facts)
+    read = {ids.shape[1]: [replace(s, ids=row) for s, row in zip(drawn, ids.tolist(), strict=True)] for ids in tensors}
     targets = {(T, ahead): as_tensors(rows, ahead=ahead) for T, rows in read.items() for ahead in (False, True)}
     uniform = Uniform()
     measured = list(calls)
 
     def each(call: AttentionCall) -> None:
         ahead = looks_ahead(call)
-        asked = None if ahead is None else targets.get((call.query.shape[2], ahead))
-        if asked is not None:
-            measured[call.order] = _with_copies(calls[call.order], call, asked, uniform)
+        copies = None if ahead is None else targets.get((call.query.shape[2], ahead))
+        if copies is not None:
+            measured[call.order] = _with_copies(calls[call.order], call, copies, uniform)
         steps.step()
 
     with probe(model, each) as seen:
         steps.expect(len(seen.expected))
-        inputs.run(model, given)
+        inputs.run(model, tensors)
     return measured
 
 
@@ -149,9 +149,9 @@ def _mean(mass: Tensor) -> float:
 
 def _delimiters(ids: Tensor, marks: Collection[int]) -> Tensor:
     """(S,) bool: which keys are delimiters; the first never is, it is the sink's."""
-    found = torch.isin(ids.cpu(), torch.tensor(sorted(marks), dtype=ids.dtype))
-    found[:1] = False
-    return found
+    is_mark = torch.isin(ids.cpu(), torch.tensor(sorted(marks), dtype=ids.dtype))
+    is_mark[:1] = False
+    return is_mark
 
 
 def _as_ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:

@@ -29,7 +29,7 @@ _NO_ROLE = "-"
 
 @dataclass(frozen=True)
 class RoleScore:
-    """A role that a head was found to play.
+    """A role that a head plays.
 
     Attributes:
         name: the role, such as ``"previous-token"`` or ``"induction"``.
@@ -64,7 +64,7 @@ class HeadRecord:
         offsets: mean mass on the key 0, 1, ... k positions back, over the queries that may attend it.
         duplicate: mean mass on earlier copies of the query's own token; None where it was not measured.
         induction: mean mass on the tokens that followed those copies; None where it was not measured.
-        roles: the roles found, strongest first.
+        roles: the roles it plays, strongest first.
         map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 where nothing was attended.
         evenness: mean of entropy / ln(number of keys, at most 128) over rows of 8 keys or more; 1 is uniform.
         queries: number of queries of the call.
@@ -98,7 +98,7 @@ class HeadRecord:
         return self.roles[0].name if self.roles else _NO_ROLE
 
     def score(self, name: str) -> RoleScore | None:
-        """The score of a found role by name; None where the head does not play it."""
+        """The score of a role by its name; None where the head does not play it."""
         check_texts(name=name)
         return next((role for role in self.roles if role.name == name), None)
 
@@ -118,11 +118,11 @@ class HeadRecord:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        known["offsets"], known["ahead"] = tuple(data["offsets"]), tuple(data.get("ahead", ()))
-        known["roles"] = tuple(RoleScore(**role) for role in data["roles"])
-        known["map"] = tuple(tuple(row) for row in data["map"])
-        return cls(**known)
+        values = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        values["offsets"], values["ahead"] = tuple(data["offsets"]), tuple(data.get("ahead", ()))
+        values["roles"] = tuple(RoleScore(**role) for role in data["roles"])
+        values["map"] = tuple(tuple(row) for row in data["map"])
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Look:
         kind: ``"decoder"``, ``"encoder"`` or ``"encoder-decoder"``.
         seconds: what the look took.
         version: the version of headwise that looked.
-        maps: the large maps, parallel to ``heads``; empty where they were not asked for.
+        maps: the large maps, parallel to ``heads``; empty where the look kept none.
     """
 
     model: str
@@ -206,8 +206,8 @@ class Look:
     def with_role(self, name: str) -> tuple[HeadRecord, ...]:
         """The heads that play a role, the highest score first."""
         check_texts(name=name)
-        found = [(head.score(name), head) for head in self.heads]
-        scored = [(role.score, head) for role, head in found if role is not None]
+        pairs = [(head.score(name), head) for head in self.heads]
+        scored = [(role.score, head) for role, head in pairs if role is not None]
         return tuple(head for _, head in sorted(scored, key=lambda pair: -pair[0]))
 
     def to_dict(self, *, maps: bool = True) -> dict[str, Any]:
@@ -236,10 +236,10 @@ class Look:
         Raises:
             ValueError: the dictionary is of another format than this version reads.
         """
-        found = data.get("format") if isinstance(data, dict) else data
-        if not isinstance(found, int) or found != FORMAT:
+        number = data.get("format") if isinstance(data, dict) else data
+        if not isinstance(number, int) or number != FORMAT:
             raise ValueError(
-                f"a look is read from format {FORMAT}, got {shown(found)}; write it again with this version"
+                f"a look is read from format {FORMAT}, got {shown(number)}; write it again with this version"
             )
         with suppress(TypeError, KeyError, AttributeError):
             return cls._from_dict(data)
@@ -247,13 +247,13 @@ class Look:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Look:
-        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        known["tokens"] = tuple(data["tokens"])
-        known["heads"] = tuple(HeadRecord.from_dict(head) for head in data["heads"])
-        known["maps"] = tuple(
+        values = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        values["tokens"] = tuple(data["tokens"])
+        values["heads"] = tuple(HeadRecord.from_dict(head) for head in data["heads"])
+        values["maps"] = tuple(
             HeadMap(m["rows"], m["columns"], base64.b64decode(m["data"])) for m in data.get("maps", ())
         )
-        return cls(**known)
+        return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a head, one column a number; places as ``offset_0`` ... ``offset_k`` and ``ahead_1`` ... ``ahead_k``.

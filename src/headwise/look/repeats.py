@@ -65,8 +65,8 @@ def draw(
     A period is drawn between a fifth and two fifths of the random part, so each sequence holds two copies and more;
     its tokens are distinct, as long as the vocabulary has enough. Empty where fewer than `SHORTEST` tokens are left.
 
-    >>> [found] = draw(Repeats(sequences=1), range(10, 99), 11, before=[0])
-    >>> found.ids[1:4] == found.ids[4:7] == found.ids[7:10], len(found.ids)
+    >>> [sequence] = draw(Repeats(sequences=1), range(10, 99), 11, before=[0])
+    >>> sequence.ids[1:4] == sequence.ids[4:7] == sequence.ids[7:10], len(sequence.ids)
     (True, 11)
     """
     make = random.Random(repeats.seed)
@@ -111,7 +111,7 @@ def as_tensors(sequences: Sequence[Repeated], *, ahead: bool) -> dict[str, Tenso
     lists = [targets(sequence, ahead=ahead) for sequence in sequences]
     tensors = {}
     for name in ("duplicate", "induction"):
-        widest = max(len(keys) for found in lists for keys in found[name])
-        rows = [[keys + [-1] * (widest - len(keys)) for keys in found[name]] for found in lists]
+        widest = max(len(keys) for one in lists for keys in one[name])
+        rows = [[keys + [-1] * (widest - len(keys)) for keys in one[name]] for one in lists]
         tensors[name] = torch.tensor(rows, dtype=torch.long).view(len(sequences), len(rows[0]), widest)
     return tensors

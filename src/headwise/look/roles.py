@@ -123,7 +123,7 @@ def find(head: HeadRecord, uniform: HeadRecord | None = None, roles: Iterable[Ro
         >>> [(role.name, role.score) for role in find(head)]
         [('previous-token', 0.9)]
     """
-    found = []
+    scores = []
     for role in roles:
         score = role.score(head)
         if score is None or (role.by_position and head.queries != head.keys):
@@ -131,5 +131,5 @@ def find(head: HeadRecord, uniform: HeadRecord | None = None, roles: Iterable[Ro
         chance = role.score(uniform) if uniform is not None and role.beats_uniform else None
         baseline = chance or 0.0
         if score > role.threshold and score > TIMES_UNIFORM * baseline:
-            found.append(RoleScore(role.name, score, role.threshold, role.source, baseline))
-    return tuple(sorted(found, key=lambda role: (role.threshold - role.score) / (1 - role.threshold)))
+            scores.append(RoleScore(role.name, score, role.threshold, role.source, baseline))
+    return tuple(sorted(scores, key=lambda role: (role.threshold - role.score) / (1 - role.threshold)))

@@ -33,7 +33,7 @@ words = read_words("notes.txt")
 
 
 def tiny_path() -> Path:
-    """Folder of the packaged model, to be given to ``from_pretrained``.
+    """Folder of the packaged model, for ``from_pretrained``.
 
     Returns:
         The folder, checked to hold the weights.
@@ -54,7 +54,7 @@ def tiny_path() -> Path:
 
 
 def default_text() -> str:
-    """The text that ``headwise look`` reads when none is given.
+    """The text that ``headwise look`` reads by default.
 
     About 120 tokens of the packaged model's tokenizer: two short Python functions that repeat each other's names,
     so that previous-token, induction, duplicate-token and delimiter heads each have something to show.

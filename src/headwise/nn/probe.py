@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.masks.compose import Mask, as_mask
+from ..ops.scoring import ScoringOptions
 from .checks import check_part
 from .inner import Inner
 from .latent import LatentAttention
@@ -41,6 +42,20 @@ class AttentionCall:
     value: Tensor | None = None
     dropout: float = 0.0
     gate: Tensor | None = None
+
+    @property
+    def scoring(self) -> ScoringOptions:
+        """Mask, scale, softcap and sinks: keywords of `headwise.weights`, `statistics` and `top_keys` of the call.
+
+        >>> import headwise
+        >>> mha = headwise.MultiHeadAttention(12, 3)
+        >>> with headwise.nn.probe(mha) as seen:
+        ...     out = mha(torch.randn(2, 5, 12), mask=headwise.causal())
+        >>> [call] = seen.calls
+        >>> headwise.weights(call.query, call.key, **call.scoring).shape
+        torch.Size([2, 3, 5, 5])
+        """
+        return {"mask": self.mask, "scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
     def __repr__(self) -> str:
         shapes = f"query={tuple(self.query.shape)}, key={tuple(self.key.shape)}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from .fields import Fields, heads_of
-from .layer import AttentionLayer, Biases, Latent, QkNorm, Role
+from .layer import AttentionLayer, Biases, Latent, LayerRole, QkNorm
 from .parts import Part, linear, repeated, table, vector
 from .windows import windows_of
 
@@ -20,7 +20,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     """
     about = fields.architecture
     layers = fields.size("num_hidden_layers")
-    role: Role = "encoder" if about.get("stack") == "encoder" else "self"
+    role: LayerRole = "encoder" if about.get("stack") == "encoder" else "self"
     if "causal_unless" in about and fields.flag(about["causal_unless"]):
         raise ValueError(f"{about['causal_unless']} is on, and attention both ways is not modelled for it")
     windows = windows_of(fields, layers)
@@ -29,7 +29,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     return [replace(one, index=i, window=windows[i], shared=shared and i > 0) for i in range(layers)]
 
 
-def _plain_layer(fields: Fields, role: Role) -> AttentionLayer:
+def _plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
     heads, kv_heads, dim = heads_of(fields)
     width = fields.size("hidden_size")
     norm: dict[str, Any] = fields.architecture.get("qk_norm", {})

@@ -30,8 +30,8 @@ def check_plans(plans: object) -> None:
 def lengths(plans: Sequence[AttentionPlan]) -> list[int]:
     """Powers of two from 1024 up to the largest context asked for, which is the last."""
     last = max(cost.context for plan in plans for cost in plan.contexts)
-    found = [FIRST << i for i in range(40) if FIRST << i < last]
-    return [*found, last]
+    lengths = [FIRST << i for i in range(40) if FIRST << i < last]
+    return [*lengths, last]
 
 
 def cache_at(plan: AttentionPlan, context: int, *, windowed: bool = True) -> int:
@@ -41,14 +41,14 @@ def cache_at(plan: AttentionPlan, context: int, *, windowed: bool = True) -> int
 
 
 def bars(plan: AttentionPlan) -> str:
-    """A bar for each context: ``#`` is held, ``.`` would be reserved beside it."""
+    """A bar for each context: ``#`` is in use, ``.`` would be reserved beside it."""
     rows = [(n, cache_at(plan, n), cache_at(plan, n, windowed=False)) for n in lengths([plan])]
     most = max(reserved for *_, reserved in rows)
-    told = ["cache against context (# held" + (", . reserved without windows)" if rows[-1][1] < most else ")")]
-    for context, held, reserved in rows:
-        full, light = (math.ceil(BAR * size / most) for size in (held, reserved))
-        told.append(f"{context:>11,}  {'#' * full + '.' * (light - full):<{BAR}}  {show_bytes(held)}")
-    return "\n".join(told)
+    lines = ["cache against context (# held" + (", . reserved without windows)" if rows[-1][1] < most else ")")]
+    for context, used, reserved in rows:
+        full, light = (math.ceil(BAR * size / most) for size in (used, reserved))
+        lines.append(f"{context:>11,}  {'#' * full + '.' * (light - full):<{BAR}}  {show_bytes(used)}")
+    return "\n".join(lines)
 
 
 def svg(plans: Sequence[AttentionPlan]) -> str:
@@ -91,16 +91,16 @@ def svg(plans: Sequence[AttentionPlan]) -> str:
 
 def _axes(places: list[int], low: int, high: int, at: object) -> list[str]:
     assert callable(at)
-    found = []
+    marks = []
     for context in places:
         x, _ = at(context, 2**low).split(",")
-        found.append(f'<path d="M{x} {TOP}V{HEIGHT - BOTTOM}" stroke="#eee"/>')
-        found.append(_label(float(x), HEIGHT - BOTTOM + 18, _tokens(context), "#555", anchor="middle"))
+        marks.append(f'<path d="M{x} {TOP}V{HEIGHT - BOTTOM}" stroke="#eee"/>')
+        marks.append(_label(float(x), HEIGHT - BOTTOM + 18, _tokens(context), "#555", anchor="middle"))
     for power in range(low, high + 1, max(1, (high - low) // 7)):
         _, y = at(places[0], 2**power).split(",")
-        found.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#eee"/>')
-        found.append(_label(LEFT - 8, float(y) + 4, show_bytes(2**power), "#555", anchor="end"))
-    return [*found, _label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "tokens of context", "#555", anchor="middle")]
+        marks.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#eee"/>')
+        marks.append(_label(LEFT - 8, float(y) + 4, show_bytes(2**power), "#555", anchor="end"))
+    return [*marks, _label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "tokens of context", "#555", anchor="middle")]
 
 
 def _label(x: float, y: float, text: str, colour: str, *, anchor: str = "start", size: int = 12) -> str:

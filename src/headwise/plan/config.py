@@ -66,16 +66,16 @@ def parse(path: Path) -> dict[str, Any]:
     if len(raw) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES} bytes, so it is no model's config.json")
     try:
-        found = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_twins)
+        content = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_refuse_twins)
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8 text") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON (line {error.lineno}: {error.msg})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"holds a JSON {type(found).__name__}, not an object")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"holds a JSON {type(content).__name__}, not an object")
+    return content
 
 
 def shape_of(config: dict[str, Any]) -> AttentionShape:
@@ -98,15 +98,15 @@ def shape_of(config: dict[str, Any]) -> AttentionShape:
 
 def _size(config: dict[str, Any], name: str) -> int | None:
     """A size under whichever of its names the config uses; None where it is absent or null."""
-    found = {alias: config[alias] for alias in ALIASES[name] if config.get(alias) is not None}
-    for alias, value in found.items():
+    values = {alias: config[alias] for alias in ALIASES[name] if config.get(alias) is not None}
+    for alias, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{alias} is a whole number; got {short(value)}")
         if not 1 <= value <= LARGEST[name]:
             raise ValueError(f"{alias} is between 1 and {LARGEST[name]}; got {short(value)}")
-    if len(set(found.values())) > 1:
-        raise ValueError(f"contradicts itself: {', '.join(f'{a} = {v}' for a, v in found.items())}")
-    return next(iter(found.values()), None)
+    if len(set(values.values())) > 1:
+        raise ValueError(f"contradicts itself: {', '.join(f'{a} = {v}' for a, v in values.items())}")
+    return next(iter(values.values()), None)
 
 
 def _flag(config: dict[str, Any], name: str) -> bool:
@@ -131,9 +131,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in members:
             raise ValueError(f"has {short(name)} twice in one object")
-        found[name] = value
-    return found
+        members[name] = value
+    return members

@@ -179,7 +179,7 @@ def floors(
     if one is None:
         return ()
     weights, cache = weight_bytes_read(model), cache_bytes(model, context, number_bytes)
-    found = []
+    floors = []
     for batch in BATCHES:
         read, flops = weights + batch * cache, batch * one.total
         floor = Floor(batch, read, flops, flops / read)
@@ -188,5 +188,5 @@ def floors(
         if times:
             binds = max(times, key=lambda name: times[name])
             floor = replace(floor, seconds=times[binds], tokens_per_second=batch / times[binds], binds=binds)
-        found.append(floor)
-    return tuple(found)
+        floors.append(floor)
+    return tuple(floors)

@@ -32,17 +32,17 @@ def architectures() -> dict[str, dict[str, Any]]:
     - ends: ``positions position_extra token_types embed_norm embed_project audio pooler head_transform head_bias``;
     - quirks of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
     - the rest: ``must`` and ``must_equal`` (else the config is refused), ``neutral`` (counts nothing here), ``marks``
-      and ``note`` (told beside the counts).
+      and ``note`` (printed beside the counts).
     """
-    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_bytes())
-    return found
+    content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_bytes())
+    return content
 
 
 @functools.cache
 def everywhere() -> dict[str, Any]:
     """What `neutral.json` says of all architectures: fields that change no count, fields that must be off, marks."""
-    found: dict[str, Any] = json.loads((Path(__file__).parent / "neutral.json").read_bytes())
-    return {**found, "fields": frozenset(found["fields"])}
+    content: dict[str, Any] = json.loads((Path(__file__).parent / "neutral.json").read_bytes())
+    return {**content, "fields": frozenset(content["fields"])}
 
 
 class Fields:
@@ -67,27 +67,27 @@ class Fields:
     def _refuse_what_is_not_modelled(self) -> None:
         must: dict[str, Any] = {name: [value] for name, value in self.architecture.get("must", {}).items()}
         for name, allowed in {**everywhere()["must"], **must}.items():
-            given = self.config.get(name)
-            if given is not None and not any(type(given) is type(value) and given == value for value in allowed):
-                raise ValueError(f"{name} = {short(given)} changes the model in a way that is not modelled")
+            actual = self.config.get(name)
+            if actual is not None and not any(type(actual) is type(value) and actual == value for value in allowed):
+                raise ValueError(f"{name} = {short(actual)} changes the model in a way that is not modelled")
         for name, other in self.architecture.get("must_equal", {}).items():
-            given = self.config.get(name)
-            if given is not None and given != self.raw(other)[1]:
-                raise ValueError(f"{name} = {short(given)} is not {other}, and that is not modelled")
+            actual = self.config.get(name)
+            if actual is not None and actual != self.raw(other)[1]:
+                raise ValueError(f"{name} = {short(actual)} is not {other}, and that is not modelled")
         for name in everywhere()["activation_fields"]:
-            given = self.config.get(name)
-            word = given.split("-")[-1] if isinstance(given, str) else ""
+            activation = self.config.get(name)
+            word = activation.split("-")[-1] if isinstance(activation, str) else ""
             if word in everywhere()["refused_activations"] and name not in must:
-                raise ValueError(f"{name} = {given!r} has learned numbers of its own, and that is not modelled")
+                raise ValueError(f"{name} = {activation!r} has learned numbers of its own, and that is not modelled")
 
     def raw(self, name: str) -> tuple[str, Any]:
         """The name the config uses and the value, unchecked; the default where the field is absent."""
         own = self.own.get(name, name)
         names = dict.fromkeys((own, name, *(alias for alias, field in self.aliases.items() if field == own)))
-        given = {n: self.config[n] for n in names if n in self.config}
-        if len({repr(value) for value in given.values()}) > 1:
-            raise ValueError(f"contradicts itself: {', '.join(f'{n} = {short(v)}' for n, v in given.items())}")
-        called, value = next(iter(given.items()), (own, self.defaults.get(own)))
+        present = {n: self.config[n] for n in names if n in self.config}
+        if len({repr(value) for value in present.values()}) > 1:
+            raise ValueError(f"contradicts itself: {', '.join(f'{n} = {short(v)}' for n, v in present.items())}")
+        called, value = next(iter(present.items()), (own, self.defaults.get(own)))
         instead = self.architecture.get("null_means", {})
         return self.raw(instead[own]) if value is None and own in instead else (called, value)
 
@@ -144,7 +144,7 @@ class Fields:
         return list(value)
 
     def unknown(self) -> list[str]:
-        """Names in the config that nothing here knows: they are told, for one of them might matter to other code."""
+        """Names in the config that nothing here knows: they are listed, for one of them might matter to other code."""
         about, general = self.architecture, everywhere()
         known = {*self.defaults, *self.own, *self.aliases, "head_dim", "layer_types", "sliding_window"}
         known.update(*(about.get(kind, ()) for kind in ("must", "must_equal", "neutral", "marks")))
@@ -154,7 +154,7 @@ class Fields:
     def marks(self) -> list[str]:
         """What this config has and the counts leave out, in words."""
         on = {**everywhere()["marks"], **self.architecture.get("marks", {})}
-        return [told for name, told in on.items() if self._is_on(name)]
+        return [note for name, note in on.items() if self._is_on(name)]
 
     def _is_on(self, name: str) -> bool:
         _, value = self.raw(name)
@@ -172,9 +172,9 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
     kv_heads = heads if kv_heads is None else kv_heads
     if "one_kv_head" in fields.architecture:
         kv_heads = 1 if fields.choice("one_kv_head") else heads
-        given = fields.config.get("num_key_value_heads")
-        if given not in (None, kv_heads):
-            raise ValueError(f"contradicts itself: num_key_value_heads = {short(given)} where {kv_heads} follows")
+        number = fields.config.get("num_key_value_heads")
+        if number not in (None, kv_heads):
+            raise ValueError(f"contradicts itself: num_key_value_heads = {short(number)} where {kv_heads} follows")
     dim = fields.optional("head_dim")
     check_heads(width, heads, kv_heads, dim)
     if "head_dim" not in fields.defaults and dim not in (None, width // heads):

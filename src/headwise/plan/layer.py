@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from .parts import Part, linear, macs, parameters, vector
 
-Role = Literal["self", "cross", "encoder"]
+LayerRole = Literal["self", "cross", "encoder"]
 QkNorm = Literal["", "head", "each", "all"]
 
 
@@ -63,7 +64,7 @@ class AttentionLayer:
         shared: Whether the weights are those of another layer, so they weigh nothing here.
     """
 
-    role: Role
+    role: LayerRole
     index: int
     d_model: int
     num_heads: int
@@ -96,10 +97,14 @@ class AttentionLayer:
 
     def parts(self) -> tuple[Part, ...]:
         """Every matrix and vector: ``q_proj k_proj v_proj o_proj``, for latent attention ``kv_down`` too, and norms."""
-        made = self._latent_parts(self.latent) if self.latent is not None else self._plain_parts()
+        return self._parts
+
+    @cached_property
+    def _parts(self) -> tuple[Part, ...]:
+        parts = self._latent_parts(self.latent) if self.latent is not None else self._plain_parts()
         if not self.shared:
-            return tuple(made)
-        return tuple(replace(part, parameters=0) for part in made)
+            return tuple(parts)
+        return tuple(replace(part, parameters=0) for part in parts)
 
     def _streams(self) -> tuple[str, str]:
         """Whose tokens pass q_proj and o_proj, and whose pass k_proj and v_proj."""

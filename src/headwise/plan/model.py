@@ -133,14 +133,14 @@ def _inner(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -> Mo
     outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
     inner = {**outer, **text, **tied, "model_type": text_type, "architectures": None}
-    found = model_of(inner, name)
-    return replace(found, notes=(*about["marks"].values(), *found.notes))
+    model = model_of(inner, name)
+    return replace(model, notes=(*about["marks"].values(), *model.notes))
 
 
 def _head(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Whether the language-modelling head counts, and what to say of any other head."""
-    given = config.get("architectures")
-    named = given[0] if isinstance(given, list) and given and isinstance(given[0], str) else None
+    names = config.get("architectures")
+    named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     if named in (None, about["classes"]["lm"]):
         return True, None
     if named == about["classes"]["base"]:
@@ -149,5 +149,5 @@ def _head(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[bool, st
 
 
 def _weight_bytes(config: Mapping[str, Any]) -> int:
-    given = config.get("dtype", config.get("torch_dtype"))
-    return WEIGHT_BYTES.get(given, 2) if isinstance(given, str) else 2
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return WEIGHT_BYTES.get(dtype, 2) if isinstance(dtype, str) else 2

@@ -23,10 +23,10 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     """
     encoder = _layer(fields, "encoder")
     decoder = _layer(fields, "decoder")
-    found = [replace(encoder, role="encoder", index=i) for i in range(fields.size("encoder_layers"))]
+    layers = [replace(encoder, role="encoder", index=i) for i in range(fields.size("encoder_layers"))]
     for i in range(fields.size("decoder_layers")):
-        found += [replace(decoder, index=i), replace(decoder, role="cross", index=i)]
-    return found
+        layers += [replace(decoder, index=i), replace(decoder, role="cross", index=i)]
+    return layers
 
 
 def _layer(fields: Fields, stack: str) -> AttentionLayer:

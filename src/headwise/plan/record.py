@@ -30,7 +30,7 @@ class ContextCost:
     Attributes:
         context: Tokens of a text, the newest included.
         source_tokens: Tokens the encoder reads beside; 0 where there is none.
-        cache_bytes: Keys and values held, windows cut.
+        cache_bytes: Keys and values in the cache, windows cut.
         reserved_bytes: The same where every layer keeps the whole context.
         as_mha_bytes: What the model would hold with as many key-value heads as query heads, windows cut.
         as_gqa8_bytes: With 8 key-value heads; None where its heads do not split into 8.
@@ -60,8 +60,8 @@ class ContextCost:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         flops = {name: getattr(self, name) for name in ("prefill", "decode", "decode_expanded")}
-        told = {name: None if cost is None else cost.to_dict() for name, cost in flops.items()}
-        return {**asdict(self), **told, "floors": [floor.to_dict() for floor in self.floors]}
+        operations = {name: None if cost is None else cost.to_dict() for name, cost in flops.items()}
+        return {**asdict(self), **operations, "floors": [floor.to_dict() for floor in self.floors]}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class AttentionPlan:
 
     @property
     def name(self) -> str:
-        """What it was asked for by."""
+        """The config's name, as in the tables."""
         return self.model.name
 
     @property
@@ -99,8 +99,8 @@ class AttentionPlan:
         """What the counts leave out, and where the contexts go beyond the model."""
         limit = self.model.positions
         beyond = [str(cost.context) for cost in self.contexts if limit is not None and cost.context > limit]
-        told = f"beyond the {limit} positions the model has learned: {', '.join(beyond)}"
-        return (*self.model.notes, *([told] if beyond else []))
+        note = f"beyond the {limit} positions the model has learned: {', '.join(beyond)}"
+        return (*self.model.notes, *([note] if beyond else []))
 
     @property
     def kind(self) -> str:
@@ -224,9 +224,9 @@ def of(
         >>> plan.kind, plan.bytes_per_token, plan.contexts[0].cache_bytes
         ('MHA', 4718592, 9663676416)
     """
-    name, found, card = find_config(config)
+    name, content, card = find_config(config)
     try:
-        model = model_of(found, name, left_out=tuple(card.get("left_out", ())))
+        model = model_of(content, name, left_out=tuple(card.get("left_out", ())))
     except ValueError as wrong:
         raise ValueError(f"{name!r}: {wrong}") from None
     lengths = _checked(context, batch, kv_dtype)
@@ -285,12 +285,12 @@ def _checked(context: int | Sequence[int], batch: int, kv_dtype: str) -> tuple[i
     return lengths
 
 
-def _heads_plan(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    if isinstance(given, Mapping):
-        return given
-    if not isinstance(given, (str, Path)):
-        raise TypeError(f"a heads plan is a dict or the path of a JSON file; got {type(given).__name__}")
+def _heads_plan(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"a heads plan is a dict or the path of a JSON file; got {type(source).__name__}")
     try:
-        return parse(Path(given))
+        return parse(Path(source))
     except ValueError as wrong:
-        raise ValueError(f"heads plan {str(given)!r}: {wrong}") from None
+        raise ValueError(f"heads plan {str(source)!r}: {wrong}") from None

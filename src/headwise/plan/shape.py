@@ -46,9 +46,9 @@ class AttentionShape:
             >>> AttentionShape.of(512, 8, num_kv_heads=2).head_dim
             64
         """
-        given = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        given |= {"value_dim": value_dim, "num_layers": num_layers}
-        for name, size in given.items():
+        sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes |= {"value_dim": value_dim, "num_layers": num_layers}
+        for name, size in sizes.items():
             check_size(name, size, optional=name not in ("d_model", "num_heads"))
         if not isinstance(bias, bool) and not (isinstance(bias, str) and bias == "qkv"):
             raise ValueError(f'bias is False, True (all four projections) or "qkv" (all but o_proj); got {short(bias)}')

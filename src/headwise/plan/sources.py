@@ -22,8 +22,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 @functools.cache
 def cards() -> dict[str, dict[str, Any]]:
     """The built-in cards by name: title, config, note."""
-    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cards.json").read_bytes())
-    return found
+    content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cards.json").read_bytes())
+    return content
 
 
 def known() -> dict[str, Any]:

@@ -30,7 +30,7 @@ def plain(plan: AttentionPlan) -> str:
 
 
 def tables(plan: AttentionPlan) -> Iterator[Any]:
-    """All that is told of one plan, in order."""
+    """The whole text of one plan, in order."""
     from rich.text import Text
 
     yield overview([plan])
@@ -54,16 +54,16 @@ def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
 
 def remarks(plan: AttentionPlan) -> str:
     """What the reader must know beside the numbers."""
-    told = [f"exact: every count is that of the model transformers builds ({plan.model.model_type})"]
+    lines = [f"exact: every count is that of the model transformers builds ({plan.model.model_type})"]
     if plan.notes:
-        told = [f"not counted or not known: {note}" for note in plan.notes]
+        lines = [f"not counted or not known: {note}" for note in plan.notes]
     if plan.card:
-        told.append(f"card: {plan.card}")
+        lines.append(f"card: {plan.card}")
     if any(part.name == "experts" for part in plan.model.others):
-        told.append(
+        lines.append(
             "a batch meets more experts than one token does; its floor counts one token's, the least there can be"
         )
-    return "\n".join(told)
+    return "\n".join(lines)
 
 
 # --- one column a plan ------------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ def savings(plan: AttentionPlan, planned: AttentionPlan) -> Table:
     return table
 
 
-def _saving(table: Table, name: str, before: int, after: int, told: Any) -> None:
-    table.add_row(name, told(before), told(after), f"{1 - after / before:.1%}" if before else NONE)
+def _saving(table: Table, name: str, before: int, after: int, show: Any) -> None:
+    table.add_row(name, show(before), show(after), f"{1 - after / before:.1%}" if before else NONE)
 
 
 def card_list(known: dict[str, Any]) -> Any:
@@ -231,5 +231,5 @@ def card_list(known: dict[str, Any]) -> Any:
     table = Table("card", "model", "the facts, where common texts differ", title="Built-in cards")
     for name, card in known["cards"].items():
         table.add_row(name, card["title"], card.get("note", ""))
-    told = f"{len(known['architectures'])} architectures of configs are known: {', '.join(known['architectures'])}"
-    return Group(table, Text(told))
+    line = f"{len(known['architectures'])} architectures of configs are known: {', '.join(known['architectures'])}"
+    return Group(table, Text(line))

@@ -24,10 +24,10 @@ def rate(text: str | float, what: str) -> float:
     """
     example = {"bandwidth": "3.35TB/s", "flops": "990TF"}[what]
     wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {short(text)}")
-    found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
-    if found is not None and found[4].lower() in _UNITS[what]:
-        power = "KMGTPE".find(found[2].upper()) + 1 if found[2] else 0
-        value = float(found[1]) * (1024**power if found[3] else 1000**power)
+    match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
+    if match is not None and match[4].lower() in _UNITS[what]:
+        power = "KMGTPE".find(match[2].upper()) + 1 if match[2] else 0
+        value = float(match[1]) * (1024**power if match[3] else 1000**power)
     elif isinstance(text, int | float) and not isinstance(text, bool) and abs(text) < 1e300:
         value = float(text)
     else:
@@ -74,10 +74,10 @@ def contexts(text: str) -> tuple[int, ...]:
     """
     if not isinstance(text, str):
         raise TypeError(f"context is a text such as 8192,131072; got {type(text).__name__}")
-    found = []
+    lengths = []
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,15})\s*([kK]?)\s*", word)
         if match is None:
             raise ValueError(f"context is whole numbers separated by commas, such as 8192,131072; got {text[:60]!r}")
-        found.append(int(match[1]) * (1024 if match[2] else 1))
-    return tuple(found)
+        lengths.append(int(match[1]) * (1024 if match[2] else 1))
+    return tuple(lengths)

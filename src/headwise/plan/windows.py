@@ -95,22 +95,22 @@ def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
 
 def _types(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
     """Lists of ``global`` and ``local``, each with how often it is repeated: ``[[["global", "local"], 12]]``."""
-    called, given = fields.raw(rule["types"])
-    found: list[str] = []
-    wrong = ValueError(f"{called} names global or local for each of {layers} layers; got {short(given)}")
-    if not isinstance(given, list):
+    called, entries = fields.raw(rule["types"])
+    pattern: list[str] = []
+    wrong = ValueError(f"{called} names global or local for each of {layers} layers; got {short(entries)}")
+    if not isinstance(entries, list):
         raise wrong
-    for entry in given:
+    for entry in entries:
         kinds, times = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
         if not isinstance(kinds, list) or type(times) is not int or not 0 <= times * len(kinds) <= layers:
             raise wrong
-        found += kinds * times
-    if len(found) != layers or any(kind not in ("global", "local") for kind in found):
+        pattern += kinds * times
+    if len(pattern) != layers or any(kind not in ("global", "local") for kind in pattern):
         raise wrong
     listed = fields.config.get(rule["listed"])
-    if listed not in (None, found):
+    if listed not in (None, pattern):
         raise ValueError(f"{rule['listed']} is not what {called} says; got {short(listed)}")
-    return [kind == "local" for kind in found]
+    return [kind == "local" for kind in pattern]
 
 
 _RULES = {

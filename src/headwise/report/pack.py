@@ -68,7 +68,7 @@ def page_data(look: Look) -> dict[str, Any]:
     heads = look.heads
     maps = look.maps or tuple(_coarse(head) for head in heads)
     packed = _pack(maps)
-    roles, found = _roles(heads)
+    roles, played = _roles(heads)
     return {
         "model": cut(look.model, 300),
         "kind": cut(look.kind, 100),
@@ -83,7 +83,7 @@ def page_data(look: Look) -> dict[str, Any]:
         "heads": {
             "module": [cut(h.module, 300) for h in heads],
             **{name: [getattr(h, name) for h in heads] for name in ("call", "layer", "head", "queries", "keys")},
-            "roles": found,
+            "roles": played,
             **{name: [[_rounded(mass) for mass in getattr(h, name)] for h in heads] for name in ("offsets", "ahead")},
             **{s.key: [_rounded(s.value(h)) for h in heads] for s in STATISTICS},
         },
@@ -137,11 +137,11 @@ def _roles(heads: Sequence[HeadRecord]) -> tuple[list[dict[str, Any]], list[list
         }
         for name in names
     ]
-    found = [
+    played = [
         [(index[r.name], _rounded(r.score), _rounded(r.threshold), _rounded(r.baseline)) for r in head.roles]
         for head in heads
     ]
-    return listed, found
+    return listed, played
 
 
 def _side(heads: Sequence[HeadRecord], columns: Sequence[int], tokens: int) -> int:

@@ -42,8 +42,8 @@ function moveInGrid(event) {
   const layers = [...new Set(heads.map((head) => head.layer))];
   const row = layers.indexOf(now.layer);
   const find = (layer, column) => {
-    const found = heads.filter((head) => head.layer === layer);
-    return found[Math.min(Math.max(column, 0), found.length - 1)];
+    const inLayer = heads.filter((head) => head.layer === layer);
+    return inLayer[Math.min(Math.max(column, 0), inLayer.length - 1)];
   };
   const moves = {
     ArrowLeft: () => find(now.layer, now.head - 1),

@@ -82,7 +82,7 @@ function listen() {
   });
 }
 
-// The head that is open at first: the best-known role that was found, at its strongest.
+// The head that is open at first: the best-known role of any head, at its strongest.
 function firstHead() {
   for (const name of ["induction", "previous-token", "next-token"]) {
     const role = look.roles.findIndex((r) => r.name === name);
