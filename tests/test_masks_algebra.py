@@ -164,3 +164,10 @@ def test_a_module_and_look_take_a_rule_of_ones_own() -> None:
 
     seen = look.at(Model(), torch.arange(31).repeat(2)[None, :59])
     assert len(seen.heads) == 4
+
+
+def test_with_nothing_a_mask_is_itself() -> None:
+    """The very object, for it keeps what the native kernel asks of it at every step."""
+    mask = headwise.causal() & headwise.window(4)
+    assert mask & Mask(()) is mask and Mask(()) & mask is mask
+    assert (Mask(()) & Mask(())).parts == ()

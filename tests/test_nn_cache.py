@@ -13,7 +13,7 @@ import headwise
 from headwise import LatentAttention, MultiHeadAttention
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from headwise.nn import InnerAttention, Rotary
-from headwise.nn.cached import Cache, Traits, traits_of
+from headwise.nn.cached import ModuleCache, Traits, traits_of
 
 B, T, M, H, K, D = 3, 23, 28, 6, 2, 8
 WINDOW = 5
@@ -198,7 +198,7 @@ class Least:
 @pytest.mark.parametrize("name", CACHES)
 def test_the_caches_are_what_modules_ask_for(name: str) -> None:
     cache = CACHES[name]()
-    assert isinstance(cache, Cache)
+    assert isinstance(cache, ModuleCache)
     rolling = name.startswith("rolling")
     assert traits_of(cache) == Traits(True, 4 if rolling else None, not rolling, D)
 

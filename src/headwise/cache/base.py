@@ -188,7 +188,7 @@ class KVCache(ABC):
             raise ValueError("an empty cache has nothing to attend; append keys and values first")
         key, value = self.view()
         rules = self._mask(T, columns, as_mask(mask), query.device)
-        return attention(query, key, value, mask=rules if rules.parts else None, **options)
+        return attention(query, key, value, mask=rules, **options)
 
     def _mask(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:
         """What T queries may attend: by the cache's own rule and the caller's; queries of padding attend nothing."""
@@ -201,7 +201,7 @@ class KVCache(ABC):
             mask = mask.placed(offset)
         if any(n != T for n in counts):
             rules.append(_real_queries(T, counts, side))
-        both = _all_of([*rules, mask])
+        both = reduce(and_, [*rules, mask])
         return both if device.type == "cpu" else both.to(device)
 
     def _shorten(self, lengths: list[int]) -> None:
@@ -236,12 +236,6 @@ def _real_queries(T: int, counts: list[int], side: Side) -> Mask:
     i, n = torch.arange(T, device="cpu"), torch.tensor(counts, device="cpu")[:, None]
     real = i >= T - n if side == "left" else i < n
     return keep(real[:, None, :, None])
-
-
-def _all_of(masks: list[Mask]) -> Mask:
-    """All masks together; the very object where one alone restricts, for it keeps what it has worked out."""
-    restricting = [mask for mask in masks if mask.parts]
-    return reduce(and_, restricting) if restricting else Mask(())
 
 
 def _check_append(

@@ -86,7 +86,7 @@ def headwise_attention(
     if position_bias is not None:
         mask = mask & bias(position_bias)
     options: dict[str, Any] = {
-        "mask": mask if mask.parts else None,
+        "mask": mask,
         "scale": scaling,
         "softcap": softcap,
         "sinks": s_aux,

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..ops.masks.compose import Mask
+from ..ops.storage.layout import Cache
 from ..shapes.kinds import check_tensor
 
 
 @runtime_checkable
-class Cache(Protocol):
+class ModuleCache(Cache, Protocol):
     """Keys and values of the tokens so far: the caches of `headwise.cache`, and any other object with these members.
 
     These are required (but for `causal`, True where it is missing). A module reads three more if they are there
@@ -34,12 +35,9 @@ class Cache(Protocol):
     def append(self, key: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | Tensor | None = None) -> Any:
         """Adds tokens: key (B, K, T, D), value (B, K, T, V); `lengths` (B,): how many of them are real in each row."""
 
-    def attend(self, query: Tensor, *, mask: Any = None, **options: Any) -> Any:
-        """(B, H, T, V) of query (B, H, T, D), whose tokens are the last T that were appended."""
-
 
 class Traits(NamedTuple):
-    """What a cache may leave out, with what is meant then; see `Cache`."""
+    """What a cache may leave out, with what is meant then; see `ModuleCache`."""
 
     causal: bool
     chunk: int | None
@@ -47,7 +45,7 @@ class Traits(NamedTuple):
     value_dim: int | None
 
 
-def traits_of(cache: Cache) -> Traits:
+def traits_of(cache: ModuleCache) -> Traits:
     """The optional members of a cache; `keys` is not fetched, for that may copy them."""
     return Traits(
         causal=getattr(cache, "causal", True),
@@ -66,7 +64,7 @@ def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor
 
 def step(
     inner: Callable[..., Tensor],
-    cache: Cache,
+    cache: ModuleCache,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
+from ..ops.storage.layout import Cache
 from ..shapes import check_gate, check_options, check_sinks
 from ..shapes.kinds import check_texts
-from .cached import Cache
 
 
 class Inner(nn.Module):

@@ -13,7 +13,7 @@ from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep
 from ..shapes import check_options
 from ..shapes.kinds import check_counts, check_flags, whole_numbers
-from .cached import Cache, positions_of, traits_of
+from .cached import ModuleCache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .inner import InnerAttention
 from .latent_form import Choice, Form, FormCosts, latent_layer
@@ -25,7 +25,7 @@ NORM_EPS = 1e-6  # of the norms on both latents, in every published model
 
 
 @runtime_checkable
-class LatentCache(Cache, Protocol):
+class LatentCache(ModuleCache, Protocol):
     """A cache for `LatentAttention`: one key head of ``kv_lora_rank + rope_dim`` numbers, values inside it; causal.
 
     It has ``lengths``, tokens of each row; ``append(key, *, lengths=None)`` of (B, 1, T, kv_lora_rank + rope_dim), the

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..ops.masks.compose import Mask, as_mask
 from ..plan.shape import Bias
 from ..shapes.kinds import check_counts
-from .cached import Cache, positions_of, step, traits_of
+from .cached import ModuleCache, positions_of, step, traits_of
 from .checks import (
     check_cache,
     check_input,
@@ -115,9 +115,9 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         positions: Positions = None,
         gate: Float[Tensor, "..."] | None = None,
-        cache: Cache | None = None,
+        cache: ModuleCache | None = None,
         lengths: Sequence[int] | Tensor | None = None,
-    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], Cache]:
+    ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], ModuleCache]:
         """Attend from `x` to `memory`, or to `x` itself, or with a cache to all the tokens so far.
 
         Args:
@@ -156,7 +156,14 @@ class MultiHeadAttention(nn.Module):
         return self.o_proj(self.concatenate(heads_BHTV))
 
     def _cached(
-        self, x: Tensor, memory: Memory | None, cache: Cache, *, positions: Positions, lengths: Any, **options: Any
+        self,
+        x: Tensor,
+        memory: Memory | None,
+        cache: ModuleCache,
+        *,
+        positions: Positions,
+        lengths: Any,
+        **options: Any,
     ) -> Tensor:
         """The heads of `x` (B, H, T, V) over all tokens in the cache, those of `x` included."""
         as_mask(options["mask"])  # refused before the cache has changed

@@ -55,7 +55,9 @@ class Mask:
     parts: tuple[Rule, ...]
 
     def __and__(self, other: Mask) -> Mask:
-        return Mask(both(self.parts + _operand("&", other).parts))
+        if not _operand("&", other).parts:  # the very object: it keeps what it has worked out
+            return self
+        return Mask(both(self.parts + other.parts)) if self.parts else other
 
     def __or__(self, other: Mask) -> Mask:
         return Mask(either(_places("|", self), _places("|", _operand("|", other))))
@@ -138,6 +140,8 @@ class Mask:
 
         None where the mask is more than bands, all at the end or all at numbers. Kept: decoding asks at every step.
         """
+        if not self.parts:
+            return None, None, False
         lows, highs, at_end = [], [], set()
         for part in self.parts:
             if not isinstance(part, Band) or isinstance(part.offset, Tensor) or part.kept:
