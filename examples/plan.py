@@ -3,9 +3,9 @@
 from headwise import plan
 
 for name in ("llama-3-8b", "gemma-3-27b", "deepseek-v3"):
-    found = plan.of(name, context=131072)
-    (cost,) = found.contexts
-    print(f"{name}: {found.kind}; {found.bytes_per_token:,} bytes a token, {cost.cache_bytes / 2**30:.1f} GiB")
+    costs = plan.of(name, context=131072)
+    (cost,) = costs.contexts
+    print(f"{name}: {costs.kind}; {costs.bytes_per_token:,} bytes a token, {cost.cache_bytes / 2**30:.1f} GiB")
 
 merged = plan.of("llama-3-8b", context=131072, heads_plan={"layers": {"*": {"kv_heads": 2}}})
 assert merged.planned is not None
