@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,8 +33,7 @@ class Options(CallOptions, total=False):
     backend: str
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Scoring:
+class Scoring(NamedTuple):
     """Scale, softcap, mask (biases included) and sinks of a call, checked; they act in that order.
 
     Attributes:
@@ -71,7 +69,7 @@ class Scoring:
 
     def trimmed(self, T: int, S: int) -> Scoring:
         """The same at this size, without the rules that forbid nothing."""
-        return replace(self, mask=self.mask.trimmed(T, S))
+        return self._replace(mask=self.mask.trimmed(T, S))
 
     @property
     def learns(self) -> bool:

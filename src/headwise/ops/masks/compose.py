@@ -289,10 +289,13 @@ def _places(sign: str, mask: Mask) -> tuple[Rule, ...]:
     return mask.parts
 
 
+_EVERYTHING = Mask(())
+
+
 def as_mask(mask: Mask | Tensor | None) -> Mask:
     """A mask from what users pass: a Mask, a bool tensor (keep), a float tensor (bias), or None (all)."""
     if mask is None:
-        return Mask(())
+        return _EVERYTHING
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):

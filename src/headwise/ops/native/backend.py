@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...shapes import LEAST_FACTOR, MOST_FACTOR, check_gate, check_sinks, default_scale
@@ -95,31 +94,31 @@ def at_once(
         native_library.attend is None
         or not (type(query) is type(key) is type(value) is Tensor)
         or not (query.is_cpu and key.is_cpu and value.is_cpu)
-        or not (query.ndim == key.ndim == value.ndim == 4)
-        or query.is_nested
-        or key.is_nested
-        or value.is_nested
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or not (scale is None or (type(scale) is float and (LEAST_FACTOR <= abs(scale) <= MOST_FACTOR or scale == 0.0)))
-        or not (softcap is None or (type(softcap) is float and LEAST_FACTOR <= softcap <= MOST_FACTOR))
         or not (type(dropout) in (float, int) and dropout == 0)  # a dropout needs a seed
-        or not (return_lse is False or return_lse is True)
     ):
         return None
-    S = key.shape[2]
+    try:
+        (_, _, T, D), S = query.shape, key.shape[2]
+    except (ValueError, IndexError, RuntimeError):  # other axes than four; a nested tensor has no shape
+        return None
     if layout is not None:
         if type(layout.length) is not int or not all(
             x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]
         ):
             return None  # one tensor on meta would make it a call that is traced, whose numbers mean nothing
         S = S if layout.table is None else layout.length
-    scale = default_scale(max(query.shape[3], 1)) if scale is None else scale
+    scale = default_scale(D or 1) if scale is None else scale
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if layout is None and gate is None and sinks is None and softcap is None and return_lse is False:
-        ends = _ends(mask, query.shape[2], S)
-        if ends is not None:
+        band = _NO_BAND if mask is None else mask.simple_band if type(mask) is Mask else None
+        if band is not None:
+            low, high, at_end = band
+            shift = S - T if at_end else 0
+            ends = -FAR if low is None else low + shift, FAR if high is None else high + shift
             try:
                 if learning:
                     return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_NO_MORE)[0]
@@ -131,6 +130,7 @@ def at_once(
     return _with_rules(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
 
 
+_NO_BAND = (None, None, False)
 # bounds, segments, dense, alibi, maps, relative, dropout and seed of a call without them.
 _NO_MORE = (None, None, None, None, None, None, 0.0, None)
 
@@ -139,18 +139,6 @@ def _refused(error: RuntimeError) -> None:
     """None, where the operator or torch's dispatcher has refused the arguments; any other error goes on."""
     if not (isinstance(error, NotImplementedError) or str(error).startswith("headwise: ")):
         raise error
-
-
-def _ends(mask: Mask | Tensor | None, T: int, S: int) -> tuple[int, int] | None:
-    """(low, high) of a mask that lets row i see i + low <= j < i + high; None where it is more than that."""
-    if mask is None:
-        return -FAR, FAR
-    band = mask.simple_band if type(mask) is Mask else None
-    if band is None:
-        return None
-    left, right, at_end = band
-    shift = S - T if at_end else 0
-    return -FAR if left is None else left + shift, FAR if right is None else right + shift
 
 
 def _with_rules(
@@ -167,17 +155,22 @@ def _with_rules(
     layout: Layout | None,
 ) -> Any:
     """`at_once` with a mask of any kind and further options."""
-    (B, H, T, _), V = query.shape, value.shape[3]
-    if not all(x is None or (type(x) in (Tensor, Parameter) and x.is_cpu) for x in (sinks, gate)):
+    if (
+        not (softcap is None or (type(softcap) is float and LEAST_FACTOR <= softcap <= MOST_FACTOR))
+        or not (return_lse is False or return_lse is True)
+        or not (sinks is None or (isinstance(sinks, Tensor) and sinks.is_cpu))
+        or not (gate is None or (isinstance(gate, Tensor) and gate.is_cpu))
+    ):
         return None
-    scoring = Scoring(mask.sized(B, H), scale, softcap, sinks)
+    B, H, T, _ = query.shape
+    scoring = Scoring(mask.sized(B, H) if mask.parts else mask, scale, softcap, sinks)
     tensors = (gate, *(layout or ())[:2])
     if scoring.learns or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
         return None
     if sinks is not None:
         check_sinks(sinks, H, query.device)
     if gate is not None:
-        gate = check_gate(gate, (B, H, T, V), query.device).expand(B, H, T, V)
+        gate = check_gate(gate, (B, H, T, value.shape[3]), query.device).expand(B, H, T, value.shape[3])
     try:
         rules = (*lowered(scoring, T, S), gate, 0.0, None)
     except (NoForm, RuntimeError):  # a mask that does not fit: the full path says so, or meets the same error again

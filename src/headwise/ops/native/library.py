@@ -207,19 +207,10 @@ def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
 def _joined(numbers: _Numbers, tensors: Sequence[Any]) -> Training:
     """The call again, of what `attend_train` took apart."""
     query, key, value, sinks, bounds, seed, *rest = tensors
-    lengths = (numbers.segments, numbers.maps, numbers.dense, numbers.alibi, numbers.relative)
-    segments, maps, dense, alibi, relative = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
-    rules = Rules(
-        numbers.scale,
-        numbers.softcap,
-        sinks,
-        low=numbers.low,
-        high=numbers.high,
-        bounds=bounds,
-        segments=segments,
-        dense=dense,
-        alibi=alibi,
-        maps=maps,
-        relative=relative,
-    )
-    return Training(query, key, value, rules, numbers.dropout, seed)
+    segments = maps = dense = alibi = relative = None
+    if rest:
+        lengths = (numbers.segments, numbers.maps, numbers.dense, numbers.alibi, numbers.relative)
+        segments, maps, dense, alibi, relative = ([rest.pop(0) for _ in range(length)] or None for length in lengths)
+    scale, softcap, low, high, dropout, *_ = numbers
+    rules = Rules(scale, softcap, sinks, low, high, bounds, segments, dense, alibi, maps, relative)
+    return Training(query, key, value, rules, dropout, seed)

@@ -81,6 +81,9 @@ class _Terms:
         )
 
 
+_NOTHING = (-FAR, FAR, None, None, None, None, None, None)  # of a mask without parts
+
+
 class NoForm(TypeError):
     """The operator has no form for a mask."""
 
@@ -91,7 +94,11 @@ def lowered(scoring: Scoring, T: int, S: int) -> Rules:
     Raises NoForm for a mask that it cannot take, and for an index that is no integer tensor, which a conversion would
     hide.
     """
-    terms, parts = _Terms(T, S), scoring.mask.parts
+    parts = scoring.mask.parts
+    if not parts:
+        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+        return Rules(scoring.scale, scoring.softcap or 0.0, sinks, *_NOTHING)
+    terms = _Terms(T, S)
     if len(parts) > 1 and len(_firsts(scoring.mask)) > 1:
         raise NoForm(FIRSTS)
     for rule in parts:
