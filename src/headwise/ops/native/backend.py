@@ -102,7 +102,7 @@ def at_once(
     ):
         return None
     try:
-        (_, _, T, D), S = query.shape, key.shape[2]
+        (_, _, T, D), S, _ = query.shape, key.shape[2], value.shape[3]
     except (ValueError, IndexError, RuntimeError):  # other axes than four; a nested tensor has no shape
         return None
     if layout is not None:
