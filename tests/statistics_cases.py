@@ -60,7 +60,7 @@ def expected(
     pos, j = torch.arange(T)[:, None] + S - T, torch.arange(S)[None]
     on_keys = p.sum(-1)
     share = torch.where(on_keys[..., None] > 0, p / on_keys.clamp(min=1e-300)[..., None], 0.0)
-    away = [torch.where(j - pos == o, 1.0, 0.0).double() for o in offsets]
+    away = [(p.diagonal(o + S - T, -2, -1), seen.diagonal(o + S - T, -2, -1)) for o in offsets]  # where j - pos == o
     rows_in = torch.nn.functional.one_hot(torch.arange(T) * min(T, pool) // T, min(T, pool)).double()
     keys_in = torch.nn.functional.one_hot(torch.arange(S) * min(S, pool) // S, min(S, pool)).double()
     per_bin = alive.double() @ rows_in
@@ -70,7 +70,7 @@ def expected(
         "distance": (share * (pos - j).abs()).sum(-1),
         "keys": seen.sum(-1),
         "sink": sink,
-        "offsets": torch.stack([mean((p * d).sum((-1, -2)), (seen * d).sum((-1, -2))) for d in away], -1),
+        "offsets": torch.stack([mean(mass.sum(-1), count.sum(-1)) for mass, count in away], -1),
         "received": mean(p.sum(-2), seen.sum(-2)),
         "pooled": mean(rows_in.mT @ share @ keys_in, per_bin[..., None]),
         "pooled_rows": per_bin,
