@@ -24,7 +24,9 @@ def _every_seventh(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 def test_a_map_gives_the_bits_of_its_tensor(backend: str, sizes: tuple[int, int, int, int, int]) -> None:
     B, H, K, T, S = sizes
     q, k, v = make_qkv(B, H, K, T, S, 24, 20)
-    for mask in (causal() | prefix(70), rule(_every_seventh), ~headwise.blocks(5), rule(_every_seventh) & causal()):
+    every_seventh = rule(_every_seventh)
+    masks = (causal() | prefix(70), every_seventh, ~headwise.blocks(5), every_seventh & causal())
+    for mask in (*masks, every_seventh & headwise.window(40)):  # whose tiles begin within a word of the map
         dense = mask.sized(B, H).dense(T, S)
         assert_same_bits(attend(backend, q, k, v, mask=mask), attend(backend, q, k, v, mask=keep(dense)))
 
