@@ -1,7 +1,7 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
 `headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward` and `dropout_keep` are the library's
-own (csrc/bind*.cpp). `attend_train` is `attend_kept` with `attend_backward` as its gradient.
+own (csrc/torch/bind*.cpp). `attend_train` is `attend_kept` with `attend_backward` as its gradient.
 """
 
 from __future__ import annotations
