@@ -317,7 +317,14 @@ def test_waits():
     temporary.mkdir()
     env = {**os.environ, "STARTED": str(started), "TMPDIR": str(temporary)}
     command = [sys.executable, ROOT / "scripts" / "mutants.py", "--root", root]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     while not (started.exists() and started.read_text()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
