@@ -62,6 +62,7 @@ pytest: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/statistics_memory.py
 
 native: $(VENV)/.package
