@@ -49,17 +49,17 @@ def cache_of(way: str, model: LlamaForCausalLM, length: int) -> Cache:
 
 def filled(cache: Cache, model: LlamaForCausalLM, tokens: int) -> Cache:
     """The same tokens in every cache, piece by piece."""
-    given, source = model.config, torch.Generator().manual_seed(2)
-    size = (1, given.num_key_value_heads, 4096, given.hidden_size // given.num_attention_heads)
+    config, source = model.config, torch.Generator().manual_seed(2)
+    size = (1, config.num_key_value_heads, 4096, config.hidden_size // config.num_attention_heads)
     for _ in range(tokens // 4096):
-        for layer in range(given.num_hidden_layers):
+        for layer in range(config.num_hidden_layers):
             k, v = (torch.randn(size, generator=source).bfloat16() for _ in range(2))
             cache.update(k, v, layer)
     return cache
 
 
 def nbytes(cache: Cache) -> int:
-    """Bytes of all tensors that the layers hold, one by one or in a store of headwise's."""
+    """Bytes of all tensors that the layers hold, one by one or in headwise's own storage."""
     own = getattr(cache, "nbytes", None)
     if own is not None:
         return int(own)
@@ -70,7 +70,7 @@ def nbytes(cache: Cache) -> int:
 
 
 def peak_of(step: Callable[[], Tensor]) -> int | None:
-    """Bytes that the step adds to the process at its peak; None where the system does not tell."""
+    """Bytes that the step adds to the process at its peak; None where the system does not say."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
@@ -93,7 +93,9 @@ def decoding(model: LlamaForCausalLM, cached: int, rounds: int) -> dict[str, Any
         def step() -> Tensor:
             model.config._attn_implementation = attention_of(way)
             out = model(ids, past_key_values=caches[way]).logits
-            for layer in caches[way].layers if not way.startswith("fp8") else ():  # that one cannot: it grows a little
+            for layer in (
+                caches[way].layers if not way.startswith("fp8") else ()
+            ):  # transformers' fp8 layer has no crop: it grows a little
                 layer.crop(-1)
             return out
 
@@ -103,17 +105,17 @@ def decoding(model: LlamaForCausalLM, cached: int, rounds: int) -> dict[str, Any
     with torch.no_grad():
         logits = {way: step().float() for way, step in steps.items()}
         peaks = {way: peak_of(step) for way, step in steps.items()}
-        found = clock.measure(steps, {}, rounds, seconds=8.0)
+        times = clock.measure(steps, {}, rounds, seconds=8.0)
     return {
         "case": f"decode at {cached}",
-        "tokens_per_second": {way: 1 / found.median(way) for way in WAYS},
-        "ratios": {way: found.ratio(way, "headwise bf16") for way in WAYS},
-        "int8_over_bf16": found.ratio("headwise bf16", "headwise int8"),
-        "ways": {way: found.summary(way) for way in WAYS},
+        "tokens_per_second": {way: 1 / times.median(way) for way in WAYS},
+        "ratios": {way: times.ratio(way, "headwise bf16") for way in WAYS},
+        "int8_over_bf16": times.ratio("headwise bf16", "headwise int8"),
+        "ways": {way: times.summary(way) for way in WAYS},
         "bytes": {way: nbytes(cache) for way, cache in caches.items()},
         "peaks": peaks,
         "differences": {way: float((x - logits["eager"]).norm() / logits["eager"].norm()) for way, x in logits.items()},
-        "disturbed": found.disturbed,
+        "disturbed": times.disturbed,
     }
 
 
@@ -133,54 +135,54 @@ def generating(model: LlamaForCausalLM, prompt: int, new: int, rounds: int) -> d
     ways = [way for way in WAYS if not way.startswith("fp8")]
     runs = {way: run_of(way) for way in ways}
     with torch.no_grad():
-        found = clock.measure(runs, {}, rounds, seconds=60.0)
+        times = clock.measure(runs, {}, rounds, seconds=60.0)
     return {
         "case": f"generate {new} after {prompt}",
-        "tokens_per_second": {way: new / found.median(way) for way in ways},
-        "ratios": {way: found.ratio(way, "headwise bf16") for way in ways},
-        "ways": {way: found.summary(way) for way in ways},
-        "disturbed": found.disturbed,
+        "tokens_per_second": {way: new / times.median(way) for way in ways},
+        "ratios": {way: times.ratio(way, "headwise bf16") for way in ways},
+        "ways": {way: times.summary(way) for way in ways},
+        "disturbed": times.disturbed,
     }
 
 
 def predicted(model: LlamaForCausalLM, tokens: int) -> int:
-    """Bytes that the planner says so many tokens take in bfloat16."""
+    """Bytes that so many tokens take in bfloat16, by the planner."""
     plan = headwise.plan.of(model.config.to_dict(), context=tokens)
     return int(plan.bytes_per_token) * tokens
 
 
-def print_table(told: dict[str, Any]) -> None:
-    of = told["machine"]
+def print_table(report: dict[str, Any]) -> None:
+    of = report["machine"]
     title = f"Llama-3-8B's dimensions, 2 layers, bfloat16; transformers {of['transformers']}; tokens a second"
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("case", no_wrap=True)
+    grid = Table(title=title, title_justify="left")
+    grid.add_column("case", no_wrap=True)
     for name in (*WAYS, "over sdpa", "int8 over bf16"):
-        shown.add_column(name, justify="right")
-    for row in told["results"]:
+        grid.add_column(name, justify="right")
+    for row in report["results"]:
         rates = [f"{row['tokens_per_second'][way]:.2f}" if way in row["tokens_per_second"] else "" for way in WAYS]
         both = row["tokens_per_second"]["headwise int8"] / row["tokens_per_second"]["headwise bf16"]
-        shown.add_row(row["case"], *rates, f"{row['ratios']['sdpa']:.2f}x", f"{both:.2f}x")
+        grid.add_row(row["case"], *rates, f"{row['ratios']['sdpa']:.2f}x", f"{both:.2f}x")
         if "bytes" in row:
-            shown.add_row("  MiB held", *(f"{row['bytes'][way] / 2**20:.1f}" for way in WAYS))
+            grid.add_row("  MiB held", *(f"{row['bytes'][way] / 2**20:.1f}" for way in WAYS))
             peaks = ["" if row["peaks"][way] is None else f"{row['peaks'][way] / 2**20:.0f}" for way in WAYS]
-            shown.add_row("  MiB more in a step", *peaks)
-    table.console().print(shown)
+            grid.add_row("  MiB more in a step", *peaks)
+    table.console().print(grid)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--cached", default=",".join(map(str, CACHED)), help="multiples of 4096")
-    ask.add_argument("--generate", default="2048,32", help="tokens of the prompt, new tokens; empty for none")
-    ask.add_argument("--rounds", type=int, default=5)
-    table.add_delivery(ask)
-    given = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cached", default=",".join(map(str, CACHED)), help="multiples of 4096")
+    parser.add_argument("--generate", default="2048,32", help="tokens of the prompt, new tokens; empty for none")
+    parser.add_argument("--rounds", type=int, default=5)
+    table.add_delivery(parser)
+    options = parser.parse_args()
     model = hf_end_to_end.model_of(hf_end_to_end.config())
-    rows = [decoding(model, int(n), given.rounds) for n in given.cached.split(",") if n]
-    if given.generate:
-        prompt, new = map(int, given.generate.split(","))
-        rows.append(generating(model, prompt, new, given.rounds))
-    told = {"machine": clock.machine(), "predicted_bytes_a_token": predicted(model, 1), "results": rows}
-    table.deliver(told, print_table, given, "caches")
+    rows = [decoding(model, int(n), options.rounds) for n in options.cached.split(",") if n]
+    if options.generate:
+        prompt, new = map(int, options.generate.split(","))
+        rows.append(generating(model, prompt, new, options.rounds))
+    report = {"machine": clock.machine(), "predicted_bytes_a_token": predicted(model, 1), "results": rows}
+    table.deliver(report, print_table, options, "caches")
 
 
 if __name__ == "__main__":

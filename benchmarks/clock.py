@@ -1,7 +1,8 @@
-"""Timing: the ways of doing one thing take turns, round after round; rounds in which others used the CPU are left out.
+"""Timing: the ways of doing one thing take turns, round after round. Rounds in which other processes used
+the CPU are left out.
 
 A turn of a short call is many calls in a row (their median counts), so that caches and thread pools are as in a
-program that does this and nothing else; a turn of a long call is one call.
+program that does nothing else; a turn of a long call is one call.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Probe = Callable[[], float | None]
 
 @dataclass
 class Rounds:
-    """What the rounds gave: seconds a call by way, and rates by limit; None where a slow way sat the round out."""
+    """Seconds a call by way and rates by limit, a number for each round; None where a slow way took no part."""
 
     seconds: dict[str, list[float | None]]
     limits: dict[str, list[float | None]]
@@ -54,12 +55,12 @@ class Rounds:
 
 def own_cpu() -> float:
     """CPU seconds of this process, all threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def machine_cpu() -> float | None:
-    """CPU seconds that the whole machine was busy, or that its host took away; None where that is not told."""
+    """CPU seconds in which the whole machine was busy, or its host ran others (steal); None without /proc/stat."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
@@ -68,26 +69,26 @@ def machine_cpu() -> float | None:
 
 
 class Foreign:
-    """What others used of the CPU since this was made; a twentieth of one core and what ticks hide counts as quiet."""
+    """CPU time of other processes since this was made; a twentieth of a core and the error of ticks count as quiet."""
 
     def __init__(self) -> None:
         self.at = (time.perf_counter(), own_cpu(), machine_cpu())
 
     def load(self) -> float:
-        """CPU seconds of others."""
+        """CPU seconds of other processes."""
         busy = machine_cpu()
         if busy is None or self.at[2] is None:
             return 0.0
         return busy - self.at[2] - (own_cpu() - self.at[1])
 
     def excess(self) -> float:
-        """CPU seconds of others a second, beyond what counts as quiet: above 0 the round was disturbed."""
+        """CPU seconds of other processes a second, beyond what counts as quiet: above 0 the round was disturbed."""
         wall = time.perf_counter() - self.at[0]
         return (self.load() - 0.04) / wall - 0.05
 
 
 def settle() -> None:
-    """Wait until no thread pool of this process spins any more, for it would slow down who comes next."""
+    """Wait until no thread pool of this process spins any more: it would slow down the next turn."""
     for _ in range(10):
         before = own_cpu()
         time.sleep(0.006)
@@ -122,10 +123,10 @@ def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, s
     while quiet < rounds and len(done) < 3 * rounds:
         if done and time.perf_counter() - start > seconds * (4 if len(done) < LEAST else 1):
             break
-        others = Foreign()
+        foreign = Foreign()
         limits = {name: probe() for name, probe in probes.items()}
         times = {name: None if name in slow and quiet >= LEAST else turn(run) for name, run in ways.items()}
-        done.append((others.excess(), times, limits))
+        done.append((foreign.excess(), times, limits))
         slow |= {name for name, took in times.items() if took is not None and took > SLOW}
         quiet += done[-1][0] <= 0
     enough = min(LEAST, rounds, len(done))
@@ -139,7 +140,7 @@ def measure(ways: Mapping[str, Run], probes: Mapping[str, Probe], rounds: int, s
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on; nothing of where the files lie."""
+    """What the numbers depend on; no paths."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -73,14 +73,14 @@ def prefill_run(model: LlamaForCausalLM, length: int) -> Callable[[], Tensor]:
 
 def decode_run(model: LlamaForCausalLM, cached: int, static: bool) -> Callable[[], Tensor]:
     """One more token; then the cache is cut back, so that every step is the same."""
-    given = model.config
+    config = model.config
     source = torch.Generator().manual_seed(2)
-    shape = (1, given.num_key_value_heads, cached, given.hidden_size // given.num_attention_heads)
-    cache = StaticCache(config=given, max_cache_len=cached + 64) if static else DynamicCache(config=given)
-    for layer in range(given.num_hidden_layers):
+    shape = (1, config.num_key_value_heads, cached, config.hidden_size // config.num_attention_heads)
+    cache = StaticCache(config=config, max_cache_len=cached + 64) if static else DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
         k, v = (torch.randn(shape, generator=source).bfloat16() for _ in range(2))
         cache.update(k, v, layer)
-    ids = torch.randint(given.vocab_size, (1, 1), generator=source)
+    ids = torch.randint(config.vocab_size, (1, 1), generator=source)
 
     def run() -> Tensor:
         out = model(ids, past_key_values=cache).logits
@@ -107,54 +107,54 @@ def compared(model: LlamaForCausalLM, run: Callable[[], Tensor], tokens: int, ro
     ways = {name: with_attention(name) for name in ATTENTIONS}
     with torch.no_grad():
         logits = {name: way().float() for name, way in ways.items()}
-        found = clock.measure(ways, {}, rounds, seconds=8.0)
+        times = clock.measure(ways, {}, rounds, seconds=8.0)
     truth = logits["eager"]
     return {
-        "tokens_per_second": {name: tokens / found.median(name) for name in ways},
-        "ratios": {name: found.ratio(name, "headwise") for name in ways},
-        "ways": {name: found.summary(name) for name in ways},
+        "tokens_per_second": {name: tokens / times.median(name) for name in ways},
+        "ratios": {name: times.ratio(name, "headwise") for name in ways},
+        "ways": {name: times.summary(name) for name in ways},
         "differences": {name: float((x - truth).norm() / truth.norm()) for name, x in logits.items()},
-        "disturbed": found.disturbed,
+        "disturbed": times.disturbed,
     }
 
 
 def measured(
-    given: LlamaConfig, prefill: Sequence[int] = PREFILL, decode: Sequence[int] = DECODE, rounds: int = 5
+    config: LlamaConfig, prefill: Sequence[int] = PREFILL, decode: Sequence[int] = DECODE, rounds: int = 5
 ) -> dict[str, Any]:
     """The machine and a row for each length."""
-    model = model_of(given)
+    model = model_of(config)
     rows = []
     for length in prefill:
-        found = compared(model, prefill_run(model, length), length, rounds)
-        rows.append({"case": f"prefill of {length}", **found})
+        result = compared(model, prefill_run(model, length), length, rounds)
+        rows.append({"case": f"prefill of {length}", **result})
     for cached in decode:
         for static in (False, True):
-            found = compared(model, decode_run(model, cached, static), 1, rounds)
-            rows.append({"case": f"decode at {cached}, {'static' if static else 'default'} cache", **found})
-    return {"machine": clock.machine(), "model": given.to_diff_dict(), "results": rows}
+            result = compared(model, decode_run(model, cached, static), 1, rounds)
+            rows.append({"case": f"decode at {cached}, {'static' if static else 'default'} cache", **result})
+    return {"machine": clock.machine(), "model": config.to_diff_dict(), "results": rows}
 
 
-def print_table(told: dict[str, Any]) -> None:
-    of = told["machine"]
+def print_table(report: dict[str, Any]) -> None:
+    of = report["machine"]
     title = f"Llama-3-8B's dimensions, {LAYERS} layers, bfloat16; transformers {of['transformers']}; tokens a second"
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("case", no_wrap=True)
+    grid = Table(title=title, title_justify="left")
+    grid.add_column("case", no_wrap=True)
     for name in (*ATTENTIONS, "against sdpa", "against eager", "logits off eager's", "sdpa's"):
-        shown.add_column(name, justify="right")
-    for row in told["results"]:
+        grid.add_column(name, justify="right")
+    for row in report["results"]:
         rates = [f"{row['tokens_per_second'][name]:.1f}" for name in ATTENTIONS]
         ratios = [f"{row['ratios'][name]:.2f}x" for name in ATTENTIONS[1:]]
         off = [f"{row['differences'][name]:.1e}" for name in ATTENTIONS[:2]]
-        shown.add_row(row["case"] + ("~" if row["disturbed"] else ""), *rates, *ratios, *off)
-    table.console().print(shown)
+        grid.add_row(row["case"] + ("~" if row["disturbed"] else ""), *rates, *ratios, *off)
+    table.console().print(grid)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--rounds", type=int, default=5)
-    table.add_delivery(ask)
-    given = ask.parse_args()
-    table.deliver(measured(config(), rounds=given.rounds), print_table, given, "hf")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    table.add_delivery(parser)
+    options = parser.parse_args()
+    table.deliver(measured(config(), rounds=options.rounds), print_table, options, "hf")
 
 
 if __name__ == "__main__":

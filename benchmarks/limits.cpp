@@ -1,5 +1,5 @@
 // What this machine can do at most: multiply-adds a second and bytes read a second, by all threads together.
-// Compiled on the fly by limits.py with -march=native; what the CPU has not, answers 0.
+// Compiled on the fly by limits.py with -march=native; a function whose instructions the CPU lacks returns 0.
 
 #include <algorithm>
 #include <atomic>
@@ -19,9 +19,10 @@ using Clock = std::chrono::steady_clock;
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-volatile double sink;  // results go here, so that no loop is thrown away
+volatile double sink;  // results go here, so that no loop is removed
 
-// Each worker calls work(index) until the time is up; work says how much it did. Returns work a second, all together.
+// Each worker calls work(index), which returns how much it did, until the time is up. Returns work a second, all
+// together.
 template <class Work> double rate(int threads, double seconds, Work work) {
     std::atomic<int> ready{0};
     std::vector<double> done(threads), took(threads);
@@ -94,8 +95,8 @@ double bf16_products(double repeats) {
 }
 #endif
 
-// One pass over a piece of memory in four streams, each with its own prefetch: more lines are under way than one
-// stream's hardware prefetch keeps.
+// One pass over a piece of memory in four streams, each with its own prefetch: more lines are on their way than
+// the hardware prefetches for one stream.
 double pass(const char* bytes, size_t size) {
     typedef unsigned Line __attribute__((vector_size(64)));
     constexpr size_t streams = 4, ahead = 1024;
@@ -122,7 +123,7 @@ extern "C" double fma_rate(int threads, double seconds) {
     return rate(threads, seconds, [](int) { return multiply_adds<Wide, wide_sums>(500); });
 }
 
-// The multiply-adds of 8 lanes that AVX2 has, for kernels held to AVX2.
+// The multiply-adds of 8 lanes that AVX2 has, for kernels limited to AVX2.
 extern "C" double fma_avx2_rate(int threads, double seconds) {
 #if defined(__AVX2__) && defined(__FMA__)
     typedef float Eight __attribute__((vector_size(32)));

@@ -1,4 +1,4 @@
-"""The most this machine can do, measured beside what is compared with it: limits.cpp, compiled on the fly.
+"""The limits of this machine, measured in turns with what is compared with them: limits.cpp, compiled on the fly.
 
 Without a C++ compiler there are no limits (`compiled()` is None), and the table leaves those columns empty.
 """
@@ -24,7 +24,7 @@ SECONDS = 0.03  # of one measurement: long enough to be exact to a percent, shor
 @cache
 def compiled() -> ctypes.CDLL | None:
     """The library, or None where there is no compiler or it cannot compile this."""
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:

@@ -4,8 +4,9 @@
 
 1. `causal() | prefix(n)`: its time beside that of `causal()`, over the pairs of the one beside those of the other. Both
    do the same work a pair, so 1.0 is what the arithmetic needs.
-2. `rule(function)` for packed documents, whose map of tiles is made, beside FlexAttention compiled for the CPU with its
-   block mask made, in float32 and in bfloat16; and the making of the map, as a part of one layer's time in bfloat16.
+2. `rule(function)` for packed documents, with its map of tiles made beforehand, beside FlexAttention compiled for the
+   CPU, with its block mask made beforehand, in float32 and in bfloat16; and the time to make the map, as a part of one
+   layer's time in bfloat16.
 3. `relative(table)`, as T5 has it, beside no bias: the peak memory of a process that runs it.
 """
 
@@ -43,7 +44,7 @@ def tensors(heads: int, length: int, dtype: torch.dtype = torch.bfloat16) -> tup
 
 
 def documents(length: int) -> Tensor:
-    """The number of each token's document, of documents of 300 to 1500 tokens."""
+    """The number of each token's document; documents have 300 to 1500 tokens."""
     make = torch.Generator().manual_seed(3)
     sizes = torch.randint(300, 1500, (length // 300,), generator=make)
     return torch.repeat_interleave(torch.arange(len(sizes)), sizes)[:length]
@@ -58,8 +59,8 @@ def prefix(heads: int, length: int, rounds: int) -> dict[str, Any]:
         "causal": lambda: headwise.attention(q, k, v, mask=causal),
         "prefix": lambda: headwise.attention(q, k, v, mask=both),
     }
-    taken = timed(ways, rounds)
-    return {**summaries(taken), "pairs": pairs, "ratio": taken.ratio("prefix", "causal") / pairs}
+    times = timed(ways, rounds)
+    return {**summaries(times), "pairs": pairs, "ratio": times.ratio("prefix", "causal") / pairs}
 
 
 def packed(heads: int, length: int, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -83,12 +84,12 @@ def packed(heads: int, length: int, rounds: int, dtype: torch.dtype) -> dict[str
         "map": make,
     }
     off = float((ways["headwise"]().float() - ways["flex"]().float()).norm() / ways["flex"]().float().norm())
-    taken = timed(ways, rounds)
+    times = timed(ways, rounds)
     return {
-        **summaries(taken),
+        **summaries(times),
         "off": off,
-        "ratio": taken.ratio("flex", "headwise"),
-        "map": taken.ratio("map", "headwise"),
+        "ratio": times.ratio("flex", "headwise"),
+        "map": times.ratio("map", "headwise"),
     }
 
 
@@ -117,45 +118,45 @@ def timed(ways: dict[str, clock.Run], rounds: int) -> clock.Rounds:
     return clock.measure(ways, {}, rounds, 120.0)
 
 
-def summaries(taken: clock.Rounds) -> dict[str, Any]:
-    return {"ms": {way: taken.summary(way) for way in taken.seconds}, "disturbed": taken.disturbed}
+def summaries(times: clock.Rounds) -> dict[str, Any]:
+    return {"ms": {way: times.summary(way) for way in times.seconds}, "disturbed": times.disturbed}
 
 
-def print_table(results: dict[str, Any]) -> None:
-    rows = results["results"]
-    shown = Table(title="Masks of rules", title_justify="left")
+def print_table(report: dict[str, Any]) -> None:
+    rows = report["results"]
+    grid = Table(title="Masks of rules", title_justify="left")
     for name in ("what", "measured", "must be"):
-        shown.add_column(name)
+        grid.add_column(name)
     one, two, three = rows["prefix"], rows["documents, bfloat16"], rows["relative"]
     single = rows["documents, float32"]["ratio"]
-    shown.add_row("causal() | prefix(n), over its arithmetic at causal()'s rate", f"{one['ratio']:.2f}", "<= 1.15")
-    shown.add_row("rule(documents), FlexAttention compiled over headwise, float32", f"{single:.1f}", ">= 3")
-    shown.add_row("the same in bfloat16", f"{two['ratio']:.1f}", ">= 3")
-    shown.add_row("making its map, part of one layer's time", f"{two['map']:.2f}", "<= 0.25")
-    shown.add_row("relative(table): MiB more than no bias", f"{three['more']:.0f}", "<= 64")
-    shown.add_row("the same bias as a tensor: MiB more", f"{three['dense']:.0f}", "")
-    table.console().print(shown)
+    grid.add_row("causal() | prefix(n), over its arithmetic at causal()'s rate", f"{one['ratio']:.2f}", "<= 1.15")
+    grid.add_row("rule(documents), FlexAttention compiled over headwise, float32", f"{single:.1f}", ">= 3")
+    grid.add_row("the same in bfloat16", f"{two['ratio']:.1f}", ">= 3")
+    grid.add_row("making its map, part of one layer's time", f"{two['map']:.2f}", "<= 0.25")
+    grid.add_row("relative(table): MiB more than no bias", f"{three['more']:.0f}", "<= 64")
+    grid.add_row("the same bias as a tensor: MiB more", f"{three['dense']:.0f}", "")
+    table.console().print(grid)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--rounds", type=int, default=7)
-    ask.add_argument("--heads", type=int, default=32)
-    ask.add_argument("--length", type=int, default=8192)
-    ask.add_argument("--peak", help=argparse.SUPPRESS)
-    table.add_delivery(ask)
-    asked = ask.parse_args()
-    if asked.peak:
-        print(peak(asked.peak, asked.heads, asked.length))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    table.add_delivery(parser)
+    options = parser.parse_args()
+    if options.peak:
+        print(peak(options.peak, options.heads, options.length))
         return
     with torch.no_grad():
         results = {
-            "prefix": prefix(asked.heads, asked.length, asked.rounds),
-            "documents, float32": packed(asked.heads, asked.length, asked.rounds, torch.float32),
-            "documents, bfloat16": packed(asked.heads, asked.length, asked.rounds, torch.bfloat16),
-            "relative": relative(8, asked.length // 2),
+            "prefix": prefix(options.heads, options.length, options.rounds),
+            "documents, float32": packed(options.heads, options.length, options.rounds, torch.float32),
+            "documents, bfloat16": packed(options.heads, options.length, options.rounds, torch.bfloat16),
+            "relative": relative(8, options.length // 2),
         }
-    table.deliver({"machine": clock.machine(), "must": MUST, "results": results}, print_table, asked, "masks")
+    table.deliver({"machine": clock.machine(), "must": MUST, "results": results}, print_table, options, "masks")
 
 
 if __name__ == "__main__":

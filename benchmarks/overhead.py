@@ -60,9 +60,9 @@ def kinds() -> dict[str, dict[str, Callable[[], Any]]]:
 
 def measured(rounds: int = 15, calls: int = 2000) -> dict[str, dict[str, float]]:
     """Microseconds a call: the median of rounds of so many calls, ways in turns, on one thread."""
-    told = {}
+    results = {}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # waking a second thread is no overhead of the call
+    torch.set_num_threads(1)  # waking a second thread is not part of the overhead
     with torch.no_grad():
         for kind, ways in kinds().items():
             times: dict[str, list[float]] = {name: [] for name in ways}
@@ -73,28 +73,28 @@ def measured(rounds: int = 15, calls: int = 2000) -> dict[str, dict[str, float]]
                     for _ in range(calls):
                         run()
                     times[name].append(1e6 * (time.perf_counter() - start) / calls)
-            told[kind] = {name: statistics.median(found) for name, found in times.items()}
+            results[kind] = {name: statistics.median(values) for name, values in times.items()}
     torch.set_num_threads(threads)
-    return told
+    return results
 
 
-def print_table(told: dict[str, Any]) -> None:
-    shown = Table(title="Overhead of a call, microseconds", title_justify="left")
+def print_table(report: dict[str, Any]) -> None:
+    grid = Table(title="Overhead of a call, microseconds", title_justify="left")
     ways = ("headwise", "torch", "the bare op")
-    shown.add_column("call")
+    grid.add_column("call")
     for name in ways:
-        shown.add_column(name, justify="right")
-    for kind, found in told["results"].items():
-        shown.add_row(kind, *(f"{found[name]:.2f}" if name in found else "" for name in ways))
-    table.console().print(shown)
+        grid.add_column(name, justify="right")
+    for kind, medians in report["results"].items():
+        grid.add_row(kind, *(f"{medians[name]:.2f}" if name in medians else "" for name in ways))
+    table.console().print(grid)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    table.add_delivery(ask)
-    given = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    table.add_delivery(parser)
+    options = parser.parse_args()
     results = measured()
-    table.deliver({"machine": clock.machine(), "results": results}, print_table, given, "overhead")
+    table.deliver({"machine": clock.machine(), "results": results}, print_table, options, "overhead")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """ONNX Runtime and OpenVINO on the same tensors, where they are installed; each form is one small graph.
 
-Inputs and outputs are torch's own memory, bound beforehand. ONNX Runtime has no bfloat16 on the CPU and gets float16.
+Inputs and outputs are torch's own memory, bound beforehand. ONNX Runtime has no bfloat16 on the CPU: float16 there.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def _ort(node: Any, feeds: dict[str, Tensor], outs: dict[str, Tensor]) -> Callab
         torch.int32: (TensorProto.INT32, np.int32),
     }
 
-    def told(tensors: dict[str, Tensor]) -> list[Any]:
+    def infos(tensors: dict[str, Tensor]) -> list[Any]:
         return [helper.make_tensor_value_info(n, kinds[x.dtype][0], list(x.shape)) for n, x in tensors.items()]
 
     domains = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(
-        helper.make_graph([node], "attention", told(feeds), told(outs)), opset_imports=domains, ir_version=11
+        helper.make_graph([node], "attention", infos(feeds), infos(outs)), opset_imports=domains, ir_version=11
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -85,11 +85,11 @@ def _ort(node: Any, feeds: dict[str, Tensor], outs: dict[str, Tensor]) -> Callab
         binding.bind_input(name, "cpu", 0, kinds[x.dtype][1], list(x.shape), x.data_ptr())
     for name, x in outs.items():
         binding.bind_output(name, "cpu", 0, kinds[x.dtype][1], list(x.shape), x.data_ptr())
-    kept = (feeds, outs)  # the session knows addresses only: who holds the run must hold the tensors
+    tensors = (feeds, outs)  # the session has addresses only: `run` keeps the tensors alive
 
     def run() -> None:
         session.run_with_iobinding(binding)
-        assert kept
+        assert tensors
 
     return run
 
@@ -204,7 +204,7 @@ def _openvino(q: Tensor, k: Tensor, v: Tensor, causal: bool, dense: Tensor | Non
 
     def run() -> Tensor:
         request.infer()
-        assert feeds  # the request knows addresses only
+        assert feeds  # the request has addresses only: this keeps the tensors alive
         return out
 
     return run

@@ -1,6 +1,6 @@
-"""The benchmark's cases: a name, a shape, a mask, and what is asked of each.
+"""The benchmark's cases: a name, a shape, a mask, and the marks that each should reach.
 
-Tests run every case once at a reduced length, so that a benchmark cannot rot (tests/test_benchmarks.py).
+Tests run every case once at a reduced length, so that none breaks unnoticed (tests/test_benchmarks.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PEERS = ("onnxruntime", "openvino")
 
 @dataclass(frozen=True)
 class Mark:
-    """What is asked: at least `must`, better `aim`. `of`: `limit` (our part of it) or a way (times as long as ours)."""
+    """At least `must`, better `aim`. `of`: `limit` (our part of it) or a way (times as long as ours)."""
 
     of: str
     must: float
@@ -45,7 +45,7 @@ class Case:
     width: int = 1024
     backward: bool = False
     marks: tuple[Mark, ...] = ()
-    without: tuple[str, ...] = ()  # ways that have nothing to say here, or take too long
+    without: tuple[str, ...] = ()  # ways left out: they add nothing here, or take too long
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class Case:
         return q, k, v
 
     def mask(self) -> headwise.Mask | None:
-        """The case's mask, as headwise says it."""
+        """The case's mask as an object of headwise."""
         if self.kind == FULL or self.kind.endswith("-logits"):
             return None
         if self.kind == "causal":
@@ -113,7 +113,7 @@ class Case:
         return replace(self, kind=self.kind.replace("far", "near"))
 
     def bytes_read(self) -> float:
-        """Bytes of keys and values that are attended, each once; values that are columns of the keys count nothing."""
+        """Bytes of keys and values that are attended, each once; values that are columns of the keys do not count."""
         columns = self.D + (0 if self.V else self.D)
         rows = float(self.lengths().sum()) if self.kind == "padded" else float(self.B * self.S)
         if self.regime == "int8 decode":  # a byte an element, and two scales
@@ -121,7 +121,7 @@ class Case:
         return rows * self.K * columns * getattr(torch, self.dtype).itemsize
 
     def flops(self) -> float:
-        """Floating-point operations of the pairs that are attended; what is masked counts nothing."""
+        """Floating-point operations of the pairs that are attended; masked pairs do not count."""
         rows = torch.arange(self.T, dtype=torch.float64) + self.S - self.T + 1
         pairs = float(self.T * self.S) * self.B
         if self.kind in ("causal", "window"):

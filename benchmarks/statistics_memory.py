@@ -4,7 +4,7 @@
 
 A slope of 1 is memory that grows linearly; the matrix itself has slope 2. Memory is counted, not sampled: the bytes of
 every live tensor storage after every operation, so the figures are the same on every run and every machine. Inputs are
-counted too; what an operation holds inside itself is not.
+counted too; memory that an operation takes and frees inside itself is not.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from headwise.ops.statistics import statistics
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensor storages alive after each operation in the block: `.peak` and `.largest`."""
 
-    def __init__(self, *held: Tensor) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         super().__init__()
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
         self.largest = 0  # bytes of the largest single storage
-        self._count(held)
+        self._count(tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -47,7 +47,7 @@ class LiveBytes(TorchDispatchMode):
                 storage = x.untyped_storage()
                 self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                 self.largest = max(self.largest, storage.nbytes())
-        if self._bytes() > self.peak:  # an upper bound, for some are dead by now: count the living
+        if self._bytes() > self.peak:  # an upper bound, for some may be freed by now: count those that are not
             self.seen = {key: pair for key, pair in self.seen.items() if not pair[0].expired()}
             self.peak = max(self.peak, self._bytes())
 

@@ -25,29 +25,29 @@ NARROW = 128  # of its wider half
 
 
 def console(stderr: bool = False) -> Console:
-    """One that keeps its lines whole where no terminal says how wide it is."""
-    made = Console(stderr=stderr, highlight=False)
-    narrow = NARROW if made.is_terminal or os.environ.get("COLUMNS") else WIDTH
-    return made if made.width >= narrow else Console(stderr=stderr, highlight=False, width=narrow)
+    """A console wide enough for the table where no terminal gives the width."""
+    normal = Console(stderr=stderr, highlight=False)
+    narrow = NARROW if normal.is_terminal or os.environ.get("COLUMNS") else WIDTH
+    return normal if normal.width >= narrow else Console(stderr=stderr, highlight=False, width=narrow)
 
 
-def add_delivery(ask: argparse.ArgumentParser) -> None:
-    ask.add_argument("--json", action="store_true", help="print JSON, not the table")
-    ask.add_argument("--out", type=Path, help="write the results here, not to benchmarks/results")
+def add_delivery(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, not the table")
+    parser.add_argument("--out", type=Path, help="write the results here, not to benchmarks/results")
 
 
 def deliver(
-    told: dict[str, Any], show: Callable[[dict[str, Any]], object], given: argparse.Namespace, name: str
+    report: dict[str, Any], show: Callable[[dict[str, Any]], object], options: argparse.Namespace, name: str
 ) -> None:
-    """Print the results, and keep them: in the file asked for, or as today's under `name`; JSON is for the caller."""
-    text = json.dumps(told, indent=1) + "\n"
-    if given.json:
+    """Print a table, or JSON; write JSON to `--out`, or beside a printed table to today's file of that name."""
+    text = json.dumps(report, indent=1) + "\n"
+    if options.json:
         print(text, end="")
     else:
-        show(told)
-    if given.out:
-        given.out.write_text(text)
-    elif name and not given.json:
+        show(report)
+    if options.out:
+        options.out.write_text(text)
+    elif name and not options.json:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{datetime.date.today().isoformat()}-{name}.json").write_text(text)
 
@@ -90,18 +90,18 @@ def marks_cell(row: Row) -> str:
     return f"[{'green' if met == len(known) else 'red'}]{met}/{len(known)}[/]"
 
 
-def print_table(told: dict[str, Any], out: Console | None = None) -> None:
-    """All of it: the machine, the cases, the marks, and who was absent and why."""
+def print_table(report: dict[str, Any], out: Console | None = None) -> None:
+    """All of it: the machine, the cases, the marks, and which ways were absent and why."""
     out = out or console()
-    out.print(heading(told["machine"]))
+    out.print(heading(report["machine"]))
     if out.width >= WIDTH:
-        print_cells(told["results"], {**OURS, **PEERS, **LAST}, out)
+        print_cells(report["results"], {**OURS, **PEERS, **LAST}, out)
     else:
-        print_cells(told["results"], {**OURS, **LAST}, out)
-        print_cells(told["results"], PEERS, out)
+        print_cells(report["results"], {**OURS, **LAST}, out)
+        print_cells(report["results"], PEERS, out)
     out.print(CAPTION, "", style="dim")
-    print_marks(told["results"], out)
-    print_absent(told["results"], out)
+    print_marks(report["results"], out)
+    print_absent(report["results"], out)
 
 
 def print_cells(rows: list[Row], columns: dict[str, Callable[[Row], str]], out: Console) -> None:
@@ -148,7 +148,7 @@ def print_marks(rows: list[Row], out: Console) -> None:
     table = Table(title="Marks", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("case", "of", "reached", "must", "aim", ""):
         table.add_column(name, justify="left" if name in ("case", "of") else "right", no_wrap=True)
-    met = asked = 0
+    met = measured = 0
     for row in rows:
         for mark in row["marks"]:
             share = mark["of"] == "limit"
@@ -156,13 +156,13 @@ def print_marks(rows: list[Row], out: Console) -> None:
             verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "not measured"}[mark["met"]]
             if mark["met"] and mark["aim"]:
                 verdict += ", [green]aim too[/]" if mark["value"] >= mark["aim"] else ""
-            asked, met = asked + (mark["met"] is not None), met + bool(mark["met"])
+            measured, met = measured + (mark["met"] is not None), met + bool(mark["met"])
             value = "" if mark["value"] is None else show(mark["value"])
             aim = show(mark["aim"]) if mark["aim"] else ""
             table.add_row(row["case"], mark["of"], value, show(mark["must"]), aim, verdict)
     if table.row_count:
         out.print(table)
-        out.print(f"{met} of {asked} marks met")
+        out.print(f"{met} of {measured} marks met")
 
 
 def print_absent(rows: list[Row], out: Console) -> None:

@@ -31,7 +31,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Lineup:
-    """Who takes part on which inputs, and why each other does not."""
+    """The ways that take part, their inputs, and why each other way does not."""
 
     inputs: Inputs
     runs: dict[str, Run] = field(default_factory=dict)
@@ -73,7 +73,7 @@ def fastest(forms: Mapping[str, Callable[[], Run]], truth: Tensor) -> Run:
         try:
             run = build()
             off = difference(run(), truth)
-        except Exception as error:  # a peer that cannot do a case says so in its own ways
+        except Exception as error:  # each library raises errors of its own
             why = f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error) else ''}"
             continue
         if not off < (3e-2 if truth.dtype in HALF_DTYPES else 1e-3):
@@ -130,7 +130,7 @@ def torch_forms(case: Case, inputs: Inputs) -> dict[str, Callable[[], Run]]:
 
 
 def folded_forms(case: Case, inputs: Inputs) -> dict[str, Callable[[], Run]]:
-    """The group's heads laid into the query axis, where no mask tells them apart: the one-liner that experts write."""
+    """The group's heads laid into the query axis, where all have the same mask: the one-liner that experts write."""
     q, k, v = inputs
     if case.kind not in (FULL, "padded") or (case.T > 1 and (case.H == case.K or case.kind != FULL)):
         return {}
@@ -174,7 +174,7 @@ def _flex(case: Case, inputs: Inputs) -> Run:
     batch = case.B if case.kind == "padded" else None
     grouped = case.H != case.K
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the compiler's own parts say of each other
+        warnings.simplefilter("ignore")  # the compiler's warnings about itself
         torch._dynamo.reset()  # else the eighth shape in one process would run uncompiled
         compiled = torch.compile(flex_attention, dynamic=False)
         block = rule and create_block_mask(rule, batch, None, case.T, case.S, device="cpu")

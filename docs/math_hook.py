@@ -11,7 +11,7 @@ FORMULA = re.compile(r'<(div|span) class="arithmatex">\\[\[(](.*?)\\[\])]</\1>',
 
 def on_page_content(content: str, **_: Any) -> str:
     """Replace each formula that the arithmatex extension has set apart."""
-    return FORMULA.sub(lambda found: _mathml(found[2], found[1] == "div"), content)
+    return FORMULA.sub(lambda match: _mathml(match[2], match[1] == "div"), content)
 
 
 def _mathml(formula: str, block: bool) -> str:

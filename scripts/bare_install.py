@@ -1,8 +1,8 @@
 """Runs headwise as `pip install headwise` leaves it, without an extra: in a fresh environment (`python
-scripts/bare_install.py`), or where `tests/test_bare_install.py` makes one of links.
+scripts/bare_install.py`), or in the one of links that `tests/test_bare_install.py` makes.
 
-The op, the module, the caches, the statistics and the planner must work. What needs an extra must say which, in one
-line. Exit code 1 and the reason otherwise; also where an extra is installed, for then this shows nothing.
+The op, the module, the caches, the statistics and the planner must work. What needs an extra must name it in one line.
+Exit code 1 and the reason otherwise; also where an extra is installed, for then the run proves nothing.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def command(arguments: list[str]) -> tuple[int, str, str]:
 
 
 def expect(start: str, extra: str, call: Callable[[], object]) -> None:
-    """The call raises ImportError, whose one line begins so and names the extra."""
+    """The call raises an ImportError of one line, which begins with `start` and names the extra."""
     try:
         call()
     except ImportError as error:
@@ -95,8 +95,8 @@ def expect(start: str, extra: str, call: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    if there := [name for name in EXTRAS if importlib.util.find_spec(name)]:
-        sys.exit(f"not a bare install: {', '.join(there)} can be imported")
+    if extras := [name for name in EXTRAS if importlib.util.find_spec(name)]:
+        sys.exit(f"not a bare install: {', '.join(extras)} can be imported")
     for step in (run_the_op, run_the_module, run_the_commands, see_what_is_missing):
         step()
     print("the bare install runs")

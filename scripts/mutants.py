@@ -1,13 +1,13 @@
-"""Proves that the tests notice faults: puts each mutant of the ledger into a copy of the tree and runs its test.
+"""Checks that the tests detect faults: puts each mutant of the ledger into a copy of the tree and runs its test.
 
     .venv/bin/python scripts/mutants.py                        all of tests/mutants.toml (`make mutants`)
     .venv/bin/python scripts/mutants.py --only cache           those of a room, or of a file; `--list` shows them
-    .venv/bin/python scripts/mutants.py --sample 10 --seed X   ten drawn ones; the seed is git's HEAD unless named
+    .venv/bin/python scripts/mutants.py --sample 10 --seed X   ten at random; the seed is git's HEAD by default
 
 An entry of the ledger is a file, a text that occurs in it once, the text to put there, and a test. The test must pass
 on a clean copy and fail on the mutated one: by an assertion or an exception of its own, for a module that no longer
-imports or a test that is not there proves nothing. A timeout or a crash counts, and is named. C++ is compiled in the
-copy, all instruction sets, unoptimised: it takes a tenth of the time and rounds alike.
+imports or a test that is not there proves nothing. A timeout or a crash counts too, and is shown. C++ is compiled in
+the copy, all instruction sets, unoptimised: it takes a tenth of the time and rounds alike.
 
 Exit code 1 where a mutant survives, proves nothing, or no longer fits its file; 130 after Ctrl-C.
 """
@@ -65,13 +65,13 @@ class Processes:
         self.stopped = False
 
     def run(self, command: Sequence[str], cwd: Path, env: dict[str, str], timeout: float) -> Done:
-        with tempfile.TemporaryFile() as said:  # a pipe would stay open as long as any child of a child
+        with tempfile.TemporaryFile() as output:  # a pipe would stay open as long as any child of a child
             with self._lock:
                 if self.stopped:
                     raise KeyboardInterrupt
                 process = subprocess.Popen(
                     command, cwd=cwd, env=env, start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 )  # fmt: skip
                 self._running.add(process)
             code: int | None = None
@@ -85,11 +85,11 @@ class Processes:
                     self._running.discard(process)
             if self.stopped:
                 raise KeyboardInterrupt
-            said.seek(0)
-            return Done(code, said.read().decode(errors="replace"))
+            output.seek(0)
+            return Done(code, output.read().decode(errors="replace"))
 
     def stop(self) -> None:
-        """Ends all, and starts no more."""
+        """Ends all processes; no more can be started."""
         with self._lock:
             self.stopped = True
             for process in self._running:
@@ -110,7 +110,7 @@ class Copy:
         self._as_built = True  # whether the library is the one of the sources
 
     def build(self) -> str | None:
-        """Compiles what has changed; the compiler's first words where that fails."""
+        """Compiles what has changed; the compiler's first error where that fails."""
         folder = self.folder / "build" / "mutants"
         steps = [["cmake", "--build", str(folder), "--parallel", str(os.cpu_count() or 1)]]
         if not (folder / "CMakeCache.txt").exists():
@@ -123,7 +123,7 @@ class Copy:
         return None
 
     def test(self, *nodes: str, keep: bool = False) -> Done:
-        """Runs tests of the copy; `keep` keeps compiled Python for those to come."""
+        """Runs tests of the copy; `keep` keeps compiled Python for later tests."""
         options = ["-x", "-q", "--tb=line", "--no-header", "-p", "no:cacheprovider"]
         env = self._environment() | {"PYTHONDONTWRITEBYTECODE": "" if keep else "1"}
         command = [sys.executable, "-m", "pytest", *options, *nodes]
@@ -164,7 +164,7 @@ class Copy:
     def _write(self, file: str, text: str) -> None:
         path = self.folder / file
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-            compiled.unlink()  # Python knows a stale one by second and size alone
+            compiled.unlink()  # Python compares only second and size of the source
         path.write_text(text, "utf8")
 
     def _environment(self) -> dict[str, str]:
@@ -175,7 +175,7 @@ class Copy:
 
 
 def judged(done: Done) -> tuple[str, str]:
-    """What pytest's end says of the mutant, and the line to show."""
+    """The verdict on the mutant from how pytest ended, and the line to show."""
     closing = _closing(done.text)
     if done.code is None:
         return "timed out", ""
@@ -191,8 +191,8 @@ def judged(done: Done) -> tuple[str, str]:
 
 def _closing(text: str) -> str:
     """pytest's closing line; without one, the last line of all."""
-    closing = [found.group() for found in CLOSING.finditer(text)]
-    return (closing or text.strip().splitlines() or ["pytest said nothing"])[-1]
+    closing = [match.group() for match in CLOSING.finditer(text)]
+    return (closing or text.strip().splitlines() or ["pytest printed nothing"])[-1]
 
 
 # All of them
@@ -227,7 +227,7 @@ class Run:
                 folders = [Path(folder) / str(job) for job in range(self._jobs)]
                 copies = [Copy(self._root, each, self._processes, self._timeout) for each in folders]
                 self._show.update(self._bar, description="the tests on the clean copy")
-                for unclean in pool.map(self._clean, copies, self._dealt()):
+                for unclean in pool.map(self._clean, copies, self._first_tests()):
                     self._unclean |= unclean
                 self._show.update(self._bar, description="mutants")
                 list(pool.map(self._work, copies, [True] + [False] * self._jobs))
@@ -235,18 +235,18 @@ class Run:
                 self._processes.stop()
                 raise
 
-    def _dealt(self) -> list[tuple[list[str], bool]]:
+    def _first_tests(self) -> list[tuple[list[str], bool]]:
         """Which tests each copy runs first, each test once; those of C++ with the library compiled here."""
         native, others = ([*dict.fromkeys(x.test for x in some)] for some in (self._native, self._others))
-        hands: list[tuple[list[str], bool]] = [([], False) for _ in range(self._jobs)]
-        takers = hands[1:] if native and self._jobs > 1 else hands
+        shares: list[tuple[list[str], bool]] = [([], False) for _ in range(self._jobs)]
+        takers = shares[1:] if native and self._jobs > 1 else shares
         for n, test in enumerate(sorted(others)):
             takers[n * len(takers) // len(others)][0].append(test)  # neighbours share a file
-        hands[0] = ([*hands[0][0], *(x for x in native if x not in hands[0][0])], bool(native))
-        return hands
+        shares[0] = ([*shares[0][0], *(x for x in native if x not in shares[0][0])], bool(native))
+        return shares
 
-    def _clean(self, copy: Copy, hand: tuple[list[str], bool]) -> dict[str, str]:
-        return copy.clean(hand[0], native=hand[1])
+    def _clean(self, copy: Copy, share: tuple[list[str], bool]) -> dict[str, str]:
+        return copy.clean(share[0], native=share[1])
 
     def _work(self, copy: Copy, first: bool) -> None:
         queues = [self._native, self._others] if first else [self._others]
@@ -266,7 +266,7 @@ class Run:
                 self._show.advance(self._bar)
 
 
-# Telling
+# Printing
 
 
 def rates(results: Sequence[Result]) -> dict[str, dict[str, int]]:
@@ -281,17 +281,17 @@ def rates(results: Sequence[Result]) -> dict[str, dict[str, int]]:
 
 
 def table(results: Sequence[Result]) -> Table:
-    told = Table("room", "killed", "of", "rate", "not run")
-    for column in told.columns[1:]:
+    grid = Table("room", "killed", "of", "rate", "not run")
+    for column in grid.columns[1:]:
         column.justify = "right"
     for room, n in rates(results).items():
         rate = f"{100 * n['killed'] / n['of']:.0f} %" if n["of"] else "-"
-        told.add_row(room, str(n["killed"]), str(n["of"]), rate, str(n["not run"] or ""))
-    return told
+        grid.add_row(room, str(n["killed"]), str(n["of"]), rate, str(n["not run"] or ""))
+    return grid
 
 
-def tell(results: Sequence[Result], out: Console) -> None:
-    """The table, and in full whatever was not plainly killed."""
+def print_results(results: Sequence[Result], out: Console) -> None:
+    """The table, then every mutant that was not simply killed."""
     out.print(table(results))
     for result in sorted(results, key=lambda x: (x.verdict, x.mutant.file)):
         if result.verdict != "killed":
@@ -320,49 +320,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ledger", type=Path, help="another file than tests/mutants.toml")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to copy")
     parser.add_argument("--only", action="append", metavar="ROOM|FILE", help="may be repeated")
-    parser.add_argument("--sample", type=int, metavar="N", help="N drawn ones")
-    parser.add_argument("--seed", help="of the sample; git's HEAD unless named")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of them at random")
+    parser.add_argument("--seed", help="of the sample; git's HEAD by default")
     parser.add_argument("--jobs", type=int, default=2, help="copies side by side")
     parser.add_argument("--timeout", type=float, default=240, metavar="SECONDS", help="of a test")
     parser.add_argument("--list", action="store_true", help="show the entries, run none")
     parser.add_argument("--json", action="store_true", help="the result on stdout")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        mutants = read(given.ledger or given.root / "tests" / "mutants.toml")
+        mutants = read(options.ledger or options.root / "tests" / "mutants.toml")
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    for wrong in (told := faults(mutants, given.root)):
-        print(f"mutants: {wrong}", file=sys.stderr)
-    if told:
+    for problem in (problems := faults(mutants, options.root)):
+        print(f"mutants: {problem}", file=sys.stderr)
+    if problems:
         return 1
-    chosen = [x for x in mutants if not given.only or {x.room, x.file} & set(given.only)]
-    if not chosen or given.jobs < 1 or (given.sample is not None and given.sample < 1):
+    chosen = [x for x in mutants if not options.only or {x.room, x.file} & set(options.only)]
+    if not chosen or options.jobs < 1 or (options.sample is not None and options.sample < 1):
         parser.error("nothing to run: --only names no room or file of the ledger, or --jobs or --sample is below 1")
     seed = None
-    if given.sample is not None:
-        seed = given.seed or head_of(given.root)
-        chosen = draw(chosen, given.sample, seed)
-    if given.list:
+    if options.sample is not None:
+        seed = options.seed or head_of(options.root)
+        chosen = draw(chosen, options.sample, seed)
+    if options.list:
         print(*(f"{mutant.room}: {mutant}\n    {mutant.test}" for mutant in chosen), sep="\n")
         return 0
-    return run(given, chosen, seed)
+    return run(options, chosen, seed)
 
 
-def run(given: argparse.Namespace, chosen: Sequence[Mutant], seed: str | None) -> int:
+def run(options: argparse.Namespace, chosen: Sequence[Mutant], seed: str | None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     code = 0
     with Progress(*columns, console=Console(stderr=True), transient=True) as show:
         if seed is not None:
             show.console.print(f"{len(chosen)} mutants drawn by --seed {seed}", highlight=False)
-        work = Run(given.root, chosen, given.jobs, given.timeout, show)
+        work = Run(options.root, chosen, options.jobs, options.timeout, show)
         try:
             work.go()
         except KeyboardInterrupt:
             code = 130
-    if given.json:
+    if options.json:
         print(as_json(work.results, seed))
     else:
-        tell(work.results, Console())
+        print_results(work.results, Console())
     if code:
         print(f"mutants: stopped after {len(work.results)} of {len(chosen)}", file=sys.stderr)
         return code

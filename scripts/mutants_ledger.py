@@ -55,8 +55,8 @@ def read(ledger: Path) -> list[Mutant]:
 
 def faults(mutants: Sequence[Mutant], root: Path) -> list[str]:
     """What keeps entries from being run: each is a line with the entry."""
-    told = [f"{mutant}: {why}" for mutant in mutants for why in [_fault(mutant, root)] if why]
-    return told + [f"{mutant}: is there {n} times" for mutant, n in Counter(mutants).items() if n > 1]
+    lines = [f"{mutant}: {why}" for mutant in mutants for why in [_fault(mutant, root)] if why]
+    return lines + [f"{mutant}: is there {n} times" for mutant, n in Counter(mutants).items() if n > 1]
 
 
 def _fault(mutant: Mutant, root: Path) -> str | None:
@@ -86,8 +86,8 @@ def _tests(path: Path) -> set[tuple[str, ...]]:
         return set()
     body = ast.parse(path.read_text("utf8")).body
     inside = [(outer.name, inner) for outer in body if isinstance(outer, ast.ClassDef) for inner in outer.body]
-    found = {(node.name,) for node in body if isinstance(node, ast.FunctionDef)}
-    return found | {(name, node.name) for name, node in inside if isinstance(node, ast.FunctionDef)}
+    functions = {(node.name,) for node in body if isinstance(node, ast.FunctionDef)}
+    return functions | {(name, node.name) for name, node in inside if isinstance(node, ast.FunctionDef)}
 
 
 def draw(mutants: Sequence[Mutant], count: int, seed: str) -> list[Mutant]:

@@ -1,12 +1,12 @@
-"""Proves the planner exact: every architecture it knows against transformers, on hundreds of random configs each.
+"""Checks that the planner is exact: every architecture against transformers, on hundreds of random configs each.
 
     .venv/bin/python scripts/plan_exactness.py --configs 300 --runs 20 [ARCHITECTURE ...]
 
 For each config the parameters of the model that transformers builds on the meta device, with its head and without. For
 the first few (`--runs`) the model is run: its caches are measured, growing and fixed, and its matrix products counted,
 for a prefill and for one decoded token. Then fields of other architectures are added, one at a time, to see that none
-changes a model unseen, and the built-in cards are built at full size. Prints the table of docs/plan.md; exit code 1
-where anything differs.
+changes a model without a note, and the built-in cards are built at full size. Prints the table of docs/plan.md; exit
+code 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("architectures", nargs="*", default=SINGLE)
     parser.add_argument("--configs", type=int, default=300)
     parser.add_argument("--runs", type=int, default=20)
-    given = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     import transformers
@@ -57,21 +57,21 @@ def main() -> int:
         "| model_type | config class | parameters | cache | prefill FLOPs | decode FLOPs |\n|---|---|---|---|---|---|"
     )
     start, wrong, configs = time.perf_counter(), 0, 0
-    for name in given.architectures:
-        right = parameters_right(name, given.configs)
-        ran = runs_right(name, given.runs)
-        cells = [f"{right} of {given.configs}", *(told(ran, what) for what in ("cache", "prefill", "decode"))]
-        wrong += given.configs - right + sum(n for what, n in ran.items() if what.endswith("wrong"))
-        configs += given.configs
+    for name in options.architectures:
+        right = parameters_right(name, options.configs)
+        ran = runs_right(name, options.runs)
+        cells = [f"{right} of {options.configs}", *(share(ran, what) for what in ("cache", "prefill", "decode"))]
+        wrong += options.configs - right + sum(n for what, n in ran.items() if what.endswith("wrong"))
+        configs += options.configs
         print(f"| {name} | {architectures()[name]['classes']['config']} | {' | '.join(cells)} |", flush=True)
-    strange = sum(strange_wrong(name) for name in given.architectures)
+    strange = sum(strange_wrong(name) for name in options.architectures)
     cards = [name for name in plan.cards() if not card_right(name)]
     print(
-        f"\nfields of other architectures that change a model unseen: {strange}; cards that differ: {cards or 'none'}"
+        f"\nfields of other architectures that change a model unnoted: {strange}; cards that differ: {cards or 'none'}"
     )
     wrong += strange + len(cards)
     seconds = time.perf_counter() - start
-    print(f"\n{len(given.architectures)} architectures, {configs} configs, {wrong} wrong, {seconds:.0f} s")
+    print(f"\n{len(options.architectures)} architectures, {configs} configs, {wrong} wrong, {seconds:.0f} s")
     return 1 if wrong else 0
 
 
@@ -88,7 +88,7 @@ def parameters_right(name: str, count: int) -> int:
 
 def runs_right(name: str, count: int) -> Counter[str]:
     """Counts of what was right and wrong on models that were run."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for seed in range(count):
         fields = random_config(name, random.Random(1000 + seed), runs=True)
         config = config_of(name, fields)
@@ -100,8 +100,8 @@ def runs_right(name: str, count: int) -> Counter[str]:
             if name != KEEPS_ALL:
                 checks["decode"] = [compared_decode(name, ours, config, real)]
         for what, pairs in checks.items():
-            seen[what if all(planned == held for planned, held in pairs) else f"{what} wrong"] += 1
-    return seen
+            counts[what if all(planned == measured for planned, measured in pairs) else f"{what} wrong"] += 1
+    return counts
 
 
 def strange_wrong(name: str) -> int:
@@ -118,7 +118,7 @@ def card_right(name: str) -> bool:
     return plan.of(name).model.total_parameters() == parameters_of(kind, config_of(kind, config))
 
 
-def told(ran: Counter[str], what: str) -> str:
+def share(ran: Counter[str], what: str) -> str:
     total = ran[what] + ran[f"{what} wrong"]
     return f"{ran[what]} of {total}" if total else "-"
 

@@ -65,7 +65,7 @@ def shoot(browser: Browser, report: Path, scheme: str, picture: Path) -> None:
     size = picture.stat().st_size
     print(f"{picture}: {size:,} bytes")
     if size > LARGEST:
-        sys.exit(f"a picture in the repository keeps below {LARGEST:,} bytes; make the window smaller")
+        sys.exit(f"a picture in the repository stays below {LARGEST:,} bytes; make the window smaller")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
 
 
 def load_data(run: Path) -> tuple[Tokenizer, torch.Tensor, torch.Tensor]:
-    """The tokenizer and the two streams, from the run's folder where they were made before."""
+    """The tokenizer and the two streams, from the run's folder if they are there already."""
     tokenizer_file, streams_file = run / "tokenizer.json", run / "streams.pt"
     if not streams_file.exists():
         training, held_out = map(read, stdlib_files())
@@ -82,13 +82,13 @@ def load_data(run: Path) -> tuple[Tokenizer, torch.Tensor, torch.Tensor]:
 
 
 def save_atomically(value: Any, path: Path) -> None:
-    """torch.save beside the file, then rename: a reader never meets half a file."""
+    """torch.save beside the file, then rename: no one ever reads half a file."""
     torch.save(value, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 
 def repeat_to(segment: torch.Tensor, length: int) -> torch.Tensor:
-    """The segment again and again until ``length`` tokens."""
+    """The segment repeated until there are ``length`` tokens."""
     return segment.repeat(-(-length // len(segment)))[:length]
 
 
@@ -124,10 +124,10 @@ def make_batch(
     random, repeated = shares
     draws = torch.rand(rows, generator=rng).tolist()
     kinds = ["random" if draw < random else "repeated" if draw < random + repeated else "text" for draw in draws]
-    made = [make_sequence(stream, length, kind, rng) for kind in kinds]
-    ids = torch.stack([tokens for tokens, _ in made])
+    sequences = [make_sequence(stream, length, kind, rng) for kind in kinds]
+    ids = torch.stack([tokens for tokens, _ in sequences])
     labels = ids.clone()
-    for row, (_, unpredictable) in enumerate(made):
+    for row, (_, unpredictable) in enumerate(sequences):
         labels[row, :unpredictable] = IGNORE
     return ids, labels
 

@@ -57,7 +57,7 @@ def head_scores(model: LlamaForCausalLM, stream: torch.Tensor, rows: int = 8) ->
 
     previous: mean of A[i, i-1] on held-out text of 128 tokens. first: mean of A[i, 0] for i >= 8 on the same.
     induction: BOS, then random tokens twice, with a period of its own for each row; mean over the second copy,
-    its first token left out, of A[i, i-p+1], the token after the current token's earlier occurrence.
+    without its first token, of A[i, i-p+1], the token after the current token's earlier occurrence.
     """
     text = attention_maps(model, data.text_rows(stream, rows, 128))
     previous = text.diagonal(offset=-1, dim1=-2, dim2=-1).mean(dim=(1, 3))
@@ -143,7 +143,7 @@ def describe(scores: dict[str, torch.Tensor]) -> str:
 
 
 class Run:
-    """What a run has so far: model, optimizers, step, and the record kept beside the model."""
+    """The state of a run: model, optimizers, step, and the record that is exported with the model."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -178,14 +178,14 @@ class Run:
         data.save_atomically(state, self.checkpoint)
 
     def shape(self) -> tuple[int, int]:
-        """Rows and length of this step: short sequences first, which are quicker, then the model's full length."""
+        """Rows and length of this step: short sequences first, which take less time, then the full length."""
         length = self.args.context or (256 if self.step < 0.65 * self.args.steps else data.MAX_POSITIONS)
         return self.args.batch_tokens // length, length
 
     def train_step(self) -> float:
-        """One update; gives the training loss in nats a token."""
+        """One update; returns the training loss in nats a token."""
         rows, length = self.shape()
-        # Much repetition until the induction heads stand, then half of it for the sake of the text.
+        # Much repetition until the induction heads have formed; then half of it, and more text.
         shares = (0.2, 0.1) if self.step < 0.4 * self.args.steps else (0.1, 0.05)
         rng = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.step)
         ids, labels = data.make_batch(self.training, rows, length, shares, rng)
@@ -204,7 +204,7 @@ class Run:
         return float(loss.detach())
 
     def measure(self, training_loss: float) -> str:
-        """Add a point to the curve; gives a line for the reader."""
+        """Add a point to the curve; returns a line for the reader."""
         self.model.eval()
         scores = head_scores(self.model, self.held_out)
         loss = held_out_loss(self.model, self.held_out, rows=16)
@@ -228,8 +228,8 @@ class Run:
             "heads": {role: [[round(s, 3) for s in row] for row in t.tolist()] for role, t in scores.items()},
         }
         losses = self.record.pop("losses")  # of every step: for comparing runs, beside the checkpoint
-        told = {"settings": self.record["settings"], "seconds": self.record["seconds"], "losses": losses}
-        (self.args.run / "losses.json").write_text(json.dumps(told) + "\n")
+        run = {"settings": self.record["settings"], "seconds": self.record["seconds"], "losses": losses}
+        (self.args.run / "losses.json").write_text(json.dumps(run) + "\n")
         export(self.model, self.tokenizer, self.record, self.args.out)
         print(f"final held-out loss {self.record['final']['held_out_loss']}  {describe(scores)}", flush=True)
 

@@ -63,8 +63,8 @@ def attention(
         query: (B, H, T, D), float32, bfloat16, float16 or float64; any strides. One dtype and device for all three.
         key: (B, K, S, D).
         value: (B, K, S, V). Key and value may both be `headwise.cache.Quantized`, int8 with a scale for every token and
-            head: attended as they lie, as if they had been dequantised to float32. Or `key` is a cache of
-            `headwise.cache`, and no value is given: the queries are then those of the last tokens it holds.
+            head: read in place, with the result of keys and values dequantised to float32. Or `key` is a cache of
+            `headwise.cache`, and `value` is left out: the queries are then those of the last tokens in the cache.
         mask: what may be attended: `causal()`, `window(4)`, `lengths(n)`, `bias(t)`, ..., joined with `&`; or a bool
             tensor (True = attend), or a float tensor (added), that broadcasts to (B, H, T, S).
         scale: factor of the scores; D ** -0.5 by default. 0, or in size from 2**-100 to 2**100, as float32 wants it.
