@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...shapes import LEAST_FACTOR, MOST_FACTOR, check_gate, check_sinks, default_scale
+from ...shapes import check_gate, check_sinks, default_scale
 from ...shapes.kinds import FAR
 from ..call import Call, Limit, Result
 from ..masks.compose import Mask, as_mask
@@ -88,7 +88,7 @@ def at_once(
     """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
 
     Here is asked only what the operator cannot know: whether anything but plain tensors and plain numbers is at work.
-    Sizes and dtypes it checks itself. Where it refuses, the full path says why, or finds another backend.
+    Sizes, dtypes and the ranges of numbers it checks itself. Where it refuses, the full path says why, or finds another backend.
     """
     if (
         native_library.attend is None
@@ -97,7 +97,7 @@ def at_once(
         or torch._C._is_any_autocast_enabled()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or not (scale is None or (type(scale) is float and (LEAST_FACTOR <= abs(scale) <= MOST_FACTOR or scale == 0.0)))
+        or not (scale is None or type(scale) is float)
         or not (type(dropout) in (float, int) and dropout == 0)  # a dropout needs a seed
     ):
         return None
@@ -156,7 +156,7 @@ def _with_rules(
 ) -> Any:
     """`at_once` with a mask of any kind and further options."""
     if (
-        not (softcap is None or (type(softcap) is float and LEAST_FACTOR <= softcap <= MOST_FACTOR))
+        not (softcap is None or (type(softcap) is float and softcap > 0.0))  # 0 would be none to the operator
         or not (return_lse is False or return_lse is True)
         or not (sinks is None or (isinstance(sinks, Tensor) and sinks.is_cpu))
         or not (gate is None or (isinstance(gate, Tensor) and gate.is_cpu))

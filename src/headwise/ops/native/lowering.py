@@ -136,7 +136,6 @@ def _firsts(mask: Mask) -> set[int]:
 def _put_band(rule: Band, terms: _Terms) -> None:
     shift = rule.shift(terms.T, terms.S)
     to = terms.tensors if isinstance(shift, Tensor) else terms.numbers
-    shift = _int64(shift).clamp(-FAR, FAR) if isinstance(shift, Tensor) else shift
     if rule.left is not None:
         to[0].append(shift - rule.left + 1)
     if rule.right is not None:
