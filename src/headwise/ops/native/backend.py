@@ -88,7 +88,7 @@ def at_once(
     """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
 
     Here is asked only what the operator cannot know: whether anything but plain tensors and plain numbers is at work.
-    Sizes, dtypes and ranges of numbers it checks itself. Where it refuses, the full path says why, or finds another way.
+    Sizes, dtypes and ranges of numbers it checks itself. Where it refuses, the full path says why, or runs another.
     """
     if (
         native_library.attend is None
