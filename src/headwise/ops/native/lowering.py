@@ -60,16 +60,16 @@ class _Terms:
     maps: list[Tensor] = field(default_factory=list)
     relative: list[Tensor] = field(default_factory=list)
 
-    def rules(self, scale: float, softcap: float | None, sinks: Tensor | None) -> Rules:
-        """All terms as one, with what else happens to scores."""
+    def rules(self, scale: float, softcap: float, sinks: Tensor | None) -> Rules:
+        """All terms as one, with the other numbers in the operator's form."""
         lows, highs = self.numbers
         low = reduce(torch.sym_max, lows) if lows else None
         high = reduce(torch.sym_min, highs) if highs else None
         bounds = _bounds((low, high, None, None, None), self.tensors) if any(self.tensors) else None
         return Rules(
             scale,
-            softcap or 0.0,
-            None if sinks is None else sinks.float().contiguous(),
+            softcap,
+            sinks,
             low=-FAR if low is None else low,
             high=FAR if high is None else high,
             bounds=bounds,
@@ -95,9 +95,10 @@ def lowered(scoring: Scoring, T: int, S: int) -> Rules:
     hide.
     """
     parts = scoring.mask.parts
+    sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+    softcap = scoring.softcap or 0.0
     if not parts:
-        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
-        return Rules(scoring.scale, scoring.softcap or 0.0, sinks, *_NOTHING)
+        return Rules(scoring.scale, softcap, sinks, *_NOTHING)
     terms = _Terms(T, S)
     if len(parts) > 1 and len(_firsts(scoring.mask)) > 1:
         raise NoForm(FIRSTS)
@@ -106,7 +107,7 @@ def lowered(scoring: Scoring, T: int, S: int) -> Rules:
         if form is None:
             raise NoForm(_without_form(rule))
         form.put(rule, terms)
-    return terms.rules(scoring.scale, scoring.softcap, scoring.sinks)
+    return terms.rules(scoring.scale, softcap, sinks)
 
 
 def trouble_with(mask: Mask) -> str | None:
