@@ -5,8 +5,10 @@ table and travel as JSON.
 """
 
 from .collect import at
-from .records import HeadMap, HeadRecord, Look, RoleScore
+from .records import HeadMap, HeadRecord, Look
 from .repeats import Repeats
 from .roles import ROLES, Role
+from .scene import Passage
+from .scores import Evidence, Score
 
-__all__ = ["ROLES", "HeadMap", "HeadRecord", "Look", "Repeats", "Role", "RoleScore", "at"]
+__all__ = ["ROLES", "Evidence", "HeadMap", "HeadRecord", "Look", "Passage", "Repeats", "Role", "Score", "at"]
