@@ -38,17 +38,16 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
         {'0': '0.o_proj', '1': '1.o_proj'}
     """
     model = unwrap(model)
-    heads: dict[str, Tensor] = {}  # of the attention module that ran last
+    running: list[tuple[str, Tensor]] = []  # the attention module that ran last, its heads side by side
     projections: dict[str, str] = {}
 
     def each(call: AttentionCall) -> Tensor:
         out = call.attend()
-        heads.clear()
-        heads[call.module] = out.transpose(1, 2).flatten(2)
+        running[:] = [(call.module, out.transpose(1, 2).flatten(2))]
         return out
 
     def before(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        for attention, side_by_side in heads.items():
+        for attention, side_by_side in running:
             x = args[0] if args else None
             same = isinstance(x, Tensor) and x.numel() == side_by_side.numel()
             if same and torch.equal(x.reshape(side_by_side.shape), side_by_side):
