@@ -155,11 +155,14 @@ def _far_offset(got: Got) -> Sums | None:
 
 
 LEAST_ROWS = 16
-"""Queries that must be able to attend a key before it counts as a sink."""
+"""Queries that a text must have before one of its keys counts as a sink."""
 
 
 def _other_sink(got: Got) -> Sums | None:
-    """alpha_k of the key k > 0 on which most weight lies, from the rows whose largest weight it has."""
+    """alpha_k of the key k > 0 on which most weight lies, from the rows whose largest weight it has.
+
+    Keys in the first half alone: of a late key few queries decide, and they are its neighbours.
+    """
     if got.scene.cross:
         return None
     keys, T = got.largest_key, got.rows.entropy.shape[2]
@@ -171,7 +174,7 @@ def _other_sink(got: Got) -> Sums | None:
     level = (1 / got.rows.keys.double().cpu().clamp(min=1)).flip(-1).cumsum(-1).flip(-1)
     alpha = torch.zeros_like(largest).scatter_add(2, keys.clamp(min=0), largest)
     queries = (T - rows).double()
-    alpha = torch.where(queries >= LEAST_ROWS, alpha / queries, 0.0)
+    alpha = torch.where(2 * queries >= T, alpha / queries, 0.0)
     value, place = alpha.max(-1)
     chance = level.gather(2, place[..., None])[..., 0] / queries[place]
     count = torch.full_like(value, T - 1)
@@ -236,7 +239,7 @@ ROLES: tuple[Role, ...] = (
     ),
     Role(
         "sink elsewhere",
-        f"max over k > 0 with {LEAST_ROWS} queries behind it: mean_{{i>=k}} A[i, k], where A[i, k] is the row's largest",
+        "max over 0 < k <= T / 2 of mean_{i>=k} A[i, k], where A[i, k] is the row's largest",
         0.3,
         "Gu et al. 2024, arXiv 2410.10781: alpha_k > 0.3 (from below: other rows' weights on k are not counted)",
         _UNIFORM,
