@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ class Sums(NamedTuple):
     detail: Callable[[int, int], str] | None = None
 
 
+@runtime_checkable
 class Measure(Protocol):
     """One kind of score."""
 

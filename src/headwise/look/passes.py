@@ -162,7 +162,7 @@ def _scene(
     blank = [torch.full((len(passages), n), -1) for n in (T, S)]
     queries, moved = by_length[T] if known else (blank[0], 0)
     keys, before = by_length[S] if known else (blank[1], 0)
-    return Scene(queries, keys, ahead, words, tuple(passages) if known else (), (moved, before), usual)
+    return Scene(queries, keys, ahead, words, tuple(passages), (moved, before), known, usual)
 
 
 def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead: bool) -> list[Passage]:

@@ -106,7 +106,7 @@ def _copies(name: str) -> Callable[[Scene], Tensor | None]:
 
     def links(scene: Scene) -> Tensor | None:
         copies = [passage.copies for passage in scene.passages]
-        if scene.ahead is None or not copies or None in copies:
+        if scene.ahead is None or not scene.known or None in copies:
             return None
         rows = [replace(one, ids=ids) for one, ids in zip(copies, scene.queries.tolist(), strict=True) if one]
         return as_tensors(rows, ahead=scene.ahead)[name]
@@ -118,7 +118,7 @@ def _aligned(shift: int) -> Callable[[Scene], Tensor | None]:
     """Links of a decoder's query to the encoder's key of the same token, or `shift` tokens on."""
 
     def links(scene: Scene) -> Tensor | None:
-        if not scene.cross or scene.moved != (1, 0):
+        if not scene.cross or not scene.known or scene.moved != (1, 0):
             return None
         T, S = scene.queries.shape[1], scene.keys.shape[1]
         keys = torch.arange(T) - 1 + shift

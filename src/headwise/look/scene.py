@@ -61,6 +61,7 @@ class Scene:
         passages: the B texts.
         moved: how many places the queries' and the keys' texts stand behind the passage: 1 in a decoder beside an
             encoder, which begins with a start token of its own.
+        known: whether the queries and keys are the passages' tokens; a model may attend to something else.
         usual: by link, how far before a query its links lie most often, over all passages (`usual_distance`).
     """
 
@@ -70,6 +71,7 @@ class Scene:
     words: Vocabulary
     passages: tuple[Passage, ...]
     moved: tuple[int, int] = (0, 0)
+    known: bool = True
     usual: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -86,7 +88,7 @@ class Scene:
     def links(self, name: str) -> Tensor | None:
         """(B, T, n) long, the keys of each query by a link's name, -1 where there are fewer; None without any."""
         lists = [passage.links.get(name, ()) for passage in self.passages]
-        if not any(any(row) for row in lists):
+        if not self.known or not any(any(row) for row in lists):
             return None
         T, S = self.queries.shape[1], self.keys.shape[1]
         behind, before = self.moved

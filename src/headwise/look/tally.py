@@ -28,7 +28,8 @@ Floats = npt.NDArray[np.float64]
 
 def units(sums: Any) -> Ints:
     """Sums as whole multiples of 1 / UNIT."""
-    return np.rint(np.asarray(sums, dtype=np.float64) * UNIT).astype(np.int64)
+    whole: Ints = np.array(np.rint(np.asarray(sums, dtype=np.float64) * UNIT), dtype=np.int64)
+    return whole
 
 
 @dataclass
@@ -108,7 +109,7 @@ class LayerTally:
         """Sums of one text by name."""
         for name, values in sums.items():
             whole = units(values)
-            self.numbers[name] = self.numbers[name] + whole if name in self.numbers else whole
+            self.numbers[name] = np.asarray(self.numbers[name] + whole) if name in self.numbers else whole
 
     def role(self, name: str) -> RoleSums:
         """The sums of a role, empty ones if new."""
@@ -142,7 +143,7 @@ class LayerTally:
         for name, sums in other.roles.items():
             self.role(name).merge(sums)
         for name, whole in other.numbers.items():
-            self.numbers[name] = self.numbers[name] + whole if name in self.numbers else whole
+            self.numbers[name] = np.asarray(self.numbers[name] + whole) if name in self.numbers else whole
         for (role, head), evidence in other.shown.items():
             self.show(role, head, evidence)
         for (role, head), said in other.details.items():
