@@ -1,4 +1,4 @@
-"""What leaves the program: a file on the disk, whole or not at all, and text that is printed, with nothing in it that acts.
+"""What leaves the program: files, whole or not at all, and text that is printed, with nothing in it that acts.
 
 Imports nothing of headwise: every room that writes may import it.
 """

@@ -46,7 +46,7 @@ def headwise(
 
 
 for command, name, example in (
-    (look.look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
+    (look._look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
     (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
 ):

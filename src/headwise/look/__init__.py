@@ -5,10 +5,31 @@ table and travel as JSON.
 """
 
 from .collect import at
+from .compare import Comparison, HeadChange, compare
+from .figures import plot_formation, plot_importance
+from .files import read, write
 from .records import HeadMap, HeadRecord, Look
 from .repeats import Repeats
 from .roles import ROLES, Role
 from .scene import Passage
 from .scores import Evidence, Score
 
-__all__ = ["ROLES", "Evidence", "HeadMap", "HeadRecord", "Look", "Passage", "Repeats", "Role", "Score", "at"]
+__all__ = [
+    "ROLES",
+    "Comparison",
+    "Evidence",
+    "HeadChange",
+    "HeadMap",
+    "HeadRecord",
+    "Look",
+    "Passage",
+    "Repeats",
+    "Role",
+    "Score",
+    "at",
+    "compare",
+    "plot_formation",
+    "plot_importance",
+    "read",
+    "write",
+]
