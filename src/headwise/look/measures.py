@@ -153,9 +153,12 @@ class OnKeys:
 
     keys: Callable[[Scene], Tensor] = field(compare=False)
 
+    def _keys(self, name: str, scene: Scene) -> Tensor:
+        return scene.once(name, lambda: self.keys(scene))
+
     def asks(self, name: str, scene: Scene) -> Asks:
         """One feature."""
-        chosen = self.keys(scene)
+        chosen = self._keys(name, scene)
         return Asks({name: chosen}, {}) if bool(chosen.any()) else NOTHING
 
     def read(self, name: str, got: Got) -> Sums | None:
@@ -163,13 +166,13 @@ class OnKeys:
         if name not in got.rows.features:
             return None
         mass, level = (s.features[name].double().cpu() for s in (got.rows, got.uniform))
-        has = self.keys(got.scene).any(-1, keepdim=True)
+        has = self._keys(name, got.scene).any(-1, keepdim=True)
         count = got.rows.rows.double().cpu() * has
         return Sums(mass * count, count, level * count)
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the largest weight lies on such a key."""
-        chosen, keys = self.keys(got.scene)[:, None], got.largest_key
+        chosen, keys = self._keys(name, got.scene)[:, None], got.largest_key
         return chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)) & (keys >= 0)
 
 
@@ -195,19 +198,25 @@ class OnLinks:
     against: Callable[[Tensor, Scene], Tensor] | None = field(default=shuffled, compare=False)
 
     def asks(self, name: str, scene: Scene) -> Asks:
-        """The links, and the shuffled ones."""
-        links = self.links(scene)
+        """The links, and those they are held against."""
+        return scene.once(("asks", name), lambda: self._asks(name, scene))
+
+    def _asks(self, name: str, scene: Scene) -> Asks:
+        links = self._links(name, scene)
         if links is None or not bool((links >= 0).any()):
             return NOTHING
         other = {} if self.against is None else {_against(name): self.against(links, scene)}
         return Asks({}, {name: links, **other})
+
+    def _links(self, name: str, scene: Scene) -> Tensor | None:
+        return scene.once(name, lambda: self.links(scene))
 
     def read(self, name: str, got: Got) -> Sums | None:
         """The mass on links, over the queries with one that they may attend."""
         if name not in got.rows.targets:
             return None
         mass, level = (s.targets[name].double().cpu() for s in (got.rows, got.uniform))
-        links = self.links(got.scene)
+        links = self._links(name, got.scene)
         assert links is not None
         count = (links >= 0).any(-1).sum(-1, keepdim=True).double() * (level > 0)
         other = got.rows.targets.get(_against(name))
@@ -216,7 +225,7 @@ class OnLinks:
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the largest weight lies on a link."""
-        links = self.links(got.scene)
+        links = self._links(name, got.scene)
         assert links is not None
         return ((got.largest_key[..., None] == links[:, None]) & (links >= 0)[:, None]).any(-1)
 
