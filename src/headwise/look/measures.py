@@ -149,7 +149,7 @@ def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class OnKeys:
-    """Mean of the sum of A[i, j] over the keys j of a class; null: uniform attention."""
+    """Mean of the sum of A[i, j] over the keys j of a class, from the first such key on; null: uniform attention."""
 
     keys: Callable[[Scene], Tensor] = field(compare=False)
 
@@ -166,9 +166,10 @@ class OnKeys:
         if name not in got.rows.features:
             return None
         mass, level = (s.features[name].double().cpu() for s in (got.rows, got.uniform))
-        has = self._keys(name, got.scene).any(-1, keepdim=True)
-        count = got.rows.rows.double().cpu() * has
-        return Sums(mass * count, count, level * count)
+        rows, keys = got.rows.rows.double().cpu(), self._keys(name, got.scene)
+        before = keys.double().argmax(-1, keepdim=True) if got.scene.ahead is False else 0  # queries that see none
+        count = torch.where(keys.any(-1, keepdim=True), (rows - before).clamp(min=0), 0.0)
+        return Sums(mass * rows, count, level * rows)
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the largest weight lies on such a key."""
