@@ -13,8 +13,7 @@ from planted import DELIMITERS, VOCABULARY, Tiny, text
 
 import headwise
 from headwise import look
-from headwise.look import Look, Vocabulary
-from headwise.look import corpus
+from headwise.look import Look, Vocabulary, corpus
 from headwise.look.corpus import cut, documents
 
 WORDS = Vocabulary(frozenset(DELIMITERS))
@@ -53,9 +52,7 @@ def test_means_are_over_all_queries_of_all_texts() -> None:
             assert score.count == count and score.value == pytest.approx(mean, abs=2e-6)
             assert score.low is not None and score.high is not None and score.low <= score.value <= score.high
         rows = sum(map(len, texts))
-        assert head.entropy == pytest.approx(
-            sum(one.heads[n].entropy * one.length for one in alone) / rows, abs=2e-6
-        )
+        assert head.entropy == pytest.approx(sum(one.heads[n].entropy * one.length for one in alone) / rows, abs=2e-6)
 
 
 def test_order_and_batches_change_no_bit() -> None:
@@ -111,7 +108,9 @@ def test_a_role_needs_its_interval_above_chance() -> None:
 def test_documents(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("second\n", "utf8")
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.jsonl").write_text(json.dumps({"text": "first"}) + '\n\n"as a string"\n{"text": " "}\n', "utf8")
+    (tmp_path / "a" / "x.jsonl").write_text(
+        json.dumps({"text": "first"}) + '\n\n"as a string"\n{"text": " "}\n', "utf8"
+    )
     (tmp_path / "c.md").write_text("no text", "utf8")
     assert [*documents(tmp_path)] == ["first", "as a string", "second\n"]
     assert [*documents(tmp_path / "b.txt")] == ["second\n"]

@@ -52,7 +52,9 @@ def annotated(model: Constructed, jobs: Mapping[tuple[int, int], str], seed: int
         keys &= ~torch.isin(ids, torch.tensor([model.tables.opener, model.tables.closer]))  # no word is linked to these
         links[CALLED.get(job, job)] = [row.nonzero()[:, 0].tolist() for row in keys]
     if "coreference" in links:
-        links["mentions"] = [[j for j in range(LENGTH) if j != i] if row else [] for i, row in enumerate(links["coreference"])]
+        links["mentions"] = [
+            [j for j in range(LENGTH) if j != i] if row else [] for i, row in enumerate(links["coreference"])
+        ]
         links["nearest noun"] = [[max(i - 1, 0)] if row else [] for i, row in enumerate(links["coreference"])]
     if "name mover" in links:
         links["name mover"] = [row if i == LENGTH - 1 else [] for i, row in enumerate(links["name mover"])]
@@ -87,7 +89,8 @@ def test_every_detector_finds_its_head_and_no_other(layers: object, kind: str) -
         else:
             assert {*roles} - IMPLIED.get(name, set()) == {name}, (job, head.roles)
             assert roles[name].value >= 0.99, (job, roles[name])
-            assert all(0 < one.weight <= 1 for one in roles[name].evidence) and roles[name].evidence or name == "broad"
+            assert all(0 < one.weight <= 1 for one in roles[name].evidence)
+            assert roles[name].evidence or name == "broad"
 
 
 def test_name_movers_are_found() -> None:

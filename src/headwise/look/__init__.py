@@ -1,7 +1,7 @@
 """Look: what every head of a model does, as plain records.
 
-`at` runs the model on a text and measures, `over` on many; `ROLES` says what heads are called and by whose definition; the records print as a
-table and travel as JSON.
+`at` runs the model on a text and measures, `over` on many; `ROLES` says what heads are called and by whose definition;
+the records print as a table and travel as JSON.
 """
 
 from .collect import at

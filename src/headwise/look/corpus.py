@@ -193,5 +193,3 @@ def cut(ids: Sequence[int], most: int, opener: int | None = None) -> Iterator[li
     step = most - len(start)
     for place in range(0, max(len(rest), 1), step):
         yield [*start, *rest[place : place + step]]
-
-

@@ -63,7 +63,8 @@ class Got:
         return self.rows.largest_key.cpu()
 
 
-class Sums(NamedTuple):
+@dataclass(frozen=True)
+class Sums:
     """Of each text and head: sums over queries, and how many queries; a width of 1 stands for all heads.
 
     `null` is None where chance has no say. `detail` tells by head what the role leaves open, on this text.
@@ -116,7 +117,7 @@ class AtOffset:
 
 @dataclass(frozen=True)
 class Band:
-    """Mean of the sum of A[i, j] over |i - j| <= reach; 0 where one offset alone exceeds half. Null: uniform attention."""
+    """Mean of the sum of A[i, j] over |i - j| <= reach, 0 where one offset exceeds half; null: uniform attention."""
 
     reach: int
 

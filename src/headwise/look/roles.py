@@ -185,10 +185,11 @@ def _other_sink(got: Got) -> Sums | None:
     return Sums(value * count, count, chance * count, detail)
 
 
-RELATIONS = (
-    "nsubj nsubj:pass obj iobj obl nmod nmod:poss amod det case mark aux aux:pass cop advmod conj cc compound nummod "
-    "acl acl:relcl advcl xcomp ccomp"
-).split()
+_RELATIONS = """
+    nsubj nsubj:pass obj iobj obl nmod nmod:poss amod det case mark aux aux:pass cop advmod conj cc compound nummod acl
+    acl:relcl advcl xcomp ccomp
+"""
+RELATIONS = tuple(_RELATIONS.split())
 """Relations of Universal Dependencies that have roles of their own, in both directions."""
 
 
@@ -241,8 +242,8 @@ ROLES: tuple[Role, ...] = (
         "sink elsewhere",
         "max over 0 < k <= T / 2 of mean_{i>=k} A[i, k], where A[i, k] is the row's largest",
         0.5,
-        "Gu et al. 2024, arXiv 2410.10781: alpha_k, from below (other rows' weights on k are not counted); the threshold "
-        "is ours: 0.3 is passed by the first delimiter under a head that attends all delimiters alike",
+        "Gu et al. 2024, arXiv 2410.10781: alpha_k, from below (other rows' weights on k are not counted); the "
+        "threshold is ours: 0.3 is passed by the first delimiter under a head that attends all delimiters alike",
         _UNIFORM,
         OfRows(_other_sink, lambda got: got.largest_key > 0),
     ),
@@ -348,7 +349,7 @@ ROLES: tuple[Role, ...] = (
     ),
     Role(
         "retrieval",
-        "a needle in the text: share of its tokens, repeated at the end, whose largest weight lies on what follows there",
+        "a needle in the text: share of its tokens, repeated at the end, whose largest weight lies on what follows",
         0.1,
         "Wu et al. 2024, arXiv 2404.15574 (the next token given, not generated)",
         "the best fixed offset",

@@ -119,7 +119,7 @@ class Scene:
 def usual_distances(passages: Sequence[Passage]) -> dict[str, int]:
     """By link: query minus key, the distance that most linked queries have; of equals the nearer, then the earlier.
 
-    >>> usual_distances([Passage([5, 6, 7], links={"object": [[], [0], [1]]}), Passage([5, 6], links={"object": [[1]]})])
+    >>> usual_distances([Passage([5, 6, 7], links={"object": [[], [0], [1]]})])
     {'object': 1}
     """
     counts: dict[str, Counter[int]] = {}

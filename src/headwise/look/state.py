@@ -19,9 +19,7 @@ from .tally import LayerTally, RoleSums
 FORMAT = 1
 
 
-def save(
-    path: str | os.PathLike[str], about: str, tallies: Sequence[LayerTally], done: int, length: int
-) -> None:
+def save(path: str | os.PathLike[str], about: str, tallies: Sequence[LayerTally], done: int, length: int) -> None:
     """Write the sums of `done` texts; what stood there before stays until the new file is whole."""
     arrays: dict[str, Any] = {}
     layers = []
