@@ -73,7 +73,7 @@ def test_delimiters_are_read_from_the_tokens() -> None:
     tokens = [" .", " .", "b", "\n", "", " "]
     model, ids = Planted(["delimiter"]), [2, 2, 5, 3, 6, 7]  # attends 2 and 3; the first key is the sink's, not counted
     found = look.at(model, ids, tokens=tokens, repeats=None)
-    assert found.heads[0].value("delimiter") == pytest.approx((0 + 1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 6, abs=1e-4)
+    assert found.heads[0].value("delimiter") == pytest.approx((1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 5, abs=1e-4)
     assert look.at(model, ids, repeats=None).heads[0].value("delimiter") is None
     assert look.at(model, ids, tokens=tokens, delimiters=[], repeats=None).heads[0].value("delimiter") is None
 

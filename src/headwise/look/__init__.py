@@ -1,17 +1,18 @@
 """Look: what every head of a model does, as plain records.
 
-`at` runs the model and measures; `ROLES` says what heads are called and by whose definition; the records print as a
-table and travel as JSON.
+`at` runs the model on a text and measures, `over` on many; `ROLES` says what heads are called and by whose definition;
+the records print as a table and travel as JSON.
 """
 
 from .collect import at
 from .compare import Comparison, HeadChange, compare
 from .figures import plot_formation, plot_importance
 from .files import read, write
+from .corpus import documents, over
 from .records import HeadMap, HeadRecord, Look
 from .repeats import Repeats
 from .roles import ROLES, Role
-from .scene import Passage
+from .scene import Passage, Vocabulary
 from .scores import Evidence, Score
 
 __all__ = [
@@ -26,8 +27,11 @@ __all__ = [
     "Repeats",
     "Role",
     "Score",
+    "Vocabulary",
     "at",
     "compare",
+    "documents",
+    "over",
     "plot_formation",
     "plot_importance",
     "read",

@@ -166,7 +166,8 @@ class Look:
         num_layers: number of attention calls in one forward.
         num_heads: number of query heads of a layer (of the widest, where they differ).
         length: number of tokens of the text, or of all texts together.
-        tokens: the tokens as text, of a look at one text; empty for several. They come from the user's text: escape them wherever markup is read.
+        tokens: the tokens as text, of a look at one text; empty for several. They come from the user's text: escape
+            them wherever markup is read.
         heads: one record a head, by layer, then head.
         kind: ``"decoder"``, ``"encoder"`` or ``"encoder-decoder"``.
         seconds: what the look took.
