@@ -32,7 +32,7 @@ def hostile(planted: Look) -> Look:
     """Every string that a look holds is one that tries to act: tokens, model, roles, details."""
     tokens = tuple(PAYLOADS[i % len(PAYLOADS)] for i in range(len(planted.tokens)))
     heads = list(planted.heads)
-    for n, payload in enumerate(PAYLOADS):
+    for n, payload in enumerate((*PAYLOADS, "a | b", "\\|")):
         old = heads[n % len(heads)]
         shown = (Evidence(0, n % 97, 3 * n % 97, 0.5),)
         scores = {payload: Score(payload, 0.9, 0.1, 0.4, 7, 0.8, 0.95, True, shown, payload)}
@@ -90,7 +90,9 @@ def test_what_is_no_look_is_told(planted: Look, tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_told_before_the_work(planted: Look, tmp_path: Path) -> None:
     endings = re.escape(".parquet .csv .json .md .svg .png")
     for name in ("h.xlsx", "h", "h.html", ".csv"):
-        with pytest.raises(ValueError, match=rf"{re.escape(name)} ends in none of {endings}; the end says what to write"):
+        with pytest.raises(
+            ValueError, match=rf"{re.escape(name)} ends in none of {endings}; the end says what to write"
+        ):
             look.write(planted, tmp_path / name)
     with pytest.raises(FileNotFoundError, match="its folder does not exist"):
         files.check(tmp_path / "none" / "h.csv")
@@ -187,7 +189,11 @@ def test_strings_of_the_look_cannot_act_in_the_card(hostile: Look) -> None:
     page = rendered(card)
     kept = {"h1", "h2", "h3", "p", "ul", "li", "code", "strong", "table", "thead", "tbody", "tr", "th", "td"}
     assert {*page.tags} <= kept and page.attributes <= {"style", "class"}
-    assert page.tags["tr"] == 1 + len({name for head in hostile.heads for name in head.scores if head.scores[name].plays})
+    assert page.tags["tr"] == 1 + len(
+        {name for head in hostile.heads for name in head.scores if head.scores[name].plays}
+    )
+    rows = [line for line in card.splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {7}, "a bar in a name ends no cell"
     text = "".join(page.texts)
     for payload in PAYLOADS:
         shown = visible(payload).strip().replace("--!>", "-->")  # as this renderer has it
@@ -200,9 +206,9 @@ def test_a_code_span_holds_its_text(text: str) -> None:
 
     page = Tags(markdown.markdown(f"x {code(text)} y"))
     inside = visible(text)
-    assert "".join(page.texts).replace(" ", "") == f"x{inside.strip() or '(nothing)' * (not text)}y".replace(" ", "") or (
-        inside.isspace()
-    )
+    assert "".join(page.texts).replace(" ", "") == f"x{inside.strip() or '(nothing)' * (not text)}y".replace(
+        " ", ""
+    ) or (inside.isspace())
     assert page.tags["p"] == 1
 
 
@@ -265,5 +271,6 @@ def test_figures_are_files_of_equal_bytes_and_keep_hostile_names(hostile: Look, 
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "a.svg").read_text("utf-8")
     assert "<script" not in page and all(c.isprintable() or c in "\n\t" for c in page)
-    short.plot_head(0, 1).canvas.draw()
-    look.write(replace(short, model="$x^{$"), tmp_path / "c.svg")  # a formula that is none would raise
+    formula = replace(short, model="$x^{$")  # one that is none: it would raise
+    formula.plot_head(0, 1).savefig(tmp_path / "d.svg")
+    look.write(formula, tmp_path / "c.svg")

@@ -317,7 +317,7 @@ def _change(a: HeadRecord, b: HeadRecord, same: bool) -> HeadChange:
     moved = divergence = near = None
     if same and _alike(a, b):
         p, q = (np.asarray(one.map, dtype=np.float64) for one in (a, b))
-        moved, divergence = round(float(_variation(p, q)), 5), round(float(_divergence(p, q)), 5)
+        moved, divergence = round(float(_variation(p, q)), 5), round(_divergence(p, q), 5)
     if same:
         near = round(_near(a, b), 5)
     scores = {name: (one.value, b.scores[name].value) for name, one in a.scores.items() if name in b.scores}
@@ -344,11 +344,11 @@ def _variation(p: Floats, q: Floats) -> Floats:
     return np.asarray(np.abs(p - q).sum(-1).mean(-1) / 2)
 
 
-def _divergence(p: Floats, q: Floats) -> Floats:
+def _divergence(p: Floats, q: Floats) -> float:
     """Mean over rows of the Jensen-Shannon divergence, in bits."""
     middle = (p + q) / 2
     parts = [x * np.log2(np.where(x > 0, x, 1) / np.where(x > 0, middle, 1)) for x in (p, q)]
-    return np.maximum(0.0, (parts[0] + parts[1]).sum(-1).mean(-1) / 2)
+    return float(max(0.0, (parts[0] + parts[1]).sum(-1).mean() / 2))
 
 
 def _near(a: HeadRecord, b: HeadRecord) -> float:

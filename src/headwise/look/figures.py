@@ -121,8 +121,11 @@ def plot_importance(importance: Importance) -> Figure:
     """How much each head matters, by each criterion: a panel each, a row a layer, a column a head.
 
     Raises:
+        TypeError: something else.
         MissingExtra: Matplotlib is not installed.
     """
+    if not isinstance(importance, Importance):
+        raise TypeError(f"plot_importance draws what headwise.look.importance gives; got {type(importance).__name__}")
     grids = {by: _grid(importance.scores(by)) for by in importance.by}
     height, width = next(iter(grids.values())).shape
     panel = min(12.0, 2.2 + 0.28 * width)

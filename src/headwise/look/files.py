@@ -59,9 +59,12 @@ def read(path: str | os.PathLike[str]) -> Look:
     """The look that a .json file holds, of this format or an earlier one.
 
     Raises:
+        TypeError: no path.
         OSError: the file cannot be read.
         ValueError: it holds no look.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a look is read from a path; got {type(path).__name__}")
     shown = visible(str(os.fspath(path)))
     try:
         with open(path, "rb") as file:
