@@ -6,28 +6,33 @@ the records print as a table and travel as JSON.
 
 from .collect import at
 from .compare import Comparison, HeadChange, compare
+from .corpus import documents, over
+from .curve import Curve, Point, read_curve
 from .figures import plot_formation, plot_importance
 from .files import read, write
-from .corpus import documents, over
 from .records import HeadMap, HeadRecord, Look
 from .repeats import Repeats
 from .roles import ROLES, Role
 from .scene import Passage, Vocabulary
 from .scores import Evidence, Score
+from .watch import Watch
 
 __all__ = [
     "ROLES",
     "Comparison",
+    "Curve",
     "Evidence",
     "HeadChange",
     "HeadMap",
     "HeadRecord",
     "Look",
     "Passage",
+    "Point",
     "Repeats",
     "Role",
     "Score",
     "Vocabulary",
+    "Watch",
     "at",
     "compare",
     "documents",
@@ -35,5 +40,6 @@ __all__ = [
     "plot_formation",
     "plot_importance",
     "read",
+    "read_curve",
     "write",
 ]

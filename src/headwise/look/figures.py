@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .records import HeadRecord, Look
     from .scores import Score
-    from .watch import Curve
+    from .curve import Curve
 
 Floats = npt.NDArray[np.float64]
 
