@@ -254,6 +254,7 @@ def test_from_spacy() -> None:
     assert first.mentions == (Mention("coref_clusters_1", (0,)),)
     assert second.mentions == (Mention("coref_clusters_1", (0, 1)),)
     assert document.text == "It ran. \nThe dog slept" and document.joined().words[4].head == 5
+    assert all(document.text[w.start : w.end] == w.text for w in document.joined().words)
 
 
 @pytest.mark.unchecked

@@ -125,9 +125,8 @@ class Document:
 def aligned(source: Sentence | Document, offsets: Sequence[Sequence[int]]) -> tuple[int | None, ...]:
     """The word of each token, by the characters that both cover.
 
-    Whitespace at a token's ends counts for nothing, so a token with the space before its word, or a mark for one, is a
-    token of that word. A token within a word belongs to it, as does each token of a character that was cut into bytes.
-    A token over several words belongs to the one it covers most of, the first of those that are equal. A token
+    Whitespace is no part of a word, so a token with the space before its word, or a mark for one, is a token of that
+    word. A token within a word belongs to it, as does each token of a character that was cut into bytes. A token over several words belongs to the one it covers most of, the first of those that are equal. A token
     without characters, as special tokens are, and one of whitespace alone, belong to none.
 
     Args:
@@ -155,7 +154,7 @@ def aligned(source: Sentence | Document, offsets: Sequence[Sequence[int]]) -> tu
 
 
 def _span(text: str, place: int, pair: Any) -> tuple[int, int]:
-    """Where a token's characters are, less the whitespace at its ends."""
+    """Where a token's characters are."""
     try:
         start, end = pair
     except (TypeError, ValueError):
@@ -170,10 +169,6 @@ def _span(text: str, place: int, pair: Any) -> tuple[int, int]:
             f"token {place} covers the characters {start} to {end}, but the text has {len(text)}; tokenize the text of "
             "the sentence itself"
         )
-    while start < end and text[start].isspace():
-        start += 1
-    while end > start and text[end - 1].isspace():
-        end -= 1
     return start, end
 
 
