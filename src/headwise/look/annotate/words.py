@@ -126,8 +126,9 @@ def aligned(source: Sentence | Document, offsets: Sequence[Sequence[int]]) -> tu
     """The word of each token, by the characters that both cover.
 
     Whitespace is no part of a word, so a token with the space before its word, or a mark for one, is a token of that
-    word. A token within a word belongs to it, as does each token of a character that was cut into bytes. A token over several words belongs to the one it covers most of, the first of those that are equal. A token
-    without characters, as special tokens are, and one of whitespace alone, belong to none.
+    word. A token within a word belongs to it, as does each token of a character that was cut into bytes. A token over
+    several words belongs to the one it covers most of, the first of those that are equal. A token without characters,
+    as special tokens are, and one of whitespace alone, belong to none.
 
     Args:
         source: what was tokenized: `source.text`, whole.
