@@ -1,11 +1,14 @@
 """Look: what every head of a model does, as plain records.
 
 `at` runs the model on a text and measures, `over` on many; `ROLES` says what heads are called and by whose definition;
-the records print as a table and travel as JSON.
+the records print as a table and travel as JSON. `annotate` reads annotated text; `importance`, `ablate` and `circuits`
+tell what heads are worth and what they write.
 """
 
+from . import annotate
 from .collect import at
 from .corpus import documents, over
+from .needles import needles
 from .records import HeadMap, HeadRecord, Look
 from .repeats import Repeats
 from .roles import ROLES, Role
@@ -23,7 +26,9 @@ __all__ = [
     "Role",
     "Score",
     "Vocabulary",
+    "annotate",
     "at",
     "documents",
+    "needles",
     "over",
 ]
