@@ -8,6 +8,7 @@ from .ablation import Ablation, ablate
 from .collect import at
 from .importance import HeadImportance, Importance, importance
 from .records import HeadMap, HeadRecord, Look, RoleScore
+from .redundancy import Redundancy, Twin, redundancy
 from .repeats import Repeats
 from .roles import ROLES, Role
 
@@ -19,10 +20,13 @@ __all__ = [
     "HeadRecord",
     "Importance",
     "Look",
+    "Redundancy",
     "Repeats",
     "Role",
     "RoleScore",
+    "Twin",
     "ablate",
     "at",
     "importance",
+    "redundancy",
 ]
