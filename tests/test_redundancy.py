@@ -32,7 +32,7 @@ def calls_of(name: str) -> list[AttentionCall]:
 @pytest.mark.parametrize("name", ["Llama GQA", "gpt-oss sinks", "BERT"])
 def test_patterns_against_whole_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of(name)
-    P = torch.cat([weights(call.query, call.key, **call.scoring)[0] for call in calls]).double()
+    P = torch.cat([weights(call.query, call.key, **call.scoring)[0] for call in calls]).double().detach()
     if name == "gpt-oss sinks":
         P = torch.cat([P, 1 - P.sum(-1, keepdim=True)], -1)
     P = 0.999 * P + 0.001 / P.shape[-1]
