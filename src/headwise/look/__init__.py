@@ -5,19 +5,24 @@ table and travel as JSON.
 """
 
 from .ablation import Ablation, ablate
+from .circuits import Circuits, Composition, circuits
 from .collect import at
 from .importance import HeadImportance, Importance, importance
 from .records import HeadMap, HeadRecord, Look, RoleScore
 from .redundancy import Redundancy, Twin, redundancy
 from .repeats import Repeats
 from .roles import ROLES, Role
+from .writes import HeadWrites
 
 __all__ = [
     "ROLES",
     "Ablation",
+    "Circuits",
+    "Composition",
     "HeadImportance",
     "HeadMap",
     "HeadRecord",
+    "HeadWrites",
     "Importance",
     "Look",
     "Redundancy",
@@ -27,6 +32,7 @@ __all__ = [
     "Twin",
     "ablate",
     "at",
+    "circuits",
     "importance",
     "redundancy",
 ]
