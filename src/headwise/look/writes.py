@@ -44,10 +44,10 @@ class HeadWrites:
             not reach it by addition alone (a norm behind the sum, or behind the output projection).
         logit: what it adds to the logit of the next token, over the mean of all logits, straight through the final norm
             at its actual scale (direct logit attribution); None as for `residual`.
-        copying: how often a token is among the 5 whose logits the head raises most where it attends that token alone:
-            final norm and unembedding of W_O v_j, for tokens j of the text (Wang et al. 2022, arXiv 2211.00593, who put
-            in the residual behind the first MLP at names; here it is the value as it was).
-        suppressing: how often it is among the 5 that it lowers most.
+        copying: how often a token has one of the 5 highest logits where the final norm reads what the head writes as it
+            attends that token alone, W_O v_j, for tokens j of the text (Wang et al. 2022, arXiv 2211.00593, who put in
+            the residual behind the first MLP at names; here it is the value as it was).
+        suppressing: the same of the negative, - W_O v_j: high where a head speaks against what it attends.
     """
 
     module: str
@@ -262,7 +262,9 @@ class Final:
         return float((written * self.towards).sum() / counted.sum().clamp(min=1))
 
     def copying(self, written: Tensor, ids: Tensor) -> tuple[float, float]:
-        """How often a token is among the 5 that its own value (S, M) raises, and lowers, most."""
+        """How often a token is among the 5 highest logits of what its value makes the head write (S, M), and of its
+        negative.
+        """
         places = torch.arange(min(COPIED, len(ids))) * len(ids) // min(COPIED, len(ids))
         dtype = next((p.dtype for p in self.unembedding.parameters()), torch.float32)
         x, wanted = written[places].to(dtype)[None], ids[places.to(ids.device)]
@@ -271,10 +273,12 @@ class Final:
         moved = (x if self.norm is None else self.norm(x)) - base
         nothing = self.unembedding(zero)
         at_rest, change = self.unembedding(base)[0].float(), (self.unembedding(moved) - nothing)[0].float()
-        hits = [
-            (at_rest + sign * change).topk(min(TOP, change.shape[-1])).indices == wanted[:, None] for sign in (1, -1)
-        ]
-        return float(hits[0].any(-1).float().mean()), float(hits[1].any(-1).float().mean())
+        own, shares = change.gather(1, wanted[:, None])[:, 0], []
+        for sign in (1, -1):
+            top = (at_rest + sign * change).topk(min(TOP, change.shape[-1])).indices
+            hit = (top == wanted[:, None]).any(-1) & (sign * own > 0)  # where nothing moves, ties are no copies
+            shares.append(float(hit.float().mean()))
+        return shares[0], shares[1]
 
 
 def _of_logits(unembedding: nn.Module, read: Tensor, labels: Tensor) -> Tensor:
