@@ -6,29 +6,46 @@ tell what heads are worth and what they write.
 """
 
 from . import annotate
+from .ablation import Ablation, ablate
+from .circuits import Circuits, Composition, circuits
 from .collect import at
 from .corpus import documents, over
+from .importance import HeadImportance, Importance, importance
 from .needles import needles
 from .records import HeadMap, HeadRecord, Look
+from .redundancy import Redundancy, Twin, redundancy
 from .repeats import Repeats
 from .roles import ROLES, Role
 from .scene import Passage, Vocabulary
 from .scores import Evidence, Score
+from .writes import HeadWrites
 
 __all__ = [
     "ROLES",
+    "Ablation",
+    "Circuits",
+    "Composition",
     "Evidence",
+    "HeadImportance",
     "HeadMap",
     "HeadRecord",
+    "HeadWrites",
+    "Importance",
     "Look",
     "Passage",
+    "Redundancy",
     "Repeats",
     "Role",
     "Score",
+    "Twin",
     "Vocabulary",
+    "ablate",
     "annotate",
     "at",
+    "circuits",
     "documents",
+    "importance",
     "needles",
     "over",
+    "redundancy",
 ]
