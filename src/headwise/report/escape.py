@@ -24,6 +24,11 @@ def json_for_html(value: Any) -> str:
     return text.translate(_HTML_UNSAFE)
 
 
+def cut(text: str, limit: int = 200) -> str:
+    """The text, or its beginning and an ellipsis: a hostile name must not fill the page."""
+    return text if len(text) <= limit else text[:limit] + "\u2026"
+
+
 def visible(text: str, *, limit: int = 200) -> str:
     r"""The text with nothing in it that acts: what a terminal or a title bar may print.
 
