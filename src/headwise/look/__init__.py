@@ -9,7 +9,10 @@ from . import annotate
 from .ablation import Ablation, ablate
 from .circuits import Circuits, Composition, circuits
 from .collect import at
+from .compare import Comparison, HeadChange, compare
 from .corpus import documents, over
+from .figures import plot_formation, plot_importance
+from .files import read, write
 from .importance import HeadImportance, Importance, importance
 from .needles import needles
 from .records import HeadMap, HeadRecord, Look
@@ -24,8 +27,10 @@ __all__ = [
     "ROLES",
     "Ablation",
     "Circuits",
+    "Comparison",
     "Composition",
     "Evidence",
+    "HeadChange",
     "HeadImportance",
     "HeadMap",
     "HeadRecord",
@@ -43,9 +48,14 @@ __all__ = [
     "annotate",
     "at",
     "circuits",
+    "compare",
     "documents",
     "importance",
     "needles",
     "over",
+    "plot_formation",
+    "plot_importance",
+    "read",
     "redundancy",
+    "write",
 ]
