@@ -7,7 +7,7 @@ from typing import Any
 
 from headwise.disk import visible
 
-__all__ = ["json_for_html", "visible"]
+__all__ = ["cut", "json_for_html", "visible"]
 
 _HTML_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
@@ -26,3 +26,8 @@ def json_for_html(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.translate(_HTML_UNSAFE)
+
+
+def cut(text: str, limit: int = 200) -> str:
+    """The text, or its beginning and an ellipsis: a hostile name must not fill the page."""
+    return text if len(text) <= limit else text[:limit] + "\u2026"
