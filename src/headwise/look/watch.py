@@ -186,8 +186,8 @@ class Watch:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Random numbers go on afterwards as if nothing had been drawn, and autocast keeps nothing of what is computed.
 
-    Weights that autocast casts without gradients would otherwise stay in its cache, and get no gradient from the next
-    forward in the same block.
+    In torch 2.10 weights that autocast casts without gradients would otherwise stay in its cache, and get no gradient
+    from the next forward in the same block.
     """
     weight = next(model.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
