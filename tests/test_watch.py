@@ -52,7 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, seen: Look) -> Clock:
     return Clock(monkeypatch, seen)
 
 
-# --- training goes on as it would ----------------------------------------------------------------------------------------
+# --- training goes on as it would -------------------------------------------------------------------------------------
 
 
 def trained(watched: bool, autocast: bool = False) -> tuple[list[Tensor], list[float]]:
@@ -253,7 +253,7 @@ def test_what_is_no_curve_is_told(tmp_path: Path) -> None:
         for function in (read_curve, lambda path: Watch(Planted(), IDS, path=path)):
             with pytest.raises(ValueError, match=rf"/{name} is no curve: .*; give what headwise.look.Watch wrote$"):
                 function(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="cannot read .*/none: No such file"):
+    with pytest.raises(FileNotFoundError, match=r"cannot read .*/none: No such file"):
         read_curve(tmp_path / "none")
 
 
@@ -334,5 +334,5 @@ def test_the_trainer_of_transformers_calls_the_watch(clock: Clock) -> None:
     other = TrainerState(is_world_process_zero=False)
     handler.on_train_begin(None, other, control)
     assert len(seen.curve.points) == 4, "the other processes leave it to the first"
-    with pytest.raises(TypeError, match="a callback takes a headwise.look.Watch; got int"):
+    with pytest.raises(TypeError, match=r"a callback takes a headwise\.look\.Watch; got int"):
         hf.WatchCallback(3)

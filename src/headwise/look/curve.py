@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..disk import check_destination, put, visible
-from ..shapes.kinds import shown
+from ..shapes.kinds import check_texts, shown
 from . import figures
 from .records import Look
 
@@ -107,6 +107,7 @@ class Curve:
         Raises:
             ValueError: it never was.
         """
+        check_texts(role=role)
         found = [(point.step, value) for point in self.points if (value := point.best(role)) is not None]
         if not found:
             raise ValueError(f"measured were {', '.join(self.thresholds) or 'no roles'}; got {shown(role)}")
@@ -149,7 +150,7 @@ class Curve:
     def from_dict(cls, data: dict[str, Any]) -> Curve:
         """The curve that `to_dict` (or JSON) wrote; ValueError where it is none."""
         number = data.get("format") if isinstance(data, dict) else data
-        if number != FORMAT:
+        if not isinstance(number, int) or number != FORMAT:
             raise ValueError(f"a curve is read from format {FORMAT}, got {shown(number)}; write it with this version")
         with suppress(TypeError, KeyError, AttributeError, ValueError):
             thresholds = {role: float(value) for role, value in data["thresholds"].items()}

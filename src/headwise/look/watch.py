@@ -6,7 +6,7 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ..extras import MissingExtra
-from ..shapes.kinds import check_counts, shown
-from . import curve
+from ..shapes.kinds import check_counts, shown, whole_numbers
+from . import curve, inputs
 from .collect import REPEATS, Ids, at
 from .curve import Curve, Point
 from .records import Look
@@ -95,7 +95,10 @@ class Watch:
             check_counts(1, every=every)
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"share is a part of the training time, above 0 and at most 1; got {shown(share)}")
-        self.model, self.ids, self.every, self.share = model, ids, every, float(share)
+        self.model, self.ids, self.every, self.share = model, inputs.as_row(ids), every, float(share)
+        inputs.check_options(None, 1, False, repeats, None)
+        if delimiters is not None:
+            whole_numbers("delimiters", list(delimiters) if isinstance(delimiters, Set) else delimiters)
         self.options: dict[str, Any] = {"delimiters": delimiters, "repeats": repeats, "readings": readings}
         self.path = None if path is None else os.fspath(curve.check_destination(path))
         self.curve = _continued(self.path)
