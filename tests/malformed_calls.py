@@ -6,6 +6,7 @@ Arguments come from the signature: each parameter that `GOOD` knows by its name,
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Unpack, get_args, get_origin
