@@ -17,10 +17,10 @@ COLOURS = (
     "#56b4e9",
     "#8a8f00",
     "#5d3a9b",
-    "#3f6f8f",
-    "#a3623a",
-    "#7c4f6d",
-    "#4b7f52",
+    "#7fcdbb",
+    "#a6611a",
+    "#c51b7d",
+    "#4d4d4d",
     "#7a7f8c",
 )
 """By number; the last is for roles of a name unknown here."""
