@@ -51,6 +51,7 @@ class Got:
     scene: Scene
     rows: RowStatistics
     uniform: RowStatistics
+    kept: dict[str, Tensor] = field(default_factory=dict, compare=False)  # what several roles take from the call
 
     @cached_property
     def distance(self) -> Tensor:
@@ -67,12 +68,14 @@ class Got:
 class Sums:
     """Of each text and head: sums over queries, and how many queries; a width of 1 stands for all heads.
 
-    `null` is None where chance has no say. `detail` tells by head what the role leaves open, on this text.
+    `null` and `against` are what chance gives by two controls, of which the larger counts; None where there is none.
+    `detail` tells by head what the role leaves open, on this text.
     """
 
     total: Tensor
     count: Tensor
     null: Tensor | None
+    against: Tensor | None = None
     detail: Callable[[int, int], str] | None = None
 
 
@@ -222,8 +225,7 @@ class OnLinks:
         assert links is not None
         count = (links >= 0).any(-1).sum(-1, keepdim=True).double() * (level > 0)
         other = got.rows.targets.get(_against(name))
-        chance = level if other is None else torch.maximum(level, other.double().cpu())
-        return Sums(mass * count, count, chance * count)
+        return Sums(mass * count, count, level * count, None if other is None else other.double().cpu() * count)
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the largest weight lies on a link."""
@@ -243,7 +245,9 @@ class Argmax:
 
     The choice is among the candidates, links of their own name; without any, among all keys but the query's own and
     special tokens. Null: the share that is right by the baseline, links of their own name with one key each; without
-    any, by one fixed offset, the best over all texts that were read.
+    any, by one fixed offset, the best over all texts that were read. Against: a choice among the candidates at random;
+    without any, the choice of another query, drawn from those that may attend the link too: so a head that attends a
+    word from everywhere gains nothing.
     """
 
     name: str
@@ -259,9 +263,17 @@ class Argmax:
         links = got.scene.links(self.name)
         if got.scene.cross or links is None:
             return None
-        count = (links >= 0).any(-1).sum(-1, keepdim=True).double()
+        linked = (links >= 0).any(-1)
+        count = linked.sum(-1, keepdim=True).double()
         right = self.hits(name, got).double().sum(-1)
-        return Sums(right, count, self._baseline(links, got.scene).double().sum(-1, keepdim=True))
+        null = self._baseline(links, got.scene).double().sum(-1, keepdim=True)
+        if self.candidates:
+            among = self._allowed(got.scene).sum(-1).clamp(min=1)
+            return Sums(right, count, null, ((links >= 0).sum(-1) / among).double().sum(-1, keepdim=True))
+        other = got.scene.once(("other query", self.name), lambda: _other_queries(links, got.scene))
+        best = self._best(got).gather(2, other[:, None].expand(-1, right.shape[1], -1))
+        shuffled_right = (best[..., None] == links[:, None]).any(-1) & linked[:, None] & (best >= 0)
+        return Sums(right, count, null, shuffled_right.double().sum(-1))
 
     def _baseline(self, links: Tensor, scene: Scene) -> Tensor:
         """(B, T) bool: which queries the baseline gets right."""
@@ -276,19 +288,22 @@ class Argmax:
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the best key among the candidates is a link."""
         links = got.scene.links(self.name)
-        B, H, T, _ = got.call.query.shape
-        right = torch.zeros(B, H, T, dtype=torch.bool)
+        best = self._best(got)
         if links is None:
-            return right
-        rows = (links >= 0).any(-1).any(0).nonzero()[:, 0]
+            return torch.zeros_like(best, dtype=torch.bool)
+        return (best[..., None] == links[:, None]).any(-1) & (best >= 0)
+
+    def _best(self, got: Got) -> Tensor:
+        """(B, H, T): the key of the largest weight among the candidates of each query, -2 where it has none."""
         S = got.scene.keys.shape[1]
-        top = top_keys(got.call.query, got.call.key, S, rows=rows.tolist(), **got.call.scoring).keys.cpu()
-        allowed = self._allowed(got.scene)[:, None, rows].expand(B, H, len(rows), S).gather(3, top.clamp(min=0))
-        allowed &= top >= 0
-        best = top.gather(3, allowed.float().argmax(-1, keepdim=True))
-        best = torch.where(allowed.any(-1, keepdim=True), best, -2)
-        right[:, :, rows] = (best == links[:, None, rows]).any(-1)
-        return right
+        if "top" not in got.kept:
+            got.kept["top"] = top_keys(got.call.query, got.call.key, S, **got.call.scoring).keys.cpu()
+        top = got.kept["top"]
+        if self.candidates not in got.kept:
+            allowed = self._allowed(got.scene)[:, None].expand(top.shape).gather(3, top.clamp(min=0)) & (top >= 0)
+            best = top.gather(3, allowed.float().argmax(-1, keepdim=True))[..., 0]
+            got.kept[self.candidates] = torch.where(allowed.any(-1), best, -2)
+        return got.kept[self.candidates]
 
     def _allowed(self, scene: Scene) -> Tensor:
         """(B, T, S) bool: the keys among which a query chooses."""
@@ -299,6 +314,17 @@ class Argmax:
             return (allowed if links is None else allowed.scatter(2, links % (S + 1), True))[..., :S]
         plain = ~torch.isin(scene.keys, torch.tensor(sorted(scene.words.special), dtype=torch.long))
         return plain[:, None] & ~torch.eye(T, S, dtype=torch.bool)
+
+
+def _other_queries(links: Tensor, scene: Scene) -> Tensor:
+    """(B, T): for each linked query another one of its text that may attend its links; itself where there is none."""
+    draw = torch.Generator().manual_seed(links.numel())
+    T = links.shape[1]
+    first = links.amax(-1) + 1 if scene.ahead is False else torch.zeros(links.shape[:2], dtype=torch.long)
+    room = (T - 1 - first).clamp(min=0)  # of the T - first queries that may, one is the query itself
+    drawn = first + (torch.rand(room.shape, generator=draw) * room).long()
+    drawn = drawn + (drawn >= torch.arange(T)).long()
+    return torch.where(room > 0, drawn.clamp(max=T - 1), torch.arange(T))
 
 
 @dataclass(frozen=True)

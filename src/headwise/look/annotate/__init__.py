@@ -5,7 +5,8 @@ give plain records (`Document`, `Sentence`, `Word`, `Mention`), and `aligned` te
 """
 
 from .parsed import from_spacy
+from .passages import passages
 from .treebank import ours, parse, read
 from .words import Document, Mention, Sentence, Word, aligned
 
-__all__ = ["Document", "Mention", "Sentence", "Word", "aligned", "from_spacy", "ours", "parse", "read"]
+__all__ = ["Document", "Mention", "Sentence", "Word", "aligned", "from_spacy", "ours", "parse", "passages", "read"]
