@@ -218,9 +218,11 @@ def _changes(
     with resting(model):
         for number, text in enumerate(texts):
             length = text.labels.shape[1]
-            before = logits_of(text.output(model), length)[0]
-            with probe(model, off(gates, base.mean if by == "mean" else None)):
-                after = logits_of(text.output(model), length)[0]
+            logits = []
+            for gated in ({}, gates):  # both through the probe, so that they differ by the heads alone
+                with probe(model, off(gated, base.mean if by == "mean" else None)):
+                    logits.append(logits_of(text.output(model), length)[0])
+            before, after = logits
             kl = divergence(before, after)
             total, count = total + float(kl.sum()), count + length
             for position in kl.topk(min(PLACES, length)).indices.tolist():
