@@ -180,7 +180,8 @@ def ablate(
     texts = readings(model, texts_of(ids), loss=loss, mask_id=mask_id, seed=seed)
     base = survey(model, texts)
     chosen = base.check(heads)
-    total, done = 1 + len(chosen) * len(texts) + len(texts), 1
+    groups = [[head] for head in chosen] + ([chosen] if len(chosen) > 1 else [])
+    total, done = 1 + len(groups) * len(texts), 1
 
     def step(count: int) -> None:
         nonlocal done
@@ -189,7 +190,6 @@ def ablate(
             progress(done, total)
 
     step(0)
-    groups = [[head] for head in chosen] + ([chosen] if len(chosen) > 1 else [])
     risen = rises(model, texts, base, groups, by, step)
     kl, places = _changes(model, texts, base, chosen, by, decode) if loss is None else (None, ())
     return Ablation(
