@@ -22,9 +22,7 @@ def test_planted_roles_are_found_and_no_other(planted: Look) -> None:
 
 def test_planted_scores(planted: Look) -> None:
     scores = {head.role: head.roles[0].value for head in planted.heads}
-    before_the_first_delimiter = 4 / 97
-    assert scores["delimiter"] == pytest.approx(1 - before_the_first_delimiter, abs=1e-3)
-    assert all(scores[name] > 0.995 for name in NAMES if name != "delimiter")
+    assert all(scores[name] > 0.995 for name in NAMES)
     by_name = dict(zip(NAMES, planted.heads, strict=True))
     assert by_name["offset-3"].offsets[3] == pytest.approx(1, abs=1e-3)
     assert by_name["previous-token"].offsets[0] < 0.03 and by_name["self"].value("self") == pytest.approx(1, abs=1e-3)
@@ -54,7 +52,7 @@ def test_a_fixed_offset_is_no_induction_head() -> None:
     periods = [s.ids.index(s.ids[1], 2) - 1 for s in drawn]
     impostors = [f"offset-{period - 1}" for period in periods[:4]]
     for head in look.at(Planted(impostors), text(), delimiters=DELIMITERS).heads:
-        assert head.scores["induction"].value < 0.25
+        assert head.scores["induction"].value < 0.3
         assert "induction" not in [role.name for role in head.roles]
 
 

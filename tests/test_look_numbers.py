@@ -92,7 +92,9 @@ def test_masks_that_differ_from_head_to_head(make: Callable[[Tensor], headwise.M
     for head, p in zip(found.heads, ps, strict=True):
         check_against(head, p, marks)
     sink = found.heads[1].scores["first-token sink"]
-    assert sink.plays and sink.null == pytest.approx(sum(1 / n for n in range(2, 32)) / 30, abs=1e-6)  # of all heads together
+    assert sink.plays and sink.null == pytest.approx(
+        sum(1 / n for n in range(2, 32)) / 30, abs=1e-6
+    )  # of all heads together
 
 
 def test_rows_that_see_nothing_count_nowhere() -> None:
@@ -170,7 +172,9 @@ def test_a_small_map_larger_than_the_large_one() -> None:
 
 def test_nothing_is_more_even_than_uniform_attention() -> None:
     [head] = look.at(Planted(["broad"]), text(163), delimiters=DELIMITERS, repeats=None).heads
-    assert head.value("broad") == 1.0 and head.entropy == pytest.approx(sum(map(math.log, range(1, 164))) / 163, abs=1e-5)
+    assert head.value("broad") == 1.0 and head.entropy == pytest.approx(
+        sum(map(math.log, range(1, 164))) / 163, abs=1e-5
+    )
 
 
 def test_a_single_token_looks_nowhere() -> None:

@@ -48,8 +48,8 @@ def at(
     """Look at every attention head of a model while it reads a text.
 
     Two forward passes, without gradients and with dropout off: the text, and random tokens repeated (for
-    duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers at once, in O(T) memory; no attention
-    matrix exists at any time. The model is left as it was.
+    duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers at once, in O(T)
+    memory; no attention matrix exists at any time. The model is left as it was.
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, called as ``model(ids)``; or a transformers model, once

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
-from ..ops.statistics.api import RowStatistics, attention_statistics, row_statistics
+from ..ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
 from .measures import FAR, OFFSETS, Got
 from .records import HeadMap
 from .roles import Role
@@ -76,8 +76,14 @@ def measure(
     asks = [role.measure.asks(role.name, scene) for role in roles]
     features = {name: one for ask in asks for name, one in ask.features.items()}
     targets = {name: one for ask in asks for name, one in ask.targets.items()}
-    options = {**call.scoring, "offsets": OFFSETS, "features": features, "targets": targets, "pool": pool}
-    out, rows = None, None
+    options: StatisticsOptions = {
+        **call.scoring,
+        "offsets": OFFSETS,
+        "features": features,
+        "targets": targets,
+        "pool": pool,
+    }
+    out: Tensor | None = None
     if call.value is None:
         rows = row_statistics(call.query, call.key, **options)
     else:

@@ -63,7 +63,8 @@ class Got:
         return self.rows.largest_key.cpu()
 
 
-class Sums(NamedTuple):
+@dataclass(frozen=True)
+class Sums:
     """Of each text and head: sums over queries, and how many queries; a width of 1 stands for all heads.
 
     `null` is None where chance has no say. `detail` tells by head what the role leaves open, on this text.
@@ -116,7 +117,7 @@ class AtOffset:
 
 @dataclass(frozen=True)
 class Band:
-    """Mean of the sum of A[i, j] over |i - j| <= reach; 0 where one offset alone exceeds half. Null: uniform attention."""
+    """Mean of the sum of A[i, j] over |i - j| <= reach, 0 where one offset exceeds half; null: uniform attention."""
 
     reach: int
 
@@ -149,13 +150,16 @@ def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class OnKeys:
-    """Mean of the sum of A[i, j] over the keys j of a class; null: uniform attention."""
+    """Mean of the sum of A[i, j] over the keys j of a class, from the first such key on; null: uniform attention."""
 
     keys: Callable[[Scene], Tensor] = field(compare=False)
 
+    def _keys(self, name: str, scene: Scene) -> Tensor:
+        return scene.once(name, lambda: self.keys(scene))
+
     def asks(self, name: str, scene: Scene) -> Asks:
         """One feature."""
-        chosen = self.keys(scene)
+        chosen = self._keys(name, scene)
         return Asks({name: chosen}, {}) if bool(chosen.any()) else NOTHING
 
     def read(self, name: str, got: Got) -> Sums | None:
@@ -163,13 +167,14 @@ class OnKeys:
         if name not in got.rows.features:
             return None
         mass, level = (s.features[name].double().cpu() for s in (got.rows, got.uniform))
-        has = self.keys(got.scene).any(-1, keepdim=True)
-        count = got.rows.rows.double().cpu() * has
-        return Sums(mass * count, count, level * count)
+        rows, keys = got.rows.rows.double().cpu(), self._keys(name, got.scene)
+        before = keys.double().argmax(-1, keepdim=True) if got.scene.ahead is False else 0  # queries that see none
+        count = torch.where(keys.any(-1, keepdim=True), (rows - before).clamp(min=0), 0.0)
+        return Sums(mass * rows, count, level * rows)
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the largest weight lies on such a key."""
-        chosen, keys = self.keys(got.scene)[:, None], got.largest_key
+        chosen, keys = self._keys(name, got.scene)[:, None], got.largest_key
         return chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)) & (keys >= 0)
 
 
@@ -195,19 +200,25 @@ class OnLinks:
     against: Callable[[Tensor, Scene], Tensor] | None = field(default=shuffled, compare=False)
 
     def asks(self, name: str, scene: Scene) -> Asks:
-        """The links, and the shuffled ones."""
-        links = self.links(scene)
+        """The links, and those they are held against."""
+        return scene.once(("asks", name), lambda: self._asks(name, scene))
+
+    def _asks(self, name: str, scene: Scene) -> Asks:
+        links = self._links(name, scene)
         if links is None or not bool((links >= 0).any()):
             return NOTHING
         other = {} if self.against is None else {_against(name): self.against(links, scene)}
         return Asks({}, {name: links, **other})
+
+    def _links(self, name: str, scene: Scene) -> Tensor | None:
+        return scene.once(name, lambda: self.links(scene))
 
     def read(self, name: str, got: Got) -> Sums | None:
         """The mass on links, over the queries with one that they may attend."""
         if name not in got.rows.targets:
             return None
         mass, level = (s.targets[name].double().cpu() for s in (got.rows, got.uniform))
-        links = self.links(got.scene)
+        links = self._links(name, got.scene)
         assert links is not None
         count = (links >= 0).any(-1).sum(-1, keepdim=True).double() * (level > 0)
         other = got.rows.targets.get(_against(name))
@@ -216,7 +227,7 @@ class OnLinks:
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the largest weight lies on a link."""
-        links = self.links(got.scene)
+        links = self._links(name, got.scene)
         assert links is not None
         return ((got.largest_key[..., None] == links[:, None]) & (links >= 0)[:, None]).any(-1)
 

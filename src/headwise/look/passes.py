@@ -180,7 +180,7 @@ def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead:
 
 
 def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
-    """Passages of equal length together, so that nothing is padded; at most `most` tokens at once, one passage at least.
+    """Passages of equal length together, so that nothing is padded; at most `most` tokens at once, or one passage.
 
     Passages wait until their batch is full, at most 256 of them; the order within a batch is that of reading.
     """

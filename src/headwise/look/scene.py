@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .repeats import Repeated
+
+T = TypeVar("T")
 
 Links = Mapping[str, Sequence[Sequence[int]]]
 """name -> for each token the positions of the tokens that it is linked to."""
@@ -73,6 +76,14 @@ class Scene:
     moved: tuple[int, int] = (0, 0)
     known: bool = True
     usual: Mapping[str, int] = field(default_factory=dict)
+    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, name: object, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for all layers of the forward."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        found: T = self.kept[name]
+        return found
 
     @property
     def cross(self) -> bool:
@@ -87,6 +98,9 @@ class Scene:
 
     def links(self, name: str) -> Tensor | None:
         """(B, T, n) long, the keys of each query by a link's name, -1 where there are fewer; None without any."""
+        return self.once(("links", name), lambda: self._links(name))
+
+    def _links(self, name: str) -> Tensor | None:
         lists = [passage.links.get(name, ()) for passage in self.passages]
         if not self.known or not any(any(row) for row in lists):
             return None
@@ -105,7 +119,7 @@ class Scene:
 def usual_distances(passages: Sequence[Passage]) -> dict[str, int]:
     """By link: query minus key, the distance that most linked queries have; of equals the nearer, then the earlier.
 
-    >>> usual_distances([Passage([5, 6, 7], links={"object": [[], [0], [1]]}), Passage([5, 6], links={"object": [[1]]})])
+    >>> usual_distances([Passage([5, 6, 7], links={"object": [[], [0], [1]]})])
     {'object': 1}
     """
     counts: dict[str, Counter[int]] = {}
