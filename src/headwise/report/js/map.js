@@ -10,11 +10,11 @@ function buildMap() {
     const cell = cellUnder(event);
     if (cell) pointAt(...cell);
   });
-  view.addEventListener("pointerleave", () => pointAt(state.query, null));
+  view.addEventListener("pointerleave", () => pointAt(state.query, state.key));
   view.addEventListener("click", (event) => {
     const cell = cellUnder(event);
     if (!cell) return;
-    selectQuery(cell[0]);
+    selectQuery(...cell);
     pointAt(...cell); // a finger does not hover
   });
   view.addEventListener("keydown", moveInMap);
@@ -68,7 +68,7 @@ function drawLarge(head) {
   const plot = el("div", { className: "plot" }, large.canvas, cross.node());
   const grid = el("div", { className: "map-grid" }, cornerOf(), keyAxis(head, width, cell), queryAxis(head, height, cell), plot);
   view.replaceChildren(grid);
-  pointAt(Math.min(state.query, head.rows - 1), null);
+  if (head.rows) pointAt(Math.min(state.query, head.rows - 1), state.key);
 }
 
 function cornerOf() {
@@ -153,7 +153,7 @@ function moveInMap(event) {
     End: [row, head.columns - 1],
   };
   if (event.key === "Enter") {
-    selectQuery(row);
+    selectQuery(row, column);
     pointAt(row, column);
   }
   const move = moves[event.key];
