@@ -73,9 +73,9 @@ def test_delimiters_are_read_from_the_tokens() -> None:
     tokens = [" .", " .", "b", "\n", "", " "]
     model, ids = Planted(["delimiter"]), [2, 2, 5, 3, 6, 7]  # attends 2 and 3; the first key is the sink's, not counted
     found = look.at(model, ids, tokens=tokens, repeats=None)
-    assert found.heads[0].delimiter == pytest.approx((0 + 1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 6, abs=1e-4)
-    assert look.at(model, ids, repeats=None).heads[0].delimiter == 0.0
-    assert look.at(model, ids, tokens=tokens, delimiters=[], repeats=None).heads[0].delimiter == 0.0
+    assert found.heads[0].value("delimiter") == pytest.approx((1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 5, abs=1e-4)
+    assert look.at(model, ids, repeats=None).heads[0].value("delimiter") is None
+    assert look.at(model, ids, tokens=tokens, delimiters=[], repeats=None).heads[0].value("delimiter") is None
 
 
 class Overflowing(Tiny):
@@ -117,7 +117,7 @@ class Configured(Tiny):
         (Tiny(), [1, 2], {"repeats": Repeats(vocabulary=[4, 61])}, ValueError, "0 to 60; got 61 at place 1"),
         (nn.Linear(2, 2), [1], {}, TypeError, "Linear holds no headwise.MultiHeadAttention"),
         (Overflowing(), [1, 2], {}, ValueError, "layer 0 ('layers.0') has scores that are NaN or infinite in float32"),
-        (Folded(), [1, 2], {}, ValueError, "module 'layers.0' made 2 rows of one text"),
+        (Folded(), [1, 2], {}, ValueError, "module 'layers.0' made 2 rows of 1 text"),
     ],
 )  # fmt: skip
 def test_errors(model: nn.Module, ids: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -358,7 +358,7 @@ def test_a_model_too_short_for_copies_reads_none(positions: int, passes: int) ->
     seen: list[Tensor] = []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     found = look.at(model, [1, 2, 3])
-    assert len(seen) == passes and (found.heads[0].duplicate is None) is (passes == 1)
+    assert len(seen) == passes and ("duplicate-token" not in found.heads[0].scores) is (passes == 1)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
