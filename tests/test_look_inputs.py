@@ -303,7 +303,7 @@ def test_how_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     text_pass, copies = model.asked
     assert text_pass["ids"].tolist() == [[1, 5, 6, 7, 8]] and text_pass["decoder"].tolist() == [[3, 1, 5, 6]]
     assert text_pass["lean"] == copies["lean"] == (False, 1)
-    assert copies["ids"].shape == (8, 160) and copies["decoder"].shape == (8, 159)
+    assert copies["ids"].shape == (6, 72) and copies["decoder"].shape == (6, 71)
     assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :158])
     for length in (1, 2, 3):
         look.at(model, [1, 5, 6][:length], repeats=None)
@@ -320,7 +320,7 @@ def test_drawn_sequences() -> None:
     drawn = draw(Repeats(), range(100, 400), 999, before=[7], after=[8])
     periods = []
     for sequence in drawn:
-        assert len(sequence.ids) == 160 and sequence.ids[0] == 7 and sequence.ids[-1] == 8
+        assert len(sequence.ids) == 72 and sequence.ids[0] == 7 and sequence.ids[-1] == 8
         body = sequence.ids[1:-1]
         period = len(sequence.drawn)
         periods.append(period)
@@ -340,7 +340,7 @@ def test_few_positions_and_few_ids() -> None:
     assert draw(Repeats(), [3], 99) == []
     assert set(draw(Repeats(), [3, 4], 99)[0].ids) == {3, 4}
     for wrong in ({"sequences": 0}, {"length": 0}):
-        got = re.escape(", ".join(f"{name}={n}" for name, n in ({"sequences": 8, "length": 160} | wrong).items()))
+        got = re.escape(", ".join(f"{name}={n}" for name, n in ({"sequences": 6, "length": 72} | wrong).items()))
         with pytest.raises(ValueError, match=f"got {got}; repeats=None leaves them out"):
             Repeats(**wrong)
 

@@ -135,7 +135,7 @@ def test_the_packaged_model_against_eager(loaded: headwise.hf.Loaded, ids: list[
 
 def test_copies_on_the_packaged_model_against_eager(loaded: headwise.hf.Loaded, tiny: Look) -> None:
     avoided = {0, 1, *loaded.delimiters}
-    drawn = draw(look.Repeats(), [i for i in range(2048) if i not in avoided], 160, before=[0])
+    drawn = draw(look.Repeats(), [i for i in range(2048) if i not in avoided], 72, before=[0])
     loaded.model.set_attn_implementation("eager")
     matrices = eager(loaded.model, input_ids=torch.tensor([sequence.ids for sequence in drawn]))
     for role, name in (("duplicate-token", "duplicate"), ("induction", "induction")):

@@ -18,8 +18,7 @@ import pytest
 from looks import make_look
 
 import headwise
-from headwise import report
-from headwise.report import disk
+from headwise import disk, report
 
 SOURCE = str(Path(headwise.__file__).parent.parent)
 

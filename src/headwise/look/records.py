@@ -14,13 +14,14 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..shapes.kinds import MOST, check_counts, check_flags, check_texts, shown
-from . import tables
+from . import card, figures, notebook, tables
 from .legacy import upgraded
 from .scores import Score
 
 if TYPE_CHECKING:
     import pandas
     import rich.table
+    from matplotlib.figure import Figure
 
 FORMAT = 2
 """Version of the dictionary that :meth:`Look.to_dict` writes; :meth:`Look.from_dict` reads it and those before."""
@@ -262,6 +263,29 @@ class Look:
         """
         return tables.frame(self)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of `to_frame` as plain dictionaries."""
+        return tables.rows(self)
+
+    def about(self) -> dict[str, Any]:
+        """What was looked at, without the heads."""
+        names = ("model", "kind", "num_layers", "num_heads", "texts", "length", "version")
+        return {name: getattr(self, name) for name in names}
+
+    def card(self) -> str:
+        """The head card: a page of Markdown, with the best heads of each role and what shows it."""
+        return card.markdown(self)
+
+    def plot_roles(self) -> Figure:
+        """A Matplotlib figure of all heads by role; MissingExtra where Matplotlib is not installed."""
+        return figures.plot_roles(self)
+
+    figure = plot_roles
+
+    def plot_head(self, layer: int, head: int) -> Figure:
+        """A Matplotlib figure of one head: its map, and what it scored."""
+        return figures.plot_head(self, layer, head)
+
     def table(self) -> rich.table.Table:
         """The table of heads for a Rich console."""
         return tables.rich_table(self)
@@ -270,4 +294,4 @@ class Look:
         return tables.text(self)
 
     def _repr_html_(self) -> str:
-        return tables.html_text(self)
+        return notebook.markup(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..extras import missing_extra
@@ -76,13 +76,13 @@ def text(look: Look) -> str:
     return "\n".join([title(look), *aligned])
 
 
-def html_text(look: Look) -> str:
-    """An HTML table, escaped."""
+def html_text(look: Look, heads: Iterable[HeadRecord]) -> str:
+    """These heads as an HTML table, escaped."""
 
     def row(cells: Iterable[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    body = "".join(row(_cells(head), "td") for head in look.heads)
+    body = "".join(row(_cells(head), "td") for head in heads)
     return f"<table><caption>{html.escape(title(look))}</caption>{row(_COLUMNS, 'th')}{body}</table>"
 
 
@@ -105,6 +105,12 @@ def _flat(head: HeadRecord) -> dict[str, Any]:
         for part in ("null", "low", "high", "count", "plays"):
             row[f"{name}.{part}"] = getattr(score, part)
     return row
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Flat rows as columns, in the order in which their names come; None where a row has none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def frame(look: Look) -> pandas.DataFrame:

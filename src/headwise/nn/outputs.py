@@ -49,8 +49,9 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
     def before(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         for attention, side_by_side in running:
             x = args[0] if args else None
-            same = isinstance(x, Tensor) and x.numel() == side_by_side.numel()
-            if same and torch.equal(x.reshape(side_by_side.shape), side_by_side):
+            if not isinstance(x, Tensor) or x.numel() != side_by_side.numel():
+                continue
+            if torch.equal(x.reshape(side_by_side.shape), side_by_side):
                 projections.setdefault(attention, name)
 
     with ExitStack() as undo, torch.no_grad(), probe(model, each):
