@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..nn.probe import AttentionCall
+from ..ops.masks import Mask, keep, window
 from ..ops.statistics.api import RowStatistics
 from ..ops.statistics.top_keys import top_keys
 from .scene import Scene
@@ -51,6 +52,13 @@ class Got:
     scene: Scene
     rows: RowStatistics
     uniform: RowStatistics
+    kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, name: object, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, made once for all roles."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
 
     @cached_property
     def distance(self) -> Tensor:
@@ -271,34 +279,33 @@ class Argmax:
                 return torch.zeros(links.shape[:2], dtype=torch.bool)
             return ((links[..., None] == chosen[:, :, None]) & (links >= 0)[..., None]).any(-1).any(-1)
         back = torch.arange(links.shape[1])[:, None] - links
-        return ((back == scene.usual.get(self.name, 0)) & (links >= 0)).any(-1)
+        usual = scene.usual.get(f"{self.name}, earlier" if scene.ahead is False else self.name, 0)
+        return ((back == usual) & (links >= 0)).any(-1)
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the best key among the candidates is a link."""
         links = got.scene.links(self.name)
-        B, H, T, _ = got.call.query.shape
-        right = torch.zeros(B, H, T, dtype=torch.bool)
         if links is None:
-            return right
-        rows = (links >= 0).any(-1).any(0).nonzero()[:, 0]
-        S = got.scene.keys.shape[1]
-        top = top_keys(got.call.query, got.call.key, S, rows=rows.tolist(), **got.call.scoring).keys.cpu()
-        allowed = self._allowed(got.scene)[:, None, rows].expand(B, H, len(rows), S).gather(3, top.clamp(min=0))
-        allowed &= top >= 0
-        best = top.gather(3, allowed.float().argmax(-1, keepdim=True))
-        best = torch.where(allowed.any(-1, keepdim=True), best, -2)
-        right[:, :, rows] = (best == links[:, None, rows]).any(-1)
-        return right
+            return torch.zeros(got.call.query.shape[:3], dtype=torch.bool)
+        best = got.once(("best", self.candidates), lambda: self._best(got))
+        return (best[..., None] == links[:, None]).any(-1) & (best >= 0)
 
-    def _allowed(self, scene: Scene) -> Tensor:
-        """(B, T, S) bool: the keys among which a query chooses."""
+    def _best(self, got: Got) -> Tensor:
+        """(B, H, T) long: the candidate of greatest weight, -1 where there is none; one for all relations."""
+        call, among = got.call, self._among(got.scene, got.call.query.device)
+        asked = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
+        return top_keys(call.query, call.key, 1, **asked).keys[..., 0].cpu()
+
+    def _among(self, scene: Scene, device: torch.device) -> Mask:
+        """The keys among which a query chooses."""
         (B, T), S = scene.queries.shape, scene.keys.shape[1]
         if self.candidates:
             links = scene.links(self.candidates)
             allowed = torch.zeros(B, T, S + 1, dtype=torch.bool)
-            return (allowed if links is None else allowed.scatter(2, links % (S + 1), True))[..., :S]
+            chosen = (allowed if links is None else allowed.scatter(2, links % (S + 1), True))[..., :S]
+            return keep(chosen[:, None].to(device))
         plain = ~torch.isin(scene.keys, torch.tensor(sorted(scene.words.special), dtype=torch.long))
-        return plain[:, None] & ~torch.eye(T, S, dtype=torch.bool)
+        return keep(plain[:, None, None].to(device)) & ~window(1)
 
 
 @dataclass(frozen=True)
