@@ -52,7 +52,7 @@ def test_a_fixed_offset_is_no_induction_head() -> None:
     periods = [s.ids.index(s.ids[1], 2) - 1 for s in drawn]
     impostors = [f"offset-{period - 1}" for period in periods[:4]]
     for head in look.at(Planted(impostors), text(), delimiters=DELIMITERS).heads:
-        assert head.scores["induction"].value < 0.25
+        assert head.scores["induction"].value < 0.3
         assert "induction" not in [role.name for role in head.roles]
 
 

@@ -100,7 +100,7 @@ def test_pruned_heads_are_found_again(before: Look, kept: list[int]) -> None:
 
 def test_each_head_is_paired_once(before: Look) -> None:
     found = look.compare(before, pruned(before, [0, 0]))
-    assert [(head.head, head.other_head) for head in found.heads][0] == (0, 0) and len(found.gone) == 6
+    assert (found.heads[0].head, found.heads[0].other_head) == (0, 0) and len(found.gone) == 6
 
 
 def test_kept_says_an_order_of_its_own(before: Look) -> None:

@@ -137,7 +137,7 @@ def test_what_a_config_tells_is_used() -> None:
     found = look.at(Watching(mask=headwise.causal()), [1, 5, 6, 44], delimiters=[9, 10])
     assert found.model == "somebody/model" and look.at(Tiny(), [1], name="mine").model == "mine"
     copies = seen[1]
-    assert copies.shape == (8, 19) and copies[:, 0].eq(1).all() and copies.max() < 47
+    assert copies.shape == (6, 19) and copies[:, 0].eq(1).all() and copies.max() < 47
     assert not torch.isin(copies[:, 1:], torch.tensor([1, 44, 20, 21, 9, 10])).any()
     look.at(Watching(), [5, 6, 7, 44], delimiters=[9, 10])
     assert seen[3][:, 0].eq(1).all() and seen[3][:, -1].eq(44).all()
@@ -304,7 +304,7 @@ def test_how_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text_pass["ids"].tolist() == [[1, 5, 6, 7, 8]] and text_pass["decoder"].tolist() == [[3, 1, 5, 6]]
     assert text_pass["lean"] == copies["lean"] == (False, 1)
     assert copies["ids"].shape == (6, 72) and copies["decoder"].shape == (6, 71)
-    assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :158])
+    assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :70])
     for length in (1, 2, 3):
         look.at(model, [1, 5, 6][:length], repeats=None)
         assert model.asked[-1]["decoder"].tolist() == [[3, 1][: max(1, length - 1)]]
@@ -317,10 +317,10 @@ def test_how_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drawn_sequences() -> None:
-    drawn = draw(Repeats(), range(100, 400), 999, before=[7], after=[8])
+    drawn = draw(Repeats(8, 160), range(100, 400), 999, before=[7], after=[8])
     periods = []
     for sequence in drawn:
-        assert len(sequence.ids) == 72 and sequence.ids[0] == 7 and sequence.ids[-1] == 8
+        assert len(sequence.ids) == 160 and sequence.ids[0] == 7 and sequence.ids[-1] == 8
         body = sequence.ids[1:-1]
         period = len(sequence.drawn)
         periods.append(period)
@@ -334,7 +334,7 @@ def test_drawn_sequences() -> None:
 def test_few_positions_and_few_ids() -> None:
     assert draw(Repeats(), range(50), 8, before=[1]) == []
     shortest = draw(Repeats(), range(50), 9, before=[1])
-    assert len(shortest) == 8 and {len(sequence.drawn) for sequence in shortest} == {2, 3}
+    assert len(shortest) == 6 and {len(sequence.drawn) for sequence in shortest} == {2, 3}
     exact = draw(Repeats(sequences=9, length=40), range(16), 40)  # periods of 8 to 16: one each, with tokens for all
     assert sorted(len(sequence.drawn) for sequence in exact) == [*range(8, 17)]
     assert draw(Repeats(), [3], 99) == []

@@ -26,11 +26,11 @@ def destinations(out: Sequence[str] | None, as_json: bool, against: str | None) 
 def _check(name: str, endings: Sequence[str]) -> None:
     from headwise import report
 
+    report.check_destination(name)
     ending = Path(name).suffix.lower()
     if ending not in endings:
         raise typer.BadParameter(f"--out {name}: ends in none of {' '.join(endings)}; the end says what to write")
     if ending in PAGES:
-        report.check_destination(name)
         report.check_engine()
     else:
         from headwise.look import files

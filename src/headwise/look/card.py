@@ -173,8 +173,8 @@ def _methods(look: Look, names: list[str], played: list[str]) -> list[str]:
         "## How it was measured",
         "",
         f"The model read {', '.join(_READINGS[one] for one in readings) or 'the text'}; every attention call was "
-        "reduced to sums as it ran, and the numbers are exact. A head plays a role where its score exceeds the threshold and "
-        f"what chance gives by the role's control.{interval}",
+        "reduced to sums as it ran, and the numbers are exact. A head plays a role where its score exceeds the "
+        f"threshold and what chance gives by the role's control.{interval}",
         "",
         *([f"Measured, and played by no head: {', '.join(others)}.", ""] if others else []),
         *([f"Not measured: {', '.join(apart)}.", ""] if apart else []),

@@ -87,7 +87,7 @@ def plot_roles(look: Look) -> Figure:
     for head in look.heads:
         numbers[head.layer, head.head] = names.index(head.role) + 1 if head.roles else 0
         if head.roles and max(width, height) <= MOST_LETTERS:
-            _write(axes, head.head, head.layer, palette.letter(head.role), palette.ink(palette.colour(head.role)))
+            _letter(axes, head.head, head.layer, palette.letter(head.role), palette.ink(palette.colour(head.role)))
     _cells(axes, numbers, [palette.NONE, *map(palette.colour, names)])
     axes.set(xlabel="head", ylabel="layer")
     _title(axes, tables.title(look))
@@ -195,7 +195,7 @@ def _title(axes: Axes, text: str) -> None:
     axes.set_title(visible(text, limit=60), fontsize=10, loc="left", parse_math=False)
 
 
-def _write(axes: Axes, x: int, y: int, letter: str, colour: str) -> None:
+def _letter(axes: Axes, x: int, y: int, letter: str, colour: str) -> None:
     axes.text(x, y, letter, ha="center", va="center", color=colour, fontsize=8, fontweight="bold", parse_math=False)
 
 
