@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,30 @@ def test_repeated_words_are_no_coreference() -> None:
     assert "coreference" not in whole.links and "coreference" not in prompt.links
 
 
+def document(text: str, *mentions: tuple[str, int, int]) -> Document:
+    """Words with a class alone: N a noun, P a pronoun, V others; each phrase hangs on its last word."""
+    words = []
+    for (start, end), form in zip(spans(text), text.split(), strict=True):
+        name, _, upos = form.partition("/")
+        words.append(annotate.Word(name, start, end, {"N": "NOUN", "P": "PRON"}.get(upos, "VERB")))
+    made = tuple(annotate.Mention(entity, tuple(range(first, last + 1))) for entity, first, last in mentions)
+    for _, first, last in mentions:
+        words[first:last] = [replace(word, head=last) for word in words[first:last]]
+    return Document((annotate.Sentence(text, tuple(words), made),))
+
+
+def test_words_of_a_mention_are_none_that_it_may_mean() -> None:
+    told = document("log/N grew agent/N kept its/P file/N", ("e1", 0, 0), ("e2", 2, 2), ("e2", 4, 4), ("e1", 4, 5))
+    [passage] = passages([told], Words())
+    assert linked(passage.links["coreference"]) == {5: [3], 6: [1]}  # its, file
+    assert linked(passage.links["mentions"]) == {5: [1, 3], 6: [1, 3]}
+
+
+def test_what_leaves_no_choice_is_no_coreference() -> None:
+    [passage] = passages([document("log/N grew it/P", ("e1", 0, 0), ("e1", 2, 2))], Words())
+    assert "coreference" not in passage.links and "mentions" not in passage.links
+
+
 def test_two_names_and_a_gift() -> None:
     tokenizer = Words()
     whole, prompt = passages(named("gift-1"), tokenizer)
@@ -202,3 +227,13 @@ def test_the_baseline_of_a_model_that_looks_back_knows_no_later_key() -> None:
     )  # fmt: skip
     assert (mover.scores["obj to head"].null, mover.scores["obj to head"].count) == (1.0, 2)
     assert (other[0].scores["obj to head"].null, other[0].scores["obj to head"].count) == (0.6, 5)
+
+
+def test_a_query_is_no_candidate_of_its_own() -> None:
+    """The head attends its own token and the copy of it alike."""
+    model, _ = constructed([["same token"]], kind="encoder")
+    links = {"obj to head": [[], [4], [], [], []]}
+    seen = look.over(
+        model, [[1, 5, 6, 7, 5]], repeats=None, readings={"sentences": [look.Passage([1, 5, 6, 7, 5], links)]}
+    )
+    assert (seen.heads[0].scores["obj to head"].value, seen.heads[0].scores["obj to head"].count) == (1.0, 1)
