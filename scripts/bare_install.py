@@ -12,7 +12,7 @@ import io
 import sys
 from collections.abc import Callable
 
-EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "pandas")
+EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "pandas", "conllu")
 
 
 def run_the_op() -> None:
@@ -55,11 +55,12 @@ def run_the_commands() -> None:
 
 def see_what_is_missing() -> None:
     from headwise import report
-    from headwise.look import Look
+    from headwise.look import Look, annotate
 
     look = Look(model="m", num_layers=0, num_heads=0, length=0, tokens=(), heads=(), kind="", seconds=0.0, version="0")
     expect("headwise.hf needs transformers", "hf", lambda: importlib.import_module("headwise.hf"))
     expect("to_frame() needs pandas", "look", look.to_frame)
+    expect("reading CoNLL-U needs conllu", "look", annotate.ours)
     assert str(look)
     if importlib.util.find_spec("jinja2") is None:  # torch may have brought it: then reports work
         expect("a report needs jinja2", "look", lambda: report.render(look))

@@ -38,7 +38,9 @@ def _look(  # private, for a command has as many options as its users need, and 
         str | None,
         typer.Option(help="Annotated sentences to read as well: a CoNLL-U file, or 'ours' for those in the package."),
     ] = None,
-    needles: Annotated[bool, typer.Option("--needles", help="Hide needles in the text: finds retrieval heads.")] = False,
+    needles: Annotated[
+        bool, typer.Option("--needles", help="Hide needles in the text: finds retrieval heads.")
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[
         str | None,

@@ -47,14 +47,8 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if more.sentences is not None:
         documents = annotate.ours() if more.sentences == "ours" else annotate.read(more.sentences)
-        by_text = dict(
-            zip(
-                (one.text for one in documents),
-                loaded.encode_all([one.text for one in documents]),
-                strict=True,
-            )
-        )
-        found["sentences"] = annotate.passages(documents, lambda text: by_text[text])
+        loaded.encode_all([one.text for one in documents])  # raises where the tokenizer would take for ever
+        found["sentences"] = annotate.passages(documents, loaded.tokenizer, length=loaded.max_positions)
     if more.needles:
         special = {*loaded.tokenizer.all_special_ids}
         vocabulary = [i for i, name in enumerate(loaded.names()) if name and i not in special]

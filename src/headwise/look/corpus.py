@@ -134,7 +134,9 @@ def fingerprint(
     that begins the corpus.
     """
     listed = [sorted(ids) for ids in (words.delimiters, words.punctuation, words.special)]
-    text = json.dumps([version(), name, repr(repeats), listed, sorted(readings), [role.name for role in ROLES], [*first]])
+    text = json.dumps(
+        [version(), name, repr(repeats), listed, sorted(readings), [role.name for role in ROLES], [*first]]
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 

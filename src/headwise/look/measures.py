@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..nn.probe import AttentionCall
+from ..ops.masks import Mask, keep, window
 from ..ops.statistics.api import RowStatistics
 from ..ops.statistics.top_keys import top_keys
 from .scene import Scene
@@ -51,7 +52,13 @@ class Got:
     scene: Scene
     rows: RowStatistics
     uniform: RowStatistics
-    kept: dict[str, Tensor] = field(default_factory=dict, compare=False)  # what several roles take from the call
+    kept: dict[object, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, name: object, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, made once for all roles."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
 
     @cached_property
     def distance(self) -> Tensor:
@@ -246,8 +253,8 @@ class Argmax:
     The choice is among the candidates, links of their own name; without any, among all keys but the query's own and
     special tokens. Null: the share that is right by the baseline, links of their own name with one key each; without
     any, by one fixed offset, the best over all texts that were read. Against: a choice among the candidates at random;
-    without any, the choice of another query, drawn from those that may attend the link too: so a head that attends a
-    word from everywhere gains nothing.
+    without any, the choice of another query, drawn from those that may attend the link too, so that a head which
+    attends a word from everywhere gains nothing.
     """
 
     name: str
@@ -268,12 +275,13 @@ class Argmax:
         right = self.hits(name, got).double().sum(-1)
         null = self._baseline(links, got.scene).double().sum(-1, keepdim=True)
         if self.candidates:
-            among = self._allowed(got.scene).sum(-1).clamp(min=1)
-            return Sums(right, count, null, ((links >= 0).sum(-1) / among).double().sum(-1, keepdim=True))
+            among = got.scene.links(self.candidates)
+            some = torch.ones_like(count) if among is None else (among >= 0).sum(-1).clamp(min=1)
+            return Sums(right, count, null, ((links >= 0).sum(-1) / some).double().sum(-1, keepdim=True))
         other = got.scene.once(("other query", self.name), lambda: _other_queries(links, got.scene))
         best = self._best(got).gather(2, other[:, None].expand(-1, right.shape[1], -1))
-        shuffled_right = (best[..., None] == links[:, None]).any(-1) & linked[:, None] & (best >= 0)
-        return Sums(right, count, null, shuffled_right.double().sum(-1))
+        elsewhere = (best[..., None] == links[:, None]).any(-1) & linked[:, None] & (best >= 0)
+        return Sums(right, count, null, elsewhere.double().sum(-1))
 
     def _baseline(self, links: Tensor, scene: Scene) -> Tensor:
         """(B, T) bool: which queries the baseline gets right."""
@@ -283,37 +291,36 @@ class Argmax:
                 return torch.zeros(links.shape[:2], dtype=torch.bool)
             return ((links[..., None] == chosen[:, :, None]) & (links >= 0)[..., None]).any(-1).any(-1)
         back = torch.arange(links.shape[1])[:, None] - links
-        return ((back == scene.usual.get(self.name, 0)) & (links >= 0)).any(-1)
+        usual = scene.usual.get(f"{self.name}, earlier" if scene.ahead is False else self.name, 0)
+        return ((back == usual) & (links >= 0)).any(-1)
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the best key among the candidates is a link."""
         links = got.scene.links(self.name)
-        best = self._best(got)
         if links is None:
-            return torch.zeros_like(best, dtype=torch.bool)
+            return torch.zeros(got.call.query.shape[:3], dtype=torch.bool)
+        best = self._best(got)
         return (best[..., None] == links[:, None]).any(-1) & (best >= 0)
 
     def _best(self, got: Got) -> Tensor:
-        """(B, H, T): the key of the largest weight among the candidates of each query, -2 where it has none."""
-        S = got.scene.keys.shape[1]
-        if "top" not in got.kept:
-            got.kept["top"] = top_keys(got.call.query, got.call.key, S, **got.call.scoring).keys.cpu()
-        top = got.kept["top"]
-        if self.candidates not in got.kept:
-            allowed = self._allowed(got.scene)[:, None].expand(top.shape).gather(3, top.clamp(min=0)) & (top >= 0)
-            best = top.gather(3, allowed.float().argmax(-1, keepdim=True))[..., 0]
-            got.kept[self.candidates] = torch.where(allowed.any(-1), best, -2)
-        return got.kept[self.candidates]
+        """(B, H, T) long: the candidate of greatest weight, -1 where there is none; one for all relations."""
+        return got.once(("best", self.candidates), lambda: self._choose(got))
 
-    def _allowed(self, scene: Scene) -> Tensor:
-        """(B, T, S) bool: the keys among which a query chooses."""
+    def _choose(self, got: Got) -> Tensor:
+        call, among = got.call, self._among(got.scene, got.call.query.device)
+        asked = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
+        return top_keys(call.query, call.key, 1, **asked).keys[..., 0].cpu()
+
+    def _among(self, scene: Scene, device: torch.device) -> Mask:
+        """The keys among which a query chooses."""
         (B, T), S = scene.queries.shape, scene.keys.shape[1]
         if self.candidates:
             links = scene.links(self.candidates)
             allowed = torch.zeros(B, T, S + 1, dtype=torch.bool)
-            return (allowed if links is None else allowed.scatter(2, links % (S + 1), True))[..., :S]
+            chosen = (allowed if links is None else allowed.scatter(2, links % (S + 1), True))[..., :S]
+            return keep(chosen[:, None].to(device))
         plain = ~torch.isin(scene.keys, torch.tensor(sorted(scene.words.special), dtype=torch.long))
-        return plain[:, None] & ~torch.eye(T, S, dtype=torch.bool)
+        return keep(plain[:, None, None].to(device)) & ~window(1)
 
 
 def _other_queries(links: Tensor, scene: Scene) -> Tensor:

@@ -149,13 +149,16 @@ class Scene:
 def usual_distances(passages: Sequence[Passage]) -> dict[str, int]:
     """By link: query minus key, the distance that most linked queries have; of equals the nearer, then the earlier.
 
-    >>> usual_distances([Passage([5, 6, 7], links={"object": [[], [0], [1]]})])
-    {'object': 1}
+    By ``"NAME, earlier"`` the same over earlier keys alone: what a model that looks back can see.
+
+    >>> usual_distances([Passage([5, 6, 7], links={"object": [[1, 2], [2], [1]]})])
+    {'object': -1, 'object, earlier': 1}
     """
     counts: dict[str, Counter[int]] = {}
     for passage in passages:
         for name, rows in passage.links.items():
-            distances = counts.setdefault(name, Counter())
             for i, keys in enumerate(rows):
-                distances.update({i - j for j in keys if i != j})
+                distances = [i - j for j in keys if i != j]
+                counts.setdefault(name, Counter()).update(distances)
+                counts.setdefault(f"{name}, earlier", Counter()).update(d for d in distances if d > 0)
     return {name: max(c, key=lambda d: (c[d], -abs(d), d)) for name, c in counts.items() if c}
