@@ -19,6 +19,7 @@ import headwise
 from headwise import LatentAttention, MultiHeadAttention, cache, look, nn, plan, report, testing
 from headwise.ops import masks
 from headwise.ops.storage.paged import Paged
+from headwise.testing import constructed
 
 B, H, K, T, S, D, V, M = 2, 6, 3, 5, 7, 11, 13, 12
 LEAVE = object()  # an argument that this call goes without
@@ -133,6 +134,17 @@ class Reader(torch.nn.Module):
 
 
 IDS = [1, 2, 3, 5, 8, 13, 21, 34]
+
+
+CONLLU = "1\tIt\t_\tPRON\t_\t_\t2\tnsubj\t_\t_\n2\tworks\t_\tVERB\t_\t_\t0\troot\t_\t_\n"
+
+
+def told() -> look.annotate.Document:
+    return look.annotate.parse(CONLLU)[0]
+
+
+def tokenized(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
+    return {"input_ids": [1, 2, 3], "offset_mapping": [(0, 0), (0, 2), (2, 8)]}
 
 
 @functools.cache
@@ -344,6 +356,10 @@ LOOK: dict[str, Callable[[], Call]] = {
     "HeadRecord.value": lambda: of(seen().heads[0].value, name="self"),
     "Look.head": lambda: of(seen().head, layer=0, head=1),
     "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),
+    "aligned": lambda: of(look.annotate.aligned, source=told().sentences[0], offsets=[[0, 2], [2, 8]]),
+    "parse": lambda: of(look.annotate.parse, text=CONLLU, name="a text"),
+    "read": lambda: of(look.annotate.read, path=str(PACKAGE / "look/annotate/sentences.conllu")),
+    "passages": lambda: of(look.annotate.passages, documents=[told()], tokenizer=tokenized, length=40),
 }  # fmt: skip
 PLAN: dict[str, Callable[[], Call]] = {
     "plan.of": lambda: of(
@@ -362,6 +378,13 @@ PLAN: dict[str, Callable[[], Call]] = {
     "side_by_side": lambda: of(plan.side_by_side, plans=[plan.of("gpt-3")]),
     "card_list": lambda: of(plan.card_list, known=plan.known()),
 }  # fmt: skip
+
+
+@functools.cache
+def planted() -> constructed.Constructed:
+    return constructed.constructed([["self"]], places=7)[0]
+
+
 TESTING: dict[str, Callable[[], Call]] = {
     "make_qkv": lambda: of(testing.make_qkv, seed=0, kind="normal", requires_grad=False),
     "strided": lambda: of(testing.strided, tensor=normal(2, 3, 4, 5), pattern="order 0213", slack=0.0),
@@ -380,6 +403,25 @@ TESTING: dict[str, Callable[[], Call]] = {
         factor=2.0,
     ),
     "assert_same_bits": lambda: of(testing.assert_same_bits, ours=torch.ones(5), other=torch.ones(5)),
+    "constructed": lambda: of(
+        constructed.constructed,
+        layers=[["self"]],
+        kind="decoder",
+        vocabulary=29,
+        places=7,
+        tables=constructed.Tables(),
+        rest="first",
+        seed=1,
+    ),
+    "constructed_pair": lambda: of(
+        constructed.constructed_pair, encoder=[["self"]], decoder=[["self"]], cross=[["broad"]], places=7, seed=1
+    ),
+    "random_model": lambda: of(constructed.random_model, seed=1, places=7),
+    "targets": lambda: of(
+        constructed.targets, job="self", ids=torch.tensor([1, 2, 3]), tables=constructed.Tables(), causal=True
+    ),
+    "Constructed.sample": lambda: of(planted().sample, length=5, seed=1),
+    "Constructed.targets": lambda: of(planted().targets, layer=0, head=0, ids=torch.tensor([1, 2, 3])),
 }
 REPORT: dict[str, Callable[[], Call]] = {
     "render": lambda: of(report.render, look=seen()),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..nn.probe import AttentionCall
 from ..ops.masks import Mask, keep, window
+from ..ops.scoring import ScoringOptions
 from ..ops.statistics.api import RowStatistics
 from ..ops.statistics.top_keys import top_keys
 from .scene import Scene
@@ -308,7 +309,7 @@ class Argmax:
 
     def _choose(self, got: Got) -> Tensor:
         call, among = got.call, self._among(got.scene, got.call.query.device)
-        asked = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
+        asked: ScoringOptions = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
         return top_keys(call.query, call.key, 1, **asked).keys[..., 0].cpu()
 
     def _among(self, scene: Scene, device: torch.device) -> Mask:

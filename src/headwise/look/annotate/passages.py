@@ -18,7 +18,7 @@ PARTS = {"compound", "flat", "fixed", "goeswith"}
 
 
 def passages(
-    documents: Iterable[Document], tokenizer: Callable[..., Any], *, length: int | None = None
+    documents: Sequence[Document], tokenizer: Callable[..., Any], *, length: int | None = None
 ) -> list[Passage]:
     """What `headwise.look.at` and `over` read as ``readings={"sentences": ...}``: a passage for each document.
 
@@ -57,6 +57,8 @@ def passages(
         check_counts(1, length=length)
     if not callable(tokenizer):
         raise TypeError(f"tokenizer is called as tokenizer(text, return_offsets_mapping=True); got {shown(tokenizer)}")
+    if not isinstance(documents, (list, tuple)):
+        raise TypeError(f"documents are a list of headwise.look.annotate.Document; got {shown(documents)}")
     made = []
     for document in documents:
         if not isinstance(document, Document):
