@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -139,10 +140,11 @@ def _score(name: str, value: float, role: str | None, matrix: npt.NDArray[np.flo
 
 def random_look(layers: int = 12, heads: int = 12, size: int = 128) -> Look:
     """The worst case for the size of a report: every byte of every map is random."""
-    small = make_look(layers=layers, heads=heads, tokens=words(size))
+    small = make_look(layers=layers, heads=heads, tokens=words(5))
     generator = np.random.default_rng(1)
     maps = tuple(HeadMap(size, size, generator.bytes(size * size)) for _ in small.heads)
-    return Look(**{**{name: getattr(small, name) for name in small.__dataclass_fields__}, "maps": maps})
+    records = tuple(replace(head, queries=size, keys=size) for head in small.heads)
+    return replace(small, heads=records, maps=maps, tokens=words(size), length=size)
 
 
 @dataclass(frozen=True)
@@ -179,13 +181,14 @@ def full_look(layers: int = 3, heads: int = 4, tokens: int = 29) -> tuple[FullLo
     made = calls(layers, heads, tokens)
     maps = [codes(one.numpy()) for call in made for one in headwise.weights(call.query, call.key, **call.scoring)[0]]
     records = [
-        FullHead(**_fields(head), extras={"importance, gradient": 0.0123456 * i, "share of the stream": i / 7})
+        FullHead(**fields_of(head), extras={"importance, gradient": 0.0123456 * i, "share of the stream": i / 7})
         for i, head in enumerate(look.heads)
     ]
     excerpts = {"copies 0": {place: f" r{place}" for place in range(tokens)}}
-    given = {**_fields(look), "heads": tuple(records), "maps": tuple(maps)}
+    given = {**fields_of(look), "heads": tuple(records), "maps": tuple(maps)}
     return FullLook(**given, neurons=tuple(map(neurons, made)), excerpts=excerpts), made
 
 
-def _fields(record: HeadRecord | Look) -> dict[str, object]:
+def fields_of(record: HeadRecord | Look) -> dict[str, Any]:
+    """Its fields by name."""
     return {one.name: getattr(record, one.name) for one in fields(record)}
