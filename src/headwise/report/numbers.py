@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headwise.look.records import HeadRecord
-from headwise.look.scores import Score
 
 from .catalogue import roles_met
 from .escape import cut
@@ -76,9 +75,11 @@ def packed(heads: Sequence[HeadRecord], budget: int) -> dict[str, Any]:
     """
     every = roles_met(heads)
     extras = list(dict.fromkeys(name for head in heads for name in _extras(head)))[:MOST_EXTRAS]
+    by_role = [_of_role(heads, role["name"]) for role in every]
+    by_head = _of_heads(heads, {role["name"]: i for i, role in enumerate(every)}, extras)
     for limits in LIMITS:
         roles = every if limits.unplayed else [role for role in every if role["played"]]
-        text = squeezed_json(_columns(heads, [role["name"] for role in roles], extras, limits), budget)
+        text = squeezed_json(_limited(by_head, by_role[: len(roles)], limits), budget)
         if text is not None:
             break
     else:
@@ -106,38 +107,59 @@ def _entry(label: str, digits: int | None, meaning: str, role: int | None = None
     return {"label": label, "digits": digits, "meaning": meaning, "role": role}
 
 
-def _columns(
-    heads: Sequence[HeadRecord], names: Sequence[str], extras: Sequence[str], limits: Limits
-) -> dict[str, Any]:
+class OfRole(NamedTuple):
+    """The scores of all heads in one role, each list an entry a head; `plays` says who plays it."""
+
+    plays: list[bool]
+    values: list[float | int | None]
+    nulls: list[float | int | None]
+    lows: list[float | int | None]
+    highs: list[float | int | None]
+    counts: list[float | int | None]
+
+
+def _of_role(heads: Sequence[HeadRecord], name: str) -> OfRole:
+    scores = [head.scores.get(name) for head in heads]
+    plays = [s is not None and s.plays for s in scores]
+    taken = ("value", "null", "low", "high", "count")
+    return OfRole(plays, *([None if s is None else _short(getattr(s, part)) for s in scores] for part in taken))
+
+
+def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Sequence[str]) -> dict[str, list[Any]]:
+    """What each head has beside its scores; roles by their place, those played stand before the others."""
+    played = [head.roles for head in heads]
+    return {
+        "own": [[rounded(s.value(head)) for head in heads] for s in STATISTICS],
+        "extras": [[rounded(_extras(head).get(name)) for head in heads] for name in extras],
+        "roles": [[index[s.name] for s in scores] for scores in played],
+        "evidence": [
+            [[[e.text, e.query, e.key, rounded(e.weight)] for e in s.evidence] for s in scores] for scores in played
+        ],
+        "details": [[cut(s.detail) for s in scores] for scores in played],
+        "offsets": [[_short(mass) for mass in head.offsets] for head in heads],
+        "ahead": [[_short(mass) for mass in head.ahead] for head in heads],
+    }
+
+
+def _limited(heads: dict[str, list[Any]], roles: Sequence[OfRole], limits: Limits) -> dict[str, list[Any]]:
     """A list a number, of one entry a head; of roles, a list a role."""
-    index = {name: i for i, name in enumerate(names)}
 
-    def column(name: str, take: Callable[[Score], float | int | None]) -> list[Any]:
-        scores = [head.scores.get(name) for head in heads]
-        return [None if s is None or not (limits.full or s.plays) else _short(take(s)) for s in scores]
+    def values(role: OfRole) -> list[float | int | None]:
+        if limits.digits == LIMITS[0].digits:
+            return role.values
+        pairs = zip(role.values, role.plays, strict=True)
+        return [value if plays else _short(value, limits.digits) for value, plays in pairs]
 
-    def values(name: str) -> list[float | int | None]:
-        scores = [head.scores.get(name) for head in heads]
-        return [None if s is None else _short(s.value, 5 if s.plays else limits.digits) for s in scores]
+    def details(column: list[float | int | None], plays: list[bool]) -> list[float | int | None]:
+        return column if limits.full else [x if p else None for x, p in zip(column, plays, strict=True)]
 
     return {
-        "values": [
-            *([rounded(s.value(head)) for head in heads] for s in STATISTICS),
-            *map(values, names),
-            *([rounded(_extras(head).get(name)) for head in heads] for name in extras),
-        ],
-        "nulls": [column(name, lambda s: s.null) for name in names],
-        "lows": [column(name, lambda s: s.low) for name in names],
-        "highs": [column(name, lambda s: s.high) for name in names],
-        "counts": [column(name, lambda s: s.count) for name in names],
-        "roles": [[index[s.name] for s in head.roles] for head in heads],
-        "evidence": [
-            [[[e.text, e.query, e.key, rounded(e.weight)] for e in s.evidence[: limits.pieces]] for s in head.roles]
-            for head in heads
-        ],
-        "details": [[cut(s.detail) for s in head.roles] for head in heads],
-        "offsets": [[_short(mass) for mass in head.offsets] if limits.offsets else [] for head in heads],
-        "ahead": [[_short(mass) for mass in head.ahead] if limits.offsets else [] for head in heads],
+        "values": [*heads["own"], *map(values, roles), *heads["extras"]],
+        **{n: [details(getattr(role, n), role.plays) for role in roles] for n in ("nulls", "lows", "highs", "counts")},
+        "roles": heads["roles"],
+        "evidence": [[shown[: limits.pieces] for shown in one] for one in heads["evidence"]],
+        "details": heads["details"],
+        **{name: heads[name] if limits.offsets else [[] for _ in heads[name]] for name in ("offsets", "ahead")},
     }
 
 

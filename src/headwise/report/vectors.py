@@ -13,7 +13,7 @@ from headwise.look.records import HeadRecord
 from .squeeze import squeezed
 
 TOKENS = (64, 48, 32, 24, 16)
-"""Tokens kept, from many to few: the first number at which every head fits is taken; at the last, the heads that fit."""
+"""Tokens kept, from many to few: the first number at which every head fits; at the last of them, the heads that fit."""
 
 Group = tuple[int, int]
 """A call, by its place in the list, and one of its key-value heads."""
@@ -49,7 +49,7 @@ def packed(calls: Sequence[Neurons], heads: Sequence[HeadRecord], budget: int, *
         "weights": weights,
         "calls": [_described(call, tokens) for call in calls],
         "groups": groups if text else [],
-        "data": text or "",
+        "data": text if groups and text else "",
     }
 
 

@@ -24,12 +24,12 @@ function buildArcs() {
   });
 }
 
-// Ranges [first, end) of tokens: a sentence ends after . ! ? or a line end; long ones are cut.
-function sentencesOf(size) {
+// Ranges [first, end) of tokens: a sentence ends after . ! ? or a line end, blanks that follow included; long ones are cut.
+function sentencesOf({ queries: size, queryText }) {
   const ranges = [];
   let first = 0;
   for (let i = 0; i < size; i++) {
-    const ends = /[.!?\n]["')\]]?\s*$/.test(tokenText(i) ?? "");
+    const ends = /[.!?\n]["')\]]?\s*$/.test(queryText(i) ?? "") && !/^\s+$/.test(i + 1 < size ? (queryText(i + 1) ?? "") : "");
     if (ends || i - first + 1 === LONGEST || i === size - 1) {
       ranges.push([first, i + 1]);
       first = i + 1;
@@ -53,7 +53,7 @@ function drawArcs(head) {
     byId("arc-readout").textContent = "";
     return;
   }
-  const ranges = sentencesOf(source.queries);
+  const ranges = sentencesOf(source);
   arcs.sentence = Math.min(arcs.sentence, ranges.length - 1);
   byId("sentence").replaceChildren(...ranges.map((range, i) => el("option", { value: i }, sentenceTitle(range, source))));
   byId("sentence").value = String(arcs.sentence);
@@ -67,7 +67,7 @@ function drawArcs(head) {
 // The sentence that holds a token comes into view.
 function showSentence(token, source) {
   if (token >= source.queries) return;
-  const at = sentencesOf(source.queries).findIndex(([first, end]) => token >= first && token < end);
+  const at = sentencesOf(source).findIndex(([first, end]) => token >= first && token < end);
   if (at >= 0) arcs.sentence = at;
   arcs.token = token;
 }
@@ -176,7 +176,7 @@ function moveInArcs(event) {
   const head = heads[state.head];
   const source = tokenWeights(head);
   if (!source) return;
-  const [first] = sentencesOf(source.queries)[arcs.sentence];
+  const [first] = sentencesOf(source)[arcs.sentence];
   const next = arcs.token === null ? first : Math.min(Math.max(arcs.token + step, 0), source.queries - 1);
   showSentence(next, source);
   chooseWord(next, head, source);

@@ -8,7 +8,7 @@ function drawEvidence(head) {
   const none = el("li", {}, "Plays none of the roles looked for.");
   byId("played").replaceChildren(...(head.roles.length ? head.roles.map((score) => played(score, head)) : [none]));
   byId("others").replaceChildren(...others.map(otherScore));
-  byId("others-title").textContent = `${plural(others.length, "score")} that did not suffice, the nearest first`;
+  byId("others-title").textContent = `${plural(others.length, "other score")}, the nearest to its threshold first`;
   byId("not-played").hidden = !others.length;
 }
 
@@ -64,7 +64,8 @@ function piece([textNumber, query, key, weight], role, head) {
   const { reads } = look.roles[role];
   const own = reads === "text" && look.texts === 1;
   const tokens = excerpts.get(`${reads} ${textNumber}`);
-  const textOf = own ? tokenText : (place) => tokens?.get(place) ?? null;
+  const textOf = (total) => (own ? (place) => axisText(place, total) : (place) => tokens?.get(place) ?? null);
+  const [queryText, keyText] = [textOf(head.queries), textOf(head.keys)];
   const where = own ? "" : { copies: `random tokens, row ${textNumber}: `, text: `text ${textNumber}: ` }[reads] ?? `${plainText(reads, 20)} ${textNumber}: `;
   const line = el("li", {}, el("span", { className: "where" }, where, `query ${query} \u2192 key ${key} `), el("b", {}, number(weight, 2)));
   if (own && overText(head)) {
@@ -72,21 +73,26 @@ function piece([textNumber, query, key, weight], role, head) {
     open.addEventListener("click", () => openCell(head, query, key));
     line.append(" ", open);
   }
-  const known = textOf(query) !== null || textOf(key) !== null;
-  if (known) line.append(el("div", { className: "context" }, ...context(query, key, textOf)));
+  const [at, from] = [queryText(query) !== null, keyText(key) !== null];
+  if (at && from && head.queries === head.keys) line.append(el("div", { className: "context" }, ...context(query, key, queryText)));
+  else {
+    if (at) line.append(el("div", { className: "context" }, ...context(query, null, queryText)));
+    if (from) line.append(el("div", { className: "context" }, ...context(null, key, keyText)));
+  }
   return line;
 }
 
 const BESIDE = 5;
 
+// The tokens around a query and a key of one text, or around one of them.
 function context(query, key, textOf) {
-  const [first, last] = [Math.min(query, key), Math.max(query, key)];
+  const [first, last] = [Math.min(query ?? key, key ?? query), Math.max(query ?? key, key ?? query)];
   const places = [];
   for (let i = first - BESIDE; i <= last + BESIDE; i++) if (i <= first + BESIDE || i >= last - BESIDE) places.push(i);
   const nodes = [];
   let before = null;
   for (const place of places) {
-    const text = textOf(place);
+    const text = place < 0 ? null : textOf(place);
     if (text === null) continue;
     if (before !== null && place !== before + 1) nodes.push(el("span", { className: "gap" }, " \u2026 "));
     const kind = place === query ? (place === key ? "is-query is-key" : "is-query") : place === key ? "is-key" : "";

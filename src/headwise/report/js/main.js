@@ -68,7 +68,7 @@ function listen() {
   byId("next").addEventListener("click", () => stepHead(1));
   byId("shade").addEventListener("change", (event) => {
     state.shade = event.target.value;
-    for (const tile of tiles) if (tile.canvas && state.show === "map") drawTile(heads[Number(tile.button.dataset.head)]);
+    heads.forEach((head, i) => tiles[i].canvas?.dataset.shade && drawTile(head));
     drawGrid();
     drawLarge(heads[state.head]);
   });

@@ -55,7 +55,7 @@ function drawLarge(head) {
   const view = byId("map");
   setMargins(head);
   const room = Math.max(view.clientWidth - MARGIN.left - 4, 120);
-  const fit = Math.min(room / head.columns, Math.max(window.innerHeight * 0.78, 320) / head.rows, 26);
+  const fit = Math.min(room / head.columns, Math.max(window.innerHeight * 0.68, 320) / head.rows, 26);
   const cell = (large.cell = large.zoom || Math.max(fit, 2));
   const [width, height] = [cell * head.columns, cell * head.rows];
   large.canvas = el("canvas", { className: "cells" });

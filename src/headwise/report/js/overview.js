@@ -136,8 +136,10 @@ function drawGrid() {
       tile.value.textContent = strongest ? number(strongest.value, 2) : "";
       tile.button.classList.toggle("none", !strongest);
     }
-    if (state.show === "map") sight.observe(tile.button);
-    else sight.unobserve(tile.button);
+    if (state.show === "map") {
+      if (!tile.canvas) tile.button.prepend((tile.canvas = el("canvas", { "aria-hidden": "true" })));
+      sight.observe(tile.button);
+    } else sight.unobserve(tile.button);
   }
   if (state.order !== "head") orderGrid();
   drawLegend(low, high);
@@ -155,7 +157,6 @@ function paintNumber(tile, value, low, high) {
 
 function drawTile(head) {
   const tile = tiles[head.index];
-  if (!tile.canvas) tile.button.prepend((tile.canvas = el("canvas", { "aria-hidden": "true" })));
   if (tile.canvas.dataset.shade === state.shade) return;
   tile.canvas.dataset.shade = state.shade;
   drawMap(tile.canvas, head, 64);

@@ -159,7 +159,7 @@ function valuePart(inner, source) {
   }
   const weights = Array.from({ length: inner.call.keys }, (_, j) => source.weight(sum.query, j));
   const order = weights.map((_, j) => j).sort((a, b) => weights[b] - weights[a] || a - b);
-  const shown = order.slice(0, MIXED).filter((j) => weights[j] > 0.001);
+  const shown = order.slice(0, MIXED).filter((j) => weights[j] > 0.005);
   const out = new Array(inner.call.value).fill(0);
   const scaled = new Map();
   weights.forEach((weight, j) => {
@@ -170,7 +170,7 @@ function valuePart(inner, source) {
   });
   const most = Math.max(...[...shown.map((j) => scaled.get(j)), out].flat().map(Math.abs), 1e-9);
   for (const j of shown) part.append(strip(number(weights[j], 2), `\u00d7 value ${source.keyName(j)}`, scaled.get(j), null, most));
-  part.append(strip("sum", inner.call.gated ? "before the gate" : "what the head gives on", out, null, most));
+  part.append(strip("sum", inner.call.gated ? "before its gate" : "the output", out, null, most));
   return part;
 }
 

@@ -1,7 +1,6 @@
 // Queries, keys and values of the first tokens, where the look carries them; and weights between single tokens.
 
 const vectors = new Map(); // by head: what it computes on the first tokens
-const single = new Map(look.tokens); // tokens of a pooled text that stand alone, by place
 
 async function loadVectors() {
   const { data, calls, groups, weights } = look.vectors;
@@ -42,25 +41,13 @@ async function loadVectors() {
   }
 }
 
-// The text of a token by its place, or null where the page does not hold it.
-function tokenText(place) {
-  const cell = look.cells[place];
-  if (look.cells.length === look.length) return cell ? cell.text : null;
-  return single.get(place) ?? null;
-}
-
-function tokenName(place, limit = 24) {
-  const text = tokenText(place);
-  return text === null ? `#${place}` : plainText(text, limit);
-}
-
 // Weights between single tokens: from the map where a cell is a token, else from the first tokens' own.
 // `same`: queries and keys are the same tokens.
 function tokenWeights(head) {
   const whole = head.rows === head.queries && head.columns === head.keys;
   const same = head.queries === head.keys;
-  const name = (total) => (place, limit) => (total === look.length ? tokenName(place, limit) : `#${place}`);
-  const names = { same, queryName: name(head.queries), keyName: name(head.keys) };
+  const name = (total) => (place, limit) => axisName(place, total, limit);
+  const names = { same, queryName: name(head.queries), keyName: name(head.keys), queryText: (place) => axisText(place, head.queries) };
   if (whole && head.rows) return { ...names, queries: head.rows, keys: head.columns, weight: (i, j) => weightAt(head, i, j) };
   const inner = vectors.get(head.index);
   if (!inner?.weight) return null;
