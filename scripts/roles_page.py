@@ -12,19 +12,21 @@ from pathlib import Path
 from headwise.look.roles import RELATIONS, ROLES, Role
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "roles.md"
-PLAIN = "<s> The cat sat . It slept .".split()
-COPIES = "<s> a b c a b c a".split()
-SENTENCE = "<s> The cat saw its tail .".split()
-GIFT = "<s> Mary met John . John thanked".split()
-NEEDLE = "<s> x k v y z k v".split()
+PLAIN = ["<s>", "The", "cat", "sat", ".", "It", "slept", "."]
+COPIES = ["<s>", "a", "b", "c", "a", "b", "c", "a"]
+SENTENCE = ["<s>", "The", "cat", "saw", "its", "tail", "."]
+GIFT = ["<s>", "Mary", "met", "John", ".", "John", "thanked"]
+NEEDLE = ["<s>", "x", "k", "v", "y", "z", "k", "v"]
 HEAD = """# The roles of heads
 
-What `headwise look` calls a head, by which formula, and what the score is held against. A role is played where the value exceeds the threshold
-**and** what chance gives: `times` the null, plus `plus`, over at least `least` queries; where several texts were read, the lower end of the 95 %
-interval (a bootstrap over texts) has to stand above the null as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
+What `headwise look` calls a head, by which formula, and what the score is held against. A role is played where the
+value exceeds the threshold **and** what chance gives: `times` the null, plus `plus`, over at least `least` queries.
+Where several texts were read, the lower end of the 95 % interval (a bootstrap over texts) has to stand above the null
+as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
 
-`A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. The patterns show a head that does nothing else:
-a row a query, `#` where its weight lies. This page is written by `scripts/roles_page.py` from `headwise.look.ROLES`.
+`A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. The patterns show a
+head that does nothing else: a row a query, `#` where its weight lies. This page is written by `scripts/roles_page.py`
+from `headwise.look.ROLES`.
 
 | what is read | when |
 |---|---|

@@ -152,6 +152,30 @@ def seen() -> look.Look:
     return look.at(Reader(), IDS, repeats=None)
 
 
+class Ranks:
+    """Importance of heads, as `plot_importance` reads it."""
+
+    model, loss, tokens, by = "m", 1.5, 8, ("gradient",)
+
+    def scores(self, by: str) -> list[list[float]]:
+        return [[0.5, 0.25, -0.125]]
+
+
+@functools.cache
+def curve() -> look.Curve:
+    return look.Curve("m", {"self": 0.5}, (look.Point.of(0, seen(), {"loss": 1.5}),))
+
+
+def in_a_file(write: Callable[[str], object], path: str) -> str:
+    """The path, after writing to it."""
+    write(path)
+    return path
+
+
+def watch() -> look.Watch:
+    return look.Watch(Reader(), IDS, every=1, repeats=None)
+
+
 def mha(**parts: Any) -> MultiHeadAttention:
     return MultiHeadAttention(M, H, num_kv_heads=K, **parts)
 
@@ -358,8 +382,23 @@ LOOK: dict[str, Callable[[], Call]] = {
     "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),
     "aligned": lambda: of(look.annotate.aligned, source=told().sentences[0], offsets=[[0, 2], [2, 8]]),
     "parse": lambda: of(look.annotate.parse, text=CONLLU, name="a text"),
-    "read": lambda: of(look.annotate.read, path=str(PACKAGE / "look/annotate/sentences.conllu")),
+    "annotate.read": lambda: of(look.annotate.read, path=str(PACKAGE / "look/annotate/sentences.conllu")),
     "passages": lambda: of(look.annotate.passages, documents=[told()], tokenizer=tokenized, length=40),
+    "look.write": lambda: of(look.write, what=seen(), path="written.json"),
+    "read": lambda: of(look.read, path=in_a_file(lambda path: look.write(seen(), path), "read.json")),
+    "compare": lambda: of(look.compare, a=seen(), b=seen(), kept={0: [0, 1, 2]}),
+    "plot_importance": lambda: of(look.plot_importance, importance=Ranks()),
+    "plot_formation": lambda: of(look.plot_formation, curve=curve(), roles=["self"]),
+    "Curve.best": lambda: of(curve().best, role="self"),
+    "Curve.from_dict": lambda: of(look.Curve.from_dict, data=curve().to_dict()),
+    "read_curve": lambda: of(
+        look.read_curve, path=in_a_file(lambda path: look.Watch(Reader(), IDS, repeats=None, path=path).step(0), "c.jsonl")
+    ),
+    "Watch": lambda: of(
+        look.Watch, model=Reader(), ids=IDS, every=3, share=0.1, path="watched.jsonl", delimiters=[2], repeats=None
+    ),
+    "Watch.step": lambda: of(watch().step, step=3, loss=1.5),
+    "Watch.measure": lambda: of(watch().measure, step=3, loss=1.5),
 }  # fmt: skip
 PLAN: dict[str, Callable[[], Call]] = {
     "plan.of": lambda: of(

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from headwise import cli
 from headwise.cli import reading
 
-
 pytestmark = pytest.mark.unchecked
 
 
