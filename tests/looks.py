@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 import headwise
-from headwise.look.neurons import Neurons, neurons
+from headwise.look.neurons import Neurons, vectors_of
 from headwise.look.records import HeadMap, HeadRecord, Look
 from headwise.look.scores import Evidence, Score
 from headwise.nn.probe import AttentionCall
@@ -186,7 +186,7 @@ def full_look(layers: int = 3, heads: int = 4, tokens: int = 29) -> tuple[FullLo
     ]
     excerpts = {"copies 0": {place: f" r{place}" for place in range(tokens)}}
     given = {**fields_of(look), "heads": tuple(records), "maps": tuple(maps)}
-    return FullLook(**given, neurons=tuple(map(neurons, made)), excerpts=excerpts), made
+    return FullLook(**given, neurons=tuple(map(vectors_of, made)), excerpts=excerpts), made
 
 
 def fields_of(record: HeadRecord | Look) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from looks import FullLook, calls, full_look
 
 import headwise
-from headwise.look.neurons import Neurons, Rows, neurons, rows
+from headwise.look.neurons import Neurons, Rows, rows, vectors_of
 from headwise.report import pack, vectors
 
 
@@ -34,7 +34,7 @@ def test_the_first_tokens_of_a_call(tokens: int) -> None:
     """Weights come from whole rows, under the mask; grouped heads keep their group's key."""
     [call] = calls(1, 4, 17)
     n = min(tokens, 17)
-    kept = neurons(replace(call, softcap=3.0), tokens)
+    kept = vectors_of(replace(call, softcap=3.0), tokens)
     assert (kept.query.shape, kept.key.shape) == ((4, n, 7), (2, n, 7))
     assert kept.value is not None and kept.value.shape == (2, n, 5)
     wanted = headwise.weights(call.query, call.key, mask=call.mask, softcap=3.0)[0, :, :n, :n].numpy()
@@ -48,19 +48,19 @@ def test_what_else_acts_on_a_call_is_told() -> None:
     [call] = calls(1, 4, 5)
     dense = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
     for mask, biased in ((headwise.bias(dense), False), (headwise.bias(dense + 1), True), (headwise.causal(), False)):
-        assert neurons(replace(call, mask=mask)).biased is biased
-    assert neurons(replace(call, mask=None, sinks=torch.zeros(4))).sunk
-    assert neurons(replace(call, gate=torch.ones(1, 4, 5, 5))).gated
-    alone = neurons(replace(call, value=None, scale=0.3))
+        assert vectors_of(replace(call, mask=mask)).biased is biased
+    assert vectors_of(replace(call, mask=None, sinks=torch.zeros(4))).sunk
+    assert vectors_of(replace(call, gate=torch.ones(1, 4, 5, 5))).gated
+    alone = vectors_of(replace(call, value=None, scale=0.3))
     assert alone.value is None and alone.scale == 0.3
     assert Neurons.from_dict(json.loads(json.dumps(alone.to_dict()))) == alone
-    kept = neurons(call)
+    kept = vectors_of(call)
     assert Neurons.from_dict(json.loads(json.dumps(kept.to_dict()))) == kept
 
 
 @pytest.mark.unchecked
 def test_parts_that_do_not_belong_together_are_refused() -> None:
-    kept = neurons(calls(1, 4, 5)[0])
+    kept = vectors_of(calls(1, 4, 5)[0])
     with pytest.raises(ValueError, match=r"rows of shape \(1, 2, 3\) take 6 bytes and 8 of steps; got 5 and 8; make"):
         Rows((1, 2, 3), b"12345", b"12345678")
     for change in ({"weights": b""}, {"key": rows(torch.zeros(3, 5, 7))}, {"value": rows(torch.zeros(2, 4, 5))}):
@@ -69,7 +69,7 @@ def test_parts_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="neurons are read from what to_dict"):
         Neurons.from_dict({"layer": 0})
     with pytest.raises(ValueError, match="tokens is at least 1; got 0"):
-        neurons(calls(1, 4, 5)[0], 0)
+        vectors_of(calls(1, 4, 5)[0], 0)
 
 
 # --- in the page ------------------------------------------------------------------------------------------------------

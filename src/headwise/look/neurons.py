@@ -98,7 +98,7 @@ class Neurons:
         if not fits or len(self.weights) != H * T * S:
             raise ValueError(
                 f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value "
-                f"{self.value and self.value.shape}, {len(self.weights)} weights; make them with headwise.look.neurons"
+                f"{self.value and self.value.shape}, {len(self.weights)} weights; make them with headwise.look.neurons.vectors_of()"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def rows(vectors: Tensor) -> Rows:
     return Rows((heads, tokens, dims), codes.numpy().tobytes(), steps.numpy().astype("<f4").tobytes())
 
 
-def neurons(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
+def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
     """The first tokens of a call's first text: at most `tokens` queries and keys.
 
     The weights come from whole rows: what lies on later keys is missing from them.
@@ -150,7 +150,7 @@ def neurons(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
     >>> mha = headwise.MultiHeadAttention(12, 3)
     >>> with headwise.nn.probe(mha) as seen:
     ...     out = mha(torch.randn(2, 5, 12), mask=headwise.causal())
-    >>> kept = neurons(seen.calls[0])
+    >>> kept = vectors_of(seen.calls[0])
     >>> kept.query.shape, len(kept.weights)
     ((3, 5, 4), 75)
     """

@@ -36,8 +36,7 @@ def page_data(look: Look) -> dict[str, Any]:
     pictures = maps.packed(look.maps or tuple(maps.coarse(head) for head in heads), left)
     cells = _cells(look.tokens, _side(heads, pictures["columns"], len(look.tokens)))
     pooled = any(cell["count"] > 1 for cell in cells)
-    calls = getattr(look, "neurons", ())  # a look may carry the vectors of its first tokens
-    inner = vectors.packed(calls, heads, left - len(pictures["data"]), weights=pooled or not look.maps)
+    inner = vectors.packed(look.neurons, heads, left - len(pictures["data"]), weights=pooled or not look.maps)
     places = list(dict.fromkeys(map(_place, heads)))
     index = {place: i for i, place in enumerate(places)}
     return {
