@@ -99,7 +99,7 @@ def packed(heads: Sequence[HeadRecord], budget: int) -> dict[str, Any]:
 
 def _extras(head: HeadRecord) -> Mapping[str, float]:
     """Numbers by name that a head carries beside those of its record: its importance, say."""
-    extras: Mapping[str, float] = getattr(head, "extras", {})
+    extras = head.extras
     return extras
 
 

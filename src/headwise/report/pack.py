@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +83,7 @@ def _tokens(look: Look, first: int) -> list[tuple[int, str]]:
 
 def _excerpts(look: Look) -> list[tuple[str, list[tuple[int, str]]]]:
     """Tokens of other texts that were read, by place, where a look carries any: what evidence there is shown with."""
-    carried: Mapping[str, Mapping[int, str]] = getattr(look, "excerpts", {})
+    carried = look.excerpts
     listed, left = [], MOST_TOKENS
     for name, tokens in carried.items():
         kept = [(place, cut(text, 60)) for place, text in sorted(tokens.items())[:left]]
