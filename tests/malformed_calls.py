@@ -13,13 +13,13 @@ from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from malformed import PACKAGE, Call
+from malformed_heads import ANNOTATE, CONSTRUCTED
 from torch import Tensor
 
 import headwise
 from headwise import LatentAttention, MultiHeadAttention, cache, look, nn, plan, report, testing
 from headwise.ops import masks
 from headwise.ops.storage.paged import Paged
-from headwise.testing import constructed
 
 B, H, K, T, S, D, V, M = 2, 6, 3, 5, 7, 11, 13, 12
 LEAVE = object()  # an argument that this call goes without
@@ -134,17 +134,6 @@ class Reader(torch.nn.Module):
 
 
 IDS = [1, 2, 3, 5, 8, 13, 21, 34]
-
-
-CONLLU = "1\tIt\t_\tPRON\t_\t_\t2\tnsubj\t_\t_\n2\tworks\t_\tVERB\t_\t_\t0\troot\t_\t_\n"
-
-
-def told() -> look.annotate.Document:
-    return look.annotate.parse(CONLLU)[0]
-
-
-def tokenized(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
-    return {"input_ids": [1, 2, 3], "offset_mapping": [(0, 0), (0, 2), (2, 8)]}
 
 
 @functools.cache
@@ -356,10 +345,6 @@ LOOK: dict[str, Callable[[], Call]] = {
     "HeadRecord.value": lambda: of(seen().heads[0].value, name="self"),
     "Look.head": lambda: of(seen().head, layer=0, head=1),
     "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),
-    "aligned": lambda: of(look.annotate.aligned, source=told().sentences[0], offsets=[[0, 2], [2, 8]]),
-    "parse": lambda: of(look.annotate.parse, text=CONLLU, name="a text"),
-    "read": lambda: of(look.annotate.read, path=str(PACKAGE / "look/annotate/sentences.conllu")),
-    "passages": lambda: of(look.annotate.passages, documents=[told()], tokenizer=tokenized, length=40),
 }  # fmt: skip
 PLAN: dict[str, Callable[[], Call]] = {
     "plan.of": lambda: of(
@@ -380,11 +365,6 @@ PLAN: dict[str, Callable[[], Call]] = {
 }  # fmt: skip
 
 
-@functools.cache
-def planted() -> constructed.Constructed:
-    return constructed.constructed([["self"]], places=7)[0]
-
-
 TESTING: dict[str, Callable[[], Call]] = {
     "make_qkv": lambda: of(testing.make_qkv, seed=0, kind="normal", requires_grad=False),
     "strided": lambda: of(testing.strided, tensor=normal(2, 3, 4, 5), pattern="order 0213", slack=0.0),
@@ -403,25 +383,6 @@ TESTING: dict[str, Callable[[], Call]] = {
         factor=2.0,
     ),
     "assert_same_bits": lambda: of(testing.assert_same_bits, ours=torch.ones(5), other=torch.ones(5)),
-    "constructed": lambda: of(
-        constructed.constructed,
-        layers=[["self"]],
-        kind="decoder",
-        vocabulary=29,
-        places=7,
-        tables=constructed.Tables(),
-        rest="first",
-        seed=1,
-    ),
-    "constructed_pair": lambda: of(
-        constructed.constructed_pair, encoder=[["self"]], decoder=[["self"]], cross=[["broad"]], places=7, seed=1
-    ),
-    "random_model": lambda: of(constructed.random_model, seed=1, places=7),
-    "targets": lambda: of(
-        constructed.targets, job="self", ids=torch.tensor([1, 2, 3]), tables=constructed.Tables(), causal=True
-    ),
-    "Constructed.sample": lambda: of(planted().sample, length=5, seed=1),
-    "Constructed.targets": lambda: of(planted().targets, layer=0, head=0, ids=torch.tensor([1, 2, 3])),
 }
 REPORT: dict[str, Callable[[], Call]] = {
     "render": lambda: of(report.render, look=seen()),
@@ -429,4 +390,7 @@ REPORT: dict[str, Callable[[], Call]] = {
     "put": lambda: of(report.put, content=b"content", path="put.html"),
     "check_destination": lambda: of(report.check_destination, path="checked.html"),
 }
-ROOMS = {"ops": OPS, "cache": STORES, "nn": NN, "look": LOOK, "plan": PLAN, "testing": TESTING, "report": REPORT}
+ROOMS = {
+    "ops": OPS, "cache": STORES, "nn": NN, "look": LOOK | ANNOTATE, "plan": PLAN, "testing": TESTING | CONSTRUCTED,
+    "report": REPORT,
+}  # fmt: skip
