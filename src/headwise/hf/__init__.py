@@ -25,9 +25,10 @@ from .interface import NAME
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
 AttentionMaskInterface.register(NAME, headwise_mask)
 check_what_is_built()
 
-__all__ = ["Loaded", "ModelError", "StructuralMask", "load", "make_cache", "probe"]
+__all__ = ["Loaded", "ModelError", "StructuralMask", "WatchCallback", "load", "make_cache", "probe"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..shapes.kinds import MOST, check_counts, check_flags, check_texts, shown
 from . import card, figures, notebook, tables
 from .legacy import upgraded
+from .neurons import Neurons
 from .scores import Score
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class Look:
         version: the version of headwise that looked.
         maps: the large maps, parallel to ``heads``; empty where the look kept none.
         texts: number of texts.
+        neurons: queries, keys and values of the first tokens, a call each; empty where the look kept none.
     """
 
     model: str
@@ -187,6 +189,7 @@ class Look:
     version: str
     maps: tuple[HeadMap, ...] = ()
     texts: int = 1
+    neurons: tuple[Neurons, ...] = ()
 
     def __post_init__(self) -> None:
         if self.maps and len(self.maps) != len(self.heads):
@@ -211,16 +214,17 @@ class Look:
         raise IndexError(f"{tables.title(self)} has no head {layer}.{head}; layers and heads count from 0")
 
     def to_dict(self, *, maps: bool = True) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers; ``maps`` says whether the large maps come along (base64)."""
+        """Plain dictionaries, lists, strings and numbers; ``maps``: whether large maps and neurons come too (base64)."""
         check_flags(maps=maps)
         data: dict[str, Any] = {"format": FORMAT}
         for field in fields(self):
-            if field.name not in ("heads", "maps", "tokens"):
+            if field.name not in ("heads", "maps", "neurons", "tokens"):
                 data[field.name] = getattr(self, field.name)
         data["tokens"] = list(self.tokens)
         data["heads"] = [head.to_dict() for head in self.heads]
         if maps:
             data["maps"] = [{"rows": m.rows, "columns": m.columns, "data": m.base64()} for m in self.maps]
+            data["neurons"] = [one.to_dict() for one in self.neurons]
         return data
 
     def to_json(self, *, maps: bool = False, indent: int | None = None) -> str:
@@ -253,6 +257,7 @@ class Look:
         values["maps"] = tuple(
             HeadMap(m["rows"], m["columns"], base64.b64decode(m["data"])) for m in data.get("maps", ())
         )
+        values["neurons"] = tuple(Neurons.from_dict(one) for one in data.get("neurons", ()))
         return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:

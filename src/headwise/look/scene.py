@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -50,6 +51,35 @@ class Vocabulary:
     delimiters: frozenset[int] = frozenset()
     punctuation: frozenset[int] = frozenset()
     special: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], *, delimiters: Collection[int] | None = None, special: Collection[int] = ()
+    ) -> Vocabulary:
+        """The vocabulary of a tokenizer, by what it calls its ids, in order.
+
+        >>> Vocabulary.of(["<s>", "a", "\u0120.", "(", "\u010a"], special=[0])
+        Vocabulary(delimiters=frozenset({2}), punctuation=frozenset({2, 3}), special=frozenset({0}))
+        """
+        if delimiters is None:
+            delimiters = [i for i, name in enumerate(names) if name.strip(BLANKS) in MARKS]
+        marks = (i for i, name in enumerate(names) if i not in special and is_punctuation(name))
+        return cls(frozenset(delimiters), frozenset(marks), frozenset(special))
+
+
+MARKS = frozenset(".,;:!?\n")
+BLANKS = " \u0120\u2581"
+"""A blank, and how byte-level and sentence tokenizers write it."""
+
+
+def is_punctuation(token: str) -> bool:
+    """Whether a token's text is punctuation alone, blanks aside.
+
+    >>> is_punctuation(" ("), is_punctuation("x)"), is_punctuation(" ")
+    (True, False, False)
+    """
+    text = token.strip(BLANKS)
+    return bool(text) and all(unicodedata.category(letter).startswith("P") for letter in text)
 
 
 @dataclass(frozen=True)
