@@ -13,13 +13,13 @@ from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from malformed import PACKAGE, Call
+from malformed_heads import ANNOTATE, CONSTRUCTED, LOOK, seen
 from torch import Tensor
 
 import headwise
-from headwise import LatentAttention, MultiHeadAttention, cache, look, nn, plan, report, testing
+from headwise import LatentAttention, MultiHeadAttention, cache, nn, plan, report, testing
 from headwise.ops import masks
 from headwise.ops.storage.paged import Paged
-from headwise.testing import constructed
 
 B, H, K, T, S, D, V, M = 2, 6, 3, 5, 7, 11, 13, 12
 LEAVE = object()  # an argument that this call goes without
@@ -120,60 +120,6 @@ def attended(kind: str) -> Call:
 
 def changed(kind: str, method: str) -> Call:
     return of(getattr(filled(kind), method), **({"lengths": [2, 3]} if method == "truncate" else {"rows": [1, 0]}))
-
-
-class Reader(torch.nn.Module):
-    """A model to look at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.attend = torch.nn.Embedding(97, M), MultiHeadAttention(M, 3)
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.attend(self.embed(ids), mask=headwise.causal())
-
-
-IDS = [1, 2, 3, 5, 8, 13, 21, 34]
-
-
-CONLLU = "1\tIt\t_\tPRON\t_\t_\t2\tnsubj\t_\t_\n2\tworks\t_\tVERB\t_\t_\t0\troot\t_\t_\n"
-
-
-def told() -> look.annotate.Document:
-    return look.annotate.parse(CONLLU)[0]
-
-
-def tokenized(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
-    return {"input_ids": [1, 2, 3], "offset_mapping": [(0, 0), (0, 2), (2, 8)]}
-
-
-@functools.cache
-def seen() -> look.Look:
-    return look.at(Reader(), IDS, repeats=None)
-
-
-class Ranks:
-    """Importance of heads, as `plot_importance` reads it."""
-
-    model, loss, tokens, by = "m", 1.5, 8, ("gradient",)
-
-    def scores(self, by: str) -> list[list[float]]:
-        return [[0.5, 0.25, -0.125]]
-
-
-@functools.cache
-def curve() -> look.Curve:
-    return look.Curve("m", {"self": 0.5}, (look.Point.of(0, seen(), {"loss": 1.5}),))
-
-
-def in_a_file(write: Callable[[str], object], path: str) -> str:
-    """The path, after writing to it."""
-    write(path)
-    return path
-
-
-def watch() -> look.Watch:
-    return look.Watch(Reader(), IDS, every=1, repeats=None)
 
 
 def mha(**parts: Any) -> MultiHeadAttention:
@@ -363,43 +309,6 @@ NN: dict[str, Callable[[], Call]] = {
     ),
     "yarn_scale": lambda: of(nn.yarn_scale, head_dim=8, factor=4.0, mscale=1.0),
 }
-LOOK: dict[str, Callable[[], Call]] = {
-    "look.at": lambda: of(
-        look.at, model=Reader(), ids=IDS, tokens=list("abcdefgh"), delimiters=[2], name="m", map_size=2,
-        full_maps=False, repeats=None, progress=lambda done, total: None,
-    ),
-    "look.at tensor": lambda: of(look.at, model=Reader(), ids=torch.tensor(IDS), repeats=None),
-    "Repeats": lambda: of(look.Repeats, sequences=2, length=30, seed=1, vocabulary=[1, 2, 3, 4]),
-    "HeadMap": lambda: of(look.HeadMap, rows=1, columns=2, data=b"ab"),
-    "Look.from_dict": lambda: of(look.Look.from_dict, data=seen().to_dict()),
-    "HeadRecord.from_dict": lambda: of(look.HeadRecord.from_dict, data=seen().to_dict()["heads"][0]),
-    "Look.with_role": lambda: of(seen().with_role, name="self"),
-    "Look.to_dict": lambda: of(seen().to_dict, maps=True),
-    "Look.to_json": lambda: of(seen().to_json, maps=True, indent=1),
-    "HeadRecord.mass_at": lambda: of(seen().heads[0].mass_at, offset=1),
-    "HeadRecord.value": lambda: of(seen().heads[0].value, name="self"),
-    "Look.head": lambda: of(seen().head, layer=0, head=1),
-    "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),
-    "aligned": lambda: of(look.annotate.aligned, source=told().sentences[0], offsets=[[0, 2], [2, 8]]),
-    "parse": lambda: of(look.annotate.parse, text=CONLLU, name="a text"),
-    "annotate.read": lambda: of(look.annotate.read, path=str(PACKAGE / "look/annotate/sentences.conllu")),
-    "passages": lambda: of(look.annotate.passages, documents=[told()], tokenizer=tokenized, length=40),
-    "look.write": lambda: of(look.write, what=seen(), path="written.json"),
-    "read": lambda: of(look.read, path=in_a_file(lambda path: look.write(seen(), path), "read.json")),
-    "compare": lambda: of(look.compare, a=seen(), b=seen(), kept={0: [0, 1, 2]}),
-    "plot_importance": lambda: of(look.plot_importance, importance=Ranks()),
-    "plot_formation": lambda: of(look.plot_formation, curve=curve(), roles=["self"]),
-    "Curve.best": lambda: of(curve().best, role="self"),
-    "Curve.from_dict": lambda: of(look.Curve.from_dict, data=curve().to_dict()),
-    "read_curve": lambda: of(
-        look.read_curve, path=in_a_file(lambda path: look.Watch(Reader(), IDS, repeats=None, path=path).step(0), "c.jsonl")
-    ),
-    "Watch": lambda: of(
-        look.Watch, model=Reader(), ids=IDS, every=3, share=0.1, path="watched.jsonl", delimiters=[2], repeats=None
-    ),
-    "Watch.step": lambda: of(watch().step, step=3, loss=1.5),
-    "Watch.measure": lambda: of(watch().measure, step=3, loss=1.5),
-}  # fmt: skip
 PLAN: dict[str, Callable[[], Call]] = {
     "plan.of": lambda: of(
         plan.of, config="gpt-3", context=[100, 200], kv_dtype="bf16", heads_plan={"layers": {"0": {"keep": [0]}}},
@@ -417,13 +326,6 @@ PLAN: dict[str, Callable[[], Call]] = {
     "side_by_side": lambda: of(plan.side_by_side, plans=[plan.of("gpt-3")]),
     "card_list": lambda: of(plan.card_list, known=plan.known()),
 }  # fmt: skip
-
-
-@functools.cache
-def planted() -> constructed.Constructed:
-    return constructed.constructed([["self"]], places=7)[0]
-
-
 TESTING: dict[str, Callable[[], Call]] = {
     "make_qkv": lambda: of(testing.make_qkv, seed=0, kind="normal", requires_grad=False),
     "strided": lambda: of(testing.strided, tensor=normal(2, 3, 4, 5), pattern="order 0213", slack=0.0),
@@ -442,25 +344,6 @@ TESTING: dict[str, Callable[[], Call]] = {
         factor=2.0,
     ),
     "assert_same_bits": lambda: of(testing.assert_same_bits, ours=torch.ones(5), other=torch.ones(5)),
-    "constructed": lambda: of(
-        constructed.constructed,
-        layers=[["self"]],
-        kind="decoder",
-        vocabulary=29,
-        places=7,
-        tables=constructed.Tables(),
-        rest="first",
-        seed=1,
-    ),
-    "constructed_pair": lambda: of(
-        constructed.constructed_pair, encoder=[["self"]], decoder=[["self"]], cross=[["broad"]], places=7, seed=1
-    ),
-    "random_model": lambda: of(constructed.random_model, seed=1, places=7),
-    "targets": lambda: of(
-        constructed.targets, job="self", ids=torch.tensor([1, 2, 3]), tables=constructed.Tables(), causal=True
-    ),
-    "Constructed.sample": lambda: of(planted().sample, length=5, seed=1),
-    "Constructed.targets": lambda: of(planted().targets, layer=0, head=0, ids=torch.tensor([1, 2, 3])),
 }
 REPORT: dict[str, Callable[[], Call]] = {
     "render": lambda: of(report.render, look=seen()),
@@ -468,4 +351,7 @@ REPORT: dict[str, Callable[[], Call]] = {
     "put": lambda: of(report.put, content=b"content", path="put.html"),
     "check_destination": lambda: of(report.check_destination, path="checked.html"),
 }
-ROOMS = {"ops": OPS, "cache": STORES, "nn": NN, "look": LOOK, "plan": PLAN, "testing": TESTING, "report": REPORT}
+ROOMS = {
+    "ops": OPS, "cache": STORES, "nn": NN, "look": LOOK | ANNOTATE, "plan": PLAN, "testing": TESTING | CONSTRUCTED,
+    "report": REPORT,
+}  # fmt: skip

@@ -66,7 +66,7 @@ ALSO: dict[str, set[str]] = {
     "Repeats: seed": {"-1", "2**63"},
     "make_qkv: seed": {"-1"},
     "aligned: offsets": {"[]", "()", "range"},
-    **{f"targets: {name}": {"[]", "[1, 2]", "()", "range", "generator", "array", "list"} for name in ("ids", "memory")},
+    "targets: ids": {"[]", "[1, 2]", "()", "range", "generator", "array", "list"},
     "Constructed.targets: ids": {"[]", "[1, 2]", "()", "range", "generator", "array", "list"},
     "plan.of: context": {"3", "{1}"},
     **{f"plan.of: {name}": {"1.5", "2.0", "3", "2**63"} for name in ("bandwidth", "flops")},
