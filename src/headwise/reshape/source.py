@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
+@runtime_checkable
 class Entry(Protocol):
     """What a checkpoint's header says of one tensor."""
 
@@ -22,6 +23,7 @@ class Entry(Protocol):
         """Its sizes."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """A checkpoint folder, opened read-only, every header checked, no tensor in memory."""
 

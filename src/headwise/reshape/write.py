@@ -128,7 +128,7 @@ def _bytes(planned: Planned) -> Iterator[Bytes]:
         return
     flat = made.detach().cpu().contiguous().view(-1).view(torch.uint8)
     del made
-    memory = memoryview(flat.numpy())
+    memory = flat.numpy().data
     for start in range(0, len(memory), PIECE):
         yield memory[start : start + PIECE]
 
