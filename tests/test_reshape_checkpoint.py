@@ -152,7 +152,7 @@ def test_a_file_that_shrinks_is_not_read_as_zeros(tmp_path: Path) -> None:
         with pytest.raises(hf.ModelError, match="changed while it was read"):
             opened.read("model.embed_tokens.weight")
         opened._check = lambda *_: None  # type: ignore[method-assign]  # as if it shrank a moment later
-        with pytest.raises(hf.ModelError, match="ends before byte [0-9,]+; it changed while it was read"):
+        with pytest.raises(hf.ModelError, match=r"ends before byte [0-9,]+; it changed while it was read"):
             opened.read("model.embed_tokens.weight")
 
 
