@@ -108,11 +108,16 @@ void handle(int, siginfo_t* info, void* raw) {
 
 extern "C" {
 
-// From now on the nth call fails with an error (`value`), kills, or sends a signal (`value`); 0: none does.
-int arm(int nth, int what, int value) {
+// The nth call from now on fails with an error (`value`), kills, or sends a signal (`value`); 0: none does.
+void plan(int nth, int what, int value) {
+    count_ = 0;
     nth_ = nth;
     what_ = what;
     value_ = value;
+}
+
+// Counts calls from now on, and for ever; returns an error number.
+int arm() {
     struct sigaction action;
     std::memset(&action, 0, sizeof action);
     action.sa_sigaction = handle;
