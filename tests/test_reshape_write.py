@@ -274,6 +274,9 @@ def test_a_check_that_fails_or_writes(source: Path, tmp_path: Path) -> None:
     def fails(_: Path) -> None:
         raise ValueError("the logits differ")
 
+    def starts_nothing(_: Path) -> None:
+        os.open("no such program", os.O_RDONLY)
+
     def writes(folder: Path) -> None:
         (folder / "cache").mkdir()
 
@@ -281,6 +284,7 @@ def test_a_check_that_fails_or_writes(source: Path, tmp_path: Path) -> None:
         os.truncate(folder / "model.safetensors", 99)
 
     refused(source, tmp_path / "x", ValueError, "the logits differ", check=fails)
+    refused(source, tmp_path / "x", FileNotFoundError, "No such file or directory: 'no such", check=starts_nothing)
     refused(source, tmp_path / "x", ValueError, "'cache' is not as it was written; let nothing", check=writes)
     refused(source, tmp_path / "x", ValueError, "'model.safetensors' is not as it was written", check=spoils)
 
