@@ -114,6 +114,7 @@ def faults(case: Case, template: Path, place: Path) -> list[str]:
         "no single line": len(text.splitlines()) != 1 or not text.isprintable() or len(text) > 700,
         "says": why not in text,
         "opened outside": any(event == "open" and not inside(path, folder) for event, path in events),
+        "opened what is no file": any(event == "open" and not regular(path) for event, path in events),
         "ran": any(event != "open" for event, _ in events),
         "wrote": sorted(os.listdir(folder)) != before,
         "memory": peak() - start > MEMORY,
@@ -128,6 +129,11 @@ def faults(case: Case, template: Path, place: Path) -> list[str]:
 def inside(path: Any, folder: Path) -> bool:
     """A descriptor was opened by `os.open` before, which is an event of its own."""
     return isinstance(path, int) or Path(os.fsdecode(path)).parent == folder
+
+
+def regular(path: Any) -> bool:
+    """To open a device can do something."""
+    return isinstance(path, int) or not os.path.lexists(path) or os.path.isfile(path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
