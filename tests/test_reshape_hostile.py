@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import peak_memory
 import pytest
 from checkpoint_folders import made
 from hf_folders import change
@@ -65,15 +66,6 @@ def _too_long(*_: object) -> None:
     raise AssertionError("it waits")
 
 
-def peak() -> int:
-    """The most memory that this process had since `forget_peak`, in bytes."""
-    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole checkpoint in two files, which names code of its own; opened once, so that all is imported."""
@@ -100,8 +92,7 @@ def faults(case: Case, template: Path, place: Path) -> list[str]:
         )
     spoil(folder, secret)
     before = sorted(os.listdir(folder))
-    forget_peak()
-    start = peak()
+    start = peak_memory.forget()
     with watched() as events:
         try:
             hf.checkpoint(folder).close()
@@ -117,7 +108,7 @@ def faults(case: Case, template: Path, place: Path) -> list[str]:
         "opened what is no file": any(event == "open" and not regular(path) for event, path in events),
         "ran": any(event != "open" for event, _ in events),
         "wrote": sorted(os.listdir(folder)) != before,
-        "memory": peak() - start > MEMORY,
+        "memory": peak_memory.most() - start > MEMORY,
     }
     return [
         f"{name}: {what}: {text[:200]!r} {[e for e in events if e[0] != 'open']}"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peak_memory
 import pytest
 import torch
 import transformers
@@ -408,10 +409,6 @@ def test_file_systems_that_sync_no_folders(lasts: int, source: Path, tmp_path: P
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def peak() -> int:
-    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-
-
 def test_memory_is_that_of_a_tensor_and_what_is_made_of_it(tmp_path: Path) -> None:
     """A part is cut of each, so that there are two at a time; of this size the allocator keeps none that is freed."""
     folder, size = made(tmp_path / "source"), 33 << 20
@@ -423,10 +420,9 @@ def test_memory_is_that_of_a_tensor_and_what_is_made_of_it(tmp_path: Path) -> No
             return Planned(name, torch.float32, (1024, size // 4096 - 1), lambda: opened.read(name)[:, 1:])
 
         rows = [cut(name) for name in opened.tensors]
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
-        before = peak()
+        before = peak_memory.forget()
         write(tmp_path / "written", config=opened.config, tensors=rows, source=opened)
-        assert peak() - before < 2 * size + (size // 2)
+        assert peak_memory.most() - before < 2 * size + (size // 2)
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
