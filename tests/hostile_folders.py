@@ -226,7 +226,7 @@ def indices() -> Iterator[Case]:
         return lambda folder, _: (folder / name).write_bytes((folder / SHARDS[0]).read_bytes()) and None
 
     yield "a third shard", stray("model-00003-of-00003.safetensors"), "belongs to no index; remove it"
-    yield "a shard of another set", stray("other-00001-of-00002.safetensors"), "belongs to no index; remove it"
+    yield "a shard of another set", stray("model-00001-of-00003.safetensors"), "belongs to no index; remove it"
     yield "a whole file beside", stray(ONE), "holds both model.safetensors and model.safetensors.index.json"
 
     def renumbered(folder: Path, _: Path) -> None:
