@@ -208,10 +208,11 @@ def _check_shards(folder: Path, weights: Weights) -> None:
         raise ModelError(
             f"{folder}: {stray[0]!r} belongs to no index; remove it, or get the index that names it: download anew"
         )
-    wanted = {f"{stem}-{n:05}-of-{total}.safetensors" for stem, total in sets for n in range(1, int(total) + 1)}
-    missing = sorted(wanted - weights.files.keys())
-    if missing:
-        raise ModelError(f"{folder}: the index names no {missing[0]!r}, so tensors are missing; download it anew")
+    for stem, total in sorted(sets):
+        wanted = (f"{stem}-{n:05}-of-{total}.safetensors" for n in range(1, int(total) + 1))
+        missing = next((name for name in wanted if name not in weights.files), None)
+        if missing is not None:
+            raise ModelError(f"{folder}: the index names no {missing!r}, so tensors are missing; download it anew")
     for name, metadata in weights.metadata.items():
         if metadata.get("format", "pt") not in FORMATS:
             raise ModelError(
