@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import look, plan, trace
+from . import importance, look, plan, trace
 from .guard import OneLine, leave, open_streams
 
 app = typer.Typer(
@@ -46,7 +46,9 @@ def headwise(
 
 
 for command, name, example in (
-    (look.look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
+    (look._look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
+    (importance.importance, "importance", "importance path/to/checkpoint --by gradient,zero"),
+    (importance.ablate, "ablate", "ablate path/to/checkpoint --heads 3.1,2.4 --by mean"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
     (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
 ):
