@@ -1,0 +1,1 @@
+"""Reshape: prune heads, regroup them, and write checkpoints that load anywhere."""
