@@ -1,1 +1,1 @@
-"""Reshape: prune heads, regroup them, and write checkpoints that load anywhere."""
+"""Reshape models head by head: prune heads, share keys and values in fewer, write checkpoints that load anywhere."""
