@@ -18,6 +18,7 @@ from .fields import harmless, taken
 from .files import fill, opened, parse_json, read_bytes, read_part
 from .folder import INDEX, SINGLE, Weights, find_weights, folder_config
 from .headers import Stored
+from .layouts import layouts
 
 CONFIGS = (
     "chat_template.json",
@@ -68,10 +69,12 @@ class Checkpoint:
         tensors: every tensor by name, with `dtype` and `shape`.
         files: the files beside config and weights that belong to a copy: tokenizer, generation_config.json, licence.
         inputs: every file that is read.
+        layouts: how checkpoints of the known architectures store attention.
     """
 
     def __init__(self, folder: Path, raw: dict[str, Any], weights: Weights, before: Mapping[str, Identity]) -> None:
         self.folder = folder
+        self.layouts = layouts()
         self.config: Mapping[str, Any] = taken(raw, f"{folder}/config.json")
         self.dropped = tuple(sorted(raw.keys() - self.config.keys()))
         self.tensors: Mapping[str, Stored] = {
