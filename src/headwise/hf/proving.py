@@ -14,6 +14,7 @@ from typing import Any
 GATED = "reshape_gated"
 """The name under which the attention with gates is registered; transformers reads such names for words it knows."""
 OUTPUTS = ("logits", "logits_per_image", "last_hidden_state")
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain operations, in any sizes
 SEED = 7
 
 
@@ -58,7 +59,7 @@ def _load(folder: str) -> tuple[Any, dict[str, Any]]:
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     options = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     torch.manual_seed(SEED)
-    model, report = class_of(config).from_pretrained(folder, attn_implementation="eager", **options)
+    model, report = class_of(config).from_pretrained(folder, **EAGER, **options)
     return model.eval(), report
 
 
@@ -70,9 +71,9 @@ def _build(source: dict[str, Any]) -> Any:
 
     config = CONFIG_MAPPING[source["config"]["model_type"]].from_dict(dict(source["config"]))
     state = {name: tensor for file in source["weights"] for name, tensor in load_file(file).items()}
-    options = {"config": config, "state_dict": state, "dtype": torch.float32, "attn_implementation": "eager"}
+    options = {"config": config, "state_dict": state, "dtype": torch.float32}
     torch.manual_seed(SEED)
-    return class_of(config).from_pretrained(None, **options).eval()
+    return class_of(config).from_pretrained(None, **EAGER, **options).eval()
 
 
 def class_of(config: Any) -> Any:
