@@ -114,7 +114,7 @@ class Checkpoint:
         self._check(shard, os.fstat(self._open[shard].fileno()))
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         if stored.size:
-            memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            memory = tensor.view(-1).view(torch.uint8).numpy().data
             fill(memory, self._open[shard], stored.start, f"{self.folder}/{shard}")
         return tensor
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -92,6 +92,6 @@ def _entry(name: str, entry: Any, base: int, where: str) -> Stored:
     return Stored(NUMBERS[dtype], tuple(shape), start, size)
 
 
-def _counts(value: Any, most: int, largest: int) -> bool:
+def _counts(value: Any, most: int, largest: int) -> TypeGuard[list[int]]:
     """Whether it is a list of at most so many whole numbers of 0 to the largest."""
     return isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n <= largest for n in value)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+@runtime_checkable
+class Entry(Protocol):
     """What a checkpoint's header says of one tensor."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its numbers."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """A checkpoint folder, opened read-only, every header checked, no tensor in memory."""
 
@@ -53,3 +58,24 @@ class Source(Protocol):
 
     def check(self) -> None:
         """Raises ValueError unless every file is what it was when the folder was opened."""
+
+
+def one_dtype(source: Source, names: list[str]) -> torch.dtype:
+    """The dtype that these tensors share; for sums and products across them. To cut or copy one needs no such thing.
+
+    Raises:
+        ValueError: they have several.
+    """
+    dtypes = {name: source.tensors[name].dtype for name in names}
+    first = next(iter(dtypes))
+    for name, dtype in dtypes.items():
+        if dtype != dtypes[first]:
+            raise ValueError(
+                f"{source.folder}: {first!r} is {_word(dtypes[first])} and {name!r} is {_word(dtype)}, and numbers of "
+                "both are added; load the model with transformers in one dtype and save it"
+            )
+    return dtypes[first]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
