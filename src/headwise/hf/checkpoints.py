@@ -19,6 +19,7 @@ from .files import fill, opened, parse_json, read_bytes, read_part
 from .folder import INDEX, SINGLE, Weights, find_weights, folder_config
 from .headers import Stored
 from .layouts import layouts
+from .proof import prove
 
 CONFIGS = (
     "chat_template.json",
@@ -136,6 +137,14 @@ class Checkpoint:
         table = parse_json(content, f"{self.folder}/{file}")
         safe = harmless(table)
         yield content if safe == table else json.dumps(safe, indent=2, ensure_ascii=False).encode() + b"\n"
+
+    def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
+        """Loads what was made of this checkpoint in a fresh process, and compares it with this one if asked.
+
+        See `headwise.hf.proof.prove`.
+        """
+        weights = [self.folder.resolve() / name for name in self._open]
+        return prove(folder, self.config if compare else None, weights, request)
 
     def check(self) -> None:
         """Raises ModelError unless every file is what it was when the folder was opened."""

@@ -16,6 +16,7 @@ GATED = "reshape_gated"
 OUTPUTS = ("logits", "logits_per_image", "last_hidden_state")
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain operations, in any sizes
 SEED = 7
+WRITTEN = 4  # tokens of the speed test; `_room` leaves place for them
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -39,10 +40,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         given = inputs_of(after, request.get("ids"))
         told["tokens"] = max(x.shape[1] for x in given.values())
-        if before is not None:
-            told |= compare(before, after, given, request.get("gates"))
         told["cache_bytes"] = [model and _cache_bytes(model, given) for model in (before, after)]
         told["loss"] = [model and _loss(model, request) for model in (before, after)]
+        if before is not None:
+            told |= compare(before, after, given, request.get("gates"))  # from here on its heads are switched off
         if request.get("speed"):
             told["seconds"] = speed([before, after] if before is not None else [after, after])
     return told
@@ -199,46 +200,42 @@ def _loss(model: Any, request: dict[str, Any]) -> float | None:
     return total / count
 
 
-def speed(models: list[Any]) -> dict[str, list[float] | int]:
-    """Seconds of both models by turns: to read a text, and for each token they then write; the middle of five."""
+def speed(models: list[Any]) -> dict[str, Any]:
+    """Seconds of each model, by turns: to read a text, and for each token that it then writes; the middle of five."""
     import torch
 
     for model in models:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    if models[0].main_input_name != "input_ids" or models[0].config.is_encoder_decoder:
-        given = inputs_of(models[0], None)
-        return {"read": _times(models, lambda model: model(**given))}
-    length = _room(models[0].config, 260) - 4
+    one = models[0]
+    if one.main_input_name != "input_ids" or one.config.is_encoder_decoder:
+        given = inputs_of(one, None)
+        return {"read": _times(models, lambda model: None, lambda model, _: model(**given))}
+    length = _room(one.config, 256)
     draw = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(models[0].config.get_text_config().vocab_size, (1, length), generator=draw)
-    told: dict[str, Any] = {"tokens": length, "read": _times(models, lambda model: model(ids))}
-    if _decodes(models[0]):
-        told["write"] = [t / 4 for t in _times(models, lambda model: _write(model, ids), lambda model: model(ids))]
+    ids = torch.randint(one.config.get_text_config().vocab_size, (1, length), generator=draw)
+    told = {"tokens": length, "read": _times(models, lambda model: None, lambda model, _: model(ids))}
+    if _decodes(one):
+        told["write"] = [t / WRITTEN for t in _times(models, lambda model: model(ids, use_cache=True), _write)]
     return told
 
 
-def _write(model: Any, ids: Any) -> None:
-    """Four more tokens."""
-    cache = model(ids, use_cache=True).past_key_values
-    for _ in range(4):
-        cache = model(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
+def _write(model: Any, out: Any) -> None:
+    """A few more tokens behind those that were read."""
+    for _ in range(WRITTEN):
+        last = out.logits[:, -1:].argmax(-1)
+        out = model(last, past_key_values=out.past_key_values, use_cache=True)
 
 
-def _times(models: list[Any], run: Any, without: Any = None) -> list[float]:
-    """The median of five of each, by turns, after one that warms up; less what `without` takes, where there is one."""
+def _times(models: list[Any], prepare: Any, run: Any) -> list[float]:
+    """The median of five runs of each model, by turns, after one that warms up; what prepares a run is not counted."""
     taken: list[list[float]] = [[] for _ in models]
     for turn in range(6):
         for model, times in zip(models, taken, strict=True):
-            seconds = _seconds(run, model) - (_seconds(without, model) if without is not None else 0.0)
-            if turn:
-                times.append(seconds)
-    return [max(median(times), 0.0) for times in taken]
-
-
-def _seconds(run: Any, model: Any) -> float:
-    start = time.perf_counter()
-    run(model)
-    return time.perf_counter() - start
+            ready = prepare(model)
+            start = time.perf_counter()
+            run(model, ready)
+            times += [time.perf_counter() - start] if turn else []
+    return [median(times) for times in taken]
 
 
 if __name__ == "__main__":

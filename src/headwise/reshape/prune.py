@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..shapes.kinds import check_flags, shown
@@ -14,18 +16,23 @@ from .choose import OR_ZERO, Scores
 from .classes import Target, target
 from .layout import Family, Layer, check_shapes, family_of
 from .select import Budget, Wish, bytes_of, counts_of, loadable, select
+from .proof import Proof, planned, require
+from .report import README, RESHAPE, ZEROED, markdown, readme
 from .source import Source
-from .write import Planned, kept
+from .write import Planned, kept, write
 
 Heads = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
 
 
 class Known(Source, Protocol):
-    """A checkpoint that comes with the table of layouts, as `headwise.hf.checkpoint` gives it."""
+    """A checkpoint with the table of layouts, and what proves the result, as `headwise.hf.checkpoint` gives it."""
 
     @property
     def layouts(self) -> Mapping[str, Any]:
         """How checkpoints store their attention."""
+
+    def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
+        """What a fresh process tells of the result."""
 
 
 class Scorer(Protocol):
@@ -55,7 +62,7 @@ class Pruning:
         kept: The heads that stay, by layer.
         target: The class that loads the result, and its config.
         zero: Whether heads are zeroed instead, at the same size.
-        why: What was asked for, and where something else comes nearest to it.
+        notes: What to say of the choice.
     """
 
     source: Known
@@ -63,7 +70,7 @@ class Pruning:
     kept: Mapping[str, Kept]
     target: Target
     zero: bool
-    why: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def gone(self) -> dict[str, list[int]]:
@@ -92,9 +99,39 @@ class Pruning:
         order = sorted(self.family.layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross"))
         return [[int(head in self.kept[layer.key].query) for head in range(layer.sizes.H)] for layer in order]
 
-    def bytes(self) -> tuple[int, int]:
-        """Of all weights, before and after."""
-        return bytes_of(self.source.tensors.values()), bytes_of(self.tensors())
+    def facts(self, context: int = 8192) -> dict[str, Any]:
+        """What changes, as plain data: heads, sizes, class, and what `headwise.plan` counts at so many tokens."""
+        before, after = (self._counts(config) for config in (self.family.config, self.target.config))
+        went = sum(map(len, self.gone.values()))
+        heads = sum(layer.sizes.H for layer in self.family.layers)
+        verb = "were zeroed" if self.zero else "went"
+        notes = [f"{went} of {heads} heads {verb}.", *self.notes]
+        if self.zero:
+            notes.append(ZEROED)
+        if self.target.why:
+            notes.append(f"written as {self.target.model_type}, which computes the same: {self.target.why}")
+        return {
+            "done": "Heads zeroed" if self.zero else "Heads pruned",
+            "verb": verb,
+            "notes": notes,
+            "gone": self.gone,
+            "counts": {field: [before[field], after[field]] for field in before},
+            "model_type": [self.family.model_type, self.target.model_type],
+            "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
+            "context": context,
+            "plan": [planned(config, context) for config in (self.family.config, self.target.config)],
+        }
+
+    def _counts(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Heads and key-value heads of a config, by field."""
+        after = config is not self.family.config and not self.zero
+        counts: dict[str, int] = {}
+        for field, layers in self.family.counts.items():
+            sizes = self.kept[layers[0].key].sizes(layers[0].sizes) if after else layers[0].sizes
+            counts[field] = sizes.H
+            if sizes.K != sizes.H or layers[0].sizes.K != layers[0].sizes.H:
+                counts["num_key_value_heads"] = sizes.K
+        return counts
 
 
 def changed(planned: Planned, form: Form, sizes: Sizes, some: Kept, *, zero: bool) -> Planned:
@@ -176,3 +213,64 @@ def _what_loads(family: Family) -> str:
     [(field, layers)] = family.counts.items()
     good = sorted({count[0] for count in loadable(family, field)} - {layers[0].sizes.H})
     return f"keep {', '.join(map(str, good[-8:]))} heads of each layer, " if good else ""
+
+
+def prune(
+    source: Known,
+    destination: str | os.PathLike[str],
+    *,
+    heads: Heads | None = None,
+    keep_fraction: float | None = None,
+    budget: Budget | None = None,
+    scores: Scores | Scorer | None = None,
+    zero: bool = False,
+    proof: Proof | None = Proof(),
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Takes heads out of a checkpoint, and writes one that stock transformers loads: whole, or not at all.
+
+    The config counts the heads of all layers by one number, so as many go in each layer. Query heads that share a
+    key-value head (GQA) go as whole groups, or as many of each group.
+
+    Args:
+        source: What `headwise.hf.checkpoint` opens; it is only read.
+        destination: The folder to write; it must not exist.
+        heads: Those that go: ``"0.1,3.7"`` (layer 0 head 1, layer 3 head 7), ``{0: [1], 3: [7]}``, or pairs. In an
+            encoder with a decoder the layers are ``encoder.0``, ``0`` (the decoder's own) and ``cross.0``. With `scores`
+            too, further heads go where one number for all layers wants it.
+        keep_fraction: The part of the heads of each layer that stays, as near as can be.
+        budget: What weights and cache may come to.
+        scores: What each head is worth, {(layer, head): number}, or a function of the layers that gives it, such as
+            `random_scores()`. Those with the least go.
+        zero: Write 0 where o_proj reads these heads, instead of taking them out: any heads, any architecture, the same
+            size and speed.
+        proof: With what to prove the result before it gets its name; None: unproved.
+        progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        What changed and what was proved, as plain data; RESHAPE.md in the folder tells the same.
+
+    Raises:
+        ValueError, OSError: in one line, what is wrong; then nothing was written.
+    """
+    plan = plan_prune(source, heads=heads, keep_fraction=keep_fraction, budget=budget, scores=scores, zero=zero)
+    facts = plan.facts()
+
+    def check(folder: Path) -> Mapping[str, bytes]:
+        if proof is not None:
+            told = source.prove(folder, proof.request(plan.gates()))
+            require(told)
+            facts["proof"] = told
+        return {RESHAPE: markdown(facts, source)}
+
+    note = {README: readme("Zeroed heads", ZEROED)} if zero else {}
+    write(
+        destination,
+        config=plan.target.config,
+        tensors=plan.tensors(),
+        source=source,
+        extra=note,
+        check=check,
+        progress=progress,
+    )
+    return facts
