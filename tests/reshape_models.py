@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import contextmanager
-from collections.abc import Iterator
-from functools import cache
 import json
 from pathlib import Path
 from typing import Any
 
-import hf_models
-import transformers
 from hf_folders import quiet
-from hf_models import _BERT, _GQA, _IDS, _LM, BY_NAME, VOCAB, Row
+from hf_models import _BERT, _GQA, _IDS, BY_NAME, VOCAB, Row
 from safetensors.torch import save_file
 
 from headwise import hf

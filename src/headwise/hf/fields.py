@@ -40,7 +40,10 @@ def known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
     """
     declared = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
     source = inspect.getsource(inspect.getmodule(config_class) or config_class) + inspect.getsource(modeling_rope_utils)
-    read = {"head_dim", *re.findall(r'"([a-z][a-z0-9_]*)"', source)}  # models read head_dim whether or not it is declared
+    read = {
+        "head_dim",
+        *re.findall(r'"([a-z][a-z0-9_]*)"', source),
+    }  # models read head_dim whether or not it is declared
     return {key for key in declared | read if not chooses(key)} - {*DROPPED}
 
 

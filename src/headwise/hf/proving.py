@@ -26,20 +26,18 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    after, report = _load(request["folder"])
+    after, loaded = _load(request["folder"])
+    before, own = _build(request["source"]) if request.get("source") else (None, loaded)
     told: dict[str, Any] = {
         "class": type(after).__name__,
         "transformers": transformers.__version__,
-        "missing": sorted(map(str, report["missing_keys"])),
-        "unexpected": sorted(map(str, report["unexpected_keys"])),
-        "parameters": [None, sum(weight.numel() for weight in after.parameters())],
+        "missing": sorted(map(str, set(loaded["missing_keys"]) - set(own["missing_keys"]))),
+        "unexpected": sorted(map(str, set(loaded["unexpected_keys"]) - set(own["unexpected_keys"]))),
+        "parameters": [model and sum(weight.numel() for weight in model.parameters()) for model in (before, after)],
     }
-    before = _build(request["source"]) if request.get("source") else None
-    if before is not None:
-        told["parameters"][0] = sum(weight.numel() for weight in before.parameters())
     with torch.no_grad():
         given = inputs_of(after, request.get("ids"))
-        told["tokens"] = max(x.shape[1] for x in given.values())
+        told["tokens"] = max((x.shape[1] for name, x in given.items() if name.endswith("ids")), default=None)
         told["cache_bytes"] = [model and _cache_bytes(model, given) for model in (before, after)]
         told["loss"] = [model and _loss(model, request) for model in (before, after)]
         if before is not None:
@@ -53,7 +51,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(folder: str) -> tuple[Any, dict[str, Any]]:
-    """The written folder, as anybody loads it."""
+    """The written folder, as anybody loads it, and how it loaded."""
     import torch
     import transformers
 
@@ -64,17 +62,18 @@ def _load(folder: str) -> tuple[Any, dict[str, Any]]:
     return model.eval(), report
 
 
-def _build(source: dict[str, Any]) -> Any:
-    """The original, from its checked config and weights; nothing else in its folder is read."""
+def _build(source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The original and how it loaded, from its checked config and weights; nothing else in its folder is read."""
     import torch
     from safetensors.torch import load_file
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[source["config"]["model_type"]].from_dict(dict(source["config"]))
     state = {name: tensor for file in source["weights"] for name, tensor in load_file(file).items()}
-    options = {"config": config, "state_dict": state, "dtype": torch.float32}
+    options = {"config": config, "state_dict": state, "dtype": torch.float32, "output_loading_info": True}
     torch.manual_seed(SEED)
-    return class_of(config).from_pretrained(None, **EAGER, **options).eval()
+    model, report = class_of(config).from_pretrained(None, **EAGER, **options)
+    return model.eval(), report
 
 
 def class_of(config: Any) -> Any:

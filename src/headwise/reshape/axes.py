@@ -123,11 +123,16 @@ class Form:
             whole.index_copy_(n, places, tensor.index_select(n, places))
         return whole
 
+    def full(self, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
+        """The shape with all heads of `sizes`; the lengths of axes without heads are those of `shape`."""
+        every = Kept(tuple(range(sizes.H)), tuple(range(sizes.K)))
+        return self.shape(shape, sizes, every)
+
     def spread(self, tensor: Tensor, sizes: Sizes, kept: Kept) -> Tensor:
         """The way back from `keep`: the tensor of all heads of `sizes`, with 0 for those that are not there."""
         for n, places in self._places(sizes, kept):
             shape = list(tensor.shape)
-            shape[n] = sum(sizes.heads(run.kind) * run.width(sizes) for run in self.axes[n])
+            shape[n] = self.full(shape, sizes)[n]
             tensor = tensor.new_zeros(shape).index_copy_(n, places, tensor)
         return tensor
 
@@ -174,7 +179,8 @@ def _axis(axis: str, text: str) -> Axis:
         match = re.fullmatch(r"\s*([HK])\s+(\w+|\(.*\))\s*", stretch)
         parts = tuple(part.strip() for part in match[2].strip("()").split("|")) if match else ()
         if match is None or not set(parts) <= set(PARTS):
-            raise ValueError(f"heads on an axis are such as (H q) or (H (q | k | v)); got {stretch.strip()!r} in {text!r}")
+            raise ValueError(
+                f"heads on an axis are such as (H q) or (H (q | k | v)); got {stretch.strip()!r} in {text!r}"
+            )
         runs.append(Run(match[1], parts))
     return tuple(runs)
-

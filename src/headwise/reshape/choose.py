@@ -84,7 +84,7 @@ def checked_scores(family: Family, scores: Mapping[Any, float]) -> dict[tuple[st
     return known
 
 
-# --- what stays of one layer -------------------------------------------------------------------------------------------
+# --- what stays of one layer ------------------------------------------------------------------------------------------
 
 
 def kept_exactly(layer: Layer, gone: set[int]) -> Kept | None:
@@ -131,7 +131,7 @@ def nearest(sizes: Sizes, counts: Iterable[Count], fraction: float) -> list[Coun
     return [count for count in counts if (abs(count[0] - wanted), -count[0]) == far]
 
 
-# --- what stays of all layers ------------------------------------------------------------------------------------------
+# --- what stays of all layers -----------------------------------------------------------------------------------------
 
 
 def choose(
@@ -221,6 +221,7 @@ def _unequal(together: list[Layer], odd: Layer, gone: Mapping[str, set[int]]) ->
     first = together[0]
     return (
         f"the layers {first.key} to {together[-1].key} share one table of position biases with a column a head, so all "
-        f"must lose the same; layer {first.key} loses {sorted(gone[first.key])}, layer {odd.key} {sorted(gone[odd.key])}; "
+        f"must lose the same; layer {first.key} loses {sorted(gone[first.key])}, layer {odd.key} "
+        f"{sorted(gone[odd.key])}; "
         f"name the same heads in each, {OR_ZERO}"
     )

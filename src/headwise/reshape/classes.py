@@ -72,7 +72,8 @@ def refusal(family: Family, counts: Counts) -> str:
                 f"{family.d_model} / {heads} and not {sizes.D}"
             )
         if family.about.get("loads") == "divides" and family.d_model % heads:
-            return f"{family.model_type} wants d_model to be a multiple of {field}, and {family.d_model} / {heads} is not whole"
+            split = f"{family.d_model} / {heads} is not whole"
+            return f"{family.model_type} wants d_model to be a multiple of {field}, and {split}"
     return ""
 
 
@@ -96,16 +97,21 @@ def _misfit(family: Family, counts: Counts, choice: Mapping[str, Any]) -> str:
 def _instead(family: Family, counts: Counts, choice: Mapping[str, Any], why: str) -> Target:
     """The same model under another class: its fields, what of the old class's defaults differs, and what is set."""
     [field] = family.counts
-    sizes, (heads, kv_heads) = family.counts[field][0].sizes, counts[field]
+    sizes, (_, kv_heads) = family.counts[field][0].sizes, counts[field]
     old, new = family.fields.architecture, architectures()[choice["class"]]
     config = {**_defaults(family, new), **choice.get("defaults", {}), **with_heads(family, counts)}
     if "num_key_value_heads" in new["defaults"]:
         config["num_key_value_heads"] = kv_heads
     if "head_dim" in new["defaults"]:
         config["head_dim"] = sizes.D
+    for name in choice.get("when", {}):  # at the value that the new class has by nature
+        if name not in new["defaults"]:
+            config.pop(name, None)
     config |= {name: _value(value, sizes.D) for name, value in choice["set"].items()}
     config["model_type"] = choice["class"]
-    config["architectures"] = [_class(name, old["classes"], new["classes"]) for name in config.get("architectures") or []]
+    config["architectures"] = [
+        _class(name, old["classes"], new["classes"]) for name in config.get("architectures") or []
+    ]
     if not config["architectures"]:
         del config["architectures"]
     return Target(choice["class"], config, why, tuple(choice.get("transposed", ())))

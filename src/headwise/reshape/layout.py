@@ -127,9 +127,7 @@ def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[
     return Family(model_type, about, fields, config, tuple(layers))
 
 
-def _layers(
-    fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], names: list[str]
-) -> list[Layer]:
+def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], names: list[str]) -> list[Layer]:
     known = {name: form(text) for name, text in {**forms[way["form"]], **way.get("tensors", {})}.items()}
     layers = []
     for role, path in way["layers"].items():
@@ -192,8 +190,8 @@ def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
             if not one.fits(shapes[name], layer.sizes):
                 sizes = layer.sizes
                 raise ValueError(
-                    f"{name} is {tuple(shapes[name])}, which is not of {sizes.H} query and {sizes.K} key-value heads of "
-                    f"{sizes.D} numbers, as config.json has it; a checkpoint of heads that were pruned before: "
+                    f"{name} is {tuple(shapes[name])}, which is not of {sizes.H} query and {sizes.K} key-value heads "
+                    f"of {sizes.D} numbers, as config.json has it; for a checkpoint that was pruned long ago: "
                     "headwise migrate"
                 )
 

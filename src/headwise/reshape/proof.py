@@ -37,19 +37,22 @@ class Proof:
         return {"ids": list(self.ids) or None, "mask_id": self.mask_id, "speed": self.speed, "gates": gates}
 
 
+PLAIN = Proof()
+
+
 def require(told: Mapping[str, Any]) -> None:
     """Raises ValueError unless the result loads whole and computes what the gated original does."""
     for kind in ("missing", "unexpected"):
         if told[kind]:
             raise ValueError(
-                f"the result is not what {told['class']} loads: {len(told[kind])} {kind} tensors, {told[kind][0]!r} first; "
-                "nothing was written; please report this"
+                f"the result is not what {told['class']} loads: {len(told[kind])} {kind} tensors, {told[kind][0]!r} "
+                "first, so nothing was written; please report this"
             )
     allowed = TOLERANCE * max(1.0, told.get("largest", 0.0))
     if not told.get("difference", 0.0) <= allowed:
         raise ValueError(
-            f"the result differs from the original with those heads switched off: by {told['difference']:.3g}, allowed are "
-            f"{allowed:.3g}; nothing was written; --no-verify writes it unproved"
+            f"the result differs from the original with those heads switched off by {told['difference']:.3g}, and "
+            f"{allowed:.3g} is allowed, so nothing was written; --no-verify writes it unproved"
         )
 
 

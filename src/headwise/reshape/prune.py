@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ..shapes.kinds import check_flags, shown
 from . import choose
@@ -15,15 +15,16 @@ from .axes import Form, Kept, Sizes
 from .choose import OR_ZERO, Scores
 from .classes import Target, target
 from .layout import Family, Layer, check_shapes, family_of
-from .select import Budget, Wish, bytes_of, counts_of, loadable, select
-from .proof import Proof, planned, require
+from .proof import PLAIN, Proof, planned, require
 from .report import README, RESHAPE, ZEROED, markdown, readme
+from .select import Budget, Wish, bytes_of, counts_of, loadable, select
 from .source import Source
 from .write import Planned, kept, write
 
 Heads = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
 
 
+@runtime_checkable
 class Known(Source, Protocol):
     """A checkpoint with the table of layouts, and what proves the result, as `headwise.hf.checkpoint` gives it."""
 
@@ -35,11 +36,8 @@ class Known(Source, Protocol):
         """What a fresh process tells of the result."""
 
 
-class Scorer(Protocol):
-    """Says what each head is worth."""
-
-    def __call__(self, layers: tuple[Layer, ...]) -> Mapping[tuple[str, int], float]:
-        """A number for every head (key of the layer, head); those with the least go first."""
+Scorer = Callable[[tuple[Layer, ...]], Scores]
+"""Says what each head is worth: from the layers to a number for every (key of the layer, head). The least go first."""
 
 
 def random_scores(seed: int = 0) -> Scorer:
@@ -96,7 +94,9 @@ class Pruning:
 
     def gates(self) -> list[list[int]]:
         """1 for each head that stays and 0 for each that goes, layer by layer in the order in which they attend."""
-        order = sorted(self.family.layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross"))
+        order = sorted(
+            self.family.layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross")
+        )
         return [[int(head in self.kept[layer.key].query) for head in range(layer.sizes.H)] for layer in order]
 
     def facts(self, context: int = 8192) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def plan_prune(
     _check_wish(heads, keep_fraction, budget, zero)
     if source.config.get("pruned_heads"):
         raise ValueError(
-            "config.json has pruned_heads, which transformers no longer reads; headwise migrate makes such a checkpoint "
-            "one that loads, and that can be pruned"
+            "config.json has pruned_heads, which transformers no longer reads; make it one that loads first: "
+            "headwise migrate"
         )
     family = family_of(source.config, source.tensors, source.layouts)
     check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
@@ -192,14 +192,18 @@ def _check_wish(heads: object, keep_fraction: object, budget: object, zero: obje
         raise TypeError(f"budget is a headwise.reshape.Budget; got {shown(budget)}")
     number = isinstance(keep_fraction, (int, float)) and not isinstance(keep_fraction, bool)
     if keep_fraction is not None and not (number and 0 < keep_fraction <= 1):  # type: ignore[operator]
-        raise ValueError(f"keep_fraction is the part of the heads that stays, above 0, at most 1; got {shown(keep_fraction)}")
+        raise ValueError(
+            f"keep_fraction is the part of the heads that stays, above 0, at most 1; got {shown(keep_fraction)}"
+        )
 
 
 def _target(family: Family, chosen: Mapping[str, Kept]) -> Target:
     """The class that loads what is left, or an error that says what would load instead."""
     loses = any(len(chosen[layer.key].query) < layer.sizes.H for layer in family.layers)
     if loses and "inexact" in family.about:
-        raise ValueError(f"no head of {family.model_type} can go: {family.about['inexact']}; add zero (--zero), which is exact")
+        raise ValueError(
+            f"no head of {family.model_type} can go: {family.about['inexact']}; add zero (--zero), which is exact"
+        )
     try:
         return target(family, counts_of(family, chosen))
     except ValueError as none:
@@ -224,7 +228,7 @@ def prune(
     budget: Budget | None = None,
     scores: Scores | Scorer | None = None,
     zero: bool = False,
-    proof: Proof | None = Proof(),
+    proof: Proof | None = PLAIN,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Takes heads out of a checkpoint, and writes one that stock transformers loads: whole, or not at all.
@@ -236,8 +240,8 @@ def prune(
         source: What `headwise.hf.checkpoint` opens; it is only read.
         destination: The folder to write; it must not exist.
         heads: Those that go: ``"0.1,3.7"`` (layer 0 head 1, layer 3 head 7), ``{0: [1], 3: [7]}``, or pairs. In an
-            encoder with a decoder the layers are ``encoder.0``, ``0`` (the decoder's own) and ``cross.0``. With `scores`
-            too, further heads go where one number for all layers wants it.
+            encoder with a decoder the layers are ``encoder.0``, ``0`` (the decoder's own) and ``cross.0``. With
+            `scores` too, further heads go where one number for all layers wants it.
         keep_fraction: The part of the heads of each layer that stays, as near as can be.
         budget: What weights and cache may come to.
         scores: What each head is worth, {(layer, head): number}, or a function of the layers that gives it, such as

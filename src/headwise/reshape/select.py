@@ -156,7 +156,9 @@ def _completed(family: Family, gone: Mapping[str, set[int]], scores: Scores) -> 
         )
         best = next(fits, None)
         if best is None:
-            raise ValueError(f"without those heads, no number of them is left that a class of transformers loads; name fewer, {OR_ZERO}")
+            raise ValueError(
+                f"without those heads no number of them is left that a class of transformers loads; name fewer, {OR_ZERO}"
+            )
         counts[field] = best
     found = choose.choose(family, counts, gone, scores)
     assert found is not None
@@ -170,7 +172,7 @@ def _completed(family: Family, gone: Mapping[str, set[int]], scores: Scores) -> 
     return found, (told,) if more else ()
 
 
-# --- the budget --------------------------------------------------------------------------------------------------------
+# --- the budget -------------------------------------------------------------------------------------------------------
 
 
 def bytes_of(tensors: Iterable[Entry | Planned]) -> int:
@@ -194,7 +196,8 @@ def _steps(family: Family) -> list[dict[str, Count]]:
     steps: list[dict[str, Count]] = []
     for n in range(most, 0, -1):
         step = {
-            field: choose.nearest(family.counts[field][0].sizes, counts, n / most)[0] for field, counts in fields.items()
+            field: choose.nearest(family.counts[field][0].sizes, counts, n / most)[0]
+            for field, counts in fields.items()
         }
         steps += [step] if step not in steps else []
     return steps
@@ -218,8 +221,8 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
             if len(loadable(family, field)) == 1:
                 raise ValueError(_no_such_part(family, field, 0.5))
         raise ValueError(
-            f"a budget of {budget.megabytes:g} MB (1,000,000 bytes each) is below {least / 1e6:.1f} MB, what weights and "
-            f"cache come to with the fewest heads; give more, or a shorter context"
+            f"a budget of {budget.megabytes:g} MB (1,000,000 bytes each) is below {least / 1e6:.1f} MB, which weights "
+            "and cache come to with the fewest heads; give more, or a shorter context"
         )
     _, kept, cost = best
     counts = counts_of(family, kept)
