@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hf_folders import quiet
-from hf_models import _BERT, _GQA, _IDS, BY_NAME, VOCAB, Row
+from hf_models import _BERT, _GQA, _IDS, _LM, BY_NAME, VOCAB, Row
 from safetensors.torch import save_file
 
 from headwise import hf
 from headwise.hf import proving
 from headwise.reshape.prune import Pruning
 
+DEEPSEEK = BY_NAME["DeepSeek-V3"]
 FAMILIES: dict[str, Row] = {
     "llama": BY_NAME["Llama MHA"],
     "llama GQA": BY_NAME["Llama GQA"],
+    "llama odd": Row("Llama odd", "LlamaForCausalLM", "LlamaConfig", 2, sizes=_LM | dict(head_dim=6)),
+    "llama biased": Row(
+        "Llama biased",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        2,
+        sizes=_LM | dict(head_dim=6, attention_bias=True, mlp_bias=True),
+    ),
     "mistral": BY_NAME["Mistral window"],
     "mixtral": BY_NAME["Mixtral"],
     "qwen2": BY_NAME["Qwen2"],
@@ -30,7 +40,7 @@ FAMILIES: dict[str, Row] = {
     "cohere": Row("Cohere", "CohereForCausalLM", "CohereConfig", 2, sizes=_GQA | dict(use_qk_norm=True)),
     "smollm3": Row("SmolLM3", "SmolLM3ForCausalLM", "SmolLM3Config", 2, sizes=_GQA | dict(no_rope_layers=[1, 0])),
     "gpt_oss": BY_NAME["gpt-oss sinks"],
-    "deepseek_v3": BY_NAME["DeepSeek-V3"],
+    "deepseek_v3": replace(DEEPSEEK, sizes=DEEPSEEK.sizes | dict(num_nextn_predict_layers=0)),
     "gpt2": BY_NAME["GPT-2"],
     "gpt_bigcode": Row(
         "GPTBigCode",
@@ -56,7 +66,7 @@ FAMILIES: dict[str, Row] = {
 def saved(row: Row, folder: Path, **changes: Any) -> Path:
     """A checkpoint of a row, as transformers writes it."""
     if changes:
-        row = Row(row.name, row.model, row.config, row.calls, row.kind, row.sizes | changes)
+        row = replace(row, sizes=row.sizes | changes)
     quiet(lambda: row.build().save_pretrained(folder))
     return folder
 

@@ -63,8 +63,7 @@ def refusal(family: Family, counts: Counts) -> str:
         sizes, (heads, kv_heads) = layers[0].sizes, counts[field]
         if (heads, kv_heads) == (sizes.H, sizes.K):
             continue
-        shared = kv_heads != heads
-        if shared and "num_key_value_heads" not in family.fields.defaults:
+        if kv_heads not in (heads, sizes.K) and "num_key_value_heads" not in family.fields.defaults:
             return f"{family.model_type} has no field for a number of key-value heads"
         if heads != sizes.H and not family.has_head_dim:
             return (

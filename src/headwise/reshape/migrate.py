@@ -98,8 +98,7 @@ def plan_migrate(source: Known) -> Migration:
     pruned = source.config.get("pruned_heads")
     if not isinstance(pruned, Mapping) or not any(pruned.values()):
         raise ValueError(
-            f"{source.folder}: config.json has no pruned_heads, so there is nothing to migrate; use the checkpoint as it "
-            "is"
+            f"{source.folder}: config.json has no pruned_heads, so there is nothing to migrate; use the folder as it is"
         )
     config = {name: value for name, value in source.config.items() if name != "pruned_heads"}
     family = family_of(config, source.tensors, source.layouts)

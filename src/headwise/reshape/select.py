@@ -157,7 +157,7 @@ def _completed(family: Family, gone: Mapping[str, set[int]], scores: Scores) -> 
         best = next(fits, None)
         if best is None:
             raise ValueError(
-                f"without those heads no number of them is left that a class of transformers loads; name fewer, {OR_ZERO}"
+                f"without those heads no number is left that a class of transformers loads; name fewer, {OR_ZERO}"
             )
         counts[field] = best
     found = choose.choose(family, counts, gone, scores)
