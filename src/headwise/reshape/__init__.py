@@ -7,6 +7,7 @@
 [4, 4, 4, 4]
 """
 
+from .memory import prune_module
 from .migrate import Migration, migrate, plan_migrate
 from .proof import Proof
 from .prune import Pruning, Scorer, plan_prune, prune, random_scores
@@ -22,5 +23,6 @@ __all__ = [
     "plan_migrate",
     "plan_prune",
     "prune",
+    "prune_module",
     "random_scores",
 ]

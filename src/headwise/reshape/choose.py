@@ -173,7 +173,7 @@ def exactly(family: Family, gone: Mapping[str, set[int]]) -> dict[str, Kept]:
     for layer in family.layers:
         some = kept_exactly(layer, gone[layer.key])
         if some is None:
-            raise ValueError(_uneven_groups(layer, gone[layer.key]))
+            raise ValueError(uneven_groups(layer, gone[layer.key]))
         kept[layer.key] = some
     for field, layers in family.counts.items():
         counts = {layer.key: len(kept[layer.key].query) for layer in layers}
@@ -196,7 +196,8 @@ def exactly(family: Family, gone: Mapping[str, set[int]]) -> dict[str, Kept]:
 OR_ZERO = "or add zero (--zero), which keeps all sizes and writes zeros"
 
 
-def _uneven_groups(layer: Layer, gone: set[int]) -> str:
+def uneven_groups(layer: Layer, gone: set[int]) -> str:
+    """Why these heads of a layer cannot go, in words."""
     sizes, group = layer.sizes, layer.sizes.group
     if len(gone) == sizes.H:
         return f"layer {layer.key} would lose all its {sizes.H} heads; leave one, {OR_ZERO}"
