@@ -67,7 +67,7 @@ def harmless(value: Any) -> Any:
 
 def taken(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """config.json as it may be handed on: what the model's class in transformers knows, every size within bounds."""
-    return _words(raw, where) | _sizes(raw, class_of_config(raw["model_type"], where), where)
+    return _sizes(raw, class_of_config(raw["model_type"], where), where) | _words(raw, where)
 
 
 def class_of_config(model_type: str, where: str) -> type[PreTrainedConfig]:
@@ -92,7 +92,7 @@ def _sizes(raw: dict[str, Any], config_class: Any, where: str) -> dict[str, Any]
             continue
         if not hasattr(inner, "attribute_map"):  # AutoConfig: it is for the folder to say which
             inner = class_of_config(str(raw[key].get("model_type")), f"{where}: {key}")
-        values[key] = _words(raw[key], where) | _sizes(raw[key], inner, where)
+        values[key] = _sizes(raw[key], inner, where) | _words(raw[key], where)
     return values
 
 

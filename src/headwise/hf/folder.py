@@ -23,6 +23,7 @@ from .headers import Stored, header
 
 MAX_CONFIG = 1 << 20  # bytes; the largest on the hub are below 100 kB
 MAX_INDEX = 32 << 20  # the largest are below 10 MB
+MAX_SHARDS = 500  # a checkpoint holds them open; the largest models have some 200
 SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
@@ -138,6 +139,9 @@ def _index(folder: Path) -> dict[str, str]:
     table = read_json(folder, INDEX, MAX_INDEX).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise ModelError(f"{folder}/{INDEX}: no weight_map of tensor names to file names; download the file anew")
+    number = len(set(table.values()))
+    if number > MAX_SHARDS:
+        raise ModelError(f"{folder}/{INDEX}: names {number} weights files, at most {MAX_SHARDS} are read; save it anew")
     return table
 
 
@@ -147,7 +151,7 @@ def _shard(folder: Path, name: str) -> Path:
             f"{folder}: names the weights file {name[:80]!r}, where a plain *.safetensors name belongs; get it anew"
         )
     if not os.path.lexists(folder / name):
-        raise ModelError(f"{folder}: the weights file {name!r} is missing; download it anew")
+        raise ModelError(f"{folder}: the weights file {name[:80]!r} is missing; download it anew")
     return inside(folder, name)
 
 
