@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from hf_folders import quiet
 from hf_models import _BERT, _GQA, _IDS, _LM, BY_NAME, VOCAB, Row
 from safetensors.torch import save_file
@@ -89,3 +92,37 @@ def proved(source: Path, result: Path, gates: list[list[int]] | None, **more: An
     with hf.checkpoint(source) as opened:
         request = {"config": dict(opened.config), "weights": [str(source / "model.safetensors")]}
     return quiet(lambda: proving.answer({"folder": str(result), "source": request, "gates": gates, **more}))
+
+
+class Made:
+    """A checkpoint that lies nowhere: a config, and tensors of zeros by their shapes."""
+
+    folder, files, inputs = Path("made"), (), ()
+
+    def __init__(self, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+        self.config, self.layouts = config, hf.layouts()
+        self.tensors = {name: SimpleNamespace(dtype=torch.float32, shape=shape) for name, shape in shapes.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return torch.zeros(self.tensors[name].shape)
+
+    def chunks(self, file: str) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    copy = chunks
+
+    def check(self) -> None: ...
+
+    def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def decoder(H: int, K: int, D: int = 5, *, layers: int = 2, M: int = 26, **config: Any) -> Made:
+    """A decoder with separate projections, of a class that takes any number of heads."""
+    sizes = dict(model_type="mistral", num_attention_heads=H, num_key_value_heads=K, head_dim=D, hidden_size=M)
+    rows = {"q_proj": (H * D, M), "k_proj": (K * D, M), "v_proj": (K * D, M), "o_proj": (M, H * D)}
+    shapes = {f"model.layers.{n}.self_attn.{name}.weight": shape for n in range(layers) for name, shape in rows.items()}
+    return Made(
+        sizes | dict(num_hidden_layers=layers, vocab_size=11, intermediate_size=7, sliding_window=None) | config,
+        {"model.embed_tokens.weight": (11, M), **shapes},
+    )

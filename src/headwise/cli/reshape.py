@@ -58,7 +58,7 @@ def _prune(  # private, for a command has as many options as its users need, and
     if sum(value is not None for value in ways.values()) != 1:
         raise typer.BadParameter("give one of --heads, --keep-fraction and --budget-mb")
     by = by if by is not None or heads is not None else "importance"
-    if by not in (None, "random", *CRITERIA):
+    if by is not None and by not in ("random", *CRITERIA):
         raise typer.BadParameter(f"--by is {', '.join(CRITERIA)} or random; got {by[:60]!r}")
     with progress() as show:
         show("loading the libraries")
@@ -126,7 +126,7 @@ def _read(
     """The text's tokens in rows, the id of the mask, and what each head is worth."""
     from headwise import look, reshape
 
-    scores = reshape.random_scores(seed) if by == "random" else None
+    scores: Any = reshape.random_scores(seed) if by == "random" else None
     if by in (None, "random") and text is None and file is None:
         return [], None, scores
     content = read_text(text, file)

@@ -188,11 +188,12 @@ def _loss(model: Any, request: dict[str, Any]) -> float | None:
         row = torch.tensor([ids[start : start + length]])
         if row.shape[1] < 8:
             break
-        if masks:
+        hidden: Any = slice(0, -1)
+        if mask_id is not None and masks:
             hidden = torch.arange(row.shape[1]) % 7 == 3
             read, wanted = row.masked_fill(hidden, mask_id), row[:, hidden]
         else:
-            hidden, read, wanted = slice(0, -1), row, row[:, 1:]
+            read, wanted = row, row[:, 1:]
         logits = model(read).logits[:, hidden].float()
         total += float(cross_entropy(logits[0], wanted[0], reduction="sum"))
         count += wanted.numel()

@@ -12,7 +12,8 @@ from ..plan.shape import short
 from .axes import Kept, Sizes
 from .layout import Family, Layer
 
-Scores = Mapping[tuple[str, int], float]
+Scores = Mapping[tuple[str | int, int], float | int]
+"""What each head is worth: (key of the layer, head) to a number."""
 Count = tuple[int, int]
 """(query heads, key-value heads) that a layer keeps."""
 
@@ -71,9 +72,11 @@ def _pair(item: Any) -> tuple[Any, Any]:
     return item[0], item[1]
 
 
-def checked_scores(family: Family, scores: Mapping[Any, float]) -> dict[tuple[str, int], float]:
+def checked_scores(family: Family, scores: Scores) -> Scores:
     """A finite score of every head of every layer; raises ValueError for one that is missing."""
-    known = {(str(layer), head): float(value) for (layer, head), value in scores.items()}
+    known: dict[tuple[str | int, int], float | int] = {
+        (str(layer), head): float(value) for (layer, head), value in scores.items()
+    }
     for layer in family.layers:
         for head in range(layer.sizes.H):
             if not math.isfinite(known.get((layer.key, head), math.nan)):
@@ -98,7 +101,7 @@ def kept_exactly(layer: Layer, gone: set[int]) -> Kept | None:
     return Kept(tuple(query), tuple(kv))
 
 
-def best_kept(sizes: Sizes, count: Count, gone: set[int], score: Sequence[float]) -> Kept | None:
+def best_kept(sizes: Sizes, count: Count, gone: set[int], score: Sequence[float | int]) -> Kept | None:
     """The best-scored heads of a layer, so many of them, none that must go; None where there are not so many.
 
     Whole groups go, and as many heads of each group that stays. Of equal scores the first stay.
@@ -123,7 +126,7 @@ def possible(sizes: Sizes) -> list[Count]:
     return sorted(counts, key=lambda count: (-count[0], count[1]))
 
 
-def nearest(sizes: Sizes, counts: Iterable[Count], fraction: float) -> list[Count]:
+def nearest(sizes: Sizes, counts: Iterable[Count], fraction: float | int) -> list[Count]:
     """Those of the possible counts whose heads come nearest to the fraction; the larger of two that are as near."""
     wanted = Fraction(str(fraction)) * sizes.H
     counts = list(counts)
@@ -158,7 +161,7 @@ def _together(family: Family, layers: list[Layer]) -> list[list[Layer]]:
     return [some for some in shared if some] + alone
 
 
-def total(kept: Mapping[str, Kept], scores: Scores) -> float:
+def total(kept: Mapping[str, Kept], scores: Scores) -> float | int:
     """The scores of all heads that stay."""
     return sum(scores[key, head] for key, some in kept.items() for head in some.query)
 

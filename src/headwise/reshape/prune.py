@@ -43,7 +43,7 @@ Scorer = Callable[[tuple[Layer, ...]], Scores]
 def random_scores(seed: int = 0) -> Scorer:
     """A scorer that knows nothing: what any other has to beat."""
 
-    def score(layers: tuple[Layer, ...]) -> Mapping[tuple[str, int], float]:
+    def score(layers: tuple[Layer, ...]) -> Scores:
         draw = random.Random(seed)
         return {(layer.key, head): draw.random() for layer in layers for head in range(layer.sizes.H)}
 
@@ -153,7 +153,7 @@ def plan_prune(
     source: Known,
     *,
     heads: Heads | None = None,
-    keep_fraction: float | None = None,
+    keep_fraction: float | int | None = None,
     budget: Budget | None = None,
     scores: Scores | Scorer | None = None,
     zero: bool = False,
@@ -224,7 +224,7 @@ def prune(
     destination: str | os.PathLike[str],
     *,
     heads: Heads | None = None,
-    keep_fraction: float | None = None,
+    keep_fraction: float | int | None = None,
     budget: Budget | None = None,
     scores: Scores | Scorer | None = None,
     zero: bool = False,

@@ -56,18 +56,18 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield "model_type", before, after
     for field, (one, other) in facts["counts"].items():
         yield field, str(one), str(other)
-    yield from _pair("weights", facts["weight_bytes"], show_bytes)
+    yield from _pair("weights", facts["weight_bytes"], _bytes)
     plans = [plan or {} for plan in facts["plan"]]
-    yield from _pair("parameters, planned", [plan.get("parameters") for plan in plans], show)
+    yield from _pair("parameters, planned", [plan.get("parameters") for plan in plans], _number)
     caches = [plan.get("cache_bytes") or None for plan in plans]
-    yield from _pair(f"cache of {facts['context']} tokens in float32, planned", caches, show_bytes)
+    yield from _pair(f"cache of {facts['context']} tokens in float32, planned", caches, _bytes)
 
 
 def _measured(told: Mapping[str, Any]) -> Iterator[Row]:
     """What the proof measured."""
     loss, seconds = told.get("loss"), told.get("seconds") or {}
     yield from _pair("parameters", told.get("parameters"), "{:,}".format)
-    yield from _pair(f"cache of {told.get('tokens')} tokens in float32", told.get("cache_bytes"), show_bytes)
+    yield from _pair(f"cache of {told.get('tokens')} tokens in float32", told.get("cache_bytes"), _bytes)
     yield from _pair("loss, nats a token", loss, "{:.4f}".format)
     yield from _pair("perplexity", loss and [x and math.exp(min(x, 700.0)) for x in loss], "{:.4g}".format)
     what = f"{seconds['tokens']} tokens" if "tokens" in seconds else "an input"
@@ -91,6 +91,14 @@ def _proof(told: Mapping[str, Any] | None) -> Iterator[str]:
             f"Its outputs on {what} (float32, up to {told['largest']:.3g}) are those of the original with these heads "
             f"switched off, {same}."
         )
+
+
+def _bytes(count: int) -> str:
+    return show_bytes(float(count))
+
+
+def _number(count: int) -> str:
+    return show(float(count))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from ..plan.costs import cache_bytes
 from ..plan.model import model_of
@@ -30,7 +31,7 @@ class Budget:
         context: Tokens of the text; 0 leaves the cache out.
     """
 
-    megabytes: float
+    megabytes: float | int
     context: int = 0
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class Wish:
 
     gone: Mapping[str, set[int]]
     scores: Scores | None = None
-    keep_fraction: float | None = None
+    keep_fraction: float | int | None = None
     budget: Budget | None = None
     zero: bool = False
 
@@ -111,7 +112,7 @@ def loadable(family: Family, field: str) -> list[Count]:
     return [count for count in choose.possible(sizes) if loads(family, _only(family, field, count))]
 
 
-def _fraction(family: Family, fraction: float, scores: Scores, *, zero: bool) -> Chosen:
+def _fraction(family: Family, fraction: float | int, scores: Scores, *, zero: bool) -> Chosen:
     """As near to the fraction as can be, in each field; of equally many heads, the better ones."""
     counts: dict[str, Count] = {}
     notes = []
@@ -129,7 +130,7 @@ def _fraction(family: Family, fraction: float, scores: Scores, *, zero: bool) ->
     return _best(family, counts, scores), tuple(notes)
 
 
-def _no_such_part(family: Family, field: str, fraction: float) -> str:
+def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
     """Why no heads would go, though some should."""
     sizes = family.counts[field][0].sizes
     wanted = f"{fraction:g} of {sizes.H} heads is {fraction * sizes.H:g}"
@@ -149,17 +150,16 @@ def _completed(family: Family, gone: Mapping[str, set[int]], scores: Scores) -> 
     for field, layers in family.counts.items():
         mine = {layer.key for layer in layers}
         lost = {layer.key: gone[layer.key] if layer.key in mine else set() for layer in family.layers}
-        fits = (
-            count
-            for count in loadable(family, field)
-            if choose.choose(family, _only(family, field, count), lost, scores) is not None
-        )
-        best = next(fits, None)
-        if best is None:
+        fits: dict[Count, float] = {}
+        for count in loadable(family, field):
+            kept = choose.choose(family, _only(family, field, count), lost, scores)
+            if kept is not None:
+                fits[count] = choose.total(kept, scores)
+        if not fits:
             raise ValueError(
                 f"without those heads no number is left that a class of transformers loads; name fewer, {OR_ZERO}"
             )
-        counts[field] = best
+        counts[field] = max(fits, key=lambda count: (count[0], fits[count]))
     found = choose.choose(family, counts, gone, scores)
     assert found is not None
     more = [
@@ -177,13 +177,7 @@ def _completed(family: Family, gone: Mapping[str, set[int]], scores: Scores) -> 
 
 def bytes_of(tensors: Iterable[Entry | Planned]) -> int:
     """Of all these tensors."""
-    total = 0
-    for tensor in tensors:
-        numbers = 1
-        for length in tensor.shape:
-            numbers *= length
-        total += numbers * tensor.dtype.itemsize
-    return total
+    return sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _steps(family: Family) -> list[dict[str, Count]]:
@@ -227,18 +221,20 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
     _, kept, cost = best
     counts = counts_of(family, kept)
     told = ", ".join(f"{heads} of {family.counts[field][0].sizes.H}" for field, (heads, _) in counts.items())
-    return kept, (f"{budget.megabytes:g} MB allow {told} heads a layer: {cost / 1e6:.1f} MB ({show_bytes(cost)})",)
+    return kept, (
+        f"{budget.megabytes:g} MB allow {told} heads a layer: {cost / 1e6:.1f} MB ({show_bytes(float(cost))})",
+    )
 
 
 def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str, Kept]) -> int:
     """Bytes of all weights once these heads alone are left."""
     forms = {name: (layer, form) for layer in family.layers for name, form in layer.tensors.items()}
-    after = {}
+    total = 0
     for name, entry in tensors.items():
         layer, form = forms.get(name, (None, None))
         shape = entry.shape if layer is None or form is None else form.shape(entry.shape, layer.sizes, kept[layer.key])
-        after[name] = Entry(entry.dtype, shape)
-    return bytes_of(after.values())
+        total += prod(shape) * entry.dtype.itemsize
+    return total
 
 
 def cache_of(family: Family, tensors: Mapping[str, Entry], counts: Mapping[str, Count], context: int) -> int:
