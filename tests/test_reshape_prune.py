@@ -81,7 +81,9 @@ def test_losses_are_those_of_the_ungated_original_and_of_the_result(tmp_path: Pa
     expected = []
     for folder in (source, tmp_path / "new"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        losses = [(float(model(ids, labels=ids).loss.detach()), ids.shape[1] - 1) for ids in (row, torch.tensor([IDS[60:]]))]
+        losses = [
+            (float(model(ids, labels=ids).loss.detach()), ids.shape[1] - 1) for ids in (row, torch.tensor([IDS[60:]]))
+        ]
         expected.append(sum(loss * n for loss, n in losses) / sum(n for _, n in losses))
     assert facts["proof"]["loss"] == pytest.approx(expected, rel=1e-4)
     assert abs(expected[0] - expected[1]) > 1e-3

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CRITERIA = {"importance": "gradient", "ablation": "zero"}
 """What --by calls the criteria of `headwise.look.importance`."""
-PIECE = 2000  # characters of a text that are read at once, at most
+ROW, SHORTEST = 256, 4  # tokens that are read at once
 
 Out = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
@@ -36,7 +36,8 @@ def _prune(  # private, for a command has as many options as its users need, and
     by: Annotated[
         str | None,
         typer.Option(
-            help="What ranks heads: importance, ablation or random.", show_default="importance, but with --heads none"
+            help="What ranks heads: importance, ablation, redundancy or random.",
+            show_default="importance, but with --heads none",
         ),
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to rank by, and to compare losses on.")] = None,
@@ -58,8 +59,8 @@ def _prune(  # private, for a command has as many options as its users need, and
     if sum(value is not None for value in ways.values()) != 1:
         raise typer.BadParameter("give one of --heads, --keep-fraction and --budget-mb")
     by = by if by is not None or heads is not None else "importance"
-    if by is not None and by not in ("random", *CRITERIA):
-        raise typer.BadParameter(f"--by is {', '.join(CRITERIA)} or random; got {by[:60]!r}")
+    if by is not None and by not in ("redundancy", "random", *CRITERIA):
+        raise typer.BadParameter(f"--by is {', '.join(CRITERIA)}, redundancy or random; got {by[:60]!r}")
     with progress() as show:
         show("loading the libraries")
         hf = _libraries("headwise prune")
@@ -76,7 +77,7 @@ def _prune(  # private, for a command has as many options as its users need, and
             else:
                 proof = reshape.Proof(tuple(i for row in rows for i in row), mask_id) if verify else None
                 show("writing")
-                facts = reshape.prune(source, out, **wish, proof=proof, progress=lambda done, total: show(done, total))
+                facts = reshape.prune(source, out, **wish, proof=proof, progress=show)
     _print(facts, None if dry_run else out, as_json)
 
 
@@ -100,7 +101,7 @@ def _migrate(
             else:
                 show("writing")
                 proof = reshape.Proof() if verify else None
-                facts = reshape.migrate(source, out, proof=proof, progress=lambda done, total: show(done, total))
+                facts = reshape.migrate(source, out, proof=proof, progress=show)
     _print(facts, None if dry_run else out, as_json)
 
 
@@ -132,36 +133,29 @@ def _read(
     content = read_text(text, file)
     show("reading the model")
     loaded = hf.load(folder)
-    rows = _rows(loaded, content)
+    rows = _rows(hf, loaded, content)
     mask_id = loaded.mask_id
+    show(f"ranking heads by {by}")
     if by in CRITERIA:
-        show(f"ranking heads by {by}")
-        found = look.importance(
-            loaded.model, rows, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show_steps(show)
+        found = look.importance(loaded.model, rows, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show)
+        scores = reshape.by_call(found.scores(CRITERIA[by]))
+    elif by == "redundancy":
+        twins = look.redundancy(loaded.model, rows[0], progress=show).heads
+        scores = reshape.by_call(
+            reshape.by_twins(((twin.layer, twin.head), twin.output, twin.output_of) for twin in twins)
         )
-        scores = _named(found.scores(CRITERIA[by]))
     return rows, mask_id, scores
 
 
-def show_steps(show: Any) -> Any:
-    """Progress as `look` tells it."""
-    return lambda done, total: show(done, total)
-
-
-def _rows(loaded: Any, content: str) -> list[list[int]]:
-    """The tokens of a text in pieces that the model takes; those too short to learn from are left out."""
-    size = min(PIECE, loaded.max_positions or PIECE)
-    pieces = [content[start : start + size] for start in range(0, len(content), size)]
-    rows = [loaded.encode(piece)[0][0].tolist() for piece in pieces if piece.strip()]
-    long = [row for row in rows if len(row) >= 3]
+def _rows(hf: Any, loaded: Any, content: str) -> list[list[int]]:
+    """The tokens of a text in rows that the model takes; the end is left out where it is too short to learn from."""
+    ids, _ = hf.tokens.encode(loaded.tokenizer, content, None)
+    length = min(ROW, loaded.max_positions or ROW)
+    rows = [ids[start : start + length] for start in range(0, len(ids), length)]
+    long = [row for row in rows if len(row) >= SHORTEST]
     if not long:
-        raise typer.BadParameter("the text has too few tokens; give a longer one")
+        raise typer.BadParameter(f"the text has {len(ids)} tokens, and {SHORTEST} are needed; give a longer one")
     return long
-
-
-def _named(layers: list[list[float]]) -> dict[tuple[str, int], float]:
-    """Scores by the key of a layer, from the order in which the layers of a model with one stack attend."""
-    return {(str(layer), head): value for layer, heads in enumerate(layers) for head, value in enumerate(heads)}
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

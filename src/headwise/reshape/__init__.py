@@ -10,7 +10,8 @@
 from .memory import prune_module
 from .migrate import Migration, migrate, plan_migrate
 from .proof import Proof
-from .prune import Pruning, Scorer, plan_prune, prune, random_scores
+from .prune import Pruning, plan_prune, prune
+from .scores import Scorer, by_call, by_twins, random_scores
 from .select import Budget
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "Proof",
     "Pruning",
     "Scorer",
+    "by_call",
+    "by_twins",
     "migrate",
     "plan_migrate",
     "plan_prune",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from .classes import Target, target
 from .layout import Family, Layer, check_shapes, family_of
 from .proof import PLAIN, Proof, planned, require
 from .report import README, RESHAPE, ZEROED, markdown, readme
+from .scores import Scorer, in_order
 from .select import Budget, Wish, bytes_of, counts_of, loadable, select
 from .source import Source
 from .write import Planned, kept, write
@@ -34,20 +34,6 @@ class Known(Source, Protocol):
 
     def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
         """What a fresh process tells of the result."""
-
-
-Scorer = Callable[[tuple[Layer, ...]], Scores]
-"""Says what each head is worth: from the layers to a number for every (key of the layer, head). The least go first."""
-
-
-def random_scores(seed: int = 0) -> Scorer:
-    """A scorer that knows nothing: what any other has to beat."""
-
-    def score(layers: tuple[Layer, ...]) -> Scores:
-        draw = random.Random(seed)
-        return {(layer.key, head): draw.random() for layer in layers for head in range(layer.sizes.H)}
-
-    return score
 
 
 @dataclass(frozen=True)
@@ -94,9 +80,7 @@ class Pruning:
 
     def gates(self) -> list[list[int]]:
         """1 for each head that stays and 0 for each that goes, layer by layer in the order in which they attend."""
-        order = sorted(
-            self.family.layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross")
-        )
+        order = in_order(self.family.layers)
         return [[int(head in self.kept[layer.key].query) for head in range(layer.sizes.H)] for layer in order]
 
     def facts(self, context: int = 8192) -> dict[str, Any]:
