@@ -175,8 +175,8 @@ def _check_shapes(layer: Layer, state: Mapping[str, Tensor]) -> None:
     for name, one in layer.tensors.items():
         if not one.fits(state[name].shape, layer.sizes):
             raise ValueError(
-                f"{name} is {tuple(state[name].shape)}, not of the {layer.sizes.H} heads in the model's config; if it was "
-                "pruned before, each layer by another number, load it anew"
+                f"{name} is {tuple(state[name].shape)}, not of the {layer.sizes.H} heads in the model's config; if it "
+                "was pruned before, each layer by another number, load it anew"
             )
 
 

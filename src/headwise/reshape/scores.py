@@ -38,8 +38,8 @@ def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
         sizes = [layer.sizes.H for layer in order]
         if [len(row) for row in values] != sizes:
             raise ValueError(
-                f"scores have a row a layer, a number a head; the model has {len(sizes)} layers of {sizes[0]} heads, the "
-                f"scores {len(values)} of {', '.join(map(str, sorted({len(row) for row in values})))}"
+                f"scores have a row a layer, a number a head; the model has {len(sizes)} layers of {sizes[0]} heads, "
+                f"the scores {len(values)} of {', '.join(map(str, sorted({len(row) for row in values})))}"
             )
         return {
             (layer.key, head): value for layer, row in zip(order, values, strict=True) for head, value in enumerate(row)
