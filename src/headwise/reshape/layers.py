@@ -47,7 +47,7 @@ def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) ->
             for part, some in _cut(tensor, form, layer):
                 parts[f"{NAMES[part]}_bias" if tensor.ndim == 1 else NAMES[part]] = some
     norm: Norm = family.about.get("norm", "rms")
-    return HeadWeights(**parts, norm=norm, turns=turns_of(family, layer), per_head=per_head)  # type: ignore[arg-type]
+    return HeadWeights(**parts, norm=norm, turns=turns_of(family, layer), per_head=per_head)
 
 
 def layer_tensors(
