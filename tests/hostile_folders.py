@@ -226,16 +226,23 @@ def indices() -> Iterator[Case]:
         return lambda folder, _: (folder / name).write_bytes((folder / SHARDS[0]).read_bytes()) and None
 
     yield "a third shard", stray("model-00003-of-00003.safetensors"), "belongs to no index; remove it"
-    yield "a shard of another set", stray("other-00001-of-00002.safetensors"), "belongs to no index; remove it"
+    yield "a shard of another set", stray("model-00001-of-00003.safetensors"), "belongs to no index; remove it"
     yield "a whole file beside", stray(ONE), "holds both model.safetensors and model.safetensors.index.json"
 
-    def renumbered(folder: Path, _: Path) -> None:
-        text = (folder / INDEX).read_text()
-        for i in (1, 2):
-            (folder / f"model-0000{i}-of-00002.safetensors").rename(folder / f"model-0000{i}-of-00003.safetensors")
-        (folder / INDEX).write_text(text.replace("of-00002", "of-00003"))
+    def of(total: str) -> Change:
+        def change(folder: Path, _: Path) -> None:
+            text = (folder / INDEX).read_text()
+            for i in (1, 2):
+                (folder / f"model-0000{i}-of-00002.safetensors").rename(
+                    folder / f"model-0000{i}-of-{total}.safetensors"
+                )
+            (folder / INDEX).write_text(text.replace("of-00002", f"of-{total}"))
 
-    yield "two shards of three", renumbered, "names no 'model-00003-of-00003.safetensors', so tensors are missing"
+        return change
+
+    for total in ("00003", "99999"):
+        few = f"names no 'model-00003-of-{total}.safetensors', so tensors are missing"
+        yield f"two shards of {total}", of(total), few
 
     def twice(folder: Path, _: Path) -> None:
         (folder / SHARDS[1]).write_bytes((folder / SHARDS[0]).read_bytes())
@@ -344,13 +351,15 @@ def of_one_tensor() -> Iterator[Case]:
         ["12"],
         [[12]],
         [None],
-        [2**41],
+        [2**49],
+        [2**40] * 3,
+        [0, 2**40, 2**40],
         [0, 2**63],
         [10**40],
         [1] * 17,
     ):
         yield f"shape {str(value)[:30]}", part(shape=value), "has no shape and dtype"
-    for value in ([12, 14], [12, 12], [], [0], [2**40, 2**40, 2**40], [156, 2]):
+    for value in ([12, 14], [12, 12], [], [0], [0, 2**40], [2**40], [156, 2]):
         yield f"shape {value}", part(shape=value), "has 624 bytes, and "
     for value in (
         None,
