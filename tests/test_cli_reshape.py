@@ -65,7 +65,8 @@ def refused(*arguments: str) -> str:
 
 
 def test_prune_by_importance_writes_a_folder_and_tells(tiny: str, tmp_path: Path) -> None:
-    text = ran("prune", tiny, "--keep-fraction", "0.5", "--out", str(tmp_path / "new"))
+    words = ["--text", "The cat sat on the mat. " * 9]
+    text = ran("prune", tiny, "--keep-fraction", "0.5", *words, "--out", str(tmp_path / "new"))
     assert "16 of 32 heads went." in text and "0.5 of 8 (num_attention_heads) is 4; 4 stay in each layer" in text
     assert "perplexity" in text and "RESHAPE.md in it has the details" in text
     with hf.checkpoint(tmp_path / "new") as opened:
@@ -73,7 +74,7 @@ def test_prune_by_importance_writes_a_folder_and_tells(tiny: str, tmp_path: Path
     report = (tmp_path / "new" / "RESHAPE.md").read_text()
     assert "loss, nats a token" in report and "switched off" in report
     # the same again, bit by bit
-    ran("prune", tiny, "--keep-fraction", "0.5", "--out", str(tmp_path / "again"), "--no-verify")
+    ran("prune", tiny, "--keep-fraction", "0.5", *words, "--out", str(tmp_path / "again"), "--no-verify")
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("new", "again"))
     assert one == other
 
@@ -108,6 +109,20 @@ def test_random_heads_are_the_seeds(tiny: str) -> None:
         for seed in ("1", "1", "2")
     ]
     assert gone[0] == gone[1] != gone[2]
+
+
+def test_a_corpus_is_read_in_rows_to_a_limit(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "The cat sat."}\n' + json.dumps("So did the dog. " * 90) + "\n")
+    (tmp_path / "b.txt").write_text("a")
+    with hf.checkpoint(tiny):
+        loaded = hf.load(tiny)
+    rows = cli.reshape._rows(hf, loaded, cli.reshape._texts(None, None, str(tmp_path)))
+    lengths = [len(row) for row in rows]  # of the short text, of the long one; that of one word is left out
+    assert 4 <= lengths[0] < 10 and lengths[1:-1] == [256] * (len(rows) - 2) and len(rows) > 3
+    many = cli.reshape._rows(hf, loaded, iter(["So did the dog. " * 5000] * 99))
+    assert 65_000 < sum(map(len, many)) <= 65_536
+    facts = json.loads(ran("prune", tiny, "--keep-fraction", "0.5", "--corpus", str(tmp_path), "--dry-run", "--json"))
+    assert len(facts["gone"]) == 4
 
 
 def test_named_heads_and_the_worst_by_score(tiny: str) -> None:
@@ -155,7 +170,12 @@ def test_migrate_makes_an_old_checkpoint_load(tmp_path: Path) -> None:
         (["--heads", "0.8", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
         (["--heads", "0.1", "--dry-run"], "layer 1 must lose 1 more, layer 2 must lose 1 more"),
         (["--keep-fraction", "2", "--by", "random", "--dry-run"], "above 0, at most 1; got 2.0"),
-        (["--keep-fraction", "0.5", "--text", "a", "--dry-run"], "the text has"),
+        (["--keep-fraction", "0.5", "--text", "a", "--dry-run"], "the text has less than 4 tokens"),
+        (
+            ["--keep-fraction", "0.5", "--text", "a", "--corpus", ".", "--dry-run"],
+            "give one of --text, --file and --corpus",
+        ),
+        (["--keep-fraction", "0.5", "--corpus", "/nowhere", "--dry-run"], "/nowhere"),
         (["--keep-fraction", "0.5", "--file", "/nowhere", "--dry-run"], "--file /nowhere: cannot be read"),
         (["--budget-mb", "0.1", "--by", "random", "--dry-run"], "a budget of 0.1 MB (1,000,000 bytes each) is below"),
         (["--budget-mb", "-1", "--by", "random", "--dry-run"], "a budget is a number of megabytes above 0"),

@@ -9,7 +9,7 @@ import pytest
 from reshape_models import Made, decoder
 
 from headwise.plan import of
-from headwise.reshape import Budget, plan_prune, random_scores
+from headwise.reshape import Budget, by_call, by_twins, plan_prune, random_scores
 from headwise.reshape.choose import parse_heads
 
 Scores = dict[tuple[str, int], float]
@@ -209,3 +209,26 @@ def test_random_scores_are_the_same_again_and_others_by_seed() -> None:
     layers = plan_prune(decoder(4, 4), heads=[]).family.layers
     assert random_scores(3)(layers) == random_scores(3)(layers) != random_scores(4)(layers)
     assert len(set(random_scores()(layers).values())) == 8
+
+
+def test_scores_of_calls_belong_to_the_layers_in_their_order() -> None:
+    names = ["encoder.block.0.layer.0.SelfAttention", "encoder.block.1.layer.0.SelfAttention"]
+    names += [f"decoder.block.{n}.layer.{m}" for n in range(2) for m in ("0.SelfAttention", "1.EncDecAttention")]
+    shapes = {f"{name}.{part}.weight": (12, 12) for name in names for part in "qkvo"}
+    pair = Made(dict(model_type="t5", d_model=12, d_kv=4, num_heads=3, num_layers=2, vocab_size=7, d_ff=5), shapes)
+    layers = plan_prune(pair, heads=[]).family.layers
+    found = by_call([[10 * call + head for head in range(3)] for call in range(6)])(layers)
+    order = ["encoder.0", "encoder.1", "0", "cross.0", "1", "cross.1"]
+    assert found == {(key, head): 10 * call + head for call, key in enumerate(order) for head in range(3)}
+    with pytest.raises(ValueError, match="the model has 6 layers of 3 heads, the scores 5 of 3"):
+        by_call([[1, 2, 3]] * 5)(layers)
+
+
+def test_of_heads_that_are_alike_one_is_spared() -> None:
+    twins = [
+        ((0, 0), 0.3, (1, 1)),
+        ((0, 1), 0.9, (0, 0)),
+        ((1, 0), None, None),
+        ((1, 1), 0.2, (0, 0)),
+    ]
+    assert by_twins(twins) == [[1.3, 0.9], [1.0, 0.2]]

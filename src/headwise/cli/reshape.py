@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 CRITERIA = {"importance": "gradient", "ablation": "zero"}
 """What --by calls the criteria of `headwise.look.importance`."""
-ROW, SHORTEST = 256, 4  # tokens that are read at once
+ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens that are read at once: at most, at least; and in all
 
 Out = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
@@ -42,6 +43,9 @@ def _prune(  # private, for a command has as many options as its users need, and
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to rank by, and to compare losses on.")] = None,
     file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help=f"A file or folder of texts, or JSON Lines, instead; {TOKENS:,} tokens are read.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="For --by random.")] = 0,
     out: Out = None,
     zero: Annotated[
@@ -68,7 +72,7 @@ def _prune(  # private, for a command has as many options as its users need, and
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
-            rows, mask_id, scores = _read(hf, folder, text, file, by, seed, show)
+            rows, mask_id, scores = _read(hf, folder, {"text": text, "file": file, "corpus": corpus}, by, seed, show)
             wish: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "scores": scores, "zero": zero}
             if budget_mb is not None:
                 wish["budget"] = reshape.Budget(budget_mb, context or 0)
@@ -122,18 +126,18 @@ def _libraries(command: str) -> Any:
 
 
 def _read(
-    hf: Any, folder: Path, text: str | None, file: str | None, by: str | None, seed: int, show: Any
+    hf: Any, folder: Path, texts: dict[str, str | None], by: str | None, seed: int, show: Any
 ) -> tuple[list[list[int]], int | None, Any]:
     """The text's tokens in rows, the id of the mask, and what each head is worth."""
     from headwise import look, reshape
 
     scores: Any = reshape.random_scores(seed) if by == "random" else None
-    if by in (None, "random") and text is None and file is None:
+    if by in (None, "random") and not any(value is not None for value in texts.values()):
         return [], None, scores
-    content = read_text(text, file)
+    contents = _texts(**texts)
     show("reading the model")
     loaded = hf.load(folder)
-    rows = _rows(hf, loaded, content)
+    rows = _rows(hf, loaded, contents)
     mask_id = loaded.mask_id
     show(f"ranking heads by {by}")
     if by in CRITERIA:
@@ -147,14 +151,29 @@ def _read(
     return rows, mask_id, scores
 
 
-def _rows(hf: Any, loaded: Any, content: str) -> list[list[int]]:
-    """The tokens of a text in rows that the model takes; the end is left out where it is too short to learn from."""
-    ids, _ = hf.tokens.encode(loaded.tokenizer, content, None)
+def _texts(text: str | None, file: str | None, corpus: str | None) -> Iterable[str]:
+    """The texts of the options."""
+    if corpus is None:
+        return [read_text(text, file)]
+    if text is not None or file is not None:
+        raise typer.BadParameter("give one of --text, --file and --corpus")
+    from headwise.look.corpus import documents
+
+    return documents(corpus)
+
+
+def _rows(hf: Any, loaded: Any, contents: Iterable[str]) -> list[list[int]]:
+    """The tokens of texts in rows that the model takes; an end is left out where it is too short to learn from."""
     length = min(ROW, loaded.max_positions or ROW)
-    rows = [ids[start : start + length] for start in range(0, len(ids), length)]
-    long = [row for row in rows if len(row) >= SHORTEST]
+    rows: list[list[int]] = []
+    for content in contents:
+        ids, _ = hf.tokens.encode(loaded.tokenizer, content, None)
+        rows += [ids[start : start + length] for start in range(0, len(ids), length)]
+        if sum(map(len, rows)) >= TOKENS:
+            break
+    long = [row for row in rows[: TOKENS // length] if len(row) >= SHORTEST]
     if not long:
-        raise typer.BadParameter(f"the text has {len(ids)} tokens, and {SHORTEST} are needed; give a longer one")
+        raise typer.BadParameter(f"the text has less than {SHORTEST} tokens; give a longer one")
     return long
 
 
