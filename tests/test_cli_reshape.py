@@ -73,6 +73,7 @@ def test_prune_by_importance_writes_a_folder_and_tells(tiny: str, tmp_path: Path
         assert opened.config["num_attention_heads"] == 4
     report = (tmp_path / "new" / "RESHAPE.md").read_text()
     assert "loss, nats a token" in report and "switched off" in report
+    assert "before against after: " in report.partition("## What the heads do")[2]
     # the same again, bit by bit
     ran("prune", tiny, "--keep-fraction", "0.5", *words, "--out", str(tmp_path / "again"), "--no-verify")
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("new", "again"))
@@ -89,6 +90,7 @@ def test_json_is_one_object_with_the_facts_and_the_proof(tiny: str, tmp_path: Pa
     assert facts["proof"]["difference"] <= 1e-5 * max(1.0, facts["proof"]["largest"])
     assert facts["proof"]["parameters"][1] == facts["plan"][1]["parameters"]
     assert facts["proof"]["loss"][0] > 0
+    assert facts["roles"]["gone"] == [[0, 1], [1, 2], [2, 3], [3, 4]] and len(facts["roles"]["heads"]) == 28
 
 
 @pytest.mark.parametrize("by", ["importance", "ablation", "redundancy", "random"])

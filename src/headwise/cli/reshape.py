@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from .texts import read_text
 if TYPE_CHECKING:
     import rich.table
 
+MEASURED = ("importance", "ablation", "redundancy")
 CRITERIA = {"importance": "gradient", "ablation": "zero"}
 """What --by calls the criteria of `headwise.look.importance`."""
 ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens that are read at once: at most, at least; and in all
@@ -63,8 +65,8 @@ def _prune(  # private, for a command has as many options as its users need, and
     if sum(value is not None for value in ways.values()) != 1:
         raise typer.BadParameter("give one of --heads, --keep-fraction and --budget-mb")
     by = by if by is not None or heads is not None else "importance"
-    if by is not None and by not in ("redundancy", "random", *CRITERIA):
-        raise typer.BadParameter(f"--by is {', '.join(CRITERIA)}, redundancy or random; got {by[:60]!r}")
+    if by is not None and by not in ("random", *MEASURED):
+        raise typer.BadParameter(f"--by is {', '.join(MEASURED)} or random; got {by[:60]!r}")
     with progress() as show:
         show("loading the libraries")
         hf = _libraries("headwise prune")
@@ -72,16 +74,21 @@ def _prune(  # private, for a command has as many options as its users need, and
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
-            rows, mask_id, scores = _read(hf, folder, {"text": text, "file": file, "corpus": corpus}, by, seed, show)
+            texts = _texts(text, file, corpus) if (text, file, corpus) != (None,) * 3 or by in MEASURED else None
+            loaded, rows, scores = _read(hf, folder, texts, by, seed, show)
             wish: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "scores": scores, "zero": zero}
             if budget_mb is not None:
                 wish["budget"] = reshape.Budget(budget_mb, context or 0)
             if dry_run or out is None:
                 facts = reshape.plan_prune(source, **wish).facts(context or 8192)
             else:
-                proof = reshape.Proof(tuple(i for row in rows for i in row), mask_id) if verify else None
                 show("writing")
-                facts = reshape.prune(source, out, **wish, proof=proof, progress=show)
+                roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
+                if verify:
+                    mask_id = None if loaded is None else loaded.mask_id
+                    wish["proof"] = reshape.Proof(tuple(i for row in rows for i in row), mask_id)
+                facts = reshape.prune(source, out, **{"proof": None, **wish}, progress=show, remark=roles)
+                facts |= {} if roles is None else {"roles": roles.told}
     _print(facts, None if dry_run else out, as_json)
 
 
@@ -125,30 +132,49 @@ def _libraries(command: str) -> Any:
     return hf
 
 
+class Roles:
+    """What each head does before and after, for the end of RESHAPE.md."""
+
+    def __init__(self, hf: Any, loaded: Any, row: list[int], show: Any) -> None:
+        self.hf, self.before, self.row, self.show = hf, loaded, row, show
+        self.told: dict[str, Any] = {}
+
+    def __call__(self, folder: Path) -> str:
+        """The comparison of the original with what is in the folder, as Markdown."""
+        from headwise import look
+        from headwise.reshape.report import PLAN
+
+        plan = json.loads((folder / PLAN).read_bytes()) if (folder / PLAN).exists() else None
+        self.show("comparing roles")
+        named = (("before", self.before), ("after", self.hf.load(folder)))
+        seen = [look.at(one.model, self.row, delimiters=one.delimiters, name=name) for name, one in named]
+        compared = look.compare(seen[0], seen[1], kept=plan)
+        self.told = compared.to_dict()
+        return f"## What the heads do\n\n```text\n{compared}\n```"
+
+
 def _read(
-    hf: Any, folder: Path, texts: dict[str, str | None], by: str | None, seed: int, show: Any
-) -> tuple[list[list[int]], int | None, Any]:
-    """The text's tokens in rows, the id of the mask, and what each head is worth."""
+    hf: Any, folder: Path, texts: Iterable[str] | None, by: str | None, seed: int, show: Any
+) -> tuple[Any, list[list[int]], Any]:
+    """The model and the texts' tokens in rows, where there are texts; and what each head is worth."""
     from headwise import look, reshape
 
     scores: Any = reshape.random_scores(seed) if by == "random" else None
-    if by in (None, "random") and not any(value is not None for value in texts.values()):
-        return [], None, scores
-    contents = _texts(**texts)
+    if texts is None:
+        return None, [], scores
     show("reading the model")
     loaded = hf.load(folder)
-    rows = _rows(hf, loaded, contents)
-    mask_id = loaded.mask_id
+    rows = _rows(hf, loaded, texts)
     show(f"ranking heads by {by}")
     if by in CRITERIA:
-        found = look.importance(loaded.model, rows, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show)
+        found = look.importance(loaded.model, rows, by=CRITERIA[by], mask_id=loaded.mask_id, seed=seed, progress=show)
         scores = reshape.by_call(found.scores(CRITERIA[by]))
     elif by == "redundancy":
         twins = look.redundancy(loaded.model, rows[0], progress=show).heads
         scores = reshape.by_call(
             reshape.by_twins(((twin.layer, twin.head), twin.output, twin.output_of) for twin in twins)
         )
-    return rows, mask_id, scores
+    return loaded, rows, scores
 
 
 def _texts(text: str | None, file: str | None, corpus: str | None) -> Iterable[str]:
@@ -181,8 +207,6 @@ def _rows(hf: Any, loaded: Any, contents: Iterable[str]) -> list[list[int]]:
 
 
 def _print(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
-    import json
-
     from headwise.report.escape import visible
 
     if as_json:
