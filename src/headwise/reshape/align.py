@@ -3,62 +3,41 @@
 A head's values may be turned by any orthogonal matrix, for the output projection turns them back; its keys too, for its
 queries turn alike, as long as the turn commutes with what stands between projection and score. Rotary positions leave
 one angle for each pair of numbers, a norm's weights less. As in Jin et al. 2024, "Align Attention Heads Before Merging
-Them: An Effective Way for Converting MHA to GQA", arXiv 2412.20677.
+Them: An Effective Way for Converting MHA to GQA", arXiv 2412.20677. `fit` takes back more than turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
 from .heads import HeadWeights
+from .maps import Maps
 from .moments import Moments
 
 ROUNDS = 100  # a frame settles within ten or so
 SETTLED = 1e-12  # of the agreement; what a further round gains
 
 
-def turned(weights: HeadWeights, key_turns: Float[Tensor, "K D D"], value_turns: Float[Tensor, "K V V"]) -> HeadWeights:
-    """The same layer in other numbers: keys ``A^T k``, queries ``A^T q``, values ``B^T v``, output ``W B``.
-
-    The output stays what it was for orthogonal matrices, those of keys as `aligned_turns` makes them.
-    """
-    dtype, group = weights.query.dtype, weights.group
-    wide = weights.to(torch.float64)
-    A, B = key_turns.to(torch.float64), value_turns.to(torch.float64)
-    A_query, B_output = (turns.repeat_interleave(group, 0) for turns in (A, B))
-
-    def turn(part: Tensor | None, turns: Tensor) -> Tensor | None:
-        return None if part is None else torch.einsum("hd...,hde->he...", part, turns)
-
-    turned_parts = {
-        "query": turn(wide.query, A_query),
-        "query_bias": turn(wide.query_bias, A_query),
-        "key": turn(wide.key, A),
-        "key_bias": turn(wide.key_bias, A),
-        "value": turn(wide.value, B),
-        "value_bias": turn(wide.value_bias, B),
-        "output": torch.einsum("mhv,hve->mhe", wide.output, B_output),
-    }
-    return replace(wide, **turned_parts).to(dtype)
-
-
-def aligned_turns(
-    weights: HeadWeights, moments: Moments, groups: Sequence[Sequence[int]]
-) -> tuple[Float[Tensor, "K D D"], Float[Tensor, "K V V"]]:
-    """For each key-value head, the turns that bring it closest to the others of its group, for `turned`."""
-    K, D, V = weights.num_kv_heads, weights.head_dim, weights.value_dim
-    key_turns, value_turns = (torch.eye(n, dtype=torch.float64).repeat(K, 1, 1).to(moments.key) for n in (D, V))
-    frame = KeyFrame(weights)
+def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
+    """The mean of each group's values, turned to be closest to each other."""
+    turns = Maps.zeros(moments.value).read
     for group in groups:
-        members = torch.tensor(list(group), device=moments.key.device)
-        value_turns[members] = orthogonal_turns(moments.value[members][:, :, members])
-        key_turns[members] = frame.turns(moments.key[members][:, :, members])
-    return key_turns, value_turns
+        members = list(group)
+        turns[members] = orthogonal_turns(moments.value[members][:, :, members])
+    return Maps.of_turns(turns, groups)
+
+
+def aligned_keys(frame: KeyFrame, moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
+    """The mean of each group's keys, turned to be closest to each other."""
+    turns = Maps.zeros(moments.key).read
+    for group in groups:
+        members = list(group)
+        turns[members] = frame.turns(moments.key[members][:, :, members])
+    return Maps.of_turns(turns, groups)
 
 
 class KeyFrame:
@@ -72,6 +51,7 @@ class KeyFrame:
     def __init__(self, weights: HeadWeights) -> None:
         D = weights.head_dim
         norms = [norm for norm in (weights.query_norm, weights.key_norm) if norm is not None]
+        self.normed = bool(norms)
         self.fixed = bool(norms) and weights.norm == "layer"
         none = torch.arange(0)
         self.first, self.second = weights.turns.pairs() if weights.turns is not None else (none, none)
@@ -87,16 +67,22 @@ class KeyFrame:
         if self.fixed:
             return made
         if len(self.first):
-            angles = phases(self.pairs_of(moments), self.free_pairs.to(moments.device))
-            first, second = self.first, self.second
-            made[:, first, first] = made[:, second, second] = angles.real
-            made[:, second, first] = angles.imag
-            made[:, first, second] = -angles.imag
+            self.put_pairs(made, phases(self.pairs_of(moments), self.free_pairs.to(moments.device)))
         if len(self.rest):
-            inner = moments[:, self.rest][:, :, :, self.rest]
-            turns = orthogonal_turns(inner) if self.free_rest else sign_turns(inner)
-            made[:, self.rest[:, None], self.rest] = turns
+            inner = self.rest_of(moments)
+            made[:, self.rest[:, None], self.rest] = orthogonal_turns(inner) if self.free_rest else sign_turns(inner)
         return made
+
+    def put_pairs(self, into: Float[Tensor, "n D D"], factors: Complex[Tensor, "n pairs"]) -> None:
+        """Write the matrices that multiply pairs, as complex numbers, by these factors."""
+        first, second = self.first, self.second
+        into[:, first, first] = into[:, second, second] = factors.real
+        into[:, second, first] = factors.imag
+        into[:, first, second] = -factors.imag
+
+    def rest_of(self, moments: Float[Tensor, "n D m D"]) -> Float[Tensor, "n R m R"]:
+        """The moments of the numbers that do not turn with the position."""
+        return moments[:, self.rest][:, :, :, self.rest]
 
     def pairs_of(self, moments: Float[Tensor, "n D n D"]) -> Complex[Tensor, "pairs n n"]:
         """Moments of each pair of numbers as one complex number: the sum of ``k_i conj(k_j)``."""
@@ -109,13 +95,25 @@ class KeyFrame:
 
     def agreement(self, moments: Float[Tensor, "K D K D"]) -> Float[Tensor, "K K"]:
         """For every two heads the largest sum of ``k_i . k_j`` over tokens that turns can reach."""
-        rest = moments[:, self.rest][:, :, :, self.rest]
+        rest = self.rest_of(moments)
         if self.fixed:
             return torch.einsum("idjd->ij", moments)
         pairs = self.pairs_of(moments)
         free = self.free_pairs.to(moments.device)[:, None, None]
         reached = torch.where(free, pairs.abs(), pairs.real.abs()).sum(0)
         return reached + (nuclear(rest) if self.free_rest else torch.einsum("idjd->ijd", rest).abs().sum(-1))
+
+
+def aligned_differences(weights: HeadWeights, moments: Moments) -> Float[Tensor, "K K"]:
+    """How far every two heads' keys, and values, stay from each other after turning, as shares of all, added up."""
+    return unlike(moments.key, KeyFrame(weights).agreement) + unlike(moments.value, nuclear)
+
+
+def unlike(products: Float[Tensor, "K n K n"], agreement: Callable[[Tensor], Tensor]) -> Float[Tensor, "K K"]:
+    """The squared distance of every two heads at their largest agreement, as a share of the squares of all."""
+    square = torch.einsum("idid->i", products)
+    apart = square[:, None] + square - 2 * agreement(products)
+    return apart.clamp_min(0) / square.sum().clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def phases(pairs: Complex[Tensor, "pairs n n"], free: Tensor) -> Complex[Tensor, "n pairs"]:

@@ -10,9 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..shapes import check_head_counts
-from .align import KeyFrame, nuclear
-from .heads import HeadWeights, check_chosen
-from .moments import Moments
+from .heads import check_chosen
 
 Groups = tuple[tuple[int, ...], ...]
 MOST_PARTITIONS = 20_000  # up to this many are all tried; 12 heads in pairs are 10,395
@@ -37,21 +35,6 @@ def check_groups(groups: Sequence[Sequence[int]], num_kv_heads: int) -> Groups:
             "leave groups out to have them made"
         )
     return made
-
-
-def differences(weights: HeadWeights, moments: Moments, aligned: bool = True) -> Float[Tensor, "K K"]:
-    """How much every two heads differ: the squared distance of their keys, and of their values, after turning.
-
-    Keys and values count alike, each as a share of the squares of all keys, or values, of the layer. Without `aligned`
-    as the heads stand.
-    """
-    total = torch.zeros(weights.num_kv_heads, weights.num_kv_heads, dtype=torch.float64, device=moments.key.device)
-    for products, agreement in ((moments.key, KeyFrame(weights).agreement), (moments.value, nuclear)):
-        plain = torch.einsum("idjd->ij", products)
-        square = plain.diagonal()
-        apart = square[:, None] + square - 2 * (agreement(products) if aligned else plain)
-        total += apart.clamp_min(0) / square.sum().clamp_min(torch.finfo(torch.float64).tiny)
-    return total
 
 
 def grouped(differ: Float[Tensor, "K K"], groups: int, seed: int = 0) -> Groups:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ..shapes import check_head_counts
 from ..shapes.kinds import check_counts, shown
-from .align import aligned_turns, turned
-from .grouping import Groups, check_groups, contiguous, differences, grouped
+from .align import KeyFrame, aligned_differences, aligned_keys, aligned_values
+from .fit import fitted_differences, fitted_maps, output_uses, query_uses
+from .grouping import Groups, check_groups, contiguous, grouped
 from .heads import HeadWeights
+from .maps import Maps, shared
 from .moments import Moments
 
-Method = Literal["first", "mean", "aligned"]
-METHODS = ("first", "mean", "aligned")
+Method = Literal["first", "mean", "aligned", "fitted"]
+METHODS = ("first", "mean", "aligned", "fitted")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class Merged:
         weights: The layer; its query heads stand in the order in which groups read them.
         groups: Which of the former key-value heads each one stands for.
         heads: The former numbers of the query heads, in their new order.
-        lost: The share of the keys', and of the values', squares that the shared ones miss, by the moments.
+        lost: The share that the shared ones miss of what queries see of the keys, and outputs of the values: in squares
+            over the tokens of the moments.
     """
 
     weights: HeadWeights
@@ -41,7 +43,7 @@ def merge(
     weights: HeadWeights,
     num_kv_heads: int,
     *,
-    method: Method = "aligned",
+    method: Method = "fitted",
     moments: Moments | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
@@ -52,11 +54,11 @@ def merge(
         weights: The layer, with any number K of key-value heads.
         num_kv_heads: How many are left, a divisor of K.
         method: What a group shares: its "first" head's keys and values; their "mean" (Ainslie et al. 2023, arXiv
-            2305.13245); or the mean of heads that were "aligned" (arXiv 2412.20677, see `align`), those most alike
-            put together.
-        moments: Of the layer's keys and values on calibration text, for "aligned" and for `Merged.lost`; without them
-            the weights alone tell how alike heads are.
-        groups: Which heads share; by default neighbours, with "aligned" those that differ least.
+            2305.13245); the mean of heads that were "aligned" (arXiv 2412.20677, see `align`); or what is "fitted" to
+            all of them in least squares (see `fit`).
+        moments: Of the layer's heads on calibration text, for "aligned", "fitted" and `Merged.lost`; without them the
+            weights alone tell how alike heads are.
+        groups: Which heads share; by default neighbours, with "aligned" and "fitted" those that lose least.
         seed: Of the search for groups, where there are too many to try them all.
 
     Raises:
@@ -76,51 +78,29 @@ def merge(
         chosen = check_groups(groups, weights.num_kv_heads)
         if len(chosen) != num_kv_heads:
             raise ValueError(f"groups are num_kv_heads = {num_kv_heads} in number; got {len(chosen)}")
-    elif method == "aligned":
-        chosen = grouped(differences(weights, known), num_kv_heads, seed)
+    elif method in ("aligned", "fitted"):
+        differ = aligned_differences if method == "aligned" else fitted_differences
+        chosen = grouped(differ(weights, known), num_kv_heads, seed)
     else:
         chosen = contiguous(weights.num_kv_heads, num_kv_heads)
-    wide = weights.to(torch.float64)
-    turns = aligned_turns(wide, known, chosen) if method == "aligned" else None
-    if turns is not None:
-        wide = turned(wide, *turns)
-    heads = [kv * weights.group + n for group in chosen for kv in group for n in range(weights.group)]
-    ordered = wide.select(heads, [kv for group in chosen for kv in group])
+    keys, values = _maps(weights, known, chosen, method)
+    uses = query_uses(weights, known), output_uses(weights)
     return Merged(
-        weights=_share(ordered, num_kv_heads, method).to(weights.query.dtype),
+        weights=shared(weights, keys, values, chosen),
         groups=chosen,
-        heads=tuple(heads),
-        lost=(
-            missed(known.key, turns and turns[0], chosen, method),
-            missed(known.value, turns and turns[1], chosen, method),
-        ),
+        heads=tuple(kv * weights.group + n for group in chosen for kv in group for n in range(weights.group)),
+        lost=(keys.missed(known.key, uses[0], chosen), values.missed(known.value, uses[1], chosen)),
     )
 
 
-def _share(weights: HeadWeights, num_kv_heads: int, method: Method) -> HeadWeights:
-    """One key-value head in place of each run of neighbours."""
-
-    def one(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        run = part.unflatten(0, (num_kv_heads, -1))
-        return run[:, 0] if method == "first" else run.mean(1)
-
-    names = ["key", "value", "key_bias", "value_bias"]
-    if weights.key_norm is not None and weights.key_norm.ndim == 2:
-        names.append("key_norm")
-    return replace(weights, **{name: one(getattr(weights, name)) for name in names})
-
-
-def missed(products: Tensor, turns: Tensor | None, groups: Groups, method: Method) -> float:
-    """The share of the squares of keys or values (K, n, K, n) that the one a group shares misses."""
-    plain = products if turns is None else torch.einsum("idje,idx,jey->ixjy", products, turns, turns)
-    inner = torch.einsum("idjd->ij", plain)
-    apart = 0.0
-    for group in groups:
-        own = inner[list(group)][:, list(group)]
-        weigh = torch.zeros(len(group), dtype=own.dtype, device=own.device)
-        weigh[0] = 1.0
-        weigh = weigh if method == "first" else torch.full_like(weigh, 1 / len(group))
-        apart += float(own.diagonal().sum() - 2 * (own @ weigh).sum() + len(group) * (weigh @ own @ weigh))
-    return max(0.0, apart / max(float(inner.diagonal().sum()), torch.finfo(torch.float64).tiny))
+def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method) -> tuple[Maps, Maps]:
+    """How keys, and values, become shared ones."""
+    if method == "fitted":
+        return fitted_maps(weights, moments, groups)
+    if method == "aligned":
+        return aligned_keys(KeyFrame(weights), moments, groups), aligned_values(moments, groups)
+    make = Maps.of_first if method == "first" else Maps.of_turns
+    K, device = weights.num_kv_heads, weights.query.device
+    sizes = (weights.head_dim, weights.value_dim)
+    keys, values = (make(torch.eye(n, dtype=torch.float64, device=device).repeat(K, 1, 1), groups) for n in sizes)
+    return keys, values
