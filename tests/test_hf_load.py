@@ -184,9 +184,9 @@ def test_nothing_in_the_folder_is_run(folder: Path) -> None:
 
 def test_which_keys_of_a_config_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that its class declares or its file names, but for such as choose code; sizes of kernels are sizes."""
-    from headwise.hf import loading
+    from headwise.hf import fields
 
-    assert {"conv_kernel_size", "sconv_kernel_size"} <= loading._known_keys(transformers.InklingTextConfig)
+    assert {"conv_kernel_size", "sconv_kernel_size"} <= fields.known_keys(transformers.InklingTextConfig)
     dangerous = [
         "attn_implementation",
         "auto_map",
@@ -197,8 +197,8 @@ def test_which_keys_of_a_config_are_read(monkeypatch: pytest.MonkeyPatch) -> Non
         "kernel_config",
     ]
     text = " ".join(f'"{key}"' for key in [*dangerous, "_private", "old_name"])
-    monkeypatch.setattr("headwise.hf.loading.inspect.getsource", lambda _: text)
-    known = loading._known_keys(transformers.LlamaConfig)
+    monkeypatch.setattr("headwise.hf.fields.inspect.getsource", lambda _: text)
+    known = fields.known_keys(transformers.LlamaConfig)
     assert {"old_name", "hidden_size"} <= known and not known & {*dangerous, "_private", "architectures"}
 
 

@@ -74,7 +74,7 @@ def test_weights_elsewhere_are_not_read(folder: Path, tmp_path: Path) -> None:
     refused(folder, "the weights file 'gone.safetensors' is missing")
     (folder / "folder.safetensors").mkdir()
     index.write_text(json.dumps({"weight_map": {"x": "folder.safetensors"}}))
-    refused(folder, "'folder.safetensors' leads to")
+    refused(folder, "folder.safetensors: not a regular file; download it anew")
     for table in ({}, {"weight_map": []}, {"weight_map": {"x": 3}}, {"weight_map": {}}):
         index.write_text(json.dumps(table))
         refused(folder, "no weight_map of tensor names to file names")
@@ -95,9 +95,9 @@ def test_damaged_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for bad, why in (
         (b"", "no safetensors file (its header says 0 bytes)"),
         (struct.pack("<Q", 2**63), "no safetensors file"),
-        (whole[: len(whole) // 2], "the weights cannot be loaded"),
+        (whole[: len(whole) // 2], "the download broke off, or bytes were added"),
         (with_header(header.rstrip()[:-1] + f', "{name}": {one}}}'), "stands there twice"),
-        (with_header(header.replace('"F32"', '"F8_E4M3"', 1)), "tensors of F8_E4M3, a quantised checkpoint"),
+        (with_header(header.replace('"F32"', '"F8_E4M3"', 1)), "tensors of 'F8_E4M3', a quantised checkpoint"),
         (
             with_header(json.dumps({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}})),
             "has no shape and dtype",
@@ -107,7 +107,7 @@ def test_damaged_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_bytes(bad)
         refused(folder, why)
     path.write_bytes(whole)
-    monkeypatch.setattr("headwise.hf.folder.MAX_HEADER", length - 1)
+    monkeypatch.setattr("headwise.hf.headers.MAX_HEADER", length - 1)
     refused(folder, f"no safetensors file (its header says {length} bytes)")
 
 

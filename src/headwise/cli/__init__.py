@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import look, plan, trace
+from . import look, plan, reshape, trace
 from .guard import OneLine, leave, open_streams
 
 app = typer.Typer(
@@ -48,6 +48,8 @@ def headwise(
 for command, name, example in (
     (look.look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
+    (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
+    (reshape._migrate, "migrate", "migrate path/to/old-checkpoint --out migrated"),
     (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
 ):
     app.command(name, epilog=f"Example: headwise {example}")(command)

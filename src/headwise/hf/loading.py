@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +13,17 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .errors import ModelError, one_line
+from .fields import class_of_config, known_keys
 from .folder import Weights, check_numbers, find_weights, folder_config
 from .hub import find_folder
 from .interface import attention_modules, require_interface
 from .tokens import bos_id, delimiters, encode, load_tokenizer
 
 TEXT_MODELS = "headwise look reads text models that are decoder-only or encoder-only"
-DROPPED = (
-    "architectures",
-    "auto_map",
-    "dtype",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "torch_dtype",
-    "torchscript",
-    "transformers_version",
-)
-CHOOSES = ("_implementation", "_map", "_plan", "_path", "_file", "kernels", "kernel_config")
-"""How keys end that name code or further files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +110,8 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _dtype_of(weights: Weights) -> torch.dtype:
-    names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return next((dtype for name, dtype in names.items() if name in weights.dtypes), torch.float32)
+    order = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return next((dtype for dtype in order if dtype in weights.dtypes), torch.float32)
 
 
 # -- what is in the folder --------------------------------------------------------------------------------------------
@@ -137,18 +121,13 @@ def describe(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """The config and the class of the model; refuses what headwise cannot see before any weight is read."""
     raw = folder_config(folder)
     model_type, where = raw["model_type"], f"{folder}/config.json"
-    if model_type not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{where}: transformers {transformers.__version__} knows no model_type {model_type[:60]!r}; headwise runs "
-            "no code from a model folder, so upgrade transformers, or use a checkpoint in its own format"
-        )
-    config_class = CONFIG_MAPPING[model_type]
+    config_class = class_of_config(model_type, where)
     if config_class.sub_configs_defaults or raw.get("is_encoder_decoder") is True:
         raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
     names = config_class.attribute_map
     check_numbers(raw, lambda key: names.get(key, key), where)
     try:
-        config = config_class(**{key: raw[key] for key in _known_keys(config_class) & raw.keys()})
+        config = config_class(**{key: raw[key] for key in known_keys(config_class) & raw.keys()})
     except Exception as error:  # transformers' validation raises many kinds, one a field
         raise ModelError(
             f"{where}: no valid {config_class.__name__} ({one_line(error)}); correct it or download it anew"
@@ -167,17 +146,6 @@ def _no_text_model(model_type: str, why: str) -> ModelError:
         f"{TEXT_MODELS}; this one (model_type {model_type!r}) is not: {why}; load it with transformers and use "
         "headwise.hf.probe(model) in Python"
     )
-
-
-def _known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
-    """The keys that a config class declares, or reads by name in its own file (old spellings); all others are dropped.
-
-    So nothing in config.json can name code, kernels, further files or another attention implementation.
-    """
-    declared = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
-    source = inspect.getsource(inspect.getmodule(config_class) or config_class) + inspect.getsource(modeling_rope_utils)
-    read = set(re.findall(r'"([a-z][a-z0-9_]*)"', source))
-    return {key for key in declared | read if not key.startswith("_") and not key.endswith(CHOOSES)} - {*DROPPED}
 
 
 def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -224,7 +192,7 @@ def _fill(
 ) -> PreTrainedModel:
     """The model with its weights. transformers is handed tensors, not the folder, so it reads nothing else in there."""
     try:
-        state = {name: tensor for file in weights.files for name, tensor in load_file(file).items()}
+        state = {name: tensor for file in weights.files.values() for name, tensor in load_file(file).items()}
         with _quietly():
             model, report = cls.from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype, output_loading_info=True

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFas
 
 from . import alone
 from .errors import ModelError, one_line
-from .folder import read_json
+from .files import parse_json, read_bytes, read_json
 
 MAX_TOKENIZER = 256 << 20
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -45,8 +45,9 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
         raise ModelError(f"{folder}: no tokenizer; put the model's tokenizer.json beside config.json")
     try:
         if (folder / "tokenizer.json").exists():
-            read_json(folder / "tokenizer.json", MAX_TOKENIZER)
-            _rehearse((folder / "tokenizer.json").read_bytes(), [*IN_A_TEXT], decode=True)
+            source = read_bytes(folder, "tokenizer.json", MAX_TOKENIZER)
+            parse_json(source, f"{folder}/tokenizer.json")
+            _rehearse(source, [*IN_A_TEXT], decode=True)
             return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **_special_tokens(folder))
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), config=config, local_files_only=True, trust_remote_code=False
@@ -66,7 +67,7 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
     tokens: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / file).exists():
-            table = read_json(folder / file, MAX_TOKENIZER)
+            table = read_json(folder, file, MAX_TOKENIZER)
             for name in SPECIAL:
                 token = table.get(name)
                 token = token.get("content") if isinstance(token, dict) else token

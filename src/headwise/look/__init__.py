@@ -4,9 +4,25 @@
 table and travel as JSON.
 """
 
+from .ablation import Ablation, ablate
 from .collect import at
+from .importance import HeadImportance, Importance, importance
 from .records import HeadMap, HeadRecord, Look, RoleScore
 from .repeats import Repeats
 from .roles import ROLES, Role
 
-__all__ = ["ROLES", "HeadMap", "HeadRecord", "Look", "Repeats", "Role", "RoleScore", "at"]
+__all__ = [
+    "ROLES",
+    "Ablation",
+    "HeadImportance",
+    "HeadMap",
+    "HeadRecord",
+    "Importance",
+    "Look",
+    "Repeats",
+    "Role",
+    "RoleScore",
+    "ablate",
+    "at",
+    "importance",
+]

@@ -1,1 +1,28 @@
-"""Reshape models head by head: prune heads, share keys and values in fewer, repair what that changed."""
+"""Reshape models head by head: prune heads, share keys and values in fewer, write checkpoints that load anywhere.
+
+>>> import headwise.hf, headwise.models, headwise.reshape
+>>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
+...     plan = headwise.reshape.plan_prune(opened, keep_fraction=0.5, scores=headwise.reshape.random_scores())
+>>> [len(heads) for heads in plan.gone.values()]
+[4, 4, 4, 4]
+"""
+
+from .memory import prune_module
+from .migrate import Migration, migrate, plan_migrate
+from .proof import Proof
+from .prune import Pruning, Scorer, plan_prune, prune, random_scores
+from .select import Budget
+
+__all__ = [
+    "Budget",
+    "Migration",
+    "Proof",
+    "Pruning",
+    "Scorer",
+    "migrate",
+    "plan_migrate",
+    "plan_prune",
+    "prune",
+    "prune_module",
+    "random_scores",
+]
