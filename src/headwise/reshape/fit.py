@@ -72,7 +72,7 @@ def basis(products: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
     """How n heads of d numbers share d numbers best: write and read, (..., n, d, d) each, as in `Maps`.
 
     With ``products`` (..., n, d, n, d) the sums over tokens of ``v_i v_j^H``, and ``uses`` (..., n, d, d) how errors
-    count, they make the sum of ``e_i^H uses_i e_i`` of ``e_i = v_i - read_i m`` the least. `m` gets the heads' mean size.
+    count, they make the sum of ``e_i^H uses_i e_i`` of ``e_i = v_i - read_i m`` the least. `m` is as large as a head.
     """
     n, d = products.shape[-2:]
     weighed, root, back = _weighed(products, uses)
