@@ -87,10 +87,12 @@ def put(pruning: Pruning, folder: Path) -> Path:
     return folder
 
 
-def proved(source: Path, result: Path, gates: list[list[int]] | None, **more: Any) -> dict[str, Any]:
+def proved(source: Path | None, result: Path, gates: list[list[int]] | None, **more: Any) -> dict[str, Any]:
     """What the process that compares the two tells, asked in this one."""
-    with hf.checkpoint(source) as opened:
-        request = {"config": dict(opened.config), "weights": [str(source / "model.safetensors")]}
+    request = None
+    if source is not None:
+        with hf.checkpoint(source) as opened:
+            request = {"config": dict(opened.config), "weights": [str(source / "model.safetensors")]}
     return quiet(lambda: proving.answer({"folder": str(result), "source": request, "gates": gates, **more}))
 
 

@@ -108,6 +108,7 @@ def test_the_absolute_value_is_taken_of_each_text() -> None:
     both = importance(model, [TEXT, OTHER]).scores("gradient_raw")
     single = [importance(model, text).scores("gradient_raw") for text in (TEXT, OTHER)]
     torch.testing.assert_close(torch.tensor(both), torch.tensor(single).mean(0))
+    assert bool((torch.tensor(both) > 0).all())
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import look, plan, reshape, trace
+from . import importance, look, plan, reshape, trace
 from .guard import OneLine, leave, open_streams
 
 app = typer.Typer(
@@ -47,6 +47,8 @@ def headwise(
 
 for command, name, example in (
     (look.look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
+    (importance.importance, "importance", "importance path/to/checkpoint --by gradient,zero"),
+    (importance.ablate, "ablate", "ablate path/to/checkpoint --heads 3.1,2.4 --by mean"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
     (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
     (reshape._migrate, "migrate", "migrate path/to/old-checkpoint --out migrated"),

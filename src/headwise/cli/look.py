@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import typer
 
-from headwise.extras import missing_extra
-
+from .loading import load
 from .output import console, progress
 from .texts import read_text
 
@@ -52,13 +50,9 @@ def look(
 def look_at(model: str | None, text: str, device: str, dtype: str | None) -> Any:
     """What the heads of the model do on the text."""
     with progress() as show:
-        show("loading the libraries")
-        _quiet()
-        from headwise import hf, models
+        loaded = load(model, device, dtype, show, "headwise look")
         from headwise import look as looking
 
-        show("reading the model")
-        loaded = hf.load(model if model is not None else models.tiny_path(), device=device, dtype=dtype)
         ids, tokens = loaded.encode(text)
         show("looking")
         return looking.at(
@@ -83,22 +77,3 @@ def _print_heads(result: Any) -> None:
         table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
         table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
     shown.print(table)
-
-
-def _quiet() -> None:
-    """Other libraries' warnings and bars are not for this command's user."""
-    import warnings
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    warnings.simplefilter("ignore")
-    try:
-        import huggingface_hub.utils
-        import transformers
-    except ImportError as error:
-        raise missing_extra("headwise look", "hf", error) from None
-
-    huggingface_hub.utils.disable_progress_bars()
-    huggingface_hub.utils.logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()

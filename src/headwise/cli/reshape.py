@@ -62,7 +62,7 @@ def _prune(  # private, for a command has as many options as its users need, and
         raise typer.BadParameter(f"--by is {', '.join(CRITERIA)} or random; got {by[:60]!r}")
     with progress() as show:
         show("loading the libraries")
-        hf = _libraries()
+        hf = _libraries("headwise prune")
         from headwise import reshape
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
@@ -91,7 +91,7 @@ def _migrate(
     _check_out(out, dry_run)
     with progress() as show:
         show("loading the libraries")
-        hf = _libraries()
+        hf = _libraries("headwise migrate")
         from headwise import reshape
 
         with hf.checkpoint(folder) as source:
@@ -111,10 +111,10 @@ def _check_out(out: str | None, dry_run: bool) -> None:
         raise typer.BadParameter(f"--out {out}: is there already; give a new name, or remove it")
 
 
-def _libraries() -> Any:
-    from .look import _quiet
+def _libraries(command: str) -> Any:
+    from .loading import quiet
 
-    _quiet()
+    quiet(command)
     from headwise import hf
 
     return hf
@@ -133,7 +133,7 @@ def _read(
     show("reading the model")
     loaded = hf.load(folder)
     rows = _rows(loaded, content)
-    mask_id = loaded.tokenizer.mask_token_id if loaded.kind == "encoder" else None
+    mask_id = loaded.mask_id
     if by in CRITERIA:
         show(f"ranking heads by {by}")
         found = look.importance(

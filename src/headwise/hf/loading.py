@@ -51,6 +51,16 @@ class Loaded:
         ids, pieces = encode(self.tokenizer, text, self.max_positions)
         return torch.tensor([ids], device=self.model.device), pieces
 
+    def decode(self, token: int) -> str:
+        """The text of one id."""
+        text: str = self.tokenizer.decode([token])
+        return text
+
+    @property
+    def mask_id(self) -> int | None:
+        """What hides a word from an encoder; None for a decoder, and where the tokenizer has no such token."""
+        return None if self.kind == "decoder" else self.tokenizer.mask_token_id
+
 
 def load(
     name_or_path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None

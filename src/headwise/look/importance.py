@@ -22,7 +22,6 @@ from .switching import Survey, learning, rises, survey
 
 if TYPE_CHECKING:
     import rich.table
-
 CRITERIA = ("gradient", "zero", "mean", "contribution")
 """What `importance` can measure, in the order of its records."""
 
@@ -110,17 +109,19 @@ class Importance:
         """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
-    def table(self, most: int = 40) -> rich.table.Table:
-        """The heads that matter most by the first criterion, at most so many."""
+    def table(self, most: int = 40, by: str | None = None) -> rich.table.Table:
+        """The heads that matter most by a criterion (the first by default), at most so many."""
         try:
             from rich.table import Table
         except ImportError as error:
             raise missing_extra("a table of importance", "look", error) from None
-        top = sorted(self.heads, key=lambda head: -(getattr(head, self.by[0]) or 0.0))[:most]
+        by = by or self.by[0]
+        self.scores(by)
+        top = sorted(self.heads, key=lambda head: -float(getattr(head, by)))[:most]
         rest = f", {len(top)} of {len(self.heads)} heads" if len(top) < len(self.heads) else ""
         pairs = ", ".join(f"{a.first} and {a.second} {a.rho:.2f}" for a in self.agreements if a.rho is not None)
         caption = f"rank correlation: {pairs}" if pairs else None
-        title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, by {self.by[0]}{rest}"
+        title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, by {by}{rest}"
         table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
         for name in ("layer", "head", *self.by):
             table.add_column(name, justify="right")

@@ -14,6 +14,7 @@ from torch import Tensor
 MAX_SHARD = 5 * 10**9
 """Bytes of tensors in a file, as others write them; a larger tensor has a file of its own."""
 
+METADATA = "__metadata__"
 NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
 WORDS = {
     torch.int64: "I64",
@@ -99,7 +100,7 @@ def _check(tensors: Sequence[Planned]) -> None:
         if tensor.name in names:
             raise ValueError(f"the tensor {tensor.name!r} is planned twice; a checkpoint has each once")
         names.add(tensor.name)
-        if not NAME.fullmatch(tensor.name):
+        if not NAME.fullmatch(tensor.name) or tensor.name == METADATA:
             raise ValueError(f"{tensor.name[:80]!r} is no name of a tensor (letters, digits, '.', '_', '-')")
         if tensor.dtype not in WORDS:
             raise ValueError(f"the tensor {tensor.name!r} is planned in {tensor.dtype}; plain numbers are written")
@@ -107,7 +108,7 @@ def _check(tensors: Sequence[Planned]) -> None:
 
 def _shard(name: str, tensors: Sequence[Planned]) -> Shard:
     ordered = sorted(tensors, key=lambda tensor: (ORDER.index(tensor.dtype), tensor.name))
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    table: dict[str, object] = {METADATA: {"format": "pt"}}
     end = 0
     for tensor in ordered:
         start, end = end, end + tensor.size

@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__
 from .manifest import FILE, MANIFEST, Digest, Manifest, digest
-from .place import check_destination, claim, clear, ended_in_order, hidden_name, remove, settle, sync
+from .place import check_destination, claim, clear, ended_in_order, hidden_name, remove, settle
 from .shards import Planned as Planned
 from .shards import Shard, as_json, index, lay_out
 from .source import Source
@@ -22,6 +22,7 @@ from .source import Source
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 PIECE = 8 << 20
 CODE = (".py", ".pyc", ".so", ".sh")  # never in a folder of weights
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 Bytes = bytes | memoryview
 
 
@@ -76,8 +77,8 @@ def write(
     target = check_destination(destination, source.folder, size)
     source.check()
     clear(target.parent)
-    folder = Folder(hidden_name(target), Progress(progress, shards, source))
-    with ended_in_order(), cleared(folder), told(destination):
+    folder = Folder(hidden_name(target), destination, Progress(progress, shards, source))
+    with ended_in_order(), cleared(folder):
         folder.claim()
         for name, content in further.items():
             folder.put(name, [content])
@@ -87,14 +88,13 @@ def write(
         for shard in shards:
             folder.put(shard.name, _pieces(shard))
         inputs = {name: digest(folder.progress.over(source.chunks(name))) for name in source.inputs}
-        sync(folder.path)
         for name, content in _checked(check and check(folder.path), {*folder.files, MANIFEST}).items():
             folder.put(name, [content])
         manifest = Manifest(__version__, dict(sorted(folder.files.items())), dict(sorted(inputs.items())))
         folder.put(MANIFEST, [manifest.to_json()])
         folder.check()
         source.check()
-        settle(folder.path, target)
+        folder.settle(target)
     return manifest
 
 
@@ -160,32 +160,54 @@ class Progress:
 class Folder:
     """The hidden folder, which files are put into one by one, each synced and hashed."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
-        self.path, self.progress = path, progress
+    def __init__(self, path: Path, destination: str | os.PathLike[str], progress: Progress) -> None:
+        self.path, self.destination, self.progress = path, destination, progress
         self.files: dict[str, Digest] = {}
         self.lock: int | None = None
 
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """What the system says, in a line that tells what to do; texts of ours stay as they are."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(
+                f"cannot write {os.fspath(self.destination)}: {error.strerror}; make room, or give another path"
+            ) from error
+
     def claim(self) -> None:
         """Makes it and locks it."""
-        self.lock = claim(self.path)
+        with self.told():
+            self.lock = claim(self.path)
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         """Writes a new file, and makes it last."""
         sha, size = hashlib.sha256(), 0
-        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        with self.told():
+            descriptor = os.open(self.path / name, NEW, 0o666)
         try:
-            for piece in pieces:
+            for piece in pieces:  # what goes wrong in making one is not ours to tell
+                with self.told():
+                    done = 0
+                    while done < len(piece):
+                        done += os.write(descriptor, piece[done:])
                 sha.update(piece)
-                done = 0
-                while done < len(piece):
-                    done += os.write(descriptor, piece[done:])
                 size += len(piece)
                 self.progress.add(len(piece))
                 del piece  # it holds the tensor that it is of, and the next is about to be made
-            os.fsync(descriptor)
+            with self.told():
+                os.fsync(descriptor)
         finally:
-            os.close(descriptor)
+            with self.told():
+                os.close(descriptor)
         self.files[name] = size, sha.hexdigest()
+
+    def settle(self, target: Path) -> None:
+        """Gives it its name."""
+        with self.told():
+            settle(self.path, target)
 
     def check(self) -> None:
         """Raises ValueError unless it holds what was put into it, and no more: a check may have written there."""
@@ -206,16 +228,3 @@ def cleared(folder: Folder) -> Iterator[None]:
     finally:
         if folder.lock is not None:
             os.close(folder.lock)
-
-
-@contextlib.contextmanager
-def told(destination: str | os.PathLike[str]) -> Iterator[None]:
-    """What the system says, in a line that tells what to do; texts of ours stay as they are."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(
-            f"cannot write {os.fspath(destination)}: {error.strerror}; make room, or give another path"
-        ) from error
