@@ -11,6 +11,8 @@ from .memory import prune_module
 from .migrate import Migration, migrate, plan_migrate
 from .proof import Proof
 from .prune import Pruning, Scorer, plan_prune, prune, random_scores
+from .recover import Repaired, recover
+from .regroup import Regrouping, plan_regroup, regroup
 from .select import Budget
 
 __all__ = [
@@ -18,11 +20,16 @@ __all__ = [
     "Migration",
     "Proof",
     "Pruning",
+    "Regrouping",
+    "Repaired",
     "Scorer",
     "migrate",
     "plan_migrate",
     "plan_prune",
+    "plan_regroup",
     "prune",
     "prune_module",
     "random_scores",
+    "recover",
+    "regroup",
 ]

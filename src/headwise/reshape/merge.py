@@ -18,25 +18,41 @@ from .maps import Maps, shared
 from .moments import Moments
 
 Method = Literal["first", "mean", "aligned", "fitted"]
-METHODS = ("first", "mean", "aligned", "fitted")
+METHODS: dict[str, str] = {
+    "first": "the first head of each group stands for all of it",
+    "mean": "the mean of each group's keys and values",
+    "aligned": "the mean of each group's keys and values, turned to agree",
+    "fitted": "keys and values fitted to each group in least squares",
+}
+"""How heads come to share, in words."""
 
 
 @dataclass(frozen=True, eq=False)
-class Merged:
-    """A layer with fewer key-value heads.
+class Merge:
+    """How a layer gets fewer key-value heads; `apply` does it.
 
     Attributes:
-        weights: The layer; its query heads stand in the order in which groups read them.
         groups: Which of the former key-value heads each one stands for.
-        heads: The former numbers of the query heads, in their new order.
+        keys: How the former keys enter the shared ones, and are read from them.
+        values: The same for values.
         lost: The share that the shared ones miss of what queries see of the keys, and outputs of the values: in squares
             over the tokens of the moments.
     """
 
-    weights: HeadWeights
     groups: Groups
-    heads: tuple[int, ...]
+    keys: Maps
+    values: Maps
     lost: tuple[float, float]
+
+    def heads(self, group: int) -> tuple[int, ...]:
+        """The former numbers of the query heads in their new order, where `group` of them read a key-value head."""
+        return tuple(kv * group + n for some in self.groups for kv in some for n in range(group))
+
+    def apply(self, weights: HeadWeights) -> HeadWeights:
+        """The layer with fewer key-value heads; its query heads stand in the order in which groups read them."""
+        if all(len(group) == 1 for group in self.groups):
+            return weights
+        return shared(weights, self.keys, self.values, self.groups)
 
 
 def merge(
@@ -47,8 +63,8 @@ def merge(
     moments: Moments | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
-) -> Merged:
-    """Let groups of key-value heads share one: multi-head attention becomes grouped-query or multi-query.
+) -> Merge:
+    """How groups of key-value heads come to share one: multi-head attention becomes grouped-query or multi-query.
 
     Args:
         weights: The layer, with any number K of key-value heads.
@@ -56,7 +72,7 @@ def merge(
         method: What a group shares: its "first" head's keys and values; their "mean" (Ainslie et al. 2023, arXiv
             2305.13245); the mean of heads that were "aligned" (arXiv 2412.20677, see `align`); or what is "fitted" to
             all of them in least squares (see `fit`).
-        moments: Of the layer's heads on calibration text, for "aligned", "fitted" and `Merged.lost`; without them the
+        moments: Of the layer's heads on calibration text, for "aligned", "fitted" and `Merge.lost`; without them the
             weights alone tell how alike heads are.
         groups: Which heads share; by default neighbours, with "aligned" and "fitted" those that lose least.
         seed: Of the search for groups, where there are too many to try them all.
@@ -78,19 +94,15 @@ def merge(
         chosen = check_groups(groups, weights.num_kv_heads)
         if len(chosen) != num_kv_heads:
             raise ValueError(f"groups are num_kv_heads = {num_kv_heads} in number; got {len(chosen)}")
-    elif method in ("aligned", "fitted"):
+    elif method in ("aligned", "fitted") and 1 < num_kv_heads < weights.num_kv_heads:
         differ = aligned_differences if method == "aligned" else fitted_differences
         chosen = grouped(differ(weights, known), num_kv_heads, seed)
     else:
         chosen = contiguous(weights.num_kv_heads, num_kv_heads)
     keys, values = _maps(weights, known, chosen, method)
     uses = query_uses(weights, known), output_uses(weights)
-    return Merged(
-        weights=shared(weights, keys, values, chosen),
-        groups=chosen,
-        heads=tuple(kv * weights.group + n for group in chosen for kv in group for n in range(weights.group)),
-        lost=(keys.missed(known.key, uses[0], chosen), values.missed(known.value, uses[1], chosen)),
-    )
+    lost = keys.missed(known.key, uses[0], chosen), values.missed(known.value, uses[1], chosen)
+    return Merge(chosen, keys, values, lost)
 
 
 def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method) -> tuple[Maps, Maps]:

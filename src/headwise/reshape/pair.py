@@ -72,12 +72,8 @@ class Pair:
         With `calls`, queries and keys are seen as well.
         """
         with ExitStack() as undo:
-            undo.enter_context(torch.no_grad())
             undo.enter_context(torch.compiler.set_stance("force_eager"))
-            for model in (self.original, self.changed):
-                for part in [part for part in model.modules() if part.training]:
-                    undo.callback(setattr, part, "training", True)
-                    part.training = False
+            undo.enter_context(resting(self.original, self.changed))
             for name, where in self.layers.items():
                 self._hook(undo, name, where)
             if calls:
@@ -115,6 +111,20 @@ class Pair:
 
 class _Enough(Exception):
     """Ends a forward pass: all that was wanted was seen."""
+
+
+@contextmanager
+def resting(*models: nn.Module) -> Iterator[None]:
+    """Without gradients and in eval mode inside the with block; afterwards each module is in the mode it was in."""
+    training = [part for model in models for part in model.modules() if part.training]
+    try:
+        for part in training:
+            part.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def _part(model: nn.Module, name: str) -> nn.Module:
