@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .errors import ModelError, one_line
 from .fields import harmless, taken
@@ -19,6 +20,7 @@ from .files import fill, opened, parse_json, read_bytes, read_part
 from .folder import INDEX, SINGLE, Weights, find_weights, folder_config
 from .headers import Stored
 from .layouts import layouts
+from .loading import build
 from .proof import prove
 
 CONFIGS = (
@@ -146,6 +148,10 @@ class Checkpoint:
         """
         weights = [self.folder.resolve() / name for name in self._open]
         return prove(folder, self.config if compare else None, weights, request)
+
+    def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PreTrainedModel:
+        """A model of its architecture, or of another one: see `headwise.hf.loading.build`."""
+        return build(config, state)
 
     def check(self) -> None:
         """Raises ModelError unless every file is what it was when the folder was opened."""

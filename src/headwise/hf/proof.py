@@ -30,7 +30,7 @@ def prove(
         config: The original's config, checked; None where there is none to compare with.
         weights: Its weights files.
         request: ``gates``, a factor for every head of every layer in the order in which they attend; ``ids`` of a text
-            and ``mask_id``; ``speed``, whether to measure it.
+            and ``mask_id``; ``speed``, whether to measure it; ``same``, false where the outputs are not to be the same.
 
     Raises:
         ModelError: transformers does not load the folder, or the process died.

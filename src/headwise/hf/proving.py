@@ -41,7 +41,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         told["tokens"] = max((x.shape[1] for name, x in given.items() if name.endswith("ids")), default=None)
         told["cache_bytes"] = [model and _cache_bytes(model, given) for model in (before, after)]
         told["loss"] = [model and _loss(model, request) for model in (before, after)]
-        if before is not None:
+        if before is not None and request.get("same", True):
             told |= compare(before, after, given, request.get("gates"))  # from here on its heads are switched off
         if request.get("speed"):
             told["seconds"] = speed([before, after] if before is not None else [after, after])

@@ -11,6 +11,8 @@ from .memory import prune_module
 from .migrate import Migration, migrate, plan_migrate
 from .proof import Proof
 from .prune import Pruning, plan_prune, prune
+from .recover import Repaired, recover
+from .regroup import Regrouping, plan_regroup, regroup
 from .scores import Scorer, by_call, by_twins, random_scores
 from .select import Budget
 
@@ -19,13 +21,18 @@ __all__ = [
     "Migration",
     "Proof",
     "Pruning",
+    "Regrouping",
+    "Repaired",
     "Scorer",
     "by_call",
     "by_twins",
     "migrate",
     "plan_migrate",
     "plan_prune",
+    "plan_regroup",
     "prune",
     "prune_module",
     "random_scores",
+    "recover",
+    "regroup",
 ]

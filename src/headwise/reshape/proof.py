@@ -32,9 +32,10 @@ class Proof:
         if self.mask_id is not None:
             check_counts(0, mask_id=self.mask_id)
 
-    def request(self, gates: list[list[int]] | None) -> dict[str, Any]:
-        """As the process reads it."""
-        return {"ids": list(self.ids) or None, "mask_id": self.mask_id, "speed": self.speed, "gates": gates}
+    def request(self, gates: list[list[int]] | None, *, same: bool = True) -> dict[str, Any]:
+        """As the process reads it; not `same` where the outputs are to differ, and the losses tell by how much."""
+        asked = {"ids": list(self.ids) or None, "mask_id": self.mask_id, "speed": self.speed, "gates": gates}
+        return asked if same else {**asked, "same": False}
 
 
 PLAIN = Proof()

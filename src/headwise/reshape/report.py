@@ -28,6 +28,7 @@ def markdown(facts: Mapping[str, Any], source: Source, further: str = "") -> byt
     if facts["gone"]:
         heads = [(layer, ", ".join(map(str, heads))) for layer, heads in facts["gone"].items()]
         paragraphs.append(_table(("layer", f"heads that {facts['verb']}"), heads))
+    paragraphs += [_table(head, body) for head, body in facts.get("tables", ())]
     paragraphs += [_table(("", "before", "after"), rows(facts)), " ".join(_proof(facts.get("proof")))]
     dropped = getattr(source, "dropped", ())
     if dropped:
