@@ -180,7 +180,7 @@ def gpt2_shapes() -> dict[str, tuple[int, ...]]:
         (lambda made: made.config.update(model_type=3), "how 3 stores its heads is not known"),
         (
             lambda made: made.config.update(num_hidden_layers=3),
-            "config.json counts 3 layers of .* and of number 2 it is not",
+            "config.json counts 3 layers, and the weights hold 2 at .*: number 2 is missing",
         ),
         (
             lambda made: made.config.update(num_attention_heads=5, num_key_value_heads=5),

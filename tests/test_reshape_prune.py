@@ -127,9 +127,12 @@ def test_a_result_that_differs_is_never_there(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_proof_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
-    source = saved(FAMILIES["mixtral"], tmp_path / "source")
+    source, row = tmp_path / "source", FAMILIES["mixtral"]
+    quiet(lambda: row.build().to(torch.bfloat16).save_pretrained(source, max_shard_size="9KB"))
     with hf.checkpoint(source) as opened:
+        assert len([name for name in opened.inputs if name.endswith(".safetensors")]) > 2
         facts = prune(opened, tmp_path / "new", keep_fraction=0.5, scores=random_scores())
+        assert {entry.dtype for entry in opened.tensors.values()} == {torch.bfloat16}
     seconds = facts["proof"]["seconds"]
     assert facts["proof"]["identical"] in (True, False) and facts["proof"]["difference"] <= 1e-5
     assert all(len(seconds[what]) == 2 and min(seconds[what]) > 0 for what in ("read", "write"))

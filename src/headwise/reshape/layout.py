@@ -137,7 +137,11 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
         count = fields.size(_count(role, fields))
         if sorted(found) != list(range(count)):
             odd = sorted(set(found) ^ set(range(count)))[0]
-            raise ValueError(f"config.json counts {count} layers of {path}, and of number {odd} it is not so")
+            what = "missing" if odd < count else "one too many"
+            raise ValueError(
+                f"config.json counts {count} layers, and the weights hold {len(found)} at {path}: number {odd} is "
+                f"{what}; further layers (that predict several tokens, say) would keep heads that the config denies"
+            )
         alone = len(way["layers"]) == 1
         sizes = sizes_of(fields, role)
         for index, (prefix, tensors) in sorted(found.items()):

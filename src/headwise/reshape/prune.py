@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,7 +58,7 @@ class Pruning:
     zero: bool
     notes: tuple[str, ...]
 
-    @property
+    @cached_property
     def gone(self) -> dict[str, list[int]]:
         """The heads that go, by layer; layers that lose none are left out."""
         lost = {
