@@ -136,7 +136,6 @@ def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
     import torch
 
     config, draw = model.config, torch.Generator().manual_seed(SEED)
-    text = config.get_text_config()
     given: dict[str, Any] = {}
     kinds = [model.main_input_name] + ["decoder_input_ids"] * bool(config.is_encoder_decoder)
     for name in kinds:
@@ -150,12 +149,24 @@ def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
             given[name] = torch.tensor([ids[: _room(config, 128)]])
         else:
             rows = 1 if ids is not None else 2
-            given[name] = torch.randint(text.vocab_size, (rows, _room(config, 24)), generator=draw)
+            given[name] = words(config, (rows, _room(config, 24)), draw)
     return given
+
+
+def words(config: Any, shape: tuple[int, int], draw: Any) -> Any:
+    """Random ids of words; those with a meaning of their own (an image's place, say) are left out."""
+    import torch
+
+    special = {
+        n for key, n in config.to_dict().items() if key.endswith(("_token_id", "_token_index")) and type(n) is int
+    }
+    free = torch.tensor([n for n in range(config.get_text_config().vocab_size) if n not in special])
+    return free[torch.randint(len(free), shape, generator=draw)]
 
 
 def _room(config: Any, wanted: int) -> int:
     """How many tokens a text may have here: `wanted`, or what the model has positions for, some put aside."""
+    config = config.get_text_config()
     positions = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
     return max(2, min(wanted, (positions or wanted) - 4))
 
@@ -213,7 +224,7 @@ def speed(models: list[Any]) -> dict[str, Any]:
         return {"read": _times(models, lambda model: None, lambda model, _: model(**given))}
     length = _room(one.config, 256)
     draw = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(one.config.get_text_config().vocab_size, (1, length), generator=draw)
+    ids = words(one.config, (1, length), draw)
     told = {"tokens": length, "read": _times(models, lambda model: None, lambda model, _: model(ids))}
     if _decodes(one):
         told["write"] = [t / WRITTEN for t in _times(models, lambda model: model(ids, use_cache=True), _write)]

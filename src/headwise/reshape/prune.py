@@ -91,7 +91,7 @@ class Pruning:
 
     def facts(self, context: int = 8192) -> dict[str, Any]:
         """What changes, as plain data: heads, sizes, class, and what `headwise.plan` counts at so many tokens."""
-        before, after = (self._counts(config) for config in (self.family.config, self.target.config))
+        before, after = self._counts(pruned=False), self._counts(pruned=not self.zero)
         went = sum(map(len, self.gone.values()))
         heads = sum(layer.sizes.H for layer in self.family.layers)
         verb = "were zeroed" if self.zero else "went"
@@ -109,17 +109,19 @@ class Pruning:
             "model_type": [self.family.model_type, self.target.model_type],
             "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
             "context": context,
-            "plan": [planned(config, context) for config in (self.family.config, self.target.config)],
+            "plan": [
+                planned(config, context) for config in (self.family.whole(self.family.config), self.target.config)
+            ],
         }
 
-    def _counts(self, config: Mapping[str, Any]) -> dict[str, int]:
-        """Heads and key-value heads of a config, by field."""
-        after = config is not self.family.config and not self.zero
+    def _counts(self, *, pruned: bool) -> dict[str, int]:
+        """Heads and key-value heads, by the config's fields."""
         counts: dict[str, int] = {}
         for field, layers in self.family.counts.items():
-            sizes = self.kept[layers[0].key].sizes(layers[0].sizes) if after else layers[0].sizes
+            whole = layers[0].sizes
+            sizes = self.kept[layers[0].key].sizes(whole) if pruned else whole
             counts[field] = sizes.H
-            if sizes.K != sizes.H or layers[0].sizes.K != layers[0].sizes.H:
+            if whole.group > 1 or sizes.group > 1:
                 counts["num_key_value_heads"] = sizes.K
         return counts
 
@@ -167,7 +169,7 @@ def plan_prune(
         scores = scores(family.layers)
     values = None if scores is None else choose.checked_scores(family, scores)
     chosen, notes = select(family, source.tensors, Wish(gone, values, keep_fraction, budget, zero))
-    goal = Target(family.model_type, dict(family.config)) if zero else _target(family, chosen)
+    goal = Target(family.model_type, family.whole(family.config)) if zero else _target(family, chosen)
     return Pruning(source, family, chosen, goal, zero, notes)
 
 
