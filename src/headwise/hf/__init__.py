@@ -23,6 +23,7 @@ from .caching import make_cache
 from .checkpoints import Checkpoint, checkpoint
 from .errors import ModelError
 from .interface import NAME
+from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
@@ -39,6 +40,7 @@ __all__ = [
     "StructuralMask",
     "WatchCallback",
     "checkpoint",
+    "layouts",
     "load",
     "make_cache",
     "probe",

@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .errors import ModelError, one_line
 from .fields import harmless, taken
 from .files import fill, opened, parse_json, read_bytes, read_part
 from .folder import INDEX, SINGLE, Weights, find_weights, folder_config
 from .headers import Stored
+from .layouts import layouts
+from .loading import build
+from .proof import prove
 
 CONFIGS = (
     "chat_template.json",
@@ -69,10 +73,12 @@ class Checkpoint:
         tensors: every tensor by name, with `dtype` and `shape`.
         files: the files beside config and weights that belong to a copy: tokenizer, generation_config.json, licence.
         inputs: every file that is read.
+        layouts: how checkpoints of the known architectures store attention.
     """
 
     def __init__(self, folder: Path, raw: dict[str, Any], weights: Weights, before: Mapping[str, Identity]) -> None:
         self.folder = folder
+        self.layouts = layouts()
         self.config: Mapping[str, Any] = taken(raw, f"{folder}/config.json")
         self.dropped = tuple(sorted(raw.keys() - self.config.keys()))
         self.tensors: Mapping[str, Stored] = {
@@ -134,6 +140,18 @@ class Checkpoint:
         table = parse_json(content, f"{self.folder}/{file}")
         safe = harmless(table)
         yield content if safe == table else json.dumps(safe, indent=2, ensure_ascii=False).encode() + b"\n"
+
+    def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
+        """Loads what was made of this checkpoint in a fresh process, and compares it with this one if asked.
+
+        See `headwise.hf.proof.prove`.
+        """
+        weights = [self.folder.resolve() / name for name in self._open]
+        return prove(folder, self.config if compare else None, weights, request)
+
+    def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PreTrainedModel:
+        """A model of its architecture, or of another one: see `headwise.hf.loading.build`."""
+        return build(config, state)
 
     def check(self) -> None:
         """Raises ModelError unless every file is what it was when the folder was opened."""

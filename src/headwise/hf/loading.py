@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .errors import ModelError, one_line
 from .fields import class_of_config, known_keys
@@ -100,7 +101,8 @@ def load(
     if kind_of_number is None:
         kind_of_number = torch.float32 if where.type == "cpu" else _dtype_of(weights)
     tokenizer = load_tokenizer(folder, config)
-    model = _fill(cls, config, weights, kind_of_number, folder).to(where).eval()
+    state = _read(weights, folder)
+    model = _fill(cls, config, state, kind_of_number, str(folder)).to(where).eval()
     model.config.name_or_path = name
     vocabulary = model.get_input_embeddings().num_embeddings
     return Loaded(
@@ -209,23 +211,39 @@ def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: W
         )
 
 
-def _fill(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, weights: Weights, dtype: torch.dtype, folder: Path
-) -> PreTrainedModel:
-    """The model with its weights. transformers is handed tensors, not the folder, so it reads nothing else in there."""
+def build(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The text model of a config, as `Checkpoint.config` has it, and of its tensors; in float32, in eval mode.
+
+    Raises:
+        ModelError: transformers has no such text model, or the tensors do not make it whole.
+    """
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    return _fill(_class_of(dict(config), made), made, dict(state), torch.float32, "the changed model").eval()
+
+
+def _read(weights: Weights, folder: Path) -> dict[str, torch.Tensor]:
     try:
-        state = {name: tensor for file in weights.files.values() for name, tensor in load_file(file).items()}
+        return {name: tensor for file in weights.files.values() for name, tensor in load_file(file).items()}
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{folder}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
+
+
+def _fill(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype, where: str
+) -> PreTrainedModel:
+    """The model with its weights. transformers is handed tensors, not a folder, so it reads nothing else in there."""
+    try:
         with _quietly():
             model, report = cls.from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
             )
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{folder}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{where}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
     faults = {kind: sorted(map(str, report.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
     for kind, names in faults.items():
         if names:
             raise ModelError(
-                f"{folder}: {len(names)} {kind.replace('_', ' ')}, {names[0][:80]!r} first, so those weights would be "
+                f"{where}: {len(names)} {kind.replace('_', ' ')}, {names[0][:80]!r} first, so those weights would be "
                 f"random; the files do not hold a whole {cls.__name__}: download them anew"
             )
     return model

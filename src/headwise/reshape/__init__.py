@@ -1,1 +1,38 @@
-"""Reshape: prune heads, regroup them, and write checkpoints that load anywhere."""
+"""Reshape models head by head: prune heads, share keys and values in fewer, write checkpoints that load anywhere.
+
+>>> import headwise.hf, headwise.models, headwise.reshape
+>>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
+...     plan = headwise.reshape.plan_prune(opened, keep_fraction=0.5, scores=headwise.reshape.random_scores())
+>>> [len(heads) for heads in plan.gone.values()]
+[4, 4, 4, 4]
+"""
+
+from .memory import prune_module
+from .migrate import Migration, migrate, plan_migrate
+from .proof import Proof
+from .prune import Pruning, plan_prune, prune
+from .recover import Repaired, recover
+from .regroup import Regrouping, plan_regroup, regroup
+from .scores import Scorer, by_call, by_twins, random_scores
+from .select import Budget
+
+__all__ = [
+    "Budget",
+    "Migration",
+    "Proof",
+    "Pruning",
+    "Regrouping",
+    "Repaired",
+    "Scorer",
+    "by_call",
+    "by_twins",
+    "migrate",
+    "plan_migrate",
+    "plan_prune",
+    "plan_regroup",
+    "prune",
+    "prune_module",
+    "random_scores",
+    "recover",
+    "regroup",
+]
