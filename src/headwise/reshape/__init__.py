@@ -7,8 +7,11 @@
 [4, 4, 4, 4]
 """
 
+from .heal import Recipe, heal
+from .healed import facts_of, write_healed
 from .memory import prune_module
 from .migrate import Migration, migrate, plan_migrate
+from .processes import Processes
 from .proof import Proof
 from .prune import Pruning, Scorer, plan_prune, prune, random_scores
 from .recover import Repaired, recover
@@ -18,11 +21,15 @@ from .select import Budget
 __all__ = [
     "Budget",
     "Migration",
+    "Processes",
     "Proof",
     "Pruning",
+    "Recipe",
     "Regrouping",
     "Repaired",
     "Scorer",
+    "facts_of",
+    "heal",
     "migrate",
     "plan_migrate",
     "plan_prune",
@@ -32,4 +39,5 @@ __all__ = [
     "random_scores",
     "recover",
     "regroup",
+    "write_healed",
 ]

@@ -1,0 +1,186 @@
+"""``headwise regroup`` and ``headwise heal``."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .output import console, progress
+from .reshape import AsJson, DryRun, Out, Verify, _check_out, _libraries, _print, _rows
+from .texts import read_text
+
+MOST_TOKENS = 1 << 16  # of a text that heads are compared on; more tells little more
+MOST_HELD = 16  # windows that healing measures on
+PIECE = 1 << 17  # characters that are cut into tokens at once
+
+
+def _regroup(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or hub name.")],
+    kv_heads: Annotated[int, typer.Option(help="Key-value heads of each layer that are left.")],
+    method: Annotated[
+        str, typer.Option(help="What a group shares: first, mean, aligned or fitted keys and values.")
+    ] = "fitted",
+    text: Annotated[str | None, typer.Option(help="The text to compare heads on, and to recover on.")] = None,
+    file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Solve W_O and the values anew on the text, in closed form.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="For the search for groups, where there are many heads.")] = 0,
+    out: Out = None,
+    dry_run: DryRun = False,
+    verify: Verify = True,
+    as_json: AsJson = False,
+) -> None:
+    """Let groups of heads share keys and values (MHA to GQA or MQA); stock transformers loads the result."""
+    _check_out(out, dry_run)
+    given = text is not None or file is not None
+    if recover and not given:
+        raise typer.BadParameter(
+            "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
+        )
+    content = read_text(text, file) if given else None
+    with progress() as show:
+        show("loading the libraries")
+        hf = _libraries("headwise regroup")
+        from headwise import reshape
+
+        folder, _ = hf.hub.find_folder(model, lambda _: None)
+        with hf.checkpoint(folder) as source:
+            loaded, rows = None, []
+            if content is not None:
+                show("reading the model")
+                loaded = hf.load(folder)
+                rows = _ids(loaded, content)
+            wish: dict[str, Any] = {"method": method, "model": loaded and loaded.model, "rows": rows, "seed": seed}
+            tell = _told(show)
+            if dry_run or out is None:
+                facts = reshape.plan_regroup(source, kv_heads, **wish, progress=tell).facts()
+            else:
+                proof = _proof(reshape, rows) if verify else None
+                wish |= {"recovering": recover, "proof": proof, "progress": tell}
+                facts = reshape.regroup(source, out, kv_heads, **wish)
+    _show(facts, None if dry_run else out, as_json)
+
+
+def _heal(
+    folder: Annotated[str, typer.Argument(help="The checkpoint folder to heal.")],
+    teacher: Annotated[str, typer.Option(help="The original: a checkpoint folder or hub name.")],
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")],
+    file: Annotated[str, typer.Option("--corpus", "--file", help="A text file to learn on (UTF-8); - is stdin.")],
+    rows: Annotated[int, typer.Option(help="Windows of text a step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 1e-4,
+    text_weight: Annotated[
+        float, typer.Option(help="What the text's own loss counts beside the teacher's word.")
+    ] = 0.0,
+    every: Annotated[int, typer.Option(help="Steps between measurements, and between states on disk.")] = 50,
+    seed: Annotated[int, typer.Option(help="Which windows of the text are read.")] = 0,
+    out: Out = None,
+    verify: Verify = True,
+    as_json: AsJson = False,
+) -> None:
+    """Train a changed model to say what its original says; started again, it goes on where it stopped."""
+    if out is None:
+        raise typer.BadParameter("give --out, the folder to write")
+    _check_out(out, False)
+    content = read_text(None, file)
+    with progress() as show:
+        show("loading the libraries")
+        hf = _libraries("headwise heal")
+        from headwise import reshape
+
+        recipe = reshape.Recipe(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
+        with hf.checkpoint(folder) as source:
+            show("reading the models")
+            student, original = hf.load(folder), hf.load(teacher)
+            _check_pair(student, original)
+            stream = _stream(student, content)
+            first = student.bos_id
+            cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
+            held = stream[len(stream) - cut :].view(-1, length) if cut else None
+            state = Path(out).with_name(f"{Path(out).name}.heal-state")
+            show("healing")
+            curve = reshape.heal(
+                student.model,
+                original.model,
+                stream[: len(stream) - cut],
+                recipe,
+                held=held,
+                first=first,
+                state=state,
+                every=every,
+                progress=lambda done, total: show(done, total),
+            )
+            if reshape.Processes.here().rank:  # one of several processes writes
+                return
+            facts = reshape.facts_of(source, teacher, recipe, curve)
+            show("writing")
+            proof = reshape.Proof(tuple(held[0].tolist()) if held is not None else ()) if verify else None
+            facts = reshape.write_healed(source, student.model, out, facts, proof=proof)
+            with contextlib.suppress(OSError):
+                state.unlink()
+    _show(facts, out, as_json)
+
+
+def _ids(loaded: Any, content: str) -> list[Any]:
+    """The text's tokens in rows (1, T), evenly from all of it where it is long."""
+    import torch
+
+    rows = _rows(loaded, content)
+    total = sum(map(len, rows))
+    step = max(1, -(-total // MOST_TOKENS))
+    return [torch.tensor([row]) for row in rows[::step]]
+
+
+def _stream(loaded: Any, content: str) -> Any:
+    """All of a text's tokens in one row, without special ones."""
+    import torch
+
+    ids: list[int] = []
+    for start in range(0, len(content), PIECE):
+        ids += loaded.tokenizer(content[start : start + PIECE], add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def _check_pair(student: Any, teacher: Any) -> None:
+    sizes = [loaded.model.get_input_embeddings().num_embeddings for loaded in (student, teacher)]
+    if sizes[0] != sizes[1] or {student.kind, teacher.kind} != {"decoder"}:
+        raise typer.BadParameter(
+            f"--teacher {teacher.name}: a {teacher.kind} of {sizes[1]} tokens, and the model to heal is "
+            f"a {student.kind} of {sizes[0]}; both are decoders of one vocabulary"
+        )
+
+
+def _proof(reshape: Any, rows: list[Any]) -> Any:
+    """Text that was not fitted to, where there is some: every fifth row."""
+    kept = rows[4::5] or rows[-1:]
+    return reshape.Proof(tuple(int(i) for row in kept for i in row[0]))
+
+
+def _told(show: Any) -> Any:
+    """What is being done, and how much of it is."""
+    now = [""]
+
+    def tell(what: str, done: int, total: int) -> None:
+        if what != now[0]:
+            now[0] = what
+            show(what, total)
+        show(done, total)
+
+    return tell
+
+
+def _show(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
+    """The tables of a regrouping or a healing, then those that every reshaped checkpoint has."""
+    if not as_json:
+        from rich.table import Table
+
+        for head, body in facts["tables"]:
+            table = Table(*head)
+            for row in body:
+                table.add_row(*row)
+            console().print(table)
+    _print(facts, out, as_json)
