@@ -96,6 +96,8 @@ def check(job: str, p: Tensor, want: Tensor) -> None:
     some = want.any(-1)
     assert bool(((p * want).sum(-1)[some] > 0.999).all()), job
     assert bool((p.max(-1).values[~some] > 0.999).all()), job
+    if job.startswith(("broad", "local band")):
+        torch.testing.assert_close(p, want / want.sum(-1, keepdim=True).double(), rtol=0, atol=1e-6)  # float32 weights
 
 
 @pytest.mark.parametrize("rest", ["first", "scattered"])

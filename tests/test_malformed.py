@@ -152,13 +152,16 @@ def test_places_of_small_types_are_places() -> None:
 # Records, which the library fills: plain dataclasses. Bases and protocols: for those who derive from them.
 RECORDED = """
     Explanation HeadStatistics RowStatistics TopKeys AttentionCall Stage Trace Probe QuantizationError HeadRecord Look
-    RoleScore Role AttentionPlan AttentionShape ContextCost Accuracy Mask Head Quantized KVCache Inner LatentCache
+    Score Evidence Passage Role AttentionPlan AttentionShape ContextCost Accuracy Mask Head Quantized KVCache Inner
+    LatentCache
 """
 RECORDS = RECORDED.split()
 # Handed on: by whom, and so checked where.
 HANDED_ON = {
     "unwrap": "anything is its own inside",
     "Probe.record": "by what watches a model",
+    "Role.plays": "numbers of a measurement",
+    "Score.from_list": "by HeadRecord.from_dict",
 }
 
 

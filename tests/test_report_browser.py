@@ -17,7 +17,7 @@ from hostile import HUGE, PAYLOADS
 from looks import codes, make_look, words
 
 from headwise import report
-from headwise.look import Look, RoleScore
+from headwise.look import Look, Score
 from headwise.report import page as page_module
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
@@ -184,9 +184,11 @@ def test_an_encoders_head_shows_what_it_attends_ahead(opened: Any) -> None:
     assert bars == pytest.approx(masses, abs=6e-4) and max(bars) == bars[9] > 0.8  # -8 ... 0, then +1
     places = page.locator("#offsets .tick text").all_text_contents()
     assert [place for place in places if place[0] in "+\u2212"] == [f"{sign}{k}" for sign, k in PLACES]
-    assert [head for head in page.locator("#table th").all_text_contents() if head == "next"] == ["next"]
+    assert [head for head in page.locator("#table th").all_text_contents() if head == "next-token"] == ["next-token"]
     page = opened(make_look(layers=1, heads=5)).page
-    assert page.locator("#offsets .mass").count() == 9 and "next" not in page.locator("#table thead").text_content()
+    assert (
+        page.locator("#offsets .mass").count() == 9 and "next-token" not in page.locator("#table thead").text_content()
+    )
 
 
 @pytest.mark.parametrize("encoder", [False, True])
@@ -256,7 +258,7 @@ def test_the_text_is_tinted_by_the_weights_of_the_token_pointed_at(opened: Any) 
 def test_the_table_sorts(opened: Any) -> None:
     look = make_look(layers=3, heads=5)
     page = opened(look).page
-    header = page.locator("#table th[data-key=entropy]")
+    header = page.locator("#table th[data-key='0']")
     for direction in ("descending", "ascending"):
         header.locator("button").click()
         assert header.get_attribute("aria-sort") == direction
@@ -288,7 +290,7 @@ def hostile_look() -> Look:
     """Every payload as a token, and as role, source, module, kind and name as far as there are heads."""
     look = make_look(layers=4, heads=26, tokens=PAYLOADS, model="".join(PAYLOADS[:6]))
     heads = tuple(
-        replace(head, module=text, roles=(RoleScore(text or "empty", 0.9, 0.4, text),))
+        replace(head, module=text, part=text, scores={text: Score(text, 0.9, 0.1, 0.4, 7, plays=True, detail=text)})
         for head, text in zip(look.heads, PAYLOADS * 2, strict=False)
     )
     return replace(look, heads=heads, kind=PAYLOADS[1], version=PAYLOADS[2])

@@ -17,8 +17,7 @@ from full_disks import files_of_at_most, small_disk
 from looks import make_look
 
 import headwise
-from headwise import report
-from headwise.report import disk
+from headwise import disk, report
 
 SOURCE = str(Path(headwise.__file__).parent.parent)
 

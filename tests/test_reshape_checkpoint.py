@@ -65,6 +65,15 @@ def test_a_snapshot_of_the_local_cache(tmp_path: Path) -> None:
         opened.check()
 
 
+def test_the_same_weights_in_another_format_are_not_read(tmp_path: Path) -> None:
+    """Some repositories hold them twice, for two programs."""
+    folder = made(tmp_path / "model", shards=2)
+    for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "model.fp16.safetensors"):
+        (folder / name).write_bytes(b"not ours")
+    with hf.checkpoint(folder) as opened:
+        assert opened.tensors.keys() == tensors().keys() and not {*os.listdir(folder)} <= {*opened.inputs}
+
+
 # -- the config -------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import pytest
 from reshape_models import Made, decoder
 
 from headwise.plan import of
-from headwise.reshape import Budget, plan_prune, random_scores
+from headwise.reshape import Budget, by_call, by_twins, plan_prune, random_scores
 from headwise.reshape.choose import parse_heads
 
 Scores = dict[tuple[str, int], float]
@@ -24,7 +24,7 @@ def kept(source: Made, **wish: Any) -> dict[str, tuple[int, ...]]:
     return {key: some.query for key, some in plan_prune(source, **wish).kept.items()}
 
 
-# --- named heads -------------------------------------------------------------------------------------------------------
+# --- named heads ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("heads", ["0.1, 1.3", {0: [1], "1": [3]}, [(0, 1), ("1", 3)]])
@@ -38,7 +38,7 @@ def test_layers_of_an_encoder_with_a_decoder_have_names() -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "0.", "a.1", "0.1;1.3", "decoder.0.1", "-1.0", "0.1,,1.3", "0.9999999"])
 def test_a_text_that_names_no_head_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="heads are LAYER.HEAD with commas between, such as 0.1,3.7; got"):
+    with pytest.raises(ValueError, match=r"heads are LAYER\.HEAD with commas between, such as 0\.1,3\.7; got"):
         plan_prune(decoder(4, 4), heads=text)
 
 
@@ -89,7 +89,7 @@ def test_with_scores_nothing_more_goes_where_nothing_must() -> None:
     assert plan.gone == {"0": [3], "1": [1]} and plan.notes == ()
 
 
-# --- a fraction --------------------------------------------------------------------------------------------------------
+# --- a fraction -------------------------------------------------------------------------------------------------------
 
 
 def test_the_best_of_each_layer_stay() -> None:
@@ -124,7 +124,7 @@ def test_zeroed_heads_need_no_class_and_no_even_layers() -> None:
     assert plan.target.config == source.config
 
 
-# --- a budget ----------------------------------------------------------------------------------------------------------
+# --- a budget ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", [0, 17, 1000])
@@ -146,7 +146,9 @@ def test_the_most_heads_that_a_budget_allows_stay(context: int) -> None:
             if stay:
                 assert len(kept(source, budget=budget, scores=random_scores())["2"]) == stay
             else:
-                with pytest.raises(ValueError, match="is below .* MB, which weights and cache come to with the fewest"):
+                with pytest.raises(
+                    ValueError, match=r"is below .* MB, which weights and cache come to with the fewest"
+                ):
                     plan_prune(source, budget=budget, scores=random_scores())
 
 
@@ -163,12 +165,12 @@ def test_a_budget_takes_the_smaller_cache_where_it_must() -> None:
 )
 def test_a_budget_is_a_number_of_megabytes(numbers: Any) -> None:
     with pytest.raises(
-        ValueError, match="a budget is a number of megabytes above 0|context is a whole number of tokens"
+        ValueError, match=r"a budget is a number of megabytes above 0|context is a whole number of tokens"
     ):
         Budget(*numbers)
 
 
-# --- what is asked for -------------------------------------------------------------------------------------------------
+# --- what is asked for ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_a_wish_that_says_nothing_or_too_much_is_refused(wish: dict[str, Any], t
 @pytest.mark.parametrize("heads", [3, {0: 1}, [3], ["01"], [(0, 1, 2)]])
 @pytest.mark.unchecked
 def test_heads_of_another_kind_are_refused(heads: Any) -> None:
-    with pytest.raises(TypeError, match="heads are '0.1,3.7'"):
+    with pytest.raises(TypeError, match=r"heads are '0\.1,3\.7'"):
         plan_prune(decoder(4, 4), heads=heads)
 
 
@@ -207,3 +209,26 @@ def test_random_scores_are_the_same_again_and_others_by_seed() -> None:
     layers = plan_prune(decoder(4, 4), heads=[]).family.layers
     assert random_scores(3)(layers) == random_scores(3)(layers) != random_scores(4)(layers)
     assert len(set(random_scores()(layers).values())) == 8
+
+
+def test_scores_of_calls_belong_to_the_layers_in_their_order() -> None:
+    names = ["encoder.block.0.layer.0.SelfAttention", "encoder.block.1.layer.0.SelfAttention"]
+    names += [f"decoder.block.{n}.layer.{m}" for n in range(2) for m in ("0.SelfAttention", "1.EncDecAttention")]
+    shapes = {f"{name}.{part}.weight": (12, 12) for name in names for part in "qkvo"}
+    pair = Made(dict(model_type="t5", d_model=12, d_kv=4, num_heads=3, num_layers=2, vocab_size=7, d_ff=5), shapes)
+    layers = plan_prune(pair, heads=[]).family.layers
+    found = by_call([[10 * call + head for head in range(3)] for call in range(6)])(layers)
+    order = ["encoder.0", "encoder.1", "0", "cross.0", "1", "cross.1"]
+    assert found == {(key, head): 10 * call + head for call, key in enumerate(order) for head in range(3)}
+    with pytest.raises(ValueError, match="the model has 6 layers of 3 heads, the scores 5 of 3"):
+        by_call([[1, 2, 3]] * 5)(layers)
+
+
+def test_of_heads_that_are_alike_one_is_spared() -> None:
+    twins = [
+        ((0, 0), 0.3, (1, 1)),
+        ((0, 1), 0.9, (0, 0)),
+        ((1, 0), None, None),
+        ((1, 1), 0.2, (0, 0)),
+    ]
+    assert by_twins(twins) == [[1.3, 0.9], [1.0, 0.2]]

@@ -167,7 +167,7 @@ def gpt2_shapes() -> dict[str, tuple[int, ...]]:
     return {"h.0.attn.c_attn.weight": (28, 84), "h.0.attn.c_proj.weight": (28, 28)}
 
 
-# --- layers that are not where they should be --------------------------------------------------------------------------
+# --- layers that are not where they should be -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -165,9 +165,9 @@ def test_what_no_class_loads_is_refused_with_the_reason_and_the_way_out(family: 
     heads: Heads = {"olmo2": WITHIN}.get(family, MHA)
     if family in ("bart", "whisper"):
         heads = {f"{role}{n}": [1] for n in range(2) for role in ("", "encoder.", "cross.")}
-    with hf.checkpoint(checkpoint(family)) as opened:  # type: ignore[operator]
-        with pytest.raises(ValueError, match=REFUSED[family]) as caught:
-            plan_prune(opened, heads=heads)
+    source = checkpoint(family)  # type: ignore[operator]
+    with hf.checkpoint(source) as opened, pytest.raises(ValueError, match=REFUSED[family]) as caught:
+        plan_prune(opened, heads=heads)
     assert "--zero" in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -15,7 +15,7 @@ from hf_folders import quiet
 from reshape_models import FAMILIES, proved, saved
 from safetensors.torch import load_file
 
-from headwise import hf
+from headwise import hf, plan
 from headwise.hf import proving
 from headwise.reshape import Proof, plan_prune, prune, random_scores
 from headwise.reshape.proof import require
@@ -49,6 +49,7 @@ def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
             heads={0: [1], 1: [3]},
             proof=Proof(IDS, speed=False),
             progress=lambda *step: done.append(step),
+            remark=lambda folder: f"In the end there is {sorted(path.name for path in folder.iterdir())[0]}.",
         )
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     names = {
@@ -56,6 +57,7 @@ def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
         "RESHAPE.md",
         "config.json",
         "generation_config.json",
+        "heads-plan.json",
         "headwise-manifest.json",
         "model.safetensors",
     }
@@ -66,9 +68,15 @@ def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
     assert told["class"] == "MistralForCausalLM" and told["difference"] <= 1e-5 and told["tokens"] == 60
     assert "| 0 | 1 |\n| 1 | 3 |" in text and "as MistralForCausalLM in a fresh process" in text
     assert "Written as mistral, which computes the same: llama wants d_model to be a multiple of" in text
+    assert text.endswith("\n\nIn the end there is LICENSE.\n")
+    heads = json.loads((tmp_path / "new" / "heads-plan.json").read_text())
+    assert heads == {"layers": {"0": {"keep": [0, 2, 3]}, "1": {"keep": [0, 1, 2]}}}
+    config = json.loads((source / "config.json").read_text())
+    planned = plan.of(config, context=8192, kv_dtype="fp32", heads_plan=heads).planned
+    assert planned.contexts[0].cache_bytes == facts["plan"][1]["cache_bytes"]
     for what, one, other in rows(facts):
         assert f"| {what} | {one} | {other} |" in text
-    assert told["parameters"] == [plan["parameters"] for plan in facts["plan"]]
+    assert told["parameters"] == [counted["parameters"] for counted in facts["plan"]]
     assert done[-1][0] == done[-1][1] and json.loads(json.dumps(facts)) == facts
 
 
@@ -81,7 +89,9 @@ def test_losses_are_those_of_the_ungated_original_and_of_the_result(tmp_path: Pa
     expected = []
     for folder in (source, tmp_path / "new"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        losses = [(float(model(ids, labels=ids).loss.detach()), ids.shape[1] - 1) for ids in (row, torch.tensor([IDS[60:]]))]
+        losses = [
+            (float(model(ids, labels=ids).loss.detach()), ids.shape[1] - 1) for ids in (row, torch.tensor([IDS[60:]]))
+        ]
         expected.append(sum(loss * n for loss, n in losses) / sum(n for _, n in losses))
     assert facts["proof"]["loss"] == pytest.approx(expected, rel=1e-4)
     assert abs(expected[0] - expected[1]) > 1e-3

@@ -46,7 +46,7 @@ def headwise(
 
 
 for command, name, example in (
-    (look.look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
+    (look._look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
     (importance.importance, "importance", "importance path/to/checkpoint --by gradient,zero"),
     (importance.ablate, "ablate", "ablate path/to/checkpoint --heads 3.1,2.4 --by mean"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
+from . import writing
+from .against import either, read_plan
 from .loading import load
 from .output import console, progress
 from .texts import read_text
 
-REPORT = "headwise-report.html"
 
-
-def look(
+def _look(  # private, for a command has as many options as its users need, and no one calls it from Python
     model: Annotated[
         str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
     ] = None,
@@ -25,26 +25,39 @@ def look(
         typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="The report to write.", show_default=f"{REPORT}; none with --json")
+        list[str] | None,
+        typer.Option(
+            help="What to write, by its end: the report (.html), tables (.parquet, .csv), all of it (.json), the head "
+            "card (.md), a figure (.svg, .png); several times for several.",
+            show_default=f"{writing.REPORT}; none with --json or --against",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another checkpoint, or a look's .json: show what changed from MODEL to it.")
+    ] = None,
+    kept: Annotated[
+        str | None, typer.Option(help="With --against: a heads plan (JSON), which heads of MODEL it kept.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
     content = read_text(text, file)
-    from headwise import report
+    names = writing.destinations(out, as_json, against)
+    plan = read_plan(kept, against)
+    result = either(model, lambda name: look_at(name, content, device, dtype))
+    if against is not None:
+        from headwise.look import compare
 
-    destination = out if out is not None else None if as_json else REPORT
-    if destination is not None:
-        report.check_destination(destination)
-        report.check_engine()
-    result = look_at(model, content, device, dtype)
-    size = None if destination is None else report.write(result, destination)
+        result = compare(result, either(against, lambda name: look_at(name, content, device, dtype)), kept=plan)
+    lines = writing.write(result, names)
     if as_json:
         print(result.to_json())
         return
-    _print_heads(result)
-    if size is not None and destination is not None:
-        print(f"{report.escape.visible(destination)} ({size / 1000:,.0f} kB): open it in a browser")
+    if against is None:
+        _print_heads(result)
+    else:
+        console().print(result.table())
+    print(*lines, sep="\n", end="\n" * bool(lines))
 
 
 def look_at(model: str | None, text: str, device: str, dtype: str | None) -> Any:

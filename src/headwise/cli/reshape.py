@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +15,10 @@ from .texts import read_text
 if TYPE_CHECKING:
     import rich.table
 
+MEASURED = ("importance", "ablation", "redundancy")
 CRITERIA = {"importance": "gradient", "ablation": "zero"}
 """What --by calls the criteria of `headwise.look.importance`."""
-PIECE = 2000  # characters of a text that are read at once, at most
+ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens that are read at once: at most, at least; and in all
 
 Out = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
@@ -36,11 +39,15 @@ def _prune(  # private, for a command has as many options as its users need, and
     by: Annotated[
         str | None,
         typer.Option(
-            help="What ranks heads: importance, ablation or random.", show_default="importance, but with --heads none"
+            help="What ranks heads: importance, ablation, redundancy or random.",
+            show_default="importance, but with --heads none",
         ),
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to rank by, and to compare losses on.")] = None,
     file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help=f"A file or folder of texts, or JSON Lines, instead; {TOKENS:,} tokens are read.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="For --by random.")] = 0,
     out: Out = None,
     zero: Annotated[
@@ -58,8 +65,8 @@ def _prune(  # private, for a command has as many options as its users need, and
     if sum(value is not None for value in ways.values()) != 1:
         raise typer.BadParameter("give one of --heads, --keep-fraction and --budget-mb")
     by = by if by is not None or heads is not None else "importance"
-    if by is not None and by not in ("random", *CRITERIA):
-        raise typer.BadParameter(f"--by is {', '.join(CRITERIA)} or random; got {by[:60]!r}")
+    if by is not None and by not in ("random", *MEASURED):
+        raise typer.BadParameter(f"--by is {', '.join(MEASURED)} or random; got {by[:60]!r}")
     with progress() as show:
         show("loading the libraries")
         hf = _libraries("headwise prune")
@@ -67,16 +74,21 @@ def _prune(  # private, for a command has as many options as its users need, and
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
-            rows, mask_id, scores = _read(hf, folder, text, file, by, seed, show)
+            texts = _texts(text, file, corpus) if (text, file, corpus) != (None,) * 3 or by in MEASURED else None
+            loaded, rows, scores = _read(hf, folder, texts, by, seed, show)
             wish: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "scores": scores, "zero": zero}
             if budget_mb is not None:
                 wish["budget"] = reshape.Budget(budget_mb, context or 0)
             if dry_run or out is None:
                 facts = reshape.plan_prune(source, **wish).facts(context or 8192)
             else:
-                proof = reshape.Proof(tuple(i for row in rows for i in row), mask_id) if verify else None
                 show("writing")
-                facts = reshape.prune(source, out, **wish, proof=proof, progress=lambda done, total: show(done, total))
+                roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
+                if verify:
+                    mask_id = None if loaded is None else loaded.mask_id
+                    wish["proof"] = reshape.Proof(tuple(i for row in rows for i in row), mask_id)
+                facts = reshape.prune(source, out, **{"proof": None, **wish}, progress=show, remark=roles)
+                facts |= {} if roles is None else {"roles": roles.told}
     _print(facts, None if dry_run else out, as_json)
 
 
@@ -100,7 +112,7 @@ def _migrate(
             else:
                 show("writing")
                 proof = reshape.Proof() if verify else None
-                facts = reshape.migrate(source, out, proof=proof, progress=lambda done, total: show(done, total))
+                facts = reshape.migrate(source, out, proof=proof, progress=show)
     _print(facts, None if dry_run else out, as_json)
 
 
@@ -120,56 +132,81 @@ def _libraries(command: str) -> Any:
     return hf
 
 
+class Roles:
+    """What each head does before and after, for the end of RESHAPE.md."""
+
+    def __init__(self, hf: Any, loaded: Any, row: list[int], show: Any) -> None:
+        self.hf, self.before, self.row, self.show = hf, loaded, row, show
+        self.told: dict[str, Any] = {}
+
+    def __call__(self, folder: Path) -> str:
+        """The comparison of the original with what is in the folder, as Markdown."""
+        from headwise import look
+        from headwise.reshape.report import PLAN
+
+        plan = json.loads((folder / PLAN).read_bytes()) if (folder / PLAN).exists() else None
+        self.show("comparing roles")
+        named = (("before", self.before), ("after", self.hf.load(folder)))
+        seen = [look.at(one.model, self.row, delimiters=one.delimiters, name=name) for name, one in named]
+        compared = look.compare(seen[0], seen[1], kept=plan)
+        self.told = compared.to_dict()
+        return f"## What the heads do\n\n```text\n{compared}\n```"
+
+
 def _read(
-    hf: Any, folder: Path, text: str | None, file: str | None, by: str | None, seed: int, show: Any
-) -> tuple[list[list[int]], int | None, Any]:
-    """The text's tokens in rows, the id of the mask, and what each head is worth."""
+    hf: Any, folder: Path, texts: Iterable[str] | None, by: str | None, seed: int, show: Any
+) -> tuple[Any, list[list[int]], Any]:
+    """The model and the texts' tokens in rows, where there are texts; and what each head is worth."""
     from headwise import look, reshape
 
     scores: Any = reshape.random_scores(seed) if by == "random" else None
-    if by in (None, "random") and text is None and file is None:
-        return [], None, scores
-    content = read_text(text, file)
+    if texts is None:
+        return None, [], scores
     show("reading the model")
     loaded = hf.load(folder)
-    rows = _rows(loaded, content)
-    mask_id = loaded.mask_id
+    rows = _rows(hf, loaded, texts)
+    show(f"ranking heads by {by}")
     if by in CRITERIA:
-        show(f"ranking heads by {by}")
-        found = look.importance(
-            loaded.model, rows, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show_steps(show)
+        found = look.importance(loaded.model, rows, by=CRITERIA[by], mask_id=loaded.mask_id, seed=seed, progress=show)
+        scores = reshape.by_call(found.scores(CRITERIA[by]))
+    elif by == "redundancy":
+        twins = look.redundancy(loaded.model, rows[0], progress=show).heads
+        scores = reshape.by_call(
+            reshape.by_twins(((twin.layer, twin.head), twin.output, twin.output_of) for twin in twins)
         )
-        scores = _named(found.scores(CRITERIA[by]))
-    return rows, mask_id, scores
+    return loaded, rows, scores
 
 
-def show_steps(show: Any) -> Any:
-    """Progress as `look` tells it."""
-    return lambda done, total: show(done, total)
+def _texts(text: str | None, file: str | None, corpus: str | None) -> Iterable[str]:
+    """The texts of the options."""
+    if corpus is None:
+        return [read_text(text, file)]
+    if text is not None or file is not None:
+        raise typer.BadParameter("give one of --text, --file and --corpus")
+    from headwise.look.corpus import documents
+
+    return documents(corpus)
 
 
-def _rows(loaded: Any, content: str) -> list[list[int]]:
-    """The tokens of a text in pieces that the model takes; those too short to learn from are left out."""
-    size = min(PIECE, loaded.max_positions or PIECE)
-    pieces = [content[start : start + size] for start in range(0, len(content), size)]
-    rows = [loaded.encode(piece)[0][0].tolist() for piece in pieces if piece.strip()]
-    long = [row for row in rows if len(row) >= 3]
+def _rows(hf: Any, loaded: Any, contents: Iterable[str]) -> list[list[int]]:
+    """The tokens of texts in rows that the model takes; an end is left out where it is too short to learn from."""
+    length = min(ROW, loaded.max_positions or ROW)
+    rows: list[list[int]] = []
+    for content in contents:
+        ids, _ = hf.tokens.encode(loaded.tokenizer, content, None)
+        rows += [ids[start : start + length] for start in range(0, len(ids), length)]
+        if sum(map(len, rows)) >= TOKENS:
+            break
+    long = [row for row in rows[: TOKENS // length] if len(row) >= SHORTEST]
     if not long:
-        raise typer.BadParameter("the text has too few tokens; give a longer one")
+        raise typer.BadParameter(f"the text has less than {SHORTEST} tokens; give a longer one")
     return long
-
-
-def _named(layers: list[list[float]]) -> dict[tuple[str, int], float]:
-    """Scores by the key of a layer, from the order in which the layers of a model with one stack attend."""
-    return {(str(layer), head): value for layer, heads in enumerate(layers) for head, value in enumerate(heads)}
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
 def _print(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
-    import json
-
     from headwise.report.escape import visible
 
     if as_json:

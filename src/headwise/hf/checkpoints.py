@@ -36,6 +36,7 @@ DATA = (
     "LICENSE",
     "LICENSE.md",
     "LICENSE.txt",
+    "USE_POLICY.md",
     "NOTICE",
     "NOTICE.txt",
     "added_tokens.json",
@@ -46,6 +47,7 @@ DATA = (
     "source.spm",
     "spiece.model",
     "spm.model",
+    "tekken.json",
     "target.spm",
     "tokenizer.json",
     "tokenizer.model",
@@ -217,16 +219,18 @@ def _check_shards(folder: Path, weights: Weights) -> None:
         raise ModelError(
             f"{folder}: holds both {SINGLE} and {INDEX}, and only one of them can be meant; remove what is old"
         )
-    stray = [name for name in names if NUMBERED.fullmatch(name) and name not in weights.files]
+    sets = {(m[1], m[3]) for name in weights.files if (m := NUMBERED.fullmatch(name))}
+    stems = {stem for stem, _ in sets} | {"model"}  # the same weights in another format have another name
+    stray = [name for name in names if (m := NUMBERED.fullmatch(name)) and m[1] in stems and name not in weights.files]
     if stray:
         raise ModelError(
             f"{folder}: {stray[0]!r} belongs to no index; remove it, or get the index that names it: download anew"
         )
-    sets = {(m[1], m[3]) for name in weights.files if (m := NUMBERED.fullmatch(name))}
-    wanted = {f"{stem}-{n:05}-of-{total}.safetensors" for stem, total in sets for n in range(1, int(total) + 1)}
-    missing = sorted(wanted - weights.files.keys())
-    if missing:
-        raise ModelError(f"{folder}: the index names no {missing[0]!r}, so tensors are missing; download it anew")
+    for stem, total in sorted(sets):
+        wanted = (f"{stem}-{n:05}-of-{total}.safetensors" for n in range(1, int(total) + 1))
+        missing = next((name for name in wanted if name not in weights.files), None)
+        if missing is not None:
+            raise ModelError(f"{folder}: the index names no {missing!r}, so tensors are missing; download it anew")
     for name, metadata in weights.metadata.items():
         if metadata.get("format", "pt") not in FORMATS:
             raise ModelError(

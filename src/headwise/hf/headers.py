@@ -18,7 +18,7 @@ MAX_HEADER = 16 << 20
 """Bytes: some 100,000 tensors. The format allows six times as many, which take a gigabyte once they are parsed."""
 
 TENSOR = re.compile(r"[\w.-]{1,255}", re.ASCII)
-MAX_DIMS, MAX_SIZE = 16, 1 << 40
+MAX_DIMS, MAX_NUMEL = 16, 1 << 48
 NUMBERS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -74,7 +74,7 @@ def _entry(name: str, entry: Any, base: int, where: str) -> Stored:
     shape, dtype, offsets = table.get("shape"), table.get("dtype"), table.get("data_offsets")
     if not TENSOR.fullmatch(name):
         raise ModelError(f"{where}: {name[:80]!r} is no name of a tensor (letters, digits, '.', '_', '-'); get it anew")
-    if not isinstance(dtype, str) or not _counts(shape, MAX_DIMS, MAX_SIZE):
+    if not isinstance(dtype, str) or not _counts(shape, MAX_DIMS, MAX_NUMEL) or prod(map(_or_1, shape)) > MAX_NUMEL:
         raise ModelError(f"{where}: the tensor {name[:80]!r} has no shape and dtype; download the file anew")
     if dtype not in NUMBERS:
         raise ModelError(
@@ -90,6 +90,11 @@ def _entry(name: str, entry: Any, base: int, where: str) -> Stored:
             f"{where}: the tensor {name[:80]!r} has {size:,} bytes, and {shape} of {dtype} is {needed:,}; get it anew"
         )
     return Stored(NUMBERS[dtype], tuple(shape), start, size)
+
+
+def _or_1(size: int) -> int:
+    """Strides are made of these: a tensor without a number has some, too."""
+    return max(size, 1)
 
 
 def _counts(value: Any, most: int, largest: int) -> TypeGuard[list[int]]:

@@ -16,6 +16,7 @@ GATED = "reshape_gated"
 OUTPUTS = ("logits", "logits_per_image", "last_hidden_state")
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain operations, in any sizes
 SEED = 7
+ENOUGH = 10.0  # seconds of timing
 WRITTEN = 4  # tokens of the speed test; `_room` leaves place for them
 
 
@@ -227,9 +228,15 @@ def _write(model: Any, out: Any) -> None:
 
 
 def _times(models: list[Any], prepare: Any, run: Any) -> list[float]:
-    """The median of five runs of each model, by turns, after one that warms up; what prepares a run is not counted."""
+    """The median of five runs of each model, by turns, after one that warms up; what prepares a run is not counted.
+
+    Of a large model there are fewer runs: no more begin once they have taken long enough.
+    """
     taken: list[list[float]] = [[] for _ in models]
+    began = time.perf_counter()
     for turn in range(6):
+        if turn > 1 and time.perf_counter() - began > ENOUGH:
+            break
         for model, times in zip(models, taken, strict=True):
             ready = prepare(model)
             start = time.perf_counter()

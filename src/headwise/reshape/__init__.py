@@ -13,9 +13,10 @@ from .memory import prune_module
 from .migrate import Migration, migrate, plan_migrate
 from .processes import Processes
 from .proof import Proof
-from .prune import Pruning, Scorer, plan_prune, prune, random_scores
+from .prune import Pruning, plan_prune, prune
 from .recover import Repaired, recover
 from .regroup import Regrouping, plan_regroup, regroup
+from .scores import Scorer, by_call, by_twins, random_scores
 from .select import Budget
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "Regrouping",
     "Repaired",
     "Scorer",
+    "by_call",
+    "by_twins",
     "facts_of",
     "heal",
     "migrate",

@@ -115,13 +115,12 @@ class Form:
         return tensor
 
     def zero(self, tensor: Tensor, sizes: Sizes, kept: Kept) -> Tensor:
-        """The tensor of all heads, with 0 in what o_proj reads of those that go; other tensors as they are."""
-        if "o" not in self.parts():
-            return tensor
-        whole = torch.zeros_like(tensor)
-        for n, places in self._places(sizes, kept):
-            whole.index_copy_(n, places, tensor.index_select(n, places))
-        return whole
+        """The tensor itself, with 0 in what o_proj reads of the heads that go; other tensors stay as they are."""
+        if "o" in self.parts():
+            for n, places in self._places(sizes, kept):
+                goes = torch.ones(tensor.shape[n], dtype=torch.bool).index_fill_(0, places, False)
+                tensor.index_fill_(n, goes.nonzero().flatten(), 0)
+        return tensor
 
     def full(self, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
         """The shape with all heads of `sizes`; the lengths of axes without heads are those of `shape`."""

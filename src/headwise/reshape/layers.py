@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,9 @@ def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) ->
         ValueError: latent attention, whose keys and values are not of that form.
     """
     if family.is_latent:
-        raise ValueError(f"{family.model_type} makes keys and values from a small shared vector: none to be shared further")
+        raise ValueError(
+            f"{family.model_type} makes keys and values from a small shared vector: none to be shared further"
+        )
     parts: dict[str, Tensor] = {}
     per_head: dict[str, Tensor] = {}
     output_bias = _output_bias(layer)
@@ -45,10 +47,12 @@ def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) ->
             for part, some in _cut(tensor, form, layer):
                 parts[f"{NAMES[part]}_bias" if tensor.ndim == 1 else NAMES[part]] = some
     norm: Norm = family.about.get("norm", "rms")
-    return HeadWeights(**parts, norm=norm, turns=turns_of(family, layer), per_head=per_head)  # type: ignore[arg-type]
+    return HeadWeights(**parts, norm=norm, turns=turns_of(family, layer), per_head=per_head)
 
 
-def layer_tensors(family: Family, layer: Layer, weights: HeadWeights, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def layer_tensors(
+    family: Family, layer: Layer, weights: HeadWeights, read: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
     """The tensors of a layer, from weights that may have fewer heads; those without heads are as `read` gives them."""
     made: dict[str, Tensor] = {}
     output_bias = _output_bias(layer)

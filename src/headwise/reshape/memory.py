@@ -163,7 +163,7 @@ def _check_together(family: Family, kept: Mapping[str, Kept]) -> None:
     for role in family.same_heads:
         if len({kept[layer.key] for layer in family.layers if layer.role == role}) > 1:
             raise ValueError(
-                f"the {role} layers share one table of position biases with a column a head; name the same heads in each"
+                f"the {role} layers share one table of position biases, a column a head; name the same heads in each"
             )
     if family.about.get("one_count") and len({len(some.query) for some in kept.values()}) > 1:
         raise ValueError(
@@ -175,7 +175,7 @@ def _check_shapes(layer: Layer, state: Mapping[str, Tensor]) -> None:
     for name, one in layer.tensors.items():
         if not one.fits(state[name].shape, layer.sizes):
             raise ValueError(
-                f"{name} is {tuple(state[name].shape)} and not of the {layer.sizes.H} heads in the model's config; if it "
+                f"{name} is {tuple(state[name].shape)}, not of the {layer.sizes.H} heads in the model's config; if it "
                 "was pruned before, each layer by another number, load it anew"
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,10 @@ from .choose import OR_ZERO, Scores
 from .classes import Target, target
 from .layout import Family, Layer, check_shapes, family_of
 from .proof import PLAIN, Proof, planned, require
-from .report import README, RESHAPE, ZEROED, markdown, readme
+from .report import PLAN, README, RESHAPE, ZEROED, markdown, readme
+from .scores import Scorer, in_order
 from .select import Budget, Wish, bytes_of, counts_of, loadable, select
+from .shards import as_json
 from .source import Source
 from .write import Planned, kept, write
 
@@ -34,20 +35,6 @@ class Known(Source, Protocol):
 
     def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
         """What a fresh process tells of the result."""
-
-
-Scorer = Callable[[tuple[Layer, ...]], Scores]
-"""Says what each head is worth: from the layers to a number for every (key of the layer, head). The least go first."""
-
-
-def random_scores(seed: int = 0) -> Scorer:
-    """A scorer that knows nothing: what any other has to beat."""
-
-    def score(layers: tuple[Layer, ...]) -> Scores:
-        draw = random.Random(seed)
-        return {(layer.key, head): draw.random() for layer in layers for head in range(layer.sizes.H)}
-
-    return score
 
 
 @dataclass(frozen=True)
@@ -92,11 +79,13 @@ class Pruning:
             planned = transposed(planned)
         return planned
 
+    def heads_plan(self) -> dict[str, Any]:
+        """The heads that stay, by layer, as `headwise.plan.of` reads it."""
+        return {"layers": {key: {"keep": list(some.query)} for key, some in self.kept.items()}}
+
     def gates(self) -> list[list[int]]:
         """1 for each head that stays and 0 for each that goes, layer by layer in the order in which they attend."""
-        order = sorted(
-            self.family.layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross")
-        )
+        order = in_order(self.family.layers)
         return [[int(head in self.kept[layer.key].query) for head in range(layer.sizes.H)] for layer in order]
 
     def facts(self, context: int = 8192) -> dict[str, Any]:
@@ -230,6 +219,7 @@ def prune(
     zero: bool = False,
     proof: Proof | None = PLAIN,
     progress: Callable[[int, int], None] | None = None,
+    remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
     """Takes heads out of a checkpoint, and writes one that stock transformers loads: whole, or not at all.
 
@@ -250,9 +240,11 @@ def prune(
             size and speed.
         proof: With what to prove the result before it gets its name; None: unproved.
         progress: Called with the bytes done and the bytes in all.
+        remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
 
     Returns:
-        What changed and what was proved, as plain data; RESHAPE.md in the folder tells the same.
+        What changed and what was proved, as plain data; RESHAPE.md in the folder tells the same. `heads-plan.json` in
+        it says which heads stayed, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
         ValueError, OSError: in one line, what is wrong; then nothing was written.
@@ -265,9 +257,10 @@ def prune(
             told = source.prove(folder, proof.request(plan.gates()))
             require(told)
             facts["proof"] = told
-        return {RESHAPE: markdown(facts, source)}
+        further = "" if remark is None else remark(folder)
+        return {RESHAPE: markdown(facts, source, further)}
 
-    note = {README: readme("Zeroed heads", ZEROED)} if zero else {}
+    note = {README: readme("Zeroed heads", ZEROED)} if zero else {PLAN: as_json(plan.heads_plan())}
     write(
         destination,
         config=plan.target.config,

@@ -9,7 +9,7 @@ from typing import Any
 from ..plan.units import show, show_bytes
 from .source import Source
 
-README, RESHAPE = "README.md", "RESHAPE.md"
+README, RESHAPE, PLAN = "README.md", "RESHAPE.md", "heads-plan.json"
 ZEROED = (
     "Heads of this model were zeroed, not taken out: it is as large and as slow as the original, and its outputs are "
     "those of the original with these heads switched off."
@@ -22,8 +22,8 @@ def readme(title: str, *notes: str) -> bytes:
     return f"# {title}\n\n{' '.join(notes)}\n\n{RESHAPE} has the details.\n".encode()
 
 
-def markdown(facts: Mapping[str, Any], source: Source) -> bytes:
-    """RESHAPE.md of the facts."""
+def markdown(facts: Mapping[str, Any], source: Source, further: str = "") -> bytes:
+    """RESHAPE.md of the facts; `further` is Markdown to end with."""
     paragraphs = [f"# {facts['done']}", *(_sentence(note) for note in facts["notes"])]
     if facts["gone"]:
         heads = [(layer, ", ".join(map(str, heads))) for layer, heads in facts["gone"].items()]
@@ -35,6 +35,7 @@ def markdown(facts: Mapping[str, Any], source: Source) -> bytes:
         names = ", ".join(f"`{key}`" for key in dropped)
         paragraphs.append(f"Keys of config.json that its class does not know were left out: {names}.")
     paragraphs.append("The manifest beside this file has the checksum of every file, the original's too.")
+    paragraphs += [further] if further else []
     return ("\n\n".join(paragraphs) + "\n").encode()
 
 

@@ -20,14 +20,14 @@ function buildGrid() {
 
 function buildTile(head) {
   const canvas = el("canvas", { "aria-hidden": "true" });
-  const [role, score] = head.roles[0] ?? [];
-  const name = role === undefined ? "" : look.roles[role].name;
+  const { role, value } = head.roles[0] ?? {};
+  const name = role === undefined ? "" : look.roles[role].label;
   const label = el("span", { className: "role" }, name ? `${plainText(name, 18)}` : "\u00a0");
   const button = el("button", { type: "button", className: "tile", tabIndex: -1 }, canvas, label);
   button.setAttribute("aria-label", `Layer ${head.layer}, head ${head.head}: ${rolesText(head) || "no role"}`);
   button.title = `${head.name} ${rolesText(head)}`;
   button.style.setProperty("--role", roleColour(role));
-  button.style.setProperty("--strength", score ?? 0);
+  button.style.setProperty("--strength", value ?? 0);
   button.addEventListener("click", () => selectHead(head.index));
   tiles[head.index] = { button, canvas };
   return el("div", { role: "gridcell", className: "cell" }, button);
@@ -73,7 +73,7 @@ function markTile(head) {
 
 // The filter: chips above, everything that does not match steps back.
 function buildRoles() {
-  const counts = look.roles.map((_, i) => heads.filter((head) => head.roles.some(([role]) => role === i)).length);
+  const counts = look.roles.map((role) => role.played);
   const none = heads.filter((head) => !head.roles.length).length;
   const chip = (name, count, role, title) => {
     const button = el("button", { type: "button", className: "chip", "aria-pressed": "false", title });
@@ -91,7 +91,7 @@ function buildRoles() {
     byId("roles").append(button);
   };
   chip("all heads", heads.length, null, "Show every head");
-  look.roles.forEach((role, i) => chip(plainText(role.name, 40), counts[i], i, plainText(role.formula || role.source, 300)));
+  look.roles.forEach((role, i) => role.played && chip(plainText(role.label, 40), counts[i], i, plainText(role.formula || role.source, 300)));
   if (none) chip("no role", none, undefined, "Heads that play none of the roles looked for");
 }
 
@@ -104,6 +104,6 @@ function filterGrid() {
 
 // Of the heads shown, the one with the highest score in a chosen role.
 function strongest(shown) {
-  const score = (head) => Math.max(0, ...head.roles.filter(([role]) => state.roles.has(role)).map(([, value]) => value));
+  const score = (head) => Math.max(0, ...head.roles.filter(({ role }) => state.roles.has(role)).map(({ value }) => value));
   return shown.reduce((best, head) => (score(head) > score(best) ? head : best));
 }

@@ -4,12 +4,6 @@ const LEVELS = look.maps.levels;
 let codes = null; // Uint8Array: all maps, one after the other
 const starts = [];
 
-async function inflate(base64) {
-  const packed = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
-
 async function loadMaps() {
   codes = await inflate(look.maps.data);
   let start = 0;

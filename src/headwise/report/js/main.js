@@ -9,9 +9,9 @@ function fillHeader() {
 }
 
 function fillAbout() {
-  for (const s of look.statistics) byId("definitions").append(el("dt", {}, s.label), el("dd", {}, s.meaning));
+  for (const s of look.statistics) if (s.role === null) byId("definitions").append(el("dt", {}, s.label), el("dd", {}, s.meaning));
   look.roles.forEach((role, i) => {
-    const term = el("dt", {}, el("i"), plainText(role.name, 60));
+    const term = el("dt", {}, el("i"), plainText(role.label, 60));
     term.style.setProperty("--role", roleColour(i));
     const parts = [role.formula, role.source].filter(Boolean).map((part) => plainText(part, 500));
     byId("sources").append(term, ...parts.map((part) => el("dd", {}, part)));
@@ -24,9 +24,9 @@ function fillAbout() {
 }
 
 // One role of the open head, spelt out: score against threshold, definition, source.
-function played([role, score, threshold, baseline]) {
-  const { name, formula, source } = look.roles[role];
-  const item = el("li", {}, el("i"), el("b", {}, plainText(name, 60)), ` ${number(score, 3)} (threshold ${number(threshold, 2)}, uniform attention ${number(baseline, 2)}) `);
+function played({ role, value, threshold, chance }) {
+  const { label, formula, source } = look.roles[role];
+  const item = el("li", {}, el("i"), el("b", {}, plainText(label, 60)), ` ${number(value, 3)} (threshold ${number(threshold, 2)}, chance ${number(chance, 2)}) `);
   item.append([formula, source].filter(Boolean).map((part) => plainText(part, 500)).join(" \u2014 "));
   item.style.setProperty("--role", roleColour(role));
   return item;
@@ -35,9 +35,9 @@ function played([role, score, threshold, baseline]) {
 function showHead(head) {
   byId("head-title").textContent = `Layer ${head.layer}, head ${head.head}`;
   byId("module").textContent = plainText(head.module, 80) + (head.call ? ` (call ${head.call})` : "");
-  const numbers = look.statistics.filter((s) => head[s.key] !== null);
+  const numbers = look.statistics.map((s, i) => ({ ...s, value: head.values[i] })).filter((s) => s.value !== null);
   byId("numbers").replaceChildren(
-    ...numbers.map((s) => el("div", { title: s.meaning }, el("dt", {}, s.label), el("dd", {}, number(head[s.key], s.digits)))),
+    ...numbers.map((s) => el("div", { title: plainText(s.meaning, 300) }, el("dt", {}, plainText(s.label, 30)), el("dd", {}, number(s.value, s.digits)))),
   );
   const none = el("li", {}, "Plays none of the roles looked for.");
   byId("played").replaceChildren(...(head.roles.length ? head.roles.map(played) : [none]));
@@ -85,8 +85,8 @@ function listen() {
 // The head that is open at first: the best-known role of any head, at its strongest.
 function firstHead() {
   for (const name of ["induction", "previous-token", "next-token"]) {
-    const role = look.roles.findIndex((r) => r.name === name);
-    const score = (head) => head.roles.find(([r]) => r === role)?.[1] ?? 0;
+    const role = look.roles.findIndex((r) => r.label === name);
+    const score = (head) => head.roles.find((r) => r.role === role)?.value ?? 0;
     const best = role < 0 ? null : heads.reduce((a, b) => (score(b) > score(a) ? b : a));
     if (best && score(best)) return best.index;
   }
@@ -100,8 +100,9 @@ function say(message) {
 
 async function main() {
   fillHeader();
-  if (!heads.length) return say("This look holds no heads.");
+  if (!look.heads.head.length) return say("This look holds no heads.");
   if (!globalThis.DecompressionStream) return say("This browser is too old to unpack the maps: open the report in one of 2023 or later.");
+  await loadNumbers();
   await loadMaps();
   fillAbout();
   buildRoles();

@@ -3,18 +3,18 @@
 const sorting = { key: "index", down: false };
 
 function columns() {
-  const numbers = look.statistics.filter((s) => heads.some((head) => head[s.key] !== null));
+  const numbers = look.statistics.map((s, key) => ({ ...s, key })).filter(({ key }) => heads.some((head) => head.values[key] !== null));
   return [
     { key: "index", label: "head", meaning: "layer.head", show: (head) => head.name, value: (head) => head.index },
-    ...numbers.map((s) => ({ ...s, show: (head) => number(head[s.key], s.digits), value: (head) => head[s.key] })),
-    { key: "roles", label: "roles", meaning: "with their scores", show: rolesText, value: (head) => head.roles[0]?.[1] ?? null },
+    ...numbers.map((s) => ({ ...s, label: plainText(s.label, 30), show: (head) => number(head.values[s.key], s.digits), value: (head) => head.values[s.key] })),
+    { key: "roles", label: "roles", meaning: "with their scores", show: rolesText, value: (head) => head.roles[0]?.value ?? null },
   ];
 }
 
 function buildTable() {
   const header = el("tr");
   for (const column of columns()) {
-    const button = el("button", { type: "button", title: column.meaning }, column.label);
+    const button = el("button", { type: "button", title: plainText(column.meaning, 300) }, column.label);
     button.addEventListener("click", () => {
       sorting.down = sorting.key === column.key ? !sorting.down : column.key !== "index";
       sorting.key = column.key;
@@ -36,7 +36,7 @@ function fillTable() {
     return sign * (x - y) || a.index - b.index;
   });
   for (const th of byId("table").tHead.rows[0].cells) {
-    const active = th.dataset.key === sorting.key;
+    const active = th.dataset.key === String(sorting.key);
     th.setAttribute("aria-sort", active ? (sorting.down ? "descending" : "ascending") : "none");
   }
   byId("table").tBodies[0].replaceChildren(...order.map((head) => tableRow(head, shown)));
@@ -63,11 +63,11 @@ function tableRow(head, shown) {
 }
 
 function badges(head) {
-  return head.roles.map(([role, score, threshold]) => {
-    const { name, formula, source } = look.roles[role];
-    const badge = el("span", { className: "badge" }, el("i"), plainText(name, 40), el("b", {}, number(score, 2)));
+  return head.roles.map(({ role, value, threshold }) => {
+    const { label, formula, source } = look.roles[role];
+    const badge = el("span", { className: "badge" }, el("i"), plainText(label, 40), el("b", {}, number(value, 2)));
     badge.style.setProperty("--role", roleColour(role));
-    badge.title = [`score ${number(score, 3)}, threshold ${number(threshold, 2)}`, formula, source].filter(Boolean).map((s) => plainText(s, 300)).join("\n");
+    badge.title = [`score ${number(value, 3)}, threshold ${number(threshold, 2)}`, formula, source].filter(Boolean).map((s) => plainText(s, 300)).join("\n");
     return badge;
   });
 }
