@@ -110,43 +110,29 @@ def test_without_matplotlib_the_curve_is_there_alone(monkeypatch: pytest.MonkeyP
     assert healed.picture_of(healed.Curve([2.0], [])) is None
 
 
+HEAL = "heal FOLDER --teacher FOLDER --steps"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("line", "text"),
     [
-        (["regroup", "FOLDER", "--kv-heads", "1"], "give --out, the folder to write, or --dry-run"),
-        (["regroup", "FOLDER", "--kv-heads", "1", "--out", "FOLDER"], "is there already; give a new name"),
-        (["regroup", "FOLDER", "--kv-heads", "1", "--recover", "--dry-run"], "--recover needs a text to fit to"),
-        (["regroup", "FOLDER", "--kv-heads", "3", "--dry-run"], "2 key-value heads share 1, 2 in equal groups; got"),
-        (["regroup", "FOLDER", "--kv-heads", "1", "--method", "best", "--dry-run"], "method is one of first, mean"),
-        (["regroup", "nowhere", "--kv-heads", "1", "--dry-run"], "nowhere"),
-        (["heal", "FOLDER", "--teacher", "FOLDER", "--steps", "1", "--corpus", "TEXT"], "give --out, the folder"),
-        (["heal", "FOLDER", "--teacher", "FOLDER", "--steps", "0", "--corpus", "TEXT", "--out", "NEW"], "steps is at"),
-        (
-            ["heal", "FOLDER", "--teacher", "FOLDER", "--steps", "1", "--corpus", "gone", "--out", "NEW"],
-            "cannot be read",
-        ),
-        (
-            [
-                "heal",
-                "FOLDER",
-                "--teacher",
-                "FOLDER",
-                "--steps",
-                "1",
-                "--corpus",
-                "TEXT",
-                "--out",
-                "NEW",
-                "--length",
-                "9999",
-            ],
-            "a window is 9999 tokens, and the text has",
-        ),
+        ("regroup FOLDER --kv-heads 1", "give --out, the folder to write, or --dry-run"),
+        ("regroup FOLDER --kv-heads 1 --out FOLDER", "is there already; give a new name"),
+        ("regroup FOLDER --kv-heads 1 --recover --dry-run", "--recover needs a text to fit to"),
+        ("regroup FOLDER --kv-heads 3 --dry-run", "2 key-value heads share 1, 2 in equal groups; got num_kv_heads 3"),
+        ("regroup FOLDER --kv-heads 1 --method best --dry-run", "method is one of first, mean, aligned, fitted; got"),
+        ("regroup FOLDER --kv-heads 1 --file TEXT --corpus TEXT --dry-run", "give one of --text, --file and --corpus"),
+        ("regroup nowhere --kv-heads 1 --dry-run", "nowhere"),
+        (f"{HEAL} 1 --file TEXT", "give --out, the folder"),
+        (f"{HEAL} 1 --out NEW", "give --file or --corpus, the text to learn on"),
+        (f"{HEAL} 0 --corpus TEXT --out NEW", "steps is at least 1; got 0"),
+        (f"{HEAL} 1 --file gone --out NEW", "cannot be read"),
+        (f"{HEAL} 1 --corpus TEXT --out NEW --length 9999", "a window is 9999 tokens, and the text has"),
     ],
 )
-def test_what_a_user_gets_wrong_is_one_line(arguments: list[str], text: str, folder: Path, tmp_path: Path) -> None:
+def test_what_a_user_gets_wrong_is_one_line(line: str, text: str, folder: Path, tmp_path: Path) -> None:
     names = {"FOLDER": folder, "TEXT": folder.parent / "text.txt", "NEW": tmp_path / "new"}
-    done = invoke(*(names.get(one, one) for one in arguments))
+    done = invoke(*(names.get(one, one) for one in line.split()))
     assert done.exit_code == 2, done.output
     message = done.stderr.strip()
     assert message.startswith("headwise: ") and text in message and "\n" not in message

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .output import console, progress
-from .reshape import AsJson, DryRun, Out, Verify, _check_out, _libraries, _print, _rows
-from .texts import read_text
+from .reshape import AsJson, DryRun, Out, Verify, _check_out, _libraries, _print, _rows, _texts
 
-MOST_TOKENS = 1 << 16  # of a text that heads are compared on; more tells little more
 MOST_HELD = 16  # windows that healing measures on
-PIECE = 1 << 17  # characters that are cut into tokens at once
+Corpus = Annotated[str | None, typer.Option(help="A file or folder of texts, or JSON Lines, instead.")]
 
 
 def _regroup(
@@ -25,6 +24,7 @@ def _regroup(
     ] = "fitted",
     text: Annotated[str | None, typer.Option(help="The text to compare heads on, and to recover on.")] = None,
     file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
+    corpus: Corpus = None,
     recover: Annotated[
         bool, typer.Option("--recover", help="Solve W_O and the values anew on the text, in closed form.")
     ] = False,
@@ -36,24 +36,26 @@ def _regroup(
 ) -> None:
     """Let groups of heads share keys and values (MHA to GQA or MQA); stock transformers loads the result."""
     _check_out(out, dry_run)
-    given = text is not None or file is not None
+    given = (text, file, corpus) != (None,) * 3
     if recover and not given:
         raise typer.BadParameter(
             "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
         )
-    content = read_text(text, file) if given else None
+    texts = _texts(text, file, corpus) if given else None
     with progress() as show:
         show("loading the libraries")
         hf = _libraries("headwise regroup")
+        import torch
+
         from headwise import reshape
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
             loaded, rows = None, []
-            if content is not None:
+            if texts is not None:
                 show("reading the model")
                 loaded = hf.load(folder)
-                rows = _ids(loaded, content)
+                rows = [torch.tensor([row]) for row in _rows(hf, loaded, texts)]
             wish: dict[str, Any] = {"method": method, "model": loaded and loaded.model, "rows": rows, "seed": seed}
             tell = _told(show)
             if dry_run or out is None:
@@ -69,7 +71,8 @@ def _heal(
     folder: Annotated[str, typer.Argument(help="The checkpoint folder to heal.")],
     teacher: Annotated[str, typer.Option(help="The original: a checkpoint folder or hub name.")],
     steps: Annotated[int, typer.Option(help="Updates of the weights.")],
-    file: Annotated[str, typer.Option("--corpus", "--file", help="A text file to learn on (UTF-8); - is stdin.")],
+    file: Annotated[str | None, typer.Option(help="A text file to learn on (UTF-8); - is stdin.")] = None,
+    corpus: Corpus = None,
     rows: Annotated[int, typer.Option(help="Windows of text a step.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 1e-4,
@@ -86,7 +89,9 @@ def _heal(
     if out is None:
         raise typer.BadParameter("give --out, the folder to write")
     _check_out(out, False)
-    content = read_text(None, file)
+    if file is None and corpus is None:
+        raise typer.BadParameter("give --file or --corpus, the text to learn on")
+    texts = _texts(None, file, corpus)
     with progress() as show:
         show("loading the libraries")
         hf = _libraries("headwise heal")
@@ -97,7 +102,7 @@ def _heal(
             show("reading the models")
             student, original = hf.load(folder), hf.load(teacher)
             _check_pair(student, original)
-            stream = _stream(student, content)
+            stream = _stream(hf, student, texts)
             first = student.bos_id
             cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
             held = stream[len(stream) - cut :].view(-1, length) if cut else None
@@ -125,23 +130,14 @@ def _heal(
     _show(facts, out, as_json)
 
 
-def _ids(loaded: Any, content: str) -> list[Any]:
-    """The text's tokens in rows (1, T), evenly from all of it where it is long."""
-    import torch
-
-    rows = _rows(loaded, content)
-    total = sum(map(len, rows))
-    step = max(1, -(-total // MOST_TOKENS))
-    return [torch.tensor([row]) for row in rows[::step]]
-
-
-def _stream(loaded: Any, content: str) -> Any:
-    """All of a text's tokens in one row, without special ones."""
+def _stream(hf: Any, loaded: Any, texts: Iterable[str]) -> Any:
+    """All tokens of all texts in one row, without the one that begins a text."""
     import torch
 
     ids: list[int] = []
-    for start in range(0, len(content), PIECE):
-        ids += loaded.tokenizer(content[start : start + PIECE], add_special_tokens=False)["input_ids"]
+    for text in texts:
+        found, _ = hf.tokens.encode(loaded.tokenizer, text, None)
+        ids += found[1:] if found[:1] == [loaded.bos_id] else found
     return torch.tensor(ids, dtype=torch.long)
 
 
