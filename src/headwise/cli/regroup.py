@@ -117,6 +117,7 @@ def _heal(
                 first=first,
                 state=state,
                 every=every,
+                accelerator=_accelerator(),
                 progress=lambda done, total: show(done, total),
             )
             if reshape.Processes.here().rank:  # one of several processes writes
@@ -139,6 +140,15 @@ def _stream(hf: Any, loaded: Any, texts: Iterable[str]) -> Any:
         found, _ = hf.tokens.encode(loaded.tokenizer, text, None)
         ids += found[1:] if found[:1] == [loaded.bos_id] else found
     return torch.tensor(ids, dtype=torch.long)
+
+
+def _accelerator() -> Any:
+    """accelerate's, where it is installed: it knows the devices, and what `accelerate config` says."""
+    try:
+        from accelerate import Accelerator  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return None
+    return Accelerator()
 
 
 def _check_pair(student: Any, teacher: Any) -> None:

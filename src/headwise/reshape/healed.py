@@ -90,7 +90,7 @@ def write_healed(
     extra = {CURVE: (json.dumps({"recipe": facts["recipe"], **facts["curve"]}, indent=1) + "\n").encode()}
     picture = picture_of(Curve(**facts["curve"]))
     if picture is None:
-        facts["notes"].append("there is no picture of the curve, for matplotlib is not installed")
+        facts["notes"].append("there is no picture of the curve, which matplotlib draws: pip install 'headwise[look]'")
     else:
         extra[PICTURE] = picture
 

@@ -37,7 +37,7 @@ class NormalEquations:
         self.yy += float(y.square().sum())
 
     def __add__(self, other: NormalEquations) -> NormalEquations:
-        made = NormalEquations(*self.xy.shape, self.xx.device)
+        made = NormalEquations(self.xy.shape[0], self.xy.shape[1], self.xx.device)
         made.xx, made.xy, made.yy = self.xx + other.xx, self.xy + other.xy, self.yy + other.yy
         return made
 

@@ -171,7 +171,7 @@ class _Run:
         call = samples[0][0].call
         layer = Layer(matrix.W, matrix.b, None if value.b is None else value.b[rows], call.key.shape[1])
         _check_heads(layer, value.W[:, rows], samples[0][0], name)
-        W = solve_values(layer, value.W[:, rows], *samples, steps)
+        W = solve_values(layer, value.W[:, rows], samples[0], samples[1], steps)
         if W is None:
             return done
         value.W[:, rows] = W
@@ -194,9 +194,8 @@ def _empty(matrix: Matrix) -> NormalEquations:
     return NormalEquations(n + (matrix.b is not None), m, matrix.W.device)
 
 
-def _with_ones(heads: Tensor | None, matrix: Matrix) -> Tensor:
+def _with_ones(heads: Tensor, matrix: Matrix) -> Tensor:
     """The heads side by side, and a 1 that meets the bias."""
-    assert heads is not None  # `begin` has seen that the module runs
     return heads if matrix.b is None else torch.cat([heads, heads.new_ones(*heads.shape[:-1], 1)], -1)
 
 

@@ -133,7 +133,8 @@ class _Maker:
             weights = read_weights(plan.source, plan.family, layer)
             merged = plan.merges[layer.key].apply(weights)
             anew = plan.repaired.get(layer.key, {})
-            merged = replace(merged, **{name: part.to(merged.query) for name, part in anew.items()})
+            parts: dict[str, Any] = {name: part.to(merged.query) for name, part in anew.items()}
+            merged = replace(merged, **parts)
             self.made = layer_tensors(plan.family, layer, merged, plan.source.read)
             self.key = layer.key
         return self.made
