@@ -18,7 +18,7 @@ from headwise.testing import constructed
 CONLLU = "1\tIt\t_\tPRON\t_\t_\t2\tnsubj\t_\t_\n2\tworks\t_\tVERB\t_\t_\t0\troot\t_\t_\n"
 
 
-def of(function: Callable[..., Any], **arguments: Any) -> Call:
+def of(function: Callable[..., Any], /, **arguments: Any) -> Call:
     return function, arguments
 
 

@@ -114,7 +114,9 @@ def test_random_numbers_go_on_where_they_were() -> None:
 
 
 def test_a_point_says_what_the_look_says(seen: Look) -> None:
-    point = Watch(Planted(), IDS, delimiters=DELIMITERS, repeats=FEW).step(3, loss=torch.tensor(1.25), lr=math.inf)
+    point = Watch(Planted(), IDS, delimiters=DELIMITERS, repeats=FEW).step(
+        3, loss=torch.tensor(1.25, requires_grad=True), lr=math.inf
+    )
     assert point is not None and point.step == 3 and point.numbers == {"loss": 1.25}
     for role, [row] in point.scores.items():
         assert row == tuple(round(head.value(role), 4) for head in seen.heads), role

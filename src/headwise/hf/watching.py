@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-class WatchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is Any here
+class WatchCallback(TrainerCallback):
     """Lets a `headwise.look.Watch` measure in a `Trainer`: ``Trainer(..., callbacks=[WatchCallback(watch)])``.
 
     It measures before the first update, after updates when the watch says so, and at the end; what the trainer logs
@@ -57,7 +57,8 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is A
     ) -> None:
         """Loss and learning rate, as the trainer logs them."""
         kept = ("loss", "eval_loss", "learning_rate")
-        self.numbers |= {name: logs[name] for name in kept if isinstance((logs or {}).get(name), (int, float))}
+        told = {} if logs is None else logs
+        self.numbers |= {name: told[name] for name in kept if isinstance(told.get(name), (int, float))}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -14,6 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from torch import Tensor
+
 from ..disk import check_destination, put, visible
 from ..shapes.kinds import check_texts, shown
 from . import figures
@@ -242,7 +245,9 @@ def finite(numbers: Mapping[str, Any]) -> dict[str, float]:
     kept = {}
     for name, number in numbers.items():
         try:
-            value = float(number)
+            if isinstance(number, (bool, np.bool_)):
+                raise TypeError
+            value = float(number.detach() if isinstance(number, Tensor) else number)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(f"{name} is a number beside the scores, such as a loss; got {shown(number)}") from None
         if math.isfinite(value):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..disk import check_destination
 from ..extras import MissingExtra
 from ..shapes.kinds import check_counts, shown, whole_numbers
 from . import curve, inputs
@@ -100,7 +101,7 @@ class Watch:
         if delimiters is not None:
             whole_numbers("delimiters", list(delimiters) if isinstance(delimiters, Set) else delimiters)
         self.options: dict[str, Any] = {"delimiters": delimiters, "repeats": repeats, "readings": readings}
-        self.path = None if path is None else os.fspath(curve.check_destination(path))
+        self.path = None if path is None else os.fspath(check_destination(path))
         self.curve = _continued(self.path)
         self.spent = self.cost = 0.0
         self.started: float | None = None
@@ -237,4 +238,4 @@ def _writer(tensorboard: Any) -> Any:
         raise MissingExtra(
             "a watch that writes for TensorBoard needs tensorboard, which is not installed; pip install tensorboard"
         ) from None
-    return SummaryWriter(os.fspath(tensorboard))  # type: ignore[no-untyped-call]
+    return SummaryWriter(os.fspath(tensorboard))
