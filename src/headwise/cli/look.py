@@ -41,6 +41,10 @@ def _look(  # private, for a command has as many options as its users need, and 
     needles: Annotated[
         bool, typer.Option("--needles", help="Hide needles in the text: finds retrieval heads.")
     ] = False,
+    importance: Annotated[
+        bool,
+        typer.Option("--importance", help="Tell of each head what it is worth (gradient) and what it writes, too."),
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[
         str | None,
@@ -63,7 +67,7 @@ def _look(  # private, for a command has as many options as its users need, and 
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
-    more = reading.checked(reading.More(corpus, length, state, sentences, needles), text, file)
+    more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance), text, file)
     content = read_text(text, file) if corpus is None else ""
     names = writing.destinations(out, as_json, against)
     plan = read_plan(kept, against)
@@ -94,15 +98,17 @@ def look_at(model: str | None, text: str, device: str, dtype: str | None, more: 
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)
         ids, tokens = loaded.encode(text)
-        return looking.at(
+        read = reading.readings(loaded, more, ids[0].tolist())
+        result = looking.at(
             loaded.model,
             ids,
             tokens=tokens,
             delimiters=loaded.delimiters,
             name=name,
-            readings=reading.readings(loaded, more, ids[0].tolist()),
+            readings=read,
             progress=show,
         )
+        return reading.with_more(loaded, result, ids, read, more)
 
 
 def _print_heads(result: Any) -> None:

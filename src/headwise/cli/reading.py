@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ class More(NamedTuple):
     state: str | None = None
     sentences: str | None = None
     needles: bool = False
+    importance: bool = False
 
 
 def checked(more: More, text: str | None, file: str | None) -> More:
@@ -33,6 +34,8 @@ def checked(more: More, text: str | None, file: str | None) -> More:
         return more
     if text is not None or file is not None:
         raise typer.BadParameter("give --corpus, or one text with --text or --file, not both")
+    if more.importance:
+        raise typer.BadParameter("--importance is measured on one text; give it without --corpus")
     if more.length is not None and more.length < 2:
         raise typer.BadParameter(f"--length {more.length}: a text has at least 2 tokens")
     if not Path(more.corpus).exists():
@@ -87,6 +90,30 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
     )
     Path(more.state or STATE).unlink(missing_ok=True)
     return result
+
+
+def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more: More) -> Any:
+    """The look with the tokens around its evidence, and with what each head is worth and writes, if asked."""
+    from headwise.look.excerpts import with_excerpts
+
+    if read:
+        result = with_excerpts(result, read, _spelt(loaded))
+    if not more.importance:
+        return result
+    from headwise.look import circuits, importance
+
+    worth = importance(loaded.model, ids, by="gradient", mask_id=loaded.mask_id).scores("gradient")
+    heads = circuits(loaded.model, ids, most=1).heads
+    layers = 1 + max(head.layer for head in heads)
+    numbers: dict[str, Any] = {"importance (gradient)": worth}
+    for name, label in (("norm", "writes (norm)"), ("share", "share of the layer"), ("copying", "copying")):
+        numbers[label] = [[getattr(head, name) for head in heads if head.layer == layer] for layer in range(layers)]
+    return result.with_extras(**numbers)
+
+
+def _spelt(loaded: Any) -> list[str]:
+    """What each id stands for as text, blanks as blanks."""
+    return [name.replace("\u0120", " ").replace("\u2581", " ").replace("\u010a", "\n") for name in loaded.names()]
 
 
 def _rows(loaded: Any, texts: Iterable[str], most: int) -> Iterator[list[int]]:
