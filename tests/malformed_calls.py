@@ -13,7 +13,7 @@ from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from malformed import PACKAGE, Call
-from malformed_looks import LOOK, seen
+from malformed_heads import ANNOTATE, CONSTRUCTED, LOOK, seen
 from torch import Tensor
 
 import headwise
@@ -351,4 +351,7 @@ REPORT: dict[str, Callable[[], Call]] = {
     "put": lambda: of(report.put, content=b"content", path="put.html"),
     "check_destination": lambda: of(report.check_destination, path="checked.html"),
 }
-ROOMS = {"ops": OPS, "cache": STORES, "nn": NN, "look": LOOK, "plan": PLAN, "testing": TESTING, "report": REPORT}
+ROOMS = {
+    "ops": OPS, "cache": STORES, "nn": NN, "look": LOOK | ANNOTATE, "plan": PLAN, "testing": TESTING | CONSTRUCTED,
+    "report": REPORT,
+}  # fmt: skip
