@@ -11,6 +11,7 @@ from headwise.look.roles import ROLES
 
 from .escape import cut
 
+
 def roles_met(heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
     """Every role that was measured: those that most heads play first, then by name; then those that none plays."""
     counts: dict[str, int] = {}
