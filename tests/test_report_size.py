@@ -47,6 +47,9 @@ def test_many_heads_with_their_scores_keep_to_the_budget(played: int, monkeypatc
     data = pack.page_data(replace(make_look(), heads=tuple(heads), maps=maps_))
     numbers = json.loads(inflated(data, "numbers"))
     assert len(data["numbers"]["data"]) + len(data["maps"]["data"]) <= pack.BUDGET
+    monkeypatch.setattr(pack, "BUDGET", len(data["numbers"]["data"]) + len(data["maps"]["data"]) - 4)
+    tighter = pack.page_data(replace(make_look(), heads=tuple(heads), maps=maps_))  # what the numbers leave is the maps'
+    assert len(tighter["numbers"]["data"]) + len(tighter["maps"]["data"]) <= pack.BUDGET
     shown = [role["label"] for role in data["numbers"]["roles"]]
     own = data["numbers"]["own"]
     for h in (0, 250, 319):
