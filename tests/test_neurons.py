@@ -32,7 +32,7 @@ def test_a_byte_keeps_a_number_to_half_a_step() -> None:
 
 @pytest.mark.parametrize(("tokens", "scores"), [(11, 1 << 23), (64, 1 << 23), (64, 3 * 17 * 17), (64, 1)])
 def test_the_first_tokens_of_a_call(tokens: int, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights come from whole rows, under the mask; grouped heads keep their group's key; some heads at once, or one."""
+    """Weights come from whole rows, under the mask; grouped heads keep their key; some heads at once, or one."""
     monkeypatch.setattr(neurons, "SCORES", scores)
     [call] = calls(1, 4, 17)
     n = min(tokens, 17)
