@@ -29,18 +29,18 @@ import headwise
 from benchmarks import table
 from headwise import hf, look, reshape
 from headwise.models import tiny_path
-from headwise.reshape.calibrate import loss_of
+from headwise.reshape.calibrate import family_in_memory, loss_of, projections_of
 from headwise.reshape.heal import Recipe, heal
-from headwise.reshape.pair import Projections
-from headwise.reshape.regroup import Regrouping, plan_regroup, repair
+from headwise.reshape.recover import recover
+from headwise.reshape.regroup import Regrouping, plan_regroup
 from scripts import tiny_data
 
 KV_HEADS = (4, 2, 1)
-METHODS = ("first", "mean", "aligned", "fitted")
+METHODS = ("fitted", "aligned", "mean", "first")
 KEEP = (7, 6, 5, 4, 3)  # of 8 heads a layer
 CRITERIA = ("gradient", "zero", "contribution")
-SECTIONS = ("regroup", "heal", "prune")
-HELD, CALIBRATION, LENGTH = 24, 16, 512
+SECTIONS = ("regroup", "heal", "prune", "choices")
+HELD, CALIBRATION, LENGTH = 24, 32, 512
 VALUE_STEPS = 6
 
 
@@ -85,33 +85,40 @@ class Bench:
         self.report.setdefault(section, []).append(row)
         self.keep(self.report)
 
-    def plan(self, kv_heads: int, method: str, rows: Any) -> Regrouping:
-        return plan_regroup(self.source, kv_heads, method=method, model=self.model, rows=rows)  # type: ignore[arg-type]
+    def plan(self, kv_heads: int, method: Any, rows: Any, **more: Any) -> Regrouping:
+        return plan_regroup(self.source, kv_heads, method=method, model=self.model, rows=rows, **more)
 
-    def regroup(self, kv_heads: int, method: str) -> None:
-        """One row: the loss after regrouping, after solving W_O, and after solving values too."""
+    def regroup(self, kv_heads: int, method: str, values: bool) -> None:
+        """One row: the loss after regrouping, after solving W_O, and after solving the values too."""
         plan = self.plan(kv_heads, method, self.text.calibration)
         row: dict[str, Any] = {"kv_heads": kv_heads, "method": method, "loss": self.loss(self.built(plan))}
-        ways: dict[str, dict[str, Any]] = {"W_O": {"value_steps": 0}}
-        if kv_heads == KV_HEADS[0]:
-            ways |= {"W_O, own inputs": {"value_steps": 0, "inputs": "own"}, "W_O and V": {"value_steps": VALUE_STEPS}}
-        for name, options in ways.items():
-            row[name] = self.loss(self.built(repair(plan, self.model, self.text.calibration, **options)))
-        if method in ("aligned", "fitted"):
-            row["no text"] = self.loss(self.built(self.plan(kv_heads, method, ())))
-            near = {str(n): neighbours_of(kv_heads) for n in range(len(plan.merges))}
-            neighbours = plan_regroup(
-                self.source, kv_heads, method=method, model=self.model, rows=self.text.calibration, groups=near
-            )  # type: ignore[arg-type]
-            row["neighbours"] = self.loss(self.built(neighbours))
+        row["W_O"] = self.recovered(self.built(plan), value_steps=0)
+        if values:
+            row["W_O and V"] = self.recovered(self.built(plan), value_steps=VALUE_STEPS)
         self.add("regroup", row)
+
+    def choices(self, kv_heads: int, method: str) -> None:
+        """One row: neighbours share; weights alone tell which do; W_O solved on the changed model's own inputs."""
+        near = {str(n): neighbours_of(kv_heads) for n in range(self.model.config.num_hidden_layers)}
+        row: dict[str, Any] = {"kv_heads": kv_heads, "method": method}
+        row["neighbours"] = self.loss(self.built(self.plan(kv_heads, method, self.text.calibration, groups=near)))
+        row["no text"] = self.loss(self.built(self.plan(kv_heads, method, ())))
+        plan = self.plan(kv_heads, method, self.text.calibration)
+        row["W_O, own inputs"] = self.recovered(self.built(plan), value_steps=0, inputs="own")
+        self.add("choices", row)
+
+    def recovered(self, changed: Any, **options: Any) -> float:
+        """The loss after solving anew."""
+        layers = projections_of(family_in_memory(changed, hf.layouts()))
+        recover(changed, self.model, self.text.calibration, layers, call=call, **options)
+        return self.loss(changed)
 
     def heal(self, kv_heads: int, method: str, recovered: bool, steps: int, lr: float) -> None:
         """Regrouped, repaired or not, then healed for so many steps of 4,096 tokens, as a training step has."""
         plan = self.plan(kv_heads, method, self.text.calibration)
-        if recovered:
-            plan = repair(plan, self.model, self.text.calibration, value_steps=0)
         student = self.built(plan)
+        if recovered:
+            self.recovered(student, value_steps=0)
         row = {"kv_heads": kv_heads, "method": method, "recovered": recovered, "steps": steps, "lr": lr}
         row["before"] = self.loss(student)
         recipe = Recipe(steps, rows=8, length=LENGTH, lr=lr, warmup=max(1, steps // 10))
@@ -124,10 +131,6 @@ class Bench:
         found = look.importance(self.model, rows, by=list(CRITERIA))
         scores: dict[str, list[Any]] = {name: [named(found.scores(name))] for name in CRITERIA}
         scores["random"] = [reshape.random_scores(seed) for seed in range(3)]
-        layers = {
-            f"model.layers.{n}.self_attn": Projections(f"model.layers.{n}.self_attn.o_proj")
-            for n in range(self.model.config.num_hidden_layers)
-        }
         for keep in KEEP:
             row: dict[str, Any] = {"keep": keep}
             for name, some in scores.items():
@@ -136,12 +139,14 @@ class Bench:
                     plan = reshape.plan_prune(self.source, keep_fraction=keep / 8, scores=one)
                     small = self.built(plan)
                     plain.append(self.loss(small))
-                    call = lambda model, ids: model(input_ids=ids, use_cache=False)  # noqa: E731
-                    reshape.recover(small, self.model, self.text.calibration, layers, value_steps=0, call=call)
-                    solved.append(self.loss(small))
+                    solved.append(self.recovered(small, value_steps=0))
                 row[name] = round(statistics.mean(plain), 4)
                 row[f"{name}, W_O"] = round(statistics.mean(solved), 4)
             self.add("prune", row)
+
+
+def call(model: Any, ids: torch.Tensor) -> Any:
+    return model(input_ids=ids, use_cache=False)
 
 
 def neighbours_of(kv_heads: int) -> list[list[int]]:
@@ -159,8 +164,11 @@ def run(bench: Bench, sections: list[str], steps: int) -> None:
         started = time.perf_counter()
         if section == "regroup":
             for kv_heads in KV_HEADS:
-                for method in reversed(METHODS):
-                    bench.regroup(kv_heads, method)
+                for method in METHODS[:3] if kv_heads < KV_HEADS[0] else METHODS:
+                    bench.regroup(kv_heads, method, values=kv_heads == KV_HEADS[0] and method != "first")
+        elif section == "choices":
+            for method in METHODS[:2]:
+                bench.choices(KV_HEADS[0], method)
         elif section == "heal":
             for kv_heads, method, recovered in ((4, "fitted", True), (4, "mean", False), (1, "fitted", True)):
                 bench.heal(kv_heads, method, recovered, steps, lr=1e-3)

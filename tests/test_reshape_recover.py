@@ -166,7 +166,7 @@ class Gated(Model):
 def test_what_stands_between_heads_and_their_output_is_seen() -> None:
     layers = {f"layers.{n}": Projections(f"layers.{n}.o_proj.1", f"layers.{n}.v_proj") for n in range(2)}
     original, changed = Gated(), Gated()
-    with pytest.raises(RuntimeError, match=r"'layers.0' takes other than its heads side by side .* value_steps=0"):
+    with pytest.raises(ValueError, match=r"'layers.0' takes other than its heads side by side .* value_steps=0"):
         recover(changed, original, batches(2), layers)
     assert all(one.after < one.before for one in recover(changed, original, batches(), layers, value_steps=0))
 
@@ -203,10 +203,10 @@ def test_a_projection_stored_by_columns_is_solved_too() -> None:
         ({"value_steps": -1}, ValueError, "value_steps is at least 0; got -1"),
         ({"batches": [torch.zeros(1, 2, M)]}, ValueError, "batches are a list of at least two"),
         ({"layers": {"layers.0": Projections("layers.7.o_proj")}}, ValueError, "Model has no module 'layers.7.o_proj'"),
-        ({"layers": {"layers.0": Projections("layers")}}, RuntimeError, "module 'layers' was not run in both models"),
+        ({"layers": {"layers.0": Projections("layers")}}, ValueError, "module 'layers' was not run in both models"),
         (
             {"layers": {"attend": Projections("layers.0.o_proj", "layers.0.v_proj")}},
-            RuntimeError,
+            ValueError,
             "the values of module 'attend' were not seen",
         ),
     ],

@@ -7,8 +7,11 @@
 [4, 4, 4, 4]
 """
 
+from .heal import Recipe, heal
+from .healed import facts_of, write_healed
 from .memory import prune_module
 from .migrate import Migration, migrate, plan_migrate
+from .processes import Processes
 from .proof import Proof
 from .prune import Pruning, plan_prune, prune
 from .recover import Repaired, recover
@@ -19,13 +22,17 @@ from .select import Budget
 __all__ = [
     "Budget",
     "Migration",
+    "Processes",
     "Proof",
     "Pruning",
+    "Recipe",
     "Regrouping",
     "Repaired",
     "Scorer",
     "by_call",
     "by_twins",
+    "facts_of",
+    "heal",
     "migrate",
     "plan_migrate",
     "plan_prune",
@@ -35,4 +42,5 @@ __all__ = [
     "random_scores",
     "recover",
     "regroup",
+    "write_healed",
 ]

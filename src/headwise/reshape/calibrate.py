@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
@@ -27,7 +26,7 @@ def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
         TypeError: no model with a config.
         ValueError: an architecture whose layout is not known.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "to_dict"):
         raise TypeError(f"a model with a config is wanted, as transformers has them; got {shown(type(model).__name__)}")
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

@@ -48,7 +48,7 @@ def grouped(differ: Float[Tensor, "K K"], groups: int, seed: int = 0) -> Groups:
     size = K // groups
     d = ((differ + differ.T) / 2).tolist()
     if partitions(K, size) <= MOST_PARTITIONS:
-        best = min(_all(list(range(K)), size), key=lambda made: cost(d, made))
+        best: Sequence[Sequence[int]] = min(_all(list(range(K)), size), key=lambda made: cost(d, made))
     else:
         rng = torch.Generator().manual_seed(seed)
         orders = [list(range(K)), *(torch.randperm(K, generator=rng).tolist() for _ in range(STARTS - 1))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -122,7 +122,7 @@ class HeadWeights:
     def map(self, change: Callable[[Tensor], Tensor]) -> HeadWeights:
         """The same weights with `change` done to each tensor."""
         parts = {e.name: getattr(self, e.name) for e in fields(self)}
-        changed = {name: change(part) for name, part in parts.items() if isinstance(part, Tensor)}
+        changed: dict[str, Any] = {name: change(part) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **changed, per_head={name: change(part) for name, part in self.per_head.items()})
 
     def to(self, dtype: torch.dtype) -> HeadWeights:
@@ -150,7 +150,7 @@ class HeadWeights:
         shared = self._read_by(chosen) if kv_heads is None else check_chosen("kv_heads", kv_heads, self.num_kv_heads)
         check_head_counts(len(chosen), len(shared))
         q, kv = (torch.tensor(places, device=self.query.device) for places in (chosen, shared))
-        norms = {}
+        norms: dict[str, Any] = {}
         for name, places in (("query_norm", q), ("key_norm", kv)):
             part = getattr(self, name)
             norms[name] = part if part is None or part.ndim == 1 else part[places]
@@ -189,7 +189,7 @@ class HeadWeights:
 
         norm = self.key_norm if self.key_norm is None or self.key_norm.ndim == 1 else repeat(self.key_norm)
         key, value = self.key.repeat_interleave(group, 0), self.value.repeat_interleave(group, 0)
-        biases = {name: repeat(getattr(self, name)) for name in ("key_bias", "value_bias")}
+        biases: dict[str, Any] = {name: repeat(getattr(self, name)) for name in ("key_bias", "value_bias")}
         return replace(self, key=key, value=value, key_norm=norm, **biases)
 
 

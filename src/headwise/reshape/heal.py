@@ -154,7 +154,7 @@ def heal(
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     """What a transformers model says of the next token."""
-    return model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+    return model(input_ids=ids, use_cache=False).logits
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
@@ -171,6 +171,8 @@ class _Run:
     ) -> None:
         self.recipe, self.call, self.accelerator, self.state = recipe, call, accelerator, state
         self.processes = Processes.here()
+        if recipe.rows < self.processes.size:
+            raise ValueError(f"each of {self.processes.size} processes reads windows; got rows {recipe.rows} a step")
         self.plain = student
         decayed = [p for p in student.parameters() if p.requires_grad and p.ndim > 1]
         others = [p for p in student.parameters() if p.requires_grad and p.ndim <= 1]
@@ -199,18 +201,15 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.step)
         ids = self.processes.share(rows).to(next(self.plain.parameters()).device)
-        total = torch.zeros((), device=ids.device)
-        if len(ids):
-            loss = self.loss(ids) / len(rows)
-            self.backward(loss)
-            total = loss.detach().clone()
+        loss = self.loss(ids) / len(rows)
+        self.backward(loss)
         if self.accelerator is None:
             self.processes.add_gradients(self.parameters())
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        self.curve.steps.append(round(float(self.processes.add(total)), 6))
+        self.curve.steps.append(round(float(self.processes.add(loss.detach().clone())), 6))
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.plain.parameters() if p.requires_grad]
@@ -229,7 +228,7 @@ class _Run:
 
     def backward(self, loss: Tensor) -> None:
         if self.accelerator is None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         else:  # it averages over processes, each of which has its part of the sum
             self.accelerator.backward(loss * self.processes.size)
 

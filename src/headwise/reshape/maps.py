@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -87,7 +88,7 @@ def shared(weights: HeadWeights, keys: Maps, values: Maps, groups: Sequence[Sequ
     if norm is not None and norm.ndim == 2:
         norm = norm.unflatten(0, (K, -1)).mean(1)
     by_head = ordered.output.transpose(0, 1)  # (H, M, V)
-    parts = {
+    parts: dict[str, Any] = {
         "query": read(ordered.query, keys),
         "query_bias": read(ordered.query_bias, keys),
         "key": merged(ordered.key, keys.write),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,9 @@ class Matrix:
     @property
     def W(self) -> Tensor:
         """(n, m), a view of what is stored."""
-        weight: Tensor = self.module.weight.detach()  # type: ignore[union-attr,assignment]
-        return weight.T if self.by_rows else weight
+        weight: Any = self.module.weight
+        stored: Tensor = weight.detach()
+        return stored.T if self.by_rows else stored
 
     @property
     def b(self) -> Tensor | None:

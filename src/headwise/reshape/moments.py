@@ -38,8 +38,11 @@ class Moments:
     def like(cls, weights: HeadWeights) -> Moments:
         """No tokens yet, for a layer of these weights."""
         H, K, D, V = weights.num_heads, weights.num_kv_heads, weights.head_dim, weights.value_dim
-        sizes = ((H, D, D), (K, D, K, D), (K, V, K, V))
-        return cls(*(torch.zeros(size, dtype=torch.float64, device=weights.query.device) for size in sizes))
+        query, key, value = (
+            torch.zeros(size, dtype=torch.float64, device=weights.query.device)
+            for size in ((H, D, D), (K, D, K, D), (K, V, K, V))
+        )
+        return cls(query, key, value)
 
     @classmethod
     def of_weights(cls, weights: HeadWeights) -> Moments:

@@ -8,8 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-RIDGES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""What `best` tries: how strongly the map is held to what it was, as a share of the squares of each number."""
+RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""What `best` tries: how strongly the map is held to what it was, as a share of the squares of each number.
+
+Not more: on the packaged model a ridge of 1 had the least error on text to check by, and cost 0.02 nats of loss.
+"""
 
 
 class NormalEquations:
@@ -34,7 +37,7 @@ class NormalEquations:
         self.yy += float(y.square().sum())
 
     def __add__(self, other: NormalEquations) -> NormalEquations:
-        made = NormalEquations(*self.xy.shape, self.xx.device)
+        made = NormalEquations(self.xy.shape[0], self.xy.shape[1], self.xx.device)
         made.xx, made.xy, made.yy = self.xx + other.xx, self.xy + other.xy, self.yy + other.yy
         return made
 

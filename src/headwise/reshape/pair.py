@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..nn.probe import AttentionCall, probe
 
 Batch = Tensor | Mapping[str, Any]
+Some = TypeVar("Some")
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,14 @@ class Projections:
 
 @dataclass(eq=False)
 class Seen:
-    """Of one attention module and one batch: what the changed one takes, and what the original gives out."""
+    """Of one attention module and one batch: what the changed one takes, and what the original gives out.
 
-    heads: Tensor | None = None
-    target: Tensor | None = None
-    source: Tensor | None = None
+    A part that was not run is None.
+    """
+
+    heads: Any = None
+    target: Any = None
+    source: Any = None
     call: AttentionCall | None = None
 
 
@@ -139,7 +143,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
-def batches_of(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+def batches_of(batches: Sequence[Some]) -> tuple[list[Some], list[Some]]:
     """What is fitted to, and every fifth batch (or the last) to check it by."""
     if isinstance(batches, Tensor) or not isinstance(batches, Sequence) or len(batches) < 2:
         raise ValueError(

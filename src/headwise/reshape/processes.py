@@ -28,7 +28,7 @@ class Processes:
         return cls()
 
     def share(self, rows: Tensor) -> Tensor:
-        """This process's rows of a batch; none, where there are fewer rows than processes."""
+        """This process's rows of a batch."""
         return rows[self.rank :: self.size]
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

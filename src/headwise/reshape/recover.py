@@ -70,8 +70,9 @@ def recover(
         What was done to each attention module, in the order in which they run.
 
     Raises:
-        TypeError, ValueError: `inputs` is neither, too few batches, or no such module in a model.
-        RuntimeError: a module's output projection was not run, or takes other than the heads side by side.
+        TypeError: a module that holds no matrix of its own.
+        ValueError: `inputs` is neither, too few batches, or no such module in a model; an output projection that was
+            not run, or that takes other than the heads side by side.
 
     Example:
         >>> import headwise
@@ -111,7 +112,7 @@ class _Run:
         for name, seen in self.pair.read(self.fit[0]).items():
             output = self.pair.layers[name].output
             if seen.heads is None or seen.target is None:
-                raise RuntimeError(f"module {output!r} was not run in both models; name modules that a batch runs")
+                raise ValueError(f"module {output!r} was not run in both models; name modules that a batch runs")
             self.projection(output)
         self.order = list(self.pair.order)
 
@@ -170,7 +171,7 @@ class _Run:
         call = samples[0][0].call
         layer = Layer(matrix.W, matrix.b, None if value.b is None else value.b[rows], call.key.shape[1])
         _check_heads(layer, value.W[:, rows], samples[0][0], name)
-        W = solve_values(layer, value.W[:, rows], *samples, steps)
+        W = solve_values(layer, value.W[:, rows], samples[0], samples[1], steps)
         if W is None:
             return done
         value.W[:, rows] = W
@@ -193,15 +194,14 @@ def _empty(matrix: Matrix) -> NormalEquations:
     return NormalEquations(n + (matrix.b is not None), m, matrix.W.device)
 
 
-def _with_ones(heads: Tensor | None, matrix: Matrix) -> Tensor:
+def _with_ones(heads: Tensor, matrix: Matrix) -> Tensor:
     """The heads side by side, and a 1 that meets the bias."""
-    assert heads is not None  # `begin` has seen that the module runs
     return heads if matrix.b is None else torch.cat([heads, heads.new_ones(*heads.shape[:-1], 1)], -1)
 
 
 def _sample(seen: Seen, name: str) -> Sample:
     if seen.call is None or seen.source is None:
-        raise RuntimeError(
+        raise ValueError(
             f"the values of module {name!r} were not seen; name its modules as `headwise.nn.probe` does, or leave the "
             "values alone with value_steps=0"
         )
@@ -212,7 +212,7 @@ def _check_heads(layer: Layer, W: Tensor, sample: Sample, name: str) -> None:
     """What we attend to is what the module makes of it: no norm of the values, no gate between."""
     expected = layer.heads(W, sample.call, sample.source)
     if not torch.allclose(expected, sample.heads, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-        raise RuntimeError(
+        raise ValueError(
             f"the output projection of module {name!r} takes other than its heads side by side (a gate or a norm "
             "stands between), so its values cannot be solved; leave them alone with value_steps=0"
         )

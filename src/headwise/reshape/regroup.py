@@ -133,7 +133,8 @@ class _Maker:
             weights = read_weights(plan.source, plan.family, layer)
             merged = plan.merges[layer.key].apply(weights)
             anew = plan.repaired.get(layer.key, {})
-            merged = replace(merged, **{name: part.to(merged.query) for name, part in anew.items()})
+            parts: dict[str, Any] = {name: part.to(merged.query) for name, part in anew.items()}
+            merged = replace(merged, **parts)
             self.made = layer_tensors(plan.family, layer, merged, plan.source.read)
             self.key = layer.key
         return self.made
@@ -174,8 +175,9 @@ def plan_regroup(
     goal = _target(family, num_kv_heads)
     known = {}
     if rows and model is not None:
+        text = batches_of(rows)[0] if len(rows) > 1 else rows  # some is left that nothing is fitted to
         tell = None if progress is None else lambda done, total: progress("reading the text", done, total)
-        known = read_moments(model, family_in_memory(model, source.layouts), rows, tell)
+        known = read_moments(model, family_in_memory(model, source.layouts), text, tell)
     merges = {}
     for n, layer in enumerate(family.layers):
         weights = read_weights(source, family, layer)
@@ -231,12 +233,12 @@ def repair(
         )
     changed = source.build(plan.target.config, {one.name: one.make() for one in plan.tensors()})
     family = family_in_memory(changed, source.layouts)
-    _, check = batches_of(list(rows))
+    _, check = batches_of(rows)
     losses = {"original": loss_of(model, check), "regrouped": loss_of(changed, check)}
     done = recover(
         changed,
         model,
-        list(rows),
+        rows,
         projections_of(family),
         inputs=inputs,
         value_steps=value_steps,
@@ -296,7 +298,8 @@ def regroup(
         num_kv_heads: How many are left in each layer, a divisor of those that there are.
         method: "first", "mean", "aligned" or "fitted", as in `merge`.
         model: The same model, loaded in float32: for reading text.
-        rows: Text as ids (B, T), each a batch without padding; without text, weights alone tell how alike heads are.
+        rows: Text as ids (B, T), each a batch without padding, every fifth of which is left to check by; without text,
+            weights alone tell how alike heads are.
         groups: Which heads share, by layer; by default as in `merge`.
         seed: Of the search for groups.
         recovering: Solve output projections and values anew, so that attention gives out what it did: see `recover`.
