@@ -17,8 +17,8 @@ from reports import Elements, inflated, numbers, values
 
 from headwise import report
 from headwise.look import ROLES, HeadRecord, Look, Score
+from headwise.look.palette import COLOURS, letter_and_colour
 from headwise.report import maps, pack
-from headwise.report.catalogue import GREY, letter_and_colour
 from headwise.report.escape import cut, json_for_html, visible
 
 SHORT = [f"{i}-{ascii(payload)[1:25]}" for i, payload in enumerate(PAYLOADS)]
@@ -223,11 +223,15 @@ def test_roles_stand_in_the_order_of_their_heads() -> None:
 def test_each_role_has_a_letter_and_a_colour() -> None:
     """Roles of the catalogue: a letter each, but for relations, which share two; unknown ones are grey."""
     drawn = {role.name: letter_and_colour(role.name) for role in ROLES}
-    assert all(len(letter) == 1 and colour < GREY for letter, colour in drawn.values())
+    assert all(len(letter) == 1 and colour < len(COLOURS) - 1 for letter, colour in drawn.values())
     single = [look for name, look in drawn.items() if " to head" not in name and "head to " not in name]
     assert len(set(single)) == len(single)
     assert {drawn["nsubj to head"][0], drawn["head to nsubj"][0]} == {"r", "R"}
-    assert [letter_and_colour(name) for name in ("7 zoo", "\u202e", "offset-")] == [("z", GREY), ("?", GREY), ("o", 8)]
+    assert [letter_and_colour(name) for name in ("7 zoo", "\u202e", "offset-")] == [
+        ("z", len(COLOURS) - 1),
+        ("?", len(COLOURS) - 1),
+        ("o", 8),
+    ]
 
 
 def test_weights_that_are_none_are_shown_as_none() -> None:
