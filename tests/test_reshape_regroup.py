@@ -167,7 +167,7 @@ def test_text_decides_and_the_repair_helps_on_other_text() -> None:
 
 
 def test_a_folder_is_written_and_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the files: half precision stays, the folder loads, RESHAPE.md tells; the proof is asked in this process."""
+    """Through the files: half precision stays, the folder loads, RESHAPE.md tells; the proof is of this process."""
 
     def prove(folder: Path, config: Any, weights: Any, request: Any) -> dict[str, Any]:
         source = {"config": dict(config), "weights": list(map(str, weights))}

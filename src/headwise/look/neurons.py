@@ -101,8 +101,8 @@ class Neurons:
         if not fits or len(self.weights) != H * T * S:
             raise ValueError(
                 f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value "
-                f"{self.value and self.value.shape}, {len(self.weights)} weights; headwise.look.neurons.vectors_of() makes "
-                "them"
+                f"{self.value and self.value.shape}, {len(self.weights)} weights; make them "
+                "with headwise.look.neurons.vectors_of()"
             )
 
     def to_dict(self) -> dict[str, Any]:
