@@ -46,7 +46,7 @@ def tensors(heads: int, length: int, dtype: torch.dtype = torch.bfloat16) -> tup
 def documents(length: int) -> Tensor:
     """The number of each token's document; documents have 300 to 1500 tokens."""
     make = torch.Generator().manual_seed(3)
-    sizes = torch.randint(300, 1500, (length // 300,), generator=make)
+    sizes = torch.randint(300, 1500, (length // 300 + 1,), generator=make)
     return torch.repeat_interleave(torch.arange(len(sizes)), sizes)[:length]
 
 

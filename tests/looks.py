@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 import headwise
-from headwise.look.neurons import Neurons, vectors_of
+from headwise.look.neurons import vectors_of
 from headwise.look.records import HeadMap, HeadRecord, Look
 from headwise.look.scores import Evidence, Score
 from headwise.nn.probe import AttentionCall
@@ -147,21 +146,6 @@ def random_look(layers: int = 12, heads: int = 12, size: int = 128) -> Look:
     return replace(small, heads=records, maps=maps, tokens=words(size), length=size)
 
 
-@dataclass(frozen=True)
-class FullHead(HeadRecord):
-    """A head with numbers of its own by name."""
-
-    extras: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FullLook(Look):
-    """A look with the vectors of its first tokens, and tokens of the other texts that were read."""
-
-    neurons: tuple[Neurons, ...] = ()
-    excerpts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-
-
 def calls(
     layers: int, heads: int, tokens: int, *, groups: int = 2, dims: int = 7, values: int = 5
 ) -> list[AttentionCall]:
@@ -175,20 +159,15 @@ def calls(
     return made
 
 
-def full_look(layers: int = 3, heads: int = 4, tokens: int = 29) -> tuple[FullLook, list[AttentionCall]]:
+def full_look(layers: int = 3, heads: int = 4, tokens: int = 29) -> tuple[Look, list[AttentionCall]]:
     """A look whose maps are those of random vectors, with all that a look may carry; and the calls themselves."""
     look = make_look(layers=layers, heads=heads, tokens=words(tokens))
     made = calls(layers, heads, tokens)
     maps = [codes(one.numpy()) for call in made for one in headwise.weights(call.query, call.key, **call.scoring)[0]]
     records = [
-        FullHead(**fields_of(head), extras={"importance, gradient": 0.0123456 * i, "share of the stream": i / 7})
+        replace(head, extras={"importance, gradient": 0.0123456 * i, "share of the stream": i / 7})
         for i, head in enumerate(look.heads)
     ]
     excerpts = {"copies 0": {place: f" r{place}" for place in range(tokens)}}
-    given = {**fields_of(look), "heads": tuple(records), "maps": tuple(maps)}
-    return FullLook(**given, neurons=tuple(map(vectors_of, made)), excerpts=excerpts), made
-
-
-def fields_of(record: HeadRecord | Look) -> dict[str, Any]:
-    """Its fields by name."""
-    return {one.name: getattr(record, one.name) for one in fields(record)}
+    parts = {"heads": tuple(records), "maps": tuple(maps), "neurons": tuple(map(vectors_of, made))}
+    return replace(look, **parts, excerpts=excerpts), made

@@ -36,7 +36,7 @@ MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40
 PUBLIC = """
     alibi alibi_slopes attention attention_statistics bias blocks cache causal causal_top_left dilated explain
     Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn plan prefix relative report
-    RowStatistics rule segments statistics top_keys TopKeys trace weights window
+    reshape RowStatistics rule segments statistics top_keys TopKeys trace weights window
 """
 EXPORTS = PUBLIC.split()
 ARCHITECTURES = """

@@ -17,7 +17,7 @@ from rich.console import Console
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import attention, clock, hf_end_to_end, limits, overhead, table, train, ways  # noqa: E402
+from benchmarks import attention, clock, hf_end_to_end, limits, masks, overhead, table, train, ways  # noqa: E402
 from benchmarks.registry import AVX2, CASES, FOLD, Case, Mark  # noqa: E402
 
 QUICK = ("flex", "onnxruntime", "openvino")  # compiling takes seconds a case; the others are looked at below
@@ -228,3 +228,8 @@ def test_committed_results_tell_machine_and_versions_and_no_path() -> None:
         told = json.loads(text)
         assert {"cpu", "torch", "load", "isa"} <= set(told["machine"]) and told["results"]
         assert "/work" not in text and "/root" not in text and "/home" not in text
+
+
+@pytest.mark.parametrize("length", [1, 100, 299, 599, 8192])
+def test_every_token_of_the_masks_rows_has_a_document(length: int) -> None:
+    assert len(masks.documents(length)) == length

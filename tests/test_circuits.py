@@ -31,8 +31,9 @@ def measured(model: nn.Module, text: list[int] = TEXT) -> list[Matrices]:
 class Small(nn.Module):
     """Attention alone, with layer norms before it and at the end, biases everywhere; logits of 53 words."""
 
-    def __init__(self, norm: Any = nn.LayerNorm, layers: int = 3) -> None:
+    def __init__(self, norm: Any = nn.LayerNorm, layers: int = 3, *, behind: bool = False) -> None:
         super().__init__()
+        self.behind = nn.ModuleList(norm(24) if behind else nn.Identity() for _ in range(layers))
         self.embed = nn.Embedding(53, 24)
         self.norms = nn.ModuleList(norm(24) for _ in range(layers))
         self.layers = nn.ModuleList(
@@ -49,8 +50,8 @@ class Small(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x), mask=headwise.causal())
+        for norm, layer, behind in zip(self.norms, self.layers, self.behind, strict=True):
+            x = x + behind(layer(norm(x), mask=headwise.causal()))
         return self.unembed(self.final(x))
 
 
@@ -159,35 +160,37 @@ def test_latent_attention_has_matrices() -> None:
     assert int(torch.linalg.matrix_rank(layers[0].value.flatten(0, 1), rtol=1e-4)) == 12
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-def test_what_heads_write_adds_up_to_the_logits(norm: Any) -> None:
-    model, ids = Small(norm), torch.tensor([TEXT])
+def straight(norm: nn.Module, x: Tensor, of: Tensor) -> Tensor:
+    """A part x of what a norm reads, at the scale that it has for the whole."""
+    if isinstance(norm, nn.Identity):
+        return x
+    if isinstance(norm, nn.LayerNorm):
+        return (x - x.mean(-1, keepdim=True)) * (of.var(-1, correction=0) + norm.eps).rsqrt()[..., None] * norm.weight
+    return x * (of.square().mean(-1) + torch.finfo(torch.float32).eps).rsqrt()[..., None] * norm.weight
+
+
+@pytest.mark.parametrize(("norm", "behind"), [(nn.LayerNorm, False), (nn.RMSNorm, False), (nn.LayerNorm, True)])
+def test_what_heads_write_adds_up_to_the_logits(norm: Any, behind: bool) -> None:
+    model, ids = Small(norm, behind=behind), torch.tensor([TEXT])
     found = circuits(model, ids)
     with torch.no_grad(), probe(model) as seen:
         logits = model(ids)[0]
     with torch.no_grad():
-        outs = [call.attend()[0] for call in seen.calls]
-        embedded = model.embed(ids)[0]
-        written = torch.stack([outs[n] @ weights_of(model, n)[3] for n in range(3)])  # (layer, head, T, M)
-        biases = torch.stack([layer.o_proj.bias for layer in model.layers])
-        residual = embedded + written.sum((0, 1)) + biases.sum(0)
-        scale = (residual.var(-1, correction=0) + model.final.eps).rsqrt() if norm is nn.LayerNorm else (
-            residual.square().mean(-1) + torch.finfo(torch.float32).eps).rsqrt()  # fmt: skip
+        whole, rest = [], model.embed(ids)[0]  # of each layer what its heads write; all that is not of heads
+        for part, after, call in zip(model.layers, model.behind, seen.calls, strict=True):
+            heads = call.attend()[0] @ part.o_proj.weight.T.unflatten(0, (4, 5))
+            update = heads.sum(0) + part.o_proj.bias
+            whole.append(straight(after, heads, update))
+            rest = rest + straight(after, part.o_proj.bias, update) + getattr(after, "bias", torch.zeros(()))
+        written = torch.stack(whole)  # (layer, head, T, M)
+        residual = rest + written.sum((0, 1))
 
-        def logit(x: Tensor, bias: bool = False) -> Tensor:
-            x = x - x.mean(-1, keepdim=True) if norm is nn.LayerNorm else x
-            read = x * scale[:, None] * model.final.weight
-            all_of = read @ model.unembed.weight.T
-            if bias:
-                all_of = (
-                    all_of
-                    + model.unembed.bias
-                    + (model.final.bias @ model.unembed.weight.T if norm is nn.LayerNorm else 0)
-                )
+        def above(all_of: Tensor) -> Tensor:
             return (all_of[:-1].gather(1, ids[0, 1:, None])[:, 0] - all_of[:-1].mean(-1)).mean()
 
-        whole = (logits[:-1].gather(1, ids[0, 1:, None])[:, 0] - logits[:-1].mean(-1)).mean()
-        rest = logit(embedded + biases.sum(0), bias=True)
+        def logit(x: Tensor) -> Tensor:
+            return above(straight(model.final, x, residual) @ model.unembed.weight.T)
+
         for head in found.heads:
             one, update = written[head.layer, head.head], written[head.layer].sum(0)
             assert head.norm == pytest.approx(float(one.norm(dim=-1).mean()), rel=1e-4)
@@ -195,10 +198,13 @@ def test_what_heads_write_adds_up_to_the_logits(norm: Any) -> None:
             assert head.residual == pytest.approx(float((one * residual).sum() / residual.square().sum()), abs=1e-5)
             assert head.logit == pytest.approx(float(logit(one)), abs=1e-4)
             value = seen.calls[head.layer].value[0, head.head // 2] @ weights_of(model, head.layer)[3][head.head]
+            value = straight(model.behind[head.layer], value, torch.linspace(-1, 1, 24).expand(11, 24))
             for sign, share in ((1, head.copying), (-1, head.suppressing)):
                 tops = model.unembed(model.final(sign * value)).topk(5).indices
                 assert share == pytest.approx(float((tops == ids[0][:, None]).any(-1).float().mean()))
-    assert sum(head.logit for head in found.heads) + float(rest) == pytest.approx(float(whole), abs=2e-4)
+        bias = model.unembed(getattr(model.final, "bias", None) if norm is nn.LayerNorm else torch.zeros(24))
+        total = sum(head.logit for head in found.heads) + logit(rest) + above(bias.expand(11, -1))
+        torch.testing.assert_close(total, above(logits), atol=3e-4, rtol=0)
     for layer in range(3):
         assert sum(head.share for head in found.heads[4 * layer : 4 * layer + 4]) == pytest.approx(1.0, abs=1e-5)
 
@@ -212,7 +218,7 @@ def test_what_reaches_the_residual_by_addition_alone_is_told() -> None:
         (BY_NAME["OPT"], {0: 1.0, 1: 1.0}),
         (BY_NAME["GPT-2"], {0: 1.0, 1: 1.0}),
         (BY_NAME["DeepSeek-V3"], {0: 1.0, 1: 1.0}),
-        (BY_NAME["Gemma2 softcap"], {}),  # a norm behind the output projection
+        (BY_NAME["Gemma2 softcap"], {0: 1.0, 1: 1.0}),  # through a norm behind the output projection
         (BY_NAME["BERT"], {}),  # a norm behind each sum
     ):
         model = row.build().requires_grad_(False)
@@ -225,7 +231,7 @@ def test_what_reaches_the_residual_by_addition_alone_is_told() -> None:
 def test_circuits_of_models_of_transformers(name: str) -> None:
     model = BY_NAME[name].build()
     found = circuits(model, TEXT, most=7)
-    direct = name not in ("Gemma2 softcap", "BERT", "T5")
+    direct = name not in ("BERT", "T5")
     assert all((head.logit is not None) == direct for head in found.heads)
     layers = 6 if name == "T5" else 2
     assert [(head.layer, head.head) for head in found.heads] == [*itertools.product(range(layers), range(4))]
@@ -234,6 +240,15 @@ def test_circuits_of_models_of_transformers(name: str) -> None:
     assert len(found.compositions) == 21 and all(0 <= one.value <= 1 for one in found.compositions)
     assert json.loads(found.to_json())["pairs"] == found.pairs and isinstance(found, Circuits)
     assert model.config._attn_implementation == "eager" and not model.training
+
+
+def test_cross_attention_reads_two_streams() -> None:
+    """Its queries what decoder heads wrote, its keys and values what encoder heads wrote."""
+    found = circuits(BY_NAME["T5"].build(), TEXT, most=999).compositions
+    read = {(one.kind, one.reader[0], one.writer[0]) for one in found}
+    for kind, writers in (("q", {2, 3, 4}), ("k", {0, 1}), ("v", {0, 1})):
+        assert {writer for k, reader, writer in read if (k, reader) == (kind, 5)} == writers
+        assert {writer for k, reader, writer in read if (k, reader) == (kind, 4)} == {2, 3}
 
 
 # --- heads with known jobs --------------------------------------------------------------------------------------------

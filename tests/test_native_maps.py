@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import BEST, NATIVE, attend
+from backends import BEST, NATIVE, attend, instructions
 from torch import Tensor
 
 import headwise
-from headwise import bias, causal, keep, prefix, relative, rule
+from headwise import bias, causal, keep, prefix, relative, rule, segments
 from headwise.testing import assert_same_bits, make_qkv
 
 native = pytest.mark.parametrize("backend", NATIVE)
@@ -29,6 +29,28 @@ def test_a_map_gives_the_bits_of_its_tensor(backend: str, sizes: tuple[int, int,
     for mask in (*masks, every_seventh & headwise.window(40)):  # whose tiles begin within a word of the map
         dense = mask.sized(B, H).dense(T, S)
         assert_same_bits(attend(backend, q, k, v, mask=mask), attend(backend, q, k, v, mask=keep(dense)))
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_no_row_of_a_tile_attends(backend: str, dtype: torch.dtype) -> None:
+    """They are left out at both ends of a tile, from odd places on too: output and gradients keep their bits."""
+    B, H, K, T, S = 1, 2, 1, 211, 389
+    ids = (torch.arange(S) >= 67).long() + (torch.arange(S) >= 131) + (torch.arange(S) >= 300)
+    rows = ids[S - T :]
+    packed = rule(lambda b, h, i, j: rows[i] == ids[j])
+    apart = rule(lambda b, h, i, j: (j >= 7) & (j < 363) & ((j < 101) | (j > 333)))
+    for mask in (packed, packed & causal(), segments(rows[None], ids[None]), apart):
+        dense = keep(mask.sized(B, H).dense(T, S))
+        results = []
+        for each in (mask, dense):
+            q, k, v = (x.requires_grad_() for x in make_qkv(B, H, K, T, S, 24, 20, dtype=dtype))
+            out = attend(backend, q, k, v, mask=each)
+            weight = torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype)
+            with instructions(backend):
+                results.append((out, *torch.autograd.grad(out, (q, k, v), weight)))
+        for one, other in zip(*results, strict=True):
+            assert_same_bits(one, other)
 
 
 @best

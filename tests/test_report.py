@@ -12,7 +12,7 @@ from importlib import resources
 import numpy as np
 import pytest
 from hostile import HUGE, PAYLOADS
-from looks import FullHead, fields_of, full_look, make_look, words
+from looks import full_look, make_look, words
 from reports import Elements, inflated, numbers, values
 
 from headwise import report
@@ -29,8 +29,7 @@ def hostile_look(text: str) -> Look:
     look, _ = full_look(layers=1, heads=2, tokens=2)
     score = Score(text, 0.9, 0.1, 0.4, 7, plays=True, detail=text)
     heads = tuple(
-        FullHead(**{**fields_of(head), "module": text, "part": text, "scores": {text: score}, "extras": {text: 0.25}})
-        for head in look.heads
+        replace(head, module=text, part=text, scores={text: score}, extras={text: 0.25}) for head in look.heads
     )
     named = {"model": text, "kind": text, "version": text, "tokens": (text, "plain")}
     return replace(look, heads=heads, excerpts={text: {0: text}}, **named)

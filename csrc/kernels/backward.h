@@ -95,10 +95,8 @@ static inline void backward_scores(const Problem& p, const BackwardPlan& plan, c
 
 template <class N, int NV>
 static inline void backward_tile(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
-                                 const BackwardTile& tile, int block, BackwardScratch<N>& s) {
+                                 const BackwardTile& tile, const KeySpan& span, int block, BackwardScratch<N>& s) {
   constexpr int R = NV * W;
-  const KeySpan span = key_span(p, to.b, s.rows[block], tile.j0, tile.n, N::kPair);
-  if (span.kind == TileKind::empty) return;
   const int n = span.n;
   BackwardBlock<N>& own = s.block[block];
   const Products products = plan.keeps_products ? s.products.from(span.j0 * W) : s.products;
@@ -125,9 +123,7 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
 // The first of two passes where rows are few: the softmax alone.
 template <class N, int NV>
 static inline void recompute_pass(const Problem& p, const BackwardPlan& plan, int64_t b, const BackwardTile& tile,
-                                  BackwardScratch<N>& s) {
-  const KeySpan span = key_span(p, b, s.rows[0], tile.j0, tile.n, N::kPair);
-  if (span.kind == TileKind::empty) return;
+                                  const KeySpan& span, BackwardScratch<N>& s) {
   const Products products = plan.keeps_products ? s.products.from(span.j0 * W) : s.products;
   forward_products<N, NV>(p, b, tile, span, 0, true, products, s);
   recompute_tile<N, NV>(p, span, products, s);
@@ -147,17 +143,17 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   }
   BackwardTile tile;
   const auto load = [&](int64_t j0, int n) { load_tile<N>(p, to.b, to.kv_head, j0, n, s, tile); };
+  const auto span_of = [&](int i, int64_t j0, int n) { return attended_span(p, to.b, s.rows[i], j0, n, N::kPair); };
   if (plan.by_row && !s.block[0].one_tile) {
     start_recompute(s);
-    walk_tiles<kBackwardTile, N::kPair>(reach, [&](int64_t j0, int n) {
-      load(j0, n);
-      HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, s);
+    walk_blocks<kBackwardTile, N::kPair>(p, to.b, to.kv_head, reach, 1, span_of, load, [&](int, const KeySpan& span) {
+      HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, span, s);
     });
     finish_recompute(p, 0, s);
   }
-  walk_blocks<kBackwardTile, N::kPair>(p, to.b, to.kv_head, reach, blocks, load, [&](int i) {
-    HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, i, s);
-  });
+  walk_blocks<kBackwardTile, N::kPair>(
+      p, to.b, to.kv_head, reach, blocks, span_of, load,
+      [&](int i, const KeySpan& span) { HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s); });
   for (int i = 0; i < blocks && to.only < 0; ++i) HW_BY_VECTORS(s.rows[i].n, end_block, p, g, plan, to, i, s);
 }
 

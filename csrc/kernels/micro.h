@@ -2,7 +2,7 @@
 // vertical, and nothing is summed across lanes. Elements of K and V are broadcast from memory.
 #pragma once
 
-#include "kernels/query_rows.h"
+#include "kernels/masks.h"
 
 namespace headwise {
 namespace HW_ISA {

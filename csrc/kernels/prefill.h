@@ -9,8 +9,6 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kMaxBlocks = 4;  // of an item: they use a tile of keys while it is in the cache
-
 // A thread's scratch for an item.
 template <class N>
 struct PrefillScratch {
@@ -67,10 +65,9 @@ static inline void start_block(const Problem& p, int64_t b, int64_t kv_head, int
 
 // One block of rows against one tile.
 template <class N, int NV>
-static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile, int block, PrefillScratch<N>& s) {
+static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span, int block,
+                                PrefillScratch<N>& s) {
   QueryRows& rows = s.rows[block];
-  const KeySpan span = key_span(p, b, rows, tile.j0, tile.n, N::kPair);
-  if (span.kind == TileKind::empty) return;
   block_scores<N, NV>(p, b, tile, span, s.query[block], rows, true, s.scores);
   const bool drops = p.dropout > 0.0f;
   softmax_tile<N, NV>(s.scores, span.n, softmax_scale(p) * kLog2e, s.row_max + block * kRows, s.row_sum + block * kRows,
@@ -114,8 +111,9 @@ static void run_prefill(const Problem& p, const Plan& plan, int64_t group, int64
   PageTable pages(p);
   walk_blocks<kTile, N::kPair>(
       p, b, kv_head, reach, item.blocks,
+      [&](int i, int64_t j0, int n) { return attended_span(p, b, s.rows[i], j0, n, N::kPair); },
       [&](int64_t j0, int n) { load_tile<N>(pages.tile(b, j0), b, kv_head, j0, n, s, tile); },
-      [&](int i) { HW_BY_VECTORS(s.rows[i].n, prefill_tile, p, b, tile, i, s); });
+      [&](int i, const KeySpan& span) { HW_BY_VECTORS(s.rows[i].n, prefill_tile, p, b, tile, span, i, s); });
   for (int i = 0; i < item.blocks; ++i) {
     HW_BY_VECTORS(s.rows[i].n, finish_block, p, plan, b, kv_head, item.first + i * kRows, split, i, reach, s);
   }

@@ -72,17 +72,16 @@ static inline bool load_row_ends(const Problem& p, const Received& received, int
   return bad;
 }
 
-// A block of rows against the keys j0 <= j < j0 + n of a tile, which begins at `offset` in the range.
+// A block of rows against the keys of a tile, which begins at `offset` in the range.
 template <class N, int NV>
-static inline void received_tile(const Problem& p, const Received& received, int64_t b, int64_t j0, int n,
+static inline void received_tile(const Problem& p, const Received& received, int64_t b, const KeySpan& span,
                                  int64_t offset, bool any_bad, ReceivedScratch<N>& s) {
   constexpr int R = NV * W;
   QueryRows& rows = *s.rows;
-  const KeySpan span = {j0, n, tile_kind(p, b, rows, j0, j0 + n)};
-  if (span.kind == TileKind::empty) return;
+  const int n = span.n;
   const KeyTile& tile = s.tiles[offset / kTile];
   block_scores<N, NV>(p, b, tile, span, s.query, rows, false, s.scores);
-  const int64_t at = offset + j0 - tile.j0;
+  const int64_t at = offset + span.j0 - tile.j0;
   add_weights<NV>(s.scores, n, softmax_scale(p) * kLog2e, s.row_max, s.largest, s.sums + at * W);
 
   bool biased = false;
@@ -138,11 +137,21 @@ static void run_received_of(const Problem& p, const Received& received, int64_t 
     rows_reach.add(*s.rows);
     const Reach reach = rows_reach.within(first, first + keys);
     if (reach.from >= reach.to || (reach.gap_min <= first && reach.gap_max >= first + keys)) continue;
-    HW_BY_VECTORS(n, pack_query, own, b, *s.rows, s.query, s.spare);
-    const bool bad = load_row_ends(own, received, b, *s.rows, s.row_max, s.largest);
+    KeySpan spans[kRange / kTile];
+    int attended = 0;
     walk_tiles<kTile, 1>(reach, [&](int64_t j0, int tile_n) {
-      HW_BY_VECTORS(n, received_tile, own, received, b, j0, tile_n, (j0 - first) / kTile * kTile, bad, s);
+      spans[attended] = {j0, tile_n, tile_kind(own, b, *s.rows, j0, j0 + tile_n)};
+      attended += spans[attended].kind != TileKind::empty;
     });
+    bool bad = false;
+    if (attended > 0) {
+      HW_BY_VECTORS(n, pack_query, own, b, *s.rows, s.query, s.spare);
+      bad = load_row_ends(own, received, b, *s.rows, s.row_max, s.largest);
+    }
+    for (int i = 0; i < attended; ++i) {
+      const int64_t offset = (spans[i].j0 - first) / kTile * kTile;
+      HW_BY_VECTORS(n, received_tile, own, received, b, spans[i], offset, bad, s);
+    }
     if (++blocks % kFlush == 0) flush_sums(keys, s.sums, s.mass);
   }
   flush_sums(keys, s.sums, s.mass);

@@ -101,13 +101,12 @@ static inline void reload_keys(const Problem& p, int64_t b, int64_t kv_head, Pre
 // One block of rows against one tile. `bad_key` is filled where the tile has a NaN or Inf.
 template <class N, int NV>
 static inline void statistics_tile(const Problem& p, const Statistics& s, int64_t b, const KeyTile& tile,
-                                   const BadKeys& bad_key, int block, StatisticsScratch<N>& scratch) {
+                                   const BadKeys& bad_key, const KeySpan& span, int block,
+                                   StatisticsScratch<N>& scratch) {
   constexpr int R = NV * W;
   PrefillScratch<N>& own = scratch.block;
   QueryRows& rows = own.rows[block];
   RowSums& t = scratch.sums[block];
-  const KeySpan span = key_span(p, b, rows, tile.j0, tile.n, N::kPair);
-  if (span.kind == TileKind::empty) return;
   const int n = span.n;
   float* x = own.scores;
   block_scores<N, NV>(p, b, tile, span, own.query[block], rows, true, x);
@@ -255,11 +254,14 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
   BadKeys bad_key;
   walk_blocks<kTile, N::kPair>(
       p, b, kv_head, reach, item.blocks,
+      [&](int i, int64_t j0, int n) { return key_span(p, b, own.rows[i], j0, n, N::kPair); },
       [&](int64_t j0, int n) {
         load_tile<N>(p, b, kv_head, j0, n, own, tile);
         if (tile.bad.any) reload_keys<N>(p, b, kv_head, own, tile, bad_key);
       },
-      [&](int i) { HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, i, scratch); });
+      [&](int i, const KeySpan& span) {
+        HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch);
+      });
   for (int i = 0; i < item.blocks; ++i) {
     HW_BY_VECTORS(own.rows[i].n, finish_statistics, p, plan, s, item, i, reach, scratch);
   }

@@ -7,6 +7,8 @@
 namespace headwise {
 namespace HW_ISA {
 
+constexpr int kMaxBlocks = 4;  // of an item: they use a tile of keys while it is in the cache
+
 // The rows of an item: the blocks of one key-value head of one batch row.
 struct Item {
   int64_t b, kv_head, first, last;  // rows first <= row < last
@@ -51,24 +53,45 @@ static inline void walk_tiles(const Reach& reach, const Visit& visit) {
   }
 }
 
-// The same for several blocks of rows: load(j0, n) reads a tile, then visit(i) computes each block. Beside each block a
-// share of the next tile is prefetched.
-template <int Step, int Pair, class Load, class Visit>
+// A tile, and the keys of it that each block of rows of an item attends.
+struct TileSpans {
+  int64_t j0 = 0;
+  int n = 0;
+  KeySpan block[kMaxBlocks];
+};
+
+// The same for several blocks of rows: span_of(i, j0, n) is the part of a tile that block i attends, load(j0, n) reads
+// a tile that some block attends, and visit(i, span) computes a block that does. Beside each block a share of the next
+// such tile is prefetched.
+template <int Step, int Pair, class Span, class Load, class Visit>
 static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, const Reach& reach, int blocks,
-                               const Load& load_tile, const Visit& visit) {
-  walk_tiles<Step, Pair>(reach, [&](int64_t j0, int n) {
-    load_tile(j0, n);
-    const int64_t next = j0 / Step * Step + Step;
+                               const Span& span_of, const Load& load_tile, const Visit& visit) {
+  const auto compute = [&](const TileSpans& tile, const TileSpans* next) {
+    load_tile(tile.j0, tile.n);
     for (int i = 0; i < blocks; ++i) {
-      const int64_t first = min(next + i * Step / blocks, reach.to),
-                    last = min(next + (i + 1) * Step / blocks, reach.to);
-      if (p.table == nullptr) {  // with pages the next tile may be anywhere
+      if (next != nullptr && p.table == nullptr) {  // with pages the next tile may be anywhere
+        const int64_t first = next->j0 + i * next->n / blocks, last = next->j0 + (i + 1) * next->n / blocks;
         prefetch_rows(p.key, b, kv_head, first, last, p.D);
         prefetch_rows(p.value, b, kv_head, first, last, p.V);
       }
-      visit(i);
+      if (tile.block[i].kind != TileKind::empty) visit(i, tile.block[i]);
     }
+  };
+  TileSpans tiles[2];
+  int count = 0;
+  walk_tiles<Step, Pair>(reach, [&](int64_t j0, int n) {
+    TileSpans& tile = tiles[count % 2];
+    tile.j0 = j0, tile.n = n;
+    bool attended = false;
+    for (int i = 0; i < blocks; ++i) {
+      tile.block[i] = span_of(i, j0, n);
+      attended |= tile.block[i].kind != TileKind::empty;
+    }
+    if (!attended) return;
+    if (count > 0) compute(tiles[(count - 1) % 2], &tile);
+    ++count;
   });
+  if (count > 0) compute(tiles[(count - 1) % 2], nullptr);
 }
 
 // The scores of a tile as the softmax takes them, in x: products() writes Q K^T there, then scale, softcap, biases and

@@ -37,6 +37,12 @@ HW_INLINE F with_sign(F magnitude, F sign) {
 // True where not x < y: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm256_cmp_ps(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, m); }
+// True in the lanes whose word has this bit.
+HW_INLINE M lanes_of_bit(const uint32_t* words, int bit) {
+  const __m256i one = _mm256_set1_epi32(static_cast<int>(1u << bit));
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(x, one), one));
+}
 // x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x.
 HW_INLINE F scale2(F x, F t) {
   const __m256i n = _mm256_cvtps_epi32(_mm256_floor_ps(t));

@@ -39,6 +39,10 @@ HW_INLINE F with_sign(F magnitude, F sign) {
 // True where not x < y: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
+// True in the lanes whose word has this bit.
+HW_INLINE M lanes_of_bit(const uint32_t* words, int bit) {
+  return _mm512_test_epi32_mask(_mm512_loadu_si512(words), _mm512_set1_epi32(static_cast<int>(1u << bit)));
+}
 // x * 2^floor(t); 0 below 2^-126 (by FlushDenormals) and for t = -inf, whatever x.
 HW_INLINE F scale2(F x, F t) { return _mm512_scalef_ps(x, t); }
 HW_INLINE float reduce_add(F x) { return _mm512_reduce_add_ps(x); }

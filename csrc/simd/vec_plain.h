@@ -61,6 +61,12 @@ HW_INLINE F each(Op op) {
 }
 
 HW_INLINE F zero() { return set1(0.0f); }
+// True in the lanes whose word has this bit.
+HW_INLINE M lanes_of_bit(const uint32_t* words, int bit) {
+  M out = {0, 0, 0, 0};
+  for (int i = 0; i < W; ++i) out[i] = words[i] >> bit & 1 ? -1 : 0;
+  return out;
+}
 HW_INLINE F load(const float* p) {
   F out;
   memcpy(&out, p, sizeof(out));

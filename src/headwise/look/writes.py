@@ -21,7 +21,7 @@ COPIED, TOP = 64, 5
 """How many tokens of the text copying is measured at, and how high a copied token must stand."""
 
 LINEAR = 0.02
-"""How far what we take for the final norm may be from a norm, relative to its output."""
+"""How far what we take for a norm may be from one, relative to its output."""
 
 LARGEST = 100_000
 """Steps of a graph that wait at most: one in which sums branch without end is given up."""
@@ -32,16 +32,17 @@ PASSED = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "ToCopy")
 
 @dataclass(frozen=True)
 class HeadWrites:
-    """What one head writes through W_O, mean over the tokens of a text. None: it cannot be told for this model.
+    """What one head writes through W_O (and a norm behind it), on a text. None: it cannot be told for this model.
 
     Attributes:
         module: qualified name of the attention module.
         layer: running index of the attention call in the forward, from 0.
         head: index of the query head, from 0.
-        norm: the length of what it writes.
+        norm: the length of what it writes, mean over the tokens.
         share: its part of what all heads of the layer write together, along that; over the heads the sum is 1.
         residual: its part of the residual stream that the final norm reads, along that; None where what it writes does
-            not reach it by addition alone (a norm behind the sum, or behind the output projection).
+            not reach it by addition alone (a norm behind each sum, as in the encoders of 2018; an encoder beside the
+            decoder; a learned vector on the residual).
         logit: what it adds to the logit of the next token, over the mean of all logits, straight through the final norm
             at its actual scale (direct logit attribution); None as for `residual`.
         copying: how often a token has one of the 5 highest logits where the final norm reads what the head writes as it
@@ -70,11 +71,18 @@ class Ending:
         norm: what made its input; None where that is the residual itself.
         factors: layer -> the factor with which what its heads write is added to the residual that the norm reads;
             those that reach it in another way are left out.
+        behind: layer -> the norm between its output projection and the residual, where there is one.
     """
 
     unembedding: str
     norm: str | None
     factors: dict[int, float]
+    behind: dict[int, str]
+
+    @property
+    def watched(self) -> set[str]:
+        """The modules whose input is needed."""
+        return {self.unembedding, *self.behind.values(), *([] if self.norm is None else [self.norm])}
 
 
 def ending_of(model: nn.Module, text: Reading) -> Ending | None:
@@ -115,12 +123,16 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
     norm = sources.of(read)
     residual = read if norm is None else [x for name, x, _ in ran if name == norm[0]][-1]
     written: dict[Any, int] = {}  # steps of the graph, which live as long as they are held
+    behind: dict[int, str] = {}
     for order, out in enumerate(heads):
         side_by_side = out.transpose(1, 2).flatten(2)
-        made = [out for name, x, out in ran if x.shape == side_by_side.shape and torch.equal(x, side_by_side)]
+        made = [out for _, x, out in ran if x.shape == side_by_side.shape and torch.equal(x, side_by_side)]
         if made:
             written[made[0].grad_fn] = order
-    return Ending(unembedding, None if norm is None else norm[0], _added(residual.grad_fn, written))
+        for name, x, out in ran:
+            if made and x.grad_fn is made[0].grad_fn and out.grad_fn is not x.grad_fn and name not in matrix:
+                written[out.grad_fn], behind[order] = order, name
+    return Ending(unembedding, None if norm is None else norm[0], _added(residual.grad_fn, written), behind)
 
 
 def _added(step: Any, written: dict[Any, int]) -> dict[int, float]:
@@ -164,38 +176,70 @@ def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Mat
         outs[call.order] = out[0], call.value[0]
         return out
 
-    with ExitStack() as undo:
-        undo.enter_context(resting(model))
-        with probe(model, each):
-            for name in () if ending is None else (ending.unembedding, ending.norm):
-                if name is not None:
-                    part = model.get_submodule(name)
-                    undo.callback(part.register_forward_pre_hook(lambda _, x, n=name: read.update({n: x[0]})).remove)
+    with resting(model):
+        with ExitStack() as undo:
+            undo.enter_context(probe(model, each))
+            for name in () if ending is None else ending.watched:
+                part = model.get_submodule(name)
+                undo.callback(part.register_forward_pre_hook(lambda _, x, n=name: read.update({n: x[0]})).remove)
             text.output(model)
         final = None if ending is None else Final.of(model, ending, read, text)
         found = []
         for layer in layers:
-            out, value = outs[layer.layer]
-            factor = None if ending is None else ending.factors.get(layer.layer)
-            found += _of_layer(layer, out.float(), value.float(), factor, final, text)
+            factor, linear, size = _way(model, ending, layer, read)
+            out, value = (x.float() for x in outs[layer.layer])
+            written = torch.stack([heads @ W for heads, W in zip(out, layer.output @ linear.mT, strict=True)]) * size
+            copied = [value[h * len(value) // len(out)] @ W for h, W in enumerate(layer.output @ linear.mT)]
+            found += _of_layer(layer, written, copied, factor, final, text)
     return tuple(found)
 
 
+def _way(
+    model: nn.Module, ending: Ending | None, layer: Matrices, read: dict[str, Tensor]
+) -> tuple[float | None, Tensor, Tensor]:
+    """How what the heads of a layer write comes to the residual: a factor, a matrix, and a scale (T, 1) of its norm."""
+    width = layer.output.shape[-1]
+    eye, one = torch.eye(width, device=layer.output.device), torch.ones(1, 1, device=layer.output.device)
+    if ending is None:
+        return None, eye, one
+    factor = ending.factors.get(layer.layer)
+    name = ending.behind.get(layer.layer)
+    if factor is None or name is None:
+        return factor, eye, one
+    frozen = frozen_norm(model.get_submodule(name), read[name])
+    return (None, eye, one) if frozen is None else (factor, *frozen)
+
+
+def frozen_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(M, M) A and (T, 1) s, for norm(x) = s A x + bias at x (1, T, M); None where it is no norm."""
+    made = (norm(x) - norm(torch.zeros_like(x[:, :1])))[0].float()
+    linear = linear_part(norm, x)
+    if made.shape != x.shape[1:] or linear.shape != (x.shape[2],) * 2:
+        return None
+    straight = x[0].float() @ linear.mT
+    size = (made * straight).sum(-1, keepdim=True) / straight.square().sum(-1, keepdim=True)
+    return (linear, size) if (made - size * straight).norm() <= LINEAR * made.norm() else None
+
+
 def _of_layer(
-    layer: Matrices, out: Tensor, value: Tensor, factor: float | None, final: Final | None, text: Reading
+    layer: Matrices,
+    written: Tensor,
+    copied: Sequence[Tensor],
+    factor: float | None,
+    final: Final | None,
+    text: Reading,
 ) -> list[HeadWrites]:
-    """The records of one call; out (H, T, V), value (K, S, V)."""
-    written = torch.stack([heads @ W for heads, W in zip(out, layer.output, strict=True)])  # (H, T, M)
+    """The records of one call; written (H, T, M), and of each head what it would write for each key alone (S, M)."""
     update = written.sum(0)
     energy = update.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
     fits = final is not None and final.residual.shape == update.shape
     direct = final if factor is not None and fits else None
-    ids = next((ids[0] for ids in text.inputs if ids.shape[1] == value.shape[1]), None)
+    ids = next((ids[0] for ids in text.inputs if ids.shape[1] == len(copied[0])), None)
     records = []
     for head, one in enumerate(written):
         copies: tuple[float | None, float | None] = (None, None)
-        if final is not None and ids is not None and one.shape[-1] == final.residual.shape[-1]:
-            copies = final.copying(value[head * len(value) // len(out)] @ layer.output[head], ids)
+        if direct is not None and ids is not None:
+            copies = direct.copying(copied[head], ids)
         records.append(
             HeadWrites(
                 layer.module,
@@ -235,16 +279,12 @@ class Final:
         residual = read if ending.norm is None else inputs[ending.norm]
         if residual.shape != read.shape:
             return None
-        made, x = read[0].float(), residual[0].float()
-        size = torch.ones(len(x), 1, device=x.device)
-        linear = torch.eye(x.shape[-1], device=x.device)
-        if norm is not None:
-            made = made - norm(torch.zeros_like(residual[:, :1]))[0].float()
-            linear = linear_part(norm, residual)
-            straight = x @ linear.mT
-            size = (made * straight).sum(-1, keepdim=True) / straight.square().sum(-1, keepdim=True)
-            if (made - size * straight).norm() > LINEAR * made.norm():
-                return None
+        x = residual[0].float()
+        straight = torch.eye(x.shape[-1], device=x.device), torch.ones(len(x), 1, device=x.device)
+        frozen = straight if norm is None else frozen_norm(norm, residual)
+        if frozen is None:
+            return None
+        linear, size = frozen
         towards = None
         labels = text.labels[0]
         if labels.shape[0] == len(x) and bool((labels != IGNORED).any()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -36,8 +36,7 @@ def page_data(look: Look) -> dict[str, Any]:
     pictures = maps.packed(look.maps or tuple(maps.coarse(head) for head in heads), left)
     cells = _cells(look.tokens, _side(heads, pictures["columns"], len(look.tokens)))
     pooled = any(cell["count"] > 1 for cell in cells)
-    calls = getattr(look, "neurons", ())  # a look may carry the vectors of its first tokens
-    inner = vectors.packed(calls, heads, left - len(pictures["data"]), weights=pooled or not look.maps)
+    inner = vectors.packed(look.neurons, heads, left - len(pictures["data"]), weights=pooled or not look.maps)
     places = list(dict.fromkeys(map(_place, heads)))
     index = {place: i for i, place in enumerate(places)}
     return {
@@ -84,9 +83,8 @@ def _tokens(look: Look, first: int) -> list[tuple[int, str]]:
 
 def _excerpts(look: Look) -> list[tuple[str, list[tuple[int, str]]]]:
     """Tokens of other texts that were read, by place, where a look carries any: what evidence there is shown with."""
-    carried: Mapping[str, Mapping[int, str]] = getattr(look, "excerpts", {})
     listed, left = [], MOST_TOKENS
-    for name, tokens in carried.items():
+    for name, tokens in look.excerpts.items():
         kept = [(place, cut(text, 60)) for place, text in sorted(tokens.items())[:left]]
         left -= len(kept)
         listed.append((cut(name, 60), kept))

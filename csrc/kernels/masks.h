@@ -1,0 +1,192 @@
+// Scale, softcap, biases and masks of a tile of scores.
+#pragma once
+
+#include "kernels/key_spans.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+// The scores of row r and key j of a tile are at x[r * RowStep + j * KeyStep], one of the two being 1.
+template <int RowStep, int KeyStep>
+struct ScoreLayout {
+  static constexpr bool kRowLanes = RowStep == 1;  // else the lanes are keys
+  static constexpr int kKeyStep = KeyStep;
+
+  template <class Op>
+  HW_INLINE void each(int rows, int keys, float* x, Op op) {
+    if constexpr (kRowLanes) {
+      for (int j = 0; j < keys; ++j) {
+        for (int r = 0; r < rows; ++r) x[r + j * KeyStep] = op(r, j, x[r + j * KeyStep]);
+      }
+    } else {
+      for (int r = 0; r < rows; ++r) {
+        for (int j = 0; j < keys; ++j) x[r * RowStep + j] = op(r, j, x[r * RowStep + j]);
+      }
+    }
+  }
+};
+
+template <class L, class Read>
+static inline void add_dense(const Tensor4& dense, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x,
+                             Read read) {
+  const int64_t size = size_of(dense.dtype), step = dense.stride[3] * size;
+  const char* row[kRows];
+  for (int r = 0; r < rows.padded; ++r) row[r] = at(dense, b, rows.h[r], rows.t[r]) + j0 * step;
+  if (dense.stride[1] == 0 && dense.stride[2] == 0) {  // the same for all rows: read once
+    float row_bias[kTile];
+    for (int j = 0; j < n; ++j) row_bias[j] = read(row[0] + j * step);
+    L::each(rows.padded, n, x,
+            [&](int, int j, float s) { return s == -kInf || row_bias[j] == -kInf ? -kInf : s + row_bias[j]; });
+    return;
+  }
+  L::each(rows.padded, n, x, [&](int r, int j, float s) {
+    const float bias = read(row[r] + j * step);
+    return s == -kInf || bias == -kInf ? -kInf : s + bias;  // -inf stays -inf, whatever the bias
+  });
+}
+
+template <class T>
+HW_INLINE T read_as(const char* p) {
+  T x;
+  memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+// -inf where a map forbids.
+template <class L>
+static inline void apply_map(const MapRule& map, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
+  KeyBits bits;
+  map_bits(map, b, rows, j0, n, bits);
+  if constexpr (L::kRowLanes) {
+    const F none = set1(-kInf);
+    for (int j = 0; j < n; ++j) {
+      const uint32_t* of_rows = bits[j / kKeyBits];
+      for (int r = 0; r < rows.padded; r += W) {
+        float* to = x + j * L::kKeyStep + r;
+        store(to, select(lanes_of_bit(of_rows + r, j % kKeyBits), load(to), none));
+      }
+    }
+  } else {
+    L::each(rows.padded, n, x,
+            [&](int r, int j, float s) { return bits[j / kKeyBits][r] >> (j % kKeyBits) & 1 ? s : -kInf; });
+  }
+}
+
+// The position of a row relative to a tile's first key. A position beyond 2^30 is clamped to it, and the distances to
+// the keys are multiplied by `factor`: they differ from one another by less than float32 rounds.
+struct KeyDistance {
+  int32_t pos;
+  float factor;
+};
+
+HW_INLINE KeyDistance key_distance(int64_t pos) {
+  constexpr int64_t kNear = 1 << 30;
+  const int64_t near = max(min(pos, kNear), -kNear);
+  return {static_cast<int32_t>(near), near == pos ? 1.0f : static_cast<float>(pos) / static_cast<float>(near)};
+}
+
+// Adds biases to the scores of a tile and puts -inf where a row may not attend. Marks the rows that may attend one of
+// the `bad` keys. `x` is scaled and softcapped before where `scales_first`.
+template <class L>
+static inline void mask_tile(const Problem& p, int64_t b, QueryRows& rows, int64_t j0, int n, float* x, TileKind tile,
+                             const bool* bad) {
+  for (int i = 0; i < p.n_alibi; ++i) {
+    const AlibiRule& rule = p.alibi[i];
+    const int64_t offset = max(min(rule.offsets[b * rule.offsets_stride], kFar), -kFar);
+    float slope[kRows];
+    int32_t pos[kRows];
+    for (int r = 0; r < rows.padded; ++r) {
+      const KeyDistance from = key_distance(rows.t[r] + offset - j0);
+      slope[r] = rule.slopes[b * rule.slopes_stride[0] + rows.h[r] * rule.slopes_stride[1]] * from.factor;
+      pos[r] = from.pos;
+    }
+    L::each(rows.padded, n, x, [&](int r, int j, float s) {
+      const int32_t far = pos[r] > j ? pos[r] - j : j - pos[r];
+      return s - slope[r] * static_cast<float>(far);
+    });
+  }
+  for (int i = 0; i < p.n_dense; ++i) {
+    const Tensor4& dense = p.dense[i];
+    switch (dense.dtype) {
+      case Dtype::boolean:
+        if (tile == TileKind::mixed) {
+          add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return *q != 0 ? 0.0f : -kInf; });
+        }
+        break;
+      case Dtype::f32: add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return read_as<float>(q); }); break;
+      case Dtype::f64:
+        add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return static_cast<float>(read_as<double>(q)); });
+        break;
+      default: add_dense<L>(dense, b, rows, j0, n, x, [&](const char* q) { return element(q, dense.dtype, 0); });
+    }
+  }
+  if (tile == TileKind::mixed) {
+    for (int i = 0; i < p.n_segments; ++i) {
+      const SegmentRule& rule = p.segments[i];
+      int64_t ids[kTile];
+      for (int j = 0; j < n; ++j) ids[j] = rule.key_ids[b * rule.key_stride[0] + (j0 + j) * rule.key_stride[1]];
+      L::each(rows.padded, n, x, [&](int r, int j, float s) { return rows.ids[i][r] == ids[j] ? s : -kInf; });
+    }
+    for (int i = 0; i < p.n_maps; ++i) apply_map<L>(p.maps[i], b, rows, j0, n, x);
+    if (bounds_kind(rows, j0, j0 + n) != TileKind::full) {
+      const int32_t at0 = static_cast<int32_t>(j0);
+      L::each(rows.padded, n, x, [&](int r, int j, float s) { return in_bounds(rows, r, at0 + j) ? s : -kInf; });
+    }
+  }
+  if (bad == nullptr) return;
+  L::each(rows.padded, n, x, [&](int r, int j, float s) {
+    rows.key_bad[r] |= bad[j] && s != -kInf;
+    return s;
+  });
+}
+
+// Whether row r may attend any of the keys from <= j < to. Needed only where the greatest score is -inf: the row is
+// empty, or its scores overflowed.
+static inline bool attends_any(const Problem& p, int64_t b, const QueryRows& rows, int r, int64_t from, int64_t to) {
+  for (int64_t j = max(from, rows.lo_min); j < min(to, rows.hi[r]); ++j) {
+    bool allowed = in_bounds(rows, r, static_cast<int32_t>(j));
+    for (int i = 0; i < p.n_segments; ++i) {
+      const SegmentRule& rule = p.segments[i];
+      allowed &= rule.key_ids[b * rule.key_stride[0] + j * rule.key_stride[1]] == rows.ids[i][r];
+    }
+    for (int i = 0; i < p.n_dense && allowed; ++i) {
+      const Tensor4& dense = p.dense[i];
+      const char* row = at(dense, b, rows.h[r], rows.t[r]);
+      const float x = element(row, dense.dtype, j * dense.stride[3]);
+      allowed = dense.dtype == Dtype::boolean ? x != 0.0f : x != -kInf;
+    }
+    for (int i = 0; i < p.n_maps && allowed; ++i) {
+      allowed = word_of(p.maps[i], b, rows, r, j / MapRule::kSide) >> (j % MapRule::kSide) & 1;
+    }
+    if (allowed) return true;
+  }
+  return false;
+}
+
+// Whether no mask but the bounds restricts rows: then the bounds of a row count its keys.
+HW_INLINE bool only_bounds(const Problem& p) { return p.n_segments == 0 && p.n_dense == 0 && p.n_maps == 0; }
+
+// Whether scores are scaled before the softmax, because a softcap or a bias comes between. Else the scale is applied
+// inside the exponential.
+HW_INLINE bool scales_first(const Problem& p) {
+  bool biased = p.n_alibi > 0;
+  for (int i = 0; i < p.n_dense; ++i) biased |= p.dense[i].dtype != Dtype::boolean;
+  return biased || p.softcap > 0.0f || !(p.scale > 1e-30f);  // times log2(e) and a score, a smaller one underflows
+}
+
+// The factor that the softmax applies to the scores.
+HW_INLINE float softmax_scale(const Problem& p) { return scales_first(p) ? 1.0f : p.scale; }
+
+// Scale and softcap of n contiguous scores; n is a multiple of W.
+static inline void scale_scores(const Problem& p, float* x, int64_t n) {
+  const F scale = set1(p.scale);
+  if (p.softcap > 0.0f) {
+    const F cap = set1(p.softcap);
+    for (int64_t i = 0; i < n; i += W) store(x + i, mul(cap, tanh(div(mul(load(x + i), scale), cap))));
+  } else {
+    for (int64_t i = 0; i < n; i += W) store(x + i, mul(load(x + i), scale));
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise
