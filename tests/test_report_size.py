@@ -31,7 +31,7 @@ def test_incompressible_maps_keep_below_two_megabytes(layers: int, heads: int, t
 
 @pytest.mark.parametrize("played", [3, 99])
 def test_many_heads_with_their_scores_keep_to_the_budget(played: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 x 64, as a sixteenth of the heads in a sixteenth of the room; all roles of texts and copies, random scores."""
+    """80 x 64, as a sixteenth of the heads in a sixteenth of the room; all roles of texts and copies."""
     monkeypatch.setattr(pack, "BUDGET", pack.BUDGET // 16)
     monkeypatch.setattr(pack, "NUMBERS_BUDGET", pack.NUMBERS_BUDGET // 16)
     draw = np.random.default_rng(3)

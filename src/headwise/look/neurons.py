@@ -99,10 +99,10 @@ class Neurons:
         (H, T, D), (K, S, E) = self.query.shape, self.key.shape
         fits = K > 0 and H % K == 0 and D == E and (self.value is None or self.value.shape[:2] == (K, S))
         if not fits or len(self.weights) != H * T * S:
+            value = None if self.value is None else self.value.shape
             raise ValueError(
-                f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value "
-                f"{self.value and self.value.shape}, {len(self.weights)} weights; make them "
-                "with headwise.look.neurons.vectors_of()"
+                f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value {value}, "
+                f"{len(self.weights)} weights; headwise.look.neurons.vectors_of() makes them"
             )
 
     def to_dict(self) -> dict[str, Any]:
