@@ -1,6 +1,6 @@
 """What the packaged model loses when its heads are reshaped, and what repair and healing win back.
 
-    python benchmarks/reshape.py [--only regroup heal prune] [--heal 150] [--json] [--out FILE]
+    python benchmarks/reshape.py [--only regroup heal prune choices] [--heal 150] [--json] [--out FILE]
 
 Losses are nats a token on 24 windows of 512 tokens of library modules that the model was never trained on. Calibration
 text is of the modules that it was trained on. Results are written as they come, so that a run that is stopped leaves
@@ -40,8 +40,8 @@ METHODS = ("fitted", "aligned", "mean", "first")
 KEEP = (7, 6, 5, 4, 3)  # of 8 heads a layer
 CRITERIA = ("gradient", "zero", "contribution")
 SECTIONS = ("regroup", "heal", "prune", "choices")
-HELD, CALIBRATION, LENGTH = 24, 32, 512
-VALUE_STEPS = 6
+HELD, CALIBRATION, LENGTH = 24, 64, 512
+VALUE_STEPS = 12
 
 
 class Text:
