@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+import headwise
+from headwise.look.neurons import vectors_of
 from headwise.look.records import HeadMap, HeadRecord, Look
 from headwise.look.scores import Evidence, Score
+from headwise.nn.probe import AttentionCall
 
 SENTENCE = " The quick fox saw the lazy dog.\n The quick fox saw the lazy cat, and the quick dog saw it too.\n"
 
@@ -134,7 +139,35 @@ def _score(name: str, value: float, role: str | None, matrix: npt.NDArray[np.flo
 
 def random_look(layers: int = 12, heads: int = 12, size: int = 128) -> Look:
     """The worst case for the size of a report: every byte of every map is random."""
-    small = make_look(layers=layers, heads=heads, tokens=words(size))
+    small = make_look(layers=layers, heads=heads, tokens=words(5))
     generator = np.random.default_rng(1)
     maps = tuple(HeadMap(size, size, generator.bytes(size * size)) for _ in small.heads)
-    return Look(**{**{name: getattr(small, name) for name in small.__dataclass_fields__}, "maps": maps})
+    records = tuple(replace(head, queries=size, keys=size) for head in small.heads)
+    return replace(small, heads=records, maps=maps, tokens=words(size), length=size)
+
+
+def calls(
+    layers: int, heads: int, tokens: int, *, groups: int = 2, dims: int = 7, values: int = 5
+) -> list[AttentionCall]:
+    """Causal calls on random vectors, a text of so many tokens."""
+    draw = torch.Generator().manual_seed(tokens)
+    made = []
+    for layer in range(layers):
+        sizes = ((heads, dims), (heads // groups, dims), (heads // groups, values))
+        q, k, v = (2 * torch.randn(1, n, tokens, d, generator=draw) for n, d in sizes)
+        made.append(AttentionCall(f"model.layers.{layer}.self_attn", layer, q, k, headwise.causal(), value=v))
+    return made
+
+
+def full_look(layers: int = 3, heads: int = 4, tokens: int = 29) -> tuple[Look, list[AttentionCall]]:
+    """A look whose maps are those of random vectors, with all that a look may carry; and the calls themselves."""
+    look = make_look(layers=layers, heads=heads, tokens=words(tokens))
+    made = calls(layers, heads, tokens)
+    maps = [codes(one.numpy()) for call in made for one in headwise.weights(call.query, call.key, **call.scoring)[0]]
+    records = [
+        replace(head, extras={"importance, gradient": 0.0123456 * i, "share of the stream": i / 7})
+        for i, head in enumerate(look.heads)
+    ]
+    excerpts = {"copies 0": {place: f" r{place}" for place in range(tokens)}}
+    parts = {"heads": tuple(records), "maps": tuple(maps), "neurons": tuple(map(vectors_of, made))}
+    return replace(look, **parts, excerpts=excerpts), made

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import pytest
@@ -77,7 +77,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Te
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A case's inputs and its answers: out and lse in float64, out by naive PyTorch.
+    """A case's inputs and its answers: out and lse in float64, out by naive PyTorch, which few cases need.
 
     And two sizes that roundings follow: the largest |score|, and the root of the largest sum of (weight * value)^2.
     """
@@ -86,9 +86,27 @@ class Answer:
     options: dict[str, Any]
     out: Tensor
     lse: Tensor
-    rough: tuple[Tensor, ...]
+    roughly: Callable[[], tuple[Tensor, ...]]
     tallest: float
     spread: float
+
+    @cached_property
+    def rough(self) -> tuple[Tensor, ...]:
+        return self.roughly()
+
+    @cached_property
+    def slack(self) -> Tensor:
+        """The `values` of a budget: see `check_out`."""
+        if self.qkv[0].dtype == torch.float32:
+            return self.qkv[2] * max(1.0, self.tallest)
+        return self.out.abs().max().clamp(min=self.spread)
+
+    @cached_property
+    def certain(self) -> float:
+        """What the budget of `assert_close_like_torch` comes to without naive's error: all of it in the half dtypes."""
+        dtype, largest = self.qkv[0].dtype, float(self.slack.abs().max()) if self.slack.numel() else 0.0
+        floor = 0.0 if dtype == torch.float32 else float((self.out.to(dtype) - self.out).abs().max())
+        return 1.5 * floor + ulp(largest, dtype) if math.isfinite(largest) else -math.inf
 
 
 def answer_of(qkv: tuple[Tensor, Tensor, Tensor], **options: Any) -> Answer:
@@ -100,7 +118,7 @@ def answer_of(qkv: tuple[Tensor, Tensor, Tensor], **options: Any) -> Answer:
     scale = options.get("scale")
     tops = [x.detach().double().norm(dim=-1).max() for x in qkv[:2]]
     tallest = float(tops[0] * tops[1]) * abs(qkv[0].shape[-1] ** -0.5 if scale is None else scale)
-    return Answer(qkv, options, out, lse, naive(*qkv, **options), tallest, spread)
+    return Answer(qkv, options, out, lse, lambda: naive(*qkv, **options), tallest, spread)
 
 
 @cache
@@ -127,9 +145,10 @@ def check_out(out: Tensor, wanted: Answer) -> None:
     half dtypes 1 ulp of the largest output, or of what its terms come to where their signs differ. That is small:
     one key too many or too few of thousands is seen.
     """
-    half = wanted.out.abs().max().clamp(min=wanted.spread)
-    slack = wanted.qkv[2] * max(1.0, wanted.tallest) if out.dtype == torch.float32 else half
-    assert_close_like_torch(out, wanted.out, wanted.rough, values=slack)
+    assert out.dtype == wanted.qkv[0].dtype and out.shape == wanted.out.shape
+    if out.numel() == 0 or float((out.detach() - wanted.out).abs().max()) <= wanted.certain:
+        return  # without naive's answer, which takes longer than all the rest
+    assert_close_like_torch(out, wanted.out, wanted.rough, values=wanted.slack)
 
 
 def check_lse(lse: Tensor, wanted: Answer) -> None:

@@ -37,6 +37,17 @@ FAMILIES: dict[str, Row] = {
     "gemma": Row("Gemma", "GemmaForCausalLM", "GemmaConfig", 2, sizes=_GQA),
     "gemma2": BY_NAME["Gemma2 softcap"],
     "gemma3_text": BY_NAME["Gemma3 text"],
+    "gemma3": Row(
+        "Gemma 3",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        2,
+        sizes=dict(
+            text_config=BY_NAME["Gemma3 text"].sizes | dict(model_type="gemma3_text"),
+            vision_config=BY_NAME["ViT"].sizes | dict(vision_use_head=False),
+            **dict(mm_tokens_per_image=1, image_token_index=VOCAB - 1, boi_token_index=51, eoi_token_index=50),
+        ),
+    ),
     "phi3": BY_NAME["Phi-3"],
     "olmo2": Row("OLMo2", "Olmo2ForCausalLM", "Olmo2Config", 2, sizes=_GQA),
     "granite": Row("Granite", "GraniteForCausalLM", "GraniteConfig", 2, sizes=_GQA | dict(attention_multiplier=0.5)),

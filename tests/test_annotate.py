@@ -190,8 +190,12 @@ def test_sizes_are_capped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 @pytest.mark.unchecked
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(
+        ValueError, match=r"none.conllu'\) cannot be read \(No such file or directory\); give the path of a"
+    ):
         annotate.read(tmp_path / "none.conllu")
+    with pytest.raises(ValueError, match=r"'\\x00' cannot be read \(embedded null byte\); give the path"):
+        annotate.read("\0")
     file = tmp_path / "latin.conllu"
     file.write_bytes(lines("# text = a", "1 a X 0 root _").replace("1\ta", "1\té").encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.conllu, line 2: CoNLL-U is UTF-8 text, and this is not; convert the"):

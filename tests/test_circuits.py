@@ -242,6 +242,15 @@ def test_circuits_of_models_of_transformers(name: str) -> None:
     assert model.config._attn_implementation == "eager" and not model.training
 
 
+def test_cross_attention_reads_two_streams() -> None:
+    """Its queries what decoder heads wrote, its keys and values what encoder heads wrote."""
+    found = circuits(BY_NAME["T5"].build(), TEXT, most=999).compositions
+    read = {(one.kind, one.reader[0], one.writer[0]) for one in found}
+    for kind, writers in (("q", {2, 3, 4}), ("k", {0, 1}), ("v", {0, 1})):
+        assert {writer for k, reader, writer in read if (k, reader) == (kind, 5)} == writers
+        assert {writer for k, reader, writer in read if (k, reader) == (kind, 4)} == {2, 3}
+
+
 # --- heads with known jobs --------------------------------------------------------------------------------------------
 
 

@@ -22,8 +22,15 @@ pytestmark = pytest.mark.unchecked
 runner = CliRunner()
 COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 PLAIN = {"look": {}, "trace": {"d_model": "6", "num_heads": "2"}, "plan": {"configs": "gpt2"}}
-PLAIN |= {"importance": {}, "ablate": {"heads": "0.1"}}
-EACH = {"look": 16, "trace": 16, "plan": 16, "importance": 3, "ablate": 3}  # few where look reads the same options
+PLAIN |= {"importance": {}, "ablate": {"heads": "0.1"}, "circuits": {}}
+EACH = {
+    "look": 16,
+    "trace": 16,
+    "plan": 16,
+    "importance": 3,
+    "ablate": 3,
+    "circuits": 3,
+}  # few where look reads the same options
 
 NUMBERS = ["0", "-1", "-999999999999999999", "9999999999999999999", "1e5", "nan", "inf", "-inf", "0x10", "1_000", " 7 "]
 NUMBERS += ["\u0663", "1.5", "5e-99", "1e99E", "0,0", "1,,2", "9" * 400, "9" * 5000, "0." + "0" * 310 + "1"]
@@ -59,6 +66,7 @@ def without_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
     importance = look.Importance("a", 1, 3, 1.0, ("gradient", "zero", "mean", "contribution"), (head,), (), 0.0)
     monkeypatch.setattr(look, "at", lambda *_, **__: make_look(layers=1, heads=2))
     monkeypatch.setattr(look, "importance", lambda *_, **__: importance)
+    monkeypatch.setattr(look, "circuits", lambda *_, **__: look.Circuits("a", (), {}, ()))
     monkeypatch.setattr(look, "ablate", lambda *_, **__: look.Ablation("a", "zero", 3, 1.0, 2.0, (), None, ()))
     monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
     monkeypatch.setattr(models, "default_text", lambda: "a b")

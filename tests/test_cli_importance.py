@@ -1,4 +1,4 @@
-"""`headwise importance` and `headwise ablate`: what they print, and one line for what a user gets wrong."""
+"""`headwise importance`, `ablate` and `circuits`: what they print, and one line for what a user gets wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import headwise.hf as hf
 from headwise import cli, models
-from headwise.look import ablate, importance
+from headwise.look import ablate, circuits, importance
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
 runner = CliRunner()
@@ -57,6 +57,18 @@ def test_importance_is_what_the_function_gives(tiny: Any, tmp_path: Path) -> Non
     assert len(rows) == 32 and [float(row[2]) for row in rows] == sorted((float(row[2]) for row in rows), reverse=True)
 
 
+def test_circuits_are_what_the_function_gives(tiny: Any) -> None:
+    ids, _ = tiny.encode(TEXT)
+    expected = circuits(tiny.model, ids, name="headwise tiny")
+    done = runner.invoke(cli.app, ["circuits", "--text", TEXT, "--json"])
+    assert json.loads(done.stdout) == json.loads(expected.to_json())
+    shown = runner.invoke(cli.app, ["circuits", "--text", TEXT], terminal_width=200).stdout
+    one = next(one for one in expected.compositions if one.kind == "k")
+    row = rf"keys +│ +{one.reader[0]}\.{one.reader[1]} │ +{one.writer[0]}\.{one.writer[1]} │ {one.value:.3f} │"
+    assert re.search(row, shown), shown
+    assert len(re.findall(r"│ +\d │ +\d │ +[\d.]+ │ +-?[\d.]+ │", shown)) == 32
+
+
 def test_a_mask_token_is_for_encoders_alone(tiny: Any) -> None:
     assert tiny.kind == "decoder" and tiny.mask_id is None
     import dataclasses
@@ -68,7 +80,7 @@ def test_a_mask_token_is_for_encoders_alone(tiny: Any) -> None:
 def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text(TEXT)
-    for command in ("importance", "ablate"):
+    for command in ("importance", "ablate", "circuits"):
         shown = runner.invoke(cli.app, [command, "--help"], terminal_width=200).stdout
         example = re.search(r"Example: headwise (.*)", shown)
         assert example is not None

@@ -20,6 +20,7 @@ import headwise
 from headwise.look import Importance, ablate, importance
 from headwise.look.importance import ranks, spearman
 from headwise.nn import MultiHeadAttention, output_projections, probe
+from headwise.testing.constructed import constructed
 
 TEXT = [1, 7, 23, 11, 5, 7, 31, 2, 47, 23, 11]
 OTHER = [1, 13, 3, 43, 17, 13, 3]
@@ -102,6 +103,25 @@ def test_every_criterion_is_what_its_definition_says(name: str) -> None:
         torch.testing.assert_close(torch.tensor(rows), raw / raw.norm())
 
 
+def test_heads_on_the_way_matter_and_the_others_do_not() -> None:
+    """Induction by composition, on a text that repeats: both heads of the circuit, no other.
+
+    The slope knows the second alone: attention there is decided by so wide a margin that small changes move nothing.
+    """
+    model, jobs = constructed([["self", "previous-token", "broad"], ["induction", "duplicate-token"]])
+    text = model.sample(17)[0].tolist()
+    found = importance(model, text + text[1:], by=("gradient", "zero", "mean", "contribution"))
+    for head in found.heads:
+        job = jobs[head.layer, head.head]
+        for by in ("zero", "mean"):
+            assert (abs(getattr(head, by)) > 1e-3) == (job in ("previous-token", "induction")), (head, by)
+        assert (head.gradient_raw > 1e-3) == (job == "induction"), head
+    read = text + text[1:]
+    lost = ablate(model, read, [(0, 1)])
+    assert lost.after > lost.before + 1
+    assert all(read[place.position] in read[: place.position] for place in lost.places)
+
+
 def test_the_absolute_value_is_taken_of_each_text() -> None:
     """Two texts of opposite slopes would cancel else."""
     model = built("Llama GQA")
@@ -121,7 +141,7 @@ def test_the_model_is_left_as_it_was() -> None:
     frozen = BY_NAME["Llama GQA"].build().requires_grad_(False)
     assert importance(frozen, TEXT).scores("gradient") == importance(model, TEXT).scores("gradient")
     with torch.no_grad():
-        importance(model, TEXT)
+        assert importance(nn.DataParallel(model), TEXT).scores("gradient") == importance(model, TEXT).scores("gradient")
 
 
 def test_an_encoder_names_masked_words() -> None:

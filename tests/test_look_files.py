@@ -19,7 +19,7 @@ from planted import DELIMITERS, NAMES, Planted, text
 
 from headwise import look
 from headwise.disk import visible
-from headwise.look import Evidence, Look, Score, files, palette
+from headwise.look import Evidence, HeadImportance, Importance, Look, Score, files, palette
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +259,27 @@ def test_one_head_as_a_figure(planted: Look) -> None:
     assert pooled.axes[0].images[0].get_array().tolist() == [pytest.approx(row) for row in planted.heads[7].map]
     with pytest.raises(IndexError, match=r"has no head 0\.8"):
         planted.plot_head(0, 8)
+
+
+@pytest.mark.unchecked
+def test_importance_as_a_figure() -> None:
+    """Of two criteria, a panel each; where one falls below zero its scale has two sides."""
+    heads = tuple(
+        HeadImportance("m", 0, layer, head, head, gradient=layer + head / 3, zero=0.5 - layer)
+        for layer, width in ((0, 3), (1, 2))
+        for head in range(width)
+    )
+    figure = look.plot_importance(Importance("a$b", 1, 29, 1.25, ("gradient", "zero"), heads, (), 0.5))
+    panels = {axes.get_title("left"): axes.images[0] for axes in figure.axes if axes.images}
+    assert {*panels} == {"gradient", "zero"}
+    gradient, zero = panels["gradient"], panels["zero"]
+    assert gradient.get_array().filled(-1).tolist() == [
+        pytest.approx(row) for row in ([0, 1 / 3, 2 / 3], [1, 4 / 3, -1])
+    ]
+    assert gradient.get_clim() == (0, pytest.approx(4 / 3)) and zero.get_clim() == (-0.5, 0.5)
+    assert "a$b: loss 1.250 on 29 tokens" in words_of(figure)
+    with pytest.raises(TypeError, match=r"plot_importance draws what headwise\.look\.importance gives; got int"):
+        look.plot_importance(3)
 
 
 def test_figures_are_files_of_equal_bytes_and_keep_hostile_names(hostile: Look, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def planted() -> Look:
 def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     assert Look.from_dict(json.loads(planted.to_json(maps=True))) == planted
     without = json.loads(planted.to_json())
-    assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=())
+    assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=(), neurons=())
     assert Look.from_dict(planted.to_dict()) == planted
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(planted, seconds=math.nan).to_json()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import fresh
 import pytest
 import torch
 from backends import BEST, instructions, natives
@@ -185,20 +183,20 @@ else:
     train(N)
 print(peak() - before)
 """
-LENGTH = 24_576
+LENGTH = 16_384
 
 
 def used(what: str) -> int:
     """Bytes by which the peak of a process of its own grows in a training step."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MEMORY, str(LENGTH), what]
-    return int(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    ran = fresh.run(MEMORY, str(LENGTH), what, OMP_NUM_THREADS="1")
+    assert ran.returncode == 0, ran.stderr
+    return int(ran.stdout)
 
 
 @pytest.mark.parametrize("backend", BEST)
 @pytest.mark.parametrize("what", ["biases", "dropout"])
 def test_nothing_is_as_large_as_the_scores(backend: str, what: str) -> None:
-    """A mask of one byte a score would be 576 MiB here, one of bits 72 MiB."""
+    """A mask of one byte a score would be 256 MiB here, one of bits 32 MiB."""
     assert used(what) < LENGTH * LENGTH // 16
 
 

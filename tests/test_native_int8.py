@@ -39,11 +39,14 @@ def answer_of(inputs: Inputs, **options: Any) -> Answer:
     """The answers for these inputs: on the dequantised numbers, which float32 does not hold but float64 does."""
     q, key, value = inputs[0], *(x.dequantize(torch.float64) for x in inputs[1:])
     out, lse = exact(q, key, value, **options)
-    rough = tuple(x.to(q.dtype) for x in naive(q.float(), key.float(), value.float(), **options))
     spread = float((weights_of(q, key, **options)[0].square() @ value.square()).amax().sqrt())
     scale = options.get("scale")
     tops = [x.double().norm(dim=-1).max() for x in (q, key)]
     tallest = float(tops[0] * tops[1]) * abs(q.shape[-1] ** -0.5 if scale is None else scale)
+
+    def rough() -> tuple[Tensor, ...]:
+        return tuple(x.to(q.dtype) for x in naive(q.float(), key.float(), value.float(), **options))
+
     return Answer((q, key, value.float()), options, out, lse, rough, tallest, spread)
 
 

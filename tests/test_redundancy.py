@@ -95,7 +95,7 @@ def closest_first(distances: Any, threshold: float) -> list[list[int]]:
 
 def test_clusters_are_those_of_the_closest_pair_first() -> None:
     generator = np.random.default_rng(5)
-    for size, threshold in itertools.product((1, 2, 3, 7, 17), (0.0, 0.3, 0.45, 2.0)):
+    for size, threshold in itertools.product((1, 2, 3, 7, 17), (0.0, 0.2, 0.3, 0.4, 0.5, 2.0)):
         points = generator.random((size, 2))
         distances = np.sqrt(((points[:, None] - points) ** 2).sum(-1))
         assert sorted(linked(distances, threshold)) == closest_first(distances, threshold), (size, threshold)

@@ -12,7 +12,7 @@ from importlib import resources
 import numpy as np
 import pytest
 from hostile import HUGE, PAYLOADS
-from looks import make_look, words
+from looks import full_look, make_look, words
 from reports import Elements, inflated, numbers, values
 
 from headwise import report
@@ -26,10 +26,13 @@ SHORT = [f"{i}-{ascii(payload)[1:25]}" for i, payload in enumerate(PAYLOADS)]
 
 def hostile_look(text: str) -> Look:
     """The text wherever a look holds a string."""
-    look = make_look(layers=1, heads=2, tokens=(text, "plain"), model=text)
+    look, _ = full_look(layers=1, heads=2, tokens=2)
     score = Score(text, 0.9, 0.1, 0.4, 7, plays=True, detail=text)
-    heads = tuple(replace(head, module=text, part=text, scores={text: score}) for head in look.heads)
-    return replace(look, heads=heads, kind=text, version=text)
+    heads = tuple(
+        replace(head, module=text, part=text, scores={text: score}, extras={text: 0.25}) for head in look.heads
+    )
+    named = {"model": text, "kind": text, "version": text, "tokens": (text, "plain")}
+    return replace(look, heads=heads, excerpts={text: {0: text}}, **named)
 
 
 # --- nothing in it acts ---------------------------------------------------------------------------------------------
@@ -43,9 +46,11 @@ def test_a_hostile_string_adds_no_element_and_comes_back_to_the_letter(payload: 
     assert [kind for kind, _ in found.code] == ["style", "json", "script", "script"]
     data = found.data
     assert data["model"] == data["cells"][0]["text"] == data["places"][0]["module"] == payload
-    assert (
-        data["places"][0]["part"] == data["numbers"]["roles"][0]["label"] == numbers(data)["details"][0][0] == payload
-    )
+    assert data["places"][0]["part"] == data["numbers"]["roles"][0]["label"] == payload
+    assert numbers(data)["details"][0][0] == payload
+    [[source, [[place, excerpt]]]] = data["excerpts"]
+    assert (source, place, excerpt) == (cut(payload, 60), 0, cut(payload, 60))
+    assert data["numbers"]["statistics"][-1]["label"] == cut(payload, 100)
 
 
 def test_there_are_enough_payloads() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from looks import make_look, random_look, words
 from reports import Elements, inflated
 
 from headwise import report
-from headwise.look import HeadMap
-from headwise.report import maps, squeeze
+from headwise.look import ROLES, HeadMap, Score
+from headwise.report import maps, pack, squeeze
 from headwise.report import numbers as numbers_module
 
 LIMIT = 2_000_000
@@ -26,6 +27,32 @@ def test_incompressible_maps_keep_below_two_megabytes(layers: int, heads: int, t
     assert size < LIMIT
     data = Elements((tmp_path / "r.html").read_text()).data
     assert sum(a * b for a, b in zip(data["maps"]["rows"], data["maps"]["columns"], strict=True)) == len(inflated(data))
+
+
+@pytest.mark.parametrize("played", [3, 99])
+def test_many_heads_with_their_scores_keep_to_the_budget(played: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 x 64, as a sixteenth of the heads in a sixteenth of the room; every role of texts and copies."""
+    monkeypatch.setattr(pack, "BUDGET", pack.BUDGET // 16)
+    monkeypatch.setattr(pack, "NUMBERS_BUDGET", pack.NUMBERS_BUDGET // 16)
+    draw = np.random.default_rng(3)
+    names = [role.name for role in ROLES if role.reads in ("text", "copies")]
+    first, heads = make_look(layers=1, heads=1).heads[0], []
+    for i, rows in enumerate(draw.random((320, len(names), 4)).round(5).tolist()):
+        scores = {
+            name: Score(name, row[0], row[1], 0.5, 999, row[2], row[3], plays=row[0] > 0.9 and n < played)
+            for n, (name, row) in enumerate(zip(names, rows, strict=True))
+        }
+        heads.append(replace(first, layer=i // 4, head=i % 4, module=f"model.layers.{i // 4}.attn", scores=scores))
+    maps_ = tuple(HeadMap(32, 32, draw.bytes(1024)) for _ in heads)
+    data = pack.page_data(replace(make_look(), heads=tuple(heads), maps=maps_))
+    numbers = json.loads(inflated(data, "numbers"))
+    assert len(data["numbers"]["data"]) + len(data["maps"]["data"]) <= pack.BUDGET
+    shown = [role["label"] for role in data["numbers"]["roles"]]
+    own = data["numbers"]["own"]
+    for h in (0, 250, 319):
+        assert len(numbers["roles"][h]) == len(heads[h].roles)
+        for i in numbers["roles"][h]:
+            assert numbers["values"][own + i][h] == pytest.approx(heads[h].scores[shown[i]].value, abs=1e-4)
 
 
 def test_twelve_by_twelve_keeps_its_cells_at_the_worst() -> None:
@@ -94,7 +121,7 @@ def test_numbers_that_do_not_fit_lose_their_details_first() -> None:
         budget = len(found["data"]) - 4
     played = sum(score.null is not None for head in heads for score in head.roles)
     assert seen[0][0] > played and [nulls for nulls, *_ in seen[1:]] == [played] * (len(seen) - 1)
-    order = [(3, True, 7), (1, True, 7), (0, True, 4), (0, False, 4)]
+    order = [(3, True, 7), (1, True, 7), (0, True, 4), (0, False, 4), (0, False, 4), (0, False, 4)]
     assert [rest for _, *rest in seen] == [list(one) for one in order]
 
 

@@ -211,12 +211,27 @@ def test_random_scores_are_the_same_again_and_others_by_seed() -> None:
     assert len(set(random_scores()(layers).values())) == 8
 
 
-def test_scores_of_calls_belong_to_the_layers_in_their_order() -> None:
+def pair_of_stacks() -> Made:
+    """An encoder with a decoder, two layers each, of three heads; each stack shares a table of position biases."""
     names = ["encoder.block.0.layer.0.SelfAttention", "encoder.block.1.layer.0.SelfAttention"]
     names += [f"decoder.block.{n}.layer.{m}" for n in range(2) for m in ("0.SelfAttention", "1.EncDecAttention")]
     shapes = {f"{name}.{part}.weight": (12, 12) for name in names for part in "qkvo"}
-    pair = Made(dict(model_type="t5", d_model=12, d_kv=4, num_heads=3, num_layers=2, vocab_size=7, d_ff=5), shapes)
-    layers = plan_prune(pair, heads=[]).family.layers
+    return Made(dict(model_type="t5", d_model=12, d_kv=4, num_heads=3, num_layers=2, vocab_size=7, d_ff=5), shapes)
+
+
+def test_layers_that_share_a_table_lose_the_same_heads() -> None:
+    every = {key: [1] for key in ("encoder.0", "encoder.1", "0", "1", "cross.0", "cross.1")}
+    assert plan_prune(pair_of_stacks(), heads=every | {"cross.1": [2]}).gone["cross.1"] == [2]
+    text = r"the layers encoder.0 to encoder.1 share one table of position biases .* loses \[1\], layer encoder.1 \[2\]"
+    with pytest.raises(ValueError, match=text):
+        plan_prune(pair_of_stacks(), heads=every | {"encoder.1": [2]})
+    worth = {(key, head): float(head) for key in every for head in range(3)} | {("encoder.0", 2): -9.0}
+    gone = plan_prune(pair_of_stacks(), keep_fraction=2 / 3, scores=worth).gone
+    assert (gone["encoder.0"], gone["encoder.1"], gone["0"], gone["cross.0"]) == ([2], [2], [0], [0])
+
+
+def test_scores_of_calls_belong_to_the_layers_in_their_order() -> None:
+    layers = plan_prune(pair_of_stacks(), heads=[]).family.layers
     found = by_call([[10 * call + head for head in range(3)] for call in range(6)])(layers)
     order = ["encoder.0", "encoder.1", "0", "cross.0", "1", "cross.1"]
     assert found == {(key, head): 10 * call + head for call, key in enumerate(order) for head in range(3)}

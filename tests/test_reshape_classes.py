@@ -96,8 +96,8 @@ def test_the_own_class_is_kept_where_it_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(hf.layouts()["families"].keys() - {"electra"})
-)  # it rounds d_model / heads down
+    "name", sorted(hf.layouts()["families"].keys() - {"electra", "gemma3"})
+)  # the first rounds d_model / heads down, the other is gemma3_text inside
 def test_what_the_table_says_of_loading_is_what_transformers_does(name: str) -> None:
     """The class takes three heads of the four, at the same size of a head, or it refuses to be built."""
     row = next((row for key, row in FAMILIES.items() if key.split(" ")[0] == name))
@@ -180,7 +180,7 @@ def gpt2_shapes() -> dict[str, tuple[int, ...]]:
         (lambda made: made.config.update(model_type=3), "how 3 stores its heads is not known"),
         (
             lambda made: made.config.update(num_hidden_layers=3),
-            "config.json counts 3 layers of .* and of number 2 it is not",
+            "config.json counts 3 layers, and the weights hold 2 at .*: number 2 is missing",
         ),
         (
             lambda made: made.config.update(num_attention_heads=5, num_key_value_heads=5),

@@ -15,6 +15,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reshape.md"
 
 def told(name: str, about: Mapping[str, Any]) -> str:
     fields = about.get("fields") or architectures()[name]
+    if "text" in fields:
+        inner = fields["text"][1]
+        return told(inner, {**layouts()["families"][inner], **about})
     if "inexact" in about:
         return f"zeros only: {about['inexact']}"
     if not (fields.get("latent") or "head_dim" in fields.get("names", {}) or "head_dim" in fields["defaults"]):

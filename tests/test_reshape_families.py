@@ -41,6 +41,7 @@ PRUNED: dict[str, list[tuple[Heads, str]]] = {
     "gemma": [(WITHIN, "gemma"), (GROUP, "gemma")],
     "gemma2": [(WITHIN, "gemma2"), (GROUP, "gemma2")],
     "gemma3_text": [(WITHIN, "gemma3_text"), (GROUP, "gemma3_text")],
+    "gemma3": [(WITHIN, "gemma3"), (GROUP, "gemma3")],
     "phi3": [(WITHIN, "phi3"), (GROUP, "phi3")],
     "granite": [(WITHIN, "granite"), (GROUP, "granite")],
     "cohere": [(WITHIN, "cohere"), (GROUP, "cohere")],
@@ -144,6 +145,15 @@ def test_what_is_left_computes_what_the_gated_original_does(
     assert after < before and after == (result / "model.safetensors").stat().st_size - _header(result)
 
 
+def test_what_a_model_reads_of_its_config_beside_sizes_stays(checkpoint: object, tmp_path: Path) -> None:
+    """The decoder of this family takes the id that it begins with from the config, which does not declare it."""
+    with hf.checkpoint(checkpoint("t5")) as opened:  # type: ignore[operator]
+        result = put(plan_prune(opened, heads=T5), tmp_path / "result")
+    model, ids = loaded(result), torch.tensor([[5, 7, 11]])
+    assert model.config.decoder_start_token_id == 1
+    assert model(input_ids=ids, labels=ids).loss > 0
+
+
 def _header(folder: Path) -> int:
     return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
 
@@ -189,7 +199,7 @@ def test_parameters_and_cache_are_as_planned(family: str, checkpoint: object, tm
         plan = plan_prune(opened, heads=heads)
         result = put(plan, tmp_path / "result")
     facts = plan.facts(context=13)
-    if family == "vit":  # the planner knows no images
+    if family in ("vit", "gemma3"):  # the planner knows no images
         assert facts["plan"] == [None, None]
         return
     model = loaded(result)

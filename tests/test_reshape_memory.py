@@ -24,6 +24,7 @@ HEADS: dict[str, Heads] = {
     "t5": {"encoder.0": [1], "encoder.1": [1], 0: [2], 1: [2], "cross.0": [0], "cross.1": [1]},
     "phi3": {0: [1, 2], 1: [0, 3]},
     "gpt_bigcode": UNEVEN,
+    "gemma3": GROUPS,
 }
 
 

@@ -139,6 +139,13 @@ def test_the_same_work_gives_the_same_bytes(source: Path, tmp_path: Path) -> Non
     assert content(tmp_path / "first") == content(tmp_path / "second")
 
 
+def test_a_system_that_writes_less_than_it_is_told(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda file, piece: real(file, piece[:997]))
+    copied(source, tmp_path / "written")
+    assert content(tmp_path / "written")["model.safetensors"] == content(source)["model.safetensors"]
+
+
 def test_the_modes_are_those_of_any_new_file(source: Path, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

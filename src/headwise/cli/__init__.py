@@ -49,6 +49,7 @@ for command, name, example in (
     (look._look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
     (importance.importance, "importance", "importance path/to/checkpoint --by gradient,zero"),
     (importance.ablate, "ablate", "ablate path/to/checkpoint --heads 3.1,2.4 --by mean"),
+    (importance.circuits, "circuits", "circuits path/to/checkpoint --json"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
     (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
     (regroup._regroup, "regroup", "regroup path/to/checkpoint --kv-heads 4 --file notes.txt --recover --out smaller"),

@@ -1,4 +1,4 @@
-"""``headwise importance`` and ``headwise ablate``."""
+"""``headwise importance``, ``headwise ablate`` and ``headwise circuits``."""
 
 from __future__ import annotations
 
@@ -87,6 +87,30 @@ def ablate(
     console().print(result.table())
     if result.places:
         console().print(result.places_table())
+
+
+def circuits(
+    model: Model = None,
+    text: Text = None,
+    file: File = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """See which heads of a model read what earlier ones wrote, and what each writes for the next token."""
+    content = read_text(text, file)
+
+    def work(loaded: Any, ids: Any, show: Callable[..., object]) -> Any:
+        from headwise.look import circuits
+
+        return circuits(loaded.model, ids, name=loaded.name, progress=show)
+
+    result = _measured("circuits", model, content, device, dtype, work)
+    if as_json:
+        print(result.to_json())
+        return
+    console().print(result.table())
+    console().print(result.heads_table())
 
 
 def pairs_of(heads: str) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import writing
+from . import reading, writing
 from .against import either, read_plan
 from .loading import load
 from .output import console, progress
@@ -19,6 +19,32 @@ def _look(  # private, for a command has as many options as its users need, and 
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")] = None,
     file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
+    corpus: Annotated[
+        str | None,
+        typer.Option(help="Many texts instead: a text file, a folder of *.txt and *.jsonl, or JSON Lines."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="With --corpus: the most tokens of a text; longer ones are cut.", show_default="the model's"),
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            help="With --corpus: a file that keeps what is done, so that a second start goes on.",
+            show_default=reading.STATE,
+        ),
+    ] = None,
+    sentences: Annotated[
+        str | None,
+        typer.Option(help="Annotated sentences to read as well: a CoNLL-U file, or 'ours' for those in the package."),
+    ] = None,
+    needles: Annotated[
+        bool, typer.Option("--needles", help="Hide needles in the text: finds retrieval heads.")
+    ] = False,
+    importance: Annotated[
+        bool,
+        typer.Option("--importance", help="Tell of each head what it is worth (gradient) and what it writes, too."),
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[
         str | None,
@@ -41,14 +67,15 @@ def _look(  # private, for a command has as many options as its users need, and 
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
-    content = read_text(text, file)
+    more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance), text, file)
+    content = read_text(text, file) if corpus is None else ""
     names = writing.destinations(out, as_json, against)
     plan = read_plan(kept, against)
-    result = either(model, lambda name: look_at(name, content, device, dtype))
+    result = either(model, lambda name: look_at(name, content, device, dtype, more))
     if against is not None:
         from headwise.look import compare
 
-        result = compare(result, either(against, lambda name: look_at(name, content, device, dtype)), kept=plan)
+        result = compare(result, either(against, lambda name: look_at(name, content, device, dtype, more)), kept=plan)
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json())
@@ -60,22 +87,28 @@ def _look(  # private, for a command has as many options as its users need, and 
     print(*lines, sep="\n", end="\n" * bool(lines))
 
 
-def look_at(model: str | None, text: str, device: str, dtype: str | None) -> Any:
-    """What the heads of the model do on the text."""
+def look_at(model: str | None, text: str, device: str, dtype: str | None, more: reading.More) -> Any:
+    """What the heads of the model do on the text, or on a corpus."""
     with progress() as show:
         loaded = load(model, device, dtype, show, "headwise look")
         from headwise import look as looking
 
-        ids, tokens = loaded.encode(text)
+        name = loaded.name if model is not None else "headwise tiny"
         show("looking")
-        return looking.at(
+        if more.corpus is not None:
+            return reading.look_over(loaded, more, name, show)
+        ids, tokens = loaded.encode(text)
+        read = reading.readings(loaded, more, ids[0].tolist())
+        result = looking.at(
             loaded.model,
             ids,
             tokens=tokens,
             delimiters=loaded.delimiters,
-            name=loaded.name if model is not None else "headwise tiny",
+            name=name,
+            readings=read,
             progress=show,
         )
+        return reading.with_more(loaded, result, ids, read, more)
 
 
 def _print_heads(result: Any) -> None:

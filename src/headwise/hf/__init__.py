@@ -27,6 +27,7 @@ from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
 AttentionMaskInterface.register(NAME, headwise_mask)
@@ -37,6 +38,7 @@ __all__ = [
     "Loaded",
     "ModelError",
     "StructuralMask",
+    "WatchCallback",
     "checkpoint",
     "layouts",
     "load",

@@ -30,6 +30,7 @@ CHOOSES = ("_implementation", "_map", "_plan", "_path", "_file", "kernels", "ker
 """How keys end that name code or further files."""
 
 WORD = re.compile(r"[A-Za-z0-9_.+-]{1,80}")
+SPECIAL = re.compile(r"[a-z_]{1,40}_token_id")
 LABELS = ("id2label", "label2id")  # their keys are a user's words
 
 
@@ -40,10 +41,7 @@ def known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
     """
     declared = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
     source = inspect.getsource(inspect.getmodule(config_class) or config_class) + inspect.getsource(modeling_rope_utils)
-    read = {
-        "head_dim",
-        *re.findall(r'"([a-z][a-z0-9_]*)"', source),
-    }  # models read head_dim whether or not it is declared
+    read = {"head_dim", *re.findall(r'"([a-z][a-z0-9_]*)"', source)}  # models read head_dim, declared or not
     return {key for key in declared | read if not chooses(key)} - {*DROPPED}
 
 
@@ -85,7 +83,8 @@ def _sizes(raw: dict[str, Any], config_class: Any, where: str) -> dict[str, Any]
     names = config_class.attribute_map
     check_numbers(raw, lambda key: names.get(key, key), where)
     values = {}
-    for key in sorted(known_keys(config_class) & raw.keys()):
+    tokens = {key for key in raw if SPECIAL.fullmatch(key)}  # of any model; some read them from its config
+    for key in sorted((known_keys(config_class) | tokens) & raw.keys()):
         inner = config_class.sub_configs.get(key)
         if inner is None or not isinstance(raw[key], dict):
             values[key] = raw[key] if key in LABELS else harmless(raw[key])

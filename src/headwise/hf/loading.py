@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from .fields import class_of_config, known_keys
 from .folder import Weights, check_numbers, find_weights, folder_config
 from .hub import find_folder
 from .interface import attention_modules, require_interface
-from .tokens import bos_id, delimiters, encode, load_tokenizer
+from .tokens import bos_id, delimiters, encode, encode_all, load_tokenizer
 
 TEXT_MODELS = "headwise look reads text models that are decoder-only or encoder-only"
 
@@ -51,6 +51,18 @@ class Loaded:
         """
         ids, pieces = encode(self.tokenizer, text, self.max_positions)
         return torch.tensor([ids], device=self.model.device), pieces
+
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Of each text the ids, as many as it has, and the start and end of each one's characters.
+
+        Raises ModelError where the tokenizer fails, or tells no characters (one of plain Python does not).
+        """
+        return encode_all(self.tokenizer, texts)
+
+    def names(self) -> list[str]:
+        """What the tokenizer calls each id of the model, in order; an id that it does not know is empty."""
+        count = self.model.config.get_text_config().vocab_size
+        return [name or "" for name in self.tokenizer.convert_ids_to_tokens(range(count))]
 
     def decode(self, token: int) -> str:
         """The text of one id."""

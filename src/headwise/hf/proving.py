@@ -8,6 +8,7 @@ off in.
 import json
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,8 @@ GATED = "reshape_gated"
 OUTPUTS = ("logits", "logits_per_image", "last_hidden_state")
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain operations, in any sizes
 SEED = 7
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+SAMPLES = ("The cat sat.", "  def f(x):\n\treturn x + 12345", "Ünïcode: 'naïve', 日本語 🙂", "I'LL don't", "\n\n a  b ")
 ENOUGH = 10.0  # seconds of timing
 WRITTEN = 4  # tokens of the speed test; `_room` leaves place for them
 
@@ -36,6 +39,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "unexpected": sorted(map(str, set(loaded["unexpected_keys"]) - set(own["unexpected_keys"]))),
         "parameters": [model and sum(weight.numel() for weight in model.parameters()) for model in (before, after)],
     }
+    if before is not None:
+        told["tokenizer"] = _same_ids(request["folder"], before.config, after.config)
     with torch.no_grad():
         given = inputs_of(after, request.get("ids"))
         told["tokens"] = max((x.shape[1] for name, x in given.items() if name.endswith("ids")), default=None)
@@ -75,6 +80,22 @@ def _build(source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(SEED)
     model, report = class_of(config).from_pretrained(None, **EAGER, **options)
     return model.eval(), report
+
+
+def _same_ids(folder: str, before: Any, after: Any) -> bool | None:
+    """Whether the folder's tokenizer gives the ids it gave; None where no other class of model might change that.
+
+    transformers picks the class of a tokenizer by that of the model.
+    """
+    import transformers
+
+    if type(before) is type(after) or not any((Path(folder) / name).exists() for name in VOCABULARIES):
+        return None
+    found = []
+    for config in (before, after):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True)
+        found.append([tokenizer(text)["input_ids"] for text in SAMPLES])
+    return bool(found[0] == found[1])
 
 
 def class_of(config: Any) -> Any:
@@ -136,7 +157,6 @@ def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
     import torch
 
     config, draw = model.config, torch.Generator().manual_seed(SEED)
-    text = config.get_text_config()
     given: dict[str, Any] = {}
     kinds = [model.main_input_name] + ["decoder_input_ids"] * bool(config.is_encoder_decoder)
     for name in kinds:
@@ -150,12 +170,24 @@ def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
             given[name] = torch.tensor([ids[: _room(config, 128)]])
         else:
             rows = 1 if ids is not None else 2
-            given[name] = torch.randint(text.vocab_size, (rows, _room(config, 24)), generator=draw)
+            given[name] = words(config, (rows, _room(config, 24)), draw)
     return given
+
+
+def words(config: Any, shape: tuple[int, int], draw: Any) -> Any:
+    """Random ids of words; those with a meaning of their own (an image's place, say) are left out."""
+    import torch
+
+    special = {
+        n for key, n in config.to_dict().items() if key.endswith(("_token_id", "_token_index")) and type(n) is int
+    }
+    free = torch.tensor([n for n in range(config.get_text_config().vocab_size) if n not in special])
+    return free[torch.randint(len(free), shape, generator=draw)]
 
 
 def _room(config: Any, wanted: int) -> int:
     """How many tokens a text may have here: `wanted`, or what the model has positions for, some put aside."""
+    config = config.get_text_config()
     positions = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
     return max(2, min(wanted, (positions or wanted) - 4))
 
@@ -213,7 +245,7 @@ def speed(models: list[Any]) -> dict[str, Any]:
         return {"read": _times(models, lambda model: None, lambda model, _: model(**given))}
     length = _room(one.config, 256)
     draw = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(one.config.get_text_config().vocab_size, (1, length), generator=draw)
+    ids = words(one.config, (1, length), draw)
     told = {"tokens": length, "read": _times(models, lambda model: None, lambda model, _: model(ids))}
     if _decodes(one):
         told["write"] = [t / WRITTEN for t in _times(models, lambda model: model(ids, use_cache=True), _write)]

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,17 @@ def encode(tokenizer: Any, text: str, max_positions: int | None) -> tuple[list[i
         pieces.append(text[done:stop] if stop > done else "\ufffd" if stop else name)
         done = max(done, stop)
     return ids, tuple(pieces)
+
+
+def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Of each text the ids, and the start and end of each one's characters."""
+    if not texts:
+        return []
+    if not tokenizer.is_fast:
+        raise ModelError("the tokenizer does not tell which characters a token covers; give a tokenizer.json")
+    _rehearse(tokenizer.backend_tokenizer.to_str().encode(), [*texts])
+    read = tokenizer([*texts], return_offsets_mapping=True, verbose=False)
+    return [*zip(read["input_ids"], read["offset_mapping"], strict=True)]
 
 
 def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:

@@ -11,6 +11,7 @@ from .circuits import Circuits, Composition, circuits
 from .collect import at
 from .compare import Comparison, HeadChange, compare
 from .corpus import documents, over
+from .curve import Curve, Point, read_curve
 from .figures import plot_formation, plot_importance
 from .files import read, write
 from .importance import HeadImportance, Importance, importance
@@ -21,6 +22,7 @@ from .repeats import Repeats
 from .roles import ROLES, Role
 from .scene import Passage, Vocabulary
 from .scores import Evidence, Score
+from .watch import Watch
 from .writes import HeadWrites
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Circuits",
     "Comparison",
     "Composition",
+    "Curve",
     "Evidence",
     "HeadChange",
     "HeadImportance",
@@ -38,12 +41,14 @@ __all__ = [
     "Importance",
     "Look",
     "Passage",
+    "Point",
     "Redundancy",
     "Repeats",
     "Role",
     "Score",
     "Twin",
     "Vocabulary",
+    "Watch",
     "ablate",
     "annotate",
     "at",
@@ -56,6 +61,7 @@ __all__ = [
     "plot_formation",
     "plot_importance",
     "read",
+    "read_curve",
     "redundancy",
     "write",
 ]

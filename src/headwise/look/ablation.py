@@ -180,7 +180,8 @@ def ablate(
     texts = readings(model, texts_of(ids), loss=loss, mask_id=mask_id, seed=seed)
     base = survey(model, texts)
     chosen = base.check(heads)
-    total, done = 1 + len(chosen) * len(texts) + len(texts), 1
+    groups = [[head] for head in chosen] + ([chosen] if len(chosen) > 1 else [])
+    total, done = 1 + len(groups) * len(texts), 1
 
     def step(count: int) -> None:
         nonlocal done
@@ -189,7 +190,6 @@ def ablate(
             progress(done, total)
 
     step(0)
-    groups = [[head] for head in chosen] + ([chosen] if len(chosen) > 1 else [])
     risen = rises(model, texts, base, groups, by, step)
     kl, places = _changes(model, texts, base, chosen, by, decode) if loss is None else (None, ())
     return Ablation(
@@ -218,9 +218,11 @@ def _changes(
     with resting(model):
         for number, text in enumerate(texts):
             length = text.labels.shape[1]
-            before = logits_of(text.output(model), length)[0]
-            with probe(model, off(gates, base.mean if by == "mean" else None)):
-                after = logits_of(text.output(model), length)[0]
+            logits = []
+            for gated in ({}, gates):  # both through the probe, so that they differ by the heads alone
+                with probe(model, off(gated, base.mean if by == "mean" else None)):
+                    logits.append(logits_of(text.output(model), length)[0])
+            before, after = logits
             kl = divergence(before, after)
             total, count = total + float(kl.sum()), count + length
             for position in kl.topk(min(PLACES, length)).indices.tolist():

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..extras import missing_extra
 from ..nn.unwrap import unwrap
 from ..shapes.kinds import check_counts
 from .inputs import model_name
 from .matrices import Matrices, matrices
 from .reading import readings, texts_of
 from .writes import HeadWrites, writes
+
+if TYPE_CHECKING:
+    import rich.table
 
 SHORT = 8
 """How many tokens the matrices are measured on; the derivative is taken at the last."""
@@ -65,6 +69,37 @@ class Circuits:
     def to_json(self) -> str:
         """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
+
+    def table(self, most: int = 12) -> rich.table.Table:
+        """Which heads read which, at most so many of each kind, strongest first."""
+        table = _table(
+            f"{self.model}: what heads read of earlier ones", ("by", "reader", "writer", "value", "of chance")
+        )
+        for kind, by in zip(KINDS, ("queries", "keys", "values"), strict=True):
+            for one in [one for one in self.compositions if one.kind == kind][:most]:
+                places = ("{}.{}".format(*place) for place in (one.reader, one.writer))
+                table.add_row(by, *places, f"{one.value:.3f}", f"{one.value / one.null:.1f} x")
+        return table
+
+    def heads_table(self) -> rich.table.Table:
+        """What each head writes; a dash where it cannot be told."""
+        names = ("norm", "share", "residual", "logit", "copying", "suppressing")
+        table = _table(f"{self.model}: what heads write", ("layer", "head", *names))
+        for head in self.heads:
+            numbers = [getattr(head, name) for name in names]
+            table.add_row(str(head.layer), str(head.head), *("-" if x is None else f"{x:.3f}" for x in numbers))
+        return table
+
+
+def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
+    try:
+        from rich.table import Table
+    except ImportError as error:
+        raise missing_extra("a table of circuits", "look", error) from None
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "by" else "right")
+    return table
 
 
 def circuits(

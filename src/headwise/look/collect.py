@@ -59,7 +59,8 @@ def at(
         delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line end.
         name: of the model, for the table; what the model calls itself by default.
         map_size: most cells a side of the map in each record.
-        full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells a side.
+        full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells a side, and the vectors of the
+            first 64 tokens (`Look.neurons`).
         repeats: how the random tokens are made; None skips that pass.
         readings: what else the model reads, for the roles that ask for it: ``"sentences"`` that are annotated (see
             `headwise.look.annotate`), texts with ``"needles"`` in them.
@@ -96,7 +97,7 @@ def at(
     reader = Reader(model, facts, words, ROLES, sizes, Steps(progress, passes=1 + (repeats is not None) + len(others)))
     with resting(model):
         reader.read([Passage(row)], TEXT)
-        maps = reader.maps
+        maps, neurons = reader.maps, reader.neurons
         read_more(reader, repeats, others)
     return Look(
         model=name or inputs.model_name(model),
@@ -109,6 +110,7 @@ def at(
         seconds=round(time.perf_counter() - started, 3),
         version=version(),
         maps=tuple(maps),
+        neurons=tuple(neurons),
     )
 
 

@@ -89,7 +89,7 @@ def over(
     words = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
     others = inputs.checked_readings(readings, facts)
     reader = Reader(model, facts, words, ROLES, Sizes(32, 0), Steps(None, 1))
-    about = fingerprint(name or inputs.model_name(model), repeats, words, others)
+    about = fingerprint(name or inputs.model_name(model), repeats, words, others, inputs.as_row(first))
     done = length = 0
     if state is not None and Path(state).exists():
         reader.tallies, done, length = load(state, about)
@@ -127,10 +127,16 @@ def over(
 _AHEAD = {"encoder": True, "decoder": False, "cross": None}
 
 
-def fingerprint(name: str, repeats: Repeats | None, words: Vocabulary, readings: Mapping[str, object]) -> str:
-    """What sums may be added to each other: those of one model by name, one version, one set of roles and words."""
+def fingerprint(
+    name: str, repeats: Repeats | None, words: Vocabulary, readings: Mapping[str, object], first: Sequence[int]
+) -> str:
+    """What sums may be added to each other: of one model by name, one version, one set of roles and words, one text
+    that begins the corpus.
+    """
     listed = [sorted(ids) for ids in (words.delimiters, words.punctuation, words.special)]
-    text = json.dumps([version(), name, repr(repeats), listed, sorted(readings), [role.name for role in ROLES]])
+    text = json.dumps(
+        [version(), name, repr(repeats), listed, sorted(readings), [role.name for role in ROLES], [*first]]
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 

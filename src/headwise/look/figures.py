@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ..disk import visible
 from ..extras import missing_extra
+from ..shapes.kinds import shown
 from . import palette, tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from .curve import Curve
     from .records import HeadRecord, Look
     from .scores import Score
-    from .watch import Curve
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,7 +63,7 @@ class Importance(Protocol):
         """[layer][head] of one criterion."""
 
 
-def new_figure(width: float, height: float, layout: str = "constrained") -> Figure:
+def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Figure:
     """An empty figure, in inches."""
     try:
         import matplotlib  # noqa: F401
@@ -151,9 +152,14 @@ def plot_formation(curve: Curve, roles: Sequence[str] | None = None) -> Figure:
         roles: which to draw; by default those that some head played at some step, most heads first.
 
     Raises:
+        TypeError: no curve, or no names of roles.
         ValueError: a role that was not measured.
         MissingExtra: Matplotlib is not installed.
     """
+    if not hasattr(curve, "points"):
+        raise TypeError(f"plot_formation draws what headwise.look.Watch measured; got {shown(curve)}")
+    if roles is not None and (isinstance(roles, (str, bytes)) or not isinstance(roles, Sequence)):
+        raise TypeError(f"roles are the names of some, a list of strings; got {shown(roles)}")
     names = curve.formed()[:MOST_ROLES] if roles is None else list(roles)
     numbers = list(dict.fromkeys(name for point in curve.points for name in point.numbers))
     figure = new_figure(9.0, 4.2 + 1.8 * bool(numbers))
@@ -162,8 +168,8 @@ def plot_formation(curve: Curve, roles: Sequence[str] | None = None) -> Figure:
     styles = ("-", "--", "-.", ":")
     taken: Counter[str] = Counter()
     for name in names:
-        colour = palette.colour(name)
         steps, values = curve.best(name)
+        colour = palette.colour(name)
         top.plot(steps, values, styles[taken[colour] % 4], color=colour, marker="o", markersize=3, label=visible(name))
         taken[colour] += 1
     thresholds = {curve.thresholds[name] for name in names if name in curve.thresholds}

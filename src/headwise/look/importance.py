@@ -233,7 +233,7 @@ def _measured(
     if contributions is not None:
         columns["contribution"] = [contributions.mean(site.layer, site.num_heads, base) for site in base.sites]
     ablations = [name for name in names if name in ("zero", "mean")]
-    done, total = 1, 1 + ("gradient" in names) + len(base.heads) * len(ablations)
+    done, total = 1, 1 + ("gradient" in names) + len(base.heads) * len(ablations) * len(texts)
     progress(done, total)
     if "gradient" in names:
         raw, normalised = gradients(model, texts, base)
@@ -244,7 +244,7 @@ def _measured(
         def step(heads: int) -> None:
             nonlocal done
             done += heads
-            progress(min(done, total), total)
+            progress(done, total)
 
         risen = iter(rises(model, texts, base, [[head] for head in base.heads], name, step))
         columns[name] = [[next(risen) for _ in range(site.num_heads)] for site in base.sites]

@@ -7,7 +7,6 @@ Models are read by the names that are common to most: ``config.vocab_size``, ``c
 from __future__ import annotations
 
 import inspect
-import unicodedata
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,10 @@ from torch import Tensor, nn
 from ..nn.probe import AttentionCall
 from ..shapes.kinds import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
 from .repeats import Repeats
-from .scene import Passage, Vocabulary
+from .scene import MARKS, Passage, Vocabulary, is_punctuation
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
 EXTRA_READINGS = ("sentences", "needles")
-MARKS = frozenset(".,;:!?\n")
-_BLANKS = " \u0120\u2581"  # a blank, and how byte-level and sentence tokenizers write it
 
 
 def check_reads_text(model: object) -> None:
@@ -236,16 +233,6 @@ def vocabulary(
         chosen = frozenset(i for i, token in pairs if token.strip(" ") in MARKS)
     special = frozenset(facts.special.values())
     return Vocabulary(chosen, frozenset(i for i, token in pairs if i not in special and is_punctuation(token)), special)
-
-
-def is_punctuation(token: str) -> bool:
-    """Whether a token's text is punctuation alone, blanks aside.
-
-    >>> is_punctuation(" ("), is_punctuation("x)"), is_punctuation(" ")
-    (True, False, False)
-    """
-    text = token.strip(_BLANKS)
-    return bool(text) and all(unicodedata.category(letter).startswith("P") for letter in text)
 
 
 def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:

@@ -105,10 +105,10 @@ def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:
         if sums is None or not bool(sums.count.any()):
             continue
         total, count = (x.expand(-1, heads) for x in (sums.total, sums.count))
-        null = None if sums.null is None else sums.null.expand(-1, heads)
+        nulls = [None if x is None else x.expand(-1, heads) for x in (sums.null, sums.against)]
         for b, passage in enumerate(got.scene.passages):
-            kept = tally.role(role.name)
-            kept.add(passage.text, total[b], count[b], None if null is None else null[b])
+            chance = (None if x is None else x[b] for x in nulls)
+            tally.role(role.name).add(passage.text, total[b], count[b], *chance)
         above = total > role.threshold * count
         if bool(above.any()):
             _add_evidence(got, role, above, tally)

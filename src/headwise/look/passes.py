@@ -14,6 +14,7 @@ from ..nn.probe import AttentionCall, probe
 from . import inputs
 from .inputs import IdFacts
 from .measure import Sizes, Uniform, add_numbers, add_roles, looks_ahead, measure, quantised
+from .neurons import Neurons, vectors_of
 from .records import HeadMap
 from .repeats import Repeated, Repeats, draw
 from .roles import TEXT, Role
@@ -74,6 +75,7 @@ class Reader:
         steps: of the progress.
         tallies: what was summed so far, by attention call.
         maps: the large maps of the last text.
+        neurons: queries, keys and values of its first tokens, kept with the large maps.
         ahead: by attention call, whether its queries may look ahead; None in cross-attention.
     """
 
@@ -85,6 +87,7 @@ class Reader:
     steps: Steps
     tallies: list[LayerTally] = field(default_factory=list)
     maps: list[HeadMap] = field(default_factory=list)
+    neurons: list[Neurons] = field(default_factory=list)
     ahead: dict[int, bool | None] = field(default_factory=dict)
 
     @property
@@ -100,7 +103,7 @@ class Reader:
         tensors = inputs.rows(self.model, _as_ids(self.model, [passage.ids for passage in passages]), self.facts)
         scenes: dict[tuple[int, int, bool | None], Scene] = {}
         uniform, again = Uniform(), Counter[str]()
-        self.maps = []
+        self.maps, self.neurons = [], []
 
         def each(call: AttentionCall) -> Tensor | None:
             inputs.check_heads(self.model.get_submodule(call.module), call)
@@ -118,6 +121,7 @@ class Reader:
                 add_numbers(got, tally, self.sizes.small)
                 if self.sizes.large:
                     self.maps += [quantised(one) for one in got.rows.pooled[0]]
+                    self.neurons.append(vectors_of(call))
             self.steps.step()
             return out
 

@@ -21,7 +21,7 @@ from .measure import looks_ahead
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """(output of the model, ids (B, T)) -> (B,), the loss of each row."""
 
-IGNORED = -100
+IGNORED, FEW = -100, 8
 MASKED = 0.15
 """Share of the words that are masked for an encoder, as in its training (Devlin et al. 2019)."""
 
@@ -174,7 +174,7 @@ def _check_causal(model: nn.Module, reading: Reading) -> None:
             ahead.append(call.module)
 
     with torch.no_grad(), probe(model, each):
-        reading.output(model)
+        Reading(tuple(ids[:, :FEW] for ids in reading.inputs), reading.labels).output(model)
     if ahead:
         raise ValueError(
             f"{type(model).__name__} is an encoder: in {ahead[0]!r} a token sees those after it, so it has no next "

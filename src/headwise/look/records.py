@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..shapes.kinds import MOST, check_counts, check_flags, check_texts, shown
 from . import card, figures, notebook, tables
 from .legacy import upgraded
+from .neurons import Neurons
 from .scores import Score
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class HeadRecord:
         map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 where nothing was attended.
         queries: number of queries of the call, of the longest text.
         keys: number of keys of the call, of the longest text.
+        extras: further numbers by name, such as importance by a criterion; see `Look.with_extras`.
     """
 
     module: str
@@ -64,6 +67,7 @@ class HeadRecord:
     map: tuple[tuple[float, ...], ...] = ()
     queries: int = 0
     keys: int = 0
+    extras: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def roles(self) -> tuple[Score, ...]:
@@ -94,7 +98,7 @@ class HeadRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists, strings and numbers."""
-        data = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "scores"}
+        data = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "scores"}
         return {**data, "scores": {name: score.to_list() for name, score in self.scores.items()}}
 
     @classmethod
@@ -107,7 +111,7 @@ class HeadRecord:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        values = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
         values["offsets"], values["ahead"] = tuple(data["offsets"]), tuple(data["ahead"])
         values["scores"] = {name: Score.from_list(name, row) for name, row in data["scores"].items()}
         values["map"] = tuple(tuple(row) for row in data["map"])
@@ -174,6 +178,8 @@ class Look:
         version: the version of headwise that looked.
         maps: the large maps, parallel to ``heads``; empty where the look kept none.
         texts: number of texts.
+        neurons: queries, keys and values of the first tokens, a call each; empty where the look kept none.
+        excerpts: tokens of what else was read, by ``"sentences 3"`` and position, around the evidence; may be empty.
     """
 
     model: str
@@ -187,6 +193,8 @@ class Look:
     version: str
     maps: tuple[HeadMap, ...] = ()
     texts: int = 1
+    neurons: tuple[Neurons, ...] = ()
+    excerpts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.maps and len(self.maps) != len(self.heads):
@@ -210,17 +218,46 @@ class Look:
                 return record
         raise IndexError(f"{tables.title(self)} has no head {layer}.{head}; layers and heads count from 0")
 
+    def with_extras(self, **extras: Sequence[Sequence[float | None]]) -> Look:
+        """The look with further numbers of each head, by name, a list of the heads' numbers for each layer.
+
+        A number of None is left out. The report shows them beside the scores, files have a column for each.
+
+        >>> from headwise.look.records import HeadRecord
+        >>> head = HeadRecord("a", 0, 0, 0, "decoder", 1.0, 0.5, 2.0, (0.1,), (), {})
+        >>> look = Look("m", 1, 1, 8, (), (head,), "decoder", 0.1, "0")
+        >>> look.with_extras(importance=[[0.25]]).heads[0].extras
+        {'importance': 0.25}
+
+        Raises:
+            ValueError: not a number for each head.
+        """
+        for name, layers in extras.items():
+            sizes, wanted = Counter({n: len(row) for n, row in enumerate(layers)}), Counter(h.layer for h in self.heads)
+            if sizes != wanted:
+                raise ValueError(
+                    f"{name} is a list of the heads' numbers for each layer, {self.num_layers} layers of "
+                    f"{self.num_heads}; got {[len(row) for row in layers]}"
+                )
+        heads = []
+        for head in self.heads:
+            found = {name: layers[head.layer][head.head] for name, layers in extras.items()}
+            kept = {name: value for name, value in found.items() if value is not None}
+            heads.append(replace(head, extras={**head.extras, **kept}))
+        return replace(self, heads=tuple(heads))
+
     def to_dict(self, *, maps: bool = True) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers; ``maps`` says whether the large maps come along (base64)."""
+        """Plain dictionaries, lists, strings and numbers; ``maps``: whether large maps and neurons come (base64)."""
         check_flags(maps=maps)
         data: dict[str, Any] = {"format": FORMAT}
-        for field in fields(self):
-            if field.name not in ("heads", "maps", "tokens"):
-                data[field.name] = getattr(self, field.name)
+        for one in fields(self):
+            if one.name not in ("heads", "maps", "neurons", "tokens"):
+                data[one.name] = getattr(self, one.name)
         data["tokens"] = list(self.tokens)
         data["heads"] = [head.to_dict() for head in self.heads]
         if maps:
             data["maps"] = [{"rows": m.rows, "columns": m.columns, "data": m.base64()} for m in self.maps]
+            data["neurons"] = [one.to_dict() for one in self.neurons]
         return data
 
     def to_json(self, *, maps: bool = False, indent: int | None = None) -> str:
@@ -247,12 +284,15 @@ class Look:
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Look:
-        values = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
         values["tokens"] = tuple(data["tokens"])
         values["heads"] = tuple(HeadRecord.from_dict(head) for head in data["heads"])
         values["maps"] = tuple(
             HeadMap(m["rows"], m["columns"], base64.b64decode(m["data"])) for m in data.get("maps", ())
         )
+        excerpts = data.get("excerpts", {})
+        values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
+        values["neurons"] = tuple(Neurons.from_dict(one) for one in data.get("neurons", ()))
         return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:

@@ -151,7 +151,7 @@ def _far_offset(got: Got) -> Sums | None:
     def detail(b: int, h: int) -> str:
         return f"{T - int(place[b, h]):+}"
 
-    return Sums(most.double(), filled.double().sum(-1), chance.double().sum(-1), detail)
+    return Sums(most.double(), filled.double().sum(-1), chance.double().sum(-1), detail=detail)
 
 
 LEAST_ROWS = 16
@@ -182,7 +182,7 @@ def _other_sink(got: Got) -> Sums | None:
     def detail(b: int, h: int) -> str:
         return f"key {int(place[b, h])}"
 
-    return Sums(value * count, count, chance * count, detail)
+    return Sums(value * count, count, chance * count, detail=detail)
 
 
 _RELATIONS = """
@@ -199,7 +199,7 @@ def _relation(name: str, what: str) -> Role:
         f"annotated sentences: share of {what} whose largest weight, own and special tokens aside, lies on the other",
         0.4,
         f"{_CLARK}, section 4.2; {_VOITA}: 10 % above the positional baseline{_OURS}",
-        "the best fixed offset",
+        "the best fixed offset; another query's choice",
         Argmax(name),
         reads=SENTENCES,
         times=1.0,
@@ -237,6 +237,7 @@ ROLES: tuple[Role, ...] = (
         "Gu et al. 2024, arXiv 2410.10781: alpha_1 > 0.3 (here without query 0, which has no choice)",
         _UNIFORM,
         OnLinks(_first, against=None),
+        least=24,
     ),
     Role(
         "sink elsewhere",
@@ -330,11 +331,11 @@ ROLES: tuple[Role, ...] = (
         "annotated sentences: share of mentions whose largest weight among earlier mentions' heads is of their entity",
         0.5,
         f"{_CLARK}, section 4.3 (antecedent selection){_OURS}",
-        "the nearest noun before",
+        "the nearest noun before; a mention at random",
         Argmax("coreference", candidates="mentions", baseline="nearest noun"),
         reads=SENTENCES,
         times=1.0,
-        plus=0.1,
+        plus=0.15,
         least=8,
     ),
     Role(
@@ -352,7 +353,7 @@ ROLES: tuple[Role, ...] = (
         "a needle in the text: share of its tokens, repeated at the end, whose largest weight lies on what follows",
         0.1,
         "Wu et al. 2024, arXiv 2404.15574 (the next token given, not generated)",
-        "the best fixed offset",
+        "the best fixed offset; another query's choice",
         Argmax("retrieval"),
         reads=NEEDLES,
         plus=0.05,

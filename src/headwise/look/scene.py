@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -50,6 +51,35 @@ class Vocabulary:
     delimiters: frozenset[int] = frozenset()
     punctuation: frozenset[int] = frozenset()
     special: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], *, delimiters: Collection[int] | None = None, special: Collection[int] = ()
+    ) -> Vocabulary:
+        """The vocabulary of a tokenizer, by what it calls its ids, in order.
+
+        >>> Vocabulary.of(["<s>", "a", "\u0120.", "(", "\u010a"], special=[0])
+        Vocabulary(delimiters=frozenset({2}), punctuation=frozenset({2, 3}), special=frozenset({0}))
+        """
+        if delimiters is None:
+            delimiters = [i for i, name in enumerate(names) if name.strip(BLANKS) in MARKS]
+        marks = (i for i, name in enumerate(names) if i not in special and is_punctuation(name))
+        return cls(frozenset(delimiters), frozenset(marks), frozenset(special))
+
+
+MARKS = frozenset(".,;:!?\n")
+BLANKS = " \u0120\u2581"
+"""A blank, and how byte-level and sentence tokenizers write it."""
+
+
+def is_punctuation(token: str) -> bool:
+    """Whether a token's text is punctuation alone, blanks aside.
+
+    >>> is_punctuation(" ("), is_punctuation("x)"), is_punctuation(" ")
+    (True, False, False)
+    """
+    text = token.strip(BLANKS)
+    return bool(text) and all(unicodedata.category(letter).startswith("P") for letter in text)
 
 
 @dataclass(frozen=True)
@@ -119,13 +149,16 @@ class Scene:
 def usual_distances(passages: Sequence[Passage]) -> dict[str, int]:
     """By link: query minus key, the distance that most linked queries have; of equals the nearer, then the earlier.
 
-    >>> usual_distances([Passage([5, 6, 7], links={"object": [[], [0], [1]]})])
-    {'object': 1}
+    By ``"NAME, earlier"`` the same over earlier keys alone: what a model that looks back can see.
+
+    >>> usual_distances([Passage([5, 6, 7], links={"object": [[1, 2], [2], [1]]})])
+    {'object': -1, 'object, earlier': 1}
     """
     counts: dict[str, Counter[int]] = {}
     for passage in passages:
         for name, rows in passage.links.items():
-            distances = counts.setdefault(name, Counter())
             for i, keys in enumerate(rows):
-                distances.update({i - j for j in keys if i != j})
+                distances = [i - j for j in keys if i != j]
+                counts.setdefault(name, Counter()).update(distances)
+                counts.setdefault(f"{name}, earlier", Counter()).update(d for d in distances if d > 0)
     return {name: max(c, key=lambda d: (c[d], -abs(d), d)) for name, c in counts.items() if c}

@@ -100,6 +100,7 @@ def _flat(head: HeadRecord) -> dict[str, Any]:
     row["roles"] = ", ".join(score.name for score in head.roles)
     row.update({f"offset_{k}": mass for k, mass in enumerate(head.offsets)})
     row.update({f"ahead_{k}": mass for k, mass in enumerate(head.ahead, 1)})
+    row.update(head.extras)
     for name, score in head.scores.items():
         row[name] = score.value
         for part in ("null", "low", "high", "count", "plays"):

@@ -34,7 +34,7 @@ def units(sums: Any) -> Ints:
 
 @dataclass
 class RoleSums:
-    """One role in one layer: total, count and null, (3, GROUPS, H)."""
+    """One role in one layer: total, count, and what two controls give, (4, GROUPS, H)."""
 
     ints: Ints
     has_null: bool = True
@@ -42,14 +42,13 @@ class RoleSums:
     @classmethod
     def empty(cls, heads: int) -> RoleSums:
         """Nothing summed yet."""
-        return cls(np.zeros((3, GROUPS, heads), np.int64))
+        return cls(np.zeros((4, GROUPS, heads), np.int64))
 
-    def add(self, group: int, total: Any, count: Any, null: Any | None) -> None:
-        """The sums of one text, each (H,) or one number for all heads."""
-        for row, sums in enumerate((total, count, null)):
-            if sums is None:
-                self.has_null = False
-            else:
+    def add(self, group: int, total: Any, count: Any, null: Any | None, against: Any | None = None) -> None:
+        """The sums of one text, each (H,) or one number for all heads; no null where chance has no say."""
+        self.has_null &= null is not None
+        for row, sums in enumerate((total, count, null, against)):
+            if sums is not None:
                 self.ints[row, group % GROUPS] += units(sums)
 
     def merge(self, other: RoleSums) -> None:
@@ -58,10 +57,10 @@ class RoleSums:
         self.has_null &= other.has_null
 
     def means(self) -> tuple[Floats, Floats, Ints]:
-        """Value, null and count of each head, over all texts; 0 where nothing was counted."""
-        total, count, null = self.ints.sum(1)
+        """Value, null (the larger control) and count of each head, over all texts; 0 where nothing was counted."""
+        total, count, null, against = self.ints.sum(1)
         least = np.maximum(count, 1)
-        return total / least, null / least, count // UNIT
+        return total / least, np.maximum(null, against) / least, count // UNIT
 
     def interval(self) -> tuple[Floats, Floats] | None:
         """The 95 % interval of each head's value, by percentiles of a bootstrap over groups; None for one group."""

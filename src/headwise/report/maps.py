@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
         if step_side != side:
             side = step_side
             small = [pooled(m, side) for m in maps]
-        text = squeezed([in_levels(m.data, levels) for m in small], budget)
+        text = squeezed((in_levels(m.data, levels) for m in small), budget)
         if text is not None:
             break
     else:
@@ -40,7 +41,12 @@ def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
 
 def in_levels(data: bytes, levels: int) -> bytes:
     """Bytes of 256 levels in fewer."""
-    return data.translate(bytes((2 * code * (levels - 1) + 255) // 510 for code in range(256)))
+    return data.translate(_table(levels))
+
+
+@cache
+def _table(levels: int) -> bytes:
+    return bytes((2 * code * (levels - 1) + 255) // 510 for code in range(256))
 
 
 def coarse(head: HeadRecord) -> HeadMap:

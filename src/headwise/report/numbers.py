@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headwise.look.records import HeadRecord
-from headwise.look.scores import Score
 
 from .catalogue import roles_met
 from .escape import cut
@@ -29,9 +28,38 @@ STATISTICS = (
     Statistic("distance", 1, "mean distance between query and key, in tokens", lambda h: h.distance),
 )
 
-LIMITS = ((1, 3, True, True), (0, 3, True, True), (0, 1, True, True), (0, 0, True, False), (0, 0, False, False))
-"""From full to bare: null, interval and count of every score (1) or of played ones alone (0); pieces of evidence;
-masses by offset; scores of roles that no head plays. The first that fits the budget is taken."""
+MOST_EXTRAS = 40
+"""Most numbers by name that the page takes from the heads' own."""
+
+
+class Limits(NamedTuple):
+    """How much of the numbers is kept.
+
+    Attributes:
+        full: null, interval and count of every score, not of played ones alone.
+        pieces: pieces of evidence a role.
+        offsets: the masses by offset.
+        unplayed: the scores of roles that no head plays.
+        digits: decimals of the scores that do not suffice; None drops these scores.
+    """
+
+    full: bool
+    pieces: int
+    offsets: bool
+    unplayed: bool
+    digits: int | None = 5
+
+
+LIMITS = (
+    Limits(full=True, pieces=3, offsets=True, unplayed=True),
+    Limits(full=False, pieces=3, offsets=True, unplayed=True),
+    Limits(full=False, pieces=1, offsets=True, unplayed=True),
+    Limits(full=False, pieces=0, offsets=True, unplayed=False),
+    Limits(full=False, pieces=0, offsets=False, unplayed=False),
+    Limits(full=False, pieces=0, offsets=False, unplayed=False, digits=2),
+    Limits(full=False, pieces=0, offsets=False, unplayed=False, digits=None),
+)
+"""From full to bare: the first that fits the budget is taken."""
 
 
 def rounded(value: float | None) -> float | None:
@@ -46,61 +74,97 @@ def packed(heads: Sequence[HeadRecord], budget: int) -> dict[str, Any]:
         ValueError: so many heads that not even the barest set fits.
     """
     every = roles_met(heads)
-    for full, pieces, offsets, unplayed in LIMITS:
-        roles = every if unplayed else [role for role in every if role["played"]]
-        text = squeezed_json(_columns(heads, [role["name"] for role in roles], bool(full), pieces, offsets), budget)
+    extras = list(dict.fromkeys(name for head in heads for name in _extras(head)))[:MOST_EXTRAS]
+    by_role = [_of_role(heads, role["name"]) for role in every]
+    by_head = _of_heads(heads, {role["name"]: i for i, role in enumerate(every)}, extras)
+    for limits in LIMITS:
+        roles = every if limits.unplayed else [role for role in every if role["played"]]
+        text = squeezed_json(_limited(by_head, by_role[: len(roles)], limits), budget)
         if text is not None:
             break
     else:
         raise ValueError(f"a report shows up to about 10,000 heads, got {len(heads)}; look at a part of the model")
     return {
-        "statistics": [_entry(s) for s in STATISTICS] + [_score_entry(i, role) for i, role in enumerate(roles)],
+        "statistics": [
+            *(_entry(s.label, s.digits, s.meaning) for s in STATISTICS),
+            *(_entry(role["label"], 2, role["formula"] or role["label"], i) for i, role in enumerate(roles)),
+            *(_entry(cut(name, 100), None, "as the look carries it") for name in extras),
+        ],
         "roles": [{key: value for key, value in role.items() if key != "name"} for role in roles],
-        "complete": (full, pieces, offsets, unplayed) == LIMITS[0],
+        "own": len(STATISTICS),
+        "complete": limits == LIMITS[0],
         "data": text,
     }
 
 
-def _entry(statistic: Statistic) -> dict[str, Any]:
-    return {"label": statistic.label, "digits": statistic.digits, "meaning": statistic.meaning, "role": None}
+def _extras(head: HeadRecord) -> Mapping[str, float]:
+    """Numbers by name that a head carries beside those of its record: its importance, say."""
+    extras = head.extras
+    return extras
 
 
-def _score_entry(index: int, role: dict[str, Any]) -> dict[str, Any]:
-    return {"label": role["label"], "digits": 2, "meaning": role["formula"] or role["label"], "role": index}
+def _entry(label: str, digits: int | None, meaning: str, role: int | None = None) -> dict[str, Any]:
+    return {"label": label, "digits": digits, "meaning": meaning, "role": role}
 
 
-def _columns(
-    heads: Sequence[HeadRecord], names: Sequence[str], full: bool, pieces: int, offsets: bool
-) -> dict[str, Any]:
-    """A list a number, of one entry a head; of roles, a list a role."""
-    index = {name: i for i, name in enumerate(names)}
+class OfRole(NamedTuple):
+    """The scores of all heads in one role, each list an entry a head; `plays` says who plays it."""
 
-    def column(name: str, take: Callable[[Score], float | int | None], always: bool) -> list[Any]:
-        scores = [head.scores.get(name) for head in heads]
-        return [None if s is None or not (always or full or s.plays) else _short(take(s)) for s in scores]
+    plays: list[bool]
+    values: list[float | int | None]
+    nulls: list[float | int | None]
+    lows: list[float | int | None]
+    highs: list[float | int | None]
+    counts: list[float | int | None]
 
+
+def _of_role(heads: Sequence[HeadRecord], name: str) -> OfRole:
+    scores = [head.scores.get(name) for head in heads]
+    plays = [s is not None and s.plays for s in scores]
+    taken = ("value", "null", "low", "high", "count")
+    return OfRole(plays, *([None if s is None else _short(getattr(s, part)) for s in scores] for part in taken))
+
+
+def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Sequence[str]) -> dict[str, list[Any]]:
+    """What each head has beside its scores; roles by their place, those played stand before the others."""
+    played = [head.roles for head in heads]
     return {
-        "values": [
-            *([rounded(s.value(head)) for head in heads] for s in STATISTICS),
-            *(column(name, lambda s: s.value, True) for name in names),
-        ],
-        "nulls": [column(name, lambda s: s.null, False) for name in names],
-        "lows": [column(name, lambda s: s.low, False) for name in names],
-        "highs": [column(name, lambda s: s.high, False) for name in names],
-        "counts": [column(name, lambda s: s.count, False) for name in names],
-        "roles": [[index[s.name] for s in head.roles] for head in heads],
+        "own": [[rounded(s.value(head)) for head in heads] for s in STATISTICS],
+        "extras": [[rounded(_extras(head).get(name)) for head in heads] for name in extras],
+        "roles": [[index[s.name] for s in scores] for scores in played],
         "evidence": [
-            [[[e.text, e.query, e.key, rounded(e.weight)] for e in s.evidence[:pieces]] for s in head.roles]
-            for head in heads
+            [[[e.text, e.query, e.key, rounded(e.weight)] for e in s.evidence] for s in scores] for scores in played
         ],
-        "details": [[cut(s.detail) for s in head.roles] for head in heads],
-        "offsets": [[_short(mass) for mass in head.offsets] if offsets else [] for head in heads],
-        "ahead": [[_short(mass) for mass in head.ahead] if offsets else [] for head in heads],
+        "details": [[cut(s.detail) for s in scores] for scores in played],
+        "offsets": [[_short(mass) for mass in head.offsets] for head in heads],
+        "ahead": [[_short(mass) for mass in head.ahead] for head in heads],
     }
 
 
-def _short(value: float | int | None) -> float | int | None:
-    """A share, to four digits and five decimals: below that nothing is shown; a whole number as it is."""
+def _limited(heads: dict[str, list[Any]], roles: Sequence[OfRole], limits: Limits) -> dict[str, list[Any]]:
+    """A list a number, of one entry a head; of roles, a list a role."""
+
+    def values(role: OfRole) -> list[float | int | None]:
+        if limits.digits == LIMITS[0].digits:
+            return role.values
+        pairs = zip(role.values, role.plays, strict=True)
+        return [value if plays else _short(value, limits.digits) for value, plays in pairs]
+
+    def details(column: list[float | int | None], plays: list[bool]) -> list[float | int | None]:
+        return column if limits.full else [x if p else None for x, p in zip(column, plays, strict=True)]
+
+    return {
+        "values": [*heads["own"], *map(values, roles), *heads["extras"]],
+        **{n: [details(getattr(role, n), role.plays) for role in roles] for n in ("nulls", "lows", "highs", "counts")},
+        "roles": heads["roles"],
+        "evidence": [[shown[: limits.pieces] for shown in one] for one in heads["evidence"]],
+        "details": heads["details"],
+        **{name: heads[name] if limits.offsets else [[] for _ in heads[name]] for name in ("offsets", "ahead")},
+    }
+
+
+def _short(value: float | int | None, digits: int | None = 5) -> float | int | None:
+    """A share, to four digits and so many decimals: below that nothing is shown; a whole number as it is."""
     if value is None or isinstance(value, int):
         return value
-    return None if not math.isfinite(value) else rounded(round(value, 5))
+    return None if digits is None or not math.isfinite(value) else rounded(round(value, digits))

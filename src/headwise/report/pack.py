@@ -7,15 +7,22 @@ from itertools import pairwise
 from typing import Any
 
 from headwise.look.records import HeadRecord, Look
+from headwise.look.roles import ROLES, TEXT
 
-from . import maps, numbers
+from . import maps, numbers, vectors
 from .escape import cut
 
 BUDGET = 1_700_000
-"""Most characters that numbers and maps take in the page together."""
+"""Most characters that numbers, maps and vectors take in the page together."""
 
 NUMBERS_BUDGET = 700_000
 """Most characters of the numbers."""
+
+AROUND = 6
+"""Tokens shown before a piece of evidence, and after it."""
+
+MOST_TOKENS = 3000
+"""Most single tokens of a long text that the page holds."""
 
 MAX_TEXT = 200
 """Characters shown of one token, or of the tokens pooled into one cell."""
@@ -27,6 +34,9 @@ def page_data(look: Look) -> dict[str, Any]:
     figures = numbers.packed(heads, NUMBERS_BUDGET)
     left = BUDGET - len(figures["data"])
     pictures = maps.packed(look.maps or tuple(maps.coarse(head) for head in heads), left)
+    cells = _cells(look.tokens, _side(heads, pictures["columns"], len(look.tokens)))
+    pooled = any(cell["count"] > 1 for cell in cells)
+    inner = vectors.packed(look.neurons, heads, left - len(pictures["data"]), weights=pooled or not look.maps)
     places = list(dict.fromkeys(map(_place, heads)))
     index = {place: i for i, place in enumerate(places)}
     return {
@@ -38,7 +48,9 @@ def page_data(look: Look) -> dict[str, Any]:
         "texts": look.texts,
         "seconds": numbers.rounded(look.seconds),
         "version": cut(look.version, 100),
-        "cells": _cells(look.tokens, _side(heads, pictures["columns"], len(look.tokens))),
+        "cells": cells,
+        "excerpts": _excerpts(look),
+        "tokens": _tokens(look, inner["tokens"] if inner["data"] else 0) if pooled else [],
         "places": [
             dict(zip(("module", "call", "layer", "part", "queries", "keys"), (cut(p[0], 300), *p[1:]), strict=True))
             for p in places
@@ -46,12 +58,38 @@ def page_data(look: Look) -> dict[str, Any]:
         "heads": {"place": [index[_place(h)] for h in heads], "head": [h.head for h in heads]},
         "numbers": figures,
         "maps": pictures,
+        "vectors": inner,
     }
 
 
 def _place(head: HeadRecord) -> tuple[str, int, int, str, int, int]:
     """What the heads of a layer share."""
     return head.module, head.call, head.layer, cut(head.part), head.queries, head.keys
+
+
+def _tokens(look: Look, first: int) -> list[tuple[int, str]]:
+    """Of a text that is pooled, the tokens that stand alone somewhere: the first ones, and those around evidence."""
+    wanted = set(range(min(first, len(look.tokens))))
+    reads = {role.name: role.reads for role in ROLES}
+    for head in look.heads:
+        for score in head.roles:
+            for one in score.evidence if reads.get(score.name) == TEXT else ():
+                for place in (one.query, one.key):
+                    wanted.update(range(max(place - AROUND, 0), min(place + AROUND + 1, len(look.tokens))))
+        if len(wanted) > MOST_TOKENS:
+            break
+    return [(place, cut(look.tokens[place], 60)) for place in sorted(wanted)[:MOST_TOKENS]]
+
+
+def _excerpts(look: Look) -> list[tuple[str, list[tuple[int, str]]]]:
+    """Tokens of other texts that were read, by place, where a look carries any: what evidence there is shown with."""
+    carried = look.excerpts
+    listed, left = [], MOST_TOKENS
+    for name, tokens in carried.items():
+        kept = [(place, cut(text, 60)) for place, text in sorted(tokens.items())[:left]]
+        left -= len(kept)
+        listed.append((cut(name, 60), kept))
+    return [one for one in listed if one[1]]
 
 
 def _side(heads: Sequence[HeadRecord], columns: Sequence[int], tokens: int) -> int:

@@ -37,7 +37,7 @@ def target(family: Family, counts: Counts) -> Target:
     """
     why = refusal(family, counts)
     if not why:
-        return Target(family.model_type, with_heads(family, counts))
+        return Target(family.model_type, family.whole(with_heads(family, counts)))
     reasons = []
     for choice in family.about.get("instead", ()):
         reason = _misfit(family, counts, choice)

@@ -42,7 +42,13 @@ class Layer:
 class Family:
     """What is known of the architecture of one checkpoint, and its layers.
 
-    `about` is its entry in the table of layouts, `config` its config.json.
+    Attributes:
+        model_type: Its name.
+        about: Its entry in the table of layouts.
+        fields: The config's, as the planner reads them.
+        config: config.json; of a model of several kinds of input, the part of it that is the text model's.
+        layers: Those of attention; of the text model.
+        outer: The name of that part and all of config.json, where there is such a part.
     """
 
     model_type: str
@@ -50,6 +56,14 @@ class Family:
     fields: Fields
     config: Mapping[str, Any]
     layers: tuple[Layer, ...]
+    outer: tuple[str, Mapping[str, Any]] | None = None
+
+    def whole(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """All of config.json, with this as `config`."""
+        if self.outer is None:
+            return dict(config)
+        name, outer = self.outer
+        return {**outer, name: dict(config)}
 
     @property
     def d_model(self) -> int:
@@ -111,20 +125,29 @@ def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[
         near = difflib.get_close_matches(str(model_type)[:60], families, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(families))}"
         raise ValueError(f"how {short(model_type)} stores its heads is not known; {hint}")
-    fields = Fields(config, about.get("fields") or architectures()[model_type])
+    outer = None
+    known = about.get("fields") or architectures()[model_type]
+    if "text" in known:
+        part, text_type = known["text"]
+        inner = config.get(part)
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"has no {part}, where the text model's sizes are")
+        outer, config = (part, config), inner
+        about, known = {**families[text_type], **about}, architectures()[text_type]
+    fields = Fields(config, known)
     for name, value in about.get("when", {}).items():
         if config.get(name, value) != value:
             raise ValueError(f"{name} = {short(config[name])}: how such a checkpoint stores its heads is not known")
     names = list(names)
     layers: list[Layer] = []
-    for way in (about, about.get("in_memory", about)):
+    for way in (about, {**about, **about.get("in_memory", {})}):
         layers = _layers(fields, way, layouts["forms"], names)
         if layers:
             break
     if not layers:
         paths = ", ".join(about["layers"].values())
         raise ValueError(f"there are no weights of attention where {model_type} has them ({paths})")
-    return Family(model_type, about, fields, config, tuple(layers))
+    return Family(model_type, about, fields, config, tuple(layers), outer)
 
 
 def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], names: list[str]) -> list[Layer]:
@@ -137,7 +160,11 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
         count = fields.size(_count(role, fields))
         if sorted(found) != list(range(count)):
             odd = sorted(set(found) ^ set(range(count)))[0]
-            raise ValueError(f"config.json counts {count} layers of {path}, and of number {odd} it is not so")
+            what = "missing" if odd < count else "one too many"
+            raise ValueError(
+                f"config.json counts {count} layers, and the weights hold {len(found)} at {path}: number {odd} is "
+                f"{what}; further layers (that predict several tokens, say) would keep heads that the config denies"
+            )
         alone = len(way["layers"]) == 1
         sizes = sizes_of(fields, role)
         for index, (prefix, tensors) in sorted(found.items()):

@@ -154,7 +154,7 @@ def _prune_known(model: nn.Module, heads: Any, layouts: Mapping[str, Any]) -> No
         changes = {name: value for name, value in after.items() if family.config.get(name) != value}
         for part in {id(c): c for c in (getattr(part, "config", None) for part in model.modules())}.values():
             for name, value in changes.items():
-                if hasattr(part, name):
+                if getattr(part, "model_type", None) == family.config.get("model_type") and hasattr(part, name):
                     setattr(part, name, value)
 
 

@@ -107,8 +107,8 @@ def plan_migrate(source: Known) -> Migration:
     for layer in family.layers:
         _check(source, layer, some[layer.key])
     filled = not _even(family, some)
-    new = config if filled else with_heads(family, counts_of(family, some))
-    return Migration(source, family, some, new, filled)
+    new = family.config if filled else with_heads(family, counts_of(family, some))
+    return Migration(source, family, some, family.whole(new), filled)
 
 
 def _kept(layer: Layer, gone: set[int]) -> Kept:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from ..shapes.kinds import check_flags, shown
 from . import choose
@@ -48,6 +51,8 @@ class Pruning:
         target: The class that loads the result, and its config.
         zero: Whether heads are zeroed instead, at the same size.
         notes: What to say of the choice.
+        solved: Tensors that were solved anew (see `headwise.reshape.mend`), by name.
+        losses: What was measured of that, as plain data.
     """
 
     source: Known
@@ -56,8 +61,10 @@ class Pruning:
     target: Target
     zero: bool
     notes: tuple[str, ...]
+    solved: Mapping[str, Tensor] = field(default_factory=dict)
+    losses: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def gone(self) -> dict[str, list[int]]:
         """The heads that go, by layer; layers that lose none are left out."""
         lost = {
@@ -77,6 +84,9 @@ class Pruning:
             planned = changed(planned, form, layer.sizes, self.kept[layer.key], zero=self.zero)
         if name.endswith(self.target.transposed or ("\n",)):
             planned = transposed(planned)
+        if name in self.solved:
+            anew, dtype = self.solved[name], planned.dtype
+            planned = Planned(name, dtype, planned.shape, lambda: anew.to(dtype))
         return planned
 
     def heads_plan(self) -> dict[str, Any]:
@@ -90,7 +100,7 @@ class Pruning:
 
     def facts(self, context: int = 8192) -> dict[str, Any]:
         """What changes, as plain data: heads, sizes, class, and what `headwise.plan` counts at so many tokens."""
-        before, after = (self._counts(config) for config in (self.family.config, self.target.config))
+        before, after = self._counts(pruned=False), self._counts(pruned=not self.zero)
         went = sum(map(len, self.gone.values()))
         heads = sum(layer.sizes.H for layer in self.family.layers)
         verb = "were zeroed" if self.zero else "went"
@@ -104,21 +114,24 @@ class Pruning:
             "verb": verb,
             "notes": notes,
             "gone": self.gone,
+            "losses": dict(self.losses),
             "counts": {field: [before[field], after[field]] for field in before},
             "model_type": [self.family.model_type, self.target.model_type],
             "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
             "context": context,
-            "plan": [planned(config, context) for config in (self.family.config, self.target.config)],
+            "plan": [
+                planned(config, context) for config in (self.family.whole(self.family.config), self.target.config)
+            ],
         }
 
-    def _counts(self, config: Mapping[str, Any]) -> dict[str, int]:
-        """Heads and key-value heads of a config, by field."""
-        after = config is not self.family.config and not self.zero
+    def _counts(self, *, pruned: bool) -> dict[str, int]:
+        """Heads and key-value heads, by the config's fields."""
         counts: dict[str, int] = {}
-        for field, layers in self.family.counts.items():
-            sizes = self.kept[layers[0].key].sizes(layers[0].sizes) if after else layers[0].sizes
-            counts[field] = sizes.H
-            if sizes.K != sizes.H or layers[0].sizes.K != layers[0].sizes.H:
+        for name, layers in self.family.counts.items():
+            whole = layers[0].sizes
+            sizes = self.kept[layers[0].key].sizes(whole) if pruned else whole
+            counts[name] = sizes.H
+            if whole.group > 1 or sizes.group > 1:
                 counts["num_key_value_heads"] = sizes.K
         return counts
 
@@ -166,7 +179,7 @@ def plan_prune(
         scores = scores(family.layers)
     values = None if scores is None else choose.checked_scores(family, scores)
     chosen, notes = select(family, source.tensors, Wish(gone, values, keep_fraction, budget, zero))
-    goal = Target(family.model_type, dict(family.config)) if zero else _target(family, chosen)
+    goal = Target(family.model_type, family.whole(family.config)) if zero else _target(family, chosen)
     return Pruning(source, family, chosen, goal, zero, notes)
 
 
@@ -250,17 +263,29 @@ def prune(
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     plan = plan_prune(source, heads=heads, keep_fraction=keep_fraction, budget=budget, scores=scores, zero=zero)
-    facts = plan.facts()
+    return write_pruned(plan, destination, proof=proof, progress=progress, remark=remark)
+
+
+def write_pruned(
+    plan: Pruning,
+    destination: str | os.PathLike[str],
+    *,
+    proof: Proof | None = PLAIN,
+    progress: Callable[[int, int], None] | None = None,
+    remark: Callable[[Path], str] | None = None,
+) -> dict[str, Any]:
+    """Writes what was planned, as `prune` does."""
+    source, facts = plan.source, plan.facts()
 
     def check(folder: Path) -> Mapping[str, bytes]:
         if proof is not None:
-            told = source.prove(folder, proof.request(plan.gates()))
+            told = source.prove(folder, proof.request(plan.gates(), same=not plan.solved))
             require(told)
             facts["proof"] = told
         further = "" if remark is None else remark(folder)
         return {RESHAPE: markdown(facts, source, further)}
 
-    note = {README: readme("Zeroed heads", ZEROED)} if zero else {PLAN: as_json(plan.heads_plan())}
+    note = {README: readme("Zeroed heads", ZEROED)} if plan.zero else {PLAN: as_json(plan.heads_plan())}
     write(
         destination,
         config=plan.target.config,

@@ -9,13 +9,14 @@ head rests gets SHARP, every other key 0. After the softmax targets hold all but
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from headwise.nn import Head
+from headwise.shapes.kinds import check_counts, check_flags, shown, whole_numbers
 
 SHARP = 20.0
 GAIN = 4.0
@@ -89,6 +90,18 @@ class Tables:
     classes: Mapping[int, int] = field(default_factory=dict)
     band: int = 5
 
+    def __post_init__(self) -> None:
+        check_counts(opener=self.opener, closer=self.closer)
+        check_counts(1, band=self.band)
+        for name in ("delimiters", "names", "needles"):
+            object.__setattr__(self, name, tuple(whole_numbers(name, getattr(self, name))))
+        for name in ("offsets", "heads", "antecedents", "classes"):
+            table = getattr(self, name)
+            if not isinstance(table, Mapping):
+                raise TypeError(f"{name} is a dict, from ids to numbers; got {shown(table)}")
+            whole_numbers(f"keys of {name}", list(table))
+            whole_numbers(f"values of {name}", list(table.values()))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -129,6 +142,11 @@ def number_in(job: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
+def known(job: str, among: Sequence[str]) -> bool:
+    """Whether a text is a job, one with a number included."""
+    return job in among if number_in(job) is None else "sink at K" in among
+
+
 def offset_of(job: str) -> int | None:
     """How far from the query the job's key is, where that is all that it asks."""
     return number_in(job) if job.startswith("offset") else OFFSETS.get(job)
@@ -153,7 +171,9 @@ def targets(job: str, ids: Tensor, memory: Tensor | None = None, *, tables: Tabl
         >>> targets("duplicate-token", torch.tensor([1, 7, 5, 7]), tables=Tables(), causal=True).nonzero().tolist()
         [[3, 1]]
     """
-    keys = ids if memory is None else memory
+    _check_asked(job, tables, causal)
+    ids = torch.tensor(whole_numbers("ids", ids), dtype=torch.long)
+    keys = ids if memory is None else torch.tensor(whole_numbers("memory", memory), dtype=torch.long)
     T, S = len(ids), len(keys)
     i, j = torch.arange(T)[:, None], torch.arange(S)[None]
     a, b = ids[:, None], keys[None]
@@ -191,6 +211,15 @@ def targets(job: str, ids: Tensor, memory: Tensor | None = None, *, tables: Tabl
         "relation by offset": j - i == _read(tables.offsets, a, missing=S + T),
     }
     return rules[job] & seen
+
+
+def _check_asked(job: object, tables: object, causal: object) -> None:
+    """What `targets` takes beside ids; raises TypeError or ValueError."""
+    if not isinstance(job, str) or not known(job, JOBS):
+        raise ValueError(f"a job is one of {', '.join(JOBS)}; got {shown(job)}")
+    if not isinstance(tables, Tables):
+        raise TypeError(f"tables is a headwise.testing.constructed.Tables; got {shown(tables)}")
+    check_flags(causal=causal)
 
 
 def _class_of(tables: Tables, ids: Tensor) -> Tensor:

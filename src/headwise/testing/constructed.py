@@ -18,7 +18,7 @@ torch.Size([1, 23, 61])
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -29,7 +29,7 @@ from headwise.nn import MultiHeadAttention
 from headwise.ops.masks import Mask, causal
 from headwise.shapes.kinds import check_counts, shown
 
-from .circuits import BY_TABLE, COPIES, JOBS, NEEDS, WRITES, Layout, Tables, number_in, planted, targets
+from .circuits import BY_TABLE, COPIES, JOBS, NEEDS, WRITES, Layout, Tables, known, planted, targets
 from .drawn import random_model
 
 __all__ = [
@@ -67,6 +67,8 @@ PAIR: tuple[Jobs, Jobs, Jobs] = (
 
 CROSS = ("alignment", "same token", "first-token sink", "delimiter", "copying", "broad", "idle")
 """Jobs that a cross-attention can have."""
+
+MOST_SEED = 2**62
 
 LEAST = 23
 """Ids that the tables need, where they are drawn."""
@@ -108,8 +110,8 @@ def constructed(
         >>> model(torch.tensor([[1, 11, 13, 17, 11, 13]])).argmax(-1)[0, 4:].tolist()   # what followed 11, and 13
         [13, 17]
     """
-    check_counts(1, vocabulary=vocabulary, places=places, seed=seed + 1)
-    if kind not in ("decoder", "encoder"):
+    _check_sizes(vocabulary, places, tables, rest, seed)
+    if not isinstance(kind, str) or kind not in ("decoder", "encoder"):
         raise ValueError(f"kind is 'decoder' or 'encoder', got {shown(kind)}; for both in one: constructed_pair")
     back = kind == "decoder"
     jobs = _as_jobs("layers", (DECODER if back else ENCODER) if layers is None else layers)
@@ -155,7 +157,7 @@ def constructed_pair(
         >>> jobs
         {(0, 0): 'self', (1, 0): 'previous-token', (2, 0): 'alignment', (2, 1): 'broad'}
     """
-    check_counts(1, vocabulary=vocabulary, places=places, seed=seed + 1)
+    _check_sizes(vocabulary, places, tables, rest, seed)
     lists = [_as_jobs(*of) for of in (("encoder", encoder), ("decoder", decoder), ("cross", cross))]
     tables = _draw_tables(vocabulary, False, seed) if tables is None else tables
     if len(lists[1]) != len(lists[2]):
@@ -175,8 +177,6 @@ class _Builder:
     """Makes attention modules from jobs; where queries rest is drawn once."""
 
     def __init__(self, layout: Layout, tables: Tables, rest: str, seed: int, *, back: bool) -> None:
-        if rest not in ("first", "scattered"):
-            raise ValueError(f"rest is 'first' or 'scattered', got {shown(rest)}")
         self.layout, self.tables, self.back = layout, tables, back
         draw = torch.Generator().manual_seed(seed)
         P, V = layout.places, layout.vocabulary
@@ -244,6 +244,7 @@ class _Ids(nn.Module):
     def sample(self, length: int, *, seed: int = 0) -> Int[Tensor, "1 T"]:
         """A text for the model: its opener, then ids at random, one of eight a delimiter; none is the closer, or 0."""
         check_counts(1, self.place.num_embeddings, length=length)
+        check_counts(0, MOST_SEED, seed=seed)
         apart = {0, self.tables.opener, self.tables.closer, *self.tables.delimiters}
         among = torch.tensor([i for i in range(self.embed.num_embeddings) if i not in apart])
         marks = torch.tensor(self.tables.delimiters or among.tolist())
@@ -283,6 +284,8 @@ class Constructed(_Ids):
 
     def targets(self, layer: int, head: int, ids: Int[Tensor, " T"]) -> Tensor:
         """(T, T) bool: the keys that a head attends, by definition (`headwise.testing.constructed.targets`)."""
+        check_counts(0, len(self.jobs) - 1, layer=layer)
+        check_counts(0, len(self.jobs[layer]) - 1, head=head)
         return targets(self.jobs[layer][head], ids, tables=self.tables, causal=self.mask is not None)
 
 
@@ -307,15 +310,24 @@ class ConstructedPair(_Ids):
         return self.unembed(x)
 
 
+def _check_sizes(vocabulary: object, places: object, tables: object, rest: object, seed: object) -> None:
+    """What every builder takes; raises TypeError or ValueError."""
+    check_counts(1, vocabulary=vocabulary, places=places)
+    check_counts(0, MOST_SEED, seed=seed)
+    if tables is not None and not isinstance(tables, Tables):
+        raise TypeError(f"tables is a headwise.testing.constructed.Tables or None; got {shown(tables)}")
+    if not isinstance(rest, str) or rest not in ("first", "scattered"):
+        raise ValueError(f"rest is 'first' or 'scattered', got {shown(rest)}")
+
+
 def _as_jobs(name: str, layers: object) -> Jobs:
     """A list of jobs a layer, as tuples."""
     rule = f"{name} is a list of jobs for each layer, such as [['self', 'broad']]"
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
+    if not isinstance(layers, (list, tuple)):
         raise TypeError(f"{rule}; got {shown(layers)}")
-    rows = [row if isinstance(row, str) or not isinstance(row, Iterable) else tuple(row) for row in layers]
-    if not rows or not all(isinstance(row, tuple) and row for row in rows):
+    if not layers or not all(isinstance(row, (list, tuple)) and row for row in layers):
         raise ValueError(f"{rule}; got {shown(layers)}")
-    return tuple(row for row in rows if isinstance(row, tuple))
+    return tuple(tuple(row) for row in layers)
 
 
 def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, among: Sequence[str] = JOBS) -> None:
@@ -323,7 +335,7 @@ def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, amon
     for layer, row in enumerate(jobs):
         below = {job for lower in jobs[:layer] for job in lower}
         for job in row:
-            if not isinstance(job, str) or not _known(job, among):
+            if not isinstance(job, str) or not known(job, among):
                 raise ValueError(f"a job is one of {', '.join(among)}; got {shown(job)}")
             if not back and job in (*NEEDS, *NEEDS.values()) and job != "previous-token":
                 raise ValueError(f"{job!r} is a job in a decoder: it looks back alone; build one with kind='decoder'")
@@ -346,10 +358,6 @@ def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, amon
         raise ValueError(
             f"ids of this model are 0 to {vocabulary - 1}; the tables hold {wrong[0]}; give a larger vocabulary"
         )
-
-
-def _known(job: str, among: Sequence[str]) -> bool:
-    return job in among if number_in(job) is None else "sink at K" in among
 
 
 def _layout(jobs: Jobs, vocabulary: int, places: int) -> Layout:

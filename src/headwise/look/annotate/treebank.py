@@ -42,13 +42,16 @@ def read(path: str | os.PathLike[str]) -> tuple[Document, ...]:
 
     Raises:
         MissingExtra: the library conllu is not installed.
-        OSError: the file cannot be read.
-        ValueError: it is larger than 64 MB, no UTF-8, or no CoNLL-U: the text says in which line.
+        ValueError: the file cannot be read, is larger than 64 MB, no UTF-8, or no CoNLL-U: the text says in which line.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"read takes the path of a CoNLL-U file; got {shown(path)}")
-    with open(path, "rb") as file:
-        content = file.read(MAX_SIZE + 1)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_SIZE + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        said = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path!r} cannot be read ({said}); give the path of a CoNLL-U file") from None
     if len(content) > MAX_SIZE:
         raise ValueError(f"{path}: annotation is read up to {MAX_SIZE // 10**6} MB, and the file is larger; split it")
     try:

@@ -149,6 +149,9 @@ def aligned(source: Sentence | Document, offsets: Sequence[Sequence[int]]) -> tu
     """
     if not isinstance(source, (Sentence, Document)):
         raise TypeError(f"aligned takes a Sentence or a Document of headwise.look.annotate; got {shown(source)}")
+    offsets = offsets.tolist() if hasattr(offsets, "tolist") else offsets  # a tensor, an array
+    if isinstance(offsets, (str, bytes)) or not isinstance(offsets, Sequence):
+        raise TypeError(f"offsets are a list with the start and end of each token; got {shown(offsets)}")
     whole = source.joined() if isinstance(source, Document) else source
     starts = [word.start for word in whole.words]
     return tuple(_word_at(whole, starts, *_span(whole.text, place, pair)) for place, pair in enumerate(offsets))

@@ -35,14 +35,32 @@ function drawChart() {
     const dot = svg.append("circle").attr("r", radius).attr("cy", y(head.values[state.statistic]));
     dot.attr("cx", x(head.layer) + ((head.head + 0.5) / most) * x.bandwidth());
     dot.classed("dot", true).classed("off", !matches(head)).classed("now", head.index === state.head);
-    dot.style("--role", roleColour(head.roles[0]?.role)).on("click", () => selectHead(head.index));
-    dot.append("title").text(`${head.name}: ${number(head.values[state.statistic], statistic.digits)} ${rolesText(head)}`);
+    dot.style("--role", roleColour(head.roles[0]?.role)).attr("data-head", head.index);
   }
+  svg.on("click", (event) => event.target.dataset.head && selectHead(Number(event.target.dataset.head)));
+  svg.on("pointerover", (event) => nameDot(event.target, statistic));
   place.replaceChildren(svg.node());
+}
+
+// Its name is made when it is wanted: there may be thousands.
+function nameDot(node, statistic) {
+  if (!node.dataset.head || node.firstChild) return;
+  const head = heads[Number(node.dataset.head)];
+  d3.select(node).append("title").text(`${head.name}: ${number(head.values[state.statistic], statistic.digits)} ${plainText(rolesText(head), 200)}`);
+}
+
+function filterDots() {
+  for (const dot of byId("chart").querySelectorAll(".dot")) dot.classList.toggle("off", !matches(heads[Number(dot.dataset.head)]));
+}
+
+function markDot(head) {
+  byId("chart").querySelector(".dot.now")?.classList.remove("now");
+  byId("chart").querySelector(`.dot[data-head="${head.index}"]`)?.classList.add("now");
 }
 
 function drawOffsets(head) {
   const place = byId("offsets");
+  if (!head.offsets.length) return place.replaceChildren(el("p", { className: "hint" }, "Not in this report: there are too many heads."));
   byId("offsets-of").textContent = `head ${head.name}: mean over the queries`;
   const width = Math.max(place.clientWidth, 200);
   const [height, left, bottom] = [190, 42, 34];

@@ -6,7 +6,7 @@
 const look = JSON.parse(document.getElementById("look").textContent);
 look.statistics = look.numbers.statistics;
 look.roles = look.numbers.roles;
-const FIRST_SCORE = look.statistics.findIndex((s) => s.role === 0);
+const FIRST_SCORE = look.numbers.own;
 
 const heads = []; // filled once the numbers are unpacked
 
@@ -44,7 +44,18 @@ function scoreOf(numbers, role, index) {
 }
 
 // What is chosen now; whoever shows it listens.
-const state = { head: 0, query: 0, roles: new Set(), shade: "root", statistic: 0 };
+const state = {
+  head: 0,
+  query: 0, // a row of the open map
+  key: null, // a column of it; null stands for the strongest
+  roles: new Set(),
+  search: "",
+  show: "role",
+  order: "head",
+  pane: "map",
+  shade: "root",
+  statistic: 0,
+};
 const listeners = {};
 
 function on(event, listener) {
@@ -70,8 +81,10 @@ function el(tag, properties = {}, ...children) {
   return node;
 }
 
+// So many digits after the point; null stands for three digits in all.
 function number(value, digits) {
-  return value === null || value === undefined ? "\u2013" : value.toFixed(digits);
+  if (value === null || value === undefined) return "\u2013";
+  return digits === null ? String(Number(value.toPrecision(3))) : value.toFixed(digits);
 }
 
 function plural(count, word) {
@@ -80,7 +93,12 @@ function plural(count, word) {
 
 // One colour a role, from Okabe and Ito's palette for all kinds of colour vision; the name always stands beside it.
 function roleColour(role) {
-  return role === undefined ? "var(--none)" : `var(--role-${look.roles[role].colour})`;
+  return role === undefined || role === null ? "var(--none)" : `var(--role-${look.roles[role].colour})`;
+}
+
+// What is written upon that colour.
+function roleInk(role) {
+  return role === undefined || role === null ? "var(--ink)" : `var(--on-${look.roles[role].colour})`;
 }
 
 function rolesText(head) {
@@ -98,10 +116,12 @@ function selectHead(index) {
   if (index < 0 || index >= heads.length) return;
   state.head = index;
   state.query = Math.min(state.query, heads[index].rows - 1);
+  state.key = null;
   emit("head", heads[index]);
 }
 
-function selectQuery(query) {
+function selectQuery(query, key = null) {
   state.query = query;
+  state.key = key;
   emit("query", query);
 }
