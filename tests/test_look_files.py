@@ -74,7 +74,7 @@ def test_json_is_read_back_whole(planted: Look, tmp_path: Path) -> None:
     look.write(planted, tmp_path / "h.json")
     assert look.read(tmp_path / "h.json") == planted and planted.maps
     (tmp_path / "h.json").write_text(planted.to_json())
-    assert look.read(tmp_path / "h.json") == replace(planted, maps=())
+    assert look.read(tmp_path / "h.json") == replace(planted, maps=(), neurons=())
 
 
 @pytest.mark.unchecked
@@ -173,6 +173,15 @@ def test_the_card_shows_each_role_with_its_heads_and_what_shows_it(planted: Look
     page = rendered(card)
     assert page.tags["tr"] == 1 + len(NAMES) and page.tags["td"] == 6 * len(NAMES)
     assert page.tags["h3"] == len(NAMES)
+
+
+def test_the_card_quotes_what_else_was_read(planted: Look) -> None:
+    shown = planted.heads[7].scores["induction"].evidence[0]
+    places = {shown.query: " Mary", shown.query - 1: "then", shown.key: " John"}
+    card = replace(planted, excerpts={f"copies {shown.text}": places}).card()
+    assert (
+        f"from ` Mary` (token {shown.query}) on ` John` (token {shown.key}): `then[ Mary]` looks at `[ John]`" in card
+    )
 
 
 def test_a_card_without_roles_and_of_many_texts(planted: Look) -> None:

@@ -14,6 +14,7 @@ import torch
 from looks import calls, full_look
 
 import headwise
+from headwise.look import neurons
 from headwise.look.neurons import Neurons, Rows, rows, vectors_of
 from headwise.report import pack, vectors
 
@@ -29,9 +30,10 @@ def test_a_byte_keeps_a_number_to_half_a_step() -> None:
     assert bool(((torch.from_numpy(kept.array()) - x.nan_to_num(0.0)).abs() <= largest / 253).all())
 
 
-@pytest.mark.parametrize("tokens", [11, 64])
-def test_the_first_tokens_of_a_call(tokens: int) -> None:
-    """Weights come from whole rows, under the mask; grouped heads keep their group's key."""
+@pytest.mark.parametrize(("tokens", "scores"), [(11, 1 << 23), (64, 1 << 23), (64, 3 * 17 * 17), (64, 1)])
+def test_the_first_tokens_of_a_call(tokens: int, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights come from whole rows, under the mask; grouped heads keep their key; some heads at once, or one."""
+    monkeypatch.setattr(neurons, "SCORES", scores)
     [call] = calls(1, 4, 17)
     n = min(tokens, 17)
     kept = vectors_of(replace(call, softcap=3.0), tokens)

@@ -31,7 +31,7 @@ def test_incompressible_maps_keep_below_two_megabytes(layers: int, heads: int, t
 
 @pytest.mark.parametrize("played", [3, 99])
 def test_many_heads_with_their_scores_keep_to_the_budget(played: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 x 64, as a sixteenth of the heads in a sixteenth of the room; every role of texts and copies."""
+    """80 x 64, as a sixteenth of the heads in a sixteenth of the room; all roles of texts and copies."""
     monkeypatch.setattr(pack, "BUDGET", pack.BUDGET // 16)
     monkeypatch.setattr(pack, "NUMBERS_BUDGET", pack.NUMBERS_BUDGET // 16)
     draw = np.random.default_rng(3)
@@ -47,6 +47,9 @@ def test_many_heads_with_their_scores_keep_to_the_budget(played: int, monkeypatc
     data = pack.page_data(replace(make_look(), heads=tuple(heads), maps=maps_))
     numbers = json.loads(inflated(data, "numbers"))
     assert len(data["numbers"]["data"]) + len(data["maps"]["data"]) <= pack.BUDGET
+    monkeypatch.setattr(pack, "BUDGET", len(data["numbers"]["data"]) + len(data["maps"]["data"]) - 4)
+    tighter = pack.page_data(replace(make_look(), heads=tuple(heads), maps=maps_))  # maps get the rest
+    assert len(tighter["numbers"]["data"]) + len(tighter["maps"]["data"]) <= pack.BUDGET
     shown = [role["label"] for role in data["numbers"]["roles"]]
     own = data["numbers"]["own"]
     for h in (0, 250, 319):

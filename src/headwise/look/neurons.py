@@ -23,6 +23,9 @@ from ..shapes.kinds import check_counts, shown
 TOKENS = 64
 """Most tokens of a text whose vectors are kept."""
 
+SCORES = 1 << 23
+"""Most scores that are computed at once."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -96,10 +99,10 @@ class Neurons:
         (H, T, D), (K, S, E) = self.query.shape, self.key.shape
         fits = K > 0 and H % K == 0 and D == E and (self.value is None or self.value.shape[:2] == (K, S))
         if not fits or len(self.weights) != H * T * S:
+            value = None if self.value is None else self.value.shape
             raise ValueError(
-                f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value "
-                f"{self.value and self.value.shape}, {len(self.weights)} weights; make them with "
-                "headwise.look.neurons.vectors_of()"
+                f"the parts of a call belong together: query {self.query.shape}, key {self.key.shape}, value {value}, "
+                f"{len(self.weights)} weights; headwise.look.neurons.vectors_of() makes them"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,9 +160,14 @@ def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:
     """
     check_counts(1, tokens=tokens)
     T, S = call.query.shape[2], call.key.shape[2]
-    first = range(min(T, tokens))
+    H, first = call.query.shape[1], range(min(T, tokens))
+    some = max(1, SCORES // max(len(first) * S, 1))  # heads at once: a text of 128k tokens must cost no gigabytes
     with torch.no_grad():
-        got = weights(call.query[:1], call.key[:1], rows=list(first), **call.scoring)[0, :, :, :tokens]
+        parts = [
+            weights(call.query[:1], call.key[:1], rows=list(first), heads=heads, **call.scoring)[0, :, :, :tokens]
+            for heads in (range(H)[i : i + some] for i in range(0, H, some))
+        ]
+        got = torch.cat(parts)
         added = None if call.mask is None else call.mask.added(T, S, rows=slice(0, tokens), device=call.query.device)
     biased = added is not None and bool((added.isfinite() & (added != 0)).any())
     codes = (255 * got.clamp(0, 1).sqrt()).round().to(torch.uint8)

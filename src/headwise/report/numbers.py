@@ -74,7 +74,7 @@ def packed(heads: Sequence[HeadRecord], budget: int) -> dict[str, Any]:
         ValueError: so many heads that not even the barest set fits.
     """
     every = roles_met(heads)
-    extras = list(dict.fromkeys(name for head in heads for name in _extras(head)))[:MOST_EXTRAS]
+    extras = list(dict.fromkeys(name for head in heads for name in head.extras))[:MOST_EXTRAS]
     by_role = [_of_role(heads, role["name"]) for role in every]
     by_head = _of_heads(heads, {role["name"]: i for i, role in enumerate(every)}, extras)
     for limits in LIMITS:
@@ -95,12 +95,6 @@ def packed(heads: Sequence[HeadRecord], budget: int) -> dict[str, Any]:
         "complete": limits == LIMITS[0],
         "data": text,
     }
-
-
-def _extras(head: HeadRecord) -> Mapping[str, float]:
-    """Numbers by name that a head carries beside those of its record: its importance, say."""
-    extras = head.extras
-    return extras
 
 
 def _entry(label: str, digits: int | None, meaning: str, role: int | None = None) -> dict[str, Any]:
@@ -130,7 +124,7 @@ def _of_heads(heads: Sequence[HeadRecord], index: Mapping[str, int], extras: Seq
     played = [head.roles for head in heads]
     return {
         "own": [[rounded(s.value(head)) for head in heads] for s in STATISTICS],
-        "extras": [[rounded(_extras(head).get(name)) for head in heads] for name in extras],
+        "extras": [[rounded(head.extras.get(name)) for head in heads] for name in extras],
         "roles": [[index[s.name] for s in scores] for scores in played],
         "evidence": [
             [[[e.text, e.query, e.key, rounded(e.weight)] for e in s.evidence] for s in scores] for scores in played

@@ -83,9 +83,8 @@ def _tokens(look: Look, first: int) -> list[tuple[int, str]]:
 
 def _excerpts(look: Look) -> list[tuple[str, list[tuple[int, str]]]]:
     """Tokens of other texts that were read, by place, where a look carries any: what evidence there is shown with."""
-    carried = look.excerpts
     listed, left = [], MOST_TOKENS
-    for name, tokens in carried.items():
+    for name, tokens in look.excerpts.items():
         kept = [(place, cut(text, 60)) for place, text in sorted(tokens.items())[:left]]
         left -= len(kept)
         listed.append((cut(name, 60), kept))

@@ -84,7 +84,7 @@ function el(tag, properties = {}, ...children) {
 // So many digits after the point; null stands for three digits in all.
 function number(value, digits) {
   if (value === null || value === undefined) return "\u2013";
-  return digits === null ? String(Number(value.toPrecision(3))) : value.toFixed(digits);
+  return digits === null ? String(Number(value.toPrecision(3))) : value.toFixed(digits).replace(/^-(?=0(\.0*)?$)/, "");
 }
 
 function plural(count, word) {

@@ -5,6 +5,7 @@ function fillHeader() {
   appendText(byId("model"), look.model);
   const shape = `${plural(look.layers, "layer")} \u00d7 ${plural(look.width, "head")}`;
   const facts = [shape, plainText(look.kind, 40), `${look.texts > 1 ? `${plural(look.texts, "text")}, ` : ""}${plural(look.length, "token")}`, `looked at in ${number(look.seconds, 1)} s`, `headwise ${plainText(look.version, 40)}`];
+  if (!look.cells.length) byId("what").textContent = "What each attention head of this model does while it reads.";
   byId("facts").replaceChildren(...facts.map((fact) => el("span", {}, fact)));
 }
 
