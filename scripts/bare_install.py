@@ -12,7 +12,7 @@ import io
 import sys
 from collections.abc import Callable
 
-EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "pandas")
+EXTRAS = ("transformers", "safetensors", "tokenizers", "huggingface_hub", "pandas", "conllu", "pyarrow", "matplotlib")
 
 
 def run_the_op() -> None:
@@ -55,12 +55,15 @@ def run_the_commands() -> None:
 
 def see_what_is_missing() -> None:
     from headwise import report
-    from headwise.look import Look
+    from headwise.look import Look, annotate, write
 
     look = Look(model="m", num_layers=0, num_heads=0, length=0, tokens=(), heads=(), kind="", seconds=0.0, version="0")
     expect("headwise.hf needs transformers", "hf", lambda: importlib.import_module("headwise.hf"))
     expect("to_frame() needs pandas", "look", look.to_frame)
-    assert str(look)
+    expect("reading CoNLL-U needs conllu", "look", annotate.ours)
+    expect("a figure needs matplotlib", "look", look.plot_roles)
+    expect("a .parquet file needs pyarrow", "look", lambda: write(look, "heads.parquet"))
+    assert str(look) and look.card() and look._repr_html_() and write(look, "heads.csv")
     if importlib.util.find_spec("jinja2") is None:  # torch may have brought it: then reports work
         expect("a report needs jinja2", "look", lambda: report.render(look))
         needs = "a report needs jinja2, which is not installed; pip install 'headwise[look]'"

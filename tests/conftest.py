@@ -67,6 +67,15 @@ def seed() -> None:
     seed_all(20)
 
 
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A whole checkpoint of a small decoder, with its tokenizer, as transformers writes it."""
+    from hf_folders import written  # with transformers: for those who ask
+    from hf_models import BY_NAME
+
+    return written(BY_NAME["Llama GQA"], tmp_path / "model")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, list[Any], list[Any]]:
     """No doctests in this folder: to look for them, pytest would import each helper a second time, by another name."""

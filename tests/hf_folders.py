@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import headwise.hf as hf
 
 
-def made_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE of the rows' vocabulary size, as a tokenizer.json."""
+@functools.cache
+def tokenizer() -> str:
+    """A byte-level BPE of the rows' vocabulary size, as the text of a tokenizer.json."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<s>", "[SEP]"], show_progress=False)
     made.train_from_iterator(["a b, c. d! e? f: g; h\n i\n"] * 3, trainer)
-    path = folder / "tokenizer.json"
-    made.save(str(path))
-    return path
+    return made.to_str(pretty=True)
 
 
-def written(row: Row, folder: Path, tokenizer: Path) -> Path:
+def written(row: Row, folder: Path) -> Path:
+    """A whole checkpoint of the row's model."""
     quiet(lambda: row.build().save_pretrained(folder))
-    shutil.copy(tokenizer, folder)
+    (folder / "tokenizer.json").write_text(tokenizer())
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "sep_token": {"content": "[SEP]"}}))
     return folder
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from headwise.look.records import HeadMap, HeadRecord, Look, RoleScore
+import headwise
+from headwise.look.neurons import vectors_of
+from headwise.look.records import HeadMap, HeadRecord, Look
+from headwise.look.scores import Evidence, Score
+from headwise.nn.probe import AttentionCall
 
 SENTENCE = " The quick fox saw the lazy dog.\n The quick fox saw the lazy cat, and the quick dog saw it too.\n"
 
@@ -45,7 +51,8 @@ def weights(kind: str, size: int, generator: np.random.Generator, *, encoder: bo
 
 def codes(matrix: npt.NDArray[np.float64]) -> HeadMap:
     """A matrix of weights as the large map of a look."""
-    return HeadMap(*matrix.shape, np.rint(255 * np.sqrt(matrix)).astype(np.uint8).tobytes())
+    rows, columns = matrix.shape
+    return HeadMap(rows, columns, np.rint(255 * np.sqrt(matrix)).astype(np.uint8).tobytes())
 
 
 ROLE_OF = {"previous": "previous-token", "sink": "first-token sink", "induction": "induction", "self": "self"}
@@ -76,37 +83,91 @@ def make_look(
     return Look(model, layers, heads, len(shown), shown, tuple(records), kind, 1.25, "0.1.0", tuple(maps))
 
 
+THRESHOLDS = {"previous-token": 0.5, "self": 0.5, "next-token": 0.5, "first-token sink": 0.3, "delimiter": 0.6}
+THRESHOLDS |= {"induction": 0.4, "duplicate-token": 0.4, "broad": 0.783}
+
+
 def _record(layer: int, head: int, kind: str, matrix: npt.NDArray[np.float64], score: float) -> HeadRecord:
     size = len(matrix)
-    role = ROLE_OF.get(kind)
     distance = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
+    ahead = bool(matrix[0, -1])
     with np.errstate(divide="ignore", invalid="ignore"):
         entropy = float(-np.nansum(matrix * np.log(matrix)) / size)
+    values = {
+        "previous-token": _mean(np.diag(matrix, -1)),
+        "self": _mean(np.diag(matrix)),
+        **({"next-token": _mean(np.diag(matrix, 1))} if ahead else {}),
+        "first-token sink": _mean(matrix[1:, 0]),
+        "delimiter": 0.031,
+        "broad": min(entropy / np.log(max(size, 2)), 1.0),
+        "duplicate-token": 0.04,
+        "induction": score if kind == "induction" else 0.01,
+    }
     return HeadRecord(
         module=f"model.layers.{layer}.self_attn",
         call=0,
         layer=layer,
         head=head,
+        part="encoder" if ahead else "decoder",
         entropy=entropy,
         largest=float(matrix.max(axis=1).mean()),
         distance=float((matrix * distance).sum() / size),
-        sink=float(matrix[1:, 0].mean()) if size > 1 else 0.0,
-        delimiter=0.031,
-        self_mass=float(np.diag(matrix).mean()),
-        offsets=tuple(float(np.diag(matrix, -k).mean()) if k < size else 0.0 for k in range(9)),
-        ahead=tuple(float(np.diag(matrix, k).mean()) for k in range(1, 9) if matrix[0, -1] and k < size),
-        duplicate=0.04,
-        induction=score if kind == "induction" else 0.01,
-        roles=(RoleScore(role, score, 0.4, "Elhage et al. 2021"),) if role else (),
+        offsets=tuple(_mean(np.diag(matrix, -k)) if k < size else 0.0 for k in range(9)),
+        ahead=tuple(_mean(np.diag(matrix, k)) for k in range(1, 9) if ahead and k < size),
+        scores={name: _score(name, value, ROLE_OF.get(kind), matrix) for name, value in values.items()},
         map=tuple(map(tuple, matrix[: min(size, 8), : min(size, 8)].tolist())),
         queries=size,
         keys=size,
     )
 
 
+def _mean(values: npt.NDArray[np.float64]) -> float:
+    return float(values.mean()) if values.size else 0.0
+
+
+def _score(name: str, value: float, role: str | None, matrix: npt.NDArray[np.float64]) -> Score:
+    """The score; for the role that the head plays, with the three queries of the largest weights."""
+    size = len(matrix)
+    plays = name == role
+    best = np.argsort(-matrix[size // 2 :].max(axis=1))[:3] + size // 2
+    shown = tuple(Evidence(0, int(i), int(matrix[i].argmax()), round(float(matrix[i].max()), 4)) for i in best)
+    null = None if name == "broad" else 0.021
+    several = name in ("induction", "duplicate-token")
+    low, high = (max(value - 0.03, 0.0), min(value + 0.02, 1.0)) if several else (None, None)
+    return Score(name, value, null, THRESHOLDS[name], size - 1, low, high, plays, shown if plays else ())
+
+
 def random_look(layers: int = 12, heads: int = 12, size: int = 128) -> Look:
     """The worst case for the size of a report: every byte of every map is random."""
-    small = make_look(layers=layers, heads=heads, tokens=words(size))
+    small = make_look(layers=layers, heads=heads, tokens=words(5))
     generator = np.random.default_rng(1)
     maps = tuple(HeadMap(size, size, generator.bytes(size * size)) for _ in small.heads)
-    return Look(**{**{name: getattr(small, name) for name in small.__dataclass_fields__}, "maps": maps})
+    records = tuple(replace(head, queries=size, keys=size) for head in small.heads)
+    return replace(small, heads=records, maps=maps, tokens=words(size), length=size)
+
+
+def calls(
+    layers: int, heads: int, tokens: int, *, groups: int = 2, dims: int = 7, values: int = 5
+) -> list[AttentionCall]:
+    """Causal calls on random vectors, a text of so many tokens."""
+    draw = torch.Generator().manual_seed(tokens)
+    made = []
+    for layer in range(layers):
+        sizes = ((heads, dims), (heads // groups, dims), (heads // groups, values))
+        q, k, v = (2 * torch.randn(1, n, tokens, d, generator=draw) for n, d in sizes)
+        made.append(AttentionCall(f"model.layers.{layer}.self_attn", layer, q, k, headwise.causal(), value=v))
+    return made
+
+
+def full_look(layers: int = 3, heads: int = 4, tokens: int = 29) -> tuple[Look, list[AttentionCall]]:
+    """A look whose maps are those of random vectors, with all that a look may carry; and the calls themselves."""
+    look = make_look(layers=layers, heads=heads, tokens=words(tokens))
+    made = calls(layers, heads, tokens)
+    maps = [codes(one.numpy()) for call in made for one in headwise.weights(call.query, call.key, **call.scoring)[0]]
+    records = [
+        replace(head, extras={"importance, gradient": 0.0123456 * i, "share of the stream": i / 7})
+        for i, head in enumerate(look.heads)
+    ]
+    excerpts = {"copies 0": {place: f" r{place}" for place in range(tokens)}}
+    parts = {"heads": tuple(records), "maps": tuple(maps), "neurons": tuple(map(vectors_of, made))}
+    return replace(look, **parts, excerpts=excerpts), made

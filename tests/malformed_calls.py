@@ -13,10 +13,11 @@ from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from malformed import PACKAGE, Call
+from malformed_heads import ANNOTATE, CONSTRUCTED, LOOK, seen
 from torch import Tensor
 
 import headwise
-from headwise import LatentAttention, MultiHeadAttention, cache, look, nn, plan, report, testing
+from headwise import LatentAttention, MultiHeadAttention, cache, nn, plan, report, testing
 from headwise.ops import masks
 from headwise.ops.storage.paged import Paged
 
@@ -119,25 +120,6 @@ def attended(kind: str) -> Call:
 
 def changed(kind: str, method: str) -> Call:
     return of(getattr(filled(kind), method), **({"lengths": [2, 3]} if method == "truncate" else {"rows": [1, 0]}))
-
-
-class Reader(torch.nn.Module):
-    """A model to look at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.attend = torch.nn.Embedding(97, M), MultiHeadAttention(M, 3)
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.attend(self.embed(ids), mask=headwise.causal())
-
-
-IDS = [1, 2, 3, 5, 8, 13, 21, 34]
-
-
-@functools.cache
-def seen() -> look.Look:
-    return look.at(Reader(), IDS, repeats=None)
 
 
 def mha(**parts: Any) -> MultiHeadAttention:
@@ -327,22 +309,6 @@ NN: dict[str, Callable[[], Call]] = {
     ),
     "yarn_scale": lambda: of(nn.yarn_scale, head_dim=8, factor=4.0, mscale=1.0),
 }
-LOOK: dict[str, Callable[[], Call]] = {
-    "look.at": lambda: of(
-        look.at, model=Reader(), ids=IDS, tokens=list("abcdefgh"), delimiters=[2], name="m", map_size=2,
-        full_maps=False, repeats=None, progress=lambda done, total: None,
-    ),
-    "look.at tensor": lambda: of(look.at, model=Reader(), ids=torch.tensor(IDS), repeats=None),
-    "Repeats": lambda: of(look.Repeats, sequences=2, length=30, seed=1, vocabulary=[1, 2, 3, 4]),
-    "HeadMap": lambda: of(look.HeadMap, rows=1, columns=2, data=b"ab"),
-    "Look.from_dict": lambda: of(look.Look.from_dict, data=seen().to_dict()),
-    "HeadRecord.from_dict": lambda: of(look.HeadRecord.from_dict, data=seen().to_dict()["heads"][0]),
-    "Look.with_role": lambda: of(seen().with_role, name="self"),
-    "Look.to_dict": lambda: of(seen().to_dict, maps=True),
-    "Look.to_json": lambda: of(seen().to_json, maps=True, indent=1),
-    "HeadRecord.mass_at": lambda: of(seen().heads[0].mass_at, offset=1),
-    "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),
-}  # fmt: skip
 PLAN: dict[str, Callable[[], Call]] = {
     "plan.of": lambda: of(
         plan.of, config="gpt-3", context=[100, 200], kv_dtype="bf16", heads_plan={"layers": {"0": {"keep": [0]}}},
@@ -385,4 +351,7 @@ REPORT: dict[str, Callable[[], Call]] = {
     "put": lambda: of(report.put, content=b"content", path="put.html"),
     "check_destination": lambda: of(report.check_destination, path="checked.html"),
 }
-ROOMS = {"ops": OPS, "cache": STORES, "nn": NN, "look": LOOK, "plan": PLAN, "testing": TESTING, "report": REPORT}
+ROOMS = {
+    "ops": OPS, "cache": STORES, "nn": NN, "look": LOOK | ANNOTATE, "plan": PLAN, "testing": TESTING | CONSTRUCTED,
+    "report": REPORT,
+}  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.look import HeadRecord
+from headwise.look import HeadRecord, Score
 
 VOCABULARY, PLACES, DELIMITERS = 61, 173, (2, 3)
 SHARP = 30.0
@@ -134,13 +134,18 @@ class Twice(nn.Module):
         return self.attend(self.attend(self.embed(ids), mask=headwise.causal()), mask=headwise.causal())
 
 
-def numbers(**changed: Any) -> HeadRecord:
+def numbers(*scores: Score, **changed: Any) -> HeadRecord:
+    """A record that has these scores."""
     given: dict[str, Any] = dict(
-        module="a", call=0, layer=0, head=0, entropy=1.0, largest=0.5, distance=2.0, sink=0.0, delimiter=0.0,
-        self_mass=0.0, offsets=(0.0,) * 9, duplicate=None, induction=None, roles=(), map=(), evenness=0.0,
-        queries=97, keys=97,
+        module="a", call=0, layer=0, head=0, part="decoder", entropy=1.0, largest=0.5, distance=2.0,
+        offsets=(0.0,) * 9, ahead=(), scores={score.name: score for score in scores}, queries=97, keys=97,
     )  # fmt: skip
     return HeadRecord(**given | changed)
+
+
+def played(name: str, value: float = 0.75, threshold: float = 0.5) -> Score:
+    """A score that plays its role."""
+    return Score(name, value, 0.01, threshold, 97, plays=True)
 
 
 def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: float = 2e-5) -> None:
@@ -158,24 +163,26 @@ def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: floa
     away = (torch.arange(T)[:, None] + S - T - torch.arange(S)).abs()
     n = seen.sum(-1)
     even = entropy / (n + has_sink).clamp(min=2, max=128).log()
+    ahead = T == S and any(bool(seen.diagonal(k).any()) for k in range(1, 9))
+    unable = 0 if ahead or T != S or not bool(marks.any()) else int(marks.nonzero()[0])
     want = {
         "entropy": entropy[alive].mean(),
         "largest": p.max(-1).values[alive].mean(),
         "distance": (share * away).sum(-1)[alive].mean(),
-        "sink": p[1:, 0][alive[1:]].mean(),
-        "delimiter": p[:, marks].sum(-1)[alive].mean(),
-        "evenness": even[n >= 8].mean() if bool((n >= 8).any()) else torch.zeros(()),
+        "first-token sink": p[1:, 0][alive[1:]].mean(),
+        "delimiter": p[:, marks].sum() / max(int(alive.sum()) - unable, 1),
+        "broad": even[n >= 8].mean() if bool((n >= 8).any()) else torch.zeros(()),
     }
     for name, exact in want.items():
-        assert getattr(head, name) == pytest.approx(float(exact), abs=tolerance, rel=tolerance), name
+        value = getattr(head, name) if hasattr(head, name) else head.value(name) or 0.0
+        assert value == pytest.approx(float(exact), abs=tolerance, rel=tolerance), name
     if T == S:
-        ahead = any(bool(seen.diagonal(k).any()) for k in range(1, 9))
         assert len(head.offsets) == 9 and len(head.ahead) == 8 * ahead
         masses = [*enumerate(head.offsets), *((-k, held) for k, held in enumerate(head.ahead, 1))]
         for k, held in masses:
             there = p.diagonal(-k)[seen.diagonal(-k)]
             assert held == pytest.approx(float(there.mean()) if len(there) else 0.0, abs=tolerance), k
-        assert head.self_mass == head.offsets[0]
+        assert head.value("self") == head.offsets[0]
     rows, columns = (torch.nn.functional.one_hot(torch.arange(n) * min(n, 32) // n).double() for n in (T, S))
     exact_map = (rows.mT @ share @ columns) / (alive.double() @ rows).clamp(min=1)[:, None]
     assert torch.allclose(torch.tensor(head.map, dtype=torch.float64), exact_map, atol=tolerance + 1e-5)

@@ -29,14 +29,14 @@ TIERS = (
     {"__main__"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-ALONE = {"extras", "plan", "models"}  # import nothing of headwise; any room from cache up may import them
+ALONE = {"disk", "extras", "plan", "models"}  # import nothing of headwise; any room from cache up may import them
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
 PUBLIC = """
     alibi alibi_slopes attention attention_statistics bias blocks cache causal causal_top_left dilated explain
     Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn plan prefix relative report
-    RowStatistics rule segments statistics top_keys TopKeys trace weights window
+    reshape RowStatistics rule segments statistics top_keys TopKeys trace weights window
 """
 EXPORTS = PUBLIC.split()
 ARCHITECTURES = """

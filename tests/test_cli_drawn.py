@@ -22,7 +22,15 @@ pytestmark = pytest.mark.unchecked
 runner = CliRunner()
 COMMANDS: dict[str, Any] = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 PLAIN = {"look": {}, "trace": {"d_model": "6", "num_heads": "2"}, "plan": {"configs": "gpt2"}}
-EACH = 16
+PLAIN |= {"importance": {}, "ablate": {"heads": "0.1"}, "circuits": {}}
+EACH = {
+    "look": 16,
+    "trace": 16,
+    "plan": 16,
+    "importance": 3,
+    "ablate": 3,
+    "circuits": 3,
+}  # few where look reads the same options
 
 NUMBERS = ["0", "-1", "-999999999999999999", "9999999999999999999", "1e5", "nan", "inf", "-inf", "0x10", "1_000", " 7 "]
 NUMBERS += ["\u0663", "1.5", "5e-99", "1e99E", "0,0", "1,,2", "9" * 400, "9" * 5000, "0." + "0" * 310 + "1"]
@@ -54,8 +62,13 @@ def without_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
     import headwise.hf
 
     monkeypatch.setattr(headwise.hf, "load", functools.cache(headwise.hf.load))
+    head = look.HeadImportance("a", 0, 0, 0, 0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    importance = look.Importance("a", 1, 3, 1.0, ("gradient", "zero", "mean", "contribution"), (head,), (), 0.0)
     monkeypatch.setattr(look, "at", lambda *_, **__: make_look(layers=1, heads=2))
-    monkeypatch.setattr(cli.look, "_quiet", lambda: None)
+    monkeypatch.setattr(look, "importance", lambda *_, **__: importance)
+    monkeypatch.setattr(look, "circuits", lambda *_, **__: look.Circuits("a", (), {}, ()))
+    monkeypatch.setattr(look, "ablate", lambda *_, **__: look.Ablation("a", "zero", 3, 1.0, 2.0, (), None, ()))
+    monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
     monkeypatch.setattr(models, "default_text", lambda: "a b")
 
 
@@ -77,7 +90,7 @@ def lines(command: str, each: int, dice: random.Random) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_whatever_stands_in_an_option(command: str, here: Path) -> None:
-    for line in lines(command, EACH, random.Random(command)):
+    for line in lines(command, EACH[command], random.Random(command)):
         result = runner.invoke(cli.app, [command, *line])
         seen = (line, result.exit_code, result.output[:999], result.exception)
         assert result.exit_code in (0, 2), seen
@@ -88,7 +101,7 @@ def test_whatever_stands_in_an_option(command: str, here: Path) -> None:
 
 
 def test_there_are_enough_lines_and_every_option_is_among_them() -> None:
-    made = {command: [*lines(command, EACH, random.Random(command))] for command in COMMANDS}
+    made = {command: [*lines(command, EACH[command], random.Random(command))] for command in COMMANDS}
     assert sum(map(len, made.values())) >= 300
     for command, some in made.items():
         words = {word for line in some for word in line}

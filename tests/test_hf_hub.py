@@ -6,33 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_folders import change, made_tokenizer, refused, written
-from hf_models import BY_NAME
+from hf_folders import change, refused
 from huggingface_hub.utils import filter_repo_objects
 
 import headwise.hf as hf
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A whole checkpoint of a small decoder."""
-    return written(BY_NAME["Llama GQA"], tmp_path / "model", made_tokenizer(tmp_path))
-
-
-@pytest.fixture
-def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def hub(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked of a hub that has the folder's model; nothing is in the local cache."""
     asked: list[Any] = []
 
     def one_file(name: str, file: str) -> str:
         asked.append((name, file))
-        return str(folder / file)
+        return str(model_folder / file)
 
     def all_files(name: str, **how: Any) -> str:
         if how.get("local_files_only"):
             raise FileNotFoundError(name)
         asked.append((name, how))
-        return str(folder)
+        return str(model_folder)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", one_file)
     monkeypatch.setattr("huggingface_hub.snapshot_download", all_files)
@@ -51,8 +44,8 @@ def test_of_a_hub_only_what_is_read_is_fetched(hub: list[Any]) -> None:
     assert given == list(wanted)
 
 
-def test_a_model_that_cannot_be_seen_is_not_fetched(hub: list[Any], folder: Path) -> None:
-    change(folder, model_type="bloom", architectures=["BloomForCausalLM"])
+def test_a_model_that_cannot_be_seen_is_not_fetched(hub: list[Any], model_folder: Path) -> None:
+    change(model_folder, model_type="bloom", architectures=["BloomForCausalLM"])
     refused("someone/small", "BloomForCausalLM (model_type 'bloom') is not on transformers' attention interface")
     assert hub == [("someone/small", "config.json")]
 

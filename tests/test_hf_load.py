@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_folders import change, made_tokenizer, quiet, refused, written
+from hf_folders import change, quiet, refused, written
 from hf_models import BY_NAME, OUTSIDE, ROWS, VOCAB, Row, inputs, logits, token_ids
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -20,23 +20,12 @@ import headwise.hf as hf
 TEXT = tuple(row for row in ROWS if row.kind in ("decoder", "encoder"))
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path, tokenizer: Path) -> Path:
-    """A whole checkpoint of a small decoder."""
-    return written(BY_NAME["Llama GQA"], tmp_path / "model", tokenizer)
-
-
 # -- what works -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", TEXT, ids=lambda row: row.name)
-def test_every_text_model_loads_with_its_own_weights(row: Row, tmp_path: Path, tokenizer: Path) -> None:
-    loaded = hf.load(written(row, tmp_path, tokenizer))
+def test_every_text_model_loads_with_its_own_weights(row: Row, tmp_path: Path) -> None:
+    loaded = hf.load(written(row, tmp_path))
     assert loaded.kind == row.kind and loaded.max_positions == 64 and loaded.name == str(tmp_path)
     assert not loaded.model.training and type(loaded.model).__name__ == row.model
     for part in loaded.model.modules():
@@ -49,77 +38,82 @@ def test_every_text_model_loads_with_its_own_weights(row: Row, tmp_path: Path, t
     assert len(seen.calls) == row.calls
 
 
-def test_what_look_needs_to_know(folder: Path) -> None:
-    loaded = hf.load(str(folder))
+def test_what_look_needs_to_know(model_folder: Path) -> None:
+    loaded = hf.load(str(model_folder))
     assert loaded.bos_id == loaded.tokenizer.convert_tokens_to_ids("<s>") == 0
     marks = {loaded.tokenizer.decode([i]) for i in loaded.delimiters}
     assert marks == {".", ",", ";", ":", "!", "?", "\n", "[SEP]"}
-    assert loaded.tokenizer("a b")["input_ids"] == Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a b").ids
+    assert (
+        loaded.tokenizer("a b")["input_ids"]
+        == Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode("a b").ids
+    )
 
 
-def test_nothing_is_printed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed(model_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """No progress bar, no report of keys; and transformers' own settings are put back."""
     level, bars = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
-    hf.load(folder)
+    hf.load(model_folder)
     assert capfd.readouterr() == ("", "")
     assert transformers.utils.logging.get_verbosity() == level
     assert transformers.utils.logging.is_progress_bar_enabled() == bars
     transformers.utils.logging.disable_progress_bar()
     try:
-        hf.load(folder)
+        hf.load(model_folder)
         assert not transformers.utils.logging.is_progress_bar_enabled(), "off stays off"
     finally:
         transformers.utils.logging.enable_progress_bar()
 
 
-def test_the_dtype(folder: Path) -> None:
-    state = {name: x.half() for name, x in load_file(folder / "model.safetensors").items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    assert hf.load(folder).model.dtype == torch.float32, "on the CPU, whatever the file holds"
-    assert hf.load(folder, dtype="bfloat16").model.dtype == torch.bfloat16
-    assert hf.load(folder, dtype=torch.float64).model.dtype == torch.float64
+def test_the_dtype(model_folder: Path) -> None:
+    state = {name: x.half() for name, x in load_file(model_folder / "model.safetensors").items()}
+    save_file(state, model_folder / "model.safetensors", metadata={"format": "pt"})
+    assert hf.load(model_folder).model.dtype == torch.float32, "on the CPU, whatever the file holds"
+    assert hf.load(model_folder, dtype="bfloat16").model.dtype == torch.bfloat16
+    assert hf.load(model_folder, dtype=torch.float64).model.dtype == torch.float64
     for dtype in ("int8", "float8_e4m3fn", "nonsense", "load"):
         refused(
-            folder, f"dtype '{dtype}' is no dtype for weights; use float32, bfloat16, float16 or float64", dtype=dtype
+            model_folder,
+            f"dtype '{dtype}' is no dtype for weights; use float32, bfloat16, float16 or float64",
+            dtype=dtype,
         )
 
 
-def test_the_device(folder: Path) -> None:
-    refused(folder, "device 'toaster' cannot be used here", device="toaster")
+def test_the_device(model_folder: Path) -> None:
+    refused(model_folder, "device 'toaster' cannot be used here", device="toaster")
     if not torch.cuda.is_available():
-        refused(folder, "device 'cuda' cannot be used here", device="cuda")
+        refused(model_folder, "device 'cuda' cannot be used here", device="cuda")
 
 
-def test_positions_that_begin_after_the_pad(tmp_path: Path, tokenizer: Path) -> None:
+def test_positions_that_begin_after_the_pad(tmp_path: Path) -> None:
     sizes = dict(BY_NAME["BERT"].sizes, pad_token_id=1, bos_token_id=0)
     row = Row("RoBERTa", "RobertaForMaskedLM", "RobertaConfig", 2, "encoder", sizes)
-    loaded = hf.load(written(row, tmp_path, tokenizer))
+    loaded = hf.load(written(row, tmp_path))
     assert loaded.max_positions == 62
     loaded.model(torch.full((1, 62), 5))
     with pytest.raises((IndexError, RuntimeError)):
         loaded.model(torch.full((1, 63), 5))
 
 
-def test_shards(folder: Path) -> None:
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
+def test_shards(model_folder: Path) -> None:
+    state = load_file(model_folder / "model.safetensors")
+    (model_folder / "model.safetensors").unlink()
     table = {}
     for number, names in enumerate((sorted(state)[::2], sorted(state)[1::2])):
-        save_file({name: state[name] for name in names}, folder / f"part-{number}.safetensors")
+        save_file({name: state[name] for name in names}, model_folder / f"part-{number}.safetensors")
         table |= {name: f"part-{number}.safetensors" for name in names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
-    out = hf.load(folder).model(token_ids()).logits
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    out = hf.load(model_folder).model(token_ids()).logits
     torch.testing.assert_close(out, BY_NAME["Llama GQA"].build()(token_ids()).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_of_the_local_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_local_cache(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a cached snapshot are links into the cache's blobs, and are read; nothing asks the network."""
     repository = tmp_path / "cache" / "models--someone--small"
     snapshot = repository / "snapshots" / ("0" * 40)
     for place in (repository / "refs", repository / "blobs", snapshot):
         place.mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
-    for file in folder.iterdir():
+    for file in model_folder.iterdir():
         shutil.copy(file, repository / "blobs" / file.name)
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -147,13 +141,13 @@ def test_no_such_folder_or_name(tmp_path: Path) -> None:
     refused(tmp_path, "holds an adapter, no model; merge it first")
 
 
-def test_nothing_in_the_folder_is_run(folder: Path) -> None:
+def test_nothing_in_the_folder_is_run(model_folder: Path) -> None:
     """auto_map, attention and expert implementations, kernels and whatever begins with _ are not read."""
-    marker = folder / "it_ran"
-    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    marker = model_folder / "it_ran"
+    (model_folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
     evil = "someone/kernel"
     change(
-        folder,
+        model_folder,
         auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
         attn_implementation=evil,
         _attn_implementation=evil,
@@ -169,24 +163,24 @@ def test_nothing_in_the_folder_is_run(folder: Path) -> None:
         to_dict="x",
         dtype="load",
     )
-    loaded = hf.load(folder)
+    loaded = hf.load(model_folder)
     assert not marker.exists()
     said = vars(loaded.model.config)
     assert evil not in str(said) and "evil" not in str(said)
     assert not {"auto_map", "transformers_weights", "fusion_config", "kernel_config", "to_dict"} & said.keys()
     assert loaded.model(token_ids()).logits.shape[-1] == VOCAB
-    change(folder, model_type="evil")
+    change(model_folder, model_type="evil")
     refused(
-        folder,
+        model_folder,
         f"transformers {transformers.__version__} knows no model_type 'evil'; headwise runs no code from a model",
     )
 
 
 def test_which_keys_of_a_config_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that its class declares or its file names, but for such as choose code; sizes of kernels are sizes."""
-    from headwise.hf import loading
+    from headwise.hf import fields
 
-    assert {"conv_kernel_size", "sconv_kernel_size"} <= loading._known_keys(transformers.InklingTextConfig)
+    assert {"conv_kernel_size", "sconv_kernel_size"} <= fields.known_keys(transformers.InklingTextConfig)
     dangerous = [
         "attn_implementation",
         "auto_map",
@@ -197,27 +191,27 @@ def test_which_keys_of_a_config_are_read(monkeypatch: pytest.MonkeyPatch) -> Non
         "kernel_config",
     ]
     text = " ".join(f'"{key}"' for key in [*dangerous, "_private", "old_name"])
-    monkeypatch.setattr("headwise.hf.loading.inspect.getsource", lambda _: text)
-    known = loading._known_keys(transformers.LlamaConfig)
+    monkeypatch.setattr("headwise.hf.fields.inspect.getsource", lambda _: text)
+    known = fields.known_keys(transformers.LlamaConfig)
     assert {"old_name", "hidden_size"} <= known and not known & {*dangerous, "_private", "architectures"}
 
 
-def test_the_tokenizers_own_code_is_not_run(folder: Path) -> None:
-    marker = folder / "it_ran"
-    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Tok: ...\n")
+def test_the_tokenizers_own_code_is_not_run(model_folder: Path) -> None:
+    marker = model_folder / "it_ran"
+    (model_folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Tok: ...\n")
     table = {"auto_map": {"AutoTokenizer": ["evil.Tok", None]}, "tokenizer_class": "Tok", "bos_token": "<s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(table))
-    assert hf.load(folder).bos_id == 0 and not marker.exists()
-    (folder / "tokenizer.json").rename(folder / "vocab.json")
-    refused(folder, "no tokenizer that can be read")
+    (model_folder / "tokenizer_config.json").write_text(json.dumps(table))
+    assert hf.load(model_folder).bos_id == 0 and not marker.exists()
+    (model_folder / "tokenizer.json").rename(model_folder / "vocab.json")
+    refused(model_folder, "no tokenizer that can be read")
     assert not marker.exists()
 
 
-def test_a_missing_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{}")
-    refused(folder, "no tokenizer that can be read")
-    (folder / "tokenizer.json").unlink()
-    refused(folder, "no tokenizer; put the model's tokenizer.json beside config.json")
+def test_a_missing_tokenizer(model_folder: Path) -> None:
+    (model_folder / "tokenizer.json").write_text("{}")
+    refused(model_folder, "no tokenizer that can be read")
+    (model_folder / "tokenizer.json").unlink()
+    refused(model_folder, "no tokenizer; put the model's tokenizer.json beside config.json")
 
 
 @pytest.mark.parametrize(
@@ -243,13 +237,13 @@ def test_a_missing_tokenizer(folder: Path) -> None:
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_a_config_that_lies(folder: Path, fields: dict[str, Any], text: str) -> None:
-    change(folder, **dict.fromkeys(("model_type",)) if fields.get("model_type", "") is None else fields)
-    refused(folder, text)
+def test_a_config_that_lies(model_folder: Path, fields: dict[str, Any], text: str) -> None:
+    change(model_folder, **dict.fromkeys(("model_type",)) if fields.get("model_type", "") is None else fields)
+    refused(model_folder, text)
 
 
-def test_a_config_that_is_no_json(folder: Path) -> None:
-    path = folder / "config.json"
+def test_a_config_that_is_no_json(model_folder: Path) -> None:
+    path = model_folder / "config.json"
     whole = path.read_text()
     for text, why in (
         (whole[:-3], "not valid JSON"),
@@ -263,32 +257,30 @@ def test_a_config_that_is_no_json(folder: Path) -> None:
         ('{"a": "' + "x" * (1 << 20) + '"}', "bytes, at most 1048576 are read"),
     ):
         path.write_text(text)
-        refused(folder, why)
+        refused(model_folder, why)
     path.write_bytes(b"\xff\xfe")
-    refused(folder, "not valid JSON")
+    refused(model_folder, "not valid JSON")
     path.unlink()
     path.mkdir()
-    refused(folder, "not a regular file")
+    refused(model_folder, "not a regular file")
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-def test_a_tokenizer_is_read_strictly(folder: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / file
+def test_a_tokenizer_is_read_strictly(model_folder: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_folder / file
     text = path.read_text() if path.exists() else "{}"
     path.write_text(text.rstrip()[:-1] + (", " if len(text) > 2 else "") + '"x": 1, "x": 2}')
-    refused(folder, f"{file}: not valid JSON (the key 'x' stands there twice)")
+    refused(model_folder, f"{file}: not valid JSON (the key 'x' stands there twice)")
     path.write_text(text[:-1] + " " * 99_000 + "}")
     monkeypatch.setattr("headwise.hf.tokens.MAX_TOKENIZER", 90_000)
-    refused(folder, f"{file}: {path.stat().st_size} bytes, at most 90000 are read")
+    refused(model_folder, f"{file}: {path.stat().st_size} bytes, at most 90000 are read")
 
 
 # -- models that look does not read -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", OUTSIDE)
-def test_models_outside_the_interface_are_refused_before_their_weights(
-    model_type: str, tmp_path: Path, tokenizer: Path
-) -> None:
+def test_models_outside_the_interface_are_refused_before_their_weights(model_type: str, tmp_path: Path) -> None:
     model, config, sizes = OUTSIDE[model_type]
     written_config = getattr(transformers, config)(**sizes, architectures=[model])
     quiet(lambda: written_config.save_pretrained(tmp_path))
@@ -305,7 +297,7 @@ def test_models_outside_the_interface_are_refused_before_their_weights(
         ("ViT", "its input is 'pixel_values'"),
     ],
 )
-def test_models_that_are_no_text_model(name: str, why: str, tmp_path: Path, tokenizer: Path) -> None:
+def test_models_that_are_no_text_model(name: str, why: str, tmp_path: Path) -> None:
     row = BY_NAME[name]
     config = getattr(transformers, row.config)(**row.sizes, architectures=[row.model])
     quiet(lambda: config.save_pretrained(tmp_path))
@@ -313,8 +305,8 @@ def test_models_that_are_no_text_model(name: str, why: str, tmp_path: Path, toke
     refused(tmp_path, f"{why}; load it with transformers and use headwise.hf.probe(model) in Python")
 
 
-def test_an_architecture_of_another_model_is_not_taken(folder: Path) -> None:
+def test_an_architecture_of_another_model_is_not_taken(model_folder: Path) -> None:
     """The class is taken by name from transformers only if it belongs to the model_type."""
     for names in (["BertModel"], ["os"], ["AutoModel"], ["PreTrainedModel"], [3], "LlamaModel", []):
-        change(folder, architectures=names)
-        assert type(hf.load(folder).model).__name__ == "LlamaForCausalLM"
+        change(model_folder, architectures=names)
+        assert type(hf.load(model_folder).model).__name__ == "LlamaForCausalLM"

@@ -166,6 +166,52 @@ def test_a_compiled_model_is_seen_too() -> None:
     assert len(seen.calls) == 2
 
 
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama GQA", "gpt-oss sinks", "DeepSeek-V3", "BERT", "T5", "OPT"])
+def test_what_each_returns_takes_the_place_of_the_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of transformers is made inside; the own attention is not computed; the model is as it was."""
+    model, given = BY_NAME[name].build(), inputs(BY_NAME[name], "right")
+    before = state_of(model)
+    with hf.probe(model) as seen:
+        expected = logits(model, given)
+    ran: list[str] = []
+    own = headwise.hf.attention.attention
+    monkeypatch.setattr("headwise.hf.attention.attention", lambda *a, **k: ran.append("own") or own(*a, **k))
+    with hf.probe(model, lambda call: call.attend()):
+        assert torch.equal(logits(model, given), expected) and ran == []
+    first = seen.calls[0].module
+    with hf.probe(model, lambda call: None if call.module == first else call.attend()):
+        assert torch.equal(logits(model, given), expected) and ran == ["own"]
+    without = torch.ones(4, 1, 1).index_fill(0, torch.tensor(1), 0.0)
+    with hf.probe(model, lambda call: without * call.attend()) as changed:
+        assert not torch.allclose(logits(model, given), expected, atol=1e-3) and changed.calls == []
+    assert_same_state(before, state_of(model))
+
+
+def test_gradients_flow_through_an_answer_and_the_last_opened_has_its_way() -> None:
+    model, gate = BY_NAME["Llama GQA"].build(), torch.ones(4, 1, 1, requires_grad=True)
+    with hf.probe(model, lambda call: 0 * call.attend()), hf.probe(model, lambda call: gate * call.attend()):
+        out = model(token_ids()).logits
+    with hf.probe(model, lambda call: call.attend()), hf.probe(model, lambda call: None):
+        torch.testing.assert_close(out, model(token_ids()).logits, rtol=0, atol=0)
+    (grad,) = torch.autograd.grad(out.square().sum(), gate)
+    assert grad.shape == (4, 1, 1) and bool((grad != 0).all())
+
+
+@pytest.mark.unchecked
+def test_an_answer_that_does_not_fit_is_refused() -> None:
+    model = BY_NAME["Llama GQA"].build()
+    text = "of module 'model.layers.0.self_attn': (B, H, T, V) = (3, 4, 11, 6), torch.float32 on cpu"
+    with (
+        pytest.raises(ValueError, match=re.escape(text)),
+        hf.probe(model, lambda call: call.attend().transpose(1, 2)),
+    ):
+        logits(model, inputs(BY_NAME["Llama GQA"]))
+    assert model.config._attn_implementation == "eager"
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 

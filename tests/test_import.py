@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 HEAVY = (
-    "transformers tokenizers huggingface_hub jinja2 typer rich pandas onnx matplotlib beartype "
+    "transformers tokenizers huggingface_hub jinja2 typer rich pandas pyarrow onnx matplotlib beartype "
     "headwise.hf headwise.report headwise.cli headwise.models"
 )
 

@@ -53,26 +53,32 @@ def test_copies_against_the_matrix() -> None:
     drawn = draw(repeats, [i for i in range(VOCABULARY) if i not in avoided], 71, before=[1])
     ps = matrices(model, torch.tensor([s.ids for s in drawn]))
     for head, (layer, h) in zip(found.heads, itertools.product(range(2), range(3)), strict=True):
-        for name in ("duplicate", "induction"):
-            means = []
-            for b, sequence in enumerate(drawn):
-                lists = targets(sequence, ahead=False)[name]
-                rows = [ps[layer][b, h, i, keys].sum() for i, keys in enumerate(lists) if keys]
-                means.append(torch.stack(rows).mean())
-            assert getattr(head, name) == pytest.approx(float(torch.stack(means).mean()), abs=2e-5)
+        for role, name in (("duplicate-token", "duplicate"), ("induction", "induction")):
+            rows = [
+                ps[layer][b, h, i, keys].sum()
+                for b, sequence in enumerate(drawn)
+                for i, keys in enumerate(targets(sequence, ahead=False)[name])
+                if keys
+            ]
+            score = head.scores[role]
+            assert score.value == pytest.approx(float(torch.stack(rows).mean()), abs=2e-5)
+            assert score.count == len(rows) and score.low is not None and score.low <= score.value <= score.high
 
 
-def test_the_baselines_of_copies_are_those_of_uniform_attention() -> None:
+def test_the_null_of_copies_is_uniform_attention_or_more() -> None:
     repeats = Repeats(sequences=3, length=31, seed=4)
     found = look.at(Planted(["duplicate-token", "induction"]), text(), delimiters=DELIMITERS, repeats=repeats)
     drawn = draw(repeats, [i for i in range(VOCABULARY) if i not in {*DELIMITERS, 1}], 31, before=[1])
     for head, name in zip(found.heads, ("duplicate", "induction"), strict=True):
-        each = [
-            torch.tensor([len(keys) / (i + 1) for i, keys in enumerate(targets(sequence, ahead=False)[name]) if keys])
+        shares = [
+            len(keys) / (i + 1)
             for sequence in drawn
+            for i, keys in enumerate(targets(sequence, ahead=False)[name])
+            if keys
         ]
-        uniform = float(torch.stack([means.mean() for means in each]).mean())
-        assert uniform > 0.05 and [role.baseline for role in head.roles] == pytest.approx([uniform], abs=2e-6)
+        uniform = sum(shares) / len(shares)
+        [score] = head.roles
+        assert uniform > 0.05 and score.null is not None and uniform - 2e-6 <= score.null < 0.25
 
 
 @pytest.mark.parametrize("make", [headwise.keep, lambda kept: headwise.bias(torch.where(kept, 0.5, -math.inf))])
@@ -85,8 +91,10 @@ def test_masks_that_differ_from_head_to_head(make: Callable[[Tensor], headwise.M
     ps = [p[0, h] for p in matrices(model, torch.tensor([text(31)])) for h in range(3)]
     for head, p in zip(found.heads, ps, strict=True):
         check_against(head, p, marks)
-    sink = next(role for role in found.heads[1].roles if role.name == "first-token sink")
-    assert sink.baseline == pytest.approx(sum(1 / n for n in range(2, 32)) / 30, abs=1e-6)  # of all heads together
+    sink = found.heads[1].scores["first-token sink"]
+    assert sink.plays and sink.null == pytest.approx(
+        sum(1 / n for n in range(2, 32)) / 30, abs=1e-6
+    )  # of all heads together
 
 
 def test_rows_that_see_nothing_count_nowhere() -> None:
@@ -164,7 +172,9 @@ def test_a_small_map_larger_than_the_large_one() -> None:
 
 def test_nothing_is_more_even_than_uniform_attention() -> None:
     [head] = look.at(Planted(["broad"]), text(163), delimiters=DELIMITERS, repeats=None).heads
-    assert head.evenness == 1.0 and head.entropy == pytest.approx(sum(map(math.log, range(1, 164))) / 163, abs=1e-5)
+    assert head.value("broad") == 1.0 and head.entropy == pytest.approx(
+        sum(map(math.log, range(1, 164))) / 163, abs=1e-5
+    )
 
 
 def test_a_single_token_looks_nowhere() -> None:
@@ -190,7 +200,8 @@ def test_cross_attention_is_measured_where_it_can_be() -> None:
     assert found.kind == "encoder-decoder" and found.num_layers == 2
     cross = found.heads[2]
     assert (cross.queries, cross.keys) == (13, 7) and len(cross.map) == 13 and len(cross.map[0]) == 7
-    assert cross.duplicate is None and cross.delimiter == 0.0 and found.heads[0].duplicate is not None
+    assert cross.part == "cross" and found.heads[0].part == "decoder" and "duplicate-token" in found.heads[0].scores
+    assert {*cross.scores} <= {"first-token sink", "broad", "delimiter"}  # nothing that compares positions
 
 
 def test_a_shared_module_is_two_layers() -> None:

@@ -9,13 +9,14 @@ import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import DELIMITERS, NAMES, Planted, numbers, text
+from planted import DELIMITERS, NAMES, Planted, numbers, played, text
 
 from headwise import look
-from headwise.look import HeadMap, Look
+from headwise.look import HeadMap, Look, Score
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +27,29 @@ def planted() -> Look:
 def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     assert Look.from_dict(json.loads(planted.to_json(maps=True))) == planted
     without = json.loads(planted.to_json())
-    assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=())
+    assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=(), neurons=())
     assert Look.from_dict(planted.to_dict()) == planted
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(planted, seconds=math.nan).to_json()
-    with pytest.raises(ValueError, match=re.escape("a look is read from format 1, got 99; write it again")):
+    with pytest.raises(ValueError, match=re.escape("a look is read from format 1 to 2, got 99; write it again")):
         Look.from_dict(planted.to_dict() | {"format": 99})
 
 
-def test_a_look_of_before_heads_looked_ahead_is_read(planted: Look) -> None:
-    seen = look.at(Planted(["next-token"], ahead=True), text(7), repeats=None)
-    assert Look.from_dict(json.loads(seen.to_json(maps=True))) == seen and len(seen.heads[0].ahead) == 8
-    old = planted.to_dict()
-    for head in old["heads"]:
-        del head["ahead"]
-    assert Look.from_dict(old) == planted
+OLD = Path(__file__).with_name("look_format_1.json")
+
+
+def test_a_look_of_format_1_is_read() -> None:
+    old = json.loads(OLD.read_text("utf8"))
+    seen = Look.from_dict(old)
+    assert (seen.num_layers, seen.num_heads, seen.length, seen.texts) == (4, 8, 128, 1) and len(seen.heads) == 32
+    for head, was in zip(seen.heads, old["heads"], strict=True):
+        assert [(score.name, score.value, score.threshold, score.null) for score in head.roles] == [
+            (role["name"], role["score"], role["threshold"], role["baseline"]) for role in was["roles"]
+        ]
+        assert head.value("first-token sink") == was["sink"] and head.value("broad") == was["evenness"]
+        assert head.value("induction") == was["induction"] and head.offsets == tuple(was["offsets"])
+        assert head.part == "decoder" and head.map == tuple(map(tuple, was["map"]))
+    assert Look.from_dict(seen.to_dict()) == seen
 
 
 def test_records_are_plain_numbers(planted: Look) -> None:
@@ -49,7 +58,7 @@ def test_records_are_plain_numbers(planted: Look) -> None:
             return all(plain(v) for v in value.values())
         if isinstance(value, (list, tuple)):
             return all(plain(v) for v in value)
-        return value is None or type(value) in (int, float, str)
+        return value is None or type(value) in (bool, int, float, str)
 
     assert plain(planted.to_dict())
 
@@ -66,23 +75,23 @@ def test_a_look_prints_as_a_table(planted: Look) -> None:
     assert lines[2].split()[:2] == ["0", "0"] and lines[2].endswith("previous-token 1.00")
     assert lines[1].split()[6:9] == ["prev", "self", "next"] and lines[2].split()[8] == "-"
     assert len(lines) == 2 + len(planted.heads)
-    unmeasured = replace(planted, heads=(numbers(offsets=(0.25,)),), maps=())
-    assert str(unmeasured).splitlines()[2].split()[6:] == ["-", "0.00", "-", "0.00", "-", "-", "-"]
-    both = replace(planted, heads=(numbers(offsets=(0.25, 0.5), ahead=(0.75, 0.125)),), maps=())
-    assert str(both).splitlines()[2].split()[6:9] == ["0.50", "0.00", "0.75"]
+    unmeasured = replace(planted, heads=(numbers(),), maps=())
+    assert str(unmeasured).splitlines()[2].split()[5:] == ["-"] * 8
+    head = numbers(played("previous-token", 0.5, 0.25), Score("next-token", 0.75, None, 0.9, 7))
+    assert str(replace(planted, heads=(head,), maps=())).splitlines()[2].split()[6:9] == ["0.50", "-", "0.75"]
 
 
 def test_a_look_makes_a_rich_table(planted: Look) -> None:
     from rich.console import Console
 
     role = planted.heads[0].roles[0]
-    first = replace(planted.heads[0], roles=(replace(role, name="[red]y[/red]"),))
+    first = replace(planted.heads[0], scores={"[red]y[/red]": replace(role, name="[red]y[/red]")})
     hostile = replace(planted, model="[red]x[/red]", heads=(first, *planted.heads[1:]))
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(hostile.table())
     printed = console.export_text()
     assert "[red]x[/red]" in printed and "[red]y[/red] 1.00" in printed and "duplicate-token 1.00" in printed
-    layers = (numbers(roles=(role,)), numbers(head=1), numbers(layer=1), numbers(layer=2, roles=(role,)))
+    layers = (numbers(role), numbers(head=1), numbers(layer=1), numbers(role, layer=2))
     table = replace(planted, heads=layers, maps=()).table()
     assert [(row.style, row.end_section) for row in table.rows] == [
         ("", False), ("dim", True), ("dim", True), ("", False)
@@ -97,12 +106,13 @@ def test_a_look_shows_in_a_notebook_without_markup_of_others(planted: Look) -> N
             self.seen.add(tag)
 
     hostile = "<script>alert(1)</script>"
-    head = replace(planted.heads[0], roles=(replace(planted.heads[0].roles[0], name=hostile),))
+    head = replace(planted.heads[0], scores={hostile: replace(planted.heads[0].roles[0], name=hostile)})
     page = replace(planted, model=hostile, heads=(head,), maps=())._repr_html_()
     parser = Tags()
     parser.feed(page)
-    assert parser.seen == {"table", "caption", "tr", "th", "td"}
-    assert page.count("&lt;script&gt;") == 2
+    kept = {"div", "b", "span", "table", "caption", "tr", "th", "td", "details", "summary"}
+    assert parser.seen == kept and "<script" not in page
+    assert page.count("&lt;script&gt;") == 5  # title and legend; the cell's words; caption and row
 
 
 def test_a_look_makes_a_frame(planted: Look) -> None:
@@ -110,8 +120,9 @@ def test_a_look_makes_a_frame(planted: Look) -> None:
     assert len(frame) == len(planted.heads) and frame["role"].tolist() == list(NAMES)
     assert frame.loc[0, "offset_1"] == planted.heads[0].offsets[1] and "map" not in frame.columns
     roles = (planted.heads[0].roles[0], planted.heads[2].roles[0])
-    encoder = replace(planted, heads=(numbers(ahead=(0.75, 0.125), roles=roles),), maps=()).to_frame()
+    encoder = replace(planted, heads=(numbers(*roles, ahead=(0.75, 0.125)),), maps=()).to_frame()
     assert encoder.loc[0, ["role", "roles"]].tolist() == ["previous-token", "previous-token, self"]
+    assert encoder.loc[0, "self"] == roles[1].value and encoder.loc[0, "self.null"] == roles[1].null
     assert encoder.loc[0, ["ahead_1", "ahead_2"]].tolist() == [0.75, 0.125]
     assert not {"map", "offsets", "ahead"} & {*encoder.columns}
 
@@ -129,8 +140,11 @@ def test_heads_of_a_role(planted: Look) -> None:
     assert planted.with_role("induction") == (planted.heads[-1],)
     assert planted.with_role("nothing") == ()
     assert planted.heads[0].score("previous-token") == planted.heads[0].roles[0]
-    assert planted.heads[0].score("induction") is None and numbers().role == "-"
-    weaker = replace(planted.heads[-1], roles=(replace(planted.heads[-1].roles[0], score=0.5),))
+    assert numbers().score("induction") is None and numbers().role == "-" and not planted.heads[0].scores["self"].plays
+    assert planted.head(0, 3) == planted.heads[3]
+    with pytest.raises(IndexError, match=r"^Planted: 1 layers x 8 heads, decoder, 97 tokens has no head 1\.0; layers"):
+        planted.head(1, 0)
+    weaker = replace(planted.heads[-1], scores={"induction": replace(planted.heads[-1].roles[0], value=0.5)})
     both = replace(planted, heads=(weaker, planted.heads[-1]), maps=())
     assert both.with_role("induction") == (planted.heads[-1], weaker)
 

@@ -274,3 +274,85 @@ def test_calls_print_short() -> None:
     seen = Probe(())
     seen.record("layer", query=torch.zeros(1, 2, 3, 4), key=torch.zeros(1, 1, 5, 4))
     assert repr(seen.calls[0]) == "AttentionCall('layer', order=0, query=(1, 2, 3, 4), key=(1, 1, 5, 4), mask=None)"
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_each_returns_takes_the_place_of_the_attention() -> None:
+    """Halved heads are what a gate of one half gives; the own attention is not computed; None changes no bit."""
+    model, given = Model().eval(), inputs()
+    before = hooks(model)
+    ran: list[str] = []
+    own = InnerAttention.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InnerAttention, "forward", lambda self, *a, **k: ran.append("own") or own(self, *a, **k))
+        with probe(model, lambda call: 0.5 * call.attend() if call.module == "layers.0" else None) as seen:
+            halved = model(*given)
+    assert ran == ["own", "own"] and seen.seen == 4, "layers.1 and cross alone computed their own"
+    gated = model.layers[0]
+    plain = type(gated).forward
+    gated.forward = lambda *a, **k: plain(gated, *a, gate=torch.full((6,), 0.5), **k)
+    assert_same_bits(halved, model(*given))
+    del gated.forward
+    with probe(model, lambda call: call.attend()):
+        assert_same_bits(model(*given), out := model(*given), what="the gate of the cross-attention included")
+    with probe(model, lambda call: None):
+        assert_same_bits(model(*given), out)
+    assert hooks(model) == before
+
+
+def test_gradients_flow_through_an_answer() -> None:
+    mha, x = MultiHeadAttention(M, 3), torch.randn(B, T, M)
+    gate = torch.ones(3, 1, 1, requires_grad=True)
+    with probe(mha, lambda call: gate * call.attend()):
+        (grad,) = torch.autograd.grad(mha(x).square().sum(), gate)
+    step = 1e-3
+    for h in range(3):
+        moved = [mha(x, gate=torch.ones(3).index_fill(0, torch.tensor(h), 1 + s)).square().sum() for s in (step, -step)]
+        torch.testing.assert_close(grad[h, 0, 0], (moved[0] - moved[1]) / (2 * step), rtol=2e-3, atol=1e-3)
+
+
+def test_of_several_probes_the_last_opened_has_its_way() -> None:
+    """And each sees the call, in the order in which they were opened."""
+    model, x = MultiHeadAttention(M, 3).eval(), inputs()[0]
+    seen: list[str] = []
+
+    def saying(name: str, factor: float | None) -> Any:
+        return lambda call: seen.append(name) or (None if factor is None else factor * call.attend())
+
+    with probe(model) as before:
+        model(x)
+    doubled = model.o_proj(2 * model.concatenate(before.calls[0].attend()))
+    with probe(model, saying("outer", 0.0)), probe(model, saying("middle", 2.0)), probe(model, saying("inner", None)):
+        assert_same_bits(model(x), doubled)
+    assert seen == ["outer", "middle", "inner"]
+
+
+def test_modules_that_share_an_inner_part_get_their_own_answers() -> None:
+    shared = InnerAttention()
+    model = nn.Sequential(*(MultiHeadAttention(M, 3, inner=shared) for _ in range(3))).eval()
+    with probe(model, lambda call: torch.zeros_like(call.query) if call.module == "1" else None):
+        assert not bool(model(inputs()[0]).any())
+        assert bool(model[0](inputs()[0]).any())
+
+
+@pytest.mark.unchecked
+def test_an_answer_that_does_not_fit_is_refused() -> None:
+    mha, x = MultiHeadAttention(M, 3, value_dim=5), inputs()[0]
+    before = hooks(mha)
+    rule = "what `each` returns takes the place of the attention's output of module ''"
+    fits = "(B, H, T, V) = (2, 3, 5, 5), torch.float32 on cpu, as call.attend() gives it; got"
+    for answer, kind, text in (
+        (True, TypeError, f"{rule}: a tensor (B, H, T, V), or None to leave it; got True"),
+        (torch.zeros(B, 3, T, 4), ValueError, f"{rule}: {fits} float32 (2, 3, 5, 4) on cpu"),
+        (torch.zeros(B, T, 3, 5), ValueError, f"{rule}: {fits} float32 (2, 5, 3, 5) on cpu"),
+        (torch.zeros(B, 3, T, 5).double(), ValueError, f"{rule}: {fits} float64 (2, 3, 5, 5) on cpu"),
+        (torch.zeros(B, 3, T, 5, device="meta"), ValueError, f"{rule}: {fits} float32 (2, 3, 5, 5) on meta"),
+    ):
+        with pytest.raises(kind) as caught, probe(mha, lambda call, answer=answer: answer):
+            mha(x)
+        assert text in str(caught.value), str(caught.value)
+    assert hooks(mha) == before
+    with torch.autocast("cpu", torch.bfloat16), probe(mha, lambda call: call.attend()) as seen:
+        assert mha(x).dtype == torch.bfloat16 and seen.seen == 1

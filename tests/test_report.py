@@ -6,63 +6,33 @@ import base64
 import hashlib
 import json
 import re
-import zlib
 from dataclasses import replace
-from html.parser import HTMLParser
 from importlib import resources
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hostile import HUGE, PAYLOADS
-from looks import make_look, random_look, words
+from looks import full_look, make_look, words
+from reports import Elements, inflated, numbers, values
 
 from headwise import report
-from headwise.look import HeadMap, HeadRecord, Look, RoleScore
-from headwise.report import pack
-from headwise.report.escape import json_for_html, visible
+from headwise.look import ROLES, HeadRecord, Look, Score
+from headwise.look.palette import COLOURS, GREY, letter_and_colour
+from headwise.report import maps, pack
+from headwise.report.escape import cut, json_for_html, visible
 
-LIMIT = 2_000_000
 SHORT = [f"{i}-{ascii(payload)[1:25]}" for i, payload in enumerate(PAYLOADS)]
-
-
-class Elements(HTMLParser):
-    """The start tags with their attributes, and the text of each script and style."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.code: list[tuple[str, str]] = []
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag in ("style", "script"):
-            self.code.append(("json" if attrs else tag, ""))
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem:
-            kind, before = self.code.pop()
-            self.code.append((kind, before + data))
-
-    @property
-    def data(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(next(code for kind, code in self.code if kind == "json"))
-        return found
 
 
 def hostile_look(text: str) -> Look:
     """The text wherever a look holds a string."""
-    look = make_look(layers=1, heads=2, tokens=(text, "plain"), model=text)
-    role = RoleScore(text, 0.9, 0.4, text)
-    heads = tuple(replace(head, module=text, roles=(role,)) for head in look.heads)
-    return replace(look, heads=heads, kind=text, version=text)
-
-
-def inflated(data: dict[str, Any]) -> bytes:
-    return zlib.decompress(base64.b64decode(data["maps"]["data"]), -zlib.MAX_WBITS)
+    look, _ = full_look(layers=1, heads=2, tokens=2)
+    score = Score(text, 0.9, 0.1, 0.4, 7, plays=True, detail=text)
+    heads = tuple(
+        replace(head, module=text, part=text, scores={text: score}, extras={text: 0.25}) for head in look.heads
+    )
+    named = {"model": text, "kind": text, "version": text, "tokens": (text, "plain")}
+    return replace(look, heads=heads, excerpts={text: {0: text}}, **named)
 
 
 # --- nothing in it acts ---------------------------------------------------------------------------------------------
@@ -75,8 +45,12 @@ def test_a_hostile_string_adds_no_element_and_comes_back_to_the_letter(payload: 
     assert found.tags == plain.tags
     assert [kind for kind, _ in found.code] == ["style", "json", "script", "script"]
     data = found.data
-    assert data["model"] == data["cells"][0]["text"] == data["heads"]["module"][0] == payload
-    assert data["roles"][0] == {"name": payload, "colour": 8, "formula": "", "source": payload}
+    assert data["model"] == data["cells"][0]["text"] == data["places"][0]["module"] == payload
+    assert data["places"][0]["part"] == data["numbers"]["roles"][0]["label"] == payload
+    assert numbers(data)["details"][0][0] == payload
+    [[source, [[place, excerpt]]]] = data["excerpts"]
+    assert (source, place, excerpt) == (cut(payload, 60), 0, cut(payload, 60))
+    assert data["numbers"]["statistics"][-1]["label"] == cut(payload, 100)
 
 
 def test_there_are_enough_payloads() -> None:
@@ -163,26 +137,37 @@ def test_numbers_and_maps_are_those_of_the_look() -> None:
     data = Elements(report.render(look)).data
     assert data["maps"]["levels"] == 256
     assert inflated(data) == b"".join(m.data for m in look.maps)
-    for key, value in {
-        "entropy": lambda h: h.entropy,
-        "previous": lambda h: h.offsets[1],
-        "self": lambda h: h.self_mass,
+    for label, wanted in {
+        "entropy": [h.entropy for h in look.heads],
+        "distance": [h.distance for h in look.heads],
+        "previous-token": [h.value("previous-token") for h in look.heads],
+        "induction": [h.value("induction") for h in look.heads],
     }.items():
-        assert data["heads"][key] == pytest.approx([value(h) for h in look.heads], rel=1e-3)
-    assert [[(data["roles"][i]["name"], s, t, b) for i, s, t, b in roles] for roles in data["heads"]["roles"]] == [
-        [(r.name, pytest.approx(r.score, rel=1e-3), r.threshold, r.baseline) for r in h.roles] for h in look.heads
-    ]
+        assert values(data, label) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    columns, roles = numbers(data), data["numbers"]["roles"]
+    for h, head in enumerate(look.heads):
+        assert [roles[i]["label"] for i in columns["roles"][h]] == [s.name for s in head.roles]
+        shown = [[[e.text, e.query, e.key, e.weight] for e in s.evidence] for s in head.roles]
+        assert columns["evidence"][h] == shown
+        for i, role in enumerate(roles):
+            score = head.score(role["label"])
+            assert score is not None and role["threshold"] == score.threshold
+            for name in ("null", "low", "high", "count"):
+                wanted = getattr(score, name)
+                assert columns[name + "s"][i][h] == (None if wanted is None else pytest.approx(wanted, abs=1e-4))
     assert [cell["text"] for cell in data["cells"]] == list(look.tokens)
 
 
 def test_what_an_encoder_attends_ahead_is_there() -> None:
     look = make_look(layers=2, heads=5, encoder=True)
     data = Elements(report.render(look)).data
-    assert data["heads"]["next"] == pytest.approx([h.ahead[0] for h in look.heads], rel=1e-3)
-    assert data["heads"]["ahead"] == [pytest.approx(h.ahead, rel=1e-3) for h in look.heads]
-    assert [role["colour"] for role in data["roles"] if role["name"] == "next-token"] == [7]
-    decoder = Elements(report.render(make_look(layers=2, heads=5))).data["heads"]
-    assert decoder["next"] == [None] * 10 and decoder["ahead"] == [[]] * 10
+    assert values(data, "next-token") == pytest.approx([h.ahead[0] for h in look.heads], rel=1e-3, abs=1e-5)
+    assert numbers(data)["ahead"] == [pytest.approx(h.ahead, rel=1e-3, abs=1e-5) for h in look.heads]
+    looks = [(role["letter"], role["colour"]) for role in data["numbers"]["roles"] if role["label"] == "next-token"]
+    assert looks == [("N", 7)]
+    decoder = Elements(report.render(make_look(layers=2, heads=5))).data
+    assert "next-token" not in [s["label"] for s in decoder["numbers"]["statistics"]]
+    assert numbers(decoder)["ahead"] == [[]] * 10
 
 
 def test_without_large_maps_the_pooled_ones_are_shown() -> None:
@@ -214,32 +199,55 @@ def test_the_axis_of_tokens_where_no_map_runs_over_them(tokens: int, cells: int)
 
 
 def test_roles_stand_in_the_order_of_their_heads() -> None:
-    """Those that most heads play first, then by name; each with the first source that was met."""
+    """Those that most heads play first, then by name; then those that none plays, as the catalogue has them."""
     look = make_look(layers=1, heads=4)
     names = (("b", "c"), ("c", "a"), ("c", "b"), ("d",))
     heads = [
-        replace(head, roles=tuple(RoleScore(name, 0.9, 0.4, f"source {i}") for name in played))
-        for i, (head, played) in enumerate(zip(look.heads, names, strict=True))
+        replace(
+            head,
+            scores={
+                **{name: Score(name, 0.9 - 0.1 * i, 0.1, 0.4, 7, plays=True) for i, name in enumerate(played)},
+                **{name: Score(name, 0.9, 0.1, 0.4, 7) for name in ("induction", "an other", "self")},
+            },
+        )
+        for head, played in zip(look.heads, names, strict=True)
     ]
     data = pack.page_data(replace(look, heads=tuple(heads)))
-    assert [(role["name"], role["source"]) for role in data["roles"]] == [
-        ("c", "source 0"), ("b", "source 0"), ("a", "source 1"), ("d", "source 3"),
+    listed = data["numbers"]["roles"]
+    assert [(role["label"], role["played"]) for role in listed] == [
+        ("c", 3), ("b", 2), ("a", 1), ("d", 1), ("self", 0), ("induction", 0), ("an other", 0),
     ]  # fmt: skip
-    assert [[role[0] for role in played] for played in data["heads"]["roles"]] == [[1, 0], [0, 2], [0, 1], [3]]
+    assert numbers(data)["roles"] == [[1, 0], [0, 2], [0, 1], [3]]
+
+
+def test_each_role_has_a_letter_and_a_colour() -> None:
+    """Roles of the catalogue: a letter each, but for relations, which share two; unknown ones are grey."""
+    style = resources.files("headwise.report").joinpath("report.css").read_text("utf8")
+    shown = dict(re.findall(r"--role-(\d+): light-dark\((#[0-9a-f]{6})", style))
+    assert [shown[str(number)] for number in range(len(COLOURS))] == list(COLOURS) and len(shown) == len(COLOURS)
+    drawn = {role.name: letter_and_colour(role.name) for role in ROLES}
+    assert all(len(letter) == 1 and colour < GREY for letter, colour in drawn.values())
+    single = [look for name, look in drawn.items() if " to head" not in name and "head to " not in name]
+    assert len(set(single)) == len(single)
+    assert {drawn["nsubj to head"][0], drawn["head to nsubj"][0]} == {"r", "R"}
+    assert [letter_and_colour(name) for name in ("7 zoo", "\u202e", "offset-")] == [("z", GREY), ("?", GREY), ("o", 8)]
 
 
 def test_weights_that_are_none_are_shown_as_none() -> None:
     """NaN as 0, and what rounding put beyond 0 or 1 at its end."""
     head = replace(make_look().heads[0], map=((float("nan"), 1.5), (-0.1, 0.25)))
-    found = pack._coarse(head)
+    found = maps.coarse(head)
     assert (found.rows, found.columns, list(found.data)) == (2, 2, [0, 255, 0, 128])
 
 
 def test_a_number_that_is_none_is_said_so() -> None:
     look = make_look(layers=1, heads=1)
-    head: HeadRecord = replace(look.heads[0], entropy=float("nan"), largest=float("inf"), induction=None)
-    data = Elements(report.render(replace(look, heads=(head,)))).data["heads"]
-    assert data["entropy"] == data["largest"] == data["induction"] == [None]
+    head: HeadRecord = replace(look.heads[0], entropy=float("nan"), largest=float("inf"), scores={})
+    odd = Score("odd", float("nan"), float("inf"), 0.4, 7, plays=True)
+    other = replace(look.heads[0], head=1, scores={"odd": odd})
+    data = Elements(report.render(replace(look, heads=(head, other), maps=()))).data
+    assert values(data, "entropy")[0] is values(data, "largest")[0] is None
+    assert values(data, "odd") == [None, None] and numbers(data)["nulls"] == [[None, None]]
 
 
 def test_a_huge_token_is_cut_and_its_length_told() -> None:
@@ -261,87 +269,16 @@ def test_every_name_is_cut() -> None:
     html = report.render(look)
     data = Elements(html).data
     start = HUGE[:100]
-    assert data["heads"]["module"] == [HUGE[:300] + "\u2026"] * 2
+    [place] = data["places"]
+    assert (place["module"], place["part"]) == (HUGE[:300] + "\u2026", HUGE[:200] + "\u2026")
     assert (data["kind"], data["version"]) == (start + "\u2026", start + "\u2026")
-    [role] = data["roles"]
-    assert (role["name"], role["source"]) == (HUGE[:200] + "\u2026", HUGE[:500] + "\u2026")
+    [role] = data["numbers"]["roles"]
+    assert role["label"] == HUGE[:200] + "\u2026" and "name" not in role
+    assert numbers(data)["details"] == [[HUGE[:200] + "\u2026"]] * 2
     assert len(html) < 200_000
-    assert [pack.cut("x" * n, 9) for n in (9, 10)] == ["x" * 9, "x" * 9 + "\u2026"]
+    assert [cut("x" * n, 9) for n in (9, 10)] == ["x" * 9, "x" * 9 + "\u2026"]
 
 
 def test_a_look_of_no_heads_is_a_page_too() -> None:
     look = Look("empty", 0, 0, 0, (), (), "decoder", 0.0, "0")
     assert Elements(report.render(look)).data["cells"] == []
-
-
-# --- how large it gets ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("layers", "heads"), [(12, 12), (32, 32)])
-def test_incompressible_maps_keep_below_two_megabytes(layers: int, heads: int, tmp_path: Path) -> None:
-    size = report.write(random_look(layers, heads), tmp_path / "r.html")
-    assert size < LIMIT
-    data = Elements((tmp_path / "r.html").read_text()).data
-    assert sum(a * b for a, b in zip(data["maps"]["rows"], data["maps"]["columns"], strict=True)) == len(inflated(data))
-
-
-def test_twelve_by_twelve_keeps_its_cells_at_the_worst() -> None:
-    data = Elements(report.render(random_look())).data
-    assert data["maps"]["rows"] == data["maps"]["columns"] == [128] * 144
-    codes = np.frombuffer(inflated(data), np.uint8).astype(float)
-    given = np.frombuffer(b"".join(m.data for m in random_look().maps), np.uint8)
-    np.testing.assert_allclose(
-        codes / (data["maps"]["levels"] - 1), given / 255.0, atol=0.5001 / (data["maps"]["levels"] - 1)
-    )
-
-
-def test_a_plain_look_of_that_size_is_small_and_exact(tmp_path: Path) -> None:
-    look = make_look(layers=12, heads=12, tokens=words(128))
-    assert report.write(look, tmp_path / "r.html") < 1_400_000
-    assert Elements((tmp_path / "r.html").read_text()).data["maps"]["levels"] == 256
-
-
-@pytest.mark.parametrize("size", [100, 300_000])
-def test_the_budget_holds_to_its_last_byte(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small maps come out when the squeezer ends, large ones before: both count."""
-    maps = [np.random.default_rng(2).bytes(size)] * 2
-    whole = pack._deflate(maps, 256)
-    assert whole is not None
-    packed = len(base64.b64decode(whole))
-    for spare, fits in ((0, True), (-1, False)):
-        monkeypatch.setattr(pack, "MAPS_BUDGET", -(-4 * (packed + spare) // 3))
-        assert (pack._deflate(maps, 256) is not None) is fits
-
-
-def test_the_finest_step_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ever less room: fewer levels first, then fewer cells, and at last an error."""
-    maps = random_look(1, 2).maps
-    sizes = []
-    for side, levels in pack._STEPS:
-        text = pack._deflate([pack._pool(m, side).data for m in maps], levels)
-        assert text is not None
-        sizes.append(-(-4 * len(base64.b64decode(text)) // 3))
-    for budget in sorted({*sizes, *(size - 1 for size in sizes)}):
-        monkeypatch.setattr(pack, "MAPS_BUDGET", budget)
-        first = next((step for step, size in zip(pack._STEPS, sizes, strict=True) if size <= budget), None)
-        if first is None:
-            with pytest.raises(ValueError, match="shows up to about 10,000 heads, got 2; look at a part of the model"):
-                pack._pack(maps)
-        else:
-            found = pack._pack(maps)
-            assert (found["levels"], found["rows"]) == (first[1], [first[0]] * 2)
-
-
-@pytest.mark.parametrize("rows", [9, 41, 128, 97])
-@pytest.mark.parametrize("side", [16, 37])
-def test_pooling_keeps_the_mass_of_a_row(rows: int, side: int) -> None:
-    matrix = np.random.default_rng(0).dirichlet(np.ones(61), size=rows)
-    large = HeadMap(rows, 61, np.rint(255 * np.sqrt(matrix)).astype(np.uint8).tobytes())
-    small = pack._pool(large, side)
-    weights = np.array(small.weights())
-    assert weights.shape == (min(rows, side), side)
-    np.testing.assert_allclose(weights.sum(1), 1, atol=0.05)
-    edges = [-(-i * 61 // side) for i in range(side + 1)]
-    row_edges = [-(-i * rows // min(rows, side)) for i in range(side + 1)]
-    wanted = matrix[row_edges[3] : row_edges[4], edges[5] : edges[6]].sum(1).mean()
-    assert weights[3, 5] == pytest.approx(wanted, abs=0.01)

@@ -5,7 +5,6 @@ Needs Playwright (from PyPI) and a Chromium of the system; Playwright's own brow
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,67 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browsers import MARKS, Opened, launched
 from hostile import HUGE, PAYLOADS
 from looks import codes, make_look, words
 
-from headwise import report
-from headwise.look import Look, RoleScore
+from headwise.look import Look, Score
 from headwise.report import page as page_module
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-default-apps",
-    "--disable-sync",
-    "--no-first-run",
-    "--disable-dev-shm-usage",
-]
-
-playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip install playwright)")
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (apt-get install chromium)"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Playwright's own pipes
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+    with launched() as found:
         yield found
-        found.close()
-
-
-class Opened:
-    """A page with a report in it, and all that it did that a report may not do."""
-
-    def __init__(self, browser: Any, look: Look, folder: Path, *, ready: bool = True, **options: Any) -> None:
-        path = folder / "report.html"
-        report.write(look, path)
-        self.faults: list[str] = []
-        self.context = browser.new_context(**{"viewport": {"width": 1400, "height": 1000}, **options})
-        self.page = page = self.context.new_page()
-        page.on("console", lambda m: self.faults.append(f"console {m.type}: {m.text}"))
-        page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (self.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("popup", lambda popup: self.faults.append(f"popup: {popup.url}"))
-        page.on("request", lambda r: r.url == path.as_uri() or self.faults.append(f"request: {r.url}"))
-        page.add_init_script(
-            "window.violations = []; document.addEventListener('securitypolicyviolation', "
-            "(e) => window.violations.push(`${e.violatedDirective} ${e.blockedURI}`));"
-        )
-        page.goto(path.as_uri())
-        if ready:
-            page.wait_for_selector("html[data-ready]", timeout=20_000)
-
-    def check_calm(self) -> None:
-        """Nothing was said, asked, fetched or blocked; no address but the file's own."""
-        assert self.page.evaluate("window.violations") == []
-        assert self.faults == []
-        assert self.page.url.startswith("file://")
 
 
 @pytest.fixture
@@ -106,6 +58,8 @@ def test_the_grid_shows_every_head(opened: Any) -> None:
     assert page.locator("#table tbody tr").count() == 15
     assert page.locator("#chart circle").count() == 15
     assert page.locator("#model").text_content() == "synthetic/llama-3x5"
+    page.locator("#show").select_option("map")
+    page.locator(".tile canvas[data-shade]").nth(14).wait_for()
     drawn = page.evaluate(
         "[...document.querySelectorAll('.tile canvas')].map((c) => new Set(c.getContext('2d')"
         ".getImageData(0, 0, c.width, c.height).data).size)"
@@ -120,6 +74,7 @@ def test_a_click_opens_the_large_map_with_the_weights_of_that_head(opened: Any) 
     assert page.locator("#head-title").text_content() == "Layer 1, head 2"
     assert page.locator(".tile[aria-current]").count() == 1
     size = look.maps[7].rows
+    page.evaluate("document.getElementById('readout').scrollIntoView({ block: 'end' })")
     box = page.locator("#map .cells").bounding_box()
     cell = box["width"] / size
     for row, column in ((30, 20), (12, 12), (40, 0)):
@@ -184,9 +139,11 @@ def test_an_encoders_head_shows_what_it_attends_ahead(opened: Any) -> None:
     assert bars == pytest.approx(masses, abs=6e-4) and max(bars) == bars[9] > 0.8  # -8 ... 0, then +1
     places = page.locator("#offsets .tick text").all_text_contents()
     assert [place for place in places if place[0] in "+\u2212"] == [f"{sign}{k}" for sign, k in PLACES]
-    assert [head for head in page.locator("#table th").all_text_contents() if head == "next"] == ["next"]
+    assert [head for head in page.locator("#table th").all_text_contents() if head == "next-token"] == ["next-token"]
     page = opened(make_look(layers=1, heads=5)).page
-    assert page.locator("#offsets .mass").count() == 9 and "next" not in page.locator("#table thead").text_content()
+    assert (
+        page.locator("#offsets .mass").count() == 9 and "next-token" not in page.locator("#table thead").text_content()
+    )
 
 
 @pytest.mark.parametrize("encoder", [False, True])
@@ -194,6 +151,8 @@ def test_only_cells_that_could_not_be_attended_are_bare(opened: Any, encoder: bo
     look = make_look(layers=1, heads=5, encoder=encoder)
     lower = codes(np.tril(np.full((41, 41), 0.5)))  # an encoder's head, too, may never look ahead
     page = opened(replace(look, maps=(lower,) * 5)).page
+    page.locator("#show").select_option("map")
+    page.locator(".tile canvas[data-shade]").nth(4).wait_for()
     corner = "(c) => c.getContext('2d').getImageData(c.width - 1, 0, 1, 1).data[3]"
     drawn = f"[...document.querySelectorAll('.tile canvas')].map({corner})"
     assert page.evaluate(drawn) == [255 * encoder] * 5
@@ -256,7 +215,7 @@ def test_the_text_is_tinted_by_the_weights_of_the_token_pointed_at(opened: Any) 
 def test_the_table_sorts(opened: Any) -> None:
     look = make_look(layers=3, heads=5)
     page = opened(look).page
-    header = page.locator("#table th[data-key=entropy]")
+    header = page.locator("#table th[data-key='0']")
     for direction in ("descending", "ascending"):
         header.locator("button").click()
         assert header.get_attribute("aria-sort") == direction
@@ -288,7 +247,7 @@ def hostile_look() -> Look:
     """Every payload as a token, and as role, source, module, kind and name as far as there are heads."""
     look = make_look(layers=4, heads=26, tokens=PAYLOADS, model="".join(PAYLOADS[:6]))
     heads = tuple(
-        replace(head, module=text, roles=(RoleScore(text or "empty", 0.9, 0.4, text),))
+        replace(head, module=text, part=text, scores={text: Score(text, 0.9, 0.1, 0.4, 7, plays=True, detail=text)})
         for head, text in zip(look.heads, PAYLOADS * 2, strict=False)
     )
     return replace(look, heads=heads, kind=PAYLOADS[1], version=PAYLOADS[2])
@@ -299,12 +258,21 @@ def test_hostile_text_is_shown_to_the_letter_and_does_nothing(opened: Any) -> No
     shown = page.eval_on_selector_all("#tokens .token", CODES)
     assert shown == [units(payload) for payload in PAYLOADS]
     assert page.eval_on_selector_all("#model", CODES) == [units("".join(PAYLOADS[:6])[:300])]
-    for i in range(0, len(PAYLOADS), 9):  # hover, focus and click what might answer
+    for i in range(0, len(PAYLOADS), 23):  # hover, focus and click what might answer
         page.locator("#grid .tile").nth(i).click()
         page.locator("#tokens .token").nth(i).dispatch_event("click")
         page.locator("#map").focus()
         page.keyboard.press("ArrowUp")
     page.locator("#roles .chip").nth(3).click()
+    page.keyboard.press("Escape")
+    for pane in ("arcs", "sum", "evidence"):
+        page.locator(f"#tab-{pane}").click()
+    for i, text in enumerate(PAYLOADS[::30]):
+        page.locator("#search").fill(text[:40])
+        page.keyboard.press("Enter")
+        page.locator("#show").select_option(index=i + 2)
+        stated = page.locator("#played h4").text_content()
+        assert stated.count("\u2026") <= 2
     wrong = "img, iframe, object, embed, form, video, a, base, math, style ~ style, script ~ script ~ script ~ script"
     assert page.locator(wrong).count() == 0
     assert (

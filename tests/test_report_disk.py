@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disks import files_of_at_most, small_disk
 from looks import make_look
 
 import headwise
-from headwise import report
-from headwise.report import disk
+from headwise import disk, report
 
 SOURCE = str(Path(headwise.__file__).parent.parent)
 
@@ -90,17 +88,6 @@ def test_a_hostile_path_is_shown_harmless(tmp_path: Path) -> None:
 # --- full disks -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing on fails in the midst of a file, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def writers() -> dict[str, Callable[[Path], object]]:
     return {"write": lambda path: report.write(make_look(), path), "put": lambda path: report.put(b"new" * 9999, path)}
 
@@ -120,18 +107,13 @@ def test_a_disk_that_is_full_midway_keeps_the_old_file(writer: str, tmp_path: Pa
 
 
 def test_a_small_disk_that_is_full_keeps_the_old_file(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(tmp_path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a file system is for root")
-    try:
+    with small_disk(tmp_path, "8k"):
         target = tmp_path / "chart.svg"
         target.write_text("old")
         with pytest.raises(OSError, match="No space left on device"):
             report.put(b"new" * 9999, target)
         assert target.read_text() == "old"
         assert list(tmp_path.iterdir()) == [target]
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 # --- what killed runs leave -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from . import look as look
 from . import nn as nn
 from . import plan as plan
 from . import report as report
+from . import reshape as reshape
 from .nn.latent import LatentAttention as LatentAttention
 from .nn.multihead import MultiHeadAttention as MultiHeadAttention
 from .nn.trace import trace as trace

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from . import look, plan, trace
+from . import importance, look, plan, regroup, reshape, trace
 from .guard import OneLine, leave, open_streams
 
 app = typer.Typer(
@@ -46,8 +46,15 @@ def headwise(
 
 
 for command, name, example in (
-    (look.look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
+    (look._look, "look", "look path/to/checkpoint --file notes.txt --out report.html"),
+    (importance.importance, "importance", "importance path/to/checkpoint --by gradient,zero"),
+    (importance.ablate, "ablate", "ablate path/to/checkpoint --heads 3.1,2.4 --by mean"),
+    (importance.circuits, "circuits", "circuits path/to/checkpoint --json"),
     (trace.trace, "trace", "trace --d-model 512 --num-heads 4 --batch 4 --length 16"),
+    (reshape._prune, "prune", "prune path/to/checkpoint --keep-fraction 0.75 --file notes.txt --out pruned"),
+    (regroup._regroup, "regroup", "regroup path/to/checkpoint --kv-heads 4 --file notes.txt --recover --out smaller"),
+    (regroup._heal, "heal", "heal smaller --teacher path/to/checkpoint --steps 200 --corpus text.txt --out healed"),
+    (reshape._migrate, "migrate", "migrate path/to/old-checkpoint --out migrated"),
     (plan._plan, "plan", "plan gpt-3 --context 2048 --batch 8 --bandwidth 3.35TB/s --flops 990TF"),
 ):
     app.command(name, epilog=f"Example: headwise {example}")(command)

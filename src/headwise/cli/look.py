@@ -2,73 +2,117 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import typer
 
-from headwise.extras import missing_extra
-
+from . import reading, writing
+from .against import either, read_plan
+from .loading import load
 from .output import console, progress
 from .texts import read_text
 
-REPORT = "headwise-report.html"
 
-
-def look(
+def _look(  # private, for a command has as many options as its users need, and no one calls it from Python
     model: Annotated[
         str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")] = None,
     file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
+    corpus: Annotated[
+        str | None,
+        typer.Option(help="Many texts instead: a text file, a folder of *.txt and *.jsonl, or JSON Lines."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="With --corpus: the most tokens of a text; longer ones are cut.", show_default="the model's"),
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(
+            help="With --corpus: a file that keeps what is done, so that a second start goes on.",
+            show_default=reading.STATE,
+        ),
+    ] = None,
+    sentences: Annotated[
+        str | None,
+        typer.Option(help="Annotated sentences to read as well: a CoNLL-U file, or 'ours' for those in the package."),
+    ] = None,
+    needles: Annotated[
+        bool, typer.Option("--needles", help="Hide needles in the text: finds retrieval heads.")
+    ] = False,
+    importance: Annotated[
+        bool,
+        typer.Option("--importance", help="Tell of each head what it is worth (gradient) and what it writes, too."),
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="The report to write.", show_default=f"{REPORT}; none with --json")
+        list[str] | None,
+        typer.Option(
+            help="What to write, by its end: the report (.html), tables (.parquet, .csv), all of it (.json), the head "
+            "card (.md), a figure (.svg, .png); several times for several.",
+            show_default=f"{writing.REPORT}; none with --json or --against",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another checkpoint, or a look's .json: show what changed from MODEL to it.")
+    ] = None,
+    kept: Annotated[
+        str | None,
+        typer.Option(
+            help="With --against: a heads plan (JSON), which heads of MODEL it kept.",
+            show_default="heads-plan.json in its folder",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
-    content = read_text(text, file)
-    from headwise import report
+    more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance), text, file)
+    content = read_text(text, file) if corpus is None else ""
+    names = writing.destinations(out, as_json, against)
+    plan = read_plan(kept, against)
+    result = either(model, lambda name: look_at(name, content, device, dtype, more))
+    if against is not None:
+        from headwise.look import compare
 
-    destination = out if out is not None else None if as_json else REPORT
-    if destination is not None:
-        report.check_destination(destination)
-        report.check_engine()
-    result = look_at(model, content, device, dtype)
-    size = None if destination is None else report.write(result, destination)
+        result = compare(result, either(against, lambda name: look_at(name, content, device, dtype, more)), kept=plan)
+    lines = writing.write(result, names)
     if as_json:
         print(result.to_json())
         return
-    _print_heads(result)
-    if size is not None and destination is not None:
-        print(f"{report.escape.visible(destination)} ({size / 1000:,.0f} kB): open it in a browser")
+    if against is None:
+        _print_heads(result)
+    else:
+        console().print(result.table())
+    print(*lines, sep="\n", end="\n" * bool(lines))
 
 
-def look_at(model: str | None, text: str, device: str, dtype: str | None) -> Any:
-    """What the heads of the model do on the text."""
+def look_at(model: str | None, text: str, device: str, dtype: str | None, more: reading.More) -> Any:
+    """What the heads of the model do on the text, or on a corpus."""
     with progress() as show:
-        show("loading the libraries")
-        _quiet()
-        from headwise import hf, models
+        loaded = load(model, device, dtype, show, "headwise look")
         from headwise import look as looking
 
-        show("reading the model")
-        loaded = hf.load(model if model is not None else models.tiny_path(), device=device, dtype=dtype)
-        ids, tokens = loaded.encode(text)
+        name = loaded.name if model is not None else "headwise tiny"
         show("looking")
-        return looking.at(
+        if more.corpus is not None:
+            return reading.look_over(loaded, more, name, show)
+        ids, tokens = loaded.encode(text)
+        read = reading.readings(loaded, more, ids[0].tolist())
+        result = looking.at(
             loaded.model,
             ids,
             tokens=tokens,
             delimiters=loaded.delimiters,
-            name=loaded.name if model is not None else "headwise tiny",
+            name=name,
+            readings=read,
             progress=show,
         )
+        return reading.with_more(loaded, result, ids, read, more)
 
 
 def _print_heads(result: Any) -> None:
@@ -83,22 +127,3 @@ def _print_heads(result: Any) -> None:
         table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
         table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
     shown.print(table)
-
-
-def _quiet() -> None:
-    """Other libraries' warnings and bars are not for this command's user."""
-    import warnings
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    warnings.simplefilter("ignore")
-    try:
-        import huggingface_hub.utils
-        import transformers
-    except ImportError as error:
-        raise missing_extra("headwise look", "hf", error) from None
-
-    huggingface_hub.utils.disable_progress_bars()
-    huggingface_hub.utils.logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()

@@ -20,14 +20,28 @@ except ImportError as error:
 from .attention import headwise_attention
 from .building import check_what_is_built
 from .caching import make_cache
+from .checkpoints import Checkpoint, checkpoint
 from .errors import ModelError
 from .interface import NAME
+from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
 AttentionMaskInterface.register(NAME, headwise_mask)
 check_what_is_built()
 
-__all__ = ["Loaded", "ModelError", "StructuralMask", "load", "make_cache", "probe"]
+__all__ = [
+    "Checkpoint",
+    "Loaded",
+    "ModelError",
+    "StructuralMask",
+    "WatchCallback",
+    "checkpoint",
+    "layouts",
+    "load",
+    "make_cache",
+    "probe",
+]

@@ -19,7 +19,7 @@ from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
-from .probing import watchers
+from .probing import record, watched
 
 Keys: TypeAlias = Tensor | Quantized | Paged
 
@@ -91,10 +91,12 @@ def headwise_attention(
         "softcap": softcap,
         "sinks": s_aux,
     }
-    for record in watchers(module):
+    out = None
+    if watched(module):
         k, v = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
-        record(query=query, key=k, value=v, dropout=dropout, **options)
-    out = attention(query, key, value, dropout=dropout, **options)
+        out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
+    if out is None:
+        out = attention(query, key, value, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
     if not (output_attentions or _attentions_are_collected()):
         return out, None

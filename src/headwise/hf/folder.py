@@ -6,22 +6,27 @@ large allocation. Pickle checkpoints are refused: opening one runs what it says.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelError, one_line
+import torch
+
+from .errors import ModelError
+from .files import inside, opened, read_json
+from .headers import Stored, header
 
 MAX_CONFIG = 1 << 20  # bytes; the largest on the hub are below 100 kB
-MAX_INDEX = 64 << 20
-MAX_HEADER = 100_000_000  # the safetensors format's own limit
+MAX_INDEX = 32 << 20  # the largest are below 10 MB
+MAX_SHARDS = 500  # a checkpoint holds them open; the largest models have some 200
 SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
-DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
 
 BOUNDS: dict[str, tuple[int, int]] = {
     "head_dim": (1, 10_000),
@@ -41,11 +46,23 @@ BOUNDS: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class Weights:
-    """The safetensors files of a folder and what their headers promise."""
+    """The safetensors files of a folder by name, and the tensors of each."""
 
-    files: tuple[Path, ...]
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: frozenset[str]
+    files: dict[str, Path]
+    tensors: dict[str, dict[str, Stored]]
+    metadata: dict[str, dict[str, str]]
+    index: dict[str, str] | None
+    """Which file a tensor is in, as the index has it; None without one."""
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors."""
+        return {name: entry.shape for table in self.tensors.values() for name, entry in table.items()}
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """All that occur."""
+        return frozenset(entry.dtype for table in self.tensors.values() for entry in table.values())
 
     @property
     def numel(self) -> int:
@@ -53,58 +70,18 @@ class Weights:
         return sum(prod(shape) for shape in self.shapes.values())
 
 
-def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """A JSON object, strictly: no NaN or Infinity, no key twice, no more than `limit` bytes."""
-    try:
-        if not path.is_file():
-            raise ModelError(f"{path}: not a regular file; a model folder has it beside its *.safetensors")
-        size = path.stat().st_size
-        if size > limit:
-            raise ModelError(f"{path}: {size} bytes, at most {limit} are read; such a file describes no model")
-        return parse_json(path.read_bytes(), str(path))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({one_line(error)}); check its permissions") from None
-
-
-def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """As `read_json`, from bytes; `where` names them in the error."""
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
-        raise ModelError(f"{where}: not valid JSON ({what}); download the file anew") from None
-    if not isinstance(value, dict):
-        raise ModelError(
-            f"{where}: holds a JSON {type(value).__name__}, and an object is needed; download the file anew"
-        )
-    return value
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:60]!r} stands there twice")
-    return table
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
-
-
 # -- config.json ------------------------------------------------------------------------------------------------------
 
 
 def folder_config(folder: Path) -> dict[str, Any]:
     """config.json as it stands, after the checks that need no knowledge of the model."""
-    if not (folder / "config.json").exists():
+    if not os.path.lexists(folder / "config.json"):
         if (folder / "adapter_config.json").exists():
             raise ModelError(
                 f"{folder}: holds an adapter, no model; merge it first (peft: model.merge_and_unload()) and save that"
             )
         raise ModelError(f"{folder}: no config.json, so no transformers checkpoint; give the folder that holds it")
-    raw = read_json(folder / "config.json", MAX_CONFIG)
+    raw = read_json(folder, "config.json", MAX_CONFIG)
     if raw.get("quantization_config") is not None:
         raise ModelError(
             f"{folder}: a quantised checkpoint (quantization_config), whose weights are no plain numbers; "
@@ -137,31 +114,45 @@ def check_numbers(raw: dict[str, Any], standard: Callable[[str], str], where: st
 
 def find_weights(folder: Path) -> Weights:
     """The safetensors files of a folder, their names, places and headers checked; no tensor is read."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").exists():
-        names = ["model.safetensors"]
-    elif index.exists():
-        table = read_json(index, MAX_INDEX).get("weight_map")
-        if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-            raise ModelError(f"{index}: no weight_map of tensor names to file names; download the file anew")
-        names = sorted(set(table.values()))
+    index = None
+    if os.path.lexists(folder / SINGLE):
+        names = [SINGLE]
+    elif os.path.lexists(folder / INDEX):
+        index = _index(folder)
+        names = sorted(set(index.values()))
     else:
         raise _no_weights(folder)
-    files = [_inside(folder, name) for name in names]
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: set[str] = set()
-    for file in files:
-        for tensor, entry in _header(file).items():
-            if tensor in shapes:
-                raise ModelError(f"{file}: the tensor {tensor[:80]!r} stands in two files; download the model anew")
-            shapes[tensor], dtype = _entry(file, tensor, entry)
-            dtypes.add(dtype)
-    if dtypes - DTYPES:
+    weights = Weights({}, {}, {}, index)
+    seen: set[str] = set()
+    for name in names:
+        weights.files[name] = _shard(folder, name)
+        with opened(folder, name) as file:
+            weights.tensors[name], weights.metadata[name] = header(file, f"{folder}/{name}")
+        for tensor in weights.tensors[name]:
+            if tensor in seen:
+                raise ModelError(f"{folder}/{name}: the tensor {tensor!r} stands in two files; download the model anew")
+            seen.add(tensor)
+    return weights
+
+
+def _index(folder: Path) -> dict[str, str]:
+    table = read_json(folder, INDEX, MAX_INDEX).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        raise ModelError(f"{folder}/{INDEX}: no weight_map of tensor names to file names; download the file anew")
+    number = len(set(table.values()))
+    if number > MAX_SHARDS:
+        raise ModelError(f"{folder}/{INDEX}: names {number} weights files, at most {MAX_SHARDS} are read; save it anew")
+    return table
+
+
+def _shard(folder: Path, name: str) -> Path:
+    if not SHARD.fullmatch(name):
         raise ModelError(
-            f"{folder}: tensors of {', '.join(sorted(dtypes - DTYPES))}, a quantised checkpoint; give the original, or "
-            "dequantise and save it with transformers first"
+            f"{folder}: names the weights file {name[:80]!r}, where a plain *.safetensors name belongs; get it anew"
         )
-    return Weights(tuple(files), shapes, frozenset(dtypes))
+    if not os.path.lexists(folder / name):
+        raise ModelError(f"{folder}: the weights file {name[:80]!r} is missing; download it anew")
+    return inside(folder, name)
 
 
 def _no_weights(folder: Path) -> ModelError:
@@ -177,41 +168,3 @@ def _no_weights(folder: Path) -> ModelError:
         'python -c "from transformers import AutoModel as A; '
         f"A.from_pretrained('{shown}').save_pretrained('{shown}-safetensors')\""
     )
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """The real path of a weights file: a plain name, in the folder (or in the cache's blobs, for a cached model)."""
-    if not SHARD.fullmatch(name):
-        raise ModelError(
-            f"{folder}: names the weights file {name[:80]!r}, where a plain *.safetensors name belongs; get it anew"
-        )
-    try:
-        real = (folder / name).resolve(strict=True)
-    except OSError:
-        raise ModelError(f"{folder}: the weights file {name!r} is missing; download it anew") from None
-    homes = [folder.resolve()]
-    if homes[0].parent.name == "snapshots":
-        homes.append(homes[0].parent.parent / "blobs")
-    if real.parent not in homes or not real.is_file():
-        raise ModelError(f"{folder}: {name!r} leads to {real}, outside of the model's folder; copy the file into it")
-    return real
-
-
-def _header(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= min(MAX_HEADER, file.stat().st_size - 8):
-                raise ModelError(f"{file}: no safetensors file (its header says {length} bytes); download it anew")
-            header = parse_json(stream.read(length), f"{file}: header")
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({one_line(error)}); check its permissions") from None
-    header.pop("__metadata__", None)
-    return header
-
-
-def _entry(file: Path, tensor: str, entry: Any) -> tuple[tuple[int, ...], str]:
-    shape, dtype = (entry.get("shape"), entry.get("dtype")) if isinstance(entry, dict) else (None, None)
-    if not isinstance(shape, list) or not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in shape):
-        raise ModelError(f"{file}: the tensor {tensor[:80]!r} has no shape and dtype; download the file anew")
-    return tuple(shape), dtype

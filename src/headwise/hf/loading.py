@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +13,18 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .errors import ModelError, one_line
+from .fields import class_of_config, known_keys
 from .folder import Weights, check_numbers, find_weights, folder_config
 from .hub import find_folder
 from .interface import attention_modules, require_interface
-from .tokens import bos_id, delimiters, encode, load_tokenizer
+from .tokens import bos_id, delimiters, encode, encode_all, load_tokenizer
 
 TEXT_MODELS = "headwise look reads text models that are decoder-only or encoder-only"
-DROPPED = (
-    "architectures",
-    "auto_map",
-    "dtype",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "torch_dtype",
-    "torchscript",
-    "transformers_version",
-)
-CHOOSES = ("_implementation", "_map", "_plan", "_path", "_file", "kernels", "kernel_config")
-"""How keys end that name code or further files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +51,28 @@ class Loaded:
         """
         ids, pieces = encode(self.tokenizer, text, self.max_positions)
         return torch.tensor([ids], device=self.model.device), pieces
+
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Of each text the ids, as many as it has, and the start and end of each one's characters.
+
+        Raises ModelError where the tokenizer fails, or tells no characters (one of plain Python does not).
+        """
+        return encode_all(self.tokenizer, texts)
+
+    def names(self) -> list[str]:
+        """What the tokenizer calls each id of the model, in order; an id that it does not know is empty."""
+        count = self.model.config.get_text_config().vocab_size
+        return [name or "" for name in self.tokenizer.convert_ids_to_tokens(range(count))]
+
+    def decode(self, token: int) -> str:
+        """The text of one id."""
+        text: str = self.tokenizer.decode([token])
+        return text
+
+    @property
+    def mask_id(self) -> int | None:
+        """What hides a word from an encoder; None for a decoder, and where the tokenizer has no such token."""
+        return None if self.kind == "decoder" else self.tokenizer.mask_token_id
 
 
 def load(
@@ -94,7 +101,8 @@ def load(
     if kind_of_number is None:
         kind_of_number = torch.float32 if where.type == "cpu" else _dtype_of(weights)
     tokenizer = load_tokenizer(folder, config)
-    model = _fill(cls, config, weights, kind_of_number, folder).to(where).eval()
+    state = _read(weights, folder)
+    model = _fill(cls, config, state, kind_of_number, str(folder)).to(where).eval()
     model.config.name_or_path = name
     vocabulary = model.get_input_embeddings().num_embeddings
     return Loaded(
@@ -126,8 +134,8 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _dtype_of(weights: Weights) -> torch.dtype:
-    names = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return next((dtype for name, dtype in names.items() if name in weights.dtypes), torch.float32)
+    order = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return next((dtype for dtype in order if dtype in weights.dtypes), torch.float32)
 
 
 # -- what is in the folder --------------------------------------------------------------------------------------------
@@ -137,18 +145,13 @@ def describe(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """The config and the class of the model; refuses what headwise cannot see before any weight is read."""
     raw = folder_config(folder)
     model_type, where = raw["model_type"], f"{folder}/config.json"
-    if model_type not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{where}: transformers {transformers.__version__} knows no model_type {model_type[:60]!r}; headwise runs "
-            "no code from a model folder, so upgrade transformers, or use a checkpoint in its own format"
-        )
-    config_class = CONFIG_MAPPING[model_type]
+    config_class = class_of_config(model_type, where)
     if config_class.sub_configs_defaults or raw.get("is_encoder_decoder") is True:
         raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
     names = config_class.attribute_map
     check_numbers(raw, lambda key: names.get(key, key), where)
     try:
-        config = config_class(**{key: raw[key] for key in _known_keys(config_class) & raw.keys()})
+        config = config_class(**{key: raw[key] for key in known_keys(config_class) & raw.keys()})
     except Exception as error:  # transformers' validation raises many kinds, one a field
         raise ModelError(
             f"{where}: no valid {config_class.__name__} ({one_line(error)}); correct it or download it anew"
@@ -167,17 +170,6 @@ def _no_text_model(model_type: str, why: str) -> ModelError:
         f"{TEXT_MODELS}; this one (model_type {model_type!r}) is not: {why}; load it with transformers and use "
         "headwise.hf.probe(model) in Python"
     )
-
-
-def _known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
-    """The keys that a config class declares, or reads by name in its own file (old spellings); all others are dropped.
-
-    So nothing in config.json can name code, kernels, further files or another attention implementation.
-    """
-    declared = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
-    source = inspect.getsource(inspect.getmodule(config_class) or config_class) + inspect.getsource(modeling_rope_utils)
-    read = set(re.findall(r'"([a-z][a-z0-9_]*)"', source))
-    return {key for key in declared | read if not key.startswith("_") and not key.endswith(CHOOSES)} - {*DROPPED}
 
 
 def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -219,23 +211,39 @@ def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: W
         )
 
 
-def _fill(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, weights: Weights, dtype: torch.dtype, folder: Path
-) -> PreTrainedModel:
-    """The model with its weights. transformers is handed tensors, not the folder, so it reads nothing else in there."""
+def build(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The text model of a config, as `Checkpoint.config` has it, and of its tensors; in float32, in eval mode.
+
+    Raises:
+        ModelError: transformers has no such text model, or the tensors do not make it whole.
+    """
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    return _fill(_class_of(dict(config), made), made, dict(state), torch.float32, "the changed model").eval()
+
+
+def _read(weights: Weights, folder: Path) -> dict[str, torch.Tensor]:
     try:
-        state = {name: tensor for file in weights.files for name, tensor in load_file(file).items()}
+        return {name: tensor for file in weights.files.values() for name, tensor in load_file(file).items()}
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{folder}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
+
+
+def _fill(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype, where: str
+) -> PreTrainedModel:
+    """The model with its weights. transformers is handed tensors, not a folder, so it reads nothing else in there."""
+    try:
         with _quietly():
             model, report = cls.from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
             )
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise ModelError(f"{folder}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{where}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
     faults = {kind: sorted(map(str, report.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
     for kind, names in faults.items():
         if names:
             raise ModelError(
-                f"{folder}: {len(names)} {kind.replace('_', ' ')}, {names[0][:80]!r} first, so those weights would be "
+                f"{where}: {len(names)} {kind.replace('_', ' ')}, {names[0][:80]!r} first, so those weights would be "
                 f"random; the files do not hold a whole {cls.__name__}: download them anew"
             )
     return model

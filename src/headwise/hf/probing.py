@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..nn.probe import AttentionCall, Probe
+from ..nn.probe import Each, Probe
 from ..nn.probe import probe as probe_any
 from ..nn.unwrap import split_over, unwrap
 from .architectures import CROSS_ATTENTION
@@ -62,15 +61,22 @@ class _Session:
 _sessions: tuple[_Session, ...] = ()
 
 
-def watchers(module: nn.Module) -> list[Callable[..., None]]:
-    """What to call with the fields of an attention call of this module: one function an open probe of its model."""
-    if not _sessions:
-        return []
-    return [partial(session.seen.record, session.names[module]) for session in _sessions if module in session.names]
+def watched(module: nn.Module) -> bool:
+    """Whether a probe of this module's model is open."""
+    return any(module in session.names for session in _sessions)
+
+
+def record(module: nn.Module, **fields: Any) -> Tensor | None:
+    """Show an attention call of this module to every probe that is open on its model.
+
+    Returns what the call is to give instead, (B, H, T, V): the answer of the last opened of those that answer.
+    """
+    answers = [session.seen.record(session.names[module], **fields) for session in _sessions if module in session.names]
+    return next((answer for answer in reversed(answers) if answer is not None), None)
 
 
 @contextmanager
-def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None) -> Iterator[Probe]:
+def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     """Watch every attention call of a transformers model while the with block runs.
 
     The model is switched to headwise's attention and back. Calls are told apart by the qualified name of the module and
@@ -80,7 +86,8 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
     Args:
         model: Any model on transformers' attention interface, in any mode and dtype; of a wrapper (see
             `headwise.nn.unwrap`) what it wraps is watched.
-        each: Called at once with every `headwise.nn.AttentionCall`; the calls are then not kept.
+        each: Called at once with every `headwise.nn.AttentionCall`; the calls are then not kept. What it returns, a
+            tensor (B, H, T, V), takes the place of the attention's output, as in `headwise.nn.probe`; None leaves it.
 
     Yields:
         The `headwise.nn.Probe`, whose ``calls`` fill up as the model runs.

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFas
 
 from . import alone
 from .errors import ModelError, one_line
-from .folder import read_json
+from .files import parse_json, read_bytes, read_json
 
 MAX_TOKENIZER = 256 << 20
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -45,8 +46,9 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> Any:
         raise ModelError(f"{folder}: no tokenizer; put the model's tokenizer.json beside config.json")
     try:
         if (folder / "tokenizer.json").exists():
-            read_json(folder / "tokenizer.json", MAX_TOKENIZER)
-            _rehearse((folder / "tokenizer.json").read_bytes(), [*IN_A_TEXT], decode=True)
+            source = read_bytes(folder, "tokenizer.json", MAX_TOKENIZER)
+            parse_json(source, f"{folder}/tokenizer.json")
+            _rehearse(source, [*IN_A_TEXT], decode=True)
             return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **_special_tokens(folder))
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), config=config, local_files_only=True, trust_remote_code=False
@@ -66,7 +68,7 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
     tokens: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / file).exists():
-            table = read_json(folder / file, MAX_TOKENIZER)
+            table = read_json(folder, file, MAX_TOKENIZER)
             for name in SPECIAL:
                 token = table.get(name)
                 token = token.get("content") if isinstance(token, dict) else token
@@ -107,6 +109,17 @@ def encode(tokenizer: Any, text: str, max_positions: int | None) -> tuple[list[i
         pieces.append(text[done:stop] if stop > done else "\ufffd" if stop else name)
         done = max(done, stop)
     return ids, tuple(pieces)
+
+
+def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Of each text the ids, and the start and end of each one's characters."""
+    if not texts:
+        return []
+    if not tokenizer.is_fast:
+        raise ModelError("the tokenizer does not tell which characters a token covers; give a tokenizer.json")
+    _rehearse(tokenizer.backend_tokenizer.to_str().encode(), [*texts])
+    read = tokenizer([*texts], return_offsets_mapping=True, verbose=False)
+    return [*zip(read["input_ids"], read["offset_mapping"], strict=True)]
 
 
 def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:

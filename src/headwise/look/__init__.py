@@ -1,12 +1,67 @@
 """Look: what every head of a model does, as plain records.
 
-`at` runs the model and measures; `ROLES` says what heads are called and by whose definition; the records print as a
-table and travel as JSON.
+`at` runs the model on a text and measures, `over` on many; `ROLES` says what heads are called and by whose definition;
+the records print as a table and travel as JSON. `annotate` reads annotated text; `importance`, `ablate` and `circuits`
+tell what heads are worth and what they write.
 """
 
+from . import annotate
+from .ablation import Ablation, ablate
+from .circuits import Circuits, Composition, circuits
 from .collect import at
-from .records import HeadMap, HeadRecord, Look, RoleScore
+from .compare import Comparison, HeadChange, compare
+from .corpus import documents, over
+from .curve import Curve, Point, read_curve
+from .figures import plot_formation, plot_importance
+from .files import read, write
+from .importance import HeadImportance, Importance, importance
+from .needles import needles
+from .records import HeadMap, HeadRecord, Look
+from .redundancy import Redundancy, Twin, redundancy
 from .repeats import Repeats
 from .roles import ROLES, Role
+from .scene import Passage, Vocabulary
+from .scores import Evidence, Score
+from .watch import Watch
+from .writes import HeadWrites
 
-__all__ = ["ROLES", "HeadMap", "HeadRecord", "Look", "Repeats", "Role", "RoleScore", "at"]
+__all__ = [
+    "ROLES",
+    "Ablation",
+    "Circuits",
+    "Comparison",
+    "Composition",
+    "Curve",
+    "Evidence",
+    "HeadChange",
+    "HeadImportance",
+    "HeadMap",
+    "HeadRecord",
+    "HeadWrites",
+    "Importance",
+    "Look",
+    "Passage",
+    "Point",
+    "Redundancy",
+    "Repeats",
+    "Role",
+    "Score",
+    "Twin",
+    "Vocabulary",
+    "Watch",
+    "ablate",
+    "annotate",
+    "at",
+    "circuits",
+    "compare",
+    "documents",
+    "importance",
+    "needles",
+    "over",
+    "plot_formation",
+    "plot_importance",
+    "read",
+    "read_curve",
+    "redundancy",
+    "write",
+]

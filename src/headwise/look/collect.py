@@ -1,10 +1,9 @@
-"""From a model and ids to records: two forward passes, each attention call reduced to numbers as it happens."""
+"""From a model and ids to records: a few forward passes, each attention call reduced to numbers as it happens."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from typing import Any, TypeAlias
 
@@ -13,14 +12,19 @@ from torch import Tensor, nn
 
 from ..nn.unwrap import unwrap
 from . import inputs
-from .measure import Measured, Sizes
-from .passes import Progress, Steps, random_copies, read_copies, read_text, resting
+from .finish import records
+from .measure import Sizes
+from .passes import Progress, Reader, Steps, batches, numbered, random_copies, resting
 from .records import Look
 from .repeats import Repeats
-from .roles import find
+from .roles import COPIES, ROLES, TEXT
+from .scene import Passage, usual_distances
 
 LARGE_MAP = 128
 """Most cells a side of the large maps."""
+
+BATCH = 4096
+"""Most tokens of one forward pass over several passages."""
 
 Ids: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]"
 
@@ -38,13 +42,14 @@ def at(
     map_size: int = 32,
     full_maps: bool = True,
     repeats: Repeats | None = REPEATS,
+    readings: Mapping[str, Sequence[Passage]] | None = None,
     progress: Progress | None = None,
 ) -> Look:
     """Look at every attention head of a model while it reads a text.
 
     Two forward passes, without gradients and with dropout off: the text, and random tokens repeated (for
-    duplicate-token and induction). Each attention call is reduced to numbers at once, in O(T) memory; no attention
-    matrix exists at any time. The model is left as it was.
+    duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers at once, in O(T)
+    memory; no attention matrix exists at any time. The model is left as it was.
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, called as ``model(ids)``; or a transformers model, once
@@ -54,8 +59,11 @@ def at(
         delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line end.
         name: of the model, for the table; what the model calls itself by default.
         map_size: most cells a side of the map in each record.
-        full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells a side.
+        full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells a side, and the vectors of the
+            first 64 tokens (`Look.neurons`).
         repeats: how the random tokens are made; None skips that pass.
+        readings: what else the model reads, for the roles that ask for it: ``"sentences"`` that are annotated (see
+            `headwise.look.annotate`), texts with ``"needles"`` in them.
         progress: called as ``progress(done, total)`` after each attention call.
 
     Raises:
@@ -83,37 +91,43 @@ def at(
     inputs.check_fits(row, facts.vocabulary, facts.positions)
     named = inputs.as_tokens(row, tokens)
     inputs.check_options(name, map_size, full_maps, repeats, progress)
-    marks = inputs.delimiter_ids(row, named, delimiters)
+    words = inputs.vocabulary(row, named, delimiters, facts)
+    others = inputs.checked_readings(readings, facts)
     sizes = Sizes(map_size, map_size * max(1, LARGE_MAP // map_size) if full_maps else 0)
-    steps = Steps(progress, passes=1 if repeats is None else 2)
+    reader = Reader(model, facts, words, ROLES, sizes, Steps(progress, passes=1 + (repeats is not None) + len(others)))
     with resting(model):
-        calls = read_text(model, row, facts, marks, sizes, steps)
-        kind = kind_of(calls)
-        if repeats is not None:
-            drawn = random_copies(repeats, facts, marks, ahead=kind == "encoder")
-            calls = read_copies(model, drawn, facts, calls, steps)
+        reader.read([Passage(row)], TEXT)
+        maps, neurons = reader.maps, reader.neurons
+        read_more(reader, repeats, others)
     return Look(
         model=name or inputs.model_name(model),
-        num_layers=len(calls),
-        num_heads=max(len(call.heads) for call in calls),
+        num_layers=len(reader.tallies),
+        num_heads=max(tally.heads for tally in reader.tallies),
         length=len(row),
         tokens=named,
-        heads=tuple(replace(head, roles=find(head, call.uniform)) for call in calls for head in call.heads),
-        kind=kind,
+        heads=records(reader.tallies, ROLES),
+        kind=reader.kind,
         seconds=round(time.perf_counter() - started, 3),
-        version=_version(),
-        maps=tuple(large for call in calls for large in call.maps),
+        version=version(),
+        maps=tuple(maps),
+        neurons=tuple(neurons),
     )
 
 
-def kind_of(calls: Sequence[Measured]) -> str:
-    """What the model is, by where its queries may look."""
-    if any(call.ahead is None for call in calls):
-        return "encoder-decoder"
-    return "encoder" if any(call.ahead for call in calls) else "decoder"
+def read_more(reader: Reader, repeats: Repeats | None, readings: Mapping[str, Sequence[Passage]]) -> None:
+    """What the roles read beside the texts: random tokens repeated, and passages by the kind of reading."""
+    if repeats is not None:
+        drawn = random_copies(repeats, reader.facts, reader.words, ahead=reader.kind == "encoder")
+        if drawn:
+            reader.read(drawn, COPIES)
+    for reads, passages in readings.items():
+        usual = usual_distances(passages)
+        for batch in batches(numbered(passages), BATCH):
+            reader.read(batch, reads, usual)
 
 
-def _version() -> str:
+def version() -> str:
+    """The version of headwise that runs."""
     try:
         return metadata.version("headwise")
     except metadata.PackageNotFoundError:  # run from a source tree that was not installed

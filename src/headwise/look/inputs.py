@@ -7,7 +7,7 @@ Models are read by the names that are common to most: ``config.vocab_size``, ``c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ..nn.probe import AttentionCall
 from ..shapes.kinds import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
 from .repeats import Repeats
+from .scene import MARKS, Passage, Vocabulary, is_punctuation
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
-MARKS = frozenset(".,;:!?\n")
+EXTRA_READINGS = ("sentences", "needles")
 
 
 def check_reads_text(model: object) -> None:
@@ -130,6 +131,24 @@ def check_options(name: object, map_size: object, full_maps: object, repeats: ob
         raise TypeError(f"progress is called as progress(done, total), or None; got {shown(progress)}")
 
 
+def checked_readings(readings: object, facts: IdFacts) -> Mapping[str, Sequence[Passage]]:
+    """What else the model reads; raises TypeError or ValueError."""
+    if readings is None:
+        return {}
+    if not isinstance(readings, Mapping):
+        raise TypeError(f"readings are a dict, kind of reading -> passages; got {shown(readings)}")
+    for reads, passages in readings.items():
+        if reads not in EXTRA_READINGS:
+            raise ValueError(f"readings are by kind: {' and '.join(EXTRA_READINGS)}; got {shown(reads)}")
+        if isinstance(passages, (str, bytes)) or not isinstance(passages, Sequence):
+            raise TypeError(f"readings[{reads!r}] is a list of headwise.look.Passage; got {shown(passages)}")
+        for passage in passages:
+            if not isinstance(passage, Passage):
+                raise TypeError(f"readings[{reads!r}] holds headwise.look.Passage; got {shown(passage)}")
+            check_fits(as_row(list(passage.ids)), facts.vocabulary, facts.positions)
+    return {reads: passages for reads, passages in readings.items() if passages}
+
+
 def text_config(model: nn.Module) -> Any:
     """The model's configuration of its text part, an empty object where it has none."""
     config = getattr(model, "config", None)
@@ -203,11 +222,17 @@ def as_tokens(ids: Sequence[int], tokens: Sequence[str] | None) -> tuple[str, ..
     return tuple(str(token) for token in tokens)
 
 
-def delimiter_ids(ids: Sequence[int], tokens: Sequence[str], chosen: Collection[int] | None) -> frozenset[int]:
-    """The ids that count as delimiters: the caller's, or those whose text is a punctuation mark or a line's end."""
-    if chosen is not None:
-        return frozenset(whole_numbers("delimiters", list(chosen) if isinstance(chosen, Set) else chosen))
-    return frozenset(i for i, token in zip(ids, tokens, strict=True) if token.strip(" ") in MARKS)
+def vocabulary(
+    ids: Sequence[int], tokens: Sequence[str], delimiters: Collection[int] | None, facts: IdFacts
+) -> Vocabulary:
+    """What the ids are: delimiters as the caller says, or those whose text is a punctuation mark or a line's end."""
+    pairs = list(zip(ids, tokens, strict=True))
+    if delimiters is not None:
+        chosen = frozenset(whole_numbers("delimiters", list(delimiters) if isinstance(delimiters, Set) else delimiters))
+    else:
+        chosen = frozenset(i for i, token in pairs if token.strip(" ") in MARKS)
+    special = frozenset(facts.special.values())
+    return Vocabulary(chosen, frozenset(i for i, token in pairs if i not in special and is_punctuation(token)), special)
 
 
 def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:

@@ -1,36 +1,21 @@
-"""One attention call, reduced to numbers as it happens: those of its heads, and those of uniform attention."""
+"""One attention call, reduced to sums as it happens: those of its heads, and those of uniform attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
-from ..ops.statistics.api import RowStatistics, row_statistics
-from .records import HeadMap, HeadRecord
-from .roles import CLARK_KEYS, FEW_KEYS
-
-FAR = 8
-"""How many places before the query, and after it, have a mass of their own."""
-
-OFFSETS = (*range(0, -FAR - 1, -1), *range(1, FAR + 1))
-
-Map = tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A call's numbers: a record a head (without roles), the record of uniform attention, the large maps."""
-
-    heads: tuple[HeadRecord, ...]
-    uniform: HeadRecord
-    maps: tuple[HeadMap, ...]
-    ahead: bool | None  # whether a query may attend what comes after it; None in cross-attention
+from ..ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
+from .measures import FAR, OFFSETS, Got
+from .records import HeadMap
+from .roles import Role
+from .scene import Scene
+from .tally import MOST_SHOWN, LayerTally
 
 
 @dataclass(frozen=True)
@@ -45,12 +30,12 @@ class Sizes:
 class Uniform:
     """What uniform attention would get under a mask: measured once for each mask that holds no tensor.
 
-    One instance serves one text, so features and targets are the same wherever lengths are.
+    One instance serves one batch, so features and targets are the same wherever lengths are.
     """
 
     made: dict[tuple[str, int, int, int], RowStatistics] = field(default_factory=dict)
 
-    def of(self, call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor]) -> RowStatistics:
+    def of(self, call: AttentionCall, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> RowStatistics:
         """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
         mask = None if call.mask is None else call.mask.sized(B, call.query.shape[1]).forbids()
@@ -80,102 +65,102 @@ def looks_ahead(call: AttentionCall) -> bool | None:
     return False
 
 
-def of_call(call: AttentionCall, features: dict[str, Tensor], targets: dict[str, Tensor], pool: int) -> RowStatistics:
-    """The statistics of a call as it was made."""
-    return row_statistics(
-        call.query,
-        call.key,
-        **call.scoring,
-        offsets=OFFSETS,
-        features=features,
-        targets=targets,
-        pool=pool,
-    )
-
-
-def summary(call: AttentionCall, again: int, delimiters: Tensor, sizes: Sizes, uniform: Uniform) -> Measured:
-    """The numbers of one call on the text.
-
-    Args:
-        call: the call, of one text.
-        again: how often its module had been called before.
-        delimiters: (S,) bool, the keys that count as delimiters.
-        sizes: of the maps; a large one of 0 cells makes none.
-        uniform: the statistics of uniform attention.
+def measure(
+    call: AttentionCall, scene: Scene, roles: Sequence[Role], pool: int, uniform: Uniform
+) -> tuple[Tensor | None, Got]:
+    """One pass over the call's rows: the attention's own output where it came along, and what the roles asked for.
 
     Raises:
-        ValueError: a batch of several rows, or numbers that are not finite.
+        ValueError: numbers that are not finite.
     """
-    (B, _, T, _), S = call.query.shape, call.key.shape[2]
-    if B != 1:
-        raise ValueError(
-            f"module {call.module!r} made {B} rows of one text; look reads models that keep a text in one row"
-        )
-    features = {"delimiter": delimiters}
-    targets = {"first": torch.zeros(T, 1, dtype=torch.long, device=call.query.device)}
-    targets["first"][0] = -1
-    statistics = of_call(call, features, targets, max(sizes.small, sizes.large))
-    if not bool(statistics.entropy.isfinite().all()):
+    asks = [role.measure.asks(role.name, scene) for role in roles]
+    features = {name: one for ask in asks for name, one in ask.features.items()}
+    targets = {name: one for ask in asks for name, one in ask.targets.items()}
+    options: StatisticsOptions = {
+        **call.scoring,
+        "offsets": OFFSETS,
+        "features": features,
+        "targets": targets,
+        "pool": pool,
+    }
+    out: Tensor | None = None
+    if call.value is None:
+        rows = row_statistics(call.query, call.key, **options)
+    else:
+        out, rows = attention_statistics(call.query, call.key, call.value, **options)
+        out = out if call.gate is None else out * call.gate.to(out.dtype)
+    if not bool(rows.entropy.isfinite().all()):
         raise ValueError(
             f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
             f"{str(call.query.dtype).removeprefix('torch.')}; load the model in a wider dtype, such as float32"
         )
-    place = partial(HeadRecord, module=call.module, call=again, layer=call.order, queries=T, keys=S)
-    level = uniform.of(call, features, targets)
-    ahead = bool(level.offsets[..., FAR + 1 :].any())
-    heads = records(statistics, pooled(statistics, sizes.small), place, sinks=call.sinks is not None, ahead=ahead)
-    [null] = records(level, pooled(level, 1), place, sinks=False, ahead=ahead)
-    maps = tuple(quantised(m) for m in statistics.pooled[0]) if sizes.large else ()
-    return Measured(tuple(heads), null, maps, looks_ahead(call))
+    return out, Got(call, scene, rows, uniform.of(call, features, targets))
 
 
-def records(
-    statistics: RowStatistics, maps: list[Map], place: Callable[..., HeadRecord], *, sinks: bool, ahead: bool
-) -> list[HeadRecord]:
-    """A record a head of the first row of the batch; `place` makes one from its numbers, `ahead` keeps those ahead."""
-    count = statistics.rows.clamp(min=1)
-    means = {
-        "entropy": statistics.entropy.sum(-1) / count,
-        "largest": statistics.largest.sum(-1) / count,
-        "distance": statistics.distance.sum(-1) / count,
-        "sink": statistics.targets["first"],
-        "delimiter": statistics.features["delimiter"],
-        "self_mass": statistics.offsets[..., 0],
-        "evenness": evenness(statistics, sinks=sinks),
-    }
-    columns = {name: _numbers(values[0]) for name, values in means.items()}
-    offsets = [tuple(_numbers(row)) for row in statistics.offsets[0]]
-    return [
-        place(
-            head=h,
-            **{name: values[h] for name, values in columns.items()},
-            offsets=offsets[h][: FAR + 1],
-            ahead=offsets[h][FAR + 1 :] if ahead else (),
-            duplicate=None,
-            induction=None,
-            roles=(),
-            map=maps[h],
-        )
-        for h in range(len(maps))
-    ]
+def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:
+    """The sums of each role, text by text, with the evidence of the heads that are above its threshold."""
+    heads = tally.heads
+    for role in roles:
+        sums = role.measure.read(role.name, got)
+        if sums is None or not bool(sums.count.any()):
+            continue
+        total, count = (x.expand(-1, heads) for x in (sums.total, sums.count))
+        nulls = [None if x is None else x.expand(-1, heads) for x in (sums.null, sums.against)]
+        for b, passage in enumerate(got.scene.passages):
+            chance = (None if x is None else x[b] for x in nulls)
+            tally.role(role.name).add(passage.text, total[b], count[b], *chance)
+        above = total > role.threshold * count
+        if bool(above.any()):
+            _add_evidence(got, role, above, tally)
+            if sums.detail is not None:
+                for b, h in above.nonzero().tolist():
+                    tally.tell(role.name, h, sums.detail(b, h), int(count[b, h]))
 
 
-def evenness(statistics: RowStatistics, *, sinks: bool) -> Tensor:
-    """(B, H): mean of entropy / ln(number of choices, at most 128) over rows of 8 keys and more, at most 1."""
-    choices = (statistics.keys + int(sinks)).clamp(max=CLARK_KEYS)
-    enough = statistics.keys >= FEW_KEYS
-    ratio = (statistics.entropy / choices.log()).clamp(max=1.0)
-    return torch.where(enough, ratio, 0.0).sum(-1) / enough.sum(-1).clamp(min=1)
+def _add_evidence(got: Got, role: Role, above: Tensor, tally: LayerTally) -> None:
+    """For each text and head, the queries of largest weight among those that show the role."""
+    hits = role.measure.hits(role.name, got)
+    weights = torch.where(hits, got.rows.largest.cpu(), 0.0)
+    best = weights.topk(min(MOST_SHOWN, weights.shape[-1]), dim=-1)
+    values, queries = best.values.tolist(), best.indices.tolist()
+    keys = got.largest_key.gather(2, best.indices).tolist()
+    for b, h in above.nonzero().tolist():
+        text = got.scene.passages[b].text
+        shown = zip(values[b][h], queries[b][h], keys[b][h], strict=True)
+        tally.show(role.name, h, [(-round(w, 4), text, i, j) for w, i, j in shown if w > 0])
 
 
-def pooled(statistics: RowStatistics, size: int) -> list[Map]:
-    """The map of each head at `size` cells a side, pooled from the statistics' own."""
-    large, weight = statistics.pooled[0].double(), statistics.pooled_rows[0, :, :, None].double()
+def add_numbers(got: Got, tally: LayerTally, size: int) -> None:
+    """What every head has: entropy and the like, the masses of offsets, the pooled map."""
+    rows = got.rows
+    T, S = got.scene.queries.shape[1], got.scene.keys.shape[1]
+    ahead = bool((got.uniform.offsets[..., FAR + 1 :] > 0).any())
+    counts = torch.tensor([max(T - abs(k), 0) if not got.scene.cross else T for k in OFFSETS], dtype=torch.float64)
+    able = (got.uniform.offsets > 0).double().cpu() * counts
+    for b in range(len(got.scene.passages)):
+        sums = {
+            "entropy": rows.entropy[b].double().sum(-1),
+            "largest": rows.largest[b].double().sum(-1),
+            "distance": rows.distance[b].double().sum(-1),
+            "rows": rows.rows[b],
+            "offsets": rows.offsets[b].double().cpu() * able[b],
+            "offset rows": able[b, 0],
+            "ahead": float(ahead),
+        }
+        for name, values in sums.items():
+            tally.add({name: values.cpu() if isinstance(values, Tensor) else values})
+        X, Y = min(T, size), min(S, size)
+        cells, weight = pooled(rows, b, size)
+        tally.add({f"map {X} {Y}": cells.cpu(), f"map rows {X} {Y}": weight.cpu()})
+    tally.widest = max(tally.widest, (T, S))
+
+
+def pooled(rows: RowStatistics, b: int, size: int) -> tuple[Tensor, Tensor]:
+    """Of each head, the map at `size` cells a side, as sums over queries (H, X, Y), and their number (H, X, 1)."""
+    large, weight = rows.pooled[b].double(), rows.pooled_rows[b, :, :, None].double()
     _, R, C = large.shape
-    rows, columns = (_bins(n, min(n, size), large.device) for n in (R, C))
-    sums = rows.mT @ (weight * large) @ columns
-    means = sums / (rows.mT @ weight).clamp(min=1)
-    return [tuple(tuple(round(x, 5) for x in row) for row in head) for head in means.tolist()]
+    down, across = (_bins(n, min(n, size), large.device) for n in (R, C))
+    return down.mT @ (weight * large) @ across, down.mT @ weight
 
 
 def quantised(weights: Tensor) -> HeadMap:
@@ -188,7 +173,3 @@ def _bins(n: int, size: int, device: torch.device) -> Tensor:
     """(n, size) one-hot: index i falls into bin i * size // n."""
     bins = torch.arange(n, device=device) * size // max(n, 1)
     return (bins[:, None] == torch.arange(size, device=device)).double()
-
-
-def _numbers(values: Tensor) -> list[float]:
-    return [round(value, 6) for value in values.double().tolist()]

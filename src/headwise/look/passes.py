@@ -1,11 +1,11 @@
-"""The two forward passes of a look: the text, and random tokens repeated."""
+"""The forward passes of a look: passages in, sums of every attention call out."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from ..nn.probe import AttentionCall, probe
 from . import inputs
 from .inputs import IdFacts
-from .measure import Measured, Sizes, Uniform, looks_ahead, of_call, summary
-from .records import HeadRecord
-from .repeats import Repeated, Repeats, as_tensors, draw
+from .measure import Sizes, Uniform, add_numbers, add_roles, looks_ahead, measure, quantised
+from .neurons import Neurons, vectors_of
+from .records import HeadMap
+from .repeats import Repeated, Repeats, draw
+from .roles import TEXT, Role
+from .scene import Passage, Scene, Vocabulary
+from .tally import LayerTally
 
 Progress = Callable[[int, int], object]
 
@@ -58,103 +62,154 @@ def resting(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def read_text(
-    model: nn.Module, row: Sequence[int], facts: IdFacts, marks: Collection[int], sizes: Sizes, steps: Steps
-) -> list[Measured]:
-    """The first pass: every attention call on the text, in order."""
-    tensors = inputs.rows(model, _as_ids(model, [row]), facts)
-    delimiters = {ids.shape[1]: _delimiters(ids[0], marks) for ids in tensors}
-    again: Counter[str] = Counter()
-    uniform = Uniform()
-    measured: list[Measured] = []
+@dataclass
+class Reader:
+    """One model, read passage by passage.
 
-    def each(call: AttentionCall) -> None:
-        inputs.check_heads(model.get_submodule(call.module), call)
-        S = call.key.shape[2]
-        at_keys = delimiters.get(S)
-        if at_keys is None:
-            at_keys = torch.zeros(S, dtype=torch.bool)
-        measured.append(summary(call, again[call.module], at_keys.to(call.query.device), sizes, uniform))
-        again[call.module] += 1
-        steps.step()
+    Attributes:
+        model: in eval mode.
+        facts: what it says of its ids.
+        words: the ids by what they are.
+        roles: what is looked for.
+        sizes: of the maps; a large one of 0 cells makes none.
+        steps: of the progress.
+        tallies: what was summed so far, by attention call.
+        maps: the large maps of the last text.
+        neurons: queries, keys and values of its first tokens, kept with the large maps.
+        ahead: by attention call, whether its queries may look ahead; None in cross-attention.
+    """
 
-    with probe(model, each) as seen:
-        steps.expect(len(seen.expected))
-        try:
-            inputs.run(model, tensors)
-        except Exception as error:
-            if seen.seen == 0:  # not even one call: the fault is none of what was measured
-                inputs.check_reads_nothing_else(model, error)
-            raise
-    return measured
+    model: nn.Module
+    facts: IdFacts
+    words: Vocabulary
+    roles: Sequence[Role]
+    sizes: Sizes
+    steps: Steps
+    tallies: list[LayerTally] = field(default_factory=list)
+    maps: list[HeadMap] = field(default_factory=list)
+    neurons: list[Neurons] = field(default_factory=list)
+    ahead: dict[int, bool | None] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """What the model is, by where its queries may look."""
+        if None in self.ahead.values():
+            return "encoder-decoder"
+        return "encoder" if any(self.ahead.values()) else "decoder"
+
+    def read(self, passages: Sequence[Passage], reads: str, usual: Mapping[str, int] | None = None) -> None:
+        """One forward pass over passages of one length, for the roles that read such."""
+        roles = [role for role in self.roles if role.reads == reads]
+        tensors = inputs.rows(self.model, _as_ids(self.model, [passage.ids for passage in passages]), self.facts)
+        scenes: dict[tuple[int, int, bool | None], Scene] = {}
+        uniform, again = Uniform(), Counter[str]()
+        self.maps, self.neurons = [], []
+
+        def each(call: AttentionCall) -> Tensor | None:
+            inputs.check_heads(self.model.get_submodule(call.module), call)
+            _check_rows(call, len(passages))
+            ahead = looks_ahead(call)
+            shape = (call.query.shape[2], call.key.shape[2], ahead)
+            if shape not in scenes:
+                scenes[shape] = _scene(tensors, shape, self.words, passages, usual or {})
+            pool = max(self.sizes.small, self.sizes.large) if reads == TEXT else 1
+            out, got = measure(call, scenes[shape], roles, pool, uniform)
+            tally = self._tally(call, again[call.module], ahead)
+            again[call.module] += 1
+            add_roles(got, roles, tally)
+            if reads == TEXT:
+                add_numbers(got, tally, self.sizes.small)
+                if self.sizes.large:
+                    self.maps += [quantised(one) for one in got.rows.pooled[0]]
+                    self.neurons.append(vectors_of(call))
+            self.steps.step()
+            return out
+
+        with probe(self.model, each) as seen:
+            self.steps.expect(len(seen.expected))
+            try:
+                inputs.run(self.model, tensors)
+            except Exception as error:
+                if seen.seen == 0:  # not even one call: the fault is none of what was measured
+                    inputs.check_reads_nothing_else(self.model, error)
+                raise
+
+    def _tally(self, call: AttentionCall, again: int, ahead: bool | None) -> LayerTally:
+        """The sums of a call, by its order in the forward."""
+        if call.order == len(self.tallies):
+            part = "cross" if ahead is None else "encoder" if ahead else "decoder"
+            place = {"module": call.module, "call": again, "part": part}
+            self.tallies.append(LayerTally(place, call.query.shape[1]))
+            self.ahead[call.order] = ahead
+        return self.tallies[call.order]
 
 
-def random_copies(repeats: Repeats, facts: IdFacts, marks: Collection[int], *, ahead: bool) -> list[Repeated]:
-    """The sequences of the second pass, begun (and, where the model looks ahead, ended) as the text was."""
+def _check_rows(call: AttentionCall, texts: int) -> None:
+    if call.query.shape[0] != texts:
+        raise ValueError(
+            f"module {call.module!r} made {call.query.shape[0]} rows of {texts} text{'s' * (texts > 1)}; look reads "
+            "models that keep a text in one row"
+        )
+
+
+def _scene(
+    tensors: tuple[Tensor, ...],
+    shape: tuple[int, int, bool | None],
+    words: Vocabulary,
+    passages: Sequence[Passage],
+    usual: Mapping[str, int],
+) -> Scene:
+    """What stands behind a call's queries and keys: told by their number, which differs between encoder and decoder."""
+    T, S, ahead = shape
+    by_length = {ids.shape[1]: (ids.cpu(), place) for place, ids in reversed(list(enumerate(tensors)))}
+    known = T in by_length and S in by_length
+    blank = [torch.full((len(passages), n), -1) for n in (T, S)]
+    queries, moved = by_length[T] if known else (blank[0], 0)
+    keys, before = by_length[S] if known else (blank[1], 0)
+    return Scene(queries, keys, ahead, words, tuple(passages), (moved, before), known, usual)
+
+
+def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead: bool) -> list[Passage]:
+    """Random tokens repeated, begun (and, where the model looks ahead, ended) as the text was."""
     if repeats.vocabulary is not None:
         inputs.check_fits(repeats.vocabulary, facts.vocabulary, None)
-    avoided = {*facts.special.values(), *marks, facts.first}
+    marks = {*facts.special.values(), *words.delimiters}
     every = range(facts.vocabulary or 0) if repeats.vocabulary is None else repeats.vocabulary
-    vocabulary = [i for i in every if repeats.vocabulary is not None or i not in avoided]
+    avoided = {*marks, facts.first} if repeats.vocabulary is None else set()
+    vocabulary = [i for i in every if i not in avoided]
     length = min(repeats.length, facts.positions or repeats.length)
-    after = [facts.last] if ahead and facts.last in {*facts.special.values(), *marks} else []
-    return draw(repeats, vocabulary, length, before=[facts.opener], after=after)
+    after = [facts.last] if ahead and facts.last in marks else []
+    drawn: Iterable[Repeated] = draw(repeats, vocabulary, length, before=[facts.opener], after=after)
+    return [Passage(one.ids, copies=one, text=n) for n, one in enumerate(drawn)]
 
 
-def read_copies(
-    model: nn.Module, drawn: Sequence[Repeated], facts: IdFacts, calls: list[Measured], steps: Steps
-) -> list[Measured]:
-    """The second pass: the calls again, now with duplicate-token and induction; unchanged where nothing was drawn."""
-    if not drawn:
-        return calls
-    tensors = inputs.rows(model, _as_ids(model, [sequence.ids for sequence in drawn]), facts)
-    read = {ids.shape[1]: [replace(s, ids=row) for s, row in zip(drawn, ids.tolist(), strict=True)] for ids in tensors}
-    targets = {(T, ahead): as_tensors(rows, ahead=ahead) for T, rows in read.items() for ahead in (False, True)}
-    uniform = Uniform()
-    measured = list(calls)
+def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
+    """Passages of equal length together, so that nothing is padded; at most `most` tokens at once, or one passage.
 
-    def each(call: AttentionCall) -> None:
-        ahead = looks_ahead(call)
-        copies = None if ahead is None else targets.get((call.query.shape[2], ahead))
-        if copies is not None:
-            measured[call.order] = _with_copies(calls[call.order], call, copies, uniform)
-        steps.step()
-
-    with probe(model, each) as seen:
-        steps.expect(len(seen.expected))
-        inputs.run(model, tensors)
-    return measured
+    Passages wait until their batch is full, at most 256 of them; the order within a batch is that of reading.
+    """
+    waiting: dict[int, list[Passage]] = {}
+    held = 0
+    for passage in passages:
+        same = waiting.setdefault(len(passage.ids), [])
+        same.append(passage)
+        held += 1
+        if (len(same) + 1) * len(passage.ids) > most:
+            held -= len(same)
+            yield waiting.pop(len(passage.ids))
+        elif held >= 256:
+            fullest = max(waiting, key=lambda n: len(waiting[n]) * n)
+            held -= len(waiting[fullest])
+            yield waiting.pop(fullest)
+    yield from waiting.values()
 
 
-def _with_copies(before: Measured, call: AttentionCall, targets: dict[str, Tensor], uniform: Uniform) -> Measured:
-    """The call's records with their scores on copies; None where no row may attend a target (a short window, say)."""
-    null = uniform.of(call, {}, targets)
-    level = {name: _mean(mass) for name, mass in null.targets.items() if bool(mass.any())}
-    heads = of_call(call, {}, {name: targets[name] for name in level}, pool=1)
-    scores = [{name: _mean(mass[:, h]) for name, mass in heads.targets.items()} for h in range(len(before.heads))]
-
-    def filled(head: HeadRecord, score: Callable[[str], float | None]) -> HeadRecord:
-        return replace(head, duplicate=score("duplicate"), induction=score("induction"))
-
-    return replace(
-        before,
-        heads=tuple(filled(head, scores[head.head].get) for head in before.heads),
-        uniform=filled(before.uniform, level.get),
-    )
-
-
-def _mean(mass: Tensor) -> float:
-    return round(float(mass.double().mean()), 6)
-
-
-def _delimiters(ids: Tensor, marks: Collection[int]) -> Tensor:
-    """(S,) bool: which keys are delimiters; the first never is, it is the sink's."""
-    is_mark = torch.isin(ids.cpu(), torch.tensor(sorted(marks), dtype=ids.dtype))
-    is_mark[:1] = False
-    return is_mark
+def numbered(passages: Iterable[Passage]) -> Iterator[Passage]:
+    """The passages, each with its number."""
+    return (replace(passage, text=n) for n, passage in enumerate(passages))
 
 
 def _as_ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
     """(B, T) long on the model's device."""
     weight = next(model.parameters(), None)
-    return torch.tensor(rows, dtype=torch.long, device=None if weight is None else weight.device)
+    return torch.tensor([list(row) for row in rows], dtype=torch.long, device=None if weight is None else weight.device)

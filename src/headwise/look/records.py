@@ -7,100 +7,88 @@ None; ``None`` means "not measured", never "zero".
 from __future__ import annotations
 
 import base64
-import html
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ..extras import missing_extra
 from ..shapes.kinds import MOST, check_counts, check_flags, check_texts, shown
+from . import card, figures, notebook, tables
+from .legacy import upgraded
+from .neurons import Neurons
+from .scores import Score
 
 if TYPE_CHECKING:
     import pandas
     import rich.table
+    from matplotlib.figure import Figure
 
-FORMAT = 1
-"""Version of the dictionary that :meth:`Look.to_dict` writes; :meth:`Look.from_dict` refuses others."""
+FORMAT = 2
+"""Version of the dictionary that :meth:`Look.to_dict` writes; :meth:`Look.from_dict` reads it and those before."""
 
-_NO_ROLE = "-"
-
-
-@dataclass(frozen=True)
-class RoleScore:
-    """A role that a head plays.
-
-    Attributes:
-        name: the role, such as ``"previous-token"`` or ``"induction"``.
-        score: the measured number, between 0 and 1.
-        threshold: the least score that counts, from ``source``.
-        source: where the definition comes from.
-        baseline: the score that uniform attention gets on the same tokens; a role needs twice this much as well.
-    """
-
-    name: str
-    score: float
-    threshold: float
-    source: str
-    baseline: float = 0.0
+NO_ROLE = "-"
 
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """One head: what it did on the text, and on repeated random tokens.
+    """One head: what it did on the texts, and what it scored in each role.
 
     Attributes:
         module: qualified name of the attention module.
         call: how often that module had been called before in the same forward (0 unless layers share it).
         layer: running index of the attention call in the forward, from 0.
         head: index of the query head, from 0.
+        part: ``"encoder"``, ``"decoder"`` or ``"cross"``: by where the queries of the call may look.
         entropy: mean entropy of a row, in nats.
         largest: mean of the largest weight of a row.
         distance: mean distance between a query and the keys it attends, in tokens.
-        sink: mean mass on the first key, over the queries after the first.
-        delimiter: mean mass on delimiter keys (the first key is not counted among them); 0 where none is known.
-        self_mass: mean mass on the query's own position, ``offsets[0]``.
         offsets: mean mass on the key 0, 1, ... k positions back, over the queries that may attend it.
-        duplicate: mean mass on earlier copies of the query's own token; None where it was not measured.
-        induction: mean mass on the tokens that followed those copies; None where it was not measured.
-        roles: the roles it plays, strongest first.
-        map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 where nothing was attended.
-        evenness: mean of entropy / ln(number of keys, at most 128) over rows of 8 keys or more; 1 is uniform.
-        queries: number of queries of the call.
-        keys: number of keys of the call.
         ahead: mean mass on the key 1, 2, ... k positions ahead, as ``offsets``; empty where no query may attend any.
+        scores: by role, what the head scored; a role that was not measured is missing.
+        map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 where nothing was attended.
+        queries: number of queries of the call, of the longest text.
+        keys: number of keys of the call, of the longest text.
+        extras: further numbers by name, such as importance by a criterion; see `Look.with_extras`.
     """
 
     module: str
     call: int
     layer: int
     head: int
+    part: str
     entropy: float
     largest: float
     distance: float
-    sink: float
-    delimiter: float
-    self_mass: float
     offsets: tuple[float, ...]
-    duplicate: float | None
-    induction: float | None
-    roles: tuple[RoleScore, ...]
-    map: tuple[tuple[float, ...], ...]
-    evenness: float = 0.0
+    ahead: tuple[float, ...]
+    scores: Mapping[str, Score]
+    map: tuple[tuple[float, ...], ...] = ()
     queries: int = 0
     keys: int = 0
-    ahead: tuple[float, ...] = ()
+    extras: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> tuple[Score, ...]:
+        """The scores of the roles that the head plays, strongest first: by how far they went beyond the threshold."""
+        played = [score for score in self.scores.values() if score.plays]
+        return tuple(sorted(played, key=lambda score: (-score.strength, score.name)))
 
     @property
     def role(self) -> str:
         """Name of the strongest role, ``"-"`` where the head plays none."""
-        return self.roles[0].name if self.roles else _NO_ROLE
+        return max(self.roles, key=lambda score: score.strength).name if self.roles else NO_ROLE
 
-    def score(self, name: str) -> RoleScore | None:
-        """The score of a role by its name; None where the head does not play it."""
+    def score(self, name: str) -> Score | None:
+        """The score in a role by its name; None where it was not measured."""
         check_texts(name=name)
-        return next((role for role in self.roles if role.name == name), None)
+        return self.scores.get(name)
+
+    def value(self, name: str) -> float | None:
+        """The value of a score; None where it was not measured."""
+        score = self.score(name)
+        return None if score is None else score.value
 
     def mass_at(self, offset: int) -> float | None:
         """Mean mass on the key at an offset from the query, negative before it; None where it was not measured."""
@@ -108,19 +96,24 @@ class HeadRecord:
         masses, k = (self.ahead, offset - 1) if offset > 0 else (self.offsets, -offset)
         return masses[k] if k < len(masses) else None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers."""
+        data = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "scores"}
+        return {**data, "scores": {name: score.to_list() for name, score in self.scores.items()}}
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        """The record that ``dataclasses.asdict`` (or JSON) wrote; ValueError where it is none."""
+        """The record that `to_dict` (or JSON) wrote; ValueError where it is none."""
         if isinstance(data, dict):
-            with suppress(TypeError, KeyError, AttributeError):
+            with suppress(TypeError, KeyError, AttributeError, ValueError):
                 return cls._from_dict(data)
-        raise ValueError(f"a head's record is read from what asdict() or to_dict() wrote; got {shown(data)}")
+        raise ValueError(f"a head's record is read from what to_dict() wrote; got {shown(data)}")
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        values = {field.name: data[field.name] for field in fields(cls) if field.name in data}
-        values["offsets"], values["ahead"] = tuple(data["offsets"]), tuple(data.get("ahead", ()))
-        values["roles"] = tuple(RoleScore(**role) for role in data["roles"])
+        values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
+        values["offsets"], values["ahead"] = tuple(data["offsets"]), tuple(data["ahead"])
+        values["scores"] = {name: Score.from_list(name, row) for name, row in data["scores"].items()}
         values["map"] = tuple(tuple(row) for row in data["map"])
         return cls(**values)
 
@@ -176,13 +169,17 @@ class Look:
         model: name of the model.
         num_layers: number of attention calls in one forward.
         num_heads: number of query heads of a layer (of the widest, where they differ).
-        length: number of tokens of the text.
-        tokens: the tokens as text. They come from the user's text: escape them wherever markup is read.
+        length: number of tokens of the text, or of all texts together.
+        tokens: the tokens as text, of a look at one text; empty for several. They come from the user's text: escape
+            them wherever markup is read.
         heads: one record a head, by layer, then head.
         kind: ``"decoder"``, ``"encoder"`` or ``"encoder-decoder"``.
         seconds: what the look took.
         version: the version of headwise that looked.
         maps: the large maps, parallel to ``heads``; empty where the look kept none.
+        texts: number of texts.
+        neurons: queries, keys and values of the first tokens, a call each; empty where the look kept none.
+        excerpts: tokens of what else was read, by ``"sentences 3"`` and position, around the evidence; may be empty.
     """
 
     model: str
@@ -195,6 +192,9 @@ class Look:
     seconds: float
     version: str
     maps: tuple[HeadMap, ...] = ()
+    texts: int = 1
+    neurons: tuple[Neurons, ...] = ()
+    excerpts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.maps and len(self.maps) != len(self.heads):
@@ -206,21 +206,58 @@ class Look:
     def with_role(self, name: str) -> tuple[HeadRecord, ...]:
         """The heads that play a role, the highest score first."""
         check_texts(name=name)
-        pairs = [(head.score(name), head) for head in self.heads]
-        scored = [(role.score, head) for role, head in pairs if role is not None]
-        return tuple(head for _, head in sorted(scored, key=lambda pair: -pair[0]))
+        pairs = [(head.scores[name].value, head) for head in self.heads if name in head.scores]
+        played = [(value, head) for value, head in pairs if head.scores[name].plays]
+        return tuple(head for _, head in sorted(played, key=lambda pair: -pair[0]))
+
+    def head(self, layer: int, head: int) -> HeadRecord:
+        """The record of one head; IndexError where the model has none of these numbers."""
+        check_counts(layer=layer, head=head)
+        for record in self.heads:
+            if (record.layer, record.head) == (layer, head):
+                return record
+        raise IndexError(f"{tables.title(self)} has no head {layer}.{head}; layers and heads count from 0")
+
+    def with_extras(self, **extras: Sequence[Sequence[float | None]]) -> Look:
+        """The look with further numbers of each head, by name, a list of the heads' numbers for each layer.
+
+        A number of None is left out. The report shows them beside the scores, files have a column for each.
+
+        >>> from headwise.look.records import HeadRecord
+        >>> head = HeadRecord("a", 0, 0, 0, "decoder", 1.0, 0.5, 2.0, (0.1,), (), {})
+        >>> look = Look("m", 1, 1, 8, (), (head,), "decoder", 0.1, "0")
+        >>> look.with_extras(importance=[[0.25]]).heads[0].extras
+        {'importance': 0.25}
+
+        Raises:
+            ValueError: not a number for each head.
+        """
+        for name, layers in extras.items():
+            sizes, wanted = Counter({n: len(row) for n, row in enumerate(layers)}), Counter(h.layer for h in self.heads)
+            if sizes != wanted:
+                raise ValueError(
+                    f"{name} is a list of the heads' numbers for each layer, {self.num_layers} layers of "
+                    f"{self.num_heads}; got {[len(row) for row in layers]}"
+                )
+        heads = []
+        for head in self.heads:
+            found = {name: layers[head.layer][head.head] for name, layers in extras.items()}
+            kept = {name: value for name, value in found.items() if value is not None}
+            heads.append(replace(head, extras={**head.extras, **kept}))
+        return replace(self, heads=tuple(heads))
 
     def to_dict(self, *, maps: bool = True) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers; ``maps`` says whether the large maps come along (base64)."""
+        """Plain dictionaries, lists, strings and numbers; ``maps``: whether large maps and neurons come (base64)."""
         check_flags(maps=maps)
         data: dict[str, Any] = {"format": FORMAT}
-        for field in fields(self):
-            if field.name not in ("heads", "maps", "tokens"):
-                data[field.name] = getattr(self, field.name)
+        for one in fields(self):
+            if one.name not in ("heads", "maps", "neurons", "tokens"):
+                data[one.name] = getattr(self, one.name)
         data["tokens"] = list(self.tokens)
-        data["heads"] = [asdict(head) for head in self.heads]
+        data["heads"] = [head.to_dict() for head in self.heads]
         if maps:
             data["maps"] = [{"rows": m.rows, "columns": m.columns, "data": m.base64()} for m in self.maps]
+            data["neurons"] = [one.to_dict() for one in self.neurons]
         return data
 
     def to_json(self, *, maps: bool = False, indent: int | None = None) -> str:
@@ -234,113 +271,67 @@ class Look:
         """The look that :meth:`to_dict` wrote.
 
         Raises:
-            ValueError: the dictionary is of another format than this version reads.
+            ValueError: the dictionary is of a later format than this version reads, or incomplete.
         """
         number = data.get("format") if isinstance(data, dict) else data
-        if not isinstance(number, int) or number != FORMAT:
+        if not isinstance(number, int) or number not in (1, FORMAT):
             raise ValueError(
-                f"a look is read from format {FORMAT}, got {shown(number)}; write it again with this version"
+                f"a look is read from format 1 to {FORMAT}, got {shown(number)}; write it again with this version"
             )
-        with suppress(TypeError, KeyError, AttributeError):
-            return cls._from_dict(data)
+        with suppress(TypeError, KeyError, AttributeError, ValueError):
+            return cls._from_dict(upgraded(data) if number == 1 else data)
         raise ValueError("a look is read from what to_dict() wrote; a field is missing or of another kind")
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Look:
-        values = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
         values["tokens"] = tuple(data["tokens"])
         values["heads"] = tuple(HeadRecord.from_dict(head) for head in data["heads"])
         values["maps"] = tuple(
             HeadMap(m["rows"], m["columns"], base64.b64decode(m["data"])) for m in data.get("maps", ())
         )
+        excerpts = data.get("excerpts", {})
+        values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
+        values["neurons"] = tuple(Neurons.from_dict(one) for one in data.get("neurons", ()))
         return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row a head, one column a number; places as ``offset_0`` ... ``offset_k`` and ``ahead_1`` ... ``ahead_k``.
+        """One row a head, one column a number: `headwise.look.tables.rows` says which.
 
         Raises:
             MissingExtra: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise missing_extra("to_frame()", "look", error) from None
-        return pandas.DataFrame([_flat(head) for head in self.heads])
+        return tables.frame(self)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of `to_frame` as plain dictionaries."""
+        return tables.rows(self)
+
+    def about(self) -> dict[str, Any]:
+        """What was looked at, without the heads."""
+        names = ("model", "kind", "num_layers", "num_heads", "texts", "length", "version")
+        return {name: getattr(self, name) for name in names}
+
+    def card(self) -> str:
+        """The head card: a page of Markdown, with the best heads of each role and what shows it."""
+        return card.markdown(self)
+
+    def plot_roles(self) -> Figure:
+        """A Matplotlib figure of all heads by role; MissingExtra where Matplotlib is not installed."""
+        return figures.plot_roles(self)
+
+    figure = plot_roles
+
+    def plot_head(self, layer: int, head: int) -> Figure:
+        """A Matplotlib figure of one head: its map, and what it scored."""
+        return figures.plot_head(self, layer, head)
 
     def table(self) -> rich.table.Table:
         """The table of heads for a Rich console."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title=Text(self._title()), header_style="bold")
-        for i, name in enumerate(_COLUMNS):
-            table.add_column(name, justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
-        layer = None
-        for head in self.heads:
-            if layer is not None and head.layer != layer:
-                table.add_section()
-            layer = head.layer
-            style = "" if head.roles else "dim"
-            table.add_row(*(Text(cell) for cell in _cells(head)), style=style)
-        return table
+        return tables.rich_table(self)
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *(_cells(head) for head in self.heads)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS) - 1)]
-        lines = (
-            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
-        )
-        return "\n".join([self._title(), *lines])
+        return tables.text(self)
 
     def _repr_html_(self) -> str:
-        def row(cells: Iterable[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(row(_cells(head), "td") for head in self.heads)
-        return f"<table><caption>{html.escape(self._title())}</caption>{row(_COLUMNS, 'th')}{body}</table>"
-
-    def _title(self) -> str:
-        return f"{self.model}: {self.num_layers} layers x {self.num_heads} heads, {self.kind}, {self.length} tokens"
-
-
-_COLUMNS = (
-    "layer",
-    "head",
-    "entropy",
-    "largest",
-    "distance",
-    "sink",
-    "prev",
-    "self",
-    "next",
-    "delim",
-    "dup",
-    "induct",
-    "role",
-)
-
-
-def _cells(head: HeadRecord) -> Sequence[str]:
-    masses = (
-        head.sink, head.mass_at(-1), head.self_mass, head.mass_at(1), head.delimiter, head.duplicate, head.induction
-    )  # fmt: skip
-    roles = ", ".join(f"{role.name} {role.score:.2f}" for role in head.roles) or _NO_ROLE
-    return (
-        str(head.layer),
-        str(head.head),
-        f"{head.entropy:.2f}",
-        f"{head.largest:.2f}",
-        f"{head.distance:.1f}",
-        *("-" if mass is None else f"{mass:.2f}" for mass in masses),
-        roles,
-    )
-
-
-def _flat(head: HeadRecord) -> dict[str, Any]:
-    several = ("map", "offsets", "ahead")
-    row = {field.name: getattr(head, field.name) for field in fields(head) if field.name not in several}
-    row["roles"] = ", ".join(role.name for role in head.roles)
-    row["role"] = head.role
-    row.update({f"offset_{k}": mass for k, mass in enumerate(head.offsets)})
-    row.update({f"ahead_{k}": mass for k, mass in enumerate(head.ahead, 1)})
-    return row
+        return notebook.markup(self)

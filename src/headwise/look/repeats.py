@@ -31,8 +31,8 @@ class Repeats:
         vocabulary: the ids to draw from; None for all ids of the model but its special ones.
     """
 
-    sequences: int = 8
-    length: int = 160
+    sequences: int = 6
+    length: int = 72
     seed: int = 0
     vocabulary: Sequence[int] | None = None
 

@@ -4,6 +4,7 @@ from .heads import Head
 from .inner import Inner, InnerAttention
 from .latent import LatentAttention, LatentCache
 from .multihead import MultiHeadAttention, from_torch, to_torch
+from .outputs import output_projections
 from .probe import AttentionCall, Probe, probe
 from .rotary import Rotary, rotate
 from .torch_mha import mask_from_torch, mask_to_torch
@@ -26,6 +27,7 @@ __all__ = [
     "from_torch",
     "mask_from_torch",
     "mask_to_torch",
+    "output_projections",
     "probe",
     "rotate",
     "split_over",

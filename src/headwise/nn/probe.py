@@ -1,4 +1,4 @@
-"""See every attention call of a model while it runs, and leave the model as it was."""
+"""See every attention call of a model while it runs, answer in its place, and leave the model as it was."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, singledispatch
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from ..ops.attention import attention
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.scoring import ScoringOptions
+from ..shapes import describe
+from ..shapes.kinds import shown
 from .checks import check_part
 from .inner import Inner
 from .latent import LatentAttention
@@ -57,9 +60,41 @@ class AttentionCall:
         """
         return {"mask": self.mask, "scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
+    def attend(self) -> Tensor:
+        """What the model's own attention gives, (B, H, T, V): dropout and gate included, gradients flow."""
+        return attention(self.query, self.key, self.value, dropout=self.dropout, gate=self.gate, **self.scoring)
+
+    def check_answer(self, answer: object) -> None:
+        """Raise unless `answer` can take the place of what the call gives.
+
+        Raises:
+            TypeError: no tensor.
+            ValueError: another shape, dtype or device.
+        """
+        rule = "what `each` returns takes the place of the attention's output"
+        if not isinstance(answer, Tensor):
+            raise TypeError(
+                f"{rule} of module {self.module!r}: a tensor (B, H, T, V), or None to leave it; got {shown(answer)}"
+            )
+        device = self.query.device
+        shape = (*self.query.shape[:3], *(() if self.value is None else self.value.shape[3:]))
+        dtypes = {self.query.dtype}
+        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+            dtypes.add(torch.get_autocast_dtype(device.type))
+        fits = answer.ndim == 4 and answer.shape[: len(shape)] == shape
+        if not fits or answer.dtype not in dtypes or answer.device != device:
+            raise ValueError(
+                f"{rule} of module {self.module!r}: (B, H, T, V) = {shape}, {self.query.dtype} on {device}, as "
+                f"call.attend() gives it; got {describe(answer)} on {answer.device}"
+            )
+
     def __repr__(self) -> str:
         shapes = f"query={tuple(self.query.shape)}, key={tuple(self.key.shape)}"
         return f"AttentionCall({self.module!r}, order={self.order}, {shapes}, mask={self.mask})"
+
+
+Each: TypeAlias = Callable[[AttentionCall], Tensor | None]
+"""What a probe hands its calls to: it may return what the call is to give instead."""
 
 
 @dataclass(eq=False)
@@ -71,20 +106,26 @@ class Probe:
     """
 
     expected: tuple[str, ...]
-    each: Callable[[AttentionCall], None] | None = None
+    each: Each | None = None
     calls: list[AttentionCall] = field(default_factory=list)
     seen: int = 0
     called: set[str] = field(default_factory=set)
 
-    def record(self, module: str, **fields: Any) -> None:
-        """Take one call of `module`; `fields` are those of `AttentionCall` after ``order``."""
+    def record(self, module: str, **fields: Any) -> Tensor | None:
+        """Take one call of `module`; `fields` are those of `AttentionCall` after ``order``.
+
+        Returns what the call is to give, where `each` says so; None leaves it to the model's own attention.
+        """
         call = AttentionCall(module, self.seen, **fields)
         self.seen += 1
         self.called.add(module)
         if self.each is None:
             self.calls.append(call)
-        else:
-            self.each(call)
+            return None
+        answer = self.each(call)
+        if answer is not None:
+            call.check_answer(answer)
+        return answer
 
     def check_complete(self) -> None:
         """Raise RuntimeError naming the expected modules that were never called."""
@@ -104,7 +145,7 @@ def _listed(names: list[str], most: int = 5) -> str:
 
 @singledispatch
 @contextmanager
-def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None) -> Iterator[Probe]:
+def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     """Watch every attention call of `model` while the with block runs.
 
     This implementation sees each `headwise.MultiHeadAttention` and `headwise.LatentAttention` inside any module; other
@@ -113,13 +154,20 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
 
     Args:
         model: The module to watch. Around a model of another kind, wrappers are seen through (`headwise.nn.unwrap`).
-        each: Called at once with every `AttentionCall`; the calls are then not kept.
+        each: Called at once with every `AttentionCall`; the calls are then not kept. If it returns a tensor
+            (B, H, T, V) in the query's dtype, that takes the place of what the attention would give, which is then not
+            computed: it stands for all of ``inner(query, key, value, mask=mask, gate=gate)``, so the call's gate and
+            dropout are its own affair; ``call.attend()`` has them. Gradients flow through it. None changes nothing.
+            Of several open probes each sees every call, in the order in which they were opened, as the model made
+            it; where more than one answers, the last opened has its way.
 
     Yields:
         The `Probe`, whose ``calls`` fill up as the model runs.
 
     Raises:
-        TypeError: `model` has no attention module that headwise knows, or one whose inner part cannot be described.
+        TypeError: `model` has no attention module that headwise knows, or one whose inner part cannot be described; or
+            `each` returned something other than a tensor or None.
+        ValueError: `each` returned a tensor of another shape, dtype or device than the attention's output.
         RuntimeError: an attention module of the model was never called, or one was called with a cache, which attends
             by itself and shows no tensors.
 
@@ -130,6 +178,9 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
         ...     out = mha(torch.randn(2, 5, 12))
         >>> seen.calls[0].query.shape
         torch.Size([2, 3, 5, 4])
+        >>> without_the_first = torch.tensor([0.0, 1.0, 1.0]).view(3, 1, 1)
+        >>> with headwise.nn.probe(mha, lambda call: call.attend() * without_the_first):
+        ...     out = mha(torch.randn(2, 5, 12))
     """
     check_part("each", each, "called with every AttentionCall")
     inside = unwrap(model)
@@ -150,8 +201,11 @@ def probe(model: nn.Module, each: Callable[[AttentionCall], None] | None = None)
             hook = mha.register_forward_pre_hook(partial(_before_module, running, name), with_kwargs=True)
             undo.callback(hook.remove)
         for inner in {id(mha.inner): mha.inner for mha in modules.values()}.values():
-            hook = inner.register_forward_pre_hook(partial(_before_inner, running, seen), with_kwargs=True)
-            undo.callback(hook.remove)
+            answers: list[Tensor | None] = []
+            watch = partial(_before_inner, running, seen, answers)
+            undo.callback(inner.register_forward_pre_hook(watch, with_kwargs=True).remove)
+            if each is not None:
+                undo.enter_context(_answering(inner, answers))
         yield seen
     seen.check_complete()
 
@@ -204,9 +258,36 @@ def _before_module(running: list[str], name: str, mha: nn.Module, args: object, 
 
 
 def _before_inner(
-    running: list[str], seen: Probe, inner: nn.Module, args: tuple[Tensor, ...], keywords: dict[str, Any]
+    running: list[str],
+    seen: Probe,
+    answers: list[Tensor | None],
+    inner: nn.Module,
+    args: tuple[Tensor, ...],
+    keywords: dict[str, Any],
 ) -> None:
     query, key, value = args
     options = {option: what for option, what in _options(running[0], inner).items() if option != "backend"}
     mask = None if keywords.get("mask") is None else as_mask(keywords["mask"])
-    seen.record(running[0], query=query, key=key, value=value, mask=mask, gate=keywords.get("gate"), **options)
+    answer = seen.record(running[0], query=query, key=key, value=value, mask=mask, gate=keywords.get("gate"), **options)
+    answers[:] = [answer]
+
+
+@contextmanager
+def _answering(inner: nn.Module, answers: list[Tensor | None]) -> Iterator[None]:
+    """For a while, an inner part gives what is in `answers` instead of computing.
+
+    A hook before it cannot keep a module from running, so its ``forward`` is covered. The cover of the probe that was
+    opened last lies on top.
+    """
+    own, own_cover = inner.forward, {name: cover for name, cover in vars(inner).items() if name == "forward"}
+
+    def forward(*args: Any, **keywords: Any) -> Any:
+        answer = answers.pop() if answers else None
+        return own(*args, **keywords) if answer is None else answer
+
+    vars(inner)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(inner)["forward"]
+        vars(inner).update(own_cover)

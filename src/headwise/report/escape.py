@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from headwise.disk import visible
+
+__all__ = ["cut", "json_for_html", "visible"]
+
 _HTML_UNSAFE = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
@@ -24,19 +28,6 @@ def json_for_html(value: Any) -> str:
     return text.translate(_HTML_UNSAFE)
 
 
-def visible(text: str, *, limit: int = 200) -> str:
-    r"""The text with nothing in it that acts: what a terminal or a title bar may print.
-
-    Controls (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates, spaces other than
-    the plain one and all else that Python calls not printable become a visible ``\x1b``; a text longer than ``limit``
-    is cut, and says so.
-
-    >>> print(visible("\x1b[2Jmodel\u202e"))
-    \x1b[2Jmodel\u202e
-    """
-    shown = "".join(c if c.isprintable() else _escape(c) for c in text[:limit])
-    return shown if len(text) <= limit else f"{shown}... ({len(text):,} characters)"
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+def cut(text: str, limit: int = 200) -> str:
+    """The text, or its beginning and an ellipsis: a hostile name must not fill the page."""
+    return text if len(text) <= limit else text[:limit] + "\u2026"

@@ -14,7 +14,13 @@ from .escape import json_for_html, visible
 if TYPE_CHECKING:
     from headwise.look.records import Look
 
-_SCRIPTS = ("data.js", "text.js", "heat.js", "grid.js", "chart.js", "map.js", "tokens.js", "table.js", "main.js")
+_SCRIPTS = tuple(
+    f"{name}.js"
+    for name in (
+        *("data", "text", "heat", "vectors", "overview", "filter", "chart", "map", "arcs", "sum", "evidence"),
+        *("tokens", "table", "keys", "main"),
+    )
+)
 """In order: each uses only what stands before it."""
 
 

@@ -2,7 +2,8 @@
 
 headwise holds its own kernels to what is in this file: `make_qkv` and `strided` make inputs, plain and awkward;
 `oracle` (float64, reads only what a row may attend) and `naive` (PyTorch written out, in the inputs' dtype) answer;
-`assert_close_like_torch` and `assert_same_bits` compare; `poison` and `largest_tensor` are traps.
+`assert_close_like_torch` and `assert_same_bits` compare; `poison` and `largest_tensor` are traps. For those who measure
+heads, `headwise.testing.constructed` builds models of which it is known what each head does.
 
 >>> from headwise.testing import assert_close_like_torch, make_qkv, naive, oracle
 >>> q, k, v = make_qkv(2, 3, 3, 5, 7, 11, 13)

@@ -2,25 +2,25 @@
 
 function buildStatistics() {
   const select = byId("statistic");
-  for (const statistic of look.statistics) {
-    if (heads.some((head) => head[statistic.key] !== null)) select.append(el("option", { value: statistic.key }, statistic.label));
-  }
+  look.statistics.forEach((statistic, i) => {
+    if (heads.some((head) => head.values[i] !== null)) select.append(el("option", { value: i }, plainText(statistic.label, 40)));
+  });
   select.value = state.statistic;
   select.addEventListener("change", () => {
-    state.statistic = select.value;
+    state.statistic = Number(select.value);
     drawChart();
   });
 }
 
 function drawChart() {
   const place = byId("chart");
-  const statistic = look.statistics.find((s) => s.key === state.statistic);
-  byId("meaning").textContent = statistic.meaning;
+  const statistic = look.statistics[state.statistic];
+  byId("meaning").textContent = plainText(statistic.meaning, 300);
   const width = Math.max(place.clientWidth, 260);
   const [height, left, bottom] = [190, 42, 34];
   const layers = [...new Set(heads.map((head) => head.layer))];
   const x = d3.scaleBand(layers, [left, width - 6]).paddingInner(0.12);
-  const values = heads.map((head) => head[statistic.key]).filter((value) => value !== null);
+  const values = heads.map((head) => head.values[state.statistic]).filter((value) => value !== null);
   const highest = Math.max(0, ...values);
   const y = d3.scaleLinear([0, highest || 1], [height - bottom, 10]).nice(4);
   const svg = drawing(width, height).attr("aria-hidden", "true");
@@ -31,18 +31,36 @@ function drawChart() {
   const most = Math.max(1, ...heads.map((head) => head.head + 1));
   const radius = Math.max(2.5, Math.min(5, x.bandwidth() / most / 1.6));
   for (const head of heads) {
-    if (head[statistic.key] === null) continue;
-    const dot = svg.append("circle").attr("r", radius).attr("cy", y(head[statistic.key]));
+    if (head.values[state.statistic] === null) continue;
+    const dot = svg.append("circle").attr("r", radius).attr("cy", y(head.values[state.statistic]));
     dot.attr("cx", x(head.layer) + ((head.head + 0.5) / most) * x.bandwidth());
     dot.classed("dot", true).classed("off", !matches(head)).classed("now", head.index === state.head);
-    dot.style("--role", roleColour(head.roles[0]?.[0])).on("click", () => selectHead(head.index));
-    dot.append("title").text(`${head.name}: ${number(head[statistic.key], statistic.digits)} ${rolesText(head)}`);
+    dot.style("--role", roleColour(head.roles[0]?.role)).attr("data-head", head.index);
   }
+  svg.on("click", (event) => event.target.dataset.head && selectHead(Number(event.target.dataset.head)));
+  svg.on("pointerover", (event) => nameDot(event.target, statistic));
   place.replaceChildren(svg.node());
+}
+
+// Its name is made when it is wanted: there may be thousands.
+function nameDot(node, statistic) {
+  if (!node.dataset.head || node.firstChild) return;
+  const head = heads[Number(node.dataset.head)];
+  d3.select(node).append("title").text(`${head.name}: ${number(head.values[state.statistic], statistic.digits)} ${plainText(rolesText(head), 200)}`);
+}
+
+function filterDots() {
+  for (const dot of byId("chart").querySelectorAll(".dot")) dot.classList.toggle("off", !matches(heads[Number(dot.dataset.head)]));
+}
+
+function markDot(head) {
+  byId("chart").querySelector(".dot.now")?.classList.remove("now");
+  byId("chart").querySelector(`.dot[data-head="${head.index}"]`)?.classList.add("now");
 }
 
 function drawOffsets(head) {
   const place = byId("offsets");
+  if (!head.offsets.length) return place.replaceChildren(el("p", { className: "hint" }, "Not in this report: there are too many heads."));
   byId("offsets-of").textContent = `head ${head.name}: mean over the queries`;
   const width = Math.max(place.clientWidth, 200);
   const [height, left, bottom] = [190, 42, 34];

@@ -4,17 +4,58 @@
 // values that only CSS attr() reads, and in no other way.
 
 const look = JSON.parse(document.getElementById("look").textContent);
+look.statistics = look.numbers.statistics;
+look.roles = look.numbers.roles;
+const FIRST_SCORE = look.numbers.own;
 
-const heads = look.heads.layer.map((layer, index) => {
-  const head = { index, name: `${layer}.${look.heads.head[index]}` };
-  for (const key of Object.keys(look.heads)) head[key] = look.heads[key][index];
-  head.rows = look.maps.rows[index];
-  head.columns = look.maps.columns[index];
-  return head;
-});
+const heads = []; // filled once the numbers are unpacked
+
+async function inflate(base64) {
+  const packed = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+// One object a head. `values` run parallel to look.statistics; `roles` holds those it plays, strongest first.
+async function loadNumbers() {
+  const numbers = JSON.parse(new TextDecoder().decode(await inflate(look.numbers.data)));
+  look.heads.place.forEach((place, index) => {
+    const at = look.places[place];
+    const head = { index, ...at, head: look.heads.head[index], name: `${at.layer}.${look.heads.head[index]}` };
+    head.rows = look.maps.rows[index];
+    head.columns = look.maps.columns[index];
+    head.values = numbers.values.map((column) => column[index]);
+    head.offsets = numbers.offsets[index];
+    head.ahead = numbers.ahead[index];
+    head.roles = numbers.roles[index].map((role, n) => ({
+      ...scoreOf(numbers, role, index),
+      evidence: numbers.evidence[index][n],
+      detail: numbers.details[index][n],
+    }));
+    head.scores = look.roles.map((_, role) => scoreOf(numbers, role, index)).filter((score) => score.value !== null);
+    heads.push(head);
+  });
+}
+
+function scoreOf(numbers, role, index) {
+  const value = numbers.values[FIRST_SCORE + role][index];
+  const [chance, low, high, count] = ["nulls", "lows", "highs", "counts"].map((name) => numbers[name][role][index]);
+  return { role, value, chance, low, high, count, threshold: look.roles[role].threshold };
+}
 
 // What is chosen now; whoever shows it listens.
-const state = { head: 0, query: 0, roles: new Set(), shade: "root", statistic: "entropy" };
+const state = {
+  head: 0,
+  query: 0, // a row of the open map
+  key: null, // a column of it; null stands for the strongest
+  roles: new Set(),
+  search: "",
+  show: "role",
+  order: "head",
+  pane: "map",
+  shade: "root",
+  statistic: 0,
+};
 const listeners = {};
 
 function on(event, listener) {
@@ -40,8 +81,10 @@ function el(tag, properties = {}, ...children) {
   return node;
 }
 
+// So many digits after the point; null stands for three digits in all.
 function number(value, digits) {
-  return value === null || value === undefined ? "\u2013" : value.toFixed(digits);
+  if (value === null || value === undefined) return "\u2013";
+  return digits === null ? String(Number(value.toPrecision(3))) : value.toFixed(digits).replace(/^-(?=0(\.0*)?$)/, "");
 }
 
 function plural(count, word) {
@@ -50,28 +93,35 @@ function plural(count, word) {
 
 // One colour a role, from Okabe and Ito's palette for all kinds of colour vision; the name always stands beside it.
 function roleColour(role) {
-  return role === undefined ? "var(--none)" : `var(--role-${look.roles[role].colour})`;
+  return role === undefined || role === null ? "var(--none)" : `var(--role-${look.roles[role].colour})`;
+}
+
+// What is written upon that colour.
+function roleInk(role) {
+  return role === undefined || role === null ? "var(--ink)" : `var(--on-${look.roles[role].colour})`;
 }
 
 function rolesText(head) {
-  return head.roles.map(([role, score]) => `${look.roles[role].name} ${number(score, 2)}`).join(", ");
+  return head.roles.map(({ role, value }) => `${look.roles[role].label} ${number(value, 2)}`).join(", ");
 }
 
 // Roles are joined by "or"; the number of roles stands for "no role".
 function matches(head) {
   if (!state.roles.size) return true;
   if (!head.roles.length) return state.roles.has(look.roles.length);
-  return head.roles.some(([role]) => state.roles.has(role));
+  return head.roles.some(({ role }) => state.roles.has(role));
 }
 
 function selectHead(index) {
   if (index < 0 || index >= heads.length) return;
   state.head = index;
   state.query = Math.min(state.query, heads[index].rows - 1);
+  state.key = null;
   emit("head", heads[index]);
 }
 
-function selectQuery(query) {
+function selectQuery(query, key = null) {
   state.query = query;
+  state.key = key;
   emit("query", query);
 }

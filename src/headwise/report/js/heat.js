@@ -4,12 +4,6 @@ const LEVELS = look.maps.levels;
 let codes = null; // Uint8Array: all maps, one after the other
 const starts = [];
 
-async function inflate(base64) {
-  const packed = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
-
 async function loadMaps() {
   codes = await inflate(look.maps.data);
   let start = 0;
@@ -98,8 +92,7 @@ function drawing(width, height) {
   return d3.select(node).attr("width", width).attr("height", height);
 }
 
-function legend(node) {
-  const width = 150;
+function ramp() {
   const canvas = el("canvas", { width: 256, height: 1 });
   const image = canvas.getContext("2d").createImageData(256, 1);
   for (let i = 0; i < 256; i++) {
@@ -107,6 +100,11 @@ function legend(node) {
     image.data[4 * i + 3] = 255;
   }
   canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
+}
+
+function legend(node) {
+  const width = 150;
   const root = state.shade === "root";
   const place = d3.scaleLinear([0, 1], [0, width]);
   const ticks = root ? [0, 0.05, 0.25, 0.5, 1] : [0, 0.25, 0.5, 0.75, 1];
@@ -114,5 +112,5 @@ function legend(node) {
   axis.tickFormat((_, i) => String(ticks[i])).tickSize(4).tickPadding(2);
   const svg = drawing(width + 20, 20);
   svg.append("g").attr("transform", "translate(10,0)").call(axis);
-  node.replaceChildren(el("span", {}, state.shade === "row" ? "share" : "weight"), el("div", {}, canvas, svg.node()));
+  node.replaceChildren(el("span", {}, state.shade === "row" ? "share" : "weight"), el("div", {}, ramp(), svg.node()));
 }

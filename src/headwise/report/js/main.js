@@ -4,50 +4,45 @@ function fillHeader() {
   document.title = `${plainText(look.model, 80)} \u00b7 headwise`;
   appendText(byId("model"), look.model);
   const shape = `${plural(look.layers, "layer")} \u00d7 ${plural(look.width, "head")}`;
-  const facts = [shape, plainText(look.kind, 40), plural(look.length, "token"), `looked at in ${number(look.seconds, 1)} s`, `headwise ${plainText(look.version, 40)}`];
+  const facts = [shape, plainText(look.kind, 40), `${look.texts > 1 ? `${plural(look.texts, "text")}, ` : ""}${plural(look.length, "token")}`, `looked at in ${number(look.seconds, 1)} s`, `headwise ${plainText(look.version, 40)}`];
+  if (!look.cells.length) byId("what").textContent = "What each attention head of this model does while it reads.";
   byId("facts").replaceChildren(...facts.map((fact) => el("span", {}, fact)));
 }
 
 function fillAbout() {
-  for (const s of look.statistics) byId("definitions").append(el("dt", {}, s.label), el("dd", {}, s.meaning));
+  for (const s of look.statistics) if (s.role === null) byId("definitions").append(el("dt", {}, s.label), el("dd", {}, s.meaning));
   look.roles.forEach((role, i) => {
-    const term = el("dt", {}, el("i"), plainText(role.name, 60));
+    const term = el("dt", {}, el("i", {}, role.letter), plainText(role.label, 60));
     term.style.setProperty("--role", roleColour(i));
-    const parts = [role.formula, role.source].filter(Boolean).map((part) => plainText(part, 500));
-    byId("sources").append(term, ...parts.map((part) => el("dd", {}, part)));
+    term.style.setProperty("--on", roleInk(i));
+    const parts = [role.formula, role.source, role.control && `chance: ${role.control}`].filter(Boolean).map((part) => plainText(part, 500));
+    byId(role.played ? "sources" : "other-sources").append(term, ...parts.map((part) => el("dd", {}, part)));
   });
+  byId("unplayed").hidden = look.roles.every((role) => role.played);
   const pooled = look.cells.some((cell) => cell.count > 1);
   byId("precision").textContent =
     `Weights in the maps are kept in ${LEVELS} steps of their square root: 0.5 means 0.5 \u00b1 ${number(errorAt(0.5), 3)}. ` +
     "The numbers come from the full weights. Bare cells could not be attended. " +
+    (look.numbers.complete ? "" : "There are many heads: null, interval, count and evidence are here for roles that are played, or not at all. ") +
     (pooled ? `The text is long: each of the ${look.cells.length} cells stands for several tokens, summed over keys, averaged over queries.` : "");
-}
-
-// One role of the open head, spelt out: score against threshold, definition, source.
-function played([role, score, threshold, baseline]) {
-  const { name, formula, source } = look.roles[role];
-  const item = el("li", {}, el("i"), el("b", {}, plainText(name, 60)), ` ${number(score, 3)} (threshold ${number(threshold, 2)}, uniform attention ${number(baseline, 2)}) `);
-  item.append([formula, source].filter(Boolean).map((part) => plainText(part, 500)).join(" \u2014 "));
-  item.style.setProperty("--role", roleColour(role));
-  return item;
 }
 
 function showHead(head) {
   byId("head-title").textContent = `Layer ${head.layer}, head ${head.head}`;
-  byId("module").textContent = plainText(head.module, 80) + (head.call ? ` (call ${head.call})` : "");
-  const numbers = look.statistics.filter((s) => head[s.key] !== null);
+  const parts = new Set(heads.map((h) => h.part)).size > 1 ? ` \u00b7 ${plainText(head.part, 30)}` : "";
+  byId("module").textContent = plainText(head.module, 80) + (head.call ? ` (call ${head.call})` : "") + parts;
+  const own = look.statistics.map((s, i) => ({ ...s, value: head.values[i] })).filter((s) => s.role === null && s.value !== null);
   byId("numbers").replaceChildren(
-    ...numbers.map((s) => el("div", { title: s.meaning }, el("dt", {}, s.label), el("dd", {}, number(head[s.key], s.digits)))),
+    ...own.map((s) => el("div", { title: plainText(s.meaning, 300) }, el("dt", {}, plainText(s.label, 30)), el("dd", {}, number(s.value, s.digits)))),
   );
-  const none = el("li", {}, "Plays none of the roles looked for.");
-  byId("played").replaceChildren(...(head.roles.length ? head.roles.map(played) : [none]));
+  byId("badges").replaceChildren(...(head.roles.length ? badges(head) : [el("span", { className: "hint" }, "plays none of the roles looked for")]));
   byId("previous").disabled = head.index === 0;
   byId("next").disabled = head.index === heads.length - 1;
   markTile(head);
-  for (const row of byId("table").tBodies[0].rows) row.classList.toggle("now", Number(row.dataset.head) === head.index);
+  markRow(head);
+  markDot(head);
   state.query = tellingQuery(head);
-  drawChart();
-  drawLarge(head);
+  drawPane(head);
   drawOffsets(head);
   tint(state.query);
 }
@@ -57,18 +52,24 @@ function listen() {
   on("filter", () => {
     filterGrid();
     fillTable();
-    drawChart();
+    filterDots();
   });
   on("query", (query) => {
-    pointAt(query, null);
+    const head = heads[state.head];
+    if (state.pane === "map") pointAt(query, state.key);
+    else if (state.pane === "arcs") {
+      const source = tokenWeights(head);
+      if (source && head.rows === source.queries) showSentence(query, source);
+      drawArcs(head);
+    } else if (state.pane === "sum") drawSum(head);
     tint(query);
   });
   on("preview", (query) => tint(query ?? state.query));
-  byId("previous").addEventListener("click", () => selectHead(state.head - 1));
-  byId("next").addEventListener("click", () => selectHead(state.head + 1));
+  byId("previous").addEventListener("click", () => stepHead(-1));
+  byId("next").addEventListener("click", () => stepHead(1));
   byId("shade").addEventListener("change", (event) => {
     state.shade = event.target.value;
-    legend(byId("legend"));
+    heads.forEach((head, i) => tiles[i].canvas?.dataset.shade && drawTile(head));
     drawGrid();
     drawLarge(heads[state.head]);
   });
@@ -77,7 +78,7 @@ function listen() {
     if (window.innerWidth === width) return; // a phone's bars come and go
     width = window.innerWidth;
     drawChart();
-    drawLarge(heads[state.head]);
+    drawPane(heads[state.head]);
     drawOffsets(heads[state.head]);
   });
 }
@@ -85,8 +86,8 @@ function listen() {
 // The head that is open at first: the best-known role of any head, at its strongest.
 function firstHead() {
   for (const name of ["induction", "previous-token", "next-token"]) {
-    const role = look.roles.findIndex((r) => r.name === name);
-    const score = (head) => head.roles.find(([r]) => r === role)?.[1] ?? 0;
+    const role = look.roles.findIndex((r) => r.label === name);
+    const score = (head) => head.roles.find((r) => r.role === role)?.value ?? 0;
     const best = role < 0 ? null : heads.reduce((a, b) => (score(b) > score(a) ? b : a));
     if (best && score(best)) return best.index;
   }
@@ -100,21 +101,32 @@ function say(message) {
 
 async function main() {
   fillHeader();
-  if (!heads.length) return say("This look holds no heads.");
+  if (!look.heads.head.length) return say("This look holds no heads.");
   if (!globalThis.DecompressionStream) return say("This browser is too old to unpack the maps: open the report in one of 2023 or later.");
+  if (!CSS.supports("color", "light-dark(red, red)")) say("This browser is too old for the colours of this report: open it in one of 2024 or later.");
+  await loadNumbers();
   await loadMaps();
+  await loadVectors();
   fillAbout();
   buildRoles();
   buildGrid();
+  buildControls();
   buildStatistics();
   buildTokens();
+  buildSearch();
   buildTable();
   buildMap();
-  for (const id of ["overview", "detail", "running", "charts", "all", "about"]) byId(id).hidden = false;
-  legend(byId("legend"));
+  buildArcs();
+  buildSum();
+  buildPanes();
+  buildKeys();
+  for (const id of ["overview", "detail", "running", "charts", "all", "about", "controls"]) byId(id).hidden = false;
+  byId("running").hidden = !look.cells.length;
   drawGrid();
   listen();
+  drawChart();
   emit("filter");
+  choosePane("map");
   selectHead(firstHead());
   document.documentElement.dataset.ready = "true";
 }

@@ -10,11 +10,11 @@ function buildMap() {
     const cell = cellUnder(event);
     if (cell) pointAt(...cell);
   });
-  view.addEventListener("pointerleave", () => pointAt(state.query, null));
+  view.addEventListener("pointerleave", () => pointAt(state.query, state.key));
   view.addEventListener("click", (event) => {
     const cell = cellUnder(event);
     if (!cell) return;
-    selectQuery(cell[0]);
+    selectQuery(...cell);
     pointAt(...cell); // a finger does not hover
   });
   view.addEventListener("keydown", moveInMap);
@@ -55,7 +55,7 @@ function drawLarge(head) {
   const view = byId("map");
   setMargins(head);
   const room = Math.max(view.clientWidth - MARGIN.left - 4, 120);
-  const fit = Math.min(room / head.columns, Math.max(window.innerHeight * 0.78, 320) / head.rows, 26);
+  const fit = Math.min(room / head.columns, Math.max(window.innerHeight * 0.68, 320) / head.rows, 26);
   const cell = (large.cell = large.zoom || Math.max(fit, 2));
   const [width, height] = [cell * head.columns, cell * head.rows];
   large.canvas = el("canvas", { className: "cells" });
@@ -68,7 +68,7 @@ function drawLarge(head) {
   const plot = el("div", { className: "plot" }, large.canvas, cross.node());
   const grid = el("div", { className: "map-grid" }, cornerOf(), keyAxis(head, width, cell), queryAxis(head, height, cell), plot);
   view.replaceChildren(grid);
-  pointAt(Math.min(state.query, head.rows - 1), null);
+  if (head.rows) pointAt(Math.min(state.query, head.rows - 1), state.key);
 }
 
 function cornerOf() {
@@ -153,7 +153,7 @@ function moveInMap(event) {
     End: [row, head.columns - 1],
   };
   if (event.key === "Enter") {
-    selectQuery(row);
+    selectQuery(row, column);
     pointAt(row, column);
   }
   const move = moves[event.key];

@@ -38,11 +38,33 @@ function appendText(node, text) {
   flush();
 }
 
+// The text of a token by its place, or null where the page does not hold it.
+function tokenText(place) {
+  const cell = look.cells[place];
+  if (look.cells.length === look.length) return cell ? cell.text : null;
+  return single.get(place) ?? null;
+}
+
+const single = new Map(look.tokens); // tokens of a pooled text that stand alone, by place
+
+// The same on an axis of so many places: the text itself, or the text behind a start token, as a decoder reads what its
+// encoder reads.
+function axisText(place, total) {
+  if ((total || look.length) === look.length) return tokenText(place);
+  if (look.kind !== "encoder-decoder" || total !== look.length - 1) return null;
+  return place ? tokenText(place - 1) : "(start)";
+}
+
+function axisName(place, total, limit = 24) {
+  const text = axisText(place, total);
+  return text === null ? `#${place}` : plainText(text, limit);
+}
+
 // Which tokens a cell of an axis stands for. An axis that does not run over the text has positions only.
 function cellOf(index, size, total) {
   if (size === look.cells.length && (total || look.length) === look.length) return look.cells[index];
   const start = Math.ceil((index * total) / size);
-  return { start, count: Math.ceil(((index + 1) * total) / size) - start, text: null };
+  return { start, count: Math.ceil(((index + 1) * total) / size) - start, text: size === total ? axisText(index, total) : null };
 }
 
 function cellLabel(index, size, total, limit) {

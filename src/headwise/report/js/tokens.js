@@ -41,7 +41,7 @@ function moveInText(event) {
 // Does this head run over the shown text on both axes? (Cross-attention does not.)
 function overText(head) {
   const size = look.cells.length;
-  return head.rows === size && head.columns === size && size > 0;
+  return head.rows === size && head.columns === size && size > 0 && head.part !== "cross";
 }
 
 function tint(chosen) {

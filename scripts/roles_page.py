@@ -1,0 +1,132 @@
+"""Writes docs/roles.md from `headwise.look.ROLES`: `python scripts/roles_page.py`; `--check` says whether it is true.
+
+Each role gets its ideal pattern, drawn on a small text: a row a query, ``#`` where a head of this role has its weight.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwise.look.roles import RELATIONS, ROLES, Role
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "roles.md"
+PLAIN = ["<s>", "The", "cat", "sat", ".", "It", "slept", "."]
+COPIES = ["<s>", "a", "b", "c", "a", "b", "c", "a"]
+SENTENCE = ["<s>", "The", "cat", "saw", "its", "tail", "."]
+GIFT = ["<s>", "Mary", "met", "John", ".", "John", "thanked"]
+NEEDLE = ["<s>", "x", "k", "v", "y", "z", "k", "v"]
+HEAD = """# The roles of heads
+
+What `headwise look` calls a head, by which formula, and what the score is held against. A role is played where the
+value exceeds the threshold **and** what chance gives: `times` the null, plus `plus`, over at least `least` queries.
+Where several texts were read, the lower end of the 95 % interval (a bootstrap over texts) has to stand above the null
+as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
+
+`A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. The patterns show a
+head that does nothing else: a row a query, `#` where its weight lies. This page is written by `scripts/roles_page.py`
+from `headwise.look.ROLES`.
+
+| what is read | when |
+|---|---|
+| text | always: the text, or the corpus |
+| copies | always: random tokens, repeated with random periods |
+| sentences | annotated ones, with `--sentences`: [annotated text](annotation.md) |
+| needles | the text with a needle in it, with `--needles` |
+"""
+
+
+def pattern(role: Role) -> tuple[Sequence[str], Sequence[Sequence[int]]] | None:
+    """The text, and for each of its tokens the keys that an ideal head attends."""
+    n = len(PLAIN)
+    every = range(n)
+    rows: dict[str, tuple[Sequence[str], list[list[int]]]] = {
+        "previous-token": (PLAIN, [[i - 1] for i in every]),
+        "self": (PLAIN, [[i] for i in every]),
+        "next-token": (PLAIN, [[i + 1] for i in every]),
+        "offset-2": (PLAIN, [[i - 2] for i in every]),
+        "offset+2": (PLAIN, [[i + 2] for i in every]),
+        "local band": (PLAIN, [[i - 2, i - 1, i] for i in every]),
+        "first-token sink": (PLAIN, [[0] for _ in every]),
+        "sink elsewhere": (PLAIN, [[2] if i >= 2 else [] for i in every]),
+        "delimiter": (PLAIN, [[j for j in (4, 7) if j <= i] for i in every]),
+        "punctuation": (PLAIN, [[j for j in (4, 7) if j <= i] for i in every]),
+        "special tokens": ([*PLAIN[:-1], "[SEP]"], [[7] for _ in every]),
+        "broad": (PLAIN, [[*range(i + 1)] for i in every]),
+        "alignment": (PLAIN, [[i - 1] for i in every]),
+        "alignment, next": (PLAIN, [[i] for i in every]),
+        "duplicate-token": (COPIES, [[j for j in range(i) if COPIES[j] == COPIES[i]] for i in range(8)]),
+        "induction": (COPIES, [[j + 1 for j in range(i) if COPIES[j] == COPIES[i]] for i in range(8)]),
+        "same word class": (SENTENCE, [[], [], [5], [], [], [2], []]),
+        "nsubj to head": (SENTENCE, [[], [], [3], [], [], [], []]),
+        "head to nsubj": (SENTENCE, [[], [], [], [2], [], [], []]),
+        "coreference": (SENTENCE, [[], [], [], [], [2], [], []]),
+        "name mover": (GIFT, [[], [], [], [], [], [], [1]]),
+        "retrieval": (NEEDLE, [[], [], [], [], [], [], [3], []]),
+    }
+    return rows.get(role.name)
+
+
+def drawn(tokens: Sequence[str], rows: Sequence[Sequence[int]]) -> str:
+    """The pattern as text."""
+    width = max(map(len, tokens))
+    across = [f"{token[:5]:>5}" for token in tokens]
+    lines = [" " * width + " ".join(["", *across])]
+    for token, keys in zip(tokens, rows, strict=True):
+        cells = ("#" if j in keys else "." for j in range(len(tokens)))
+        lines.append(f"{token:>{width}} " + " ".join(f"{cell:>5}" for cell in cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def shown() -> list[tuple[str, Role]]:
+    """The roles that have a section: of a family its first stands for all."""
+    titles = {
+        "offset-2": "offset-2 ... offset-8",
+        "offset+2": "offset+2 ... offset+8",
+        "nsubj to head": "RELATION to head",
+        "head to nsubj": "head to RELATION",
+    }
+    heads = {f"{label} to head" for label in RELATIONS} | {f"head to {label}" for label in RELATIONS}
+    others = heads | {f"offset{sign}{k}" for sign in "+-" for k in range(2, 9)}
+    return [
+        (titles.get(role.name, role.name), role) for role in ROLES if role.name in titles or role.name not in others
+    ]
+
+
+def section(title: str, role: Role) -> str:
+    """One role."""
+    bar = [f"above {role.threshold:.2f}", f"above {role.times:g} x null" + (f" + {role.plus:g}" if role.plus else "")]
+    least = f", over at least {role.least} queries" if role.least > 1 else ""
+    lines = [
+        f"## {title}",
+        "",
+        f"`{role.formula}`",
+        "",
+        f"- Read: {role.reads}. Played {' and '.join(bar)}{least}.",
+        f"- Null: {role.control}.",
+        f"- Source: {role.source}.",
+    ]
+    if title in ("RELATION to head", "head to RELATION"):
+        lines.append(f"- Relations of Universal Dependencies: {', '.join(RELATIONS)}.")
+    picture = pattern(role)
+    if picture is not None:
+        lines += ["", "```text", drawn(*picture), "```"]
+    return "\n".join([*lines, ""])
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *(section(title, role) for title, role in shown())])
+
+
+def main() -> None:
+    if "--check" in sys.argv:
+        if PAGE.read_text("utf8") != page():
+            sys.exit("docs/roles.md does not say what ROLES say; run python scripts/roles_page.py")
+        return
+    PAGE.write_text(page(), "utf8")
+
+
+if __name__ == "__main__":
+    main()

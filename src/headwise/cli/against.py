@@ -1,0 +1,41 @@
+"""``headwise look A --against B``: the two looks side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+MAX_PLAN = 16_000_000
+
+
+PLAN = "heads-plan.json"
+
+
+def read_plan(kept: str | None, against: str | None) -> Any:
+    """The heads plan of ``--kept``, or the one that ``headwise prune`` left in the other model's folder; or None."""
+    if kept is None and against is not None and os.path.isfile(os.path.join(against, PLAN)):
+        kept = os.path.join(against, PLAN)
+    if kept is None:
+        return None
+    if against is None:
+        raise typer.BadParameter("--kept says which heads the other model kept; give it with --against")
+    try:
+        with open(kept, "rb") as file:
+            return json.loads(file.read(MAX_PLAN))
+    except OSError as error:
+        raise typer.BadParameter(f"--kept {kept}: cannot be read ({error.strerror or error})") from None
+    except (ValueError, RecursionError):
+        raise typer.BadParameter(f'--kept {kept}: no JSON; write {{"layers": {{"0": {{"keep": [0, 1]}}}}}}') from None
+
+
+def either(model: str | None, look_at: Callable[[str | None], Any]) -> Any:
+    """The look that a .json file holds, or one at the model."""
+    if model is not None and model.lower().endswith(".json"):
+        from headwise.look import read
+
+        return read(model)
+    return look_at(model)

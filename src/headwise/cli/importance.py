@@ -1,0 +1,144 @@
+"""``headwise importance``, ``headwise ablate`` and ``headwise circuits``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from .loading import load
+from .output import console, progress
+from .texts import read_text
+
+Model = Annotated[
+    str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
+]
+Text = Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")]
+File = Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")]
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16, float16 or float64.", show_default="float32 on cpu, else the files' own"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")]
+
+
+def importance(
+    model: Model = None,
+    by: Annotated[
+        str, typer.Option(help="Criteria, with commas: gradient, zero, mean, contribution; the first one sorts.")
+    ] = "gradient,zero",
+    text: Text = None,
+    file: File = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """See how much each attention head of a model matters for its loss on a text."""
+    content = read_text(text, file)
+    from headwise.look.importance import CRITERIA
+
+    names = [name.strip() for name in by.split(",")]
+    if any(name not in CRITERIA for name in names):
+        raise typer.BadParameter(f"--by takes {', '.join(CRITERIA)}, with commas; got {by!r}")
+
+    def work(loaded: Any, ids: Any, show: Callable[..., object]) -> Any:
+        from headwise.look import importance
+
+        return importance(loaded.model, ids, by=names, mask_id=loaded.mask_id, name=loaded.name, progress=show)
+
+    result = _measured("importance", model, content, device, dtype, work)
+    if as_json:
+        print(result.to_json())
+    else:
+        console().print(result.table(by=names[0]))
+
+
+def ablate(
+    heads: Annotated[str, typer.Option(help="Heads as layer.head, with commas: 3.1,2.4.")],
+    model: Model = None,
+    by: Annotated[str, typer.Option(help="What a head that is off gives: zero, or mean (its mean over the text).")] = (
+        "zero"
+    ),
+    text: Text = None,
+    file: File = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """See what a model loses without some of its heads, and what it says instead."""
+    pairs = pairs_of(heads)
+    if by not in ("zero", "mean"):
+        raise typer.BadParameter(f"--by takes zero or mean; got {by!r}")
+    content = read_text(text, file)
+
+    def work(loaded: Any, ids: Any, show: Callable[..., object]) -> Any:
+        from headwise.look import ablate
+
+        options = {"by": by, "mask_id": loaded.mask_id, "decode": loaded.decode, "name": loaded.name}
+        return ablate(loaded.model, ids, pairs, progress=show, **options)
+
+    result = _measured("ablate", model, content, device, dtype, work)
+    if as_json:
+        print(result.to_json())
+        return
+    console().print(result.table())
+    if result.places:
+        console().print(result.places_table())
+
+
+def circuits(
+    model: Model = None,
+    text: Text = None,
+    file: File = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """See which heads of a model read what earlier ones wrote, and what each writes for the next token."""
+    content = read_text(text, file)
+
+    def work(loaded: Any, ids: Any, show: Callable[..., object]) -> Any:
+        from headwise.look import circuits
+
+        return circuits(loaded.model, ids, name=loaded.name, progress=show)
+
+    result = _measured("circuits", model, content, device, dtype, work)
+    if as_json:
+        print(result.to_json())
+        return
+    console().print(result.table())
+    console().print(result.heads_table())
+
+
+def pairs_of(heads: str) -> list[tuple[int, int]]:
+    """``3.1,2.4`` as pairs (layer, head).
+
+    Raises:
+        BadParameter: it is not of this form.
+    """
+    pairs = [part.strip().split(".") for part in heads.split(",")]
+    if any(len(pair) != 2 or not all(n.isascii() and n.isdigit() and len(n) < 10 for n in pair) for pair in pairs):
+        raise typer.BadParameter(f"--heads takes layer.head with commas, such as 3.1,2.4; got {heads!r}")
+    return [(int(layer), int(head)) for layer, head in pairs]
+
+
+def _measured(
+    command: str,
+    model: str | None,
+    content: str,
+    device: str,
+    dtype: str | None,
+    work: Callable[[Any, Any, Callable[..., object]], Any],
+) -> Any:
+    """What `work` makes of the loaded model and the ids of the text; its model's name is harmless to print."""
+    from headwise.report.escape import visible
+
+    with progress() as show:
+        loaded = load(model, device, dtype, show, f"headwise {command}")
+        ids, _ = loaded.encode(content)
+        show("measuring")
+        result = work(loaded, ids, show)
+    return replace(result, model=visible(result.model if model is not None else "headwise tiny", limit=100))

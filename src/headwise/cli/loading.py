@@ -1,0 +1,38 @@
+"""The model that a command reads, with the libraries it needs kept quiet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from headwise.extras import missing_extra
+
+
+def load(model: str | None, device: str, dtype: str | None, show: Callable[[str], object], command: str) -> Any:
+    """The model of a folder or name, or the one in the package; `show` is told what is being done."""
+    show("loading the libraries")
+    quiet(command)
+    from headwise import hf, models
+
+    show("reading the model")
+    return hf.load(model if model is not None else models.tiny_path(), device=device, dtype=dtype)
+
+
+def quiet(command: str) -> None:
+    """Other libraries' warnings and bars are not for a command's user."""
+    import warnings
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    warnings.simplefilter("ignore")
+    try:
+        import huggingface_hub.utils
+        import transformers
+    except ImportError as error:
+        raise missing_extra(command, "hf", error) from None
+
+    huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

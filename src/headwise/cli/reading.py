@@ -1,0 +1,134 @@
+"""What `headwise look` reads beside a single text: a corpus, annotated sentences, texts with a needle in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+STATE = "headwise-look.state"
+AT_ONCE = 64
+"""Documents that are tokenized together."""
+
+
+class More(NamedTuple):
+    """The options that say what is read beside the text, or in its place."""
+
+    corpus: str | None = None
+    length: int | None = None
+    state: str | None = None
+    sentences: str | None = None
+    needles: bool = False
+    importance: bool = False
+
+
+def checked(more: More, text: str | None, file: str | None) -> More:
+    """The options, once it is sure that they fit together."""
+    if more.corpus is None:
+        for name, given in (("length", more.length), ("state", more.state)):
+            if given is not None:
+                raise typer.BadParameter(f"--{name} is of a corpus; give it with --corpus")
+        return more
+    if text is not None or file is not None:
+        raise typer.BadParameter("give --corpus, or one text with --text or --file, not both")
+    if more.importance:
+        raise typer.BadParameter("--importance is measured on one text; give it without --corpus")
+    if more.length is not None and more.length < 2:
+        raise typer.BadParameter(f"--length {more.length}: a text has at least 2 tokens")
+    if not Path(more.corpus).exists():
+        raise typer.BadParameter(f"--corpus {more.corpus}: no such file or folder")
+    return more if more.state is not None else more._replace(state=STATE)
+
+
+def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
+    """The annotated sentences and needles that were asked for."""
+    from headwise.look import annotate, needles
+
+    found: dict[str, Any] = {}
+    if more.sentences is not None:
+        documents = annotate.ours() if more.sentences == "ours" else annotate.read(more.sentences)
+        loaded.encode_all([one.text for one in documents])  # raises where the tokenizer would take for ever
+        found["sentences"] = annotate.passages(documents, loaded.tokenizer, length=loaded.max_positions)
+    if more.needles:
+        special = {*loaded.tokenizer.all_special_ids}
+        vocabulary = [i for i, name in enumerate(loaded.names()) if name and i not in special]
+        room = 512 if loaded.max_positions is None else max(loaded.max_positions - 14, 1)
+        found["needles"] = needles(ids, vocabulary, around=min(121, room))
+    return found
+
+
+def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -> Any:
+    """What the heads do on a corpus."""
+    from headwise.look import Vocabulary, documents, over
+
+    assert more.corpus is not None
+    size = _size(Path(more.corpus))
+    special = {*loaded.tokenizer.all_special_ids}
+    words = Vocabulary.of(loaded.names(), delimiters=loaded.delimiters, special=special)
+    most = min(filter(None, (more.length, loaded.max_positions)), default=2048)
+    done = [0]
+
+    def bytes_read(text: str) -> str:
+        done[0] += len(text.encode())
+        return text
+
+    rows = _rows(loaded, map(bytes_read, documents(more.corpus)), most)
+    first = next(rows, None)
+    if first is None:
+        raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+    result = over(
+        loaded.model,
+        chain([first], rows),
+        words=words,
+        name=name,
+        readings=readings(loaded, more, first),
+        state=more.state,
+        progress=lambda texts, _: show(min(done[0], size), size),
+    )
+    Path(more.state or STATE).unlink(missing_ok=True)
+    return result
+
+
+def with_more(loaded: Any, result: Any, ids: Any, read: Mapping[str, Any], more: More) -> Any:
+    """The look with the tokens around its evidence, and with what each head is worth and writes, if asked."""
+    from headwise.look.excerpts import with_excerpts
+
+    if read:
+        result = with_excerpts(result, read, _spelt(loaded))
+    if not more.importance:
+        return result
+    from headwise.look import circuits, importance
+
+    worth = importance(loaded.model, ids, by="gradient", mask_id=loaded.mask_id).scores("gradient")
+    heads = circuits(loaded.model, ids, most=1).heads
+    layers = 1 + max(head.layer for head in heads)
+    numbers: dict[str, Any] = {"importance (gradient)": worth}
+    for name, label in (("norm", "writes (norm)"), ("share", "share of the layer"), ("copying", "copying")):
+        numbers[label] = [[getattr(head, name) for head in heads if head.layer == layer] for layer in range(layers)]
+    return result.with_extras(**numbers)
+
+
+def _spelt(loaded: Any) -> list[str]:
+    """What each id stands for as text, blanks as blanks."""
+    return [name.replace("\u0120", " ").replace("\u2581", " ").replace("\u010a", "\n") for name in loaded.names()]
+
+
+def _rows(loaded: Any, texts: Iterable[str], most: int) -> Iterator[list[int]]:
+    """The ids of each text, long ones in parts."""
+    from headwise.look.corpus import cut
+
+    texts = iter(texts)
+    while block := list(islice(texts, AT_ONCE)):
+        for ids, _ in loaded.encode_all(block):
+            if ids:
+                yield from cut(ids, most, opener=loaded.bos_id)
+
+
+def _size(path: Path) -> int:
+    """Bytes of all files of a corpus."""
+    if path.is_dir():
+        return sum(one.stat().st_size for one in path.rglob("*") if one.suffix in (".txt", ".jsonl") and one.is_file())
+    return path.stat().st_size

@@ -1,0 +1,192 @@
+"""``headwise regroup`` and ``headwise heal``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .output import console, progress
+from .reshape import AsJson, DryRun, Out, Verify, _check_out, _libraries, _print, _rows, _texts
+
+MOST_HELD = 16  # windows that healing measures on
+Corpus = Annotated[str | None, typer.Option(help="A file or folder of texts, or JSON Lines, instead.")]
+
+
+def _regroup(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or hub name.")],
+    kv_heads: Annotated[int, typer.Option(help="Key-value heads of each layer that are left.")],
+    method: Annotated[
+        str, typer.Option(help="What a group shares: first, mean, aligned or fitted keys and values.")
+    ] = "fitted",
+    text: Annotated[str | None, typer.Option(help="The text to compare heads on, and to recover on.")] = None,
+    file: Annotated[str | None, typer.Option(help="A text file instead (UTF-8); - is stdin.")] = None,
+    corpus: Corpus = None,
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Solve W_O and the values anew on the text, in closed form.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="For the search for groups, where there are many heads.")] = 0,
+    out: Out = None,
+    dry_run: DryRun = False,
+    verify: Verify = True,
+    as_json: AsJson = False,
+) -> None:
+    """Let groups of heads share keys and values (MHA to GQA or MQA); stock transformers loads the result."""
+    _check_out(out, dry_run)
+    given = (text, file, corpus) != (None,) * 3
+    if recover and not given:
+        raise typer.BadParameter(
+            "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
+        )
+    texts = _texts(text, file, corpus) if given else None
+    with progress() as show:
+        show("loading the libraries")
+        hf = _libraries("headwise regroup")
+        import torch
+
+        from headwise import reshape
+
+        folder, _ = hf.hub.find_folder(model, lambda _: None)
+        with hf.checkpoint(folder) as source:
+            loaded, rows = None, []
+            if texts is not None:
+                show("reading the model")
+                loaded = hf.load(folder)
+                rows = [torch.tensor([row]) for row in _rows(hf, loaded, texts)]
+            wish: dict[str, Any] = {"method": method, "model": loaded and loaded.model, "rows": rows, "seed": seed}
+            tell = _told(show)
+            if dry_run or out is None:
+                facts = reshape.plan_regroup(source, kv_heads, **wish, progress=tell).facts()
+            else:
+                proof = _proof(reshape, rows) if verify else None
+                wish |= {"recovering": recover, "proof": proof, "progress": tell}
+                facts = reshape.regroup(source, out, kv_heads, **wish)
+    _show(facts, None if dry_run else out, as_json)
+
+
+def _heal(
+    folder: Annotated[str, typer.Argument(help="The checkpoint folder to heal.")],
+    teacher: Annotated[str, typer.Option(help="The original: a checkpoint folder or hub name.")],
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")],
+    file: Annotated[str | None, typer.Option(help="A text file to learn on (UTF-8); - is stdin.")] = None,
+    corpus: Corpus = None,
+    rows: Annotated[int, typer.Option(help="Windows of text a step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    lr: Annotated[float, typer.Option(help="The largest learning rate.")] = 1e-4,
+    text_weight: Annotated[
+        float, typer.Option(help="What the text's own loss counts beside the teacher's word.")
+    ] = 0.0,
+    every: Annotated[int, typer.Option(help="Steps between measurements, and between states on disk.")] = 50,
+    seed: Annotated[int, typer.Option(help="Which windows of the text are read.")] = 0,
+    out: Out = None,
+    verify: Verify = True,
+    as_json: AsJson = False,
+) -> None:
+    """Train a changed model to say what its original says; started again, it goes on where it stopped."""
+    if out is None:
+        raise typer.BadParameter("give --out, the folder to write")
+    _check_out(out, False)
+    if file is None and corpus is None:
+        raise typer.BadParameter("give --file or --corpus, the text to learn on")
+    texts = _texts(None, file, corpus)
+    with progress() as show:
+        show("loading the libraries")
+        hf = _libraries("headwise heal")
+        from headwise import reshape
+
+        recipe = reshape.Recipe(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
+        with hf.checkpoint(folder) as source:
+            show("reading the models")
+            student, original = hf.load(folder), hf.load(teacher)
+            _check_pair(student, original)
+            stream = _stream(hf, student, texts)
+            first = student.bos_id
+            cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
+            held = stream[len(stream) - cut :].view(-1, length) if cut else None
+            state = Path(out).with_name(f"{Path(out).name}.heal-state")
+            show("healing")
+            curve = reshape.heal(
+                student.model,
+                original.model,
+                stream[: len(stream) - cut],
+                recipe,
+                held=held,
+                first=first,
+                state=state,
+                every=every,
+                accelerator=_accelerator(),
+                progress=lambda done, total: show(done, total),
+            )
+            if reshape.Processes.here().rank:  # one of several processes writes
+                return
+            facts = reshape.facts_of(source, teacher, recipe, curve)
+            show("writing")
+            proof = reshape.Proof(tuple(held[0].tolist()) if held is not None else ()) if verify else None
+            facts = reshape.write_healed(source, student.model, out, facts, proof=proof)
+            with contextlib.suppress(OSError):
+                state.unlink()
+    _show(facts, out, as_json)
+
+
+def _stream(hf: Any, loaded: Any, texts: Iterable[str]) -> Any:
+    """All tokens of all texts in one row, without the one that begins a text."""
+    import torch
+
+    ids: list[int] = []
+    for text in texts:
+        found, _ = hf.tokens.encode(loaded.tokenizer, text, None)
+        ids += found[1:] if found[:1] == [loaded.bos_id] else found
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def _accelerator() -> Any:
+    """accelerate's, where it is installed: it knows the devices, and what `accelerate config` says."""
+    try:
+        from accelerate import Accelerator  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return None
+    return Accelerator()
+
+
+def _check_pair(student: Any, teacher: Any) -> None:
+    sizes = [loaded.model.get_input_embeddings().num_embeddings for loaded in (student, teacher)]
+    if sizes[0] != sizes[1] or {student.kind, teacher.kind} != {"decoder"}:
+        raise typer.BadParameter(
+            f"--teacher {teacher.name}: a {teacher.kind} of {sizes[1]} tokens, and the model to heal is "
+            f"a {student.kind} of {sizes[0]}; both are decoders of one vocabulary"
+        )
+
+
+def _proof(reshape: Any, rows: list[Any]) -> Any:
+    """Text that was not fitted to, where there is some: every fifth row."""
+    kept = rows[4::5] or rows[-1:]
+    return reshape.Proof(tuple(int(i) for row in kept for i in row[0]))
+
+
+def _told(show: Any) -> Any:
+    """What is being done, and how much of it is."""
+    now = [""]
+
+    def tell(what: str, done: int, total: int) -> None:
+        if what != now[0]:
+            now[0] = what
+            show(what, total)
+        show(done, total)
+
+    return tell
+
+
+def _show(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
+    """The tables of a regrouping or a healing, then those that every reshaped checkpoint has."""
+    if not as_json:
+        from rich.table import Table
+
+        for head, body in facts["tables"]:
+            table = Table(*head)
+            for row in body:
+                table.add_row(*row)
+            console().print(table)
+    _print(facts, out, as_json)

@@ -1,0 +1,54 @@
+"""What `headwise look` writes: by the end of each name the report, a table, the head card or a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+REPORT = "headwise-report.html"
+PAGES = (".html", ".htm")
+TABLES = (".parquet", ".csv", ".json")
+ENDINGS = (*PAGES, *TABLES, ".md", ".svg", ".png")
+
+
+def destinations(out: Sequence[str] | None, as_json: bool, against: str | None) -> list[str]:
+    """The files to write, each checked before any model is read: its name, its folder, and what it takes to make it."""
+    names = list(out) if out is not None else [] if as_json or against is not None else [REPORT]
+    endings = TABLES if against is not None else ENDINGS
+    for name in names:
+        _check(name, endings)
+    return names
+
+
+def _check(name: str, endings: Sequence[str]) -> None:
+    from headwise import report
+
+    report.check_destination(name)
+    ending = Path(name).suffix.lower()
+    if ending not in endings:
+        raise typer.BadParameter(f"--out {name}: ends in none of {' '.join(endings)}; the end says what to write")
+    if ending in PAGES:
+        report.check_engine()
+    else:
+        from headwise.look import files
+
+        files.check(name)
+
+
+def write(what: Any, names: Sequence[str]) -> list[str]:
+    """Writes the files; a line to print about each."""
+    from headwise import report
+
+    lines = []
+    for name in names:
+        if Path(name).suffix.lower() in PAGES:
+            size, then = report.write(what, name), ": open it in a browser"
+        else:
+            from headwise.look import files
+
+            size, then = files.write(what, name), ""
+        lines.append(f"{report.escape.visible(name)} ({size / 1000:,.0f} kB){then}")
+    return lines

@@ -1,0 +1,147 @@
+"""What leaves the program: files, whole or not at all, and text that is printed, with nothing in it that acts.
+
+Imports nothing of headwise: every room that writes may import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, so what a killed run left behind stays
+    fcntl = None  # type: ignore[assignment]
+
+
+def visible(text: str, *, limit: int = 200) -> str:
+    r"""The text with nothing in it that acts: what a terminal or a title bar may print.
+
+    Controls (escape sequences begin with one), bidi marks, zero-width characters, lone surrogates, spaces other than
+    the plain one and all else that Python calls not printable become a visible ``\x1b``; a text longer than ``limit``
+    is cut, and says so.
+
+    >>> print(visible("\x1b[2Jmodel\u202e"))
+    \x1b[2Jmodel\u202e
+    """
+    shown = "".join(c if c.isprintable() else _escape(c) for c in text[:limit])
+    return shown if len(text) <= limit else f"{shown}... ({len(text):,} characters)"
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def put(content: bytes, path: str | os.PathLike[str]) -> None:
+    """Writes a file: beside its place under a hidden name, then renamed, so it is there whole or not at all.
+
+    What runs that were killed left half-written beside it is cleared away.
+
+    Raises:
+        OSError: as `check_destination`; or the disk is full.
+    """
+    if not isinstance(content, bytes):
+        raise TypeError(f"a file's content is bytes; got {type(content).__name__}; encode a text with .encode()")
+    target = check_destination(path)
+    _clear(target)
+    partial, descriptor = _claim(target)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            if fcntl is None:
+                file.close()  # Windows renames no open file; elsewhere the lock is held until it has its name
+            os.replace(partial, target)
+    except BaseException as error:  # an interrupt, too, must leave nothing half-written
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            why = error.strerror or type(error).__name__
+            raise OSError(f"cannot write {visible(os.fspath(path))}: {why}; make room, or give another path") from error
+        raise
+    _sync_folder(target.parent)
+
+
+def check_destination(path: str | os.PathLike[str]) -> Path:
+    """The real path a file would be written to; raises what `put` would, before the work is done.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        PermissionError: the folder may not be written.
+        IsADirectoryError: the path is a folder.
+        OSError: the path is a device or the like.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a file is written to a path; got {type(path).__name__}")
+    shown = visible(str(os.fspath(path)))
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {shown}: its folder does not exist; make it first, or give another path")
+    if target.is_dir():
+        raise IsADirectoryError(f"cannot write {shown}: it is a folder; give a file name, such as report.html in it")
+    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+        raise OSError(f"cannot write {shown}: it is not a plain file; give the path of a plain or new file")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"cannot write {shown}: no permission to write in its folder; give another path")
+    return target
+
+
+# --- the half-written file --------------------------------------------------------------------------------------------
+#
+# Who writes one holds its lock until it is done, and the system takes the lock back from a process that is killed: so
+# a half-written file whose lock can be had belongs to nobody, and may go. Between its making and its locking one could
+# be cleared away; then it has no link any more, and another is made.
+
+
+def _claim(target: Path) -> tuple[Path, int]:
+    """A new hidden file beside the target, open and locked."""
+    while True:
+        partial = target.with_name(f".{_short(target)}.{secrets.token_hex(8)}.partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if fcntl is None:
+            return partial, descriptor
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return partial, descriptor
+        os.close(descriptor)
+
+
+def _clear(target: Path) -> None:
+    """Removes what nobody writes any more of the files that `_claim` made for this target."""
+    ours = re.compile(re.escape(f".{_short(target)}.") + r"[0-9a-f]{16}\.partial")
+    with contextlib.suppress(OSError):  # a folder that may be written but not read
+        for entry in [entry for entry in os.scandir(target.parent) if ours.fullmatch(entry.name)]:
+            _remove_if_free(entry.path)
+
+
+def _remove_if_free(path: str) -> None:
+    if fcntl is None:
+        return
+    with contextlib.suppress(OSError):  # another user's, gone already, or locked: it is written now
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)
+
+
+def _short(target: Path) -> str:
+    """So much of the name that the hidden one is no longer than a name may be, in letters of four bytes too."""
+    return target.name[:50]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the renaming last through a power cut, where the system lets a folder be synced."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

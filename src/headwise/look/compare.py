@@ -1,0 +1,377 @@
+"""Two looks side by side: which heads changed role, how their scores moved, and how far their patterns did."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..disk import visible
+from ..shapes.kinds import shown, whole_numbers
+from .records import HeadRecord, Look
+
+if TYPE_CHECKING:
+    import rich.table
+
+Kept: TypeAlias = Mapping[Any, Any]
+Layers = dict[int, list[HeadRecord]]
+Floats = npt.NDArray[np.float64]
+
+OTHERS = "*"
+"""In a heads plan: every layer that it does not name."""
+
+MOST_ROWS = 48
+"""Heads that changed no role in a printed table: those that moved farthest."""
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """One head before and after.
+
+    Attributes:
+        layer, head: of the first look.
+        other_layer, other_head: of the second.
+        before: the roles it played, strongest first.
+        after: those it plays.
+        moved: total variation between its two patterns: the mean over rows of ``1/2 sum_j |A_ij - B_ij|``, from 0 (the
+            same) to 1 (no key in common). Rows and columns are those of the records' maps: of texts longer than a map
+            they are pooled, and what is pooled is at most as far apart as what it was made of. None where the two looks
+            did not read the same tokens, or their maps differ in size.
+        divergence: the Jensen-Shannon divergence of the same rows, mean over rows, in bits: from 0 to 1.
+        near: total variation between its mean masses by offset: 8 back to 8 ahead, and all the rest together. It
+            sees what pooling hides, such as a head that went from the token before to its own.
+        scores: by role, the values of both; of the roles that both measured.
+    """
+
+    layer: int
+    head: int
+    other_layer: int
+    other_head: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    moved: float | None
+    divergence: float | None
+    near: float | None
+    scores: Mapping[str, tuple[float, float]]
+
+    @property
+    def changed(self) -> bool:
+        """Whether it plays other roles than before."""
+        return set(self.before) != set(self.after)
+
+    @property
+    def distance(self) -> float:
+        """The larger of `moved` and `near`: what heads are ordered by."""
+        return max(self.moved or 0.0, self.near or 0.0)
+
+    @property
+    def largest(self) -> tuple[str, float, float] | None:
+        """The role whose value moved most, with both values."""
+        if not self.scores:
+            return None
+        name = max(self.scores, key=lambda role: abs(self.scores[role][1] - self.scores[role][0]))
+        return (name, *self.scores[name])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two looks: a record for each head that both have. Prints as a table, travels as JSON.
+
+    Attributes:
+        model, other: names of the two.
+        same_text: whether both read the same tokens (of many texts: as many); patterns are compared only then.
+        heads: by layer, then head, of the first look.
+        gone: (layer, head) of those that only the first has.
+        new: of those that only the second has.
+        guessed: layers of the first whose heads were paired by their patterns, for want of `kept`.
+    """
+
+    model: str
+    other: str
+    same_text: bool
+    heads: tuple[HeadChange, ...]
+    gone: tuple[tuple[int, int], ...] = ()
+    new: tuple[tuple[int, int], ...] = ()
+    guessed: tuple[int, ...] = ()
+
+    @property
+    def changed(self) -> tuple[HeadChange, ...]:
+        """The heads that play other roles than before."""
+        return tuple(head for head in self.heads if head.changed)
+
+    def about(self) -> dict[str, Any]:
+        """What was compared, without the heads."""
+        return {name: value for name, value in asdict(self).items() if name != "heads"}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row a head: places, roles, distances, and ``ROLE.before`` and ``ROLE.after``."""
+        rows = []
+        for head in self.heads:
+            row = {name: value for name, value in asdict(head).items() if name != "scores"}
+            row |= {"before": ", ".join(head.before), "after": ", ".join(head.after), "changed": head.changed}
+            for role, (first, second) in head.scores.items():
+                row |= {f"{role}.before": first, f"{role}.after": second}
+            rows.append(row)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The dictionary as JSON text."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def __str__(self) -> str:
+        lines = [_cells(head) for head in self._shown()]
+        widths = [max(map(len, column)) for column in zip(_COLUMNS, *lines, strict=True)]
+        aligned = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        head = "  ".join(c.ljust(w) for c, w in zip(_COLUMNS, widths, strict=True)).rstrip()
+        return "\n".join([*self.summary(), head, *aligned])
+
+    def table(self) -> rich.table.Table:
+        """The heads that changed role, and those that moved farthest, for a Rich console."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text("\n".join(self.summary())), title_justify="left", header_style="bold")
+        for name in _COLUMNS:
+            table.add_column(name, justify="right" if name in _COLUMNS[2:5] else "left")
+        for head in self._shown():
+            table.add_row(*map(Text, _cells(head)), style="" if head.changed else "dim")
+        return table
+
+    def summary(self) -> list[str]:
+        """Lines above the table."""
+        lines = [f"{visible(self.model)} against {visible(self.other)}: {len(self.changed)} of {len(self.heads)} heads"]
+        lines[0] += " changed role"
+        if self.gone:
+            lines.append(f"gone: {_places(self.gone)}")
+        if self.new:
+            lines.append(f"new: {_places(self.new)}")
+        if self.guessed:
+            lines.append(f"paired by their patterns in layers {', '.join(map(str, self.guessed))}")
+        if self.same_text:
+            lines.append(f"{sum(head.distance == 0 for head in self.heads)} of them did not move")
+        else:
+            lines.append("they read other tokens: patterns are not compared")
+        return lines
+
+    def _shown(self) -> list[HeadChange]:
+        same = [head for head in self.heads if not head.changed and (head.distance > 0 or not self.same_text)]
+        first = sorted(same, key=lambda head: (-head.distance, head.layer, head.head))[:MOST_ROWS]
+        return [*sorted(self.changed, key=lambda head: (-head.distance, head.layer, head.head)), *first]
+
+
+_COLUMNS = ("head", "after", "moved", "JS", "near", "roles", "score that moved most")
+
+
+def _cells(head: HeadChange) -> tuple[str, ...]:
+    numbers = ("-" if x is None else f"{x:.3f}" for x in (head.moved, head.divergence, head.near))
+    before, after = (", ".join(map(visible, names)) or "-" for names in (head.before, head.after))
+    largest = head.largest
+    most = "-"
+    if largest is not None and f"{largest[1]:.2f}" != f"{largest[2]:.2f}":
+        most = f"{visible(largest[0])} {largest[1]:.2f} -> {largest[2]:.2f}"
+    roles = before if before == after else f"{before} -> {after}"
+    return f"{head.layer}.{head.head}", f"{head.other_layer}.{head.other_head}", *numbers, roles, most
+
+
+def _places(places: Sequence[tuple[int, int]]) -> str:
+    listed = ", ".join(f"{layer}.{head}" for layer, head in places[:24])
+    return f"{listed}{f' and {len(places) - 24} more' if len(places) > 24 else ''}"
+
+
+def compare(a: Look, b: Look, *, kept: Kept | None = None) -> Comparison:
+    """What changed from one look to another: two checkpoints, or a model before and after its heads were reshaped.
+
+    Heads are paired by number. Where a layer of `b` has fewer, `kept` says which of `a` they were; without it they are
+    paired in order, so that their patterns lie as near as can be (pruning keeps the order, and a head that was kept
+    in the first layer keeps its pattern). Records are of query heads: merged key-value heads change no number.
+
+    Args:
+        a: the look before.
+        b: the look after, best at the same text.
+        kept: by layer of `a`, the numbers of its heads that `b` kept, in the order of `b`: ``{0: [0, 1, 5]}``; or the
+            heads plan of `headwise plan`, ``{"layers": {"0": {"keep": [0, 1, 5]}}}``. A layer not named kept all.
+
+    Raises:
+        TypeError: no looks.
+        ValueError: layers that cannot be paired, or `kept` that does not fit them.
+
+    Example:
+        >>> from headwise import look
+        >>> seen = look.Look("none", 0, 0, 0, (), (), "decoder", 0.0, "0")
+        >>> print(look.compare(seen, seen).summary()[0])
+        none against none: 0 of 0 heads changed role
+    """
+    for name, one in (("a", a), ("b", b)):
+        if not isinstance(one, Look):
+            raise TypeError(f"{name} is a headwise.look.Look; got {shown(one)}")
+    plan = _plan(kept, a)
+    before, after = _layers(a), _layers(b)
+    same = (a.texts, a.length, a.tokens) == (b.texts, b.length, b.tokens)
+    heads: list[HeadChange] = []
+    gone: list[tuple[int, int]] = []
+    new: list[tuple[int, int]] = []
+    guessed: list[int] = []
+    pairs = _paired_layers(before, after)
+    for layer, other in pairs:
+        ours, theirs = before.get(layer, []), after.get(other, [])
+        chosen = _paired_heads(layer, ours, theirs, plan)
+        if chosen is None:
+            chosen = _nearest(ours, theirs)
+            guessed.append(layer)
+        heads += [_change(ours[i], theirs[j], same) for i, j in chosen]
+        gone += [(layer, ours[i].head) for i in range(len(ours)) if i not in {i for i, _ in chosen}]
+        new += [(other, theirs[j].head) for j in range(len(theirs)) if j not in {j for _, j in chosen}]
+    return Comparison(a.model, b.model, same, tuple(heads), tuple(gone), tuple(new), tuple(guessed))
+
+
+# --- which head is which ----------------------------------------------------------------------------------------------
+
+
+def _plan(kept: object, look: Look) -> dict[int, list[int]]:
+    """`kept` by layer of the look, as numbers; ValueError where it is none."""
+    if kept is None:
+        return {}
+    if isinstance(kept, Mapping) and set(kept) == {"layers"}:
+        kept = kept["layers"]
+    names = _names(look)
+    plan: dict[int, list[int]] = {}
+    entries = kept.items() if isinstance(kept, Mapping) else [(None, None)]
+    for layer, heads in sorted(entries, key=lambda entry: entry[0] != OTHERS):
+        if isinstance(heads, Mapping) and set(heads) == {"kv_heads"}:
+            continue  # merged key-value heads: every query head is still there
+        heads = heads["keep"] if isinstance(heads, Mapping) and set(heads) == {"keep"} else heads
+        if type(layer) not in (int, str) or isinstance(heads, str) or not isinstance(heads, Sequence):
+            raise ValueError(
+                f"kept says by layer which heads are left, such as {{0: [0, 1, 5]}}; got {shown(layer)}: {shown(heads)}"
+            )
+        if str(layer) not in names and layer != OTHERS:
+            raise ValueError(f"kept names layer {shown(layer)}, and the look has {', '.join(names)}")
+        numbers = whole_numbers(f"kept[{layer}]", heads)
+        plan |= dict.fromkeys(names.values(), numbers) if layer == OTHERS else {names[str(layer)]: numbers}
+    return plan
+
+
+def _names(look: Look) -> dict[str, int]:
+    """What a heads plan calls each layer: a number, beside an encoder that of the decoder's self-attention."""
+    parts = {head.layer: head.part for head in look.heads}
+    names, counts = {}, Counter[str]()
+    for layer, part in sorted(parts.items()):
+        apart = look.kind == "encoder-decoder" and part != "decoder"
+        names[f"{part}.{counts[part]}" if apart else str(counts[part] if look.kind == "encoder-decoder" else layer)] = (
+            layer
+        )
+        counts[part] += 1
+    return names
+
+
+def _layers(look: Look) -> Layers:
+    layers: Layers = {}
+    for head in look.heads:
+        layers.setdefault(head.layer, []).append(head)
+    return layers
+
+
+def _paired_layers(before: Layers, after: Layers) -> list[tuple[int, int]]:
+    """(layer, other) by number, or where one look has fewer by module; -1 where the other has none."""
+    if len(before) == len(after):
+        return list(zip(sorted(before), sorted(after), strict=True))
+    theirs = {(heads[0].module, heads[0].call): layer for layer, heads in after.items()}
+    ours = {(heads[0].module, heads[0].call): layer for layer, heads in before.items()}
+    if not (theirs.keys() & ours.keys() and (theirs.keys() <= ours.keys() or ours.keys() <= theirs.keys())):
+        raise ValueError(
+            f"looks of {len(before)} and {len(after)} layers cannot be paired: their modules have other names; compare "
+            "models whose layers correspond"
+        )
+    pairs = [(layer, theirs.get(where, -1)) for where, layer in ours.items()]
+    return pairs + [(-1, layer) for where, layer in theirs.items() if where not in ours]
+
+
+def _paired_heads(
+    layer: int, ours: list[HeadRecord], theirs: list[HeadRecord], plan: Mapping[int, list[int]]
+) -> list[tuple[int, int]] | None:
+    """Places (i, j) by number or by the plan; None where neither tells."""
+    if layer in plan:
+        heads = plan[layer]
+        if len(heads) != len(theirs) or len(set(heads)) != len(heads) or not all(0 <= h < len(ours) for h in heads):
+            raise ValueError(
+                f"kept[{layer}] lists different heads of 0 to {len(ours) - 1}, as many as the layer has after "
+                f"({len(theirs)}); got {shown(heads)}"
+            )
+        return sorted(zip(heads, range(len(theirs)), strict=True))
+    if len(ours) == len(theirs) or not ours or not theirs:
+        return [(i, i) for i in range(min(len(ours), len(theirs)))]
+    return None
+
+
+def _nearest(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[tuple[int, int]]:
+    """The pairing in order whose distances have the least sum; of the fewer heads each gets one."""
+    if len(ours) < len(theirs):
+        return [(i, j) for j, i in _nearest(theirs, ours)]
+    far = _distances(ours, theirs)
+    # best[j]: least sum for the first j of `theirs` among the first i of `ours`, with the pairs that make it
+    best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, []), *[(math.inf, [])] * len(theirs)]
+    for i in range(len(ours)):
+        for j in range(len(theirs), 0, -1):
+            total = best[j - 1][0] + far[i][j - 1]
+            if total < best[j][0]:
+                best[j] = (total, [*best[j - 1][1], (i, j - 1)])
+    return best[-1][1]
+
+
+# --- how far a head moved ---------------------------------------------------------------------------------------------
+
+
+def _change(a: HeadRecord, b: HeadRecord, same: bool) -> HeadChange:
+    moved = divergence = near = None
+    if same and _alike(a, b):
+        p, q = (np.asarray(one.map, dtype=np.float64) for one in (a, b))
+        moved, divergence = round(float(_variation(p, q)), 5), round(_divergence(p, q), 5)
+    if same:
+        near = round(_near(a, b), 5)
+    scores = {name: (one.value, b.scores[name].value) for name, one in a.scores.items() if name in b.scores}
+    before, after = (tuple(score.name for score in one.roles) for one in (a, b))
+    return HeadChange(a.layer, a.head, b.layer, b.head, before, after, moved, divergence, near, scores)
+
+
+def _alike(a: HeadRecord, b: HeadRecord) -> bool:
+    return bool(a.map) and (len(a.map), len(a.map[0])) == (len(b.map), len(b.map[0]))
+
+
+def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[float]]:
+    """Each of ours to each of theirs, by offsets and, where their maps are of one size, by these."""
+    far = np.array([[_near(a, b) for b in theirs] for a in ours])
+    if all(_alike(ours[0], one) for one in (*ours, *theirs)):
+        maps = np.array([one.map for one in theirs], dtype=np.float64)
+        far += np.array([_variation(np.asarray(a.map, dtype=np.float64), maps) for a in ours])
+    distances: list[list[float]] = far.tolist()
+    return distances
+
+
+def _variation(p: Floats, q: Floats) -> Floats:
+    """Mean over rows of half the sum of differences, (..., rows, columns) -> (...)."""
+    return np.asarray(np.abs(p - q).sum(-1).mean(-1) / 2)
+
+
+def _divergence(p: Floats, q: Floats) -> float:
+    """Mean over rows of the Jensen-Shannon divergence, in bits."""
+    middle = (p + q) / 2
+    parts = [x * np.log2(np.where(x > 0, x, 1) / np.where(x > 0, middle, 1)) for x in (p, q)]
+    return float(max(0.0, (parts[0] + parts[1]).sum(-1).mean() / 2))
+
+
+def _near(a: HeadRecord, b: HeadRecord) -> float:
+    """Total variation of the mean masses by offset; what no offset has counts as far."""
+    width = max(len(a.ahead), len(b.ahead))
+    p, q = ([*one.offsets, *one.ahead, *[0.0] * (width - len(one.ahead))] for one in (a, b))
+    far = abs(sum(p) - sum(q))
+    return (sum(abs(x - y) for x, y in zip(p, q, strict=True)) + far) / 2

@@ -1,0 +1,201 @@
+"""Looking at many texts: read in blocks, summed exactly, kept on the disk if asked, so that a second start goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from ..nn.unwrap import unwrap
+from ..shapes.kinds import check_counts, shown
+from . import inputs
+from .collect import BATCH, REPEATS, Ids, read_more, version
+from .finish import records
+from .measure import Sizes
+from .passes import Progress, Reader, Steps, batches, resting
+from .records import Look
+from .repeats import Repeats
+from .roles import ROLES, TEXT
+from .scene import Passage, Vocabulary
+from .state import load, save
+
+BLOCK = 256
+"""Texts read between two savings; those of one length go through the model together."""
+
+
+def over(
+    model: nn.Module,
+    texts: Iterable[Ids],
+    *,
+    words: Vocabulary | None = None,
+    name: str | None = None,
+    batch: int = BATCH,
+    repeats: Repeats | None = REPEATS,
+    readings: Mapping[str, Sequence[Passage]] | None = None,
+    state: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Look:
+    """Look at every attention head of a model over many texts, as `at` does over one.
+
+    Texts are read as they come, never all held at once. Of equal length they go through the model together; nothing is
+    padded. The sums over texts are whole numbers, so their order and grouping change no bit of the result.
+
+    Args:
+        model: as for `at`.
+        texts: the token ids of each text, in any form that `at` takes.
+        words: the ids by what they are: delimiters, punctuation, special. By default those that the model's
+            configuration names as special, and no others.
+        name: of the model.
+        batch: most tokens of one forward pass; a longer text passes by itself.
+        repeats: how the random tokens are made; None skips that pass.
+        readings: as for `at`.
+        state: a file that keeps the sums after each 256 texts. Where it exists, its texts are skipped: after an
+            interrupt, call again with the same texts. It is removed by nobody.
+        progress: called as ``progress(done, 0)`` with the number of texts read.
+
+    Raises:
+        TypeError, ValueError: as `at`; also no text at all, or a state of another model or other options.
+
+    Example:
+        >>> import torch, headwise
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.attend = torch.nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
+        ...     def forward(self, ids):
+        ...         return self.attend(self.embed(ids), mask=headwise.causal())
+        >>> seen = headwise.look.over(Model(), [[1, 2, 3, 5], [8, 13, 21], [34, 55, 89, 1]])
+        >>> seen.texts, seen.length, seen.heads[0].scores["previous-token"].count
+        (3, 11, 8)
+    """
+    started = time.perf_counter()
+    model = unwrap(model)
+    inputs.check_reads_text(model)
+    inputs.check_options(name, 1, False, repeats, progress)
+    check_counts(1, batch=batch)
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
+    stream = iter(texts)
+    first = next(stream, None)
+    if first is None:
+        raise ValueError("look.over needs at least one text; got none")
+    facts = inputs.IdFacts.of(model, inputs.as_row(first))
+    words = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
+    others = inputs.checked_readings(readings, facts)
+    reader = Reader(model, facts, words, ROLES, Sizes(32, 0), Steps(None, 1))
+    about = fingerprint(name or inputs.model_name(model), repeats, words, others, inputs.as_row(first))
+    done = length = 0
+    if state is not None and Path(state).exists():
+        reader.tallies, done, length = load(state, about)
+        reader.ahead = {order: _AHEAD[tally.place["part"]] for order, tally in enumerate(reader.tallies)}
+    stream = itertools.islice(itertools.chain([first], stream), done, None)
+    with resting(model):
+        while block := list(itertools.islice(stream, BLOCK)):
+            rows = [inputs.as_row(ids) for ids in block]
+            for row in rows:
+                inputs.check_fits(row, facts.vocabulary, facts.positions)
+            passages = [Passage(row, text=done + n) for n, row in enumerate(rows)]
+            for some in batches(passages, batch):
+                reader.read(some, TEXT)
+            done += len(rows)
+            length += sum(map(len, rows))
+            if state is not None:
+                save(state, about, reader.tallies, done, length)
+            if progress is not None:
+                progress(done, 0)
+        read_more(reader, repeats, others)
+    return Look(
+        model=name or inputs.model_name(model),
+        num_layers=len(reader.tallies),
+        num_heads=max(tally.heads for tally in reader.tallies),
+        length=length,
+        tokens=(),
+        heads=records(reader.tallies, ROLES),
+        kind=reader.kind,
+        seconds=round(time.perf_counter() - started, 3),
+        version=version(),
+        texts=done,
+    )
+
+
+_AHEAD = {"encoder": True, "decoder": False, "cross": None}
+
+
+def fingerprint(
+    name: str, repeats: Repeats | None, words: Vocabulary, readings: Mapping[str, object], first: Sequence[int]
+) -> str:
+    """What sums may be added to each other: of one model by name, one version, one set of roles and words, one text
+    that begins the corpus.
+    """
+    listed = [sorted(ids) for ids in (words.delimiters, words.punctuation, words.special)]
+    text = json.dumps(
+        [version(), name, repr(repeats), listed, sorted(readings), [role.name for role in ROLES], [*first]]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def documents(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The texts of a corpus, one at a time: a text file, the ``*.txt`` of a folder and those below it, or JSON Lines.
+
+    Of JSON Lines each line is an object with its text under ``"text"``, or a string. Files are taken by name, so the
+    order is the same everywhere. Empty texts are left out.
+
+    Raises:
+        FileNotFoundError: there is no such path.
+        ValueError: a folder without texts, a line that is no JSON or holds no text, or bytes that are no UTF-8.
+    """
+    where = Path(path)
+    if where.is_dir():
+        files = sorted(file for file in where.rglob("*") if file.suffix in (".txt", ".jsonl") and file.is_file())
+        if not files:
+            raise ValueError(f"{where}: no *.txt and no *.jsonl below it; give a folder of texts")
+        for file in files:
+            yield from documents(file)
+        return
+    try:
+        if where.suffix == ".jsonl":
+            with where.open(encoding="utf-8-sig") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield from _nonempty(_text_of(line, f"{where}:{number}"))
+        else:
+            yield from _nonempty(where.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
+
+
+def _nonempty(text: str) -> Iterator[str]:
+    if text.strip():
+        yield text
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f'{where}: not JSON; write an object a line, such as {{"text": "..."}}') from None
+    text = found.get("text") if isinstance(found, dict) else found
+    if not isinstance(text, str):
+        raise ValueError(f'{where}: no "text" in it that is a string; write an object a line with its text there')
+    return text
+
+
+def cut(ids: Sequence[int], most: int, opener: int | None = None) -> Iterator[list[int]]:
+    """A long text in parts of at most `most` tokens, each begun by `opener` if the text began so.
+
+    >>> [*cut([0, 5, 6, 7, 8, 9], 4, opener=0)]
+    [[0, 5, 6, 7], [0, 8, 9]]
+    """
+    check_counts(2, most=most)
+    begins = opener is not None and len(ids) > 0 and ids[0] == opener
+    start: list[int] = [ids[0]] if begins else []
+    rest = list(ids[len(start) :])
+    step = most - len(start)
+    for place in range(0, max(len(rest), 1), step):
+        yield [*start, *rest[place : place + step]]

@@ -1,0 +1,255 @@
+"""Heads as they form: what every head scored at each step of a training run, as plain records and as a file.
+
+The file is JSON Lines: a line that says what was watched, then one a measurement, appended and synced. What a killed
+run left of a last line is not read, and goes with the next line that is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from ..disk import check_destination, put, visible
+from ..shapes.kinds import check_texts, shown
+from . import figures
+from .records import Look
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = 1
+
+Grid = tuple[tuple[float | None, ...], ...]
+"""A value a head, by layer; None where it was not measured."""
+
+Places = tuple[tuple[int, int], ...]
+"""(layer, head) of some heads."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        step: of the training.
+        seconds: what the measurement took.
+        numbers: what the training loop had to say, such as its loss.
+        scores: by role, the value of every head.
+        plays: by role, the heads that play it.
+    """
+
+    step: int
+    seconds: float
+    numbers: Mapping[str, float]
+    scores: Mapping[str, Grid]
+    plays: Mapping[str, Places]
+
+    @classmethod
+    def of(cls, step: int, seen: Look, numbers: Mapping[str, float]) -> Point:
+        """What a look found at a step."""
+        roles = dict.fromkeys(name for head in seen.heads for name in head.scores)
+        heads: dict[int, list[Any]] = {}
+        for head in seen.heads:
+            heads.setdefault(head.layer, []).append(head)
+        layers = [heads[layer] for layer in sorted(heads)]
+        scores = {role: tuple(tuple(_rounded(head.value(role)) for head in row) for row in layers) for role in roles}
+        plays = {role: tuple((head.layer, head.head) for head in seen.with_role(role)) for role in roles}
+        return cls(step, seen.seconds, dict(numbers), scores, {role: heads for role, heads in plays.items() if heads})
+
+    def best(self, role: str) -> float | None:
+        """The highest value of any head; None where the role was not measured."""
+        values = [value for row in self.scores.get(role, ()) for value in row if value is not None]
+        return max(values, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers."""
+        return {name: getattr(self, name) for name in ("step", "seconds", "numbers", "scores", "plays")}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Point:
+        """The point that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        with suppress(TypeError, KeyError, AttributeError, ValueError):
+            return cls(
+                int(data["step"]),
+                float(data["seconds"]),
+                {name: float(number) for name, number in data["numbers"].items()},
+                {role: tuple(tuple(row) for row in grid) for role, grid in data["scores"].items()},
+                {
+                    role: tuple((int(layer), int(head)) for layer, head in heads)
+                    for role, heads in data["plays"].items()
+                },
+            )
+        raise ValueError(f"a point of a curve is read from what to_dict() wrote; got {shown(data)}")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The measurements of one run, by step.
+
+    Attributes:
+        model: its name.
+        thresholds: by role, the value that a head must exceed to play it.
+        points: the measurements.
+    """
+
+    model: str
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    points: tuple[Point, ...] = ()
+
+    def best(self, role: str) -> tuple[list[int], list[float]]:
+        """The steps at which the role was measured, and the highest value of any head at each.
+
+        Raises:
+            ValueError: it never was.
+        """
+        check_texts(role=role)
+        found = [(point.step, value) for point in self.points if (value := point.best(role)) is not None]
+        if not found:
+            raise ValueError(f"measured were {', '.join(self.thresholds) or 'no roles'}; got {shown(role)}")
+        return [step for step, _ in found], [value for _, value in found]
+
+    def formed(self) -> list[str]:
+        """The roles that some head played at some step: those of most heads at the end first."""
+        names = dict.fromkeys(role for point in self.points for role in point.plays)
+        last = self.points[-1].plays if self.points else {}
+        return sorted(names, key=lambda role: (-len(last.get(role, ())), role))
+
+    def about(self) -> dict[str, Any]:
+        """What was watched, without the measurements."""
+        return {"model": self.model, "thresholds": dict(self.thresholds)}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row a step and role: its best head's value, how many heads play it, and the step's numbers."""
+        return [
+            {
+                "step": point.step,
+                "role": role,
+                "best": point.best(role),
+                "heads": len(point.plays.get(role, ())),
+                "seconds": point.seconds,
+                **point.numbers,
+            }
+            for point in self.points
+            for role in point.scores
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers."""
+        return {"format": FORMAT, **self.about(), "points": [point.to_dict() for point in self.points]}
+
+    def to_json(self) -> str:
+        """The dictionary as JSON text."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Curve:
+        """The curve that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        number = data.get("format") if isinstance(data, dict) else data
+        if not isinstance(number, int) or number != FORMAT:
+            raise ValueError(f"a curve is read from format {FORMAT}, got {shown(number)}; write it with this version")
+        with suppress(TypeError, KeyError, AttributeError, ValueError):
+            thresholds = {role: float(value) for role, value in data["thresholds"].items()}
+            return cls(str(data["model"]), thresholds, tuple(Point.from_dict(one) for one in data.get("points", ())))
+        raise ValueError("a curve is read from what to_dict() wrote; a field is missing or of another kind")
+
+    def plot_formation(self) -> Figure:
+        """A Matplotlib figure: the best score of each role by step."""
+        return figures.plot_formation(self)
+
+    figure = plot_formation
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def read_curve(path: str | os.PathLike[str]) -> Curve:
+    """The curve in a file of JSON Lines, but for a last line that was not written to its end.
+
+    Raises:
+        TypeError: no path.
+        OSError: the file cannot be read.
+        ValueError: it holds no curve.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a curve is read from a path; got {type(path).__name__}")
+    name = visible(str(os.fspath(path)))
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError as error:
+        raise type(error)(f"cannot read {name}: {error.strerror or type(error).__name__}") from error
+    lines = content.split(b"\n")[:-1]  # what stands behind the last line's end was cut off
+    try:
+        head, *points = [json.loads(line) for line in lines]
+        return Curve.from_dict({**head, "points": points})
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{name} is no curve: {error}; give what headwise.look.Watch wrote") from None
+
+
+def lines_of(curve: Curve) -> bytes:
+    """The whole file."""
+    head = {"format": FORMAT, **curve.about()}
+    return b"".join(_line(one) for one in (head, *(point.to_dict() for point in curve.points)))
+
+
+def _line(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def append(path: str | os.PathLike[str], point: Point) -> None:
+    """Adds a line, to its end and synced; where that fails the file is as it was.
+
+    Raises:
+        OSError: the disk is full, or the like.
+    """
+    line = _line(point.to_dict())
+    with open(path, "ab") as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException as error:
+            with suppress(OSError):
+                os.truncate(path, size)
+            if isinstance(error, OSError):
+                why = error.strerror or type(error).__name__
+                raise OSError(f"cannot write {visible(os.fspath(path))}: {why}; make room") from error
+            raise
+
+
+def rewrite(path: str | os.PathLike[str], curve: Curve) -> None:
+    """Writes the whole file; it is there whole, or as it was."""
+    check_destination(path)
+    put(lines_of(curve), path)
+
+
+def finite(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """What a training loop says, as finite floats; what is not finite is left out, as JSON has no word for it.
+
+    Raises:
+        TypeError: something that is no number.
+    """
+    kept = {}
+    for name, number in numbers.items():
+        try:
+            if isinstance(number, (bool, np.bool_)):
+                raise TypeError
+            value = float(number.detach() if isinstance(number, Tensor) else number)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TypeError(f"{name} is a number beside the scores, such as a loss; got {shown(number)}") from None
+        if math.isfinite(value):
+            kept[name] = round(value, 6)
+    return kept

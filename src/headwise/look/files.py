@@ -1,0 +1,158 @@
+"""A look as a file, by the end of its name; the file is there whole, or not at all.
+
+    .parquet  .csv     one row a head, the columns of `to_frame`
+    .json              all of it; `read` gives it back
+    .md                the head card
+    .svg  .png         the roles, layer by head
+
+A comparison of two looks and a curve of heads as they form are written the same way, as far as they have such a form.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..disk import check_destination, put, visible
+from ..extras import missing_extra
+from . import tables
+from .records import Look
+
+ENDINGS = (".parquet", ".csv", ".json", ".md", ".svg", ".png")
+
+MAX_FILE = 2_000_000_000
+"""Most bytes of a look that is read."""
+
+
+def write(what: Any, path: str | os.PathLike[str]) -> int:
+    """Writes a look, a comparison or a curve; one that is there is replaced.
+
+    Returns:
+        The bytes written.
+
+    Raises:
+        TypeError: something else.
+        ValueError: the name ends in none of the forms that it has.
+        MissingExtra: pyarrow (for .parquet) or Matplotlib (for figures) is not installed.
+        OSError: the file cannot be written: no such folder, no permission, a full disk.
+
+    >>> import pathlib, tempfile
+    >>> from headwise import look
+    >>> seen = look.Look("none", 0, 0, 0, (), (), "decoder", 0.0, "0")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     size = look.write(seen, pathlib.Path(folder, "heads.json"))
+    ...     look.read(pathlib.Path(folder, "heads.json")) == seen
+    True
+    """
+    ending = check(path, endings_of(what))
+    content = _FORMS[ending](what, ending)
+    put(content, path)
+    return len(content)
+
+
+def read(path: str | os.PathLike[str]) -> Look:
+    """The look that a .json file holds, of this format or an earlier one.
+
+    Raises:
+        TypeError: no path.
+        OSError: the file cannot be read.
+        ValueError: it holds no look.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a look is read from a path; got {type(path).__name__}")
+    shown = visible(str(os.fspath(path)))
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE + 1)
+    except OSError as error:
+        raise type(error)(f"cannot read {shown}: {error.strerror or type(error).__name__}") from error
+    if len(content) > MAX_FILE:
+        raise ValueError(f"{shown} has more than {MAX_FILE // 1_000_000} MB; a look is smaller")
+    try:
+        return Look.from_dict(json.loads(content))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{shown} is no look: {error}; give what look.write or --json wrote") from None
+
+
+def check(path: str | os.PathLike[str], endings: Sequence[str] = ENDINGS) -> str:
+    """The end of the name; raises what `write` would, before the work is done."""
+    check_destination(path)
+    ending = Path(path).suffix.lower()
+    if ending not in endings:
+        raise ValueError(
+            f"{visible(str(os.fspath(path)))} ends in none of {' '.join(endings)}; the end says what to write"
+        )
+    if ending == ".parquet":
+        try:
+            import pyarrow
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise missing_extra("a .parquet file", "look", error) from None
+    elif ending in (".svg", ".png"):
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise missing_extra("a figure", "look", error) from None
+    return ending
+
+
+def endings_of(what: object) -> tuple[str, ...]:
+    """The forms that an object has: `rows`, `to_json`, `card` and `figure` are what they are made with."""
+    has = {".csv": "rows", ".parquet": "rows", ".json": "to_json", ".md": "card", ".svg": "figure", ".png": "figure"}
+    endings = tuple(ending for ending in ENDINGS if hasattr(what, has[ending]))
+    if not endings:
+        raise TypeError(f"a look, a comparison or a curve is written; got {type(what).__name__}")
+    return endings
+
+
+# --- the forms --------------------------------------------------------------------------------------------------------
+
+
+def _parquet(what: Any, ending: str) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = tables.columns(what.rows())
+    table = pyarrow.table({name: pyarrow.array(values) for name, values in columns.items()})
+    about = {b"headwise": json.dumps(what.about()).encode()}
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(table.replace_schema_metadata(about), file)
+    return file.getvalue()
+
+
+def _csv(what: Any, ending: str) -> bytes:
+    rows = what.rows()
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(tables.columns(rows)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode("utf-8", "backslashreplace")
+
+
+def _json(what: Any, ending: str) -> bytes:
+    text: str = what.to_json(maps=True) if isinstance(what, Look) else what.to_json()
+    return text.encode() + b"\n"
+
+
+def _card(what: Any, ending: str) -> bytes:
+    text: str = what.card()
+    return text.encode()
+
+
+def _figure(what: Any, ending: str) -> bytes:
+    import matplotlib
+
+    file = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "headwise", "svg.fonttype": "none"}):
+        what.figure().savefig(
+            file, format=ending[1:], dpi=150, **({"metadata": {"Date": None}} if ending == ".svg" else {})
+        )
+    return file.getvalue()
+
+
+_FORMS = {".parquet": _parquet, ".csv": _csv, ".json": _json, ".md": _card, ".svg": _figure, ".png": _figure}

@@ -1,0 +1,78 @@
+"""From sums over texts to the records of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .records import HeadRecord
+from .roles import Role
+from .scores import Evidence, Score
+from .tally import Floats, LayerTally
+
+
+def records(tallies: Sequence[LayerTally], roles: Iterable[Role]) -> tuple[HeadRecord, ...]:
+    """A record a head, by layer, then head."""
+    listed = tuple(roles)
+    return tuple(record for layer, tally in enumerate(tallies) for record in _layer(layer, tally, listed))
+
+
+def _layer(layer: int, tally: LayerTally, roles: Sequence[Role]) -> list[HeadRecord]:
+    count = np.maximum(tally.numbers["rows"], 1)
+    means = {name: tally.numbers[name] / count for name in ("entropy", "largest", "distance")}
+    able = tally.numbers["offset rows"]
+    offsets = tally.numbers["offsets"] / np.maximum(able, 1)
+    far = (offsets.shape[1] - 1) // 2
+    ahead = bool(tally.numbers["ahead"] > 0)
+    maps = _maps(tally)
+    scores: list[dict[str, Score]] = [{} for _ in range(tally.heads)]
+    for role in roles:
+        for h, score in _scores(role, tally):
+            scores[h][role.name] = score
+    queries, keys = tally.widest
+    return [
+        HeadRecord(
+            **tally.place,
+            layer=layer,
+            head=h,
+            entropy=round(float(means["entropy"][h]), 6),
+            largest=round(float(means["largest"][h]), 6),
+            distance=round(float(means["distance"][h]), 6),
+            offsets=tuple(round(float(x), 6) for x in offsets[h, : far + 1]),
+            ahead=tuple(round(float(x), 6) for x in offsets[h, far + 1 :]) if ahead else (),
+            scores=scores[h],
+            map=tuple(tuple(round(float(x), 5) for x in row) for row in maps[h]),
+            queries=queries,
+            keys=keys,
+        )
+        for h in range(tally.heads)
+    ]
+
+
+def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
+    """The score of each head in a role; nothing where no query was scored."""
+    sums = tally.roles.get(role.name)
+    if sums is None:
+        return
+    values, nulls, counts = sums.means()
+    interval = sums.interval()
+    for h in range(tally.heads):
+        if counts[h] == 0:
+            continue
+        value, count = round(float(values[h]), 6), int(counts[h])
+        null = round(float(nulls[h]), 6) if sums.has_null else None
+        low, high = (None, None) if interval is None else (round(float(end[h]), 6) for end in interval)
+        plays = role.plays(value, null, count, low)
+        evidence = [Evidence(t, i, j, -w) for w, t, i, j in tally.shown.get((role.name, h), ())] if plays else []
+        detail = tally.detail(role.name, h) if plays else ""
+        yield h, Score(role.name, value, null, role.threshold, count, low, high, plays, tuple(evidence), detail)
+
+
+def _maps(tally: LayerTally) -> Floats:
+    """(H, X, Y): the mean map, of those of most texts' size; of equals the larger."""
+    sizes = [name.removeprefix("map rows ") for name in tally.numbers if name.startswith("map rows ")]
+    size = max(sizes, key=lambda s: (int(tally.numbers[f"map rows {s}"].sum()), tuple(map(int, s.split()))))
+    rows = tally.numbers[f"map rows {size}"]
+    means: Floats = tally.numbers[f"map {size}"] / np.maximum(rows, 1)
+    return means

@@ -1,0 +1,182 @@
+"""One text as a model reads it, what it ought to say there, and by how much it misses that."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.probe import AttentionCall, probe
+from ..shapes import describe
+from ..shapes.kinds import shown
+from . import inputs
+from .inputs import IdFacts
+from .measure import looks_ahead
+
+Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
+"""(output of the model, ids (B, T)) -> (B,), the loss of each row."""
+
+IGNORED, FEW = -100, 8
+MASKED = 0.15
+"""Share of the words that are masked for an encoder, as in its training (Devlin et al. 2019)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """One text for one model.
+
+    Attributes:
+        inputs: (1, T) each: the ids, and for an encoder-decoder those of its decoder.
+        labels: (1, T') long: the id that the logits at each place ought to name; -100 where none is counted.
+        vocabulary: how many ids the model knows, where it says so.
+        loss: the user's, instead of cross entropy with the labels; or None.
+    """
+
+    inputs: tuple[Tensor, ...]
+    labels: Tensor
+    vocabulary: int = 1
+    loss: Loss | None = None
+
+    def output(self, model: nn.Module, rows: int = 1) -> Any:
+        """What the model gives for the text, read `rows` times side by side."""
+        named = inspect.signature(model.forward).parameters
+        options: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
+        read = [ids.expand(rows, -1) for ids in self.inputs]
+        if len(read) > 1:
+            options["decoder_input_ids"] = read[1]
+        return model(read[0], **options)
+
+    def losses(self, model: nn.Module, rows: int = 1) -> Tensor:
+        """(rows,) float32: the mean loss of each row; gradients flow."""
+        output = self.output(model, rows)
+        if self.loss is not None:
+            return checked_losses(self.loss(output, self.inputs[0].expand(rows, -1)), rows)
+        return self.cross_entropy(logits_of(output, self.labels.shape[1]))
+
+    def cross_entropy(self, logits: Tensor) -> Tensor:
+        """(B,): mean over the places that count, nats a token; logits are (B, T', vocabulary)."""
+        counted = self.labels[0] != IGNORED
+        rows = [nn.functional.cross_entropy(row[counted].float(), self.labels[0, counted]) for row in logits]
+        return torch.stack(rows)
+
+    @property
+    def width(self) -> int:
+        """How many tokens a row has."""
+        return max(ids.shape[1] for ids in self.inputs)
+
+
+def logits_of(output: Any, length: int) -> Tensor:
+    """The logits (B, T, vocabulary) in what a model gives: itself, its ``logits``, or the first of a tuple.
+
+    Raises:
+        ValueError: there are none.
+    """
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    logits = logits[0] if isinstance(logits, tuple) and logits else logits
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != length:
+        got = describe(logits) if isinstance(logits, Tensor) else type(output).__name__
+        raise ValueError(
+            f"a loss on the next token needs logits (B, T, vocabulary) with T = {length}; the model gave {got}; load "
+            "it with its language-modelling head, or give loss=, a function (output, ids) -> (B,)"
+        )
+    return logits
+
+
+def checked_losses(losses: object, rows: int) -> Tensor:
+    """What a loss of the user's gave: a number for each row.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not isinstance(losses, Tensor) or losses.shape != (rows,) or not losses.is_floating_point():
+        raise ValueError(
+            f"loss gives a float for each row of the batch, ({rows},), so that several ablations run side by side; got "
+            f"{shown(losses)}; reduce over tokens alone"
+        )
+    return losses.float()
+
+
+def texts_of(ids: object) -> list[list[int]]:
+    """One text or several, each checked as one: ids (T,) or (N, T), or a list of texts.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: no text, or an empty one.
+    """
+    rows: Any = [*ids] if getattr(ids, "ndim", 0) == 2 else ids  # type: ignore[misc]
+    first = rows[0] if isinstance(rows, Sequence) and not isinstance(rows, str) and rows else None
+    if getattr(first, "ndim", isinstance(first, Sequence)):
+        return [inputs.as_row(text) for text in rows]
+    return [inputs.as_row(ids)]
+
+
+def readings(
+    model: nn.Module, texts: Sequence[Sequence[int]], *, loss: Loss | None, mask_id: int | None, seed: int
+) -> list[Reading]:
+    """The texts as the model reads them.
+
+    An encoder-decoder's decoder says the text again; a decoder's logits name the next token; for an encoder, with a
+    `mask_id`, 15 % of the words (at least one, never the first and last token) are masked and to be named.
+
+    Raises:
+        TypeError: no module, or a loss that cannot be called.
+        ValueError: ids or lengths that do not fit the model; a text too short; an encoder without `mask_id` or `loss`.
+    """
+    inputs.check_reads_text(model)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss is a function (output, ids) -> (B,), or None; got {shown(loss)}")
+    made = []
+    generator = random.Random(seed)
+    for row in texts:
+        facts = IdFacts.of(model, row)
+        inputs.check_fits([*row, *([] if mask_id is None else [mask_id])], facts.vocabulary, None)
+        inputs.check_fits(row, facts.vocabulary, facts.positions)
+        if len(row) < 3 and loss is None:
+            raise ValueError(f"a loss needs a text of at least 3 tokens; got {len(row)}; give a longer text")
+        weight = next(model.parameters(), None)
+        ids = torch.tensor([row], dtype=torch.long, device=None if weight is None else weight.device)
+        made.append(Reading(*_said(model, ids, facts, mask_id, generator), facts.vocabulary or 1, loss))
+    if loss is None and mask_id is None and len(made[0].inputs) == 1:
+        _check_causal(model, made[0])
+    return made
+
+
+def _said(
+    model: nn.Module, ids: Tensor, facts: IdFacts, mask_id: int | None, generator: random.Random
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What the model reads, and the labels of its logits."""
+    rows = inputs.rows(model, ids, facts)
+    if len(rows) > 1:  # the decoder reads its start, then the text
+        return rows, ids[:, : rows[1].shape[1]]
+    labels = torch.full_like(ids, IGNORED)
+    if mask_id is None:
+        labels[:, :-1] = ids[:, 1:]
+        return rows, labels
+    T = ids.shape[1]
+    places = sorted(generator.sample(range(1, T - 1), max(1, round(MASKED * (T - 2)))))
+    labels[:, places] = ids[:, places]
+    masked = ids.clone()
+    masked[:, places] = mask_id
+    return (masked,), labels
+
+
+def _check_causal(model: nn.Module, reading: Reading) -> None:
+    """Raise ValueError where a token sees those after it, so that to name the next one is no task."""
+    ahead: list[str] = []
+
+    def each(call: AttentionCall) -> None:
+        if looks_ahead(call):
+            ahead.append(call.module)
+
+    with torch.no_grad(), probe(model, each):
+        Reading(tuple(ids[:, :FEW] for ids in reading.inputs), reading.labels).output(model)
+    if ahead:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder: in {ahead[0]!r} a token sees those after it, so it has no next "
+            "token to name; give mask_id=, the id of its mask token, or loss=, a function (output, ids) -> (B,)"
+        )

@@ -1,0 +1,123 @@
+"""A look as a table: for a console, as text, in a notebook, as a data frame."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..extras import missing_extra
+
+if TYPE_CHECKING:
+    import pandas
+    import rich.table
+
+    from .records import HeadRecord, Look
+
+_SCORES = {
+    "first-token sink": "sink",
+    "previous-token": "prev",
+    "self": "self",
+    "next-token": "next",
+    "delimiter": "delim",
+    "duplicate-token": "dup",
+    "induction": "induct",
+}
+"""Scores that have a column of their own, and its heading; all others show where the head plays the role."""
+
+_COLUMNS = ("layer", "head", "entropy", "largest", "distance", *_SCORES.values(), "role")
+
+
+def title(look: Look) -> str:
+    """Model, size, kind, and what was read."""
+    texts = f"{look.texts:,} texts, " if look.texts != 1 else ""
+    shape = f"{look.num_layers} layers x {look.num_heads} heads"
+    return f"{look.model}: {shape}, {look.kind}, {texts}{look.length} tokens"
+
+
+def _cells(head: HeadRecord) -> Sequence[str]:
+    values = [head.value(name) for name in _SCORES]
+    return (
+        str(head.layer),
+        str(head.head),
+        f"{head.entropy:.2f}",
+        f"{head.largest:.2f}",
+        f"{head.distance:.1f}",
+        *("-" if value is None else f"{value:.2f}" for value in values),
+        ", ".join(map(str, head.roles)) or "-",
+    )
+
+
+def rich_table(look: Look) -> rich.table.Table:
+    """For a Rich console: a section a layer, heads without a role dim."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title(look)), header_style="bold")
+    for i, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
+    layer = None
+    for head in look.heads:
+        if layer is not None and head.layer != layer:
+            table.add_section()
+        layer = head.layer
+        style = "" if head.roles else "dim"
+        table.add_row(*(Text(cell) for cell in _cells(head)), style=style)
+    return table
+
+
+def text(look: Look) -> str:
+    """Aligned lines."""
+    lines = [_COLUMNS, *(_cells(head) for head in look.heads)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS) - 1)]
+    aligned = (
+        "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in lines
+    )
+    return "\n".join([title(look), *aligned])
+
+
+def html_text(look: Look, heads: Iterable[HeadRecord]) -> str:
+    """These heads as an HTML table, escaped."""
+
+    def row(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(row(_cells(head), "td") for head in heads)
+    return f"<table><caption>{html.escape(title(look))}</caption>{row(_COLUMNS, 'th')}{body}</table>"
+
+
+def rows(look: Look) -> list[dict[str, Any]]:
+    """One flat row a head: its place and statistics, ``offset_0`` ... ``ahead_1`` ..., ``roles`` and ``role``, and for
+    each role that was measured ``NAME``, ``NAME.null``, ``NAME.low``, ``NAME.high``, ``NAME.count``, ``NAME.plays``.
+    """
+    return [_flat(head) for head in look.heads]
+
+
+def _flat(head: HeadRecord) -> dict[str, Any]:
+    named = ("module", "call", "layer", "head", "part", "entropy", "largest", "distance", "queries", "keys")
+    row: dict[str, Any] = {name: getattr(head, name) for name in named}
+    row["role"] = head.role
+    row["roles"] = ", ".join(score.name for score in head.roles)
+    row.update({f"offset_{k}": mass for k, mass in enumerate(head.offsets)})
+    row.update({f"ahead_{k}": mass for k, mass in enumerate(head.ahead, 1)})
+    row.update(head.extras)
+    for name, score in head.scores.items():
+        row[name] = score.value
+        for part in ("null", "low", "high", "count", "plays"):
+            row[f"{name}.{part}"] = getattr(score, part)
+    return row
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Flat rows as columns, in the order in which their names come; None where a row has none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def frame(look: Look) -> pandas.DataFrame:
+    """The flat rows as a pandas frame; a role that a head's layer did not measure is missing there."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise missing_extra("to_frame()", "look", error) from None
+    return pandas.DataFrame(rows(look))

@@ -1,0 +1,117 @@
+// The filter by role, and the search for a token: what does not match steps back.
+
+const FEW_CHIPS = 14;
+
+function buildRoles() {
+  const none = heads.filter((head) => !head.roles.length).length;
+  const place = byId("roles");
+  const chip = (name, count, role, title, letter) => {
+    const button = el("button", { type: "button", className: "chip", "aria-pressed": "false", title });
+    if (role !== null) button.append(el("i", {}, letter));
+    button.append(el("span", {}, name), el("b", {}, count.toLocaleString("en")));
+    button.style.setProperty("--role", roleColour(role));
+    button.style.setProperty("--on", roleInk(role));
+    button.addEventListener("click", () => {
+      if (role === null) state.roles.clear();
+      else if (!state.roles.delete(role ?? look.roles.length)) state.roles.add(role ?? look.roles.length);
+      emit("filter");
+    });
+    on("filter", () => {
+      const pressed = role === null ? !state.roles.size : state.roles.has(role ?? look.roles.length);
+      button.setAttribute("aria-pressed", String(pressed));
+    });
+    place.append(button);
+  };
+  chip("all heads", heads.length, null, "Show every head");
+  const played = look.roles.map((role, i) => [role, i]).filter(([role]) => role.played);
+  for (const [role, i] of played) chip(plainText(role.label, 40), role.played, i, plainText(role.formula, 300), role.letter);
+  if (none) chip("no role", none, undefined, "Heads that play none of the roles looked for", "\u00b7");
+  if (played.length > FEW_CHIPS) foldChips(place);
+}
+
+// Annotated sentences give a role for every relation of grammar: the rarer ones wait behind a button.
+function foldChips(place) {
+  const rare = [...place.children].slice(FEW_CHIPS + 1, -1);
+  const more = el("button", { type: "button", className: "chip more-chips", "aria-expanded": "false" }, `${rare.length} more`);
+  const fold = (open) => {
+    rare.forEach((button) => (button.hidden = !open));
+    more.setAttribute("aria-expanded", String(open));
+    more.textContent = open ? "fewer" : `${rare.length} more`;
+  };
+  more.addEventListener("click", () => fold(more.getAttribute("aria-expanded") === "false"));
+  place.append(more);
+  fold(false);
+}
+
+function filterGrid() {
+  const shown = heads.filter(matches);
+  for (const head of heads) tiles[head.index].button.classList.toggle("off", !matches(head));
+  byId("count").textContent = state.roles.size ? `${shown.length} of ${plural(heads.length, "head")}` : plural(heads.length, "head");
+  if (shown.length && !matches(heads[state.head])) selectHead(strongest(shown).index);
+}
+
+// Of the heads shown, the one with the highest score in a chosen role.
+function strongest(shown) {
+  const score = (head) => Math.max(0, ...head.roles.filter(({ role }) => state.roles.has(role)).map(({ value }) => value));
+  return shown.reduce((best, head) => (score(head) > score(best) ? head : best));
+}
+
+// --- search ----------------------------------------------------------------------------------------------------------
+
+let found = []; // the cells whose text holds what was typed
+
+function buildSearch() {
+  const input = byId("search");
+  byId("finder").hidden = !look.cells.length;
+  input.addEventListener("input", () => search(input.value));
+  input.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") stepMatch(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape" && input.value) {
+      event.stopPropagation();
+      input.value = "";
+      search("");
+    }
+  });
+}
+
+function search(typed) {
+  const text = typed.trim() ? typed.toLowerCase() : "";
+  state.search = text;
+  found = text ? look.cells.map((cell, i) => (cell.text.toLowerCase().includes(text) ? i : -1)).filter((i) => i >= 0) : [];
+  markFound();
+  for (const head of heads) head.sought = found.length ? massOn(head, found) : null;
+  const best = heads.filter((head) => head.sought !== null).sort((a, b) => b.sought - a.sought || a.index - b.index).slice(0, 5);
+  const said = !text ? [] : [`${plural(found.length, look.cells.some((c) => c.count > 1) ? "cell" : "token")}${best.length ? "; heads that look there most: " : ""}`];
+  byId("matches").replaceChildren(...said, ...best.map(headLink));
+  if (text && found.length) show("search");
+  else if (state.show === "search") show("role");
+  else fillShow();
+}
+
+function headLink(head) {
+  const button = el("button", { type: "button", className: "link" }, head.name, el("b", {}, ` ${number(head.sought, 2)}`));
+  button.addEventListener("click", () => selectHead(head.index));
+  return button;
+}
+
+// Mean mass of a query on the chosen keys, over the queries that may look back at one.
+function massOn(head, keys) {
+  if (head.columns !== look.cells.length || head.keys !== look.length) return null;
+  const first = head.causal ? keys[0] : 0;
+  let sum = 0;
+  for (let i = first; i < head.rows; i++) for (const j of keys) sum += weightAt(head, i, j);
+  return head.rows > first ? sum / (head.rows - first) : null;
+}
+
+function stepMatch(step) {
+  if (!found.length || !overText(heads[state.head])) return;
+  const at = found.indexOf(state.query);
+  const next = at < 0 ? (step > 0 ? 0 : found.length - 1) : (at + step + found.length) % found.length;
+  selectQuery(found[next]);
+  text.nodes[found[next]].scrollIntoView({ block: "nearest" });
+}
+
+function markFound() {
+  const chosen = new Set(found);
+  text.nodes.forEach((node, i) => node.classList.toggle("found", chosen.has(i)));
+}

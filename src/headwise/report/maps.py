@@ -1,0 +1,77 @@
+"""The maps of a look in the page: pooled, and in so many levels that they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headwise.look.records import HeadMap, HeadRecord
+
+from .squeeze import squeezed
+
+STEPS = (
+    *((128, levels) for levels in (256, 128, 64, 32, 16)),
+    *((64, 256), (64, 16), (32, 256), (32, 16), (16, 16), (8, 16)),
+)
+"""Cells a side and levels a weight, from fine to coarse: the first that fits the budget is taken."""
+
+
+def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
+    """The maps within so many characters; 144 incompressible ones of 128 x 128 cells take 1.6 million.
+
+    Levels are not packed into bits: deflate codes 16 equally likely levels in 4 bits, and real maps in far fewer.
+    """
+    side, text = 0, None
+    small: Sequence[HeadMap] = maps
+    for step_side, levels in STEPS:
+        if step_side != side:
+            side = step_side
+            small = [pooled(m, side) for m in maps]
+        text = squeezed((in_levels(m.data, levels) for m in small), budget)
+        if text is not None:
+            break
+    else:
+        raise ValueError(f"a report shows up to about 10,000 heads, got {len(maps)}; look at a part of the model")
+    return {"levels": levels, "rows": [m.rows for m in small], "columns": [m.columns for m in small], "data": text}
+
+
+def in_levels(data: bytes, levels: int) -> bytes:
+    """Bytes of 256 levels in fewer."""
+    return data.translate(_table(levels))
+
+
+@cache
+def _table(levels: int) -> bytes:
+    return bytes((2 * code * (levels - 1) + 255) // 510 for code in range(256))
+
+
+def coarse(head: HeadRecord) -> HeadMap:
+    """The pooled map of the record as a large map, for a look that kept no large ones."""
+    weights = np.array(head.map, dtype=np.float64).reshape(len(head.map), -1 if head.map else 0)
+    return encoded(weights)
+
+
+def encoded(weights: npt.NDArray[np.float64]) -> HeadMap:
+    """Weights as bytes; NaN as 0."""
+    root = np.sqrt(np.clip(np.nan_to_num(weights), 0.0, 1.0))
+    return HeadMap(weights.shape[0], weights.shape[1], np.rint(255 * root).astype(np.uint8).tobytes())
+
+
+def pooled(large: HeadMap, side: int) -> HeadMap:
+    """The map with at most ``side`` cells a side: mass summed over keys, averaged over queries."""
+    if large.rows <= side and large.columns <= side:
+        return large
+    weights = (np.frombuffer(large.data, dtype=np.uint8).astype(np.float64) / 255) ** 2
+    weights = weights.reshape(large.rows, large.columns)
+    for axis, mean in ((1, False), (0, True)):
+        size = weights.shape[axis]
+        if size > side:
+            starts = -(-np.arange(side) * size // side)
+            weights = np.add.reduceat(weights, starts, axis=axis)
+            if mean:
+                weights /= np.diff(np.append(starts, size))[:, None]
+    return encoded(weights)

@@ -1,0 +1,32 @@
+"""Data that would fill the page: deflated, as base64 text, within a budget of characters."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+
+def squeezed(parts: Iterable[bytes], budget: int) -> str | None:
+    """The parts, deflated, as base64; None, and no time lost, where that exceeds the budget.
+
+    Level 6 is ten times faster than 9 and 3 % larger. Z_FILTERED: no matches of three bytes, which cost more than they
+    save where few levels repeat by chance.
+    """
+    most = max(budget, 0) * 3 // 4
+    squeezer = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS, strategy=zlib.Z_FILTERED)
+    packed = bytearray()
+    for data in parts:
+        packed += squeezer.compress(data)
+        if len(packed) > most:
+            return None
+    packed += squeezer.flush()
+    return base64.b64encode(packed).decode("ascii") if len(packed) <= most else None
+
+
+def squeezed_json(value: Any, budget: int) -> str | None:
+    """A value as JSON, squeezed: nothing in it can be read as markup, whatever strings it holds."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return squeezed([text.encode("ascii")], budget)

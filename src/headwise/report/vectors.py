@@ -1,0 +1,104 @@
+"""Queries, keys and values in the page: of the first tokens, for as many heads as there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from headwise.look.neurons import Neurons, Rows
+from headwise.look.records import HeadRecord
+
+from .squeeze import squeezed
+
+TOKENS = (64, 48, 32, 24, 16)
+"""Tokens kept, from many to few: the first number at which every head fits; at the last of them, the heads that fit."""
+
+Group = tuple[int, int]
+"""A call, by its place in the list, and one of its key-value heads."""
+
+
+def packed(calls: Sequence[Neurons], heads: Sequence[HeadRecord], budget: int, *, weights: bool) -> dict[str, Any]:
+    """The vectors within so many characters; ``weights`` says whether the weights come along, which short texts have in
+    their maps.
+
+    A group is a key-value head with the query heads that read it: its queries, keys and values, each as steps and
+    bytes, then the weights. At worst the groups of the strongest roles are there, or none.
+    """
+    groups = _ordered(calls, heads)
+    most = max(budget, 0) * 3 // 4
+    tokens, text = TOKENS[-1], None
+    for tokens in TOKENS:
+        if sum(_size(calls, group, tokens, weights) for group in groups) <= 1.25 * most:  # deflate takes a tenth off
+            text = squeezed(_bytes(calls, groups, tokens, weights), budget)
+        if text is not None:
+            break
+    else:
+        kept: list[Group] = []
+        room = 0.99 * most
+        for group in groups:
+            room -= _size(calls, group, tokens, weights)
+            if room < 0:
+                break
+            kept.append(group)
+        groups = kept
+        text = squeezed(_bytes(calls, groups, tokens, weights), budget) if groups else None
+    return {
+        "tokens": tokens,
+        "weights": weights,
+        "calls": [_described(call, tokens) for call in calls],
+        "groups": groups if text else [],
+        "data": text if groups and text else "",
+    }
+
+
+def _described(call: Neurons, tokens: int) -> dict[str, Any]:
+    (H, T, D), (K, S, _) = call.query.shape, call.key.shape
+    named = {name: getattr(call, name) for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
+    V = 0 if call.value is None else call.value.shape[2]
+    return {**named, "group": H // K, "queries": min(T, tokens), "keys": min(S, tokens), "dims": D, "value": V}
+
+
+def _ordered(calls: Sequence[Neurons], heads: Sequence[HeadRecord]) -> list[Group]:
+    """All groups: those with a head of a strong role first, then in the order of layers."""
+    strengths: dict[tuple[int, int], float] = {}
+    for head in heads:
+        if head.roles:
+            strengths[head.layer, head.head] = head.roles[0].strength
+    order = []
+    for c, call in enumerate(calls):
+        G = call.query.shape[0] // call.key.shape[0]
+        for k in range(call.key.shape[0]):
+            strength = max(strengths.get((call.layer, k * G + g), -1.0) for g in range(G))
+            order.append((-strength, c, k))
+    return [(c, k) for _, c, k in sorted(order)]
+
+
+def _size(calls: Sequence[Neurons], group: Group, tokens: int, weights: bool) -> int:
+    about = _described(calls[group[0]], tokens)
+    G, T, S = about["group"], about["queries"], about["keys"]
+    value = S * (about["value"] + 4) if about["value"] else 0
+    return int(G * T * (about["dims"] + 4) + S * (about["dims"] + 4) + value + weights * G * T * S)
+
+
+def _bytes(calls: Sequence[Neurons], groups: Sequence[Group], tokens: int, weights: bool) -> Iterator[bytes]:
+    for c, k in groups:
+        call = calls[c]
+        G = call.query.shape[0] // call.key.shape[0]
+        yield from _first(call.query, k * G, G, tokens)
+        yield from _first(call.key, k, 1, tokens)
+        if call.value is not None:
+            yield from _first(call.value, k, 1, tokens)
+        if weights:
+            H, T, S = call.query.shape[0], call.query.shape[1], call.key.shape[1]
+            codes = np.frombuffer(call.weights, np.uint8).reshape(H, T, S)
+            yield codes[k * G : (k + 1) * G, :tokens, :tokens].tobytes()
+
+
+def _first(rows: Rows, head: int, count: int, tokens: int) -> Iterator[bytes]:
+    """Steps and bytes of some heads' first tokens."""
+    steps = np.frombuffer(rows.steps, "<f4").reshape(rows.shape[:2])
+    data = np.frombuffer(rows.data, np.int8).reshape(rows.shape)
+    yield steps[head : head + count, :tokens].tobytes()
+    yield data[head : head + count, :tokens].tobytes()

@@ -1,0 +1,284 @@
+"""Healing: a changed model learns, by a few steps of distillation, to say what its original says.
+
+A plain loop in PyTorch. Every batch follows from the seed and the number of the step alone, so a run that was stopped
+goes on to the same result; its state is on disk whole or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..shapes import INTEGERS, describe
+from ..shapes.kinds import check_counts, check_numbers, check_tensor, shown
+from .pair import resting
+from .processes import Processes
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to heal.
+
+    Attributes:
+        steps: Updates of the weights.
+        rows: Windows of text a step, over all processes.
+        length: Tokens of a window.
+        lr: Largest learning rate of AdamW; after a linear warm-up it falls by a cosine to a hundredth.
+        warmup: Steps of the warm-up.
+        weight_decay: Of matrices; vectors have none.
+        text: How much the loss on the text itself counts beside the teacher's word.
+        seed: Which windows of the text are read.
+    """
+
+    steps: int
+    rows: int = 8
+    length: int = 512
+    lr: float = 1e-4
+    warmup: int = 20
+    weight_decay: float = 0.0
+    text: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(1, steps=self.steps, rows=self.rows)
+        check_counts(2, length=self.length)
+        check_counts(0, warmup=self.warmup, seed=self.seed)
+        check_numbers(above=0.0, lr=self.lr)
+        check_numbers(weight_decay=self.weight_decay, text=self.text)
+        if self.text < 0 or self.weight_decay < 0:
+            raise ValueError(f"text and weight_decay are at least 0; got {self.text} and {self.weight_decay}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+    def batch(self, stream: Tensor, step: int, first: int | None = None) -> Tensor:
+        """The windows (rows, length) of a step; each begins with the token `first`, where there is one."""
+        draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        body = self.length - (first is not None)
+        starts = torch.randint(len(stream) - body + 1, (self.rows,), generator=draw).tolist()
+        windows = torch.stack([stream[start : start + body] for start in starts])
+        return windows if first is None else torch.cat([windows.new_full((self.rows, 1), first), windows], 1)
+
+
+@dataclass
+class Curve:
+    """What was measured on the way, as plain data.
+
+    Attributes:
+        steps: Loss of each step: the divergence from the teacher, and with `Recipe.text` the text's share.
+        held: [step, divergence, loss] on text that is not trained on; in nats a token.
+    """
+
+    steps: list[float]
+    held: list[list[float]]
+
+
+def heal(
+    student: nn.Module,
+    teacher: nn.Module,
+    stream: Tensor,
+    recipe: Recipe,
+    *,
+    held: Tensor | None = None,
+    first: int | None = None,
+    state: str | os.PathLike[str] | None = None,
+    every: int = 50,
+    call: Call | None = None,
+    accelerator: Any = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Curve:
+    """Trains `student`, in place, to give the teacher's distribution of the next token.
+
+    The loss is the Kullback-Leibler divergence of the student's distribution from the teacher's, a token (Hinton et al.
+    2015, arXiv 1503.02531). Under torchrun each process reads its share of the windows, and gradients are averaged.
+
+    Args:
+        student: The changed model, in float32.
+        teacher: The original; it only reads.
+        stream: Text as one row of ids (N,), longer than a window.
+        recipe: Steps, batch, learning rate.
+        held: Windows (n, T) to measure on at the start, every so many steps, and at the end.
+        first: A token to put before every window, such as BOS.
+        state: A file to keep the state of the run in, every so many steps; a run that finds one there goes on from it.
+        every: How many steps that is.
+        call: The logits (B, T, vocabulary) of a model; by default of a transformers model, without a cache.
+        accelerator: An `accelerate.Accelerator`, to place the models and to run backward.
+        progress: Called as ``progress(done, total)`` after each step.
+
+    Returns:
+        The losses. Every process has the same.
+
+    Raises:
+        TypeError, ValueError: a stream that is no row of ids or too short; a state of another recipe.
+
+    Example:
+        >>> from torch.nn import Embedding, Linear, Sequential
+        >>> teacher, student = (Sequential(Embedding(7, 5), Linear(5, 7)) for _ in range(2))
+        >>> recipe = Recipe(30, rows=2, length=9, lr=0.1, warmup=1)
+        >>> curve = heal(student, teacher, torch.arange(60) % 7, recipe, call=lambda model, ids: model(ids))
+        >>> curve.steps[-1] < curve.steps[0]
+        True
+    """
+    check_counts(1, every=every)
+    _check_stream(stream, recipe, first)
+    run = _Run(student, teacher, recipe, call or logits_of, accelerator, Path(state) if state is not None else None)
+    run.begin()
+    with _without_dropout(run.student), _without_dropout(run.teacher):
+        for step in range(run.step, recipe.steps):
+            if held is not None and step % every == 0:
+                run.measure(held)
+            run.update(recipe.batch(stream, step, first))
+            if progress is not None:
+                progress(run.step, recipe.steps)
+            if run.step % every == 0 and run.step < recipe.steps:
+                run.save()
+        if held is not None and (not run.curve.held or run.curve.held[-1][0] < run.step):
+            run.measure(held)
+        run.save()
+    return run.curve
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """What a transformers model says of the next token."""
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """The Kullback-Leibler divergence of each place's distribution, summed: nats."""
+    said, known = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
+    return (known.exp() * (known - said)).sum()
+
+
+class _Run:
+    """A run: models, optimizer, where it stands."""
+
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, recipe: Recipe, call: Call, accelerator: Any, state: Path | None
+    ) -> None:
+        self.recipe, self.call, self.accelerator, self.state = recipe, call, accelerator, state
+        self.processes = Processes.here()
+        if recipe.rows < self.processes.size:
+            raise ValueError(f"each of {self.processes.size} processes reads windows; got rows {recipe.rows} a step")
+        self.plain = student
+        decayed = [p for p in student.parameters() if p.requires_grad and p.ndim > 1]
+        others = [p for p in student.parameters() if p.requires_grad and p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer: Any = torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.lr)
+        self.student, self.teacher = student, teacher
+        self.step, self.curve = 0, Curve([], [])
+
+    def begin(self) -> None:
+        """Goes on where the last run stopped, if it left anything."""
+        if self.state is not None and self.state.exists():
+            found = torch.load(self.state, map_location="cpu", weights_only=True)
+            if found["recipe"] != asdict(self.recipe):
+                raise ValueError(
+                    f"{self.state}: the state of another run ({shown(found['recipe'])}); remove it, or heal as it says"
+                )
+            self.plain.load_state_dict(found["student"])
+            self.optimizer.load_state_dict(found["optimizer"])
+            self.step, self.curve = found["step"], Curve(found["steps"], found["held"])
+        if self.accelerator is not None:
+            self.student, self.optimizer = self.accelerator.prepare(self.plain, self.optimizer)
+            self.teacher = self.teacher.to(self.accelerator.device)
+
+    def update(self, rows: Tensor) -> None:
+        """One step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.rate(self.step)
+        ids = self.processes.share(rows).to(next(self.plain.parameters()).device)
+        loss = self.loss(ids) / len(rows)
+        self.backward(loss)
+        if self.accelerator is None:
+            self.processes.add_gradients(self.parameters())
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.curve.steps.append(round(float(self.processes.add(loss.detach().clone())), 6))
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.plain.parameters() if p.requires_grad]
+
+    def loss(self, ids: Tensor) -> Tensor:
+        """The mean of each row's places, summed over rows."""
+        said = self.call(self.student, ids)
+        with torch.no_grad():
+            known = self.call(self.teacher, ids)
+        total = divergence(said, known) / ids.shape[1]
+        if self.recipe.text:
+            places = said[:, :-1].flatten(0, 1).float()
+            text = nn.functional.cross_entropy(places, ids[:, 1:].flatten(), reduction="sum")
+            total = total + self.recipe.text * text / (ids.shape[1] - 1)
+        return total
+
+    def backward(self, loss: Tensor) -> None:
+        if self.accelerator is None:
+            loss.backward()
+        else:  # it averages over processes, each of which has its part of the sum
+            self.accelerator.backward(loss * self.processes.size)
+
+    def measure(self, held: Tensor) -> None:
+        """A point of the curve on text that is not trained on."""
+        device = next(self.plain.parameters()).device
+        far = loss = torch.zeros((), dtype=torch.float64, device=device)
+        with resting(self.plain):
+            for ids in self.processes.share(held).to(device).split(1):
+                said, known = self.call(self.plain, ids), self.call(self.teacher, ids)
+                far = far + divergence(said, known).double()
+                text = nn.functional.cross_entropy(said[0, :-1].float(), ids[0, 1:], reduction="sum")
+                loss = loss + text.double()
+        far, loss = self.processes.add(far), self.processes.add(loss)
+        counts = held.numel(), held[:, 1:].numel()
+        self.curve.held.append([self.step, float(far) / counts[0], float(loss) / counts[1]])
+
+    def save(self) -> None:
+        """The state, beside its place and then renamed."""
+        if self.state is None or self.processes.rank:
+            return
+        parts = {"student": self.plain.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        beside = self.state.with_name(f".{self.state.name}.{os.getpid()}")
+        try:
+            with open(beside, "wb") as file:
+                torch.save({**parts, **asdict(self.curve), "recipe": asdict(self.recipe)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, self.state)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """In eval mode, so that each step depends on its batch alone; afterwards each module is in the mode it was in."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _check_stream(stream: Tensor, recipe: Recipe, first: int | None) -> None:
+    check_tensor("stream", stream, "a row of ids (N,)")
+    if stream.ndim != 1 or stream.dtype not in INTEGERS:
+        raise ValueError(f"stream is a row of ids (N,); got {describe(stream)}")
+    if len(stream) < recipe.length - (first is not None):
+        raise ValueError(
+            f"a window is {recipe.length} tokens, and the text has {len(stream)}; give a longer text, or less length"
+        )

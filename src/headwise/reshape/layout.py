@@ -1,0 +1,285 @@
+"""Where a checkpoint keeps its attention: layers, their sizes, and how each of their tensors divides into heads."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..plan.fields import Fields, architectures, heads_of
+from ..plan.shape import short
+from .axes import Form, Sizes, form
+
+ROLES = ("encoder", "self", "cross")
+NEEDED = ({"q"}, {"k", "n"}, {"v"}, {"o"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer of a checkpoint.
+
+    Attributes:
+        key: What to call it, as `headwise.plan` does: ``3``; beside a decoder's, ``encoder.3`` and ``cross.3``.
+        role: ``self``, ``encoder`` or ``cross``.
+        index: Which of its role.
+        prefix: What the names of its tensors begin with.
+        sizes: Its numbers of heads, and theirs.
+        tensors: Its tensors by name, and how they divide into heads.
+    """
+
+    key: str
+    role: str
+    index: int
+    prefix: str
+    sizes: Sizes
+    tensors: Mapping[str, Form]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of the architecture of one checkpoint, and its layers.
+
+    Attributes:
+        model_type: Its name.
+        about: Its entry in the table of layouts.
+        fields: The config's, as the planner reads them.
+        config: config.json; of a model of several kinds of input, the part of it that is the text model's.
+        layers: Those of attention; of the text model.
+        outer: The name of that part and all of config.json, where there is such a part.
+    """
+
+    model_type: str
+    about: Mapping[str, Any]
+    fields: Fields
+    config: Mapping[str, Any]
+    layers: tuple[Layer, ...]
+    outer: tuple[str, Mapping[str, Any]] | None = None
+
+    def whole(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """All of config.json, with this as `config`."""
+        if self.outer is None:
+            return dict(config)
+        name, outer = self.outer
+        return {**outer, name: dict(config)}
+
+    @property
+    def d_model(self) -> int:
+        """Width of the stream."""
+        return self.fields.size("hidden_size")
+
+    @property
+    def has_head_dim(self) -> bool:
+        """Whether the config says how large a head is; else it is d_model / num_heads, and cannot stay."""
+        return "head_dim" in self.fields.own or "head_dim" in self.fields.defaults or self.is_latent
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values come out of a small shared vector."""
+        return bool(self.fields.architecture.get("latent"))
+
+    @cached_property
+    def counts(self) -> dict[str, list[Layer]]:
+        """The layers by the config field that counts their query heads: all of a field have equally many."""
+        table: dict[str, list[Layer]] = {}
+        for layer in self.layers:
+            table.setdefault(heads_field(self.fields, layer.role), []).append(layer)
+        return table
+
+    @property
+    def same_heads(self) -> tuple[str, ...]:
+        """Roles whose layers share a table with a column a head, so that all must keep the same heads."""
+        return tuple(self.about.get("same_heads", ()))
+
+    def layer(self, key: str) -> Layer:
+        """The layer of that name."""
+        for layer in self.layers:
+            if layer.key == key:
+                return layer
+        keys = [layer.key for layer in self.layers]
+        raise ValueError(f"no layer {short(key)}; the layers are {', '.join(_ends(keys))}")
+
+
+def _ends(keys: list[str]) -> list[str]:
+    """The first and the last layer of each role, as a range."""
+    ends = []
+    for role in ROLES:
+        mine = [key for key in keys if (key.partition(".")[0] if "." in key else "self") == role]
+        ends += [f"{mine[0]} to {mine[-1]}"] if mine else []
+    return ends
+
+
+def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[str, Any]) -> Family:
+    """What `layouts` knows of a checkpoint with this config and these tensors.
+
+    Raises:
+        ValueError: in one line: an architecture that is not in the table, a config that contradicts itself, layers or
+            tensors of attention that are missing, or some that the table does not know and that would be left as they
+            are.
+    """
+    model_type, families = config.get("model_type"), layouts["families"]
+    about = families.get(model_type) if isinstance(model_type, str) else None
+    if about is None or not isinstance(model_type, str):
+        near = difflib.get_close_matches(str(model_type)[:60], families, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(families))}"
+        raise ValueError(f"how {short(model_type)} stores its heads is not known; {hint}")
+    outer = None
+    known = about.get("fields") or architectures()[model_type]
+    if "text" in known:
+        part, text_type = known["text"]
+        inner = config.get(part)
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"has no {part}, where the text model's sizes are")
+        outer, config = (part, config), inner
+        about, known = {**families[text_type], **about}, architectures()[text_type]
+    fields = Fields(config, known)
+    for name, value in about.get("when", {}).items():
+        if config.get(name, value) != value:
+            raise ValueError(f"{name} = {short(config[name])}: how such a checkpoint stores its heads is not known")
+    names = list(names)
+    layers: list[Layer] = []
+    for way in (about, {**about, **about.get("in_memory", {})}):
+        layers = _layers(fields, way, layouts["forms"], names)
+        if layers:
+            break
+    if not layers:
+        paths = ", ".join(about["layers"].values())
+        raise ValueError(f"there are no weights of attention where {model_type} has them ({paths})")
+    return Family(model_type, about, fields, config, tuple(layers), outer)
+
+
+def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], names: list[str]) -> list[Layer]:
+    known = {name: form(text) for name, text in {**forms[way["form"]], **way.get("tensors", {})}.items()}
+    layers = []
+    for role, path in way["layers"].items():
+        found = _found(path, names)
+        if not found:
+            continue
+        count = fields.size(_count(role, fields))
+        if sorted(found) != list(range(count)):
+            odd = sorted(set(found) ^ set(range(count)))[0]
+            what = "missing" if odd < count else "one too many"
+            raise ValueError(
+                f"config.json counts {count} layers, and the weights hold {len(found)} at {path}: number {odd} is "
+                f"{what}; further layers (that predict several tokens, say) would keep heads that the config denies"
+            )
+        alone = len(way["layers"]) == 1
+        sizes = sizes_of(fields, role)
+        for index, (prefix, tensors) in sorted(found.items()):
+            key = str(index) if alone or role == "self" else f"{role}.{index}"
+            layers.append(Layer(key, role, index, prefix, sizes, _forms(prefix, tensors, known)))
+    if layers and {layer.role for layer in layers} != set(way["layers"]):
+        missing = next(path for role, path in way["layers"].items() if role not in {layer.role for layer in layers})
+        raise ValueError(f"there are no weights of {missing}, which the architecture has")
+    return layers
+
+
+def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
+    """Layers at a path: their numbers, and for each the prefix and the rest of the names of its tensors."""
+    before, after = path.split("{}")
+    match_of = re.compile(rf"((?:.*\.)?){re.escape(before)}(\d{{1,6}}){re.escape(after)}\.(.+)").fullmatch
+    found: dict[int, tuple[str, list[str]]] = {}
+    roots = set()
+    for name in names:
+        match = match_of(name)
+        if match is None:
+            continue
+        roots.add(match[1])
+        prefix = name[: -len(match[3])]
+        found.setdefault(int(match[2]), (prefix, []))[1].append(match[3])
+    if len(roots) > 1:
+        raise ValueError(f"two parts of the model have layers at {path}: {', '.join(map(repr, sorted(roots)))}")
+    return found
+
+
+def _forms(prefix: str, tensors: list[str], known: Mapping[str, Form]) -> dict[str, Form]:
+    """The tensors of a layer by their full names."""
+    unknown = sorted(set(tensors) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{prefix}{unknown[0]}: not a tensor that such a layer is known to have, and it might belong to single "
+            "heads; remove it from the checkpoint if it does not, or tell us"
+        )
+    forms = {prefix + name: known[name] for name in tensors}
+    parts = set().union(*(one.parts() for name, one in forms.items() if not name.endswith("bias")))
+    for some in NEEDED:
+        if not parts & some:
+            raise ValueError(f"{prefix}: the weights of {'/'.join(sorted(some))} are missing")
+    return forms
+
+
+def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ValueError unless every tensor of attention has the shape that the config promises."""
+    for layer in family.layers:
+        for name, one in layer.tensors.items():
+            if not one.fits(shapes[name], layer.sizes):
+                sizes = layer.sizes
+                raise ValueError(
+                    f"{name} is {tuple(shapes[name])}, which is not of {sizes.H} query and {sizes.K} key-value heads "
+                    f"of {sizes.D} numbers, as config.json has it; for a checkpoint that was pruned long ago: "
+                    "headwise migrate"
+                )
+
+
+# --- config fields ---------------------------------------------------------------------------------------------------
+
+
+def heads_field(fields: Fields, role: str) -> str:
+    """The name in this config of the field that counts the query heads of a role's layers."""
+    return fields.raw(_standard(role, fields))[0]
+
+
+def _standard(role: str, fields: Fields) -> str:
+    if fields.architecture.get("stack") != "pair":
+        return "num_attention_heads"
+    return "encoder_heads" if role == "encoder" else "decoder_heads"
+
+
+def _count(role: str, fields: Fields) -> str:
+    if fields.architecture.get("stack") != "pair":
+        return "num_hidden_layers"
+    return "encoder_layers" if role == "encoder" else "decoder_layers"
+
+
+def sizes_of(fields: Fields, role: str) -> Sizes:
+    """The sizes of a role's layers; raises ValueError for a config that contradicts itself."""
+    if fields.architecture.get("latent"):
+        heads, rope = fields.size("num_attention_heads"), fields.size("qk_rope_head_dim")
+        return Sizes(heads, heads, fields.size("qk_nope_head_dim") + rope, fields.size("v_head_dim"), rope)
+    if fields.architecture.get("stack") != "pair":
+        heads, kv_heads, dim = heads_of(fields)
+        return Sizes(heads, kv_heads, dim, dim)
+    width, heads = fields.size("hidden_size"), fields.size(_standard(role, fields))
+    if "head_dim" in fields.own:
+        dim = fields.size("head_dim")
+    elif width % heads:
+        raise ValueError(f"d_model must be a multiple of num_heads: {width} / {heads} leaves {width % heads} over")
+    else:
+        dim = width // heads
+    return Sizes(heads, heads, dim, dim)
+
+
+def spellings(fields: Fields, standard: str) -> list[str]:
+    """Every name under which this config has the field; the architecture's own where it has none."""
+    own = fields.own.get(standard, standard)
+    names = dict.fromkeys((own, standard, *(alias for alias, field in fields.aliases.items() if field == own)))
+    return [name for name in names if name in fields.config] or [own]
+
+
+def with_heads(family: Family, counts: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """The config with other numbers of heads: (query heads, key-value heads) by `Family.counts`' fields."""
+    config, fields = dict(family.config), family.fields
+    for field, layers in family.counts.items():
+        heads, kv_heads = counts[field]
+        sizes = layers[0].sizes
+        if (heads, kv_heads) == (sizes.H, sizes.K):
+            continue
+        standard = _standard(layers[0].role, fields)
+        config |= dict.fromkeys(spellings(fields, standard), heads)
+        if "num_key_value_heads" in fields.defaults:
+            config |= dict.fromkeys(spellings(fields, "num_key_value_heads"), kv_heads)
+        if family.has_head_dim and not family.is_latent:
+            config |= dict.fromkeys(spellings(fields, "head_dim"), sizes.D)
+    return config

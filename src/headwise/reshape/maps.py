@@ -1,0 +1,101 @@
+"""One key-value head in place of a group: how each head's numbers enter the shared ones, and are read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .heads import HeadWeights
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """For each key-value head i of a group that shares ``m = sum_i write[i] v_i``; ``read[i] m`` stands for ``v_i``.
+
+    Attributes:
+        write: (K, n, n) in float64, n the numbers of a key or of a value.
+        read: (K, n, n).
+    """
+
+    write: Float[Tensor, "K n n"]
+    read: Float[Tensor, "K n n"]
+
+    @classmethod
+    def zeros(cls, products: Float[Tensor, "K n K n"]) -> Maps:
+        """Nothing yet, for keys or values of these moments."""
+        made = torch.zeros_like(products[:, :, 0, :1].expand(-1, -1, products.shape[1]))
+        return cls(made, made.clone())
+
+    @classmethod
+    def of_turns(cls, turns: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
+        """The mean of heads that were turned into one frame by orthogonal matrices: ``m`` is that of ``Q_i^T v_i``."""
+        share = torch.empty(turns.shape[0], 1, 1, dtype=turns.dtype, device=turns.device)
+        for group in groups:
+            share[list(group)] = 1 / len(group)
+        return cls(turns.transpose(1, 2) * share, turns)
+
+    @classmethod
+    def of_first(cls, turns: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]) -> Maps:
+        """The first head of each group stands for the others."""
+        first = torch.zeros(turns.shape[0], 1, 1, dtype=turns.dtype, device=turns.device)
+        first[[group[0] for group in groups]] = 1.0
+        return cls(turns.transpose(1, 2) * first, turns)
+
+    def missed(
+        self, products: Float[Tensor, "K n K n"], uses: Float[Tensor, "K n n"], groups: Sequence[Sequence[int]]
+    ) -> float:
+        """The share of keys or values that the shared ones do not give back, in squares weighed by `uses`.
+
+        That is the sum of ``e_i^T uses_i e_i`` of ``e_i = v_i - read_i m`` by the share of the sum for ``v_i`` itself.
+        """
+        apart = whole = 0.0
+        for group in groups:
+            members = list(group)
+            own, weigh = products[members][:, :, members], uses[members]
+            write, read = self.write[members], self.read[members]
+            with_shared = torch.einsum("ixjy,jay->ixa", own, write)  # sums of v_i m^T
+            square = torch.einsum("iax,ixb->ab", write, with_shared)
+            weighed_read = weigh @ read
+            whole += float(torch.einsum("ixy,iyix->", weigh, own))
+            apart -= 2 * float(torch.einsum("ixa,ixa->", weighed_read, with_shared))
+            apart += float(torch.einsum("ixa,ab,ixb->", weighed_read, square, read))
+        return max(0.0, (whole + apart) / max(whole, torch.finfo(torch.float64).tiny))
+
+
+def shared(weights: HeadWeights, keys: Maps, values: Maps, groups: Sequence[Sequence[int]]) -> HeadWeights:
+    """The layer in which each group has one key-value head; its query heads come in the order of the groups."""
+    wide = weights.to(torch.float64)
+    order = torch.tensor([kv for group in groups for kv in group], device=weights.query.device)
+    heads = (order[:, None] * weights.group + torch.arange(weights.group, device=order.device)).flatten()
+    ordered = wide.select(heads.tolist(), order.tolist())
+    K = len(groups)
+
+    def merged(part: Tensor | None, write: Tensor) -> Tensor | None:
+        if part is None:
+            return None
+        return torch.einsum("kab,kb...->ka...", write[order], part).unflatten(0, (K, -1)).sum(1)
+
+    def read(part: Tensor | None, maps: Maps) -> Tensor | None:
+        by_query = maps.read[order].repeat_interleave(weights.group, 0)
+        return None if part is None else torch.einsum("hba,hb...->ha...", by_query, part)
+
+    norm = ordered.key_norm
+    if norm is not None and norm.ndim == 2:
+        norm = norm.unflatten(0, (K, -1)).mean(1)
+    by_head = ordered.output.transpose(0, 1)  # (H, M, V)
+    parts: dict[str, Any] = {
+        "query": read(ordered.query, keys),
+        "query_bias": read(ordered.query_bias, keys),
+        "key": merged(ordered.key, keys.write),
+        "key_bias": merged(ordered.key_bias, keys.write),
+        "key_norm": norm,
+        "value": merged(ordered.value, values.write),
+        "value_bias": merged(ordered.value_bias, values.write),
+        "output": (by_head @ values.read[order].repeat_interleave(weights.group, 0)).transpose(0, 1),
+    }
+    return replace(ordered, **parts).to(weights.query.dtype)

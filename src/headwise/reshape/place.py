@@ -1,0 +1,181 @@
+"""Where a folder is written: beside its destination under a hidden name, then renamed.
+
+Who writes such a folder holds its lock, and the system takes the lock back from a process that is killed. So a folder
+whose lock can be had belongs to nobody, and the next run removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks, so what a killed run left behind stays
+    fcntl = None  # type: ignore[assignment]
+
+LEFT_OVER = re.compile(r"\..{1,50}\.[0-9a-f]{16}\.headwise-partial", re.DOTALL)
+SPARE = 1 << 20  # bytes for manifest, index and what the file system itself needs
+
+
+def check_destination(destination: str | os.PathLike[str], source: Path, size: int) -> Path:
+    """The real path of a folder of so many bytes that is to be made; raises where it cannot be, before any work.
+
+    Raises:
+        TypeError: no path.
+        ValueError: no name of a folder; or it is the source, or lies in it.
+        FileExistsError: something is there.
+        FileNotFoundError: its parent does not exist.
+        PermissionError: its parent may not be written.
+        OSError: not enough room on the disk.
+    """
+    if not isinstance(destination, (str, os.PathLike)):
+        raise TypeError(f"a checkpoint is written to a path; got {type(destination).__name__}")
+    path = Path(destination)
+    if path.name in ("", "..") or "\0" in str(path):
+        raise ValueError(f"cannot write {str(path)!r}: it names no folder to be made; give one, such as ./smaller")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: its folder does not exist; make it first, or give another path")
+    target = path.parent.resolve() / path.name
+    if any(os.path.samefile(folder, source) for folder in (target, *target.parents) if folder.exists()):
+        raise ValueError(f"cannot write {path}: it is the source, or lies in it, which is only read; give another path")
+    if os.path.lexists(target):
+        raise FileExistsError(
+            f"cannot write {path}: it exists, and nothing is overwritten; remove it or give another path"
+        )
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"cannot write {path}: no permission to write in its folder; give another path")
+    free = shutil.disk_usage(target.parent).free
+    if free < size + SPARE:
+        raise OSError(
+            f"cannot write {path}: {size + SPARE:,} bytes are needed and {free:,} are free; make room, or give another "
+            "path"
+        )
+    return target
+
+
+# -- the hidden folder ------------------------------------------------------------------------------------------------
+
+
+def hidden_name(target: Path) -> Path:
+    """A new name beside the target; so much of its name that the hidden one is no longer than a name may be."""
+    return target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}.headwise-partial")
+
+
+def claim(partial: Path) -> int | None:
+    """Makes the folder and takes its lock, which is held until the descriptor is closed; None where there are no locks.
+
+    Between its making and its locking another run could clear it away; then it is made again.
+    """
+    while True:
+        partial.mkdir()
+        if fcntl is None:
+            return None
+        try:
+            descriptor = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        with contextlib.suppress(OSError):  # a file system without locks: nobody else gets one, either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(partial)):
+                return descriptor
+        os.close(descriptor)
+
+
+def remove(partial: Path) -> None:
+    """Removes the folder, as far as the system lets it; what it does not is cleared by the next run."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def clear(folder: Path) -> None:
+    """Removes from the folder what nobody writes any more."""
+    if fcntl is None:
+        return
+    with contextlib.suppress(OSError):  # a folder that may be written but not read
+        for entry in [entry for entry in os.scandir(folder) if LEFT_OVER.fullmatch(entry.name)]:
+            _clear_one(entry)
+
+
+def _clear_one(entry: os.DirEntry[str]) -> None:
+    with contextlib.suppress(OSError):  # another user's, gone already, or locked: it is written now
+        descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(Path(entry.path))
+        finally:
+            os.close(descriptor)
+
+
+def settle(partial: Path, target: Path) -> None:
+    """Gives the folder its name, for good: a power cut after this leaves it whole.
+
+    Raises:
+        FileExistsError: something has that name by now.
+        OSError: as the system says; or the folder has its name, and the disk would not confirm it.
+    """
+    sync(partial)
+    try:
+        os.rename(partial, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise FileExistsError(
+                f"cannot write {target}: another run was faster, and nothing is overwritten; give another path"
+            ) from error
+        raise
+    try:
+        sync(target.parent)
+    except OSError as error:
+        raise OSError(
+            f"{target} is written and whole, but the disk does not confirm its name ({error.strerror}); "
+            "check the disk, then that the folder is there"
+        ) from error
+
+
+def sync(folder: Path) -> None:
+    """Makes the names in a folder last, where the system lets folders be synced."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folder; elsewhere one may be written and not read
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """What ends the process from outside (SIGTERM, SIGHUP) is an exception, as Ctrl-C is, so that all is cleared."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    ours = [number for number in names if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in ours:
+            signal.signal(number, _end)
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

@@ -1,0 +1,298 @@
+"""Prune heads of a checkpoint: which go, what each tensor becomes, which class loads it; then the folder, proved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ..shapes.kinds import check_flags, shown
+from . import choose
+from .axes import Form, Kept, Sizes
+from .choose import OR_ZERO, Scores
+from .classes import Target, target
+from .layout import Family, Layer, check_shapes, family_of
+from .proof import PLAIN, Proof, planned, require
+from .report import PLAN, README, RESHAPE, ZEROED, markdown, readme
+from .scores import Scorer, in_order
+from .select import Budget, Wish, bytes_of, counts_of, loadable, select
+from .shards import as_json
+from .source import Source
+from .write import Planned, kept, write
+
+Heads = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
+
+
+@runtime_checkable
+class Known(Source, Protocol):
+    """A checkpoint with the table of layouts, and what proves the result, as `headwise.hf.checkpoint` gives it."""
+
+    @property
+    def layouts(self) -> Mapping[str, Any]:
+        """How checkpoints store their attention."""
+
+    def prove(self, folder: Path, request: Mapping[str, Any], *, compare: bool = True) -> dict[str, Any]:
+        """What a fresh process tells of the result."""
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What pruning a checkpoint would change; nothing is written yet.
+
+    Attributes:
+        source: The checkpoint.
+        family: Its architecture and layers.
+        kept: The heads that stay, by layer.
+        target: The class that loads the result, and its config.
+        zero: Whether heads are zeroed instead, at the same size.
+        notes: What to say of the choice.
+        solved: Tensors that were solved anew (see `headwise.reshape.mend`), by name.
+        losses: What was measured of that, as plain data.
+    """
+
+    source: Known
+    family: Family
+    kept: Mapping[str, Kept]
+    target: Target
+    zero: bool
+    notes: tuple[str, ...]
+    solved: Mapping[str, Tensor] = field(default_factory=dict)
+    losses: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def gone(self) -> dict[str, list[int]]:
+        """The heads that go, by layer; layers that lose none are left out."""
+        lost = {
+            layer.key: sorted(set(range(layer.sizes.H)) - set(self.kept[layer.key].query))
+            for layer in self.family.layers
+        }
+        return {key: heads for key, heads in lost.items() if heads}
+
+    def tensors(self) -> list[Planned]:
+        """Every tensor of the result."""
+        where = {name: (layer, form) for layer in self.family.layers for name, form in layer.tensors.items()}
+        return [self._tensor(name, *where.get(name, (None, None))) for name in self.source.tensors]
+
+    def _tensor(self, name: str, layer: Layer | None, form: Form | None) -> Planned:
+        planned = kept(self.source, name)
+        if layer is not None and form is not None and layer.key in self.gone:
+            planned = changed(planned, form, layer.sizes, self.kept[layer.key], zero=self.zero)
+        if name.endswith(self.target.transposed or ("\n",)):
+            planned = transposed(planned)
+        if name in self.solved:
+            anew, dtype = self.solved[name], planned.dtype
+            planned = Planned(name, dtype, planned.shape, lambda: anew.to(dtype))
+        return planned
+
+    def heads_plan(self) -> dict[str, Any]:
+        """The heads that stay, by layer, as `headwise.plan.of` reads it."""
+        return {"layers": {key: {"keep": list(some.query)} for key, some in self.kept.items()}}
+
+    def gates(self) -> list[list[int]]:
+        """1 for each head that stays and 0 for each that goes, layer by layer in the order in which they attend."""
+        order = in_order(self.family.layers)
+        return [[int(head in self.kept[layer.key].query) for head in range(layer.sizes.H)] for layer in order]
+
+    def facts(self, context: int = 8192) -> dict[str, Any]:
+        """What changes, as plain data: heads, sizes, class, and what `headwise.plan` counts at so many tokens."""
+        before, after = self._counts(pruned=False), self._counts(pruned=not self.zero)
+        went = sum(map(len, self.gone.values()))
+        heads = sum(layer.sizes.H for layer in self.family.layers)
+        verb = "were zeroed" if self.zero else "went"
+        notes = [f"{went} of {heads} heads {verb}.", *self.notes]
+        if self.zero:
+            notes.append(ZEROED)
+        if self.target.why:
+            notes.append(f"written as {self.target.model_type}, which computes the same: {self.target.why}")
+        return {
+            "done": "Heads zeroed" if self.zero else "Heads pruned",
+            "verb": verb,
+            "notes": notes,
+            "gone": self.gone,
+            "losses": dict(self.losses),
+            "counts": {field: [before[field], after[field]] for field in before},
+            "model_type": [self.family.model_type, self.target.model_type],
+            "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
+            "context": context,
+            "plan": [
+                planned(config, context) for config in (self.family.whole(self.family.config), self.target.config)
+            ],
+        }
+
+    def _counts(self, *, pruned: bool) -> dict[str, int]:
+        """Heads and key-value heads, by the config's fields."""
+        counts: dict[str, int] = {}
+        for name, layers in self.family.counts.items():
+            whole = layers[0].sizes
+            sizes = self.kept[layers[0].key].sizes(whole) if pruned else whole
+            counts[name] = sizes.H
+            if whole.group > 1 or sizes.group > 1:
+                counts["num_key_value_heads"] = sizes.K
+        return counts
+
+
+def changed(planned: Planned, form: Form, sizes: Sizes, some: Kept, *, zero: bool) -> Planned:
+    """A tensor with these heads alone, or with 0 for the others."""
+    make = planned.make
+    if zero:
+        return Planned(planned.name, planned.dtype, planned.shape, lambda: form.zero(make(), sizes, some))
+    shape = form.shape(planned.shape, sizes, some)
+    return Planned(planned.name, planned.dtype, shape, lambda: form.keep(make(), sizes, some))
+
+
+def transposed(planned: Planned) -> Planned:
+    """A matrix the other way round."""
+    make = planned.make
+    return Planned(planned.name, planned.dtype, planned.shape[::-1], lambda: make().T.contiguous())
+
+
+def plan_prune(
+    source: Known,
+    *,
+    heads: Heads | None = None,
+    keep_fraction: float | int | None = None,
+    budget: Budget | None = None,
+    scores: Scores | Scorer | None = None,
+    zero: bool = False,
+) -> Pruning:
+    """What `prune` would change, and nothing written. The arguments are those of `prune`.
+
+    Raises:
+        ValueError: in one line, what does not fit: an architecture whose layout is not known, heads that are not there
+            or cannot go alone, a number of heads that no class of transformers loads.
+    """
+    _check_wish(heads, keep_fraction, budget, zero)
+    if source.config.get("pruned_heads"):
+        raise ValueError(
+            "config.json has pruned_heads, which transformers no longer reads; make it one that loads first: "
+            "headwise migrate"
+        )
+    family = family_of(source.config, source.tensors, source.layouts)
+    check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
+    gone = choose.named(family, [] if heads is None else heads)
+    if callable(scores):
+        scores = scores(family.layers)
+    values = None if scores is None else choose.checked_scores(family, scores)
+    chosen, notes = select(family, source.tensors, Wish(gone, values, keep_fraction, budget, zero))
+    goal = Target(family.model_type, family.whole(family.config)) if zero else _target(family, chosen)
+    return Pruning(source, family, chosen, goal, zero, notes)
+
+
+def _check_wish(heads: object, keep_fraction: object, budget: object, zero: object) -> None:
+    """Kinds and ranges of what is wished for, and one way of saying it."""
+    check_flags(zero=zero)
+    given = {"heads": heads, "keep_fraction": keep_fraction, "budget": budget}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise ValueError(f"give one of heads, keep_fraction and budget; got {' and '.join(names) or 'none'}")
+    if budget is not None and not isinstance(budget, Budget):
+        raise TypeError(f"budget is a headwise.reshape.Budget; got {shown(budget)}")
+    number = isinstance(keep_fraction, (int, float)) and not isinstance(keep_fraction, bool)
+    if keep_fraction is not None and not (number and 0 < keep_fraction <= 1):  # type: ignore[operator]
+        raise ValueError(
+            f"keep_fraction is the part of the heads that stays, above 0, at most 1; got {shown(keep_fraction)}"
+        )
+
+
+def _target(family: Family, chosen: Mapping[str, Kept]) -> Target:
+    """The class that loads what is left, or an error that says what would load instead."""
+    loses = any(len(chosen[layer.key].query) < layer.sizes.H for layer in family.layers)
+    if loses and "inexact" in family.about:
+        raise ValueError(
+            f"no head of {family.model_type} can go: {family.about['inexact']}; add zero (--zero), which is exact"
+        )
+    try:
+        return target(family, counts_of(family, chosen))
+    except ValueError as none:
+        raise ValueError(f"{none}; {_what_loads(family)}{OR_ZERO}") from None
+
+
+def _what_loads(family: Family) -> str:
+    """Which numbers of heads load, in words, where there is one number for all layers."""
+    if len(family.counts) > 1:
+        return ""
+    [(field, layers)] = family.counts.items()
+    good = sorted({count[0] for count in loadable(family, field)} - {layers[0].sizes.H})
+    return f"keep {', '.join(map(str, good[-8:]))} heads of each layer, " if good else ""
+
+
+def prune(
+    source: Known,
+    destination: str | os.PathLike[str],
+    *,
+    heads: Heads | None = None,
+    keep_fraction: float | int | None = None,
+    budget: Budget | None = None,
+    scores: Scores | Scorer | None = None,
+    zero: bool = False,
+    proof: Proof | None = PLAIN,
+    progress: Callable[[int, int], None] | None = None,
+    remark: Callable[[Path], str] | None = None,
+) -> dict[str, Any]:
+    """Takes heads out of a checkpoint, and writes one that stock transformers loads: whole, or not at all.
+
+    The config counts the heads of all layers by one number, so as many go in each layer. Query heads that share a
+    key-value head (GQA) go as whole groups, or as many of each group.
+
+    Args:
+        source: What `headwise.hf.checkpoint` opens; it is only read.
+        destination: The folder to write; it must not exist.
+        heads: Those that go: ``"0.1,3.7"`` (layer 0 head 1, layer 3 head 7), ``{0: [1], 3: [7]}``, or pairs. In an
+            encoder with a decoder the layers are ``encoder.0``, ``0`` (the decoder's own) and ``cross.0``. With
+            `scores` too, further heads go where one number for all layers wants it.
+        keep_fraction: The part of the heads of each layer that stays, as near as can be.
+        budget: What weights and cache may come to.
+        scores: What each head is worth, {(layer, head): number}, or a function of the layers that gives it, such as
+            `random_scores()`. Those with the least go.
+        zero: Write 0 where o_proj reads these heads, instead of taking them out: any heads, any architecture, the same
+            size and speed.
+        proof: With what to prove the result before it gets its name; None: unproved.
+        progress: Called with the bytes done and the bytes in all.
+        remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
+
+    Returns:
+        What changed and what was proved, as plain data; RESHAPE.md in the folder tells the same. `heads-plan.json` in
+        it says which heads stayed, as `headwise plan` and `headwise look --against` read it.
+
+    Raises:
+        ValueError, OSError: in one line, what is wrong; then nothing was written.
+    """
+    plan = plan_prune(source, heads=heads, keep_fraction=keep_fraction, budget=budget, scores=scores, zero=zero)
+    return write_pruned(plan, destination, proof=proof, progress=progress, remark=remark)
+
+
+def write_pruned(
+    plan: Pruning,
+    destination: str | os.PathLike[str],
+    *,
+    proof: Proof | None = PLAIN,
+    progress: Callable[[int, int], None] | None = None,
+    remark: Callable[[Path], str] | None = None,
+) -> dict[str, Any]:
+    """Writes what was planned, as `prune` does."""
+    source, facts = plan.source, plan.facts()
+
+    def check(folder: Path) -> Mapping[str, bytes]:
+        if proof is not None:
+            told = source.prove(folder, proof.request(plan.gates(), same=not plan.solved))
+            require(told)
+            facts["proof"] = told
+        further = "" if remark is None else remark(folder)
+        return {RESHAPE: markdown(facts, source, further)}
+
+    note = {README: readme("Zeroed heads", ZEROED)} if plan.zero else {PLAN: as_json(plan.heads_plan())}
+    write(
+        destination,
+        config=plan.target.config,
+        tensors=plan.tensors(),
+        source=source,
+        extra=note,
+        check=check,
+        progress=progress,
+    )
+    return facts

@@ -1,0 +1,347 @@
+"""Regroup a checkpoint's heads: fewer key-value heads, repaired if wanted; then the folder, proved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from ..shapes.kinds import check_counts, check_flags, shown
+from .axes import Kept
+from .calibrate import (
+    family_in_memory,
+    loss_of,
+    projections_of,
+    read_moments,
+    weights_in_memory,
+)
+from .classes import Target, target
+from .heads import HeadWeights
+from .layers import head_weights, layer_tensors
+from .layout import Family, Layer, check_shapes, family_of
+from .merge import METHODS, Merge, Method, merge
+from .pair import batches_of
+from .proof import PLAIN, Proof, planned, require
+from .prune import Known, transposed
+from .recover import Inputs, Repaired, recover
+from .report import RESHAPE, markdown
+from .select import bytes_of
+from .write import Planned, kept, write
+
+Told = Callable[[str, int, int], None] | None
+REPAIRED = ("value", "output", "value_bias", "output_bias")
+
+
+@runtime_checkable
+class Buildable(Known, Protocol):
+    """A checkpoint that can also build a model of its architecture, as `headwise.hf.checkpoint` gives it."""
+
+    def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+        """The model of a config and its tensors, in float32."""
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """What regrouping a checkpoint would change; nothing is written yet.
+
+    Attributes:
+        source: The checkpoint.
+        family: Its architecture and layers.
+        num_kv_heads: Key-value heads that are left.
+        method: What a group shares.
+        merges: Which heads share, and how, by layer.
+        target: The class that loads the result, and its config.
+        repaired: What of a layer was solved anew, by layer: the weights that take the place of the merged ones.
+        measured: Losses, and what was repaired, as plain data.
+    """
+
+    source: Known
+    family: Family
+    num_kv_heads: int
+    method: Method
+    merges: Mapping[str, Merge]
+    target: Target
+    repaired: Mapping[str, Mapping[str, Tensor]]
+    measured: Mapping[str, Any]
+
+    def tensors(self) -> list[Planned]:
+        """Every tensor of the result; a layer's are made together when the first of them is asked for."""
+        layer_of = {name: layer for layer in self.family.layers for name in layer.tensors}
+        maker = _Maker(self)
+        made = []
+        for name in self.source.tensors:
+            planned = kept(self.source, name)
+            if name in layer_of:
+                planned = maker.planned(planned, layer_of[name])
+            if name.endswith(self.target.transposed or ("\n",)):
+                planned = transposed(planned)
+            made.append(planned)
+        return made
+
+    def facts(self, context: int = 8192) -> dict[str, Any]:
+        """What changes, as plain data: heads, sizes, class, losses; and what `headwise.plan` counts at `context`."""
+        sizes = self.family.layers[0].sizes
+        [field] = self.family.counts
+        notes = [f"{sizes.K} key-value heads became {self.num_kv_heads} in each layer: {METHODS[self.method]}."]
+        if self.target.why:
+            notes.append(f"written as {self.target.model_type}, which computes the same: {self.target.why}")
+        layers = [
+            (key, " ".join("+".join(map(str, group)) for group in one.groups), *(f"{lost:.3f}" for lost in one.lost))
+            for key, one in self.merges.items()
+        ]
+        tables = [(("layer", "heads that share", "keys lost", "values lost"), layers), *_losses(self.measured)]
+        return {
+            "done": "Heads regrouped",
+            "verb": "share",
+            "notes": notes,
+            "gone": {},
+            "tables": tables,
+            "groups": {key: one.groups for key, one in self.merges.items()},
+            "lost": {key: one.lost for key, one in self.merges.items()},
+            "method": self.method,
+            **self.measured,
+            "counts": {field: [sizes.H, sizes.H], "num_key_value_heads": [sizes.K, self.num_kv_heads]},
+            "model_type": [self.family.model_type, self.target.model_type],
+            "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
+            "context": context,
+            "plan": [planned(config, context) for config in (self.family.config, self.target.config)],
+        }
+
+
+class _Maker:
+    """Makes the tensors of one layer after the other; the last layer's are kept until the next one's are wanted."""
+
+    def __init__(self, plan: Regrouping) -> None:
+        self.plan = plan
+        self.key, self.made = "", dict[str, Tensor]()
+
+    def planned(self, before: Planned, layer: Layer) -> Planned:
+        sizes = layer.sizes
+        left = Kept(tuple(range(sizes.H)), tuple(range(self.plan.num_kv_heads)))
+        shape = layer.tensors[before.name].shape(before.shape, sizes, left)
+        return Planned(before.name, before.dtype, shape, lambda: self.of(layer)[before.name].to(before.dtype))
+
+    def of(self, layer: Layer) -> dict[str, Tensor]:
+        if self.key != layer.key:
+            self.key, self.made = "", {}
+            plan = self.plan
+            weights = read_weights(plan.source, plan.family, layer)
+            merged = plan.merges[layer.key].apply(weights)
+            anew = plan.repaired.get(layer.key, {})
+            parts: dict[str, Any] = {name: part.to(merged.query) for name, part in anew.items()}
+            merged = replace(merged, **parts)
+            self.made = layer_tensors(plan.family, layer, merged, plan.source.read)
+            self.key = layer.key
+        return self.made
+
+
+def read_weights(source: Known, family: Family, layer: Layer) -> HeadWeights:
+    """The weights of a layer of a checkpoint, in float32 at least."""
+
+    def read(name: str) -> Tensor:
+        part = source.read(name)
+        return part.to(torch.promote_types(part.dtype, torch.float32)) if part.is_floating_point() else part
+
+    return head_weights(family, layer, read)
+
+
+def plan_regroup(
+    source: Known,
+    num_kv_heads: int,
+    *,
+    method: Method = "fitted",
+    model: nn.Module | None = None,
+    rows: Sequence[Tensor] = (),
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    seed: int = 0,
+    progress: Told = None,
+) -> Regrouping:
+    """What `regroup` would change, and nothing written. The arguments are those of `regroup`.
+
+    Raises:
+        TypeError, ValueError: in one line, what does not fit: an architecture whose layout is not known, a number of
+            heads that does not divide, or that no class of transformers loads.
+    """
+    check_counts(1, num_kv_heads=num_kv_heads)
+    if method not in METHODS:
+        raise ValueError(f"method is one of {', '.join(METHODS)}; got {shown(method)}")
+    family = family_of(source.config, source.tensors, source.layouts)
+    check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
+    goal = _target(family, num_kv_heads)
+    known = {}
+    if rows and model is not None:
+        text = batches_of(rows)[0] if len(rows) > 1 else rows  # some is left that nothing is fitted to
+        tell = None if progress is None else lambda done, total: progress("reading the text", done, total)
+        known = read_moments(model, family_in_memory(model, source.layouts), text, tell)
+    merges = {}
+    for n, layer in enumerate(family.layers):
+        weights = read_weights(source, family, layer)
+        some = None if groups is None else groups.get(layer.key)
+        merges[layer.key] = merge(
+            weights, num_kv_heads, method=method, moments=known.get(layer.key), groups=some, seed=seed
+        )
+        if progress is not None:
+            progress("choosing which heads share", n + 1, len(family.layers))
+    return Regrouping(source, family, num_kv_heads, method, merges, goal, {}, {})
+
+
+def _target(family: Family, num_kv_heads: int) -> Target:
+    """The class that loads it, or an error that says what would load."""
+    counts = {}
+    for field, layers in family.counts.items():
+        sizes = layers[0].sizes
+        if family.is_latent or sizes.K % num_kv_heads:
+            divisors = ", ".join(str(n) for n in range(1, sizes.K + 1) if sizes.K % n == 0)
+            why = (
+                "keys and values come out of one small vector already"
+                if family.is_latent
+                else f"{sizes.K} key-value heads share {divisors} in equal groups; got num_kv_heads {num_kv_heads}"
+            )
+            raise ValueError(f"{family.model_type}: {why}")
+        counts[field] = (sizes.H, num_kv_heads)
+    return target(family, counts)
+
+
+def repair(
+    plan: Regrouping,
+    model: nn.Module,
+    rows: Sequence[Tensor],
+    *,
+    inputs: Inputs = "original",
+    value_steps: int = 8,
+    progress: Told = None,
+) -> Regrouping:
+    """The same regrouping with output projections and values solved anew: see `recover`.
+
+    Args:
+        plan: What `plan_regroup` made.
+        model: The original, loaded, in float32.
+        rows: Text as ids, each (B, T), two at least.
+        inputs: As `recover` takes it.
+        value_steps: As `recover` takes it.
+        progress: Called as ``progress("repairing", done, total)``.
+    """
+    source = plan.source
+    if not isinstance(source, Buildable):
+        raise TypeError(
+            f"repair builds the changed model, for which headwise.hf.checkpoint is needed; got {type(source)}"
+        )
+    changed = source.build(plan.target.config, {one.name: one.make() for one in plan.tensors()})
+    family = family_in_memory(changed, source.layouts)
+    _, check = batches_of(rows)
+    losses = {"original": loss_of(model, check), "regrouped": loss_of(changed, check)}
+    done = recover(
+        changed,
+        model,
+        rows,
+        projections_of(family),
+        inputs=inputs,
+        value_steps=value_steps,
+        call=lambda model, ids: model(input_ids=ids, use_cache=False),
+        progress=None if progress is None else lambda done, total: progress("repairing", done, total),
+    )
+    losses["recovered"] = loss_of(changed, check)
+    repaired = {}
+    for layer in family.layers:
+        parts = dict(weights_in_memory(changed, family, layer).tensors())
+        repaired[layer.key] = {name: parts[name].clone() for name in REPAIRED if name in parts}
+    return replace(plan, repaired=repaired, measured=_measured(losses, check, done))
+
+
+def _measured(losses: Mapping[str, float], check: Sequence[Tensor], done: Sequence[Repaired]) -> dict[str, Any]:
+    """Losses and errors on text that nothing was fitted to, as plain data."""
+    tokens = sum(ids[:, 1:].numel() for ids in check)
+    errors = {one.module: [one.before, one.after] for one in done}
+    return {"losses": {**losses, "tokens": tokens}, "errors": errors}
+
+
+def _losses(measured: Mapping[str, Any]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Tables of what was measured, where anything was."""
+    if not measured:
+        return []
+    losses = measured["losses"]
+    names = [name for name in ("original", "regrouped", "recovered") if name in losses]
+    title = f"loss on {losses['tokens']} tokens that nothing was fitted to"
+    errors = [(name, *(f"{error:.4f}" for error in pair)) for name, pair in measured["errors"].items()]
+    return [
+        ((title, *names), [("nats a token", *(f"{losses[name]:.4f}" for name in names))]),
+        (("squared error of the attention's output", "regrouped", "recovered"), errors),
+    ]
+
+
+def regroup(
+    source: Known,
+    destination: str | os.PathLike[str],
+    num_kv_heads: int,
+    *,
+    method: Method = "fitted",
+    model: nn.Module | None = None,
+    rows: Sequence[Tensor] = (),
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    seed: int = 0,
+    recovering: bool = False,
+    proof: Proof | None = PLAIN,
+    progress: Told = None,
+) -> dict[str, Any]:
+    """Lets groups of key-value heads of a checkpoint share one, and writes one that stock transformers loads.
+
+    Multi-head attention becomes grouped-query or multi-query, and the cache smaller by as much. Whole, or not at all.
+
+    Args:
+        source: What `headwise.hf.checkpoint` opens; it is only read.
+        destination: The folder to write; it must not exist.
+        num_kv_heads: How many are left in each layer, a divisor of those that there are.
+        method: "first", "mean", "aligned" or "fitted", as in `merge`.
+        model: The same model, loaded in float32: for reading text.
+        rows: Text as ids (B, T), each a batch without padding, every fifth of which is left to check by; without text,
+            weights alone tell how alike heads are.
+        groups: Which heads share, by layer; by default as in `merge`.
+        seed: Of the search for groups.
+        recovering: Solve output projections and values anew, so that attention gives out what it did: see `recover`.
+        proof: With what to prove the result before it gets its name; None: unproved.
+        progress: Called as ``progress(what, done, total)``.
+
+    Returns:
+        What changed and what was measured, as plain data; RESHAPE.md in the folder tells the same.
+
+    Raises:
+        ValueError, OSError: in one line, what is wrong; then nothing was written.
+    """
+    check_flags(recovering=recovering)
+    if recovering and (model is None or len(rows) < 2):
+        raise ValueError("to recover takes the model and a text of at least two rows; give both")
+    plan = plan_regroup(
+        source, num_kv_heads, method=method, model=model, rows=rows, groups=groups, seed=seed, progress=progress
+    )
+    if recovering and model is not None:
+        plan = repair(plan, model, rows, progress=progress)
+    return write_regrouped(plan, destination, proof=proof, progress=progress)
+
+
+def write_regrouped(
+    plan: Regrouping, destination: str | os.PathLike[str], *, proof: Proof | None = PLAIN, progress: Told = None
+) -> dict[str, Any]:
+    """Writes what was planned, as `regroup` does."""
+    facts = plan.facts()
+
+    def check(folder: Path) -> Mapping[str, bytes]:
+        if proof is not None:
+            told = plan.source.prove(folder, proof.request(None, same=False))
+            require(told)
+            facts["proof"] = told
+        return {RESHAPE: markdown(facts, plan.source)}
+
+    write(
+        destination,
+        config=plan.target.config,
+        tensors=plan.tensors(),
+        source=plan.source,
+        check=check,
+        progress=None if progress is None else lambda done, total: progress("writing", done, total),
+    )
+    return facts

@@ -1,0 +1,76 @@
+"""What heads are worth: numbers from elsewhere, by the layer and head they belong to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from ..shapes.kinds import check_counts
+from .choose import Scores
+from .layout import Layer
+
+Scorer = Callable[[tuple[Layer, ...]], Scores]
+"""Says what each head is worth: from the layers to a number for every (key of the layer, head). The least go first."""
+Twin = tuple[tuple[int, int], float | None, tuple[int, int] | None]
+"""A head as (layer, head), how far its nearest is, and which that is; None where there is none."""
+
+
+def random_scores(seed: int = 0) -> Scorer:
+    """A scorer that knows nothing: what any other has to beat."""
+    check_counts(0, seed=seed)
+
+    def score(layers: tuple[Layer, ...]) -> Scores:
+        draw = random.Random(seed)
+        return {(layer.key, head): draw.random() for layer in layers for head in range(layer.sizes.H)}
+
+    return score
+
+
+def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
+    """A scorer of numbers [layer][head], layers in the order in which they attend in a forward pass.
+
+    Such are those of `headwise.look.importance`. An encoder attends before its decoder, and in each layer of that
+    self-attention before cross-attention.
+    """
+
+    def score(layers: tuple[Layer, ...]) -> Scores:
+        order = in_order(layers)
+        sizes = [layer.sizes.H for layer in order]
+        if [len(row) for row in values] != sizes:
+            raise ValueError(
+                f"scores have a row a layer, a number a head; the model has {len(sizes)} layers of {sizes[0]} heads, "
+                f"the scores {len(values)} of {', '.join(map(str, sorted({len(row) for row in values})))}"
+            )
+        return {
+            (layer.key, head): value for layer, row in zip(order, values, strict=True) for head, value in enumerate(row)
+        }
+
+    return score
+
+
+def in_order(layers: Iterable[Layer]) -> list[Layer]:
+    """The layers in the order in which they attend."""
+    return sorted(layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross"))
+
+
+def by_twins(twins: Iterable[Twin]) -> list[list[float]]:
+    """[layer][head]: how little a head is repeated by another, for `by_call`; of two that are alike one is spared.
+
+    A head is worth its distance (0 to 1) to the nearest one; if that one is to go before it, 1 more.
+
+    Example:
+        >>> by_twins([((0, 0), 0.1, (0, 1)), ((0, 1), 0.1, (0, 0)), ((0, 2), 0.7, (0, 0))])
+        [[0.1, 1.1, 1.7]]
+    """
+    known = {place: (1.0 if distance is None else distance, nearest) for place, distance, nearest in twins}
+    went: set[tuple[int, int]] = set()
+    worth: dict[tuple[int, int], float] = {}
+    for place, (distance, nearest) in sorted(known.items(), key=lambda entry: (entry[1][0], entry[0])):
+        stands_for = nearest in went
+        worth[place] = distance + stands_for
+        if not stands_for:
+            went.add(place)
+    rows: list[list[float]] = [[] for _ in range(1 + max(layer for layer, _ in worth))]
+    for layer, head in sorted(worth):
+        rows[layer].append(worth[layer, head])
+    return rows

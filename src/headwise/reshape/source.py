@@ -1,0 +1,81 @@
+"""What the writer and the planners ask of an opened checkpoint; `headwise.hf.checkpoint` hands one over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class Entry(Protocol):
+    """What a checkpoint's header says of one tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its numbers."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A checkpoint folder, opened read-only, every header checked, no tensor in memory."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """config.json, less the keys that name code, kernels or further files."""
+
+    @property
+    def tensors(self) -> Mapping[str, Entry]:
+        """Every tensor by name; a tied weight that the files leave out is not there."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files beside config and weights that belong to a copy: tokenizer, generation_config.json, licence."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Every file that is read: config.json, weights and their index, and `files`."""
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in memory of its own."""
+
+    def chunks(self, file: str) -> Iterator[bytes]:
+        """The bytes of one of `inputs`, in pieces."""
+
+    def copy(self, file: str) -> Iterator[bytes]:
+        """The bytes of one of `files` as they may be handed on: without keys that name code."""
+
+    def check(self) -> None:
+        """Raises ValueError unless every file is what it was when the folder was opened."""
+
+
+def one_dtype(source: Source, names: list[str]) -> torch.dtype:
+    """The dtype that these tensors share; for sums and products across them. To cut or copy one needs no such thing.
+
+    Raises:
+        ValueError: they have several.
+    """
+    dtypes = {name: source.tensors[name].dtype for name in names}
+    first = next(iter(dtypes))
+    for name, dtype in dtypes.items():
+        if dtype != dtypes[first]:
+            raise ValueError(
+                f"{source.folder}: {first!r} is {_word(dtypes[first])} and {name!r} is {_word(dtype)}, and numbers of "
+                "both are added; load the model with transformers in one dtype and save it"
+            )
+    return dtypes[first]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,386 @@
+"""Ground truth for those who measure heads: transformers whose heads do one job each, by weights set by hand.
+
+No training and no approximation: `constructed` builds a decoder or an encoder, `constructed_pair` an encoder-decoder,
+both of `headwise.MultiHeadAttention`, and tell what each head does. `targets` says which keys that means on some ids,
+by definition and not by the weights. `random_model` draws models whose heads do nothing in particular.
+
+>>> import headwise
+>>> from headwise.testing.constructed import constructed
+>>> model, jobs = constructed([["previous-token", "self"], ["induction"]])
+>>> jobs
+{(0, 0): 'previous-token', (0, 1): 'self', (1, 0): 'induction'}
+>>> model(model.sample(23)).shape
+torch.Size([1, 23, 61])
+>>> seen = headwise.look.at(model, model.sample(23))
+>>> [head.role for head in seen.heads]
+['previous-token', 'self', 'induction']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from headwise.nn import MultiHeadAttention
+from headwise.ops.masks import Mask, causal
+from headwise.shapes.kinds import check_counts, shown
+
+from .circuits import BY_TABLE, COPIES, JOBS, NEEDS, WRITES, Layout, Tables, known, planted, targets
+from .drawn import random_model
+
+__all__ = [
+    "DECODER", "ENCODER", "JOBS", "NAMES", "PAIR", "Constructed", "ConstructedPair", "Tables", "constructed",
+    "constructed_pair", "random_model", "targets",
+]  # fmt: skip
+
+Jobs = Sequence[Sequence[str]]
+Table = dict[tuple[int, int], str]
+
+DECODER: Jobs = (
+    (
+        "previous-token", "offset-3", "self", "first-token sink", "sink at 3", "delimiter", "broad", "local band",
+        "duplicate-token", "idle",
+    ),
+    ("induction", "retrieval", "copying", "relation by offset", "relation by id", "coreference", "word class"),
+)  # fmt: skip
+"""One head for each job of a decoder, but those of `NAMES`."""
+
+NAMES: Jobs = (("duplicate name",), ("subject inhibition",), ("name mover",))
+"""The circuit that ends "When Mary and John went to the store, John gave a drink to" with Mary (arXiv 2211.00593)."""
+
+ENCODER: Jobs = (
+    ("next-token", "offset+3", "previous-token", "[CLS]", "[SEP]", "delimiter", "self", "broad", "local band", "idle"),
+    ("duplicate-token", "relation by offset", "relation by id", "coreference", "word class", "copying"),
+)
+"""One head for each job of an encoder."""
+
+PAIR: tuple[Jobs, Jobs, Jobs] = (
+    (("self", "next-token", "broad"),),
+    (("previous-token", "first-token sink"),),
+    (("alignment", "same token", "first-token sink", "broad"),),
+)
+"""Jobs of an encoder-decoder: of its encoder, its decoder, and the cross-attentions of the decoder."""
+
+CROSS = ("alignment", "same token", "first-token sink", "delimiter", "copying", "broad", "idle")
+"""Jobs that a cross-attention can have."""
+
+MOST_SEED = 2**62
+
+LEAST = 23
+"""Ids that the tables need, where they are drawn."""
+
+
+def constructed(
+    layers: Jobs | None = None,
+    *,
+    kind: str = "decoder",
+    vocabulary: int = 61,
+    places: int = 257,
+    tables: Tables | None = None,
+    rest: str = "scattered",
+    seed: int = 0,
+) -> tuple[Constructed, Table]:
+    """A transformer of attention alone, and what each of its heads does: ``{(layer, head): job}``.
+
+    On a text that begins with ``tables.opener``, which occurs nowhere else, the targets of a job hold more than 0.999
+    of a query's weight; a query without targets gives as much to the place where it rests. Copying heads add 4 to the
+    logit of the token that they attend; the token at hand has 1. All other heads write what nothing reads.
+
+    Args:
+        layers: The jobs of the heads, a list a layer; `DECODER` or `ENCODER` by default.
+        kind: "decoder" (causal) or "encoder".
+        vocabulary: How many ids there are.
+        places: How long a text may be.
+        tables: What heads look up; drawn by default (`Constructed.tables`).
+        rest: Where a head without a target rests: "first", the first token, as heads of trained models do, which makes
+            most heads sinks on most texts; or "scattered", at an earlier place that is drawn for each place, which is
+            no job.
+        seed: Of what is drawn.
+
+    Raises:
+        TypeError: sizes that are no ints.
+        ValueError: a job that is none, or needs one that no lower layer has, or a table that is empty.
+
+    Example:
+        >>> model, jobs = constructed([["previous-token"], ["induction"]])
+        >>> model(torch.tensor([[1, 11, 13, 17, 11, 13]])).argmax(-1)[0, 4:].tolist()   # what followed 11, and 13
+        [13, 17]
+    """
+    _check_sizes(vocabulary, places, tables, rest, seed)
+    if not isinstance(kind, str) or kind not in ("decoder", "encoder"):
+        raise ValueError(f"kind is 'decoder' or 'encoder', got {shown(kind)}; for both in one: constructed_pair")
+    back = kind == "decoder"
+    jobs = _as_jobs("layers", (DECODER if back else ENCODER) if layers is None else layers)
+    tables = _draw_tables(vocabulary, back, seed) if tables is None else tables
+    _check_jobs(jobs, tables, vocabulary, back=back)
+    build = _Builder(_layout(jobs, vocabulary, places), tables, rest, seed, back=back)
+    model = Constructed(build, jobs)
+    return model, {(layer, head): job for layer, row in enumerate(jobs) for head, job in enumerate(row)}
+
+
+def constructed_pair(
+    encoder: Jobs = PAIR[0],
+    decoder: Jobs = PAIR[1],
+    cross: Jobs = PAIR[2],
+    *,
+    vocabulary: int = 61,
+    places: int = 257,
+    tables: Tables | None = None,
+    rest: str = "scattered",
+    seed: int = 0,
+) -> tuple[ConstructedPair, Table]:
+    """An encoder-decoder, and what each head does; layers are counted in the order in which attention is called.
+
+    That is: the encoder's, then of each layer of the decoder its own and its cross-attention. A head with the job
+    "alignment" attends from place i of the decoder to place i of the encoder: the token that comes next, where the
+    decoder reads the encoder's text behind a start of its own.
+
+    Args:
+        encoder: The jobs of the encoder's heads, a list a layer.
+        decoder: Of the decoder's.
+        cross: Of the cross-attentions, a list for each layer of the decoder.
+        vocabulary: How many ids there are.
+        places: How long a text may be.
+        tables: What heads look up; drawn by default.
+        rest: As for `constructed`.
+        seed: Of what is drawn.
+
+    Raises:
+        TypeError, ValueError: as `constructed`; a cross-attention with another job than one of `CROSS`.
+
+    Example:
+        >>> model, jobs = constructed_pair([["self"]], [["previous-token"]], [["alignment", "broad"]])
+        >>> jobs
+        {(0, 0): 'self', (1, 0): 'previous-token', (2, 0): 'alignment', (2, 1): 'broad'}
+    """
+    _check_sizes(vocabulary, places, tables, rest, seed)
+    lists = [_as_jobs(*of) for of in (("encoder", encoder), ("decoder", decoder), ("cross", cross))]
+    tables = _draw_tables(vocabulary, False, seed) if tables is None else tables
+    if len(lists[1]) != len(lists[2]):
+        raise ValueError(
+            f"each layer of the decoder has one cross-attention; got {len(lists[1])} layers and {len(lists[2])} "
+            "cross-attentions; give a list of jobs for each"
+        )
+    for jobs, back in zip(lists, (False, True, False), strict=True):
+        _check_jobs(jobs, tables, vocabulary, back=back, among=CROSS if jobs is lists[2] else JOBS)
+    layout = _layout([row for jobs in lists for row in jobs], vocabulary, places)
+    model = ConstructedPair(layout, tables, rest, seed, lists)
+    order = [*lists[0], *(row for both in zip(*lists[1:], strict=True) for row in both)]
+    return model, {(layer, head): job for layer, row in enumerate(order) for head, job in enumerate(row)}
+
+
+class _Builder:
+    """Makes attention modules from jobs; where queries rest is drawn once."""
+
+    def __init__(self, layout: Layout, tables: Tables, rest: str, seed: int, *, back: bool) -> None:
+        self.layout, self.tables, self.back = layout, tables, back
+        draw = torch.Generator().manual_seed(seed)
+        P, V = layout.places, layout.vocabulary
+        scattered = 1 + (torch.rand(P, generator=draw) * (torch.arange(P) - 1)).long().clamp(min=0)
+        scattered[:2] = torch.tensor([0 if back else min(1, P - 1), 0])[: len(scattered)]  # an earlier place, not 0
+        self.rest = scattered if rest == "scattered" else torch.zeros(P, dtype=torch.long)
+        steps = -torch.randint(2, 17, (V,), generator=draw)
+        self.away = steps if rest == "scattered" else torch.full((V,), -2 * P)  # the nearest place to that is 0
+
+    def layers(self, jobs: Jobs) -> nn.ModuleList:
+        """One module a layer."""
+        writers = [job for row in jobs for job in row]
+        return nn.ModuleList(
+            MultiHeadAttention.from_heads(
+                [
+                    planted(job, self.layout, self.tables, rest=self.rest, share=1 / writers.count(job), away=self.away)
+                    for job in row
+                ]
+            )
+            for row in jobs
+        )
+
+
+class _Ids(nn.Module):
+    """Ids in, logits out: what every constructed model has around its layers."""
+
+    def __init__(self, layout: Layout, tables: Tables) -> None:
+        super().__init__()
+        self.tables = tables
+        self.embed, self.place = (
+            nn.Embedding(layout.vocabulary, layout.width),
+            nn.Embedding(layout.places, layout.width),
+        )
+        self.unembed = nn.Linear(layout.width, layout.vocabulary, bias=False)
+        with torch.no_grad():
+            self.embed.weight.zero_()[torch.arange(layout.vocabulary), layout.block("token")] = 1
+            self.place.weight.zero_()[torch.arange(layout.places), layout.block("place")] = 1
+            self.place.weight[:, layout.one] = 1
+        self.unembed.weight = self.embed.weight
+        self.config = SimpleNamespace(
+            vocab_size=layout.vocabulary,
+            max_position_embeddings=layout.places,
+            bos_token_id=tables.opener,
+            eos_token_id=tables.closer,
+            decoder_start_token_id=tables.opener,
+        )
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """What an id becomes: its row of a one-hot block."""
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """What makes the logits: the same matrix."""
+        return self.unembed
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """(B, T) -> (B, T, width): token, place and the constant."""
+        if ids.shape[1] > self.place.num_embeddings:
+            raise ValueError(
+                f"the text has {ids.shape[1]} tokens, but the model has {self.place.num_embeddings} places; build it "
+                "with more: places=..."
+            )
+        return self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
+
+    def sample(self, length: int, *, seed: int = 0) -> Int[Tensor, "1 T"]:
+        """A text for the model: its opener, then ids at random, one of eight a delimiter; none is the closer, or 0."""
+        check_counts(1, self.place.num_embeddings, length=length)
+        check_counts(0, MOST_SEED, seed=seed)
+        apart = {0, self.tables.opener, self.tables.closer, *self.tables.delimiters}
+        among = torch.tensor([i for i in range(self.embed.num_embeddings) if i not in apart])
+        marks = torch.tensor(self.tables.delimiters or among.tolist())
+        draw = torch.Generator().manual_seed(seed)
+        words, stops = (some[torch.randint(len(some), (1, length), generator=draw)] for some in (among, marks))
+        ids = torch.where(torch.rand(1, length, generator=draw) < 1 / 8, stops, words)
+        ids[0, 0] = self.tables.opener
+        return ids
+
+
+class Constructed(_Ids):
+    """A decoder or an encoder: ``model(ids)`` adds each layer's attention to the residual stream, and gives logits.
+
+    Build one with `constructed`. `layers` are its `headwise.MultiHeadAttention`, `mask` what they may attend, `tables`
+    what they look up, `jobs` what they do; `config` has the names that models of transformers give such numbers.
+    """
+
+    def __init__(self, build: _Builder, jobs: Jobs) -> None:
+        super().__init__(build.layout, build.tables)
+        self.jobs = jobs
+        self.mask: Mask | None = causal() if build.back else None
+        self.layers = build.layers(jobs)
+
+    def forward(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T N"]:
+        """Logits (B, T, vocabulary) of ids (B, T)."""
+        x = self.embedded(ids)
+        for layer in self.layers:
+            x = x + layer(x, mask=self.mask)
+        return self.unembed(x)
+
+    def sample(self, length: int, *, seed: int = 0) -> Int[Tensor, "1 T"]:
+        """A text for the model: its opener, then ids at random; an encoder's ends with the closer."""
+        ids = super().sample(length, seed=seed)
+        if self.mask is None and length > 1:
+            ids[0, -1] = self.tables.closer
+        return ids
+
+    def targets(self, layer: int, head: int, ids: Int[Tensor, " T"]) -> Tensor:
+        """(T, T) bool: the keys that a head attends, by definition (`headwise.testing.constructed.targets`)."""
+        check_counts(0, len(self.jobs) - 1, layer=layer)
+        check_counts(0, len(self.jobs[layer]) - 1, head=head)
+        return targets(self.jobs[layer][head], ids, tables=self.tables, causal=self.mask is not None)
+
+
+class ConstructedPair(_Ids):
+    """An encoder-decoder: ``model(ids, decoder_input_ids)``. Build one with `constructed_pair`."""
+
+    def __init__(self, layout: Layout, tables: Tables, rest: str, seed: int, jobs: Sequence[Jobs]) -> None:
+        super().__init__(layout, tables)
+        self.jobs = jobs
+        ahead, back = (_Builder(layout, tables, rest, seed, back=back) for back in (False, True))
+        self.encoder, self.decoder, self.cross = ahead.layers(jobs[0]), back.layers(jobs[1]), ahead.layers(jobs[2])
+
+    def forward(self, ids: Int[Tensor, "B S"], decoder_input_ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T N"]:
+        """Logits (B, T, vocabulary) of the decoder's ids (B, T) beside the encoder's (B, S)."""
+        memory = self.embedded(ids)
+        for layer in self.encoder:
+            memory = memory + layer(memory)
+        x = self.embedded(decoder_input_ids)
+        for own, cross in zip(self.decoder, self.cross, strict=True):
+            x = x + own(x, mask=causal())
+            x = x + cross(x, memory)
+        return self.unembed(x)
+
+
+def _check_sizes(vocabulary: object, places: object, tables: object, rest: object, seed: object) -> None:
+    """What every builder takes; raises TypeError or ValueError."""
+    check_counts(1, vocabulary=vocabulary, places=places)
+    check_counts(0, MOST_SEED, seed=seed)
+    if tables is not None and not isinstance(tables, Tables):
+        raise TypeError(f"tables is a headwise.testing.constructed.Tables or None; got {shown(tables)}")
+    if not isinstance(rest, str) or rest not in ("first", "scattered"):
+        raise ValueError(f"rest is 'first' or 'scattered', got {shown(rest)}")
+
+
+def _as_jobs(name: str, layers: object) -> Jobs:
+    """A list of jobs a layer, as tuples."""
+    rule = f"{name} is a list of jobs for each layer, such as [['self', 'broad']]"
+    if not isinstance(layers, (list, tuple)):
+        raise TypeError(f"{rule}; got {shown(layers)}")
+    if not layers or not all(isinstance(row, (list, tuple)) and row for row in layers):
+        raise ValueError(f"{rule}; got {shown(layers)}")
+    return tuple(tuple(row) for row in layers)
+
+
+def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, among: Sequence[str] = JOBS) -> None:
+    """Every job is one, can be done in this model, and finds what it looks up and what it reads."""
+    for layer, row in enumerate(jobs):
+        below = {job for lower in jobs[:layer] for job in lower}
+        for job in row:
+            if not isinstance(job, str) or not known(job, among):
+                raise ValueError(f"a job is one of {', '.join(among)}; got {shown(job)}")
+            if not back and job in (*NEEDS, *NEEDS.values()) and job != "previous-token":
+                raise ValueError(f"{job!r} is a job in a decoder: it looks back alone; build one with kind='decoder'")
+            if job in NEEDS and NEEDS[job] not in below:
+                raise ValueError(
+                    f"{job!r} in layer {layer} reads what a head with the job {NEEDS[job]!r} wrote; give a lower layer "
+                    "such a head"
+                )
+            if job in COPIES and layer < len(jobs) - 1:
+                raise ValueError(
+                    f"{job!r} in layer {layer} writes tokens, and heads above would read them as the text's; put it "
+                    f"into the last layer, {len(jobs) - 1}"
+                )
+            if job in BY_TABLE and getattr(tables, BY_TABLE[job]) in ((), {}):
+                raise ValueError(f"{job!r} looks up Tables.{BY_TABLE[job]}, which is empty; give it some")
+    ids = [tables.opener, tables.closer, *tables.delimiters, *tables.names, *tables.needles, *tables.offsets]
+    ids += [i for table in (tables.heads, tables.antecedents) for pair in table.items() for i in pair]
+    wrong = [i for i in (*ids, *tables.classes) if not 0 <= i < vocabulary]
+    if wrong:
+        raise ValueError(
+            f"ids of this model are 0 to {vocabulary - 1}; the tables hold {wrong[0]}; give a larger vocabulary"
+        )
+
+
+def _layout(jobs: Jobs, vocabulary: int, places: int) -> Layout:
+    """The blocks that the jobs need: those that are read, and one for all that is not."""
+    needed = {NEEDS[job] for row in jobs for job in row if job in NEEDS}
+    return Layout(vocabulary, places, (*(block for job, block in WRITES.items() if job in needed), "seen"))
+
+
+def _draw_tables(vocabulary: int, back: bool, seed: int) -> Tables:
+    """Tables over disjoint ids where that matters: 1 and 2 open and close a text, 3 and 4 are delimiters."""
+    if vocabulary < LEAST:
+        raise ValueError(
+            f"tables are drawn from at least {LEAST} ids, got vocabulary={vocabulary}; give tables=Tables(...)"
+        )
+    ids = (torch.randperm(vocabulary - 5, generator=torch.Generator().manual_seed(seed)) + 5).tolist()
+    steps = (-2, -3, -5) if back else (-3, 2, 4)
+    part = len(ids) // 6
+    return Tables(
+        delimiters=(3, 4),
+        names=tuple(ids[:part]),
+        needles=tuple(ids[part : part + max(2, part // 2)]),
+        offsets={i: steps[n % 3] for n, i in enumerate(ids[: 3 * part])},
+        heads=dict(zip(ids[: 2 * part], ids[2 * part : 4 * part], strict=True)),
+        antecedents=dict(zip(ids[4 * part : 5 * part], ids[5 * part : 6 * part], strict=True)),
+        classes={i: n % 5 for n, i in enumerate(ids)},
+    )

@@ -1,0 +1,73 @@
+"""A report opened in the system's Chromium, and all that it did there that a report may not do.
+
+Needs Playwright (from PyPI) and a Chromium of the system; Playwright's own browser is never downloaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise import report
+from headwise.look import Look
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+]
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip install playwright)")
+MARKS = [
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (apt-get install chromium)"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Playwright's own pipes
+]
+
+
+@contextmanager
+def launched() -> Iterator[Any]:
+    """A browser, to be shared by the tests of a file."""
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        yield found
+        found.close()
+
+
+class Opened:
+    """A page with a report in it, and all that it did that a report may not do."""
+
+    def __init__(self, browser: Any, look: Look, folder: Path, *, ready: bool = True, **options: Any) -> None:
+        path = folder / "report.html"
+        report.write(look, path)
+        self.faults: list[str] = []
+        self.context = browser.new_context(**{"viewport": {"width": 1400, "height": 1000}, **options})
+        self.page = page = self.context.new_page()
+        page.on("console", lambda m: self.faults.append(f"console {m.type}: {m.text}"))
+        page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (self.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("popup", lambda popup: self.faults.append(f"popup: {popup.url}"))
+        page.on("request", lambda r: r.url == path.as_uri() or self.faults.append(f"request: {r.url}"))
+        page.add_init_script(
+            "window.violations = []; document.addEventListener('securitypolicyviolation', "
+            "(e) => window.violations.push(`${e.violatedDirective} ${e.blockedURI}`));"
+        )
+        page.goto(path.as_uri())
+        if ready:
+            page.wait_for_selector("html[data-ready]", timeout=20_000)
+
+    def check_calm(self) -> None:
+        """Nothing was said, asked, fetched or blocked; no address but the file's own."""
+        assert self.page.evaluate("window.violations") == []
+        assert self.faults == []
+        assert self.page.url.startswith("file://")

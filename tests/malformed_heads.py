@@ -1,0 +1,132 @@
+"""Good calls of what looks at heads, annotates text, and builds models of known heads, for `malformed_calls`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from malformed import PACKAGE, Call
+from torch import Tensor
+
+import headwise
+from headwise import MultiHeadAttention, look
+from headwise.look import annotate
+from headwise.testing import constructed
+
+CONLLU = "1\tIt\t_\tPRON\t_\t_\t2\tnsubj\t_\t_\n2\tworks\t_\tVERB\t_\t_\t0\troot\t_\t_\n"
+
+
+def of(function: Callable[..., Any], /, **arguments: Any) -> Call:
+    return function, arguments
+
+
+class Reader(torch.nn.Module):
+    """A model to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend = torch.nn.Embedding(97, 12), MultiHeadAttention(12, 3)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.attend(self.embed(ids), mask=headwise.causal())
+
+
+IDS = [1, 2, 3, 5, 8, 13, 21, 34]
+
+
+@functools.cache
+def seen() -> look.Look:
+    return look.at(Reader(), IDS, repeats=None)
+
+
+class Ranks:
+    """Importance of heads, as `plot_importance` reads it."""
+
+    model, loss, tokens, by = "m", 1.5, 8, ("gradient",)
+
+    def scores(self, by: str) -> list[list[float]]:
+        return [[0.5, 0.25, -0.125]]
+
+
+@functools.cache
+def curve() -> look.Curve:
+    return look.Curve("m", {"self": 0.5}, (look.Point.of(0, seen(), {"loss": 1.5}),))
+
+
+def in_a_file(write: Callable[[str], object], path: str) -> str:
+    """The path, after writing to it."""
+    write(path)
+    return path
+
+
+def watch(**options: Any) -> look.Watch:
+    return look.Watch(Reader(), IDS, every=1, repeats=None, **options)
+
+
+def told() -> annotate.Document:
+    return annotate.parse(CONLLU)[0]
+
+
+def tokenized(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
+    return {"input_ids": [1, 2, 3], "offset_mapping": [(0, 0), (0, 2), (2, 8)]}
+
+
+@functools.cache
+def planted() -> constructed.Constructed:
+    return constructed.constructed([["self"]], places=7)[0]
+
+
+LOOK: dict[str, Callable[[], Call]] = {
+    "look.at": lambda: of(
+        look.at, model=Reader(), ids=IDS, tokens=list("abcdefgh"), delimiters=[2], name="m", map_size=2,
+        full_maps=False, repeats=None, progress=lambda done, total: None,
+    ),
+    "look.at tensor": lambda: of(look.at, model=Reader(), ids=torch.tensor(IDS), repeats=None),
+    "Repeats": lambda: of(look.Repeats, sequences=2, length=30, seed=1, vocabulary=[1, 2, 3, 4]),
+    "HeadMap": lambda: of(look.HeadMap, rows=1, columns=2, data=b"ab"),
+    "Look.from_dict": lambda: of(look.Look.from_dict, data=seen().to_dict()),
+    "HeadRecord.from_dict": lambda: of(look.HeadRecord.from_dict, data=seen().to_dict()["heads"][0]),
+    "Look.with_role": lambda: of(seen().with_role, name="self"),
+    "Look.to_dict": lambda: of(seen().to_dict, maps=True),
+    "Look.to_json": lambda: of(seen().to_json, maps=True, indent=1),
+    "HeadRecord.mass_at": lambda: of(seen().heads[0].mass_at, offset=1),
+    "HeadRecord.value": lambda: of(seen().heads[0].value, name="self"),
+    "Look.head": lambda: of(seen().head, layer=0, head=1),
+    "HeadRecord.score": lambda: of(seen().heads[0].score, name="self"),
+    "look.write": lambda: of(look.write, what=seen(), path="written.json"),
+    "read": lambda: of(look.read, path=in_a_file(lambda path: look.write(seen(), path), "read.json")),
+    "compare": lambda: of(look.compare, a=seen(), b=seen(), kept={0: [0, 1, 2]}),
+    "plot_importance": lambda: of(look.plot_importance, importance=Ranks()),
+    "plot_formation": lambda: of(look.plot_formation, curve=curve(), roles=["self"]),
+    "Curve.best": lambda: of(curve().best, role="self"),
+    "Curve.from_dict": lambda: of(look.Curve.from_dict, data=curve().to_dict()),
+    "read_curve": lambda: of(look.read_curve, path=in_a_file(lambda path: watch(path=path).step(0), "c.jsonl")),
+    "Watch": lambda: of(
+        look.Watch, model=Reader(), ids=IDS, every=3, share=0.1, path="watched.jsonl", delimiters=[2], repeats=None
+    ),
+    "Watch.step": lambda: of(watch().step, step=3, loss=1.5),
+    "Watch.measure": lambda: of(watch().measure, step=3, loss=1.5),
+}  # fmt: skip
+ANNOTATE: dict[str, Callable[[], Call]] = {
+    "aligned": lambda: of(annotate.aligned, source=told().sentences[0], offsets=[[0, 2], [2, 8]]),
+    "parse": lambda: of(annotate.parse, text=CONLLU, name="a text"),
+    "annotate.read": lambda: of(annotate.read, path=str(PACKAGE / "look/annotate/sentences.conllu")),
+    "passages": lambda: of(annotate.passages, documents=[told()], tokenizer=tokenized, length=40),
+}
+CONSTRUCTED: dict[str, Callable[[], Call]] = {
+    "constructed": lambda: of(
+        constructed.constructed, layers=[["self"]], kind="decoder", vocabulary=29, places=7,
+        tables=constructed.Tables(), rest="first", seed=1,
+    ),
+    "constructed_pair": lambda: of(
+        constructed.constructed_pair, encoder=[["self"]], decoder=[["self"]], cross=[["broad"]], places=7, seed=1
+    ),
+    "random_model": lambda: of(constructed.random_model, seed=1, places=7),
+    "targets": lambda: of(
+        constructed.targets, job="self", ids=torch.tensor([1, 2, 3]), tables=constructed.Tables(), causal=True
+    ),
+    "Constructed.sample": lambda: of(planted().sample, length=5, seed=1),
+    "Constructed.targets": lambda: of(planted().targets, layer=0, head=0, ids=torch.tensor([1, 2, 3])),
+}  # fmt: skip

@@ -1,0 +1,99 @@
+"""`headwise look`: the files it writes, and two looks side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import DELIMITERS, NAMES, Planted, text
+from typer.testing import CliRunner
+
+from headwise import cli, look
+from headwise.look import Look
+
+pytestmark = pytest.mark.unchecked
+
+
+@pytest.fixture(scope="module")
+def before() -> Look:
+    return look.at(Planted(), text(29), delimiters=DELIMITERS, name="before")
+
+
+@pytest.fixture(scope="module")
+def after() -> Look:
+    return look.at(Planted([*NAMES[:2], "first-token sink", *NAMES[3:]]), text(29), delimiters=DELIMITERS, name="after")
+
+
+@pytest.fixture
+def here(before: Look, after: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the two looks as files; a model by name is the look before."""
+    monkeypatch.chdir(tmp_path)
+    look.write(before, "before.json")
+    look.write(after, "after.json")
+    monkeypatch.setattr(cli.look, "look_at", lambda *_: before)
+    return tmp_path
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, ["look", *arguments])
+
+
+def test_look_against_another(here: Path) -> None:
+    result = run("model", "--against", "after.json", "--out", "c.csv")
+    assert result.exit_code == 0, result.output
+    assert "before against after: 1 of 8 heads changed role" in result.stdout
+    assert "self -> first-token sink" in result.stdout and "c.csv (" in result.stdout
+    assert run("model", "--against", "after.json").exit_code == 0
+    assert not list(here.glob("*.html"))
+    result = run("before.json", "--against", "after.json", "--json")
+    assert json.loads(result.stdout)["heads"][2]["before"] == ["self"]
+
+
+def test_look_against_a_pruned_one(here: Path, before: Look) -> None:
+    heads = tuple(replace(before.heads[h], head=n) for n, h in enumerate((0, 3, 4)))
+    look.write(replace(before, heads=heads, num_heads=3, maps=()), "pruned.json")
+    Path("plan.json").write_text('{"layers": {"0": {"keep": [0, 3, 4]}}}')
+    result = run("model", "--against", "pruned.json", "--kept", "plan.json", "--json")
+    assert result.exit_code == 0, result.output
+    assert [head["head"] for head in json.loads(result.stdout)["heads"]] == [0, 3, 4]
+
+
+def test_a_pruned_folder_tells_what_it_kept(here: Path) -> None:
+    Path("pruned").mkdir()
+    Path("pruned/heads-plan.json").write_text('{"layers": {"0": {"keep": [7, 6, 5, 4, 3, 2, 1, 0]}}}')
+    result = run("model", "--against", "pruned", "--json")
+    assert result.exit_code == 0, result.output
+    assert [head["other_head"] for head in json.loads(result.stdout)["heads"]] == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_everything_that_out_may_name(here: Path) -> None:
+    names = ["h.parquet", "h.csv", "h.json", "h.md", "h.svg", "H.PNG"]
+    result = run("model", *(word for name in names for word in ("--out", name)))
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in here.iterdir()} == {"before.json", "after.json", *names}
+    assert all(f"{name} (" in result.stdout for name in names)
+    assert Path("h.md").read_text("utf-8").startswith("# Heads of `before`")
+
+
+def test_wrong_names_are_one_line(here: Path) -> None:
+    Path("no.json").write_text("{")
+    for arguments, message in (
+        (
+            ["--out", "h.xlsx"],
+            "--out h.xlsx: ends in none of .html .htm .parquet .csv .json .md .svg .png; the end says",
+        ),
+        (["--against", "after.json", "--out", "h.md"], "--out h.md: ends in none of .parquet .csv .json; the end says"),
+        (["--out", "none/h.csv"], "cannot write none/h.csv: its folder does not exist"),
+        (["--kept", "plan.json"], "--kept says which heads the other model kept; give it with --against"),
+        (["--against", "after.json", "--kept", "none.json"], "--kept none.json: cannot be read (No such file"),
+        (["--against", "after.json", "--kept", "no.json"], "--kept no.json: no JSON; write"),
+        (["--against", "no.json"], "no.json is no look"),
+        (["--against", "none.json"], "cannot read none.json: No such file"),
+        (["--against", "after.json", "--kept", "after.json"], "kept says by layer which heads are left"),
+    ):
+        result = run("model", *arguments)
+        lines = result.stderr.strip().splitlines()
+        assert (result.exit_code, len(lines)) == (2, 1) and message in lines[0], (arguments, result.stderr)

@@ -1,0 +1,74 @@
+"""`headwise look --corpus`, `--sentences`, `--needles`: what is read beside one text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headwise import cli
+from headwise.cli import reading
+
+pytestmark = pytest.mark.unchecked
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, ["look", *arguments])
+
+
+def refused(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.split())
+
+
+def test_a_corpus_with_sentences_and_needles(here: Path) -> None:
+    (here / "texts").mkdir()
+    (here / "texts" / "a.txt").write_text("def f(x):\n    return x\n" * 40, "utf8")
+    (here / "texts" / "b.jsonl").write_text('{"text": "The agent opened a pull request."}\n"def g(): pass"\n', "utf8")
+    (here / "two.conllu").write_text(
+        "# text = A dog\n1\tA\t_\tDET\t_\t_\t2\tdet\t_\t_\n2\tdog\t_\tNOUN\t_\t_\t0\troot\t_\t_\n\n", "utf8"
+    )
+    result = run("--corpus", "texts", "--length", "64", "--sentences", "two.conllu", "--needles", "--json")
+    assert result.exit_code == 0, result.output
+    seen = json.loads(result.stdout)
+    assert seen["texts"] > 3 and seen["tokens"] == [] and seen["length"] > 200
+    scores = seen["heads"][0]["scores"]
+    assert scores["head to det"][3] == 1 and "retrieval" in scores and "induction" in scores
+    assert scores["previous-token"][4] is not None  # an interval
+    assert not (here / reading.STATE).exists()  # it came to its end
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--length", "7"), "--length is of a corpus; give it with --corpus"),
+        (("--state", "x"), "--state is of a corpus; give it with --corpus"),
+        (("--corpus", "none"), "--corpus none: no such file or folder"),
+        (("--corpus", ".", "--text", "a"), "give --corpus, or one text with --text or --file, not both"),
+        (("--corpus", ".", "--length", "1"), "--length 1: a text has at least 2 tokens"),
+    ],
+)
+def test_options_that_do_not_fit(here: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def test_what_cannot_be_read(here: Path) -> None:
+    (here / "empty.txt").write_text(" \n", "utf8")
+    assert "--corpus empty.txt: holds no text; give files with a few words" in refused("--corpus", "empty.txt")
+    (here / "bad.jsonl").write_text("{\n", "utf8")
+    assert 'bad.jsonl:1: not JSON; write an object a line, such as {"text": "..."}' in refused("--corpus", "bad.jsonl")
+    (here / "bad.conllu").write_text("1\tIt\n", "utf8")
+    assert "a word has 10 columns" in refused("--sentences", "bad.conllu")
+    (here / reading.STATE).write_bytes(b"no state")
+    (here / "good.txt").write_text("def f(x): return x", "utf8")
+    assert "not the state of this look" in refused("--corpus", "good.txt")

@@ -1,0 +1,146 @@
+"""`headwise regroup` and `headwise heal`: what they write and print, and one line for what a user gets wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_folders import quiet, written
+from hf_models import BY_NAME
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from headwise import cli
+from headwise.hf import proving
+from headwise.reshape import healed
+
+pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
+runner = CliRunner()
+TEXT = "a b, c. d! e? f: g; h\n i\n" * 40
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other libraries are not silenced, and the proof is asked in this process."""
+
+    def prove(folder: Path, config: Any, weights: Any, request: Any) -> dict[str, Any]:
+        source = {"config": dict(config), "weights": list(map(str, weights))}
+        return quiet(lambda: proving.answer({**request, "speed": False, "folder": str(folder), "source": source}))
+
+    monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
+    monkeypatch.setattr("headwise.hf.checkpoints.prove", prove)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model of four query and two key-value heads, and a text."""
+    made = written(BY_NAME["Qwen2"], tmp_path_factory.mktemp("qwen"))
+    (made.parent / "text.txt").write_text(TEXT)
+    return made
+
+
+def invoke(*arguments: object) -> Any:
+    return runner.invoke(cli.app, [str(argument) for argument in arguments], terminal_width=200)
+
+
+def test_regrouped_repaired_and_proved(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new"
+    command = ["regroup", folder, "--kv-heads", 1, "--file", folder.parent / "text.txt", "--recover", "--out", out]
+    done = invoke(*command, "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["counts"]["num_key_value_heads"] == [2, 1] and facts["out"] == str(out)
+    assert facts["losses"].keys() == {"original", "regrouped", "recovered", "tokens"} and all(facts["proof"]["loss"])
+    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
+    assert load_file(out / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"].shape == (6, 28)
+    assert "| squared error of the attention's output | regrouped | recovered |" in (out / "RESHAPE.md").read_text()
+    assert sorted(os.listdir(tmp_path)) == ["new"]
+
+
+def test_a_dry_run_shows_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    done = invoke("regroup", folder, "--kv-heads", 1, "--method", "mean", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "heads that share" in done.stdout and "0+1" in done.stdout and "num_key_value_heads" in done.stdout
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_healed_and_started_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is stopped on the way: its state is there; the next start goes on, writes the folder and cleans up."""
+    invoke("regroup", folder, "--kv-heads", 1, "--method", "first", "--out", tmp_path / "small", "--no-verify")
+    command = ["heal", tmp_path / "small", "--teacher", folder, "--steps", 6, "--corpus", folder.parent / "text.txt"]
+    command += ["--rows", 2, "--length", 9, "--lr", 0.01, "--every", 2, "--out", tmp_path / "healed"]
+    stopped = healed.facts_of
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headwise.reshape.facts_of", stop)
+    assert invoke(*command).exit_code == 130
+    assert sorted(os.listdir(tmp_path)) == ["healed.heal-state", "small"]
+    monkeypatch.setattr("headwise.reshape.facts_of", stopped)
+    done = invoke(*command, "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert sorted(os.listdir(tmp_path)) == ["healed", "small"]
+    files = set(os.listdir(tmp_path / "healed"))
+    assert {"heal.json", "RESHAPE.md", "config.json", "model.safetensors", "tokenizer.json"} <= files
+    curve = json.loads((tmp_path / "healed" / "heal.json").read_text())
+    assert len(curve["steps"]) == 6 and [point[0] for point in curve["held"]] == [0, 2, 4, 6]
+    assert facts["curve"]["steps"] == curve["steps"]
+    old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "healed"))
+    assert old.keys() == new.keys()
+    assert all(old[name].dtype == part.dtype and old[name].shape == part.shape for name, part in new.items())
+    assert not torch.equal(old["model.layers.0.self_attn.q_proj.weight"], new["model.layers.0.self_attn.q_proj.weight"])
+
+
+def test_the_curve_has_a_picture_where_matplotlib_is() -> None:
+    pytest.importorskip("matplotlib")
+    picture = healed.picture_of(healed.Curve([2.0, 1.0], [[0, 1.0, 3.0], [2, 0.5, 2.5]]))
+    assert picture is not None and picture.startswith(b"\x89PNG")
+    assert picture == healed.picture_of(healed.Curve([2.0, 1.0], [[0, 1.0, 3.0], [2, 0.5, 2.5]]))
+
+
+def test_without_matplotlib_the_curve_is_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert healed.picture_of(healed.Curve([2.0], [])) is None
+
+
+HEAL = "heal FOLDER --teacher FOLDER --steps"
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("regroup FOLDER --kv-heads 1", "give --out, the folder to write, or --dry-run"),
+        ("regroup FOLDER --kv-heads 1 --out FOLDER", "is there already; give a new name"),
+        ("regroup FOLDER --kv-heads 1 --recover --dry-run", "--recover needs a text to fit to"),
+        ("regroup FOLDER --kv-heads 3 --dry-run", "2 key-value heads share 1, 2 in equal groups; got num_kv_heads 3"),
+        ("regroup FOLDER --kv-heads 1 --method best --dry-run", "method is one of first, mean, aligned, fitted; got"),
+        ("regroup FOLDER --kv-heads 1 --file TEXT --corpus TEXT --dry-run", "give one of --text, --file and --corpus"),
+        ("regroup nowhere --kv-heads 1 --dry-run", "nowhere"),
+        (f"{HEAL} 1 --file TEXT", "give --out, the folder"),
+        (f"{HEAL} 1 --out NEW", "give --file or --corpus, the text to learn on"),
+        (f"{HEAL} 0 --corpus TEXT --out NEW", "steps is at least 1; got 0"),
+        (f"{HEAL} 1 --file gone --out NEW", "cannot be read"),
+        (f"{HEAL} 1 --corpus TEXT --out NEW --length 9999", "a window is 9999 tokens, and the text has"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(line: str, text: str, folder: Path, tmp_path: Path) -> None:
+    names = {"FOLDER": folder, "TEXT": folder.parent / "text.txt", "NEW": tmp_path / "new"}
+    done = invoke(*(names.get(one, one) for one in line.split()))
+    assert done.exit_code == 2, done.output
+    message = done.stderr.strip()
+    assert message.startswith("headwise: ") and text in message and "\n" not in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    small = Path(__file__).parents[1] / "src" / "headwise" / "models" / "tiny"
+    text = folder.parent / "text.txt"
+    done = invoke("heal", folder, "--teacher", small, "--steps", 1, "--corpus", text, "--out", tmp_path / "new")
+    assert done.exit_code == 2 and "both are decoders of one vocabulary" in done.stderr

@@ -1,0 +1,147 @@
+"""`headwise.look.over`: many texts, in any order and in parts, give the sums of each."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planted import DELIMITERS, VOCABULARY, Tiny, text
+
+import headwise
+from headwise import look
+from headwise.look import Look, Vocabulary, corpus
+from headwise.look.corpus import cut, documents
+
+WORDS = Vocabulary(frozenset(DELIMITERS))
+
+
+def drawn(count: int, seed: int = 0) -> list[list[int]]:
+    make = random.Random(seed)
+    return [[1, *make.choices(range(VOCABULARY), k=make.choice([2, 7, 12, 28]))] for _ in range(count)]
+
+
+def model() -> Tiny:
+    return Tiny(mask=headwise.causal())
+
+
+def same(a: Look, b: Look) -> bool:
+    return replace(a, seconds=0.0) == replace(b, seconds=0.0)
+
+
+def test_one_text_is_what_at_reads() -> None:
+    one = look.at(model(), text(), delimiters=DELIMITERS, full_maps=False)
+    over = look.over(model(), [text()], words=WORDS)
+    assert same(replace(one, tokens=()), replace(over, tokens=()))
+
+
+def test_means_are_over_all_queries_of_all_texts() -> None:
+    texts = drawn(13)
+    found = look.over(model(), texts, words=WORDS, repeats=None)
+    assert (found.texts, found.length, found.tokens) == (13, sum(map(len, texts)), ())
+    alone = [look.at(model(), ids, delimiters=DELIMITERS, repeats=None) for ids in texts]
+    for n, head in enumerate(found.heads):
+        for name in ("previous-token", "first-token sink", "delimiter", "broad", "local band"):
+            each = [one.heads[n].scores[name] for one in alone if name in one.heads[n].scores]
+            count = sum(score.count for score in each)
+            mean = sum(score.value * score.count for score in each) / count
+            score = head.scores[name]
+            assert score.count == count and score.value == pytest.approx(mean, abs=2e-6)
+            assert score.low is not None and score.high is not None and score.low <= score.value <= score.high
+        rows = sum(map(len, texts))
+        assert head.entropy == pytest.approx(sum(one.heads[n].entropy * one.length for one in alone) / rows, abs=2e-6)
+
+
+def test_order_and_batches_change_no_bit() -> None:
+    texts = drawn(31)
+    whole = look.over(model(), texts, words=WORDS, repeats=None)
+    for batch in (1, 64, 100_000):
+        assert same(whole, look.over(model(), texts, words=WORDS, repeats=None, batch=batch))
+    other = look.over(model(), texts[::-1], words=WORDS, repeats=None)
+    for a, b in zip(whole.heads, other.heads, strict=True):
+        assert (a.entropy, a.offsets, a.map) == (b.entropy, b.offsets, b.map)
+        assert {n: (s.value, s.null, s.count) for n, s in a.scores.items()} == {
+            n: (s.value, s.null, s.count) for n, s in b.scores.items()
+        }
+
+
+def test_a_second_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "BLOCK", 16)
+    texts = drawn(41)
+    state = tmp_path / "state"
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done == 16:
+            raise Stop
+
+    with pytest.raises(Stop):
+        look.over(model(), texts, words=WORDS, state=state, progress=stop)
+    read: list[int] = []
+    found = look.over(model(), texts, words=WORDS, state=state, progress=lambda done, total: read.append(done))
+    assert read == [32, 41]  # the first block was not read again
+    assert same(found, look.over(model(), texts, words=WORDS))
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+    with pytest.raises(ValueError, match=r"state: not the state of this look \(another model, version, or other"):
+        look.over(model(), texts, words=Vocabulary(), state=state)
+    state.write_bytes(state.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=r"state: not the state of this look \(.*\); remove it to begin anew"):
+        look.over(model(), texts, words=WORDS, state=state)
+
+
+def test_a_role_needs_its_interval_above_chance() -> None:
+    """A head that plays a role in few of many texts does not play it."""
+    sums = look.tally.RoleSums.empty(2)
+    for n in range(40):
+        sums.add(n, [6.0, 10.0 * (n % 2)], 10, [4.9, 0.0])
+    low, high = sums.interval() or pytest.fail("no interval")
+    value, null, count = sums.means()
+    assert value.tolist() == [0.6, 0.5] and null[0] == pytest.approx(0.49) and count.tolist() == [400, 400]
+    assert low[0] == high[0] == pytest.approx(0.6) and low[1] == pytest.approx(0.35, abs=0.05)
+
+
+def test_documents(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second\n", "utf8")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.jsonl").write_text(
+        json.dumps({"text": "first"}) + '\n\n"as a string"\n{"text": " "}\n', "utf8"
+    )
+    (tmp_path / "c.md").write_text("no text", "utf8")
+    assert [*documents(tmp_path)] == ["first", "as a string", "second\n"]
+    assert [*documents(tmp_path / "b.txt")] == ["second\n"]
+    bad = tmp_path / "bad.jsonl"
+    for line, message in (("{", "bad.jsonl:1: not JSON; write an object"), ('{"x": 1}', 'no "text" in it that is a')):
+        bad.write_text(line, "utf8")
+        with pytest.raises(ValueError, match=re.escape(message)):
+            [*documents(bad)]
+    bad.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"not UTF-8 text \(byte 0\); convert it first"):
+        [*documents(bad)]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty: no \*.txt and no \*.jsonl below it"):
+        [*documents(tmp_path / "empty")]
+
+
+def test_long_texts_are_cut() -> None:
+    assert [*cut([1, 2, 3], 5)] == [[1, 2, 3]]
+    assert [*cut([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
+    assert [*cut([9, 1, 2, 3], 3, opener=9)] == [[9, 1, 2], [9, 3]]
+
+
+@pytest.mark.parametrize(
+    ("texts", "error", "message"),
+    [
+        ([], ValueError, "look.over needs at least one text; got none"),
+        ("text", TypeError, "texts are token ids, a list for each text; got 'text'"),
+        ([[1, 2], [1, 61]], ValueError, "ids of this model are 0 to 60; got 61"),
+        ([[1, 2], []], ValueError, "look needs at least one token"),
+    ],
+)
+def test_errors(texts: list[list[int]], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        look.over(model(), texts)

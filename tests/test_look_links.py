@@ -1,0 +1,53 @@
+"""Links between tokens in a scene, and what random models make of annotated sentences."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headwise import look
+from headwise.look import annotate
+from headwise.look.roles import SENTENCES
+from headwise.look.scene import Scene, Vocabulary
+from headwise.testing.constructed import random_model
+
+
+def by_word(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
+    """A token for each word and mark, long words in two; the first is special."""
+    ids, offsets = [1], [(0, 0)]
+    for found in re.finditer(r"\w+|[^\w\s]", text):
+        start, end = found.span()
+        middle = start + 4 if end - start > 5 else end
+        for piece in ((start, middle), (middle, end)) if middle < end else ((start, end),):
+            ids.append(3 + sum(map(ord, text[slice(*piece)])) % 40)
+            offsets.append(piece)
+    return {"input_ids": ids, "offset_mapping": offsets}
+
+
+def test_links_ahead_are_an_encoders() -> None:
+    passage = look.Passage([5, 6, 7], links={"det to head": [[1], [], []], "head to det": [[], [0], []]})
+    ids = torch.tensor([[5, 6, 7]])
+    for ahead, wanted in ((False, None), (True, [[[1], [-1], [-1]]])):
+        scene = Scene(ids, ids, ahead, Vocabulary(), (passage,))
+        links = scene.links("det to head")
+        assert (None if links is None else links.tolist()) in (wanted, [[[-1], [-1], [-1]]])
+        back = scene.links("head to det")
+        assert back is not None and back.tolist() == [[[-1], [0], [-1]]]
+
+
+def test_random_models_know_no_syntax() -> None:
+    passages = annotate.passages(annotate.ours(), by_word)
+    played = heads = 0
+    for seed in range(7):
+        model = random_model(seed)
+        V = model.facts["vocabulary"]
+        read = [replace(one, ids=[i % V for i in one.ids]) for one in passages]
+        seen = look.at(model, read[0].ids, full_maps=False, map_size=1, repeats=None, readings={SENTENCES: read})
+        heads += len(seen.heads)
+        for head in seen.heads:
+            names = [score.name for score in head.roles if "head" in score.name or score.name == "coreference"]
+            played += bool(names)
+    assert played <= 0.02 * heads, (played, heads)

@@ -1,0 +1,199 @@
+"""Healing: the loss falls, a stopped run goes on to the same result, several processes do what one does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise
+from headwise.reshape.heal import Recipe, divergence, heal
+from headwise.reshape.processes import Processes
+
+VOCABULARY = 23
+
+
+class Model(nn.Module):
+    """One layer of attention over embedded ids."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.drop = nn.Embedding(VOCABULARY, 12), nn.Dropout(0.5)
+        self.attend, self.out = headwise.MultiHeadAttention(12, 3), nn.Linear(12, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.out(self.drop(x + self.attend(x, mask=headwise.causal())))
+
+
+def stream() -> Tensor:
+    return torch.randint(VOCABULARY, (301,), generator=torch.Generator().manual_seed(1))
+
+
+RECIPE = Recipe(12, rows=3, length=17, lr=0.02, warmup=2, weight_decay=0.1, text=0.1, seed=5)
+
+
+def run(student: Model, recipe: Recipe = RECIPE, **options: Any) -> Any:
+    return heal(student, Model(0), stream(), recipe, call=lambda model, ids: model(ids), **options)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_the_student_comes_to_say_what_the_teacher_says() -> None:
+    held = torch.randint(VOCABULARY, (4, 29))
+    student = Model(1).train()
+    told: list[tuple[int, int]] = []
+    recipe = Recipe(40, rows=4, length=17, lr=0.03, warmup=2)
+    curve = run(student, recipe, held=held, first=2, every=20, progress=lambda *n: told.append(n))
+    assert [step for step, *_ in curve.held] == [0, 20, 40] and len(curve.steps) == 40
+    assert curve.held[-1][1] < 0.2 * curve.held[0][1]
+    assert told == [(n, 40) for n in range(1, 41)]
+    assert all(part.training for part in student.modules()), "the mode that it was in"
+    with torch.no_grad():
+        far = divergence(student.eval()(held), Model(0).eval()(held)) / held.numel()
+    assert float(far) == pytest.approx(curve.held[-1][1], rel=1e-4)
+
+
+def test_the_divergence_is_that_of_the_distributions() -> None:
+    said, known = torch.randn(3, 5, 7), torch.randn(3, 5, 7)
+    expected = nn.functional.kl_div(said.log_softmax(-1), known.softmax(-1), reduction="sum")
+    assert torch.allclose(divergence(said, known), expected)
+    assert divergence(said, said + 3).abs() < 1e-4
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_result(tmp_path: Path) -> None:
+    whole = Model(1)
+    curve = run(whole)
+    halves = Model(1)
+
+    class Stop(Exception): ...
+
+    def stop(done: int, total: int) -> None:
+        if done == 7:  # the last state is that of step 5
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(halves, state=tmp_path / "state.pt", every=5, progress=stop)
+    assert os.listdir(tmp_path) == ["state.pt"]
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 5
+    again = Model(2)  # its own weights do not count: those of the state do
+    went_on = run(again, state=tmp_path / "state.pt", every=5)
+    assert torch.equal(weights(again), weights(whole)) and went_on.steps == curve.steps
+    done = Model(3)
+    assert run(done, state=tmp_path / "state.pt", every=5).steps == curve.steps, "a run that is done stays done"
+    assert torch.equal(weights(done), weights(whole))
+
+
+def test_a_state_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
+    before = (tmp_path / "state.pt").read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path / "other"):
+        with pytest.raises((OSError, ValueError)):
+            run(Model(1), Recipe(3, rows=1, length=9), state=folder / "state.pt", every=1)
+    assert (tmp_path / "state.pt").read_bytes() == before and not os.listdir(tmp_path / "other")
+
+
+def part_of_two(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    student = Model(1)
+    curve = run(student, held=torch.arange(58).view(2, 29) % VOCABULARY, every=6, state=Path(folder) / "state.pt")
+    torch.save((weights(student), curve.steps, curve.held), Path(folder) / f"rank{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+    """Three rows over two processes: unequal shares, the same sum."""
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=part_of_two, args=(rank, str(tmp_path))) for rank in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+        assert one.exitcode == 0
+    alone = Model(1)
+    curve = run(alone, held=torch.arange(58).view(2, 29) % VOCABULARY, every=6)
+    for rank in range(2):
+        got, steps, held = torch.load(tmp_path / f"rank{rank}", weights_only=True)
+        assert torch.allclose(got, weights(alone), atol=1e-4)
+        assert steps == pytest.approx(curve.steps, abs=1e-4)
+        assert [x for point in held for x in point] == pytest.approx(
+            [x for point in curve.held for x in point], rel=1e-3
+        )
+
+
+def test_an_accelerator_places_and_runs_backward() -> None:
+    """As accelerate's does: `prepare` hands back what to train, `backward` averages over processes."""
+
+    class Accelerator:
+        device = torch.device("cpu")
+        backwards = 0
+
+        def prepare(self, *things: Any) -> Any:
+            return things
+
+        def backward(self, loss: Tensor) -> None:
+            self.backwards += 1
+            loss.backward()
+
+    plain, placed, accelerator = Model(1), Model(1), Accelerator()
+    run(plain)
+    run(placed, accelerator=accelerator)
+    assert accelerator.backwards == RECIPE.steps and torch.equal(weights(plain), weights(placed))
+
+
+def test_the_schedule_and_the_windows() -> None:
+    rates = [RECIPE.rate(step) for step in range(RECIPE.steps)]
+    assert rates[:2] == [0.01, 0.02] and rates[2] == pytest.approx(0.02)
+    assert rates[2:] == sorted(set(rates[2:]), reverse=True) and rates[-1] > 0.0002
+    text = stream()
+    for step in (0, 3):
+        rows = RECIPE.batch(text, step, first=9)
+        assert (
+            rows.shape == (3, 17) and (rows[:, 0] == 9).all() and torch.equal(rows, RECIPE.batch(text, step, first=9))
+        )
+        for row in rows:
+            assert (text.unfold(0, 16, 1) == row[1:]).all(1).any(), "a window of the text"
+    assert not torch.equal(RECIPE.batch(text, 0), RECIPE.batch(text, 1))
+    assert Processes(1, 3).share(torch.arange(7)).tolist() == [1, 4]
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: Recipe(0), ValueError, "steps is at least 1; got 0"),
+        (lambda: Recipe(5, length=1), ValueError, "length is at least 2; got 1"),
+        (lambda: Recipe(5, lr=0.0), ValueError, "lr is a finite number above 0; got 0"),
+        (lambda: Recipe(5, text=-1.0), ValueError, "text and weight_decay are at least 0; got -1.0 and 0.0"),
+        (lambda: run(Model(1), Recipe(5, length=400)), ValueError, "a window is 400 tokens, and the text has 301"),
+        (lambda: run(Model(1), every=0), ValueError, "every is at least 1; got 0"),
+        (lambda: heal(Model(1), Model(0), stream()[None], RECIPE), ValueError, r"stream is a row of ids \(N,\)"),
+        (lambda: heal(Model(1), Model(0), [1, 2], RECIPE), TypeError, r"stream is a row of ids \(N,\); got list"),
+    ],
+)
+def test_what_cannot_be_healed_is_refused(make: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make()
+
+
+@pytest.mark.unchecked
+def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
+    with pytest.raises(ValueError, match=r"state.pt: the state of another run .*; remove it, or heal as it says"):
+        run(Model(1), Recipe(3, rows=1, length=9), state=tmp_path / "state.pt")

@@ -1,0 +1,115 @@
+"""A layer's tensors as HeadWeights and back, in every format, against the model's own attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reshape_models import FAMILIES, decoder, saved
+
+from headwise import hf
+from headwise.reshape.heads import Turns
+from headwise.reshape.layers import head_weights, layer_tensors, turns_of
+from headwise.reshape.layout import family_of
+
+PLAIN = [family for family in FAMILIES if family != "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_there_and_back_changes_no_bit(family: str, tmp_path: Path) -> None:
+    with hf.checkpoint(saved(FAMILIES[family], tmp_path / "source")) as opened:
+        known = family_of(opened.config, opened.tensors, opened.layouts)
+        for layer in known.layers:
+            weights = head_weights(known, layer, opened.read)
+            sizes = layer.sizes
+            assert (weights.num_heads, weights.num_kv_heads, weights.head_dim) == (sizes.H, sizes.K, sizes.D)
+            made = layer_tensors(known, layer, weights, opened.read)
+            assert made.keys() == layer.tensors.keys()
+            for name, tensor in made.items():
+                torch.testing.assert_close(tensor, opened.read(name), atol=1e-6, rtol=0)
+                if "norm" not in name:
+                    assert torch.equal(tensor, opened.read(name)), name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "gpt_bigcode", "qwen2", "bert", "t5"])
+def test_each_head_is_where_the_model_has_it(family: str, tmp_path: Path) -> None:
+    """`out = sum_h output[:, h] (value[h] x)`: what the layer gives where every token sees itself alone."""
+    row = FAMILIES[family]
+    model = row.build()
+    with hf.checkpoint(saved(row, tmp_path / "source")) as opened:
+        known = family_of(opened.config, opened.tensors, opened.layouts)
+        layer = known.layers[1]
+        weights = head_weights(known, layer, opened.read)
+    module = model.get_submodule({"bert": "bert.encoder.layer.1.attention"}.get(family, layer.prefix.rstrip(".")))
+    x = torch.randn(1, 1, weights.query.shape[2], generator=torch.Generator().manual_seed(3))
+    group = weights.num_heads // weights.num_kv_heads
+    values = torch.einsum("kvm,m->kv", weights.value, x[0, 0])
+    values = values if weights.value_bias is None else values + weights.value_bias
+    expected = torch.einsum("mhv,hv->m", weights.output, values.repeat_interleave(group, 0))
+    expected = expected if weights.output_bias is None else expected + weights.output_bias
+    with torch.no_grad():
+        torch.testing.assert_close(attended(module, x, family), expected, atol=1e-5, rtol=1e-5)
+
+
+def attended(module: Any, x: torch.Tensor, family: str) -> torch.Tensor:
+    """The attention of one token to itself."""
+    if family == "bert":
+        return module.output.dense(module.self(x)[0])[0, 0]
+    if family in ("gpt2", "gpt_bigcode", "t5"):
+        return module(x)[0][0, 0]
+    turn = torch.ones(1, 1, 8), torch.zeros(1, 1, 8)
+    size = 2 if family == "gpt_neox" else 6  # a quarter of a head turns, or half of it
+    angles = tuple(part[..., : 4 if family == "gpt_neox" else size] for part in turn)
+    return module(x, position_embeddings=angles, attention_mask=None)[0][0, 0]
+
+
+def test_fewer_key_value_heads_fit_the_same_tensors() -> None:
+    source = decoder(6, 3, 4)
+    known = family_of(source.config, source.tensors, source.layouts)
+    layer = known.layers[0]
+    weights = head_weights(known, layer, source.read).select([0, 1, 4, 5], [0, 2])
+    shapes = {
+        name.split(".")[-2]: tuple(x.shape) for name, x in layer_tensors(known, layer, weights, source.read).items()
+    }
+    assert shapes == {"q_proj": (16, 26), "k_proj": (8, 26), "v_proj": (8, 26), "o_proj": (26, 16)}
+
+
+def test_latent_attention_has_none_of_that_form(tmp_path: Path) -> None:
+    with hf.checkpoint(saved(FAMILIES["deepseek_v3"], tmp_path / "source")) as opened:
+        known = family_of(opened.config, opened.tensors, opened.layouts)
+        with pytest.raises(ValueError, match="deepseek_v3 makes keys and values from a small shared vector"):
+            head_weights(known, known.layers[0], opened.read)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "expected"),
+    [
+        ("mistral", {}, [Turns(4), Turns(4)]),
+        ("cohere", {}, [Turns(4, interleaved=True)] * 2),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, [Turns(2)] * 2),
+        ("phi3", {"partial_rotary_factor": 0.5}, [Turns(2)] * 2),
+        ("smollm3", {"no_rope_layers": [1, 0]}, [Turns(4), None]),
+        ("smollm3", {"no_rope_layer_interval": 2}, [Turns(4), None]),
+        ("smollm3", {}, [Turns(4), Turns(4)]),
+    ],
+)
+def test_how_queries_and_keys_turn(family: str, config: dict[str, Any], expected: list[Turns | None]) -> None:
+    source = decoder(4, 4, 4, model_type=family, **config)
+    if family == "phi3":
+        source.tensors = {
+            f"model.layers.{n}.self_attn.{name}": source.tensors["model.layers.0.self_attn.q_proj.weight"]
+            for n in range(2)
+            for name in ("qkv_proj.weight", "o_proj.weight")
+        }
+    known = family_of(source.config, source.tensors, source.layouts)
+    assert [turns_of(known, layer) for layer in known.layers] == expected
+
+
+@pytest.mark.parametrize("factor", [0, 1.5, True, "0.5"])
+def test_a_part_that_cannot_turn_is_refused(factor: Any) -> None:
+    source = decoder(4, 4, 4, partial_rotary_factor=factor)
+    known = family_of(source.config, source.tensors, source.layouts)
+    with pytest.raises(ValueError, match="the part of a head that turns is above 0 and at most 1"):
+        turns_of(known, known.layers[0])

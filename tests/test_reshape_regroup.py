@@ -1,0 +1,211 @@
+"""Checkpoints with fewer key-value heads: every family that has a field for them, loaded by transformers' own class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hf_folders import quiet
+from reshape_models import FAMILIES, Made, decoder
+from torch import Tensor
+
+from headwise import hf, reshape
+from headwise.hf import proving
+from headwise.reshape.axes import Sizes, form
+from headwise.reshape.calibrate import family_in_memory, rows_of
+from headwise.reshape.layers import head_weights, layer_tensors
+from headwise.reshape.merge import METHODS
+from headwise.reshape.regroup import plan_regroup, repair
+
+KEEPS = [
+    "llama",
+    "llama GQA",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+]
+KEEPS += ["granite", "cohere", "smollm3", "gpt_oss"]
+REFUSES = ["deepseek_v3", "gpt_neox", "opt", "bert", "distilbert", "t5", "bart", "vit"]
+
+
+class InMemory(Made):
+    """A checkpoint that lies nowhere: the config and the tensors of a model."""
+
+    def __init__(self, config: dict[str, Any], state: Mapping[str, Tensor]) -> None:
+        self.config, self.layouts, self.state = config, hf.layouts(), dict(state)
+        self.tensors = {name: SimpleNamespace(dtype=x.dtype, shape=tuple(x.shape)) for name, x in state.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self.state[name].clone()
+
+    def build(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Any:
+        model = quiet(lambda: hf.loading.build(config, state))
+        model.set_experts_implementation("eager")  # plain operations, in any sizes
+        return model
+
+
+def opened(family: str, *, alike: int | None = None) -> InMemory:
+    """A tiny random checkpoint; with `alike` key-value heads n, n + alike, ... are the same."""
+    model = quiet(FAMILIES[family].build)
+    known = family_in_memory(model, hf.layouts())
+    state = {name: part.detach() for name, part in model.state_dict().items()}
+    for layer in known.layers if alike else ():
+        weights = head_weights(known, layer, state.__getitem__)
+        same = [head % alike for head in range(weights.num_kv_heads)]
+        parts = {name: getattr(weights, name) for name in ("key", "value", "key_bias", "value_bias")}
+        if weights.key_norm is not None and weights.key_norm.ndim == 2:
+            parts["key_norm"] = weights.key_norm
+        weights = replace(weights, **{name: part[same] for name, part in parts.items() if part is not None})
+        state |= layer_tensors(known, layer, weights, state.__getitem__)
+    return InMemory(model.config.to_dict(), state)
+
+
+def outputs(source: InMemory, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return source.build(config, state)(input_ids=torch.arange(3, 26)[None] % 13, use_cache=False).logits
+
+
+def result(plan: Any) -> dict[str, Tensor]:
+    made = {one.name: one.make() for one in plan.tensors()}
+    for one in plan.tensors():
+        assert (tuple(made[one.name].shape), made[one.name].dtype) == (tuple(one.shape), one.dtype), one.name
+    return made
+
+
+@pytest.mark.parametrize("family", KEEPS)
+def test_heads_that_are_the_same_become_one(family: str) -> None:
+    probe = opened(family)
+    K = probe.config["num_key_value_heads"] or probe.config["num_attention_heads"]
+    source = opened(family, alike=K // 2)
+    wanted = outputs(source, source.config, source.state)
+    groups = [[n, n + K // 2] for n in range(K // 2)]
+    rows = [torch.randint(3, 13, (2, 61))]
+    model = source.build(source.config, source.state)
+    for method in METHODS:
+        found = None if method in ("aligned", "fitted") else {str(n): groups for n in range(2)}
+        plan = plan_regroup(source, K // 2, method=method, model=model, rows=rows, groups=found)
+        assert plan.target.model_type == source.config["model_type"]
+        assert plan.target.config["num_key_value_heads"] == K // 2
+        assert {key: [list(group) for group in one.groups] for key, one in plan.merges.items()} == {
+            "0": groups,
+            "1": groups,
+        }
+        got = outputs(source, plan.target.config, result(plan))
+        assert (got - wanted).abs().max() <= 2e-5 * max(1.0, float(wanted.abs().max())), method
+        assert max(max(one.lost) for one in plan.merges.values()) < 1e-6
+
+
+def test_a_model_without_a_field_for_it_goes_to_multi_query_in_another_class() -> None:
+    source = opened("gpt2", alike=1)
+    wanted = outputs(source, source.config, source.state)
+    plan = plan_regroup(source, 1, method="mean")
+    assert plan.target.model_type == "gpt_bigcode"
+    assert torch.allclose(outputs(source, plan.target.config, result(plan)), wanted, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"gpt2 has no field for a number of key-value heads; gpt_bigcode does so only"
+    ):
+        plan_regroup(opened("gpt2"), 2)
+
+
+@pytest.mark.parametrize("family", REFUSES)
+def test_what_no_class_loads_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=r"no class of transformers loads this|come out of one small vector already"):
+        plan_regroup(opened(family), 2)
+
+
+def test_as_many_as_there_are_is_the_same_to_the_last_bit() -> None:
+    source = opened("qwen2")
+    plan = plan_regroup(source, source.config["num_key_value_heads"])
+    assert dict(plan.target.config) == source.config
+    made = result(plan)
+    assert all(torch.equal(made[name], part) for name, part in source.state.items())
+
+
+def test_text_decides_and_the_repair_helps_on_other_text() -> None:
+    source = opened("llama")
+    model = source.build(source.config, source.state)
+    with torch.no_grad():
+        for name, part in model.named_parameters():
+            if "proj" in name:
+                part.mul_(6)
+    source = InMemory(source.config, {name: part.detach().clone() for name, part in model.state_dict().items()})
+    rows = [torch.randint(3, 29, (4, 47)) for _ in range(5)]
+    told: list[tuple[str, int, int]] = []
+    plan = plan_regroup(source, 2, method="aligned", model=model, rows=rows, progress=lambda *one: told.append(one))
+    assert {what for what, *_ in told} == {"reading the text", "choosing which heads share"}
+    blind = plan_regroup(source, 2, method="aligned")
+    assert sum(sum(one.lost) for one in plan.merges.values()) > 0 and blind.merges["0"].lost != plan.merges["0"].lost
+    fixed = repair(plan, model, rows, value_steps=2)
+    for before, after in fixed.measured["errors"].values():  # on the rows that nothing was fitted to
+        assert after < before
+    old, new = result(plan), result(fixed)
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert changed and all(name.endswith(("o_proj.weight", "v_proj.weight")) for name in changed)
+    facts = fixed.facts()
+    assert facts["losses"].keys() == {"original", "regrouped", "recovered", "tokens"}
+    assert facts["counts"]["num_key_value_heads"] == [4, 2] and json.dumps(facts)
+
+
+def test_a_folder_is_written_and_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision stays, the folder loads, RESHAPE.md tells; the proof is asked in this process."""
+
+    def prove(folder: Path, config: Any, weights: Any, request: Any) -> dict[str, Any]:
+        source = {"config": dict(config), "weights": list(map(str, weights))}
+        return quiet(lambda: proving.answer({**request, "folder": str(folder), "source": source}))
+
+    monkeypatch.setattr("headwise.hf.checkpoints.prove", prove)
+    source = tmp_path / "source"
+    quiet(lambda: FAMILIES["mistral"].build().half().save_pretrained(source))
+    with hf.checkpoint(source) as checkpoint:
+        facts = reshape.regroup(
+            checkpoint, tmp_path / "new", 1, method="mean", proof=reshape.Proof(tuple(range(3, 13)), speed=False)
+        )
+    assert facts["proof"]["class"] == "MistralForCausalLM" and all(facts["proof"]["loss"])
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["num_key_value_heads"] == 1
+    text = (tmp_path / "new" / "RESHAPE.md").read_text()
+    assert "key-value heads became 1 in each layer: the mean of each group's keys and values." in text
+    assert "| layer | heads that share | keys lost | values lost |" in text
+
+
+def test_rows_of_fused_projections() -> None:
+    sizes = Sizes(H=4, K=2, D=3, V=2)
+    assert rows_of(form("(K v) M"), sizes, "v") == (0, 1, 2, 3)
+    assert rows_of(form("M (H q | K k | K v)"), sizes, "v") == (18, 19, 20, 21)
+    assert rows_of(form("(H (q | k | v)) M"), Sizes(H=2, K=2, D=3, V=2), "v") == (6, 7, 14, 15)
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("kv_heads", "options", "kind", "text"),
+    [
+        (4, {}, ValueError, "mistral: 6 key-value heads share 1, 2, 3, 6 in equal groups; got num_kv_heads 4"),
+        (0, {}, ValueError, "num_kv_heads is at least 1; got 0"),
+        (True, {}, TypeError, "num_kv_heads is an int; got True"),
+        (2, {"method": "median"}, ValueError, "method is one of first, mean, aligned, fitted; got 'median'"),
+        (2, {"groups": {"0": [[0, 1], [2, 3]]}}, ValueError, "groups are of equal size and hold each of the 6"),
+    ],
+)
+def test_what_cannot_be_is_refused(kv_heads: Any, options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        plan_regroup(decoder(6, 6, D=6), kv_heads, **options)
+
+
+@pytest.mark.unchecked
+def test_to_recover_takes_a_model_and_text() -> None:
+    with pytest.raises(ValueError, match=r"to recover takes the model and a text of at least two rows; give both"):
+        reshape.regroup(decoder(6, 6, D=6), "nowhere", 2, recovering=True)
+    with pytest.raises(TypeError, match=r"repair builds the changed model, for which headwise.hf.checkpoint is needed"):
+        repair(plan_regroup(decoder(6, 6, D=6), 2), torch.nn.Linear(2, 2), [])
