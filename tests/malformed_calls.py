@@ -162,6 +162,15 @@ def as_floats(data: Any, scale: Any) -> Tensor:
     return cache.Quantized(data, scale).dequantize()
 
 
+def a_call() -> nn.AttentionCall:
+    """A call of attention as a probe meets it."""
+    met: list[nn.AttentionCall] = []
+    model = mha()
+    with nn.probe(model, met.append):
+        model(normal(B, T, M))
+    return met[0]
+
+
 def probed(model: Any, each: Any) -> Any:
     with nn.probe(model, each):
         model(normal(B, T, M))
@@ -302,6 +311,8 @@ NN: dict[str, Callable[[], Call]] = {
     "rotate": lambda: of(nn.rotate, x=normal(B, T, 8), cos=normal(T, 4), sin=normal(T, 4), interleaved=True),
     "split_over": lambda: of(nn.split_over, model=mha()),
     "probe": lambda: of(probed, model=mha(), each=lambda call: None),
+    "AttentionCall.check_answer": lambda: of(a_call().check_answer, answer=normal(B, H, T, M // H)),
+    "output_projections": lambda: of(nn.output_projections, model=mha(), run=lambda model: model(normal(B, T, M))),
     "trace": lambda: of(headwise.trace, mha=mha(head_dim=4), positions=LEAVE),
     "trace_shape": lambda: of(nn.trace_shape, length=3),
     "yarn_frequencies": lambda: of(

@@ -33,6 +33,13 @@ class Reader(torch.nn.Module):
         return self.attend(self.embed(ids), mask=headwise.causal())
 
 
+class Speaker(Reader):
+    """A model that names the next token."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return super().forward(ids) @ self.embed.weight.T
+
+
 IDS = [1, 2, 3, 5, 8, 13, 21, 34]
 
 
@@ -48,6 +55,25 @@ class Ranks:
 
     def scores(self, by: str) -> list[list[float]]:
         return [[0.5, 0.25, -0.125]]
+
+
+@functools.cache
+def worth() -> look.Importance:
+    return look.importance(Speaker(), IDS)
+
+
+@functools.cache
+def circuits() -> look.Circuits:
+    return look.circuits(Speaker(), IDS)
+
+
+def documents(**arguments: Any) -> list[str]:
+    """All of what is read one at a time."""
+    return [*look.documents(**arguments)]
+
+
+def step(done: int, total: int) -> None:
+    """What is told of the work as it goes on."""
 
 
 @functools.cache
@@ -108,6 +134,32 @@ LOOK: dict[str, Callable[[], Call]] = {
     ),
     "Watch.step": lambda: of(watch().step, step=3, loss=1.5),
     "Watch.measure": lambda: of(watch().measure, step=3, loss=1.5),
+    "over": lambda: of(
+        look.over, model=Reader(), texts=[IDS, [5, 3, 2]], words=look.Vocabulary(special=frozenset({1})), name="m",
+        batch=7, repeats=None, readings={}, state=None, progress=step,
+    ),
+    "over state": lambda: of(look.over, model=Reader(), texts=[IDS], repeats=None, state="over.state"),
+    "documents": lambda: of(documents, path=str(PACKAGE / "look/annotate/sentences.conllu")),
+    "needles": lambda: of(
+        look.needles, ids=IDS, vocabulary=[55, 56, 57, 58], count=2, length=3, around=11, seed=1
+    ),
+    "Vocabulary.of": lambda: of(look.Vocabulary.of, names=["<s>", "a", "."], delimiters=[2], special=[0]),
+    "Look.with_extras": lambda: of(seen().with_extras, worth=[[0.5, 0.25, -0.125]]),
+    "importance": lambda: of(
+        look.importance, model=Speaker(), ids=IDS, by=["gradient", "zero"],
+        loss=lambda output, ids: output.float().mean((1, 2)), seed=1, name="m", progress=step,
+    ),
+    "importance masked": lambda: of(look.importance, model=Speaker(), ids=IDS, by="gradient", mask_id=7, seed=1),
+    "Importance.scores": lambda: of(worth().scores, by="gradient"),
+    "Importance.table": lambda: of(worth().table, most=2, by="gradient"),
+    "ablate": lambda: of(
+        look.ablate, model=Speaker(), ids=IDS, heads=[(0, 1)], by="mean",
+        loss=lambda output, ids: output.float().mean((1, 2)), seed=1, name="m", progress=step,
+    ),
+    "ablate masked": lambda: of(look.ablate, model=Speaker(), ids=IDS, heads=[(0, 1)], mask_id=7, decode=str),
+    "circuits": lambda: of(look.circuits, model=Speaker(), ids=IDS, most=2, name="m", progress=step),
+    "Circuits.table": lambda: of(circuits().table, most=2),
+    "redundancy": lambda: of(look.redundancy, model=Speaker(), ids=IDS, threshold=0.25, rows=5, name="m", progress=step),
 }  # fmt: skip
 ANNOTATE: dict[str, Callable[[], Call]] = {
     "aligned": lambda: of(annotate.aligned, source=told().sentences[0], offsets=[[0, 2], [2, 8]]),

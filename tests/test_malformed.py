@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # torch's, of tensors that it can compute with all the same
 ]
 
-DRAWS = {"ops": 2500, "cache": 1500, "nn": 1600, "look": 300, "plan": 400, "testing": 700, "report": 60}
+DRAWS = {"ops": 2500, "cache": 1500, "nn": 1600, "look": 400, "plan": 400, "testing": 700, "report": 60}
 
 # What also serves: "target: argument" -> names of replacements.
 POSITIONS = {"-1", "0", "3", "np.int64", "[[1]]", "slice", "tensor 2"}
@@ -63,6 +63,11 @@ ALSO: dict[str, set[str]] = {
     "look.at: ids": {"[1, 2]", "[[1]]", "range", "array", "list"},
     "Watch: delimiters": {"{1}"},
     "Watch: ids": {"[1, 2]", "[[1]]", "range", "array", "list"},
+    **{f"{name}: ids": {"[[1]]"} for name in ("importance", "ablate")},
+    "over: texts": {"[[1]]"},
+    "over: state": {"text"},
+    "Vocabulary.of: names": {"['a']"},
+    **{f"Vocabulary.of: {name}": {"{1}"} for name in ("delimiters", "special")},
     "Repeats: seed": {"-1", "2**63"},
     "make_qkv: seed": {"-1"},
     "aligned: offsets": {"[]", "()", "range"},
@@ -159,7 +164,8 @@ def test_places_of_small_types_are_places() -> None:
 RECORDED = """
     Explanation HeadStatistics RowStatistics TopKeys AttentionCall Stage Trace Probe QuantizationError HeadRecord Look
     Score Evidence Passage Role AttentionPlan AttentionShape ContextCost Accuracy Mask Head Quantized KVCache Inner
-    LatentCache Comparison HeadChange Curve Point
+    LatentCache Comparison HeadChange Curve Point Ablation Circuits Composition HeadImportance HeadWrites Importance
+    Redundancy Twin Vocabulary
 """
 RECORDS = RECORDED.split()
 # Handed on: by whom, and so checked where.

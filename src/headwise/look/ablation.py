@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..extras import missing_extra
 from ..nn.probe import probe
 from ..nn.unwrap import unwrap
-from ..shapes.kinds import shown
-from .inputs import model_name
+from ..shapes.kinds import check_functions, shown
+from .inputs import check_told, model_name
 from .passes import resting
 from .reading import Loss, Reading, logits_of, readings, texts_of
 from .switching import WAYS, Head, Survey, gates_of, off, rises, survey
@@ -174,8 +174,10 @@ def ablate(
         >>> [(head.layer, head.head) for head in lost.heads], len(lost.places)
         ([(0, 1), (0, 2)], 5)
     """
-    if by not in WAYS:
+    if not isinstance(by, str) or by not in WAYS:
         raise ValueError(f"by is {' or '.join(map(repr, WAYS))}; got {shown(by)}")
+    check_told(name, progress)
+    check_functions(decode=decode)
     model = unwrap(model)
     texts = readings(model, texts_of(ids), loss=loss, mask_id=mask_id, seed=seed)
     base = survey(model, texts)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..extras import missing_extra
 from ..nn.unwrap import unwrap
 from ..shapes.kinds import check_counts
-from .inputs import model_name
+from .inputs import check_told, model_name
 from .matrices import Matrices, matrices
 from .reading import readings, texts_of
 from .writes import HeadWrites, writes
@@ -72,6 +72,7 @@ class Circuits:
 
     def table(self, most: int = 12) -> rich.table.Table:
         """Which heads read which, at most so many of each kind, strongest first."""
+        check_counts(most=most)
         table = _table(
             f"{self.model}: what heads read of earlier ones", ("by", "reader", "writer", "value", "of chance")
         )
@@ -138,7 +139,8 @@ def circuits(
         TypeError: no model, or ids that are no integers.
         ValueError: several texts, fewer than 3 tokens, ids that do not fit; heads that no module reads side by side.
     """
-    check_counts(0, most=most)
+    check_counts(most=most)
+    check_told(name, progress)
     model = unwrap(model)
     texts = texts_of(ids)
     if len(texts) != 1 or len(texts[0]) < 3:

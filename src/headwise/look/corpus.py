@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from ..nn.unwrap import unwrap
-from ..shapes.kinds import check_counts, shown
+from ..shapes.kinds import check_counts, check_paths, shown
 from . import inputs
 from .collect import BATCH, REPEATS, Ids, read_more, version
 from .finish import records
@@ -79,7 +79,11 @@ def over(
     inputs.check_reads_text(model)
     inputs.check_options(name, 1, False, repeats, progress)
     check_counts(1, batch=batch)
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+    if words is not None and not isinstance(words, Vocabulary):
+        raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
+    if state is not None:
+        check_paths(state=state)
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
         raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
     stream = iter(texts)
     first = next(stream, None)
@@ -147,9 +151,11 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
     order is the same everywhere. Empty texts are left out.
 
     Raises:
+        TypeError: no path.
         FileNotFoundError: there is no such path.
         ValueError: a folder without texts, a line that is no JSON or holds no text, or bytes that are no UTF-8.
     """
+    check_paths(path=path)
     where = Path(path)
     if where.is_dir():
         files = sorted(file for file in where.rglob("*") if file.suffix in (".txt", ".jsonl") and file.is_file())

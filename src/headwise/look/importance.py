@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ from ..extras import missing_extra
 from ..nn.outputs import output_projections
 from ..nn.probe import AttentionCall, probe
 from ..nn.unwrap import unwrap
-from ..shapes.kinds import shown
-from .inputs import model_name
+from ..shapes.kinds import check_counts, check_texts, shown
+from .inputs import check_told, model_name
 from .reading import Loss, Reading, readings, texts_of
 from .switching import Survey, learning, rises, survey
 
@@ -92,8 +92,10 @@ class Importance:
         """[layer][head] of one criterion, such as a pruner ranks by.
 
         Raises:
+            TypeError: no text.
             ValueError: it was not measured.
         """
+        check_texts(by=by)
         if by not in self.by and not (by == "gradient_raw" and "gradient" in self.by):
             raise ValueError(f"measured were {', '.join(self.by)}; got {shown(by)}; name it in by=")
         layers: list[list[float]] = [[] for _ in range(1 + max(head.layer for head in self.heads))]
@@ -115,7 +117,8 @@ class Importance:
             from rich.table import Table
         except ImportError as error:
             raise missing_extra("a table of importance", "look", error) from None
-        by = by or self.by[0]
+        check_counts(most=most)
+        by = self.by[0] if by is None else by
         self.scores(by)
         top = sorted(self.heads, key=lambda head: -float(getattr(head, by)))[:most]
         rest = f", {len(top)} of {len(self.heads)} heads" if len(top) < len(self.heads) else ""
@@ -183,6 +186,7 @@ def importance(
     """
     started = time.perf_counter()
     names = _criteria(by)
+    check_told(name, progress)
     model = unwrap(model)
     texts = readings(model, texts_of(ids), loss=loss, mask_id=mask_id, seed=seed)
     found = _measured(model, texts, names, progress or (lambda done, total: None))
@@ -213,8 +217,8 @@ def importance(
 
 def _criteria(by: str | Sequence[str]) -> tuple[str, ...]:
     """The criteria in their order; ValueError for one that is none."""
-    wanted = [by] if isinstance(by, str) else list(by)
-    unknown = [name for name in wanted if name not in CRITERIA]
+    wanted: list[object] = [by] if isinstance(by, str) else [*by] if isinstance(by, (Sequence, Set)) else []
+    unknown = [name for name in wanted if not isinstance(name, str) or name not in CRITERIA]
     if unknown or not wanted:
         raise ValueError(f"by names criteria among {', '.join(CRITERIA)}; got {shown(by)}")
     return tuple(name for name in CRITERIA if name in wanted)

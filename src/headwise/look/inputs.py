@@ -119,14 +119,19 @@ def check_fits(ids: Sequence[int], vocabulary: int | None, positions: int | None
 
 def check_options(name: object, map_size: object, full_maps: object, repeats: object, progress: object) -> None:
     """What else `look.at` takes; raises TypeError or ValueError."""
-    if name is not None:
-        check_texts(name=name)
+    check_told(name, progress)
     check_counts(0, map_size=map_size)
     if map_size == 0:
         raise ValueError(f"map_size is the number of cells a side of a map, at least 1; got {map_size}")
     check_flags(full_maps=full_maps)
     if repeats is not None and not isinstance(repeats, Repeats):
         raise TypeError(f"repeats is a headwise.look.Repeats or None; got {shown(repeats)}")
+
+
+def check_told(name: object, progress: object) -> None:
+    """The name of the model, and what is told of the work; raises TypeError."""
+    if name is not None:
+        check_texts(name=name)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress is called as progress(done, total), or None; got {shown(progress)}")
 

@@ -44,11 +44,12 @@ def needles(
     """
     check_counts(1, count=count, around=around)
     check_counts(2, length=length)
-    text = whole_numbers("ids", list(ids))
+    check_counts(0, seed=seed)
+    text = whole_numbers("ids", ids)
     if not text:
         raise ValueError("needles stand in a text, and this one has no token; give a longer text")
     hay = (text * (around // len(text) + 1))[:around]
-    drawn_from = [i for i in whole_numbers("vocabulary", list(vocabulary)) if i not in {*hay}]
+    drawn_from = [i for i in whole_numbers("vocabulary", vocabulary) if i not in {*hay}]
     if len(drawn_from) < length:
         raise ValueError(
             f"a needle has {length} tokens that the text does not contain, and there are {len(drawn_from)} to draw "

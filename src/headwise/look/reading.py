@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
 from ..shapes import describe
-from ..shapes.kinds import shown
+from ..shapes.kinds import check_counts, shown
 from . import inputs
 from .inputs import IdFacts
 from .measure import looks_ahead
@@ -124,12 +124,15 @@ def readings(
     `mask_id`, 15 % of the words (at least one, never the first and last token) are masked and to be named.
 
     Raises:
-        TypeError: no module, or a loss that cannot be called.
+        TypeError: no module, a loss that cannot be called, or a `mask_id` or `seed` that is no integer.
         ValueError: ids or lengths that do not fit the model; a text too short; an encoder without `mask_id` or `loss`.
     """
     inputs.check_reads_text(model)
     if loss is not None and not callable(loss):
         raise TypeError(f"loss is a function (output, ids) -> (B,), or None; got {shown(loss)}")
+    check_counts(seed=seed)
+    if mask_id is not None:
+        check_counts(mask_id=mask_id)
     made = []
     generator = random.Random(seed)
     for row in texts:

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ..shapes.kinds import MOST, check_counts, check_flags, check_texts, shown
+from ..shapes.kinds import MOST, check_counts, check_flags, check_numbers, check_texts, shown
 from . import card, figures, notebook, tables
 from .legacy import upgraded
 from .neurons import Neurons
@@ -29,6 +30,10 @@ FORMAT = 2
 """Version of the dictionary that :meth:`Look.to_dict` writes; :meth:`Look.from_dict` reads it and those before."""
 
 NO_ROLE = "-"
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 @dataclass(frozen=True)
@@ -230,15 +235,21 @@ class Look:
         {'importance': 0.25}
 
         Raises:
-            ValueError: not a number for each head.
+            TypeError: not lists of numbers.
+            ValueError: not a number for each head, or one that is not finite.
         """
         for name, layers in extras.items():
+            rule = (
+                f"{name} is a list of the heads' numbers for each layer, {self.num_layers} layers of {self.num_heads}"
+            )
+            if not _is_list(layers) or not all(map(_is_list, layers)):
+                raise TypeError(f"{rule}; got {shown(layers)}")
             sizes, wanted = Counter({n: len(row) for n, row in enumerate(layers)}), Counter(h.layer for h in self.heads)
             if sizes != wanted:
-                raise ValueError(
-                    f"{name} is a list of the heads' numbers for each layer, {self.num_layers} layers of "
-                    f"{self.num_heads}; got {[len(row) for row in layers]}"
-                )
+                raise ValueError(f"{rule}; got {[len(row) for row in layers]}")
+            for value in chain.from_iterable(layers):
+                if value is not None:
+                    check_numbers(**{name: value})
         heads = []
         for head in self.heads:
             found = {name: layers[head.layer][head.head] for name, layers in extras.items()}

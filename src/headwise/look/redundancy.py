@@ -16,7 +16,7 @@ from ..nn.probe import AttentionCall, probe
 from ..nn.unwrap import unwrap
 from ..ops.statistics.weights import weights
 from ..shapes.kinds import check_counts, check_numbers
-from .inputs import model_name
+from .inputs import check_told, model_name
 from .passes import resting
 from .reading import Reading, readings, texts_of
 
@@ -115,6 +115,7 @@ def redundancy(
     """
     check_numbers(threshold=threshold)
     check_counts(1, rows=rows)
+    check_told(name, progress)
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold is a distance from 0 to 1; got {threshold}")
     model = unwrap(model)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..shapes.kinds import shown, whole_numbers
 from .repeats import Repeated
 
 T = TypeVar("T")
@@ -58,13 +59,26 @@ class Vocabulary:
     ) -> Vocabulary:
         """The vocabulary of a tokenizer, by what it calls its ids, in order.
 
+        Raises:
+            TypeError: names that are no strings, or ids that are no integers.
+
         >>> Vocabulary.of(["<s>", "a", "\u0120.", "(", "\u010a"], special=[0])
         Vocabulary(delimiters=frozenset({2}), punctuation=frozenset({2, 3}), special=frozenset({0}))
         """
+        if isinstance(names, (str, bytes)) or not isinstance(names, Sequence):
+            raise TypeError(f"names are what a tokenizer calls its ids, a list of strings; got {shown(names)}")
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"names are strings, one an id; got {shown(names)}")
+        apart = _ids("special", special)
         if delimiters is None:
             delimiters = [i for i, name in enumerate(names) if name.strip(BLANKS) in MARKS]
-        marks = (i for i, name in enumerate(names) if i not in special and is_punctuation(name))
-        return cls(frozenset(delimiters), frozenset(marks), frozenset(special))
+        marks = (i for i, name in enumerate(names) if i not in apart and is_punctuation(name))
+        return cls(_ids("delimiters", delimiters), frozenset(marks), apart)
+
+
+def _ids(name: str, ids: Collection[int]) -> frozenset[int]:
+    """A collection of ids, whichever it is."""
+    return frozenset(whole_numbers(name, [*ids] if isinstance(ids, Set) else ids))
 
 
 MARKS = frozenset(".,;:!?\n")

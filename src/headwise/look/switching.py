@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
-from ..shapes.kinds import shown
+from ..shapes.kinds import shown, whole_numbers
 from .passes import resting
 from .reading import Reading
 
@@ -62,9 +62,17 @@ class Survey:
         """The pairs (layer, head), once it is sure that the model has each.
 
         Raises:
+            TypeError: no pairs of whole numbers.
             ValueError: none, one twice, or one that is not there.
         """
-        pairs = [(int(layer), int(head)) for layer, head in heads]
+        rule = "heads are pairs (layer, head)"
+        try:
+            rows = [whole_numbers("a head's layer and number", pair) for pair in heads]
+        except TypeError:
+            raise TypeError(f"{rule} of whole numbers; got {shown(heads)}") from None
+        if any(len(row) != 2 for row in rows):
+            raise ValueError(f"{rule}; got {shown(heads)}")
+        pairs = [(layer, head) for layer, head in rows]
         sizes = {site.layer: site.num_heads for site in self.sites}
         for layer, head in pairs:
             if layer not in sizes:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..shapes.kinds import check_functions
 from .probe import AttentionCall, probe
 from .unwrap import unwrap
 
@@ -29,7 +30,7 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
         The qualified name of an attention module -> that of its output projection.
 
     Raises:
-        TypeError, RuntimeError: as `headwise.nn.probe`.
+        TypeError, RuntimeError: as `headwise.nn.probe`; or `run` is no function.
 
     Example:
         >>> import headwise
@@ -37,6 +38,7 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
         >>> output_projections(layers, lambda model: model(torch.randn(1, 5, 12)))
         {'0': '0.o_proj', '1': '1.o_proj'}
     """
+    check_functions(run=run)
     model = unwrap(model)
     running: list[tuple[str, Tensor]] = []  # the attention module that ran last, its heads side by side
     projections: dict[str, str] = {}

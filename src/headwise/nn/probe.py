@@ -16,7 +16,7 @@ from ..ops.attention import attention
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.scoring import ScoringOptions
 from ..shapes import describe
-from ..shapes.kinds import shown
+from ..shapes.kinds import check_dense, shown
 from .checks import check_part
 from .inner import Inner
 from .latent import LatentAttention
@@ -69,13 +69,14 @@ class AttentionCall:
 
         Raises:
             TypeError: no tensor.
-            ValueError: another shape, dtype or device.
+            ValueError: another shape, dtype or device, or a tensor whose numbers are not in memory by strides.
         """
         rule = "what `each` returns takes the place of the attention's output"
         if not isinstance(answer, Tensor):
             raise TypeError(
                 f"{rule} of module {self.module!r}: a tensor (B, H, T, V), or None to leave it; got {shown(answer)}"
             )
+        check_dense(f"what `each` returns for module {self.module!r}", answer)
         device = self.query.device
         shape = (*self.query.shape[:3], *(() if self.value is None else self.value.shape[3:]))
         dtypes = {self.query.dtype}

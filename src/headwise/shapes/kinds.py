@@ -6,6 +6,7 @@ Each raises TypeError for what is of another kind, and ValueError for what is of
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any
@@ -75,7 +76,7 @@ def check_index(what: str, **indices: Any) -> None:
             raise TypeError(f"{name} is {what}; got {describe(index)}; convert with .long()")
 
 
-def check_counts(least: int = 0, most: int = MOST, **counts: Any) -> None:
+def check_counts(least: int = 0, most: int = MOST, /, **counts: Any) -> None:
     """Ints of at least `least`: sizes, positions, numbers of something."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
@@ -116,6 +117,20 @@ def check_texts(**texts: Any) -> None:
     for name, text in texts.items():
         if not isinstance(text, str):
             raise TypeError(f"{name} is a text; got {shown(text)}")
+
+
+def check_functions(**functions: Any) -> None:
+    """What is called."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name} is a function; got {shown(function)}")
+
+
+def check_paths(**paths: Any) -> None:
+    """Names of files or folders: strings, or what `pathlib` makes."""
+    for name, path in paths.items():
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"{name} is a path, a string or a pathlib.Path; got {shown(path)}")
 
 
 def check_device(device: Any) -> None:
