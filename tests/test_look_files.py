@@ -74,7 +74,7 @@ def test_json_is_read_back_whole(planted: Look, tmp_path: Path) -> None:
     look.write(planted, tmp_path / "h.json")
     assert look.read(tmp_path / "h.json") == planted and planted.maps
     (tmp_path / "h.json").write_text(planted.to_json())
-    assert look.read(tmp_path / "h.json") == replace(planted, maps=())
+    assert look.read(tmp_path / "h.json") == replace(planted, maps=(), neurons=())
 
 
 @pytest.mark.unchecked
