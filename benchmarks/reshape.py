@@ -1,6 +1,7 @@
 """What the packaged model loses when its heads are reshaped, and what repair and healing win back.
 
-    python benchmarks/reshape.py [--only regroup heal prune] [--heal 150] [--json] [--out FILE]
+    python benchmarks/reshape.py [--only regroup heal prune choices] [--heal 150] [--json] [--out FILE]
+    python benchmarks/reshape.py --draw RESULTS.json ... --figures docs/images
 
 Losses are nats a token on 24 windows of 512 tokens of library modules that the model was never trained on. Calibration
 text is of the modules that it was trained on. Results are written as they come, so that a run that is stopped leaves
@@ -10,7 +11,7 @@ what it has.
 from __future__ import annotations
 
 import argparse
-import platform
+import json
 import statistics
 import sys
 import time
@@ -19,14 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.table import Table
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: the scripts are beside this folder
 
-import headwise
-from benchmarks import table
+from benchmarks import clock, table
 from headwise import hf, look, reshape
 from headwise.models import tiny_path
 from headwise.reshape.calibrate import family_in_memory, loss_of, projections_of
@@ -40,8 +39,9 @@ METHODS = ("fitted", "aligned", "mean", "first")
 KEEP = (7, 6, 5, 4, 3)  # of 8 heads a layer
 CRITERIA = ("gradient", "zero", "contribution")
 SECTIONS = ("regroup", "heal", "prune", "choices")
-HELD, CALIBRATION, LENGTH = 24, 32, 512
-VALUE_STEPS = 6
+COLOURS = ("#b51d14", "#4053d3", "#00b25d", "#ddb310")
+HELD, CALIBRATION, LENGTH = 24, 64, 512
+VALUE_STEPS = 12
 
 
 class Text:
@@ -62,12 +62,7 @@ class Bench:
         self.source, self.text, self.keep = source, text, keep
         self.model = hf.load(tiny_path()).model
         self.report: dict[str, Any] = {
-            "machine": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "headwise": headwise.__version__,
+            "machine": clock.machine(),
             "held_out_tokens": HELD * (LENGTH - 1),
             "calibration_tokens": CALIBRATION * LENGTH,
             "original": self.loss(self.model),
@@ -192,6 +187,51 @@ def show(report: dict[str, Any]) -> None:
             console.print(shown)
 
 
+def draw(reports: list[dict[str, Any]], folder: Path) -> None:
+    """The tables as pictures: loss after pruning, after regrouping, and while healing."""
+    from matplotlib.figure import Figure
+
+    for section, panel in (("prune", draw_prune), ("regroup", draw_regroup), ("heal", draw_heal)):
+        for report in reports:
+            if section in report:
+                figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+                axes = figure.subplots()
+                panel(axes, report[section])
+                if section != "heal":
+                    axes.axhline(report["original"], color="#777777", linewidth=1, linestyle=":", label="original")
+                    axes.set_ylabel("held-out loss, nats a token")
+                axes.legend(fontsize=8)
+                figure.savefig(folder / f"reshape-{section}.png", dpi=110, metadata={"Software": None})
+
+
+def draw_prune(axes: Any, rows: list[dict[str, Any]]) -> None:
+    shares = [100 * (1 - row["keep"] / 8) for row in rows]
+    for name, colour in zip(("random", *CRITERIA), COLOURS, strict=True):
+        axes.plot(shares, [row[name] for row in rows], color=colour, marker="o", label=name)
+        solved = [row[f"{name}, W_O"] for row in rows]
+        axes.plot(shares, solved, color=colour, marker="s", linestyle="--", label=f"{name}, W_O solved anew")
+    axes.set_xlabel("heads pruned, percent of each layer")
+
+
+def draw_regroup(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for method, colour in zip(METHODS, COLOURS, strict=True):
+        mine = [row for row in rows if row["method"] == method]
+        places = [str(row["kv_heads"]) for row in mine]
+        axes.plot(places, [row["loss"] for row in mine], color=colour, marker="o", label=method)
+        solved = [row.get("W_O and V", row["W_O"]) for row in mine]
+        axes.plot(places, solved, color=colour, marker="s", linestyle="--", label=f"{method}, recovered")
+    axes.set_xlabel("key-value heads, of 8")
+
+
+def draw_heal(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for row, colour in zip(rows, COLOURS, strict=False):
+        repaired = ", recovered" if row["recovered"] else ""
+        name = f"{row['kv_heads']} key-value heads, {row['method']}{repaired}: loss {row['before']} to {row['after']}"
+        axes.plot(range(1, len(row["curve"]) + 1), row["curve"], color=colour, label=name)
+    axes.set_xlabel("step of healing")
+    axes.set_ylabel("divergence from the original, nats a token")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
@@ -199,8 +239,12 @@ def main() -> None:
         "--heal", type=int, default=150, metavar="STEPS", help="5 %% of the model's training by default"
     )
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--draw", type=Path, nargs="+", help="results to draw; nothing is measured")
+    parser.add_argument("--figures", type=Path, default=Path("docs/images"), help="where pictures are written")
     table.add_delivery(parser)
     options = parser.parse_args()
+    if options.draw:
+        return draw([json.loads(file.read_text()) for file in options.draw], options.figures)
     torch.set_num_threads(options.threads)
 
     def keep(report: dict[str, Any]) -> None:

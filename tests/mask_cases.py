@@ -63,10 +63,17 @@ def _stops(n: Sizes) -> Tensor:
     return torch.tensor([0, n.S, n.S - 2, 3])[[1, 2, 0, 3][: n.B]]
 
 
-def _at(x: Tensor, *index: int) -> float:
-    """x[index] as it broadcasts from the right."""
-    kept = index[len(index) - x.ndim :]
-    return x[tuple(0 if size == 1 else i for size, i in zip(x.shape, kept, strict=True))].item()
+def _cells(x: Tensor) -> Callable[..., float]:
+    """The entry of x at a cell (b, h, i, j), as it broadcasts from the right."""
+    values, shape = x.tolist(), tuple(x.shape)
+
+    def at(*index: int) -> float:
+        entry = values
+        for i, size in zip(index[len(index) - len(shape) :], shape, strict=True):
+            entry = entry[0 if size == 1 else i]
+        return entry  # type: ignore[no-any-return]
+
+    return at
 
 
 def _band(left: float, right: float, offset: Callable[[Sizes, int], int]) -> Callable[[Sizes], Sees]:
@@ -83,7 +90,8 @@ _BATCH = lambda n, b: (2, -1, 0)[b]  # noqa: E731
 def _kept(*axes: str) -> Callable[[Sizes], Built]:
     def build(n: Sizes) -> Built:
         x = _random(n, *(1 if a == "1" else getattr(n, a) for a in axes)) > 0.4
-        return Built(headwise.keep(x), lambda *cell: bool(_at(x, *cell)), interval=False)
+        at = _cells(x)
+        return Built(headwise.keep(x), lambda *cell: bool(at(*cell)), interval=False)
 
     return build
 
@@ -92,12 +100,8 @@ def _biased(*axes: str, forbid: float) -> Callable[[Sizes], Built]:
     def build(n: Sizes) -> Built:
         x = 3 * _random(n, *(1 if a == "1" else getattr(n, a) for a in axes)) - 1
         x = x.masked_fill(x < 3 * forbid - 1, -math.inf)
-        return Built(
-            headwise.bias(x),
-            lambda *cell: _at(x, *cell) != -math.inf,
-            lambda *cell: _at(x, *cell),
-            interval=False,
-        )
+        at = _cells(x)
+        return Built(headwise.bias(x), lambda *cell: at(*cell) != -math.inf, at, interval=False)
 
     return build
 
@@ -323,13 +327,12 @@ FEW = ("causal", "window 3", "lengths start", "segments (B,)", "keep BHTS", "bia
 def dense(name: str, n: Sizes) -> tuple[Tensor, Tensor]:
     """The brute-force matrix: allowed (bool) and added (float64; 0 where nothing may be attended), (B, H, T, S)."""
     built = MASKS[name](n)
-    allowed = torch.zeros(n.B, n.H, n.T, n.S, dtype=torch.bool)
-    added = torch.zeros(n.B, n.H, n.T, n.S, dtype=torch.float64)
-    for cell in itertools.product(range(n.B), range(n.H), range(n.T), range(n.S)):
-        allowed[cell] = built.sees(*cell)
-        if built.adds and allowed[cell]:
-            added[cell] = built.adds(*cell)
-    return allowed, added
+    cells = list(itertools.product(range(n.B), range(n.H), range(n.T), range(n.S)))
+    sees = [bool(built.sees(*cell)) for cell in cells]
+    adds = built.adds or (lambda *cell: 0.0)
+    added = [adds(*cell) if seen else 0.0 for cell, seen in zip(cells, sees, strict=True)]
+    shape = (n.B, n.H, n.T, n.S)
+    return torch.tensor(sees).view(shape), torch.tensor(added, dtype=torch.float64).view(shape)
 
 
 def as_tensor(name: str, n: Sizes) -> Tensor:

@@ -17,7 +17,18 @@ from rich.console import Console
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import attention, clock, hf_end_to_end, limits, masks, overhead, table, train, ways  # noqa: E402
+from benchmarks import (  # noqa: E402
+    attention,
+    clock,
+    hf_end_to_end,
+    limits,
+    masks,
+    overhead,
+    reshape,
+    table,
+    train,
+    ways,
+)
 from benchmarks.registry import AVX2, CASES, FOLD, Case, Mark  # noqa: E402
 
 QUICK = ("flex", "onnxruntime", "openvino")  # compiling takes seconds a case; the others are looked at below
@@ -233,3 +244,24 @@ def test_committed_results_tell_machine_and_versions_and_no_path() -> None:
 @pytest.mark.parametrize("length", [1, 100, 299, 599, 8192])
 def test_every_token_of_the_masks_rows_has_a_document(length: int) -> None:
     assert len(masks.documents(length)) == length
+
+
+def test_reshaping_measures_a_row_and_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headwise import hf
+    from headwise.models import tiny_path
+
+    for name, size in (("HELD", 1), ("CALIBRATION", 4), ("LENGTH", 17)):
+        monkeypatch.setattr(reshape, name, size)
+    monkeypatch.setattr(reshape.tiny_data, "read", lambda paths: [f"x = {path.name!r}\n" * 40 for path in paths[:2]])
+    kept: list[dict[str, Any]] = []
+    with hf.checkpoint(tiny_path()) as source:
+        bench = reshape.Bench(source, reshape.Text(files=2), kept.append)
+        bench.regroup(1, "mean", values=False)
+        bench.heal(1, "mean", recovered=False, steps=1, lr=1e-3)
+    [row] = kept[-1]["regroup"]
+    assert row["W_O"] > kept[-1]["original"] and row["loss"] > kept[-1]["original"]
+    pruned = {"keep": 7, **{f"{name}{end}": 3.0 for name in ("random", *reshape.CRITERIA) for end in ("", ", W_O")}}
+    reshape.draw([kept[-1] | {"prune": [pruned]}], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"reshape-{n}.png" for n in ("heal", "prune", "regroup")
+    ]

@@ -61,6 +61,14 @@ def test_look_against_a_pruned_one(here: Path, before: Look) -> None:
     assert [head["head"] for head in json.loads(result.stdout)["heads"]] == [0, 3, 4]
 
 
+def test_a_pruned_folder_tells_what_it_kept(here: Path) -> None:
+    Path("pruned").mkdir()
+    Path("pruned/heads-plan.json").write_text('{"layers": {"0": {"keep": [7, 6, 5, 4, 3, 2, 1, 0]}}}')
+    result = run("model", "--against", "pruned", "--json")
+    assert result.exit_code == 0, result.output
+    assert [head["other_head"] for head in json.loads(result.stdout)["heads"]] == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
 def test_everything_that_out_may_name(here: Path) -> None:
     names = ["h.parquet", "h.csv", "h.json", "h.md", "h.svg", "H.PNG"]
     result = run("model", *(word for name in names for word in ("--out", name)))

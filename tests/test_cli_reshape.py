@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_folders import quiet
+from hf_folders import quiet, tokenizer
 from reshape_models import FAMILIES, saved
 from test_reshape_migrate import UNEVEN, old
 from typer.testing import CliRunner
@@ -127,6 +127,14 @@ def test_a_corpus_is_read_in_rows_to_a_limit(tiny: str, tmp_path: Path) -> None:
     assert len(facts["gone"]) == 4
 
 
+def test_recovery_is_measured_on_text_that_nothing_was_fitted_to(tmp_path: Path) -> None:
+    source = saved(FAMILIES["llama odd"], tmp_path / "source")
+    (source / "tokenizer.json").write_text(tokenizer())
+    arguments = ["prune", str(source), "--heads", "0.1,1.2", "--text", "a b, c. d! e? f: g; h\n i\n" * 20, "--recover"]
+    losses = json.loads(ran(*arguments, "--dry-run", "--json"))["losses"]
+    assert losses.keys() == {"original", "pruned", "recovered", "tokens"} and losses["pruned"] != losses["recovered"]
+
+
 def test_named_heads_and_the_worst_by_score(tiny: str) -> None:
     text = ran("prune", tiny, "--heads", "2.5", "--by", "random", "--dry-run")
     assert "more heads that go, the worst by score, so that one number counts all layers: 0." in text
@@ -168,6 +176,7 @@ def test_migrate_makes_an_old_checkpoint_load(tmp_path: Path) -> None:
             ["--keep-fraction", "0.5", "--by", "luck", "--dry-run"],
             "--by is importance, ablation, redundancy or random; got",
         ),
+        (["--heads", "0.1", "--recover", "--dry-run"], "--recover needs a text to fit to; give --file"),
         (["--heads", "x", "--dry-run"], "heads are LAYER.HEAD with commas between"),
         (["--heads", "0.8", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
         (["--heads", "0.1", "--dry-run"], "layer 1 must lose 1 more, layer 2 must lose 1 more"),

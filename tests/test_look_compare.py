@@ -108,6 +108,22 @@ def test_kept_says_an_order_of_its_own(before: Look) -> None:
     assert [(head.head, head.other_head, head.distance) for head in found.heads] == [(0, 1, 0.0), (7, 0, 0.0)]
 
 
+def test_kept_names_layers_as_a_heads_plan_does(before: Look) -> None:
+    """Encoder, then self- and cross-attention of a decoder, a layer each: 0, encoder.0 and cross.0."""
+    parts = ("encoder", "decoder", "cross")
+    heads = tuple(replace(h, layer=n, part=part, module=part) for n, part in enumerate(parts) for h in before.heads)
+    whole = replace(before, heads=heads, num_layers=3, kind="encoder-decoder", maps=(), neurons=())
+    left = {"encoder": [1, 2], "decoder": [3, 4, 5], "cross": [0]}
+    small = tuple(replace(h, head=left[h.part].index(h.head)) for h in heads if h.head in left[h.part])
+    plan = {"layers": {"encoder.0": {"keep": [1, 2]}, "0": {"keep": [3, 4, 5]}, "cross.0": {"keep": [0]}}}
+    found = look.compare(whole, replace(whole, heads=small), kept=plan)
+    assert [(h.layer, h.head) for h in found.heads] == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (2, 0)]
+    assert {h.distance for h in found.heads} == {0.0} and not found.guessed
+    alike = tuple(replace(h, head=h.head - 6) for h in heads if h.head >= 6)
+    found = look.compare(whole, replace(whole, heads=alike), kept={"layers": {"*": {"keep": [6, 7]}}})
+    assert {h.distance for h in found.heads} == {0.0} and len(found.gone) == 18
+
+
 def test_merged_key_value_heads_change_no_number(before: Look) -> None:
     assert look.compare(before, before, kept={"layers": {"0": {"kv_heads": 2}}}).guessed == ()
 
@@ -136,8 +152,9 @@ def test_what_cannot_be_compared_is_told(before: Look) -> None:
         ({0: [0, 1]}, "kept[0] lists different heads of 0 to 7, as many as the layer has after (3); got [0, 1]"),
         ({0: [0, 1, 8]}, "kept[0] lists different heads of 0 to 7"),
         ({0: [0, 1, 1]}, "kept[0] lists different heads of 0 to 7"),
-        ({5: [0]}, "kept names layer 5, and the look has layers 0 to 0"),
-        ({"a": [0]}, "kept says by layer which heads are left, such as {0: [0, 1, 5]}; got 'a': [0]"),
+        ({5: [0]}, "kept names layer 5, and the look has 0"),
+        ({"a": [0]}, "kept names layer 'a', and the look has 0"),
+        ({(1,): [0]}, "kept says by layer which heads are left, such as {0: [0, 1, 5]}; got (1,): [0]"),
         ({0: "abc"}, "kept says by layer which heads are left"),
         ([0, 1], "kept says by layer which heads are left"),
         ({"layers": 3}, "kept says by layer which heads are left"),

@@ -175,6 +175,15 @@ def test_the_card_shows_each_role_with_its_heads_and_what_shows_it(planted: Look
     assert page.tags["h3"] == len(NAMES)
 
 
+def test_the_card_quotes_what_else_was_read(planted: Look) -> None:
+    shown = planted.heads[7].scores["induction"].evidence[0]
+    places = {shown.query: " Mary", shown.query - 1: "then", shown.key: " John"}
+    card = replace(planted, excerpts={f"copies {shown.text}": places}).card()
+    assert (
+        f"from ` Mary` (token {shown.query}) on ` John` (token {shown.key}): `then[ Mary]` looks at `[ John]`" in card
+    )
+
+
 def test_a_card_without_roles_and_of_many_texts(planted: Look) -> None:
     plain = replace(planted, heads=(replace(planted.heads[0], scores={}),), maps=(), texts=7, tokens=(), length=1234)
     card = plain.card()

@@ -44,10 +44,24 @@ def layouts(x: Tensor, slack: float = math.nan) -> Iterator[tuple[str, Tensor]]:
         yield pattern, lay(x, pattern, slack)
 
 
-def same(call: Callable[..., Any], odd: dict[str, Tensor]) -> None:
+def once(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call with contiguous tensors; the same numbers are computed once."""
+    known: dict[Any, Any] = {}
+
+    def clean(**plain: Tensor) -> Any:
+        numbers = ((name, x.dtype, x.shape, torch.cat((x.flatten(),)).view(torch.uint8)) for name, x in plain.items())
+        key = tuple((*what, data.numpy().tobytes()) for *what, data in numbers)
+        if key not in known:
+            known[key] = call(**plain)
+        return known[key]
+
+    return clean
+
+
+def same(call: Callable[..., Any], odd: dict[str, Tensor], clean: Callable[..., Any] | None = None) -> None:
     """The call with odd tensors is the call with their contiguous copies, to the bit."""
     ours = call(**odd)
-    theirs = call(**{name: x.contiguous() for name, x in odd.items()})
+    theirs = (clean or call)(**{name: x.contiguous() for name, x in odd.items()})
     for x, y, what in zip(ours, theirs, ("out", "lse"), strict=False):
         assert_same_bits(x, y, what=what)
         assert not bool(x.isnan().any()), f"{what}: a gap was read"
@@ -62,10 +76,11 @@ def test_query_key_and_value(backend: str, dtype: torch.dtype, n: Sizes) -> None
     def call(**change: Tensor) -> Any:
         return attend(backend, **{**given, **change}, mask=headwise.causal(), return_lse=True)
 
+    clean = once(call)
     with collected() as attempt:
         for name, x in given.items():
             for pattern, odd in layouts(x):
-                attempt(f"{name}, {pattern}", same, call, {name: odd})
+                attempt(f"{name}, {pattern}", same, call, {name: odd}, clean)
 
 
 @natives
@@ -113,15 +128,16 @@ def test_dense_masks(backend: str, dtype: torch.dtype, n: Sizes) -> None:
         mask = headwise.keep(x) if x.dtype == torch.bool else headwise.bias(x)
         return attend(backend, *qkv, mask=mask, return_lse=True)
 
+    clean = once(call)
     with collected() as attempt:
         for x in (kept, added, added.to(dtype), added.double()):
             for pattern, odd in layouts(x):
-                attempt(f"{x.dtype}, {pattern}", same, call, {"x": odd})
+                attempt(f"{x.dtype}, {pattern}", same, call, {"x": odd}, clean)
             for shape in shapes:
                 part = x[tuple(slice(0, size) for size in shape)]
                 for pattern in ("step 3 in 3", "order 0132", "odd offset", "step 2 in 2"):
-                    attempt(f"{x.dtype} {shape}, {pattern}", same, call, {"x": lay(part, pattern)})
-                attempt(f"{x.dtype} {shape}, expanded", same, call, {"x": part.expand(B, H, T, S)})
+                    attempt(f"{x.dtype} {shape}, {pattern}", same, call, {"x": lay(part, pattern)}, clean)
+                attempt(f"{x.dtype} {shape}, expanded", same, call, {"x": part.expand(B, H, T, S)}, clean)
 
 
 @natives

@@ -17,8 +17,8 @@ from reports import Elements, inflated, numbers, values
 
 from headwise import report
 from headwise.look import ROLES, HeadRecord, Look, Score
+from headwise.look.palette import COLOURS, GREY, letter_and_colour
 from headwise.report import maps, pack
-from headwise.report.catalogue import GREY, letter_and_colour
 from headwise.report.escape import cut, json_for_html, visible
 
 SHORT = [f"{i}-{ascii(payload)[1:25]}" for i, payload in enumerate(PAYLOADS)]
@@ -222,6 +222,9 @@ def test_roles_stand_in_the_order_of_their_heads() -> None:
 
 def test_each_role_has_a_letter_and_a_colour() -> None:
     """Roles of the catalogue: a letter each, but for relations, which share two; unknown ones are grey."""
+    style = resources.files("headwise.report").joinpath("report.css").read_text("utf8")
+    shown = dict(re.findall(r"--role-(\d+): light-dark\((#[0-9a-f]{6})", style))
+    assert [shown[str(number)] for number in range(len(COLOURS))] == list(COLOURS) and len(shown) == len(COLOURS)
     drawn = {role.name: letter_and_colour(role.name) for role in ROLES}
     assert all(len(letter) == 1 and colour < GREY for letter, colour in drawn.values())
     single = [look for name, look in drawn.items() if " to head" not in name and "head to " not in name]

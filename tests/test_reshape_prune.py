@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_folders import quiet
+from hf_folders import quiet, tokenizer
 from reshape_models import FAMILIES, proved, saved
 from safetensors.torch import load_file
 
-from headwise import hf, plan
+from headwise import hf, models, plan
 from headwise.hf import proving
 from headwise.reshape import Proof, plan_prune, prune, random_scores
 from headwise.reshape.proof import require
@@ -40,6 +41,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
     source = saved(FAMILIES["llama odd"], tmp_path / "source")
     (source / "LICENSE").write_text("mine")
+    (source / "tokenizer.json").write_text(tokenizer())
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     done: list[tuple[int, int]] = []
     with hf.checkpoint(source) as opened:
@@ -54,6 +56,7 @@ def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     names = {
         "LICENSE",
+        "tokenizer.json",
         "RESHAPE.md",
         "config.json",
         "generation_config.json",
@@ -66,6 +69,7 @@ def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
     assert facts["model_type"] == ["llama", "mistral"]
     told, text = facts["proof"], (tmp_path / "new" / "RESHAPE.md").read_text()
     assert told["class"] == "MistralForCausalLM" and told["difference"] <= 1e-5 and told["tokens"] == 60
+    assert told["tokenizer"] is True  # of another class of model, the same ids
     assert "| 0 | 1 |\n| 1 | 3 |" in text and "as MistralForCausalLM in a fresh process" in text
     assert "Written as mistral, which computes the same: llama wants d_model to be a multiple of" in text
     assert text.endswith("\n\nIn the end there is LICENSE.\n")
@@ -196,6 +200,7 @@ FACTS: dict[str, Any] = {
     [
         ({"missing": ["a.weight"]}, "is not what Some loads: 1 missing tensors, 'a.weight' first"),
         ({"unexpected": ["a", "b"]}, "2 unexpected tensors, 'a' first"),
+        ({"tokenizer": False}, "under Some transformers makes other ids of a text than before"),
         ({"difference": 2e-5, "largest": 0.5}, "differs .* by 2e-05, and 1e-05 is allowed"),
         ({"difference": 4e-5, "largest": 3.0}, "by 4e-05, and 3e-05 is allowed"),
         ({"difference": math.nan, "largest": 3.0}, "by nan"),
@@ -203,7 +208,8 @@ FACTS: dict[str, Any] = {
 )
 def test_what_is_no_proof_ends_the_run(told: dict[str, Any], text: str) -> None:
     whole = {"class": "Some", "missing": [], "unexpected": []}
-    require(whole | {"difference": 1e-5, "largest": 0.5})
+    require(whole | {"difference": 1e-5, "largest": 0.5, "tokenizer": True})
+    require(whole | {"tokenizer": None})
     with pytest.raises(ValueError, match=text):
         require(whole | told)
 
@@ -213,3 +219,17 @@ def test_a_proof_has_ids() -> None:
     assert Proof().request(None)["ids"] is None
     with pytest.raises((TypeError, ValueError)):
         Proof(mask_id=-1)
+
+
+def test_a_tokenizer_that_another_class_reads_otherwise_is_seen(tmp_path: Path) -> None:
+    """Of one kind of model transformers rebuilds the tokenizer by rules of its own."""
+    try:
+        shutil.copy(models.tiny_path() / "tokenizer.json", tmp_path)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    kinds = [transformers.LlamaConfig(), transformers.MistralConfig(), transformers.Qwen2Config()]
+    for config, same in zip(kinds, (None, True, False), strict=True):
+        config.save_pretrained(tmp_path)
+        assert proving._same_ids(str(tmp_path), kinds[0], config) is same
+    (tmp_path / "tokenizer.json").unlink()
+    assert proving._same_ids(str(tmp_path), kinds[0], kinds[1]) is None

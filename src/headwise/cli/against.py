@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,13 @@ import typer
 MAX_PLAN = 16_000_000
 
 
+PLAN = "heads-plan.json"
+
+
 def read_plan(kept: str | None, against: str | None) -> Any:
-    """The heads plan of ``--kept``, or None."""
+    """The heads plan of ``--kept``, or the one that ``headwise prune`` left in the other model's folder; or None."""
+    if kept is None and against is not None and os.path.isfile(os.path.join(against, PLAN)):
+        kept = os.path.join(against, PLAN)
     if kept is None:
         return None
     if against is None:

@@ -62,7 +62,11 @@ def _look(  # private, for a command has as many options as its users need, and 
         str | None, typer.Option(help="Another checkpoint, or a look's .json: show what changed from MODEL to it.")
     ] = None,
     kept: Annotated[
-        str | None, typer.Option(help="With --against: a heads plan (JSON), which heads of MODEL it kept.")
+        str | None,
+        typer.Option(
+            help="With --against: a heads plan (JSON), which heads of MODEL it kept.",
+            show_default="heads-plan.json in its folder",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:

@@ -53,12 +53,19 @@ def _prune(  # private, for a command has as many options as its users need, and
     zero: Annotated[
         bool, typer.Option("--zero", help="Write zeros instead: any heads, any model, the same size.")
     ] = False,
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Solve W_O and the values anew on the text, in closed form.")
+    ] = False,
     dry_run: DryRun = False,
     verify: Verify = True,
     as_json: AsJson = False,
 ) -> None:
     """Take attention heads out of a checkpoint; stock transformers loads the result, proved equal to gated heads."""
     _check_out(out, dry_run)
+    if recover and (text, file, corpus) == (None,) * 3:
+        raise typer.BadParameter(
+            "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
+        )
     if context is not None and budget_mb is None:
         raise typer.BadParameter("--context is for --budget-mb; leave it out")
     ways = {"heads": heads, "keep_fraction": keep_fraction, "budget_mb": budget_mb}
@@ -79,15 +86,18 @@ def _prune(  # private, for a command has as many options as its users need, and
             wish: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "scores": scores, "zero": zero}
             if budget_mb is not None:
                 wish["budget"] = reshape.Budget(budget_mb, context or 0)
+            plan = reshape.plan_prune(source, **wish)
+            if recover:
+                show("solving anew")
+                plan = reshape.mend(plan, loaded.model, _tensors(rows), progress=show)
             if dry_run or out is None:
-                facts = reshape.plan_prune(source, **wish).facts(context or 8192)
+                facts = plan.facts(context or 8192)
             else:
                 show("writing")
                 roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
-                if verify:
-                    mask_id = None if loaded is None else loaded.mask_id
-                    wish["proof"] = reshape.Proof(tuple(i for row in rows for i in row), mask_id)
-                facts = reshape.prune(source, out, **{"proof": None, **wish}, progress=show, remark=roles)
+                mask_id = None if loaded is None else loaded.mask_id
+                proof = reshape.Proof(tuple(i for row in rows for i in row), mask_id) if verify else None
+                facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
                 facts |= {} if roles is None else {"roles": roles.told}
     _print(facts, None if dry_run else out, as_json)
 
@@ -130,6 +140,13 @@ def _libraries(command: str) -> Any:
     from headwise import hf
 
     return hf
+
+
+def _tensors(rows: list[list[int]]) -> list[Any]:
+    """The rows as tensors (1, T)."""
+    import torch
+
+    return [torch.tensor([row]) for row in rows]
 
 
 class Roles:

@@ -8,6 +8,7 @@ off in.
 import json
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,8 @@ GATED = "reshape_gated"
 OUTPUTS = ("logits", "logits_per_image", "last_hidden_state")
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain operations, in any sizes
 SEED = 7
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+SAMPLES = ("The cat sat.", "  def f(x):\n\treturn x + 12345", "Ünïcode: 'naïve', 日本語 🙂", "I'LL don't", "\n\n a  b ")
 ENOUGH = 10.0  # seconds of timing
 WRITTEN = 4  # tokens of the speed test; `_room` leaves place for them
 
@@ -36,6 +39,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "unexpected": sorted(map(str, set(loaded["unexpected_keys"]) - set(own["unexpected_keys"]))),
         "parameters": [model and sum(weight.numel() for weight in model.parameters()) for model in (before, after)],
     }
+    if before is not None:
+        told["tokenizer"] = _same_ids(request["folder"], before.config, after.config)
     with torch.no_grad():
         given = inputs_of(after, request.get("ids"))
         told["tokens"] = max((x.shape[1] for name, x in given.items() if name.endswith("ids")), default=None)
@@ -75,6 +80,22 @@ def _build(source: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(SEED)
     model, report = class_of(config).from_pretrained(None, **EAGER, **options)
     return model.eval(), report
+
+
+def _same_ids(folder: str, before: Any, after: Any) -> bool | None:
+    """Whether the folder's tokenizer gives the ids it gave; None where no other class of model might change that.
+
+    transformers picks the class of a tokenizer by that of the model.
+    """
+    import transformers
+
+    if type(before) is type(after) or not any((Path(folder) / name).exists() for name in VOCABULARIES):
+        return None
+    found = []
+    for config in (before, after):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True)
+        found.append([tokenizer(text)["input_ids"] for text in SAMPLES])
+    return bool(found[0] == found[1])
 
 
 def class_of(config: Any) -> Any:

@@ -7,7 +7,7 @@ with nothing in them that acts, and behind a fence longer than any they hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..disk import visible
@@ -137,21 +137,34 @@ def _score(score: Score) -> str:
 def _quote(look: Look, head: HeadRecord, role: Role | None, evidence: Evidence) -> str:
     """One query whose largest weight lies where the role says; in words where the tokens are known."""
     weight, i, j = f"weight {evidence.weight:.2f}", evidence.query, evidence.key
-    whole = head.queries == head.keys == look.length == len(look.tokens)  # else positions are not those of the tokens
-    if role is not None and role.reads == TEXT and whole and 0 <= i < look.length and 0 <= j < look.length:
+    tokens = _tokens(look, head, role, evidence)
+    if i in tokens and j in tokens:
         return (
-            f"{weight} from {code(look.tokens[i])} (token {i}) on {code(look.tokens[j])} (token {j}): "
-            f"{_around(look, i)} looks at {_around(look, j)}"
+            f"{weight} from {code(tokens[i])} (token {i}) on {code(tokens[j])} (token {j}): "
+            f"{_around(tokens, i)} looks at {_around(tokens, j)}"
         )
     where = f"text {evidence.text}" if role is None or role.reads == TEXT else f"passage {evidence.text} read for it"
     return f"{weight} from token {i} on token {j} of {where}"
 
 
-def _around(look: Look, place: int) -> str:
+def _tokens(look: Look, head: HeadRecord, role: Role | None, evidence: Evidence) -> Mapping[int, str]:
+    """The tokens of the text that the evidence is of, by position, as far as the look has them."""
+    if role is None:
+        return {}
+    if role.reads != TEXT or look.texts != 1:
+        straight = look.kind != "encoder-decoder" or head.part == "encoder"  # else positions lie behind a start token
+        return look.excerpts.get(f"{role.reads} {evidence.text}", {}) if straight else {}
+    whole = head.queries == head.keys == look.length == len(look.tokens)
+    return dict(enumerate(look.tokens)) if whole else {}
+
+
+def _around(tokens: Mapping[int, str], place: int) -> str:
     """A token in brackets, with its neighbours."""
-    before = _joined(look.tokens[max(0, place - AROUND) : place])
-    after = _joined(look.tokens[place + 1 : place + 1 + AROUND])
-    return code(f"{before[-60:]}[{look.tokens[place][:60]}]{after[:60]}")
+    before, after = (
+        _joined([tokens[i] for i in span if i in tokens])
+        for span in (range(place - AROUND, place), range(place + 1, place + 1 + AROUND))
+    )
+    return code(f"{before[-60:]}[{tokens[place][:60]}]{after[:60]}")
 
 
 def _joined(tokens: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 Kept: TypeAlias = Mapping[Any, Any]
 Layers = dict[int, list[HeadRecord]]
 Floats = npt.NDArray[np.float64]
+
+OTHERS = "*"
+"""In a heads plan: every layer that it does not name."""
 
 MOST_ROWS = 48
 """Heads that changed no role in a printed table: those that moved farthest."""
@@ -210,7 +214,7 @@ def compare(a: Look, b: Look, *, kept: Kept | None = None) -> Comparison:
     for name, one in (("a", a), ("b", b)):
         if not isinstance(one, Look):
             raise TypeError(f"{name} is a headwise.look.Look; got {shown(one)}")
-    plan = _plan(kept)
+    plan = _plan(kept, a)
     before, after = _layers(a), _layers(b)
     same = (a.texts, a.length, a.tokens) == (b.texts, b.length, b.tokens)
     heads: list[HeadChange] = []
@@ -218,8 +222,6 @@ def compare(a: Look, b: Look, *, kept: Kept | None = None) -> Comparison:
     new: list[tuple[int, int]] = []
     guessed: list[int] = []
     pairs = _paired_layers(before, after)
-    if unknown := sorted(plan.keys() - before.keys()):
-        raise ValueError(f"kept names layer {unknown[0]}, and the look has layers 0 to {len(before) - 1}")
     for layer, other in pairs:
         ours, theirs = before.get(layer, []), after.get(other, [])
         chosen = _paired_heads(layer, ours, theirs, plan)
@@ -235,25 +237,41 @@ def compare(a: Look, b: Look, *, kept: Kept | None = None) -> Comparison:
 # --- which head is which ----------------------------------------------------------------------------------------------
 
 
-def _plan(kept: object) -> dict[int, list[int]]:
-    """`kept` as numbers; ValueError where it is none."""
+def _plan(kept: object, look: Look) -> dict[int, list[int]]:
+    """`kept` by layer of the look, as numbers; ValueError where it is none."""
     if kept is None:
         return {}
     if isinstance(kept, Mapping) and set(kept) == {"layers"}:
         kept = kept["layers"]
+    names = _names(look)
     plan: dict[int, list[int]] = {}
     entries = kept.items() if isinstance(kept, Mapping) else [(None, None)]
-    for layer, heads in entries:
+    for layer, heads in sorted(entries, key=lambda entry: entry[0] != OTHERS):
         if isinstance(heads, Mapping) and set(heads) == {"kv_heads"}:
             continue  # merged key-value heads: every query head is still there
         heads = heads["keep"] if isinstance(heads, Mapping) and set(heads) == {"keep"} else heads
-        number = int(layer) if isinstance(layer, str) and layer.isascii() and layer.isdigit() else layer
-        if type(number) is not int or isinstance(heads, str) or not isinstance(heads, Sequence):
+        if type(layer) not in (int, str) or isinstance(heads, str) or not isinstance(heads, Sequence):
             raise ValueError(
                 f"kept says by layer which heads are left, such as {{0: [0, 1, 5]}}; got {shown(layer)}: {shown(heads)}"
             )
-        plan[number] = whole_numbers(f"kept[{number}]", heads)
+        if str(layer) not in names and layer != OTHERS:
+            raise ValueError(f"kept names layer {shown(layer)}, and the look has {', '.join(names)}")
+        numbers = whole_numbers(f"kept[{layer}]", heads)
+        plan |= dict.fromkeys(names.values(), numbers) if layer == OTHERS else {names[str(layer)]: numbers}
     return plan
+
+
+def _names(look: Look) -> dict[str, int]:
+    """What a heads plan calls each layer: a number, beside an encoder that of the decoder's self-attention."""
+    parts = {head.layer: head.part for head in look.heads}
+    names, counts = {}, Counter[str]()
+    for layer, part in sorted(parts.items()):
+        apart = look.kind == "encoder-decoder" and part != "decoder"
+        names[f"{part}.{counts[part]}" if apart else str(counts[part] if look.kind == "encoder-decoder" else layer)] = (
+            layer
+        )
+        counts[part] += 1
+    return names
 
 
 def _layers(look: Look) -> Layers:

@@ -147,6 +147,8 @@ def plot_importance(importance: Importance) -> Figure:
 def plot_formation(curve: Curve, roles: Sequence[str] | None = None) -> Figure:
     """Heads as they form: the best score of each role by step, and below it the numbers that came along, such as loss.
 
+    A dotted line is the threshold of the role in its colour.
+
     Args:
         curve: what `headwise.look.Watch` measured.
         roles: which to draw; by default those that some head played at some step, most heads first.
@@ -172,9 +174,8 @@ def plot_formation(curve: Curve, roles: Sequence[str] | None = None) -> Figure:
         colour = palette.colour(name)
         top.plot(steps, values, styles[taken[colour] % 4], color=colour, marker="o", markersize=3, label=visible(name))
         taken[colour] += 1
-    thresholds = {curve.thresholds[name] for name in names if name in curve.thresholds}
-    for threshold in sorted(thresholds)[:3]:
-        top.axhline(threshold, color="#98a1b4", linewidth=0.7, linestyle=(0, (1, 3)))
+        if name in curve.thresholds:
+            top.axhline(curve.thresholds[name], color=colour, linewidth=0.8, linestyle=(0, (1, 4)))
     top.set(ylabel="best head's score", ylim=(0, 1.02))
     if numbers:
         for name in numbers:

@@ -17,13 +17,16 @@ COLOURS = (
     "#56b4e9",
     "#8a8f00",
     "#5d3a9b",
-    "#3f6f8f",
-    "#a3623a",
-    "#7c4f6d",
-    "#4b7f52",
+    "#7fcdbb",
+    "#a6611a",
+    "#c51b7d",
+    "#4d4d4d",
     "#7a7f8c",
 )
 """By number; the last is for roles of a name unknown here."""
+
+GREY = len(COLOURS) - 1
+"""Number of that one."""
 
 NONE = "#e4e7ed"
 """Of a head without a role."""
@@ -64,7 +67,7 @@ def letter_and_colour(name: str) -> tuple[str, int]:
         return (name[7:][:1] or "o"), (8 if name[6] == "-" else 7)
     if name.endswith(" to head") or name.startswith("head to "):
         return ("r" if name.endswith(" to head") else "R"), 9
-    return next((c for c in name if c in string.ascii_letters), "?"), len(COLOURS) - 1
+    return next((c for c in name if c in string.ascii_letters), "?"), GREY
 
 
 def letter(name: str) -> str:

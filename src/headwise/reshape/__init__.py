@@ -10,10 +10,11 @@
 from .heal import Recipe, heal
 from .healed import facts_of, write_healed
 from .memory import prune_module
+from .mend import mend
 from .migrate import Migration, migrate, plan_migrate
 from .processes import Processes
 from .proof import Proof
-from .prune import Pruning, plan_prune, prune
+from .prune import Pruning, plan_prune, prune, write_pruned
 from .recover import Repaired, recover
 from .regroup import Regrouping, plan_regroup, regroup
 from .scores import Scorer, by_call, by_twins, random_scores
@@ -33,6 +34,7 @@ __all__ = [
     "by_twins",
     "facts_of",
     "heal",
+    "mend",
     "migrate",
     "plan_migrate",
     "plan_prune",
@@ -43,4 +45,5 @@ __all__ = [
     "recover",
     "regroup",
     "write_healed",
+    "write_pruned",
 ]

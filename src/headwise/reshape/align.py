@@ -20,6 +20,7 @@ from .moments import Moments
 
 ROUNDS = 100  # a frame settles within ten or so
 SETTLED = 1e-12  # of the agreement; what a further round gains
+OPEN = 1e-9  # of the largest product; smaller ones do not tell how to turn
 
 
 def aligned_values(moments: Moments, groups: Sequence[Sequence[int]]) -> Maps:
@@ -179,7 +180,7 @@ def sign_turns(moments: Float[Tensor, "n D n D"]) -> Float[Tensor, "n D D"]:
 
 def nearest_orthogonal(matrix: Float[Tensor, "V V"]) -> Float[Tensor, "V V"]:
     """The orthogonal Q with the largest ``tr(Q^T matrix)``; what the matrix leaves open stays as it is."""
-    open_ends = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device) * (SETTLED * matrix.abs().max())
+    open_ends = torch.eye(matrix.shape[0], dtype=matrix.dtype, device=matrix.device) * (OPEN * matrix.abs().max())
     U, _, Vh = torch.linalg.svd(matrix + open_ends)
     return U @ Vh
 

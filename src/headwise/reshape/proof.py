@@ -49,6 +49,11 @@ def require(told: Mapping[str, Any]) -> None:
                 f"the result is not what {told['class']} loads: {len(told[kind])} {kind} tensors, {told[kind][0]!r} "
                 "first, so nothing was written; please report this"
             )
+    if told.get("tokenizer") is False:
+        raise ValueError(
+            f"under {told['class']} transformers makes other ids of a text than before, so nothing was written; keep a "
+            "number of heads that the model's own class loads, or add zero (--zero)"
+        )
     allowed = TOLERANCE * max(1.0, told.get("largest", 0.0))
     if not told.get("difference", 0.0) <= allowed:
         raise ValueError(

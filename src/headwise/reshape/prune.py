@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from ..shapes.kinds import check_flags, shown
 from . import choose
@@ -49,6 +51,8 @@ class Pruning:
         target: The class that loads the result, and its config.
         zero: Whether heads are zeroed instead, at the same size.
         notes: What to say of the choice.
+        solved: Tensors that were solved anew (see `headwise.reshape.mend`), by name.
+        losses: What was measured of that, as plain data.
     """
 
     source: Known
@@ -57,6 +61,8 @@ class Pruning:
     target: Target
     zero: bool
     notes: tuple[str, ...]
+    solved: Mapping[str, Tensor] = field(default_factory=dict)
+    losses: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def gone(self) -> dict[str, list[int]]:
@@ -78,6 +84,9 @@ class Pruning:
             planned = changed(planned, form, layer.sizes, self.kept[layer.key], zero=self.zero)
         if name.endswith(self.target.transposed or ("\n",)):
             planned = transposed(planned)
+        if name in self.solved:
+            anew, dtype = self.solved[name], planned.dtype
+            planned = Planned(name, dtype, planned.shape, lambda: anew.to(dtype))
         return planned
 
     def heads_plan(self) -> dict[str, Any]:
@@ -105,6 +114,7 @@ class Pruning:
             "verb": verb,
             "notes": notes,
             "gone": self.gone,
+            "losses": dict(self.losses),
             "counts": {field: [before[field], after[field]] for field in before},
             "model_type": [self.family.model_type, self.target.model_type],
             "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
@@ -117,10 +127,10 @@ class Pruning:
     def _counts(self, *, pruned: bool) -> dict[str, int]:
         """Heads and key-value heads, by the config's fields."""
         counts: dict[str, int] = {}
-        for field, layers in self.family.counts.items():
+        for name, layers in self.family.counts.items():
             whole = layers[0].sizes
             sizes = self.kept[layers[0].key].sizes(whole) if pruned else whole
-            counts[field] = sizes.H
+            counts[name] = sizes.H
             if whole.group > 1 or sizes.group > 1:
                 counts["num_key_value_heads"] = sizes.K
         return counts
@@ -253,17 +263,29 @@ def prune(
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     plan = plan_prune(source, heads=heads, keep_fraction=keep_fraction, budget=budget, scores=scores, zero=zero)
-    facts = plan.facts()
+    return write_pruned(plan, destination, proof=proof, progress=progress, remark=remark)
+
+
+def write_pruned(
+    plan: Pruning,
+    destination: str | os.PathLike[str],
+    *,
+    proof: Proof | None = PLAIN,
+    progress: Callable[[int, int], None] | None = None,
+    remark: Callable[[Path], str] | None = None,
+) -> dict[str, Any]:
+    """Writes what was planned, as `prune` does."""
+    source, facts = plan.source, plan.facts()
 
     def check(folder: Path) -> Mapping[str, bytes]:
         if proof is not None:
-            told = source.prove(folder, proof.request(plan.gates()))
+            told = source.prove(folder, proof.request(plan.gates(), same=not plan.solved))
             require(told)
             facts["proof"] = told
         further = "" if remark is None else remark(folder)
         return {RESHAPE: markdown(facts, source, further)}
 
-    note = {README: readme("Zeroed heads", ZEROED)} if zero else {PLAN: as_json(plan.heads_plan())}
+    note = {README: readme("Zeroed heads", ZEROED)} if plan.zero else {PLAN: as_json(plan.heads_plan())}
     write(
         destination,
         config=plan.target.config,

@@ -59,6 +59,11 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
     for field, (one, other) in facts["counts"].items():
         yield field, str(one), str(other)
     yield from _pair("weights", facts["weight_bytes"], _bytes)
+    losses = facts.get("losses") or {}
+    if "recovered" in losses:
+        what = f"loss on {losses['tokens']} tokens that nothing was fitted to, nats a token"
+        yield f"{what}: before recovery", f"{losses['original']:.4f}", f"{losses['pruned']:.4f}"
+        yield f"{what}: recovered", f"{losses['original']:.4f}", f"{losses['recovered']:.4f}"
     plans = [plan or {} for plan in facts["plan"]]
     yield from _pair("parameters, planned", [plan.get("parameters") for plan in plans], _number)
     caches = [plan.get("cache_bytes") or None for plan in plans]
