@@ -159,7 +159,9 @@ LOOK: dict[str, Callable[[], Call]] = {
     "ablate masked": lambda: of(look.ablate, model=Speaker(), ids=IDS, heads=[(0, 1)], mask_id=7, decode=str),
     "circuits": lambda: of(look.circuits, model=Speaker(), ids=IDS, most=2, name="m", progress=step),
     "Circuits.table": lambda: of(circuits().table, most=2),
-    "redundancy": lambda: of(look.redundancy, model=Speaker(), ids=IDS, threshold=0.25, rows=5, name="m", progress=step),
+    "redundancy": lambda: of(
+        look.redundancy, model=Speaker(), ids=IDS, threshold=0.25, rows=5, name="m", progress=step
+    ),
 }  # fmt: skip
 ANNOTATE: dict[str, Callable[[], Call]] = {
     "aligned": lambda: of(annotate.aligned, source=told().sentences[0], offsets=[[0, 2], [2, 8]]),

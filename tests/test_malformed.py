@@ -68,6 +68,7 @@ ALSO: dict[str, set[str]] = {
     "over: state": {"text"},
     "Vocabulary.of: names": {"['a']"},
     **{f"Vocabulary.of: {name}": {"{1}"} for name in ("delimiters", "special")},
+    **{f"Watch.{name}: loss": {"nan", "inf", "np.float32 nan"} for name in ("step", "measure")},  # then it is left out
     "Repeats: seed": {"-1", "2**63"},
     "make_qkv: seed": {"-1"},
     "aligned: offsets": {"[]", "()", "range"},
