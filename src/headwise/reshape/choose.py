@@ -77,9 +77,9 @@ def checked_scores(family: Family, scores: Scores) -> Scores:
     """A finite score of every head of every layer; raises ValueError for one that is missing."""
     if not isinstance(scores, Mapping) or not all(isinstance(key, tuple) and len(key) == 2 for key in scores):
         raise TypeError(f"scores are numbers by (layer, head), or a function that gives them; got {short(scores)}")
-    for (layer, head), value in scores.items():
+    for (key, head), value in scores.items():
         if not (isinstance(value, float) and not math.isfinite(value)):  # those are told below, by their head
-            check_numbers(**{f"the score of head {layer}.{head}": value})
+            check_numbers(**{f"the score of head {key}.{head}": value})
     known: dict[tuple[str | int, int], float | int] = {
         (str(layer), head): float(value) for (layer, head), value in scores.items()
     }
