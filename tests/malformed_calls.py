@@ -14,6 +14,7 @@ from typing import Any, Unpack, get_args, get_origin
 import torch
 from malformed import PACKAGE, Call
 from malformed_heads import ANNOTATE, CONSTRUCTED, LOOK, seen
+from malformed_reshape import RESHAPE
 from torch import Tensor
 
 import headwise
@@ -364,5 +365,5 @@ REPORT: dict[str, Callable[[], Call]] = {
 }
 ROOMS = {
     "ops": OPS, "cache": STORES, "nn": NN, "look": LOOK | ANNOTATE, "plan": PLAN, "testing": TESTING | CONSTRUCTED,
-    "report": REPORT,
+    "report": REPORT, "reshape": RESHAPE,
 }  # fmt: skip

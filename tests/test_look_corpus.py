@@ -16,6 +16,7 @@ from headwise import look
 from headwise.look import Look, Vocabulary, corpus
 from headwise.look.corpus import cut, documents
 from headwise.look.passes import batches
+from headwise.look.state import load
 
 WORDS = Vocabulary(frozenset(DELIMITERS))
 
@@ -137,7 +138,16 @@ def test_documents(tmp_path: Path) -> None:
         [*documents(tmp_path / "empty")]
 
 
+def test_a_device_without_end_is_not_read() -> None:
+    with pytest.raises(ValueError, match=r"^/dev/zero: a device, and a corpus is a file or a folder of texts; give"):
+        next(documents("/dev/zero"))
+    with pytest.raises(ValueError, match=r"^/dev/zero: not the state of this look \(it is no regular file\)"):
+        load("/dev/zero", "a look")
+
+
 def test_long_texts_are_cut() -> None:
+    with pytest.raises(ValueError, match="most is at least 2; got 1"):
+        next(cut([5, 6, 7], 1))
     assert [*cut([1, 2, 3], 5)] == [[1, 2, 3]]
     assert [*cut([1, 2, 3, 4, 5], 2)] == [[1, 2], [3, 4], [5]]
     assert [*cut([9, 1, 2, 3], 3, opener=9)] == [[9, 1, 2], [9, 3]]

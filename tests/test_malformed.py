@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # torch's, of tensors that it can compute with all the same
 ]
 
-DRAWS = {"ops": 2500, "cache": 1500, "nn": 1600, "look": 400, "plan": 400, "testing": 700, "report": 60}
+DRAWS = {"ops": 2500, "cache": 1500, "nn": 1600, "look": 400, "plan": 400, "testing": 700, "report": 60, "reshape": 200}
 
 # What also serves: "target: argument" -> names of replacements.
 POSITIONS = {"-1", "0", "3", "np.int64", "[[1]]", "slice", "tensor 2"}
@@ -68,6 +68,8 @@ ALSO: dict[str, set[str]] = {
     "over: state": {"text"},
     "Vocabulary.of: names": {"['a']"},
     **{f"Vocabulary.of: {name}": {"{1}"} for name in ("delimiters", "special")},
+    **{f"Watch.{name}: loss": {"nan", "inf", "np.float32 nan"} for name in ("step", "measure")},  # then it is left out
+    "plan_prune: heads": {"[]", "()"},
     "Repeats: seed": {"-1", "2**63"},
     "make_qkv: seed": {"-1"},
     "aligned: offsets": {"[]", "()", "range"},

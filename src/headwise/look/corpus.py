@@ -153,7 +153,8 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
     Raises:
         TypeError: no path.
         FileNotFoundError: there is no such path.
-        ValueError: a folder without texts, a line that is no JSON or holds no text, or bytes that are no UTF-8.
+        ValueError: a device, a folder without texts, a line that is no JSON or holds no text, or bytes that are
+            no UTF-8.
     """
     check_paths(path=path)
     where = Path(path)
@@ -164,6 +165,8 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
         for file in files:
             yield from documents(file)
         return
+    if where.is_char_device() or where.is_block_device():  # it may have no end
+        raise ValueError(f"{where}: a device, and a corpus is a file or a folder of texts; give one of these")
     try:
         if where.suffix == ".jsonl":
             with where.open(encoding="utf-8-sig") as lines:

@@ -63,6 +63,8 @@ def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], in
     """
     where = Path(path)
     try:
+        if not where.is_file():
+            raise ValueError("it is no regular file")
         with np.load(io.BytesIO(where.read_bytes()), allow_pickle=False) as arrays:
             head = json.loads(bytes(arrays["head"]))
             if head["format"] != FORMAT:

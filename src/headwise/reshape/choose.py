@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from ..plan.shape import short
+from ..shapes.kinds import check_numbers
 from .axes import Kept, Sizes
 from .layout import Family, Layer
 
@@ -61,7 +62,7 @@ def named(family: Family, heads: str | Mapping[Any, Iterable[int]] | Iterable[tu
 
 
 def _some(heads: Any) -> list[Any]:
-    if not isinstance(heads, Iterable) or isinstance(heads, (str, bytes)):
+    if not isinstance(heads, Iterable) or isinstance(heads, (str, bytes)) or getattr(heads, "ndim", 1) == 0:
         raise TypeError(f"heads are '0.1,3.7', {{0: [1], 3: [7]}} or [(0, 1), (3, 7)]; got {type(heads).__name__}")
     return list(heads)
 
@@ -74,6 +75,11 @@ def _pair(item: Any) -> tuple[Any, Any]:
 
 def checked_scores(family: Family, scores: Scores) -> Scores:
     """A finite score of every head of every layer; raises ValueError for one that is missing."""
+    if not isinstance(scores, Mapping) or not all(isinstance(key, tuple) and len(key) == 2 for key in scores):
+        raise TypeError(f"scores are numbers by (layer, head), or a function that gives them; got {short(scores)}")
+    for (key, head), value in scores.items():
+        if not (isinstance(value, float) and not math.isfinite(value)):  # those are told below, by their head
+            check_numbers(**{f"the score of head {key}.{head}": value})
     known: dict[tuple[str | int, int], float | int] = {
         (str(layer), head): float(value) for (layer, head), value in scores.items()
     }

@@ -60,6 +60,7 @@ class Recipe:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
+        check_counts(step=step)
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -67,6 +68,8 @@ class Recipe:
 
     def batch(self, stream: Tensor, step: int, first: int | None = None) -> Tensor:
         """The windows (rows, length) of a step; each begins with the token `first`, where there is one."""
+        check_counts(step=step)
+        _check_stream(stream, self, first)
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         body = self.length - (first is not None)
         starts = torch.randint(len(stream) - body + 1, (self.rows,), generator=draw).tolist()
@@ -276,6 +279,8 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 
 def _check_stream(stream: Tensor, recipe: Recipe, first: int | None) -> None:
     check_tensor("stream", stream, "a row of ids (N,)")
+    if first is not None:
+        check_counts(first=first)
     if stream.ndim != 1 or stream.dtype not in INTEGERS:
         raise ValueError(f"stream is a row of ids (N,); got {describe(stream)}")
     if len(stream) < recipe.length - (first is not None):

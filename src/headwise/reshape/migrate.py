@@ -21,7 +21,7 @@ from .proof import PLAIN, Proof, planned, require
 from .prune import Known, changed
 from .report import README, RESHAPE, markdown, readme
 from .select import bytes_of, counts_of
-from .source import Source
+from .source import Source, check_source
 from .write import Planned, kept, write
 
 FILLED = (
@@ -95,6 +95,7 @@ def plan_migrate(source: Known) -> Migration:
     Raises:
         ValueError: in one line: no ``pruned_heads``, such as do not fit the tensors, an architecture that is not known.
     """
+    check_source(source)
     pruned = source.config.get("pruned_heads")
     if not isinstance(pruned, Mapping) or not any(pruned.values()):
         raise ValueError(

@@ -64,6 +64,7 @@ def require(told: Mapping[str, Any]) -> None:
 
 def planned(config: Mapping[str, Any], context: int) -> dict[str, Any] | None:
     """Parameters and bytes of the cache as `headwise.plan` counts them; None for what it does not count exactly."""
+    check_counts(context=context)
     try:
         plan = of(dict(config), context=max(context, 1), kv_dtype="fp32")
     except ValueError:

@@ -22,7 +22,7 @@ from .report import PLAN, README, RESHAPE, ZEROED, markdown, readme
 from .scores import Scorer, in_order
 from .select import Budget, Wish, bytes_of, counts_of, loadable, select
 from .shards import as_json
-from .source import Source
+from .source import Source, check_source
 from .write import Planned, kept, write
 
 Heads = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
@@ -166,6 +166,7 @@ def plan_prune(
         ValueError: in one line, what does not fit: an architecture whose layout is not known, heads that are not there
             or cannot go alone, a number of heads that no class of transformers loads.
     """
+    check_source(source)
     _check_wish(heads, keep_fraction, budget, zero)
     if source.config.get("pruned_heads"):
         raise ValueError(

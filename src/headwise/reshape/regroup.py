@@ -31,6 +31,7 @@ from .prune import Known, transposed
 from .recover import Inputs, Repaired, recover
 from .report import RESHAPE, markdown
 from .select import bytes_of
+from .source import check_source
 from .write import Planned, kept, write
 
 Told = Callable[[str, int, int], None] | None
@@ -167,6 +168,7 @@ def plan_regroup(
         TypeError, ValueError: in one line, what does not fit: an architecture whose layout is not known, a number of
             heads that does not divide, or that no class of transformers loads.
     """
+    check_source(source)
     check_counts(1, num_kv_heads=num_kv_heads)
     if method not in METHODS:
         raise ValueError(f"method is one of {', '.join(METHODS)}; got {shown(method)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from ..shapes.kinds import check_counts
+from ..shapes.kinds import check_counts, check_numbers, shown
 from .choose import Scores
 from .layout import Layer
 
@@ -33,12 +33,16 @@ def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
     self-attention before cross-attention.
     """
 
+    rule = "scores have a row a layer, a number a head"
+    if not _is_list(values) or not all(map(_is_list, values)):
+        raise TypeError(f"{rule}; got {shown(values)}")
+
     def score(layers: tuple[Layer, ...]) -> Scores:
         order = in_order(layers)
         sizes = [layer.sizes.H for layer in order]
         if [len(row) for row in values] != sizes:
             raise ValueError(
-                f"scores have a row a layer, a number a head; the model has {len(sizes)} layers of {sizes[0]} heads, "
+                f"{rule}; the model has {len(sizes)} layers of {sizes[0]} heads, "
                 f"the scores {len(values)} of {', '.join(map(str, sorted({len(row) for row in values})))}"
             )
         return {
@@ -46,6 +50,10 @@ def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
         }
 
     return score
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def in_order(layers: Iterable[Layer]) -> list[Layer]:
@@ -62,6 +70,17 @@ def by_twins(twins: Iterable[Twin]) -> list[list[float]]:
         >>> by_twins([((0, 0), 0.1, (0, 1)), ((0, 1), 0.1, (0, 0)), ((0, 2), 0.7, (0, 0))])
         [[0.1, 1.1, 1.7]]
     """
+    rule = "twins are ((layer, head), distance or None, nearest or None), a head each"
+    try:
+        twins = [(place, distance, nearest) for place, distance, nearest in twins]
+    except (TypeError, ValueError):
+        raise TypeError(f"{rule}; got {shown(twins)}") from None
+    if not twins or not all(isinstance(place, tuple) and len(place) == 2 for place, _, _ in twins):
+        raise ValueError(f"{rule}, one at least; got {shown(twins)}")
+    for (layer, head), distance, _ in twins:
+        check_counts(layer=layer, head=head)
+        if distance is not None:
+            check_numbers(distance=distance)
     known = {place: (1.0 if distance is None else distance, nearest) for place, distance, nearest in twins}
     went: set[tuple[int, int]] = set()
     worth: dict[tuple[int, int], float] = {}

@@ -10,6 +10,7 @@ from ..plan.costs import cache_bytes
 from ..plan.model import model_of
 from ..plan.shape import short
 from ..plan.units import show_bytes
+from ..shapes.kinds import is_finite
 from . import choose
 from .axes import Kept
 from .choose import OR_ZERO, Count, Scores
@@ -37,6 +38,8 @@ class Budget:
     def __post_init__(self) -> None:
         if isinstance(self.megabytes, bool) or not isinstance(self.megabytes, (int, float)) or not self.megabytes > 0:
             raise ValueError(f"a budget is a number of megabytes above 0; got {short(self.megabytes)}")
+        if not is_finite(self.megabytes):
+            raise ValueError(f"a budget is a finite number of megabytes; got {short(self.megabytes)}")
         if isinstance(self.context, bool) or not isinstance(self.context, int) or not 0 <= self.context <= 10**8:
             raise ValueError(f"context is a whole number of tokens; got {short(self.context)}")
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..shapes.kinds import shown
+
 
 @runtime_checkable
 class Entry(Protocol):
@@ -21,6 +23,12 @@ class Entry(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Its sizes."""
+
+
+def check_source(source: object) -> None:
+    """An open checkpoint; raises TypeError."""
+    if not (hasattr(source, "config") and hasattr(source, "tensors")):
+        raise TypeError(f"source is a checkpoint that headwise.hf.checkpoint opened; got {shown(source)}")
 
 
 @runtime_checkable
