@@ -39,6 +39,7 @@ METHODS = ("fitted", "aligned", "mean", "first")
 KEEP = (7, 6, 5, 4, 3)  # of 8 heads a layer
 CRITERIA = ("gradient", "zero", "contribution")
 SECTIONS = ("regroup", "heal", "prune", "choices")
+BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 COLOURS = ("#b51d14", "#4053d3", "#00b25d", "#ddb310")
 HELD, CALIBRATION, LENGTH = 24, 64, 512
 VALUE_STEPS = 12
@@ -194,13 +195,13 @@ def draw(reports: list[dict[str, Any]], folder: Path) -> None:
     for section, panel in (("prune", draw_prune), ("regroup", draw_regroup), ("heal", draw_heal)):
         for report in reports:
             if section in report:
-                figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+                figure = Figure(figsize=(8.4, 4.2), layout="constrained")
                 axes = figure.subplots()
                 panel(axes, report[section])
                 if section != "heal":
                     axes.axhline(report["original"], color="#777777", linewidth=1, linestyle=":", label="original")
                     axes.set_ylabel("held-out loss, nats a token")
-                axes.legend(fontsize=8)
+                axes.legend(fontsize=8, **({} if section == "heal" else BESIDE))
                 figure.savefig(folder / f"reshape-{section}.png", dpi=110, metadata={"Software": None})
 
 

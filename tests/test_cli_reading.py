@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from headwise import cli
 from headwise.cli import reading
+from headwise.look import annotate
 
 pytestmark = pytest.mark.unchecked
 
@@ -72,3 +73,22 @@ def test_what_cannot_be_read(here: Path) -> None:
     (here / reading.STATE).write_bytes(b"no state")
     (here / "good.txt").write_text("def f(x): return x", "utf8")
     assert "not the state of this look" in refused("--corpus", "good.txt")
+
+
+def test_what_heads_are_worth_and_the_tokens_around_evidence(here: Path) -> None:
+    text = "def f(x):\n    return x\n" * 9
+    result = run("--text", text, "--sentences", "ours", "--importance", "--out", "seen.json")
+    assert result.exit_code == 0, result.output
+    seen = json.loads((here / "seen.json").read_text("utf8"))
+    extras = [head["extras"] for head in seen["heads"]]
+    assert all(one["importance (gradient)"] >= 0 and one["writes (norm)"] > 0 for one in extras)
+    for layer in range(4):  # normalised a layer, and the shares of a layer sum to 1
+        of = [one for one, head in zip(extras, seen["heads"], strict=True) if head["layer"] == layer]
+        assert sum(one["importance (gradient)"] ** 2 for one in of) == pytest.approx(1, abs=1e-3)
+        assert sum(one["share of the layer"] for one in of) == pytest.approx(1, abs=1e-3)
+    texts = "|".join("".join(one.text.split()) for one in annotate.ours())
+    assert seen["excerpts"] and all(name.startswith("sentences ") for name in seen["excerpts"])
+    for tokens in seen["excerpts"].values():
+        places = sorted(map(int, tokens))
+        joined = "".join(tokens[str(i)].strip() + ("" if i + 1 in places else "\n") for i in places)
+        assert all(run in texts for run in joined.replace("<s>", "").split("\n")), joined

@@ -121,7 +121,7 @@ def test_kept_names_layers_as_a_heads_plan_does(before: Look) -> None:
     assert {h.distance for h in found.heads} == {0.0} and not found.guessed
     alike = tuple(replace(h, head=h.head - 6) for h in heads if h.head >= 6)
     found = look.compare(whole, replace(whole, heads=alike), kept={"layers": {"*": {"keep": [6, 7]}}})
-    assert {h.distance for h in found.heads} == {0.0} and len(found.gone) == 18
+    assert {h.distance for h in found.heads} == {0.0} and len(found.gone) == 18 and not found.guessed
 
 
 def test_merged_key_value_heads_change_no_number(before: Look) -> None:

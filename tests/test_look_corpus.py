@@ -15,6 +15,7 @@ import headwise
 from headwise import look
 from headwise.look import Look, Vocabulary, corpus
 from headwise.look.corpus import cut, documents
+from headwise.look.passes import batches
 from headwise.look.state import load
 
 WORDS = Vocabulary(frozenset(DELIMITERS))
@@ -67,6 +68,15 @@ def test_order_and_batches_change_no_bit() -> None:
         assert {n: (s.value, s.null, s.count) for n, s in a.scores.items()} == {
             n: (s.value, s.null, s.count) for n, s in b.scores.items()
         }
+
+
+def test_batches_keep_to_their_tokens() -> None:
+    passages = [look.Passage([1] * n) for n in (3, 5, 3, 3, 7, 3, 5)]
+    found = [*batches(passages, 8)]
+    assert sorted(len(one.ids) for some in found for one in some) == [3, 3, 3, 3, 5, 5, 7]
+    for some in found:
+        assert len({len(one.ids) for one in some}) == 1
+        assert sum(len(one.ids) for one in some) <= 8 and len(some) <= 2
 
 
 def test_a_second_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def rendered(card: str) -> Tags:
 
 
 def test_the_card_shows_each_role_with_its_heads_and_what_shows_it(planted: Look) -> None:
-    card = planted.card()
+    card = replace(planted, excerpts={}).card()
     assert "# Heads of `planted`" in card and "1 layers x 8 heads, `decoder`" in card
     score = planted.heads[0].scores["previous-token"]
     assert f"| `previous-token` | 1 | 0.0 | 1.00 | {score.null:.2f} | - |" in card
@@ -188,7 +188,7 @@ def test_a_card_without_roles_and_of_many_texts(planted: Look) -> None:
     plain = replace(planted, heads=(replace(planted.heads[0], scores={}),), maps=(), texts=7, tokens=(), length=1234)
     card = plain.card()
     assert "on 7 texts of 1,234 tokens together." in card and "No head plays any." in card
-    several = replace(planted, texts=7, tokens=(), maps=())
+    several = replace(planted, excerpts={}, texts=7, tokens=(), maps=())
     assert "of text 0" in several.card() and " looks at " not in several.card()
 
 

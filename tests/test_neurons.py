@@ -14,7 +14,9 @@ import torch
 from looks import calls, full_look
 
 import headwise
-from headwise.look import neurons
+import headwise.hf
+from headwise import models
+from headwise.look import Look, neurons
 from headwise.look.neurons import Neurons, Rows, rows, vectors_of
 from headwise.report import pack, vectors
 
@@ -159,3 +161,20 @@ def test_a_report_of_a_look_without_vectors_has_none() -> None:
     bare = replace(look, neurons=(), excerpts={})
     data = pack.page_data(bare)
     assert data["vectors"]["groups"] == [] and data["vectors"]["data"] == "" and data["excerpts"] == []
+
+
+def test_a_look_at_a_model_carries_vectors_and_the_tokens_around_evidence() -> None:
+    """Of the text's first tokens by layer; of the random tokens, ids that the text does not spell as digits."""
+    tiny = headwise.hf.load(models.tiny_path())
+    ids = tiny.tokenizer(models.default_text(), return_tensors="pt").input_ids[:, :71]
+    seen = headwise.look.at(tiny.model, ids, delimiters=tiny.delimiters)
+    assert [call.layer for call in seen.neurons] == [0, 1, 2, 3]
+    assert {call.query.shape for call in seen.neurons} == {(8, 64, 32)}
+    codes = np.frombuffer(seen.neurons[3].weights, np.uint8).reshape(8, 64, 64)
+    large = np.frombuffer(seen.maps[3 * 8 + 6].data, np.uint8).reshape(71, 71)
+    assert np.abs(codes[6].astype(int) - large[:64, :64]).max() <= 1
+    one = seen.with_role("induction")[0].scores["induction"].evidence[0]
+    tokens = seen.excerpts[f"copies {one.text}"]
+    assert {one.query, one.key, one.key - 6} <= set(tokens) and tokens[one.query] == tokens[one.key - 1]
+    assert Look.from_dict(json.loads(seen.to_json(maps=True))) == seen
+    assert headwise.look.at(tiny.model, ids, full_maps=False, repeats=None).neurons == ()

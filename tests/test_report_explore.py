@@ -15,6 +15,7 @@ from browsers import MARKS, Opened, launched
 from looks import full_look, make_look, words
 
 import headwise
+from headwise.look import Evidence, Score
 
 pytestmark = MARKS
 LOOK, CALLS = full_look()
@@ -253,7 +254,10 @@ def test_parts_stand_apart_and_a_decoder_reads_behind_its_start(browser: Any, tm
         cross = look.maps[i].data[: 28 * 29]
         maps.append({"encoder": look, "decoder": small}[part].maps[i] if part != "cross" else None)
         maps[-1] = maps[-1] or replace(look.maps[i], rows=28, data=cross)
-    look = replace(look, kind="encoder-decoder", heads=tuple(heads), maps=tuple(maps))
+    shown = Score("induction", 0.9, 0.1, 0.4, 7, plays=True, evidence=(Evidence(0, 9, 4, 0.75),))
+    heads[2:] = [replace(head, scores={"induction": shown}) for head in heads[2:]]
+    spelt = {"copies 0": {place: f" r{place}" for place in range(29)}}
+    look = replace(look, kind="encoder-decoder", heads=tuple(heads), maps=tuple(maps), excerpts=spelt)
     opened = Opened(browser, look, tmp_path)
     page = opened.page
     assert page.locator("#grid .part-title").all_text_contents() == ["Encoder", "Decoder", "Cross-attention"]
@@ -263,6 +267,10 @@ def test_parts_stand_apart_and_a_decoder_reads_behind_its_start(browser: Any, tm
     page.locator("#tab-arcs").click()
     page.locator("#sentence").select_option("0")
     assert page.locator("#arcs .arc-key").count() == 29 and page.locator("#arcs .arc").count() > 3
+    page.locator("#tab-evidence").click()
+    for head, marked in ((5, [" r8", " r4"]), (2, [" r3", " r8"])):  # across two texts, and within the decoder's
+        tile(page, head).click()
+        assert page.locator("#played mark").all_text_contents() == marked
     opened.check_calm()
     opened.context.close()
 

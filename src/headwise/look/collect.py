@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..nn.unwrap import unwrap
 from . import inputs
+from .excerpts import around
 from .finish import records
 from .measure import Sizes
 from .passes import Progress, Reader, Steps, batches, numbered, random_copies, resting
@@ -98,24 +99,28 @@ def at(
     with resting(model):
         reader.read([Passage(row)], TEXT)
         maps, neurons = reader.maps, reader.neurons
-        read_more(reader, repeats, others)
+        copies = read_more(reader, repeats, others)
+    heads = records(reader.tallies, ROLES)
+    spelt = dict(zip(row, named, strict=True))
     return Look(
         model=name or inputs.model_name(model),
         num_layers=len(reader.tallies),
         num_heads=max(tally.heads for tally in reader.tallies),
         length=len(row),
         tokens=named,
-        heads=records(reader.tallies, ROLES),
+        heads=heads,
         kind=reader.kind,
         seconds=round(time.perf_counter() - started, 3),
         version=version(),
         maps=tuple(maps),
         neurons=tuple(neurons),
+        excerpts=around(heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")),
     )
 
 
-def read_more(reader: Reader, repeats: Repeats | None, readings: Mapping[str, Sequence[Passage]]) -> None:
-    """What the roles read beside the texts: random tokens repeated, and passages by the kind of reading."""
+def read_more(reader: Reader, repeats: Repeats | None, readings: Mapping[str, Sequence[Passage]]) -> Sequence[Passage]:
+    """What the roles read beside the texts: random tokens repeated (returned), and passages by the kind of reading."""
+    drawn: Sequence[Passage] = ()
     if repeats is not None:
         drawn = random_copies(repeats, reader.facts, reader.words, ahead=reader.kind == "encoder")
         if drawn:
@@ -124,6 +129,7 @@ def read_more(reader: Reader, repeats: Repeats | None, readings: Mapping[str, Se
         usual = usual_distances(passages)
         for batch in batches(numbered(passages), BATCH):
             reader.read(batch, reads, usual)
+    return drawn
 
 
 def version() -> str:

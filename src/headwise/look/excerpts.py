@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from .records import Look
+from .records import HeadRecord, Look
 from .roles import ROLES
 from .scene import Passage
 
 AROUND = 6
 """Tokens shown before a query or key of the evidence, and after it."""
+
+Excerpts = dict[str, dict[int, str]]
+"""By ``"reading text"``, such as ``"copies 0"``: tokens by their place."""
+
+
+def around(
+    heads: Iterable[HeadRecord], readings: Mapping[str, Sequence[Passage]], name: Callable[[int], str]
+) -> Excerpts:
+    """The tokens around each piece of evidence from the readings.
+
+    Args:
+        heads: the records.
+        readings: the passages by their kind.
+        name: what an id is called.
+    """
+    reads = {role.name: role.reads for role in ROLES}
+    found: Excerpts = {}
+    for head in heads:
+        for score in head.roles:
+            kind = reads.get(score.name, "")
+            passages = readings.get(kind, ())
+            for one in score.evidence:
+                if one.text < len(passages):
+                    shown = found.setdefault(f"{kind} {one.text}", {})
+                    ids = passages[one.text].ids
+                    for place in (one.query, one.key):
+                        for near in range(max(place - AROUND, 0), min(place + AROUND + 1, len(ids))):
+                            shown[near] = name(ids[near])
+    return found
 
 
 def with_excerpts(look: Look, readings: Mapping[str, Sequence[Passage]], names: Sequence[str]) -> Look:
@@ -21,17 +50,4 @@ def with_excerpts(look: Look, readings: Mapping[str, Sequence[Passage]], names: 
         readings: the passages by their kind.
         names: what each id is called, in order.
     """
-    reads = {role.name: role.reads for role in ROLES}
-    found: dict[str, dict[int, str]] = {}
-    for head in look.heads:
-        for score in head.roles:
-            kind = reads.get(score.name, "")
-            passages = readings.get(kind, ())
-            for one in score.evidence:
-                if one.text < len(passages):
-                    shown = found.setdefault(f"{kind} {one.text}", {})
-                    ids = passages[one.text].ids
-                    for place in (one.query, one.key):
-                        for near in range(max(place - AROUND, 0), min(place + AROUND + 1, len(ids))):
-                            shown[near] = names[ids[near]]
-    return replace(look, excerpts=found)
+    return replace(look, excerpts={**look.excerpts, **around(look.heads, readings, names.__getitem__)})

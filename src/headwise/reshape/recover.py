@@ -48,7 +48,7 @@ def recover(
     layers: Mapping[str, Projections],
     *,
     inputs: Inputs = "original",
-    value_steps: int = 8,
+    value_steps: int = 12,
     call: Callable[[nn.Module, Batch], Any] = run_model,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Repaired]:

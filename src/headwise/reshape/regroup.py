@@ -95,7 +95,7 @@ class Regrouping:
             (key, " ".join("+".join(map(str, group)) for group in one.groups), *(f"{lost:.3f}" for lost in one.lost))
             for key, one in self.merges.items()
         ]
-        tables = [(("layer", "heads that share", "keys lost", "values lost"), layers), *_losses(self.measured)]
+        tables = [(("layer", "heads that share", "keys lost", "values lost"), layers), *_errors(self.measured)]
         return {
             "done": "Heads regrouped",
             "verb": "share",
@@ -215,7 +215,7 @@ def repair(
     rows: Sequence[Tensor],
     *,
     inputs: Inputs = "original",
-    value_steps: int = 8,
+    value_steps: int = 12,
     progress: Told = None,
 ) -> Regrouping:
     """The same regrouping with output projections and values solved anew: see `recover`.
@@ -262,18 +262,12 @@ def _measured(losses: Mapping[str, float], check: Sequence[Tensor], done: Sequen
     return {"losses": {**losses, "tokens": tokens}, "errors": errors}
 
 
-def _losses(measured: Mapping[str, Any]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Tables of what was measured, where anything was."""
+def _errors(measured: Mapping[str, Any]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """A table of what was repaired, where anything was."""
     if not measured:
         return []
-    losses = measured["losses"]
-    names = [name for name in ("original", "regrouped", "recovered") if name in losses]
-    title = f"loss on {losses['tokens']} tokens that nothing was fitted to"
     errors = [(name, *(f"{error:.4f}" for error in pair)) for name, pair in measured["errors"].items()]
-    return [
-        ((title, *names), [("nats a token", *(f"{losses[name]:.4f}" for name in names))]),
-        (("squared error of the attention's output", "regrouped", "recovered"), errors),
-    ]
+    return [(("squared error of the attention's output", "regrouped", "recovered"), errors)]
 
 
 def regroup(

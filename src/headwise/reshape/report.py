@@ -62,7 +62,8 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
     losses = facts.get("losses") or {}
     if "recovered" in losses:
         what = f"loss on {losses['tokens']} tokens that nothing was fitted to, nats a token"
-        yield f"{what}: before recovery", f"{losses['original']:.4f}", f"{losses['pruned']:.4f}"
+        changed = losses["pruned"] if "pruned" in losses else losses["regrouped"]
+        yield f"{what}: before recovery", f"{losses['original']:.4f}", f"{changed:.4f}"
         yield f"{what}: recovered", f"{losses['original']:.4f}", f"{losses['recovered']:.4f}"
     plans = [plan or {} for plan in facts["plan"]]
     yield from _pair("parameters, planned", [plan.get("parameters") for plan in plans], _number)

@@ -64,8 +64,11 @@ function piece([textNumber, query, key, weight], role, head) {
   const { reads } = look.roles[role];
   const own = reads === "text" && look.texts === 1;
   const tokens = excerpts.get(`${reads} ${textNumber}`);
-  const textOf = (total) => (own ? (place) => axisText(place, total) : (place) => tokens?.get(place) ?? null);
-  const [queryText, keyText] = [textOf(head.queries), textOf(head.keys)];
+  // A decoder beside an encoder reads the same tokens behind its start: each stands one place later there.
+  const behind = look.kind === "encoder-decoder" && head.part !== "encoder";
+  const textOf = (total, late) => (own ? (place) => axisText(place, total) : (place) => tokens?.get(place - late) ?? null);
+  const queryText = textOf(head.queries, Number(behind));
+  const keyText = textOf(head.keys, Number(behind && head.part !== "cross"));
   const where = own ? "" : { copies: `random tokens, row ${textNumber}: `, text: `text ${textNumber}: ` }[reads] ?? `${plainText(reads, 20)} ${textNumber}: `;
   const line = el("li", {}, el("span", { className: "where" }, where, `query ${query} \u2192 key ${key} `), el("b", {}, number(weight, 2)));
   if (own && overText(head)) {
