@@ -10,6 +10,6 @@ seen = look.at(tiny.model, ids, name="tiny")
 for role in ("previous-token", "induction", "duplicate-token", "first-token sink"):
     for head in seen.with_role(role)[:1]:
         score = head.score(role)
-        print(f"{role}: layer {head.layer} head {head.head}, {score.score:.2f} (counts from {score.threshold})")
+        print(f"{role}: layer {head.layer} head {head.head}, {score.value:.2f} (counts from {score.threshold})")
 print()
 print(seen)
