@@ -332,7 +332,7 @@ def dense(name: str, n: Sizes) -> tuple[Tensor, Tensor]:
     adds = built.adds or (lambda *cell: 0.0)
     added = [adds(*cell) if seen else 0.0 for cell, seen in zip(cells, sees, strict=True)]
     shape = (n.B, n.H, n.T, n.S)
-    return torch.tensor(sees).view(shape), torch.tensor(added, dtype=torch.float64).view(shape)
+    return torch.tensor(sees, dtype=torch.bool).view(shape), torch.tensor(added, dtype=torch.float64).view(shape)
 
 
 def as_tensor(name: str, n: Sizes) -> Tensor:
