@@ -60,7 +60,7 @@ class Importance(Protocol):
         """The criteria."""
 
     def scores(self, by: str) -> list[list[float]]:
-        """[layer][head] of one criterion."""
+        """``[layer][head]`` of one criterion."""
 
 
 def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"] = "constrained") -> Figure:

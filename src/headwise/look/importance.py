@@ -89,7 +89,7 @@ class Importance:
     seconds: float
 
     def scores(self, by: str) -> list[list[float]]:
-        """[layer][head] of one criterion, such as a pruner ranks by.
+        """``[layer][head]`` of one criterion, such as a pruner ranks by.
 
         Raises:
             TypeError: no text.
@@ -230,7 +230,7 @@ Columns = dict[str, list[list[float]]]
 def _measured(
     model: nn.Module, texts: Sequence[Reading], names: Sequence[str], progress: Callable[[int, int], object]
 ) -> tuple[Survey, Columns]:
-    """What was asked for, [layer][head] a criterion."""
+    """What was asked for, ``[layer][head]`` a criterion."""
     columns: Columns = {}
     contributions = Contributions.of(model, texts[0]) if "contribution" in names else None
     base = survey(model, texts, contributions)
@@ -256,7 +256,7 @@ def _measured(
 
 
 def gradients(model: nn.Module, texts: Sequence[Reading], base: Survey) -> tuple[list[list[float]], list[list[float]]]:
-    """[layer][head], E |dL / dxi| as it is, and divided by the l2 norm of each layer (0 where that is 0)."""
+    """``[layer][head]``, E |dL / dxi| as it is, and divided by the l2 norm of each layer (0 where that is 0)."""
     total = [torch.zeros(site.num_heads) for site in base.sites]
     for text in texts:
         gates: list[Tensor] = []

@@ -27,7 +27,7 @@ def random_scores(seed: int = 0) -> Scorer:
 
 
 def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
-    """A scorer of numbers [layer][head], layers in the order in which they attend in a forward pass.
+    """A scorer of numbers ``[layer][head]``, layers in the order in which they attend in a forward pass.
 
     Such are those of `headwise.look.importance`. An encoder attends before its decoder, and in each layer of that
     self-attention before cross-attention.
@@ -62,7 +62,7 @@ def in_order(layers: Iterable[Layer]) -> list[Layer]:
 
 
 def by_twins(twins: Iterable[Twin]) -> list[list[float]]:
-    """[layer][head]: how little a head is repeated by another, for `by_call`; of two that are alike one is spared.
+    """``[layer][head]``: how little a head is repeated by another, for `by_call`; of two that are alike one is spared.
 
     A head is worth its distance (0 to 1) to the nearest one; if that one is to go before it, 1 more.
 
