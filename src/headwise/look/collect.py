@@ -61,7 +61,7 @@ def at(
         name: of the model, for the table; what the model calls itself by default.
         map_size: most cells a side of the map in each record.
         full_maps: whether to keep the large maps too (`Look.maps`), at most 128 cells a side, and the vectors of the
-            first 64 tokens (`Look.neurons`).
+            first 64 tokens, of texts of at most 1,024 (`Look.neurons`).
         repeats: how the random tokens are made; None skips that pass.
         readings: what else the model reads, for the roles that ask for it: ``"sentences"`` that are annotated (see
             `headwise.look.annotate`), texts with ``"needles"`` in them.

@@ -23,6 +23,9 @@ from .tally import LayerTally
 
 Progress = Callable[[int, int], object]
 
+SHORT = 1024
+"""Most queries of a call whose vectors are kept: the weights among them come from whole rows, which cost time."""
+
 
 @dataclass
 class Steps:
@@ -75,7 +78,7 @@ class Reader:
         steps: of the progress.
         tallies: what was summed so far, by attention call.
         maps: the large maps of the last text.
-        neurons: queries, keys and values of its first tokens, kept with the large maps.
+        neurons: queries, keys and values of its first tokens, kept with the large maps where it is short.
         ahead: by attention call, whether its queries may look ahead; None in cross-attention.
     """
 
@@ -121,7 +124,8 @@ class Reader:
                 add_numbers(got, tally, self.sizes.small)
                 if self.sizes.large:
                     self.maps += [quantised(one) for one in got.rows.pooled[0]]
-                    self.neurons.append(vectors_of(call))
+                    if shape[0] <= SHORT:
+                        self.neurons.append(vectors_of(call))
             self.steps.step()
             return out
 
