@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, TypeAlias
 
@@ -100,21 +101,22 @@ def at(
         reader.read([Passage(row)], TEXT)
         maps, neurons = reader.maps, reader.neurons
         copies = read_more(reader, repeats, others)
-    heads = records(reader.tallies, ROLES)
+    seen = look_of(reader, name, started, length=len(row), tokens=named, maps=tuple(maps), neurons=tuple(neurons))
     spelt = dict(zip(row, named, strict=True))
+    return replace(seen, excerpts=around(seen.heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")))
+
+
+def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Look:
+    """What a reader has summed, as a look: `rest` are the fields that depend on what was read."""
     return Look(
-        model=name or inputs.model_name(model),
+        model=name or inputs.model_name(reader.model),
         num_layers=len(reader.tallies),
         num_heads=max(tally.heads for tally in reader.tallies),
-        length=len(row),
-        tokens=named,
-        heads=heads,
+        heads=records(reader.tallies, reader.roles),
         kind=reader.kind,
         seconds=round(time.perf_counter() - started, 3),
         version=version(),
-        maps=tuple(maps),
-        neurons=tuple(neurons),
-        excerpts=around(heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")),
+        **rest,
     )
 
 

@@ -15,8 +15,7 @@ from torch import nn
 from ..nn.unwrap import unwrap
 from ..shapes.kinds import check_counts, check_paths, shown
 from . import inputs
-from .collect import BATCH, REPEATS, Ids, read_more, version
-from .finish import records
+from .collect import BATCH, REPEATS, Ids, look_of, read_more, version
 from .measure import Sizes
 from .passes import Progress, Reader, Steps, batches, resting
 from .records import Look
@@ -97,16 +96,9 @@ def over(
     done = length = 0
     if state is not None and Path(state).exists():
         reader.tallies, done, length = load(state, about)
-        reader.ahead = {order: _AHEAD[tally.place["part"]] for order, tally in enumerate(reader.tallies)}
     stream = itertools.islice(itertools.chain([first], stream), done, None)
     with resting(model):
-        while block := list(itertools.islice(stream, BLOCK)):
-            rows = [inputs.as_row(ids) for ids in block]
-            for row in rows:
-                inputs.check_fits(row, facts.vocabulary, facts.positions)
-            passages = [Passage(row, text=done + n) for n, row in enumerate(rows)]
-            for some in batches(passages, batch):
-                reader.read(some, TEXT)
+        for rows in _read(reader, stream, done, batch):
             done += len(rows)
             length += sum(map(len, rows))
             if state is not None:
@@ -114,21 +106,19 @@ def over(
             if progress is not None:
                 progress(done, 0)
         read_more(reader, repeats, others)
-    return Look(
-        model=name or inputs.model_name(model),
-        num_layers=len(reader.tallies),
-        num_heads=max(tally.heads for tally in reader.tallies),
-        length=length,
-        tokens=(),
-        heads=records(reader.tallies, ROLES),
-        kind=reader.kind,
-        seconds=round(time.perf_counter() - started, 3),
-        version=version(),
-        texts=done,
-    )
+    return look_of(reader, name, started, length=length, tokens=(), texts=done)
 
 
-_AHEAD = {"encoder": True, "decoder": False, "cross": None}
+def _read(reader: Reader, texts: Iterator[Ids], done: int, batch: int) -> Iterator[list[list[int]]]:
+    """Read the texts, a block at a time; each block once it is summed."""
+    while block := list(itertools.islice(texts, BLOCK)):
+        rows = [inputs.as_row(ids) for ids in block]
+        for row in rows:
+            inputs.check_fits(row, reader.facts.vocabulary, reader.facts.positions)
+        for some in batches((Passage(row, text=done + n) for n, row in enumerate(rows)), batch):
+            reader.read(some, TEXT)
+        done += len(rows)
+        yield rows
 
 
 def fingerprint(

@@ -79,7 +79,6 @@ class Reader:
         tallies: what was summed so far, by attention call.
         maps: the large maps of the last text.
         neurons: queries, keys and values of its first tokens, kept with the large maps where it is short.
-        ahead: by attention call, whether its queries may look ahead; None in cross-attention.
     """
 
     model: nn.Module
@@ -91,14 +90,12 @@ class Reader:
     tallies: list[LayerTally] = field(default_factory=list)
     maps: list[HeadMap] = field(default_factory=list)
     neurons: list[Neurons] = field(default_factory=list)
-    ahead: dict[int, bool | None] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
         """What the model is, by where its queries may look."""
-        if None in self.ahead.values():
-            return "encoder-decoder"
-        return "encoder" if any(self.ahead.values()) else "decoder"
+        parts = {tally.place["part"] for tally in self.tallies}
+        return "encoder-decoder" if "cross" in parts else "encoder" if "encoder" in parts else "decoder"
 
     def read(self, passages: Sequence[Passage], reads: str, usual: Mapping[str, int] | None = None) -> None:
         """One forward pass over passages of one length, for the roles that read such."""
@@ -144,7 +141,6 @@ class Reader:
             part = "cross" if ahead is None else "encoder" if ahead else "decoder"
             place = {"module": call.module, "call": again, "part": part}
             self.tallies.append(LayerTally(place, call.query.shape[1]))
-            self.ahead[call.order] = ahead
         return self.tallies[call.order]
 
 
