@@ -67,6 +67,23 @@ def put(content: bytes, path: str | os.PathLike[str]) -> None:
     _sync_folder(target.parent)
 
 
+def get(path: str | os.PathLike[str], what: str, most: int = -1) -> bytes:
+    """The bytes of a file, at most so many; `what` names in the error what is read from it.
+
+    Raises:
+        TypeError: no path.
+        OSError: the file cannot be read.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{what} is read from a path; got {type(path).__name__}")
+    try:
+        with open(path, "rb") as file:
+            return file.read(most)
+    except OSError as error:
+        name = visible(str(os.fspath(path)))
+        raise type(error)(f"cannot read {name}: {error.strerror or type(error).__name__}") from error
+
+
 def check_destination(path: str | os.PathLike[str]) -> Path:
     """The real path a file would be written to; raises what `put` would, before the work is done.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from ..disk import check_destination, put, visible
+from ..disk import check_destination, get, put, visible
 from ..shapes.kinds import check_texts, shown
 from . import figures
 from .records import Look
@@ -182,14 +182,8 @@ def read_curve(path: str | os.PathLike[str]) -> Curve:
         OSError: the file cannot be read.
         ValueError: it holds no curve.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"a curve is read from a path; got {type(path).__name__}")
+    content = get(path, "a curve")
     name = visible(str(os.fspath(path)))
-    try:
-        with open(path, "rb") as file:
-            content = file.read()
-    except OSError as error:
-        raise type(error)(f"cannot read {name}: {error.strerror or type(error).__name__}") from error
     lines = content.split(b"\n")[:-1]  # what stands behind the last line's end was cut off
     try:
         head, *points = [json.loads(line) for line in lines]

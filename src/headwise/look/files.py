@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..disk import check_destination, put, visible
+from ..disk import check_destination, get, put, visible
 from ..extras import missing_extra
 from . import tables
 from .records import Look
@@ -63,14 +63,8 @@ def read(path: str | os.PathLike[str]) -> Look:
         OSError: the file cannot be read.
         ValueError: it holds no look.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"a look is read from a path; got {type(path).__name__}")
+    content = get(path, "a look", MAX_FILE + 1)
     shown = visible(str(os.fspath(path)))
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE + 1)
-    except OSError as error:
-        raise type(error)(f"cannot read {shown}: {error.strerror or type(error).__name__}") from error
     if len(content) > MAX_FILE:
         raise ValueError(f"{shown} has more than {MAX_FILE // 1_000_000} MB; a look is smaller")
     try:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
-import secrets
 import zipfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..disk import put
 from .tally import LayerTally, RoleSums
 
 FORMAT = 1
@@ -41,18 +40,7 @@ def save(path: str | os.PathLike[str], about: str, tallies: Sequence[LayerTally]
     head = {"format": FORMAT, "about": about, "done": done, "length": length, "layers": layers}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays)
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        with partial.open("xb") as file:
-            file.write(buffer.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+    put(buffer.getvalue(), path)
 
 
 def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], int, int]:
