@@ -1,3 +1,12 @@
 """Attention on more than one process or machine, with `torch.distributed`: applied from outside to what is there."""
 
-__all__: list[str] = []
+from .attention import context_parallel as context_parallel
+from .comm import Comm as Comm
+from .errors import RankError as RankError
+from .errors import RankMismatch as RankMismatch
+from .job import Expansion as Expansion
+from .order import join_sequence as join_sequence
+from .order import order_for as order_for
+from .order import positions as positions
+from .order import split_sequence as split_sequence
+from .prices import explain as explain

@@ -106,6 +106,11 @@ class Comm:
             comm.timeout = float(timeout)
         return comm
 
+    @property
+    def count(self) -> int:
+        """Operations that were agreed on so far."""
+        return self._count
+
     # -- agreement -----------------------------------------------------------------------------------------------------
 
     def agree(
