@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import headwise
+from headwise import parallel
 from headwise.ops.masks import Mask
 from headwise.parallel import context_parallel
 from headwise.parallel.comm import Comm
@@ -199,3 +201,48 @@ def check(cases: list[Case]) -> list[str]:
         if said is not None:
             found.append(said)
     return found
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+LENGTH = 23
+MODULE_MASKS = {
+    "causal": lambda: headwise.causal(),
+    "window": lambda: headwise.causal() & headwise.window(5),
+    "documents": lambda: headwise.causal() & headwise.segments((torch.arange(LENGTH) > 9).long()),
+}
+
+
+def module(kind: str) -> torch.nn.Module:
+    torch.manual_seed(3)
+    if kind == "latent":
+        sizes: dict[str, Any] = dict(kv_lora_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
+        return headwise.LatentAttention(11, 3, q_lora_rank=5, **sizes)
+    if kind == "absorbed":  # so small a rank that attention runs in the latent space
+        return headwise.LatentAttention(11, 3, kv_lora_rank=2, nope_dim=16, rope_dim=4, value_dim=16)
+    inner = headwise.nn.InnerAttention(sinks=torch.randn(6), softcap=9.0)
+    return headwise.MultiHeadAttention(12, 6, num_kv_heads=2, head_dim=8, rotary=headwise.nn.Rotary(8), inner=inner)
+
+
+def modules(kind: str, layout: Any, order: Any, mask: str, length: int | None) -> dict[str, float]:
+    """What is off of a module's output and gradients, as a part of the largest; and the bytes that were sent."""
+    made = module(kind)
+    x = torch.randn(2, LENGTH, 12 if kind == "mha" else 11, generator=torch.Generator().manual_seed(5))
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(6))
+    whole = x.clone().requires_grad_()
+    want = made(whole, mask=MODULE_MASKS[mask]())
+    (want * weight).sum().backward()
+    expected = [p.grad for p in made.parameters()]
+    made.zero_grad()
+    own = parallel.split_sequence(x, order=order).requires_grad_()
+    before = Counter(Comm.of().sent)
+    with parallel.context(order=order, layout=layout, length=length):
+        out = made(own, mask=MODULE_MASKS[mask]())
+    (out * parallel.split_sequence(weight, order=order)).sum().backward()
+    sent = Counter(Comm.of().sent) - before
+    parallel.sum_gradients(made)
+    errors = {"out": off(parallel.join_sequence(out.detach(), order=order), want.detach())}
+    errors["dx"] = off(parallel.join_sequence(own.grad, order=order), whole.grad)
+    for (name, p), grad in zip(made.named_parameters(), expected, strict=True):
+        errors[name] = off(p.grad, grad)
+    return errors | {"sent": sum(count for kind, count in sent.items() if kind != "agree")}

@@ -2,6 +2,9 @@
 
 from .attention import context_parallel as context_parallel
 from .comm import Comm as Comm
+from .modules import Context as Context
+from .modules import context as context
+from .modules import sum_gradients as sum_gradients
 from .errors import RankError as RankError
 from .errors import RankMismatch as RankMismatch
 from .job import Expansion as Expansion
