@@ -40,6 +40,7 @@ HARMLESS = frozenset(
         "past_key_values",  # key and value already hold what is cached
         "position_ids",  # query and key are rotated already
         "return_dict",
+        "shift_labels",
         "sliding_window",  # the mask says it, in full; this number counts differently from model to model
         "use_cache",
     }

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import masking_utils as theirs
 
 from ..ops.masks.compose import Mask
-from ..ops.masks.make import segments
 from .architectures import FLOAT_MASKS
 from .closures import Frame, MaskFunction, dense_mask, read_mask, read_padding
 from .functions import function_mask
@@ -130,6 +129,4 @@ def headwise_mask(
         mask = dense_mask(mask_function, frame, attention_mask, use_vmap=use_vmap)
     elif attention_mask is not None:
         mask = mask & read_padding(attention_mask, frame)
-    if batch is not None and batch.documents is not None:
-        mask = mask & segments(batch.documents)
     return StructuralMask(mask, (batch_size, 1, q_length, frame.S), options.get("dtype", torch.float32), device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import find_packed_sequence_indices
 
 from ..nn.sharded import entered
@@ -73,9 +74,7 @@ class Shards:
         elif given.get("attention_mask") is None:
             documents = find_packed_sequence_indices(given["position_ids"].expand(B, -1))
         padding = given.get("attention_mask")
-        whole = Whole(T, None if padding is None else padding.bool(), documents)
-        if padding is None:  # with one, transformers looks for no packed sequences in positions with gaps
-            given["attention_mask"] = torch.ones(B, T, dtype=torch.long, device=tokens.device)
+        whole = Whole(T, None if padding is None else padding.bool())
         if given.get("labels") is not None:
             after = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
             given.setdefault("num_items_in_batch", (after != -100).sum())
@@ -84,7 +83,7 @@ class Shards:
         context = Context(self.comm, self.order, self.layout, T)
         mine = context.places().to(tokens.device)
         cut = {name: x.index_select(1, mine) if _has_tokens(name, x) else x for name, x in given.items()}
-        self._enter(of(whole), entered(context))
+        self._enter(of(whole, documents), entered(context))
         return (), cut
 
     def after(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -186,13 +185,19 @@ def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Any) -> None:
     padding = given.get("attention_mask")
     if padding is not None and (not isinstance(padding, Tensor) or padding.shape != tokens.shape[:2]):
         raise ModelError(f"{who} takes an attention_mask (B, T) = {tuple(tokens.shape[:2])} of 0 and 1, or none")
-    takes = inspect.signature(model.forward).parameters.values()
-    free = any(p.kind is p.VAR_KEYWORD for p in takes)
-    if given.get("labels") is not None and not (free and getattr(model, "loss_type", None) == "ForCausalLM"):
+    if given.get("labels") is not None and not _has_known_loss(model):
         raise ModelError(
             f"{who} computes its loss in a way that cannot be split; leave labels out and compute the loss from "
             "shards.join(out.logits)"
         )
+
+
+def _has_known_loss(model: PreTrainedModel) -> bool:
+    """Whether a model computes its loss by transformers' function for causal models, with what that may be passed."""
+    takes = inspect.signature(model.forward).parameters.values()
+    free = any(p.kind is p.VAR_KEYWORD for p in takes)
+    called = "self.loss_function(" in inspect.getsource(type(model).forward)
+    return free and called and model.loss_function is ForCausalLMLoss
 
 
 def _check_model(model: Any) -> None:

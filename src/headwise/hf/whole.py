@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor
+from transformers import masking_utils
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,12 +18,10 @@ class Whole:
     Attributes:
         tokens: T.
         padding: (B, T) bool, True where a token is real; None where all are.
-        documents: (B, T) the number of the document of each token; None where there is one.
     """
 
     tokens: int
     padding: Tensor | None = None
-    documents: Tensor | None = None
 
 
 _whole: ContextVar[Whole | None] = ContextVar("headwise whole batch", default=None)
@@ -34,10 +33,16 @@ def whole() -> Whole | None:
 
 
 @contextmanager
-def of(batch: Whole | None) -> Iterator[None]:
-    """Within, masks are those of that batch."""
-    token = _whole.set(batch)
+def of(batch: Whole, documents: Tensor | None) -> Iterator[None]:
+    """Within, masks are those of that batch.
+
+    transformers finds the documents (B, T) of a packed batch by gaps in positions, of which a part of them has others.
+    So it is told those of the whole, while the forward runs: a model that does not look for them still does not.
+    """
+    token, found = _whole.set(batch), masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: documents
     try:
         yield
     finally:
+        masking_utils.find_packed_sequence_indices = found
         _whole.reset(token)
