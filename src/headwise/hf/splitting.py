@@ -83,7 +83,7 @@ class Shards:
         context = Context(self.comm, self.order, self.layout, T)
         mine = context.places().to(tokens.device)
         cut = {name: x.index_select(1, mine) if _has_tokens(name, x) else x for name, x in given.items()}
-        self._enter(of(whole, documents), entered(context))
+        self._enter(of(whole, given["position_ids"].expand(B, -1), documents), entered(context))
         return (), cut
 
     def after(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

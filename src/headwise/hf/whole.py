@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import masking_utils
@@ -33,16 +34,22 @@ def whole() -> Whole | None:
 
 
 @contextmanager
-def of(batch: Whole, documents: Tensor | None) -> Iterator[None]:
+def of(batch: Whole, positions: Tensor, documents: Tensor | None) -> Iterator[None]:
     """Within, masks are those of that batch.
 
-    transformers finds the documents (B, T) of a packed batch by gaps in positions, of which a part of them has others.
-    So it is told those of the whole, while the forward runs: a model that does not look for them still does not.
+    transformers finds the documents (B, T) of a packed batch by gaps in positions (B, T), of which a part of the tokens
+    has others. So it is told those of the whole, while the forward runs; a model that looks for none still does not.
     """
-    token, found = _whole.set(batch), masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: documents
+    theirs: dict[str, Any] = {"find_packed_sequence_indices": lambda _: documents}
+    join = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if join is not None:  # newer transformers: what it wraps counts places within documents
+        theirs["packed_sequence_compatibility_function"] = lambda function, *_: join(function, positions, documents)
+    token, found = _whole.set(batch), {name: getattr(masking_utils, name) for name in theirs}
+    for name, function in theirs.items():
+        setattr(masking_utils, name, function)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        for name, function in found.items():
+            setattr(masking_utils, name, function)
         _whole.reset(token)
