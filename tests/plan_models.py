@@ -50,7 +50,10 @@ def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict
     return found
 
 
-MAY_BE_ABSENT = ("num_key_value_heads", "intermediate_size", "n_inner", "num_decoder_layers", "q_lora_rank")
+MAY_BE_ABSENT = (
+    "num_key_value_heads", "num_kv_heads", "intermediate_size", "n_inner", "ffn_hidden_size", "num_decoder_layers",
+    "q_lora_rank", "num_ln_in_parallel_attn",
+)  # fmt: skip
 NEVER_ABSENT = ("nemotron",)  # transformers' own default of None cannot be built there
 
 
@@ -73,8 +76,13 @@ def _value(
         return heads
     if usual in exact:
         return exact[usual]
+    if field in CHOICES:
+        return dice.choice(CHOICES[field])
+    if field == "moe_layers":
+        return dice.choice([None, [i for i in range(layers) if dice.random() < 0.5]])
     if field == "layer_types":
-        kinds = ["full_attention", "sliding_attention"] if "windows" in about else ["full_attention"]
+        word = about.get("windows", {}).get("word", "sliding_attention")
+        kinds = ["full_attention", word] if "windows" in about else ["full_attention"]
         return dice.choice([None, [dice.choice(kinds) for _ in range(layers)]])
     if isinstance(default, bool):
         return dice.random() < 0.5
@@ -90,6 +98,16 @@ def _value(
     return dice.randint(least, most)
 
 
+CHOICES: dict[str, list[Any]] = {
+    "pos_att_type": [None, ["c2p"], ["p2c"], ["c2p", "p2c"], "p2c|c2p"],
+    "max_relative_positions": [-1, 3, 5, 40],
+    "position_buckets": [-1, 2, 4],
+    "norm_rel_ebd": ["none", "layer_norm"],
+    "conv_kernel_size": [0, 3],
+    "conv_groups": [1],
+    "type_vocab_size": [0, 2, 3],
+    "num_ln_in_parallel_attn": [1, 2],
+}
 RANGES = {
     "vocab_size": (30, 99),
     "max_position_embeddings": (24, 40),
@@ -105,6 +123,9 @@ RANGES = {
     "sliding_window_pattern": (2, 4),
     "global_attn_every_n_layers": (2, 4),
     "sliding_window": (2, 9),
+    "attention_chunk_size": (2, 9),
+    "interleave_moe_layer_step": (1, 3),
+    "no_rope_layer_interval": (2, 4),
     "local_attention": (2, 9),
 }
 

@@ -22,7 +22,7 @@ class Flops:
     """Operations of a pass, by where they happen.
 
     Attributes:
-        projections: W_Q, W_K, W_V, W_O of all attention layers.
+        projections: W_Q, W_K, W_V, W_O of all attention layers; and, once for the batch, those of vectors of positions.
         attention: Scores and weighted sums over the pairs that the masks allow.
         dense: The same over every pair of a query and a key, as attention that knows no masks computes it.
         rest: Feed-forward layers, the head (of the last token only where text is generated), convolutions.
@@ -75,17 +75,20 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
     """Operations of reading `context` tokens; an encoder reads its source once, and cross-attention takes it over."""
     source = model.source_tokens(context)
     tokens = {"decoder": context, "encoder": context if model.is_encoder else source, "memory": source}
-    projections = attention = dense = 0
+    projections = attention = dense = once = 0
     for layer in model.layers:
         queries, keys = _lengths(layer, context, source, model.is_encoder)
         projections += sum(layer.projection_macs(stream) * n for stream, n in tokens.items())
-        attention += layer.score_macs() * layer.pairs(queries, keys)
-        dense += layer.score_macs() * queries * keys
+        made, positions = layer.position_macs(queries, keys)
+        once += made
+        attention += layer.score_macs() * layer.pairs(queries, keys) + positions
+        dense += layer.score_macs() * queries * keys + positions
     head = [part for part in model.others if part.name == "lm_head"]
     rest = [part for part in model.others if part.name != "lm_head"]
     last = tokens["encoder"] if model.is_encoder else 1
     others = sum(macs(rest, stream) * n for stream, n in tokens.items()) + last * sum(part.macs for part in head)
-    return _twice(batch, projections, attention, dense, others)
+    cost = _twice(batch, projections, attention, dense, others)
+    return replace(cost, projections=cost.projections + 2 * once)
 
 
 def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True) -> Flops | None:

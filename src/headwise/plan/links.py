@@ -26,10 +26,10 @@ latent vector that stands for it:
 - ``pass_q``: queries go round instead, from r to r - 1, only as far as keys that they see; outputs (p) and lse (4)
   return to their owner, directly. Backward: queries, output gradients, lse and delta (4 each) go, float32 gradients
   of queries return.
-A mask of another form (a prefix, packed documents, a rule) sends no more than the causal or full one that contains it.
-
 - `decode_sent`: one step on a cache sharded by token.
 - `all_reduce`, `all_gather`, `reduce_scatter`: collectives, in the same way of counting.
+
+A mask of another form (a prefix, packed documents, a rule) sends no more than the causal or full one that contains it.
 
 **Sent** is what leaves a rank for another: an all-gather sends its share to each other rank, a reduce-scatter each
 other rank's share of its numbers, an all-reduce is the two. Headers and agreements on sizes are not counted.

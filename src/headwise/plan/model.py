@@ -117,7 +117,9 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
         others,
         _weight_bytes(config),
         fields.size(about["audio"]["positions"]) if "audio" in about else None,
-        fields.size(about["positions"]) if about.get("positions") else None,
+        fields.size(about["positions"])
+        if about.get("positions") and fields.flag(about.get("positions_when", True))
+        else None,
         tuple(notes),
     )
 
