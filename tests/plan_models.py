@@ -47,6 +47,10 @@ def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict
         if default is None and field in MAY_BE_ABSENT and name not in NEVER_ABSENT and dice.random() < 0.15:
             continue
         found[field] = _value(field, usual, default, about, sizes, dice)
+    if runs and "side_by_side" in about:  # what can be built there and not run: norms that no layer calls
+        found["parallel_attn"] = found["parallel_attn"] or found["new_decoder_architecture"]
+        found["num_ln_in_parallel_attn"] = None if found["new_decoder_architecture"] else 1
+        found["num_kv_heads"] = sizes["kv_heads"] if found["new_decoder_architecture"] else None
     return found
 
 
@@ -265,6 +269,20 @@ def static_cache_bytes(name: str, config: Any, model: Any, tokens: int) -> int:
     return bytes_held(cache)
 
 
+def as_run(name: str, ours: Model, config: Any) -> Model:
+    """The model as transformers runs it where that is more, as the notes say: all experts, key-value heads repeated."""
+    if name == "llama4_text":
+        all_experts, used = config.num_local_experts, config.num_experts_per_tok
+        others = tuple(
+            replace(part, macs=part.macs * all_experts // used) if part.name == "experts" else part
+            for part in ours.others
+        )
+        return replace(ours, others=others)
+    if getattr(config, "new_decoder_architecture", False):
+        return ours.with_layers(tuple(replace(layer, num_kv_heads=layer.num_heads) for layer in ours.layers))
+    return ours
+
+
 # --- ours against theirs ----------------------------------------------------------------------------------------------
 
 
@@ -274,7 +292,7 @@ def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[in
     inputs = inputs_of(name, config, TOKENS, batch=BATCH)
     with counted() as seen:
         real(**inputs, **({"logits_to_keep": 1} if last_only else {}))
-    cost = costs.prefill(ours, TOKENS, batch=BATCH)
+    cost = costs.prefill(as_run(name, ours, config) if "moe" in architectures()[name] else ours, TOKENS, batch=BATCH)
     head = sum(part.macs for part in ours.others if part.name == "lm_head")
     all_logits = 0 if last_only or ours.is_encoder else 2 * BATCH * (TOKENS - 1) * head
     return cost.projections + cost.dense + cost.rest + all_logits, seen.flops
@@ -290,7 +308,9 @@ def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int
         inputs = {"encoder_outputs": memory, "decoder_input_ids": inputs["decoder_input_ids"]}
     with counted() as seen:
         real(**inputs, past_key_values=first.past_key_values, use_cache=True)
-    cost = costs.decode(ours, TOKENS, batch=BATCH, absorbed=False)
+    cost = costs.decode(
+        as_run(name, ours, config) if "moe" in architectures()[name] else ours, TOKENS, batch=BATCH, absorbed=False
+    )
     return 0 if cost is None else cost.total, seen.flops
 
 
@@ -299,7 +319,7 @@ def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tupl
 
     Between two steps a growing cache keeps one token less than a window holds during a step.
     """
-    windowed = name != KEEPS_ALL
+    windowed, ours = name != KEEPS_ALL, as_run(name, ours, config)
     between = ours.with_layers(tuple(replace(layer, window=layer.window and layer.window - 1) for layer in ours.layers))
     found = []
     for tokens in (3, TOKENS):
