@@ -86,10 +86,15 @@ def _value(
         return dice.choice([None, [i for i in range(layers) if dice.random() < 0.5]])
     if field == "layer_types":
         word = about.get("windows", {}).get("word", "sliding_attention")
-        kinds = ["full_attention", word] if "windows" in about else ["full_attention"]
-        return dice.choice([None, [dice.choice(kinds) for _ in range(layers)]])
+        word = about.get("states", {}).get("word", word)
+        kinds = ["full_attention", word] if {"windows", "states"} & set(about) else ["full_attention"]
+        return dice.choice([None, [dice.choice(kinds) for _ in range(layers - 1)] + kinds[:1]])
+    if field == "attn_layer_indices" or field == "full_attn_idxs":
+        return sorted({dice.randrange(layers), dice.randrange(layers)})
     if isinstance(default, bool):
         return dice.random() < 0.5
+    if field in ("mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache"):
+        return dice.randint(2, 5)
     if isinstance(default, str):
         return dice.choice(["relu", "gated-gelu", "gelu", "gated-silu"])
     if usual in ("encoder_heads", "decoder_heads"):
@@ -111,6 +116,21 @@ CHOICES: dict[str, list[Any]] = {
     "conv_groups": [1],
     "type_vocab_size": [0, 2, 3],
     "num_ln_in_parallel_attn": [1, 2],
+    "full_attention_interval": [1],
+    "attn_layer_period": [1, 2],
+    "attn_layer_offset": [0],
+    "expert_layer_period": [2, 3],
+    "expert_layer_offset": [0, 1],
+    "mamba_dt_rank": ["auto", 3, 5],
+    "mamba_n_heads": [2, 4],
+    "mamba_d_head": ["auto"],
+    "mamba_n_groups": [1, 2],
+    "mamba_d_ssm": [None, 24, 32],
+    "mamba_expand": [1, 2],
+    "linear_num_key_heads": [1, 2],
+    "linear_num_value_heads": [2, 4],
+    "block_multiple_of": [1, 4],
+    "block_ffn_dim_multiplier": [None, 1.0, 0.8, 2],
 }
 RANGES = {
     "vocab_size": (30, 99),

@@ -10,6 +10,7 @@ from .fields import Fields, heads_of
 from .layer import AttentionLayer, Biases, Latent, LayerRole, Positions, QkNorm
 from .parts import Part, linear, repeated, table, vector
 from .shape import short
+from .states import layer_kinds
 from .windows import chunks, windows_of
 
 
@@ -24,12 +25,14 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     role: LayerRole = "encoder" if about.get("stack") == "encoder" else "self"
     if "causal_unless" in about and fields.flag(about["causal_unless"]):
         raise ValueError(f"{about['causal_unless']} is on, and attention both ways is not modelled for it")
+    attends, _ = layer_kinds(fields, layers)
     windows, chunked = windows_of(fields, layers), chunks(fields)
     one = _latent_layer(fields) if about.get("latent") else _plain_layer(fields, role)
     shared = about.get("one_layer_shared", False)
     return [
         replace(one, index=i, window=windows[i], chunked=chunked and windows[i] is not None, shared=shared and i > 0)
         for i in range(layers)
+        if attends[i]
     ]
 
 
@@ -238,11 +241,27 @@ def _feed_forward(fields: Fields, index: int, stream: str) -> Iterator[Part]:
         inner = about["wide"] * width
     if moe and "dense_width" in moe:
         inner = fields.size(moe["dense_width"])
+    if "adjusted" in about:
+        inner = _adjusted(fields, about["adjusted"], inner)
     yield feed_forward("mlp", width, inner, gated=gated, bias=fields.choice("mlp_bias"), stream=stream)
     if about.get("activation_numbers"):
         yield vector("activation", "mlp", about["activation_numbers"], stream=stream)
     if fields.choice("sub_norms"):
         yield vector("sub_norm", "norm", inner, stream=stream)
+
+
+def _adjusted(fields: Fields, about: dict[str, str], inner: int) -> int:
+    """Two thirds of the width, times a factor, rounded up to a multiple; where the config says so."""
+    if not fields.flag(about["when"]):
+        return inner
+    inner = int(2 * inner / 3)
+    called, factor = fields.raw(about["factor"])
+    if factor is None:
+        return inner
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor <= 1000:
+        raise ValueError(f"{called} is a number above 0; got {short(factor)}")
+    multiple = fields.size(about["multiple"])
+    return -(-int(factor * inner) // multiple) * multiple
 
 
 def _dense(fields: Fields, rule: dict[str, Any] | None, index: int) -> bool:
@@ -254,6 +273,9 @@ def _dense(fields: Fields, rule: dict[str, Any] | None, index: int) -> bool:
     if rule["rule"] == "listed":
         listed, step = fields.numbers(rule["only"]), fields.size(rule["step"])
         return (index + 1) % step != 0 if listed is None else index not in listed
+    if rule["rule"] == "period":
+        off = index % fields.size(rule["period"]) != fields.size(rule["offset"], least=0)
+        return off or fields.size("num_experts") == 1
     only = fields.numbers(rule["only"]) or []
     return index in only or fields.size("num_experts", least=0) == 0 or (index + 1) % fields.size(rule["step"]) != 0
 

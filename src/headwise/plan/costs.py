@@ -25,7 +25,8 @@ class Flops:
         projections: W_Q, W_K, W_V, W_O of all attention layers; and, once for the batch, those of vectors of positions.
         attention: Scores and weighted sums over the pairs that the masks allow.
         dense: The same over every pair of a query and a key, as attention that knows no masks computes it.
-        rest: Feed-forward layers, the head (of the last token only where text is generated), convolutions.
+        rest: Feed-forward layers, the head (of the last token only where text is generated), convolutions, and the
+            matrices of layers with a state; what moves the state itself is a few operations a number of it.
     """
 
     projections: int
@@ -59,6 +60,11 @@ def cache_bytes(model: Model, context: int, number_bytes: int, *, batch: int = 1
     )
 
 
+def state_bytes(model: Model, *, batch: int = 1) -> int:
+    """Bytes of the states that `batch` texts hold, however long they are: convolutions' last inputs and the rest."""
+    return batch * sum(layer.bytes(model.number_bytes) for layer in model.states)
+
+
 def bytes_per_token(model: Model, number_bytes: int) -> int:
     """Bytes that one more token takes while no window is full."""
     return number_bytes * sum(layer.cached_numbers() for layer in model.layers if layer.role == "self")
@@ -86,6 +92,7 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
     head = [part for part in model.others if part.name == "lm_head"]
     rest = [part for part in model.others if part.name != "lm_head"]
     last = tokens["encoder"] if model.is_encoder else 1
+    rest += [part for layer in model.states for part in layer.parts()]
     others = sum(macs(rest, stream) * n for stream, n in tokens.items()) + last * sum(part.macs for part in head)
     cost = _twice(batch, projections, attention, dense, others)
     return replace(cost, projections=cost.projections + 2 * once)
@@ -114,7 +121,8 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
         each, pair = layer.absorbed_macs()
         projections += each if absorbed else expansion * keys
         attention += (pair if absorbed else layer.score_macs()) * keys
-    return _twice(batch, projections, attention, attention, macs(model.others, "decoder"))  # one query, no mask
+    others = [*model.others, *(part for layer in model.states for part in layer.parts())]
+    return _twice(batch, projections, attention, attention, macs(others, "decoder"))  # one query, no mask
 
 
 def _lengths(layer: AttentionLayer, context: int, source: int, is_encoder: bool) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from .fields import Fields, architectures
 from .layer import AttentionLayer
 from .parts import Part, parameters
 from .shape import short
+from .states import StateLayer, state_layers
 
 WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
@@ -25,6 +26,7 @@ class Model:
         model_type: Its architecture, as configs name it.
         layers: Attention layers; with two stacks, the encoder's, then the decoder's self and cross by turns.
         others: Embeddings, norms, feed-forward layers and the head.
+        states: Layers that keep a state of fixed size; a layer that has attention beside it is in both.
         weight_bytes: Bytes a weight has in the checkpoint, as the config's dtype says; 2 where it says nothing.
         source: Tokens of the encoder where the config fixes them (audio); else None.
         positions: Tokens it has learned positions for; None where positions are computed.
@@ -39,6 +41,12 @@ class Model:
     source: int | None = None
     positions: int | None = None
     notes: tuple[str, ...] = ()
+    states: tuple[StateLayer, ...] = ()
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number that the model computes with: those of a weight, where weights are not packed."""
+        return self.weight_bytes
 
     @property
     def d_model(self) -> int:
@@ -52,7 +60,8 @@ class Model:
 
     def parts(self) -> list[Part]:
         """Every part, attention's first."""
-        return [part for layer in self.layers for part in layer.parts()] + list(self.others)
+        layers = (*self.layers, *self.states)
+        return [part for layer in layers for part in layer.parts()] + list(self.others)
 
     def attention_parameters(self) -> int:
         """Parameters of all attention layers."""
@@ -60,7 +69,7 @@ class Model:
 
     def total_parameters(self) -> int:
         """Parameters of the model."""
-        return self.attention_parameters() + parameters(self.others)
+        return parameters(self.parts())
 
     def active_parameters(self) -> int:
         """Parameters that one token of the decoder passes through: without look-up tables and unused experts."""
@@ -121,6 +130,7 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
         if about.get("positions") and fields.flag(about.get("positions_when", True))
         else None,
         tuple(notes),
+        state_layers(fields, fields.size("num_hidden_layers")) if "states" in about else (),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ROOMS = ("attention", "mlp", "norm", "embedding", "head")
+ROOMS = ("attention", "state", "mlp", "norm", "embedding", "head")
 STREAMS = ("decoder", "memory", "encoder")
 
 
@@ -15,7 +15,7 @@ class Part:
 
     Attributes:
         name: What it is, as the field calls it: ``q_proj``, ``experts``, ``embeddings``.
-        room: Where it belongs: one of attention, mlp, norm, embedding, head.
+        room: Where it belongs: one of attention, state, mlp, norm, embedding, head.
         parameters: Numbers learned.
         macs: Multiply-adds of its matrices for one token; biases, norms and look-ups are not matrices. Two FLOPs each.
         active: Parameters that one token passes through: fewer than all for experts, none for a table it looks up in.

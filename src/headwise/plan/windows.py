@@ -24,6 +24,8 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
         ValueError: a layer of a type that is not modelled, or a sliding layer without a window.
     """
     rule: dict[str, Any] = fields.architecture.get("windows", {})
+    if "states" in fields.architecture and fields.config.get("sliding_window") is None:
+        return [None] * layers
     if not rule:
         for name in ("layer_types", "sliding_window"):
             if fields.config.get(name) not in (None, [FULL] * layers):
