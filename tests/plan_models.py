@@ -18,6 +18,7 @@ from headwise.plan.fields import architectures
 from headwise.plan.model import Model, model_of
 
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
+OWN_CACHE = "minimax"  # takes no fixed cache
 KEEPS_ALL = "gpt_neo"  # transformers keeps the whole context of its local layers, as its note says
 IDS: dict[str, int] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
 ROUTING: dict[str, int] = dict(n_group=1, topk_group=1)  # which experts a token may choose from, not how many
@@ -89,6 +90,8 @@ def _value(
         word = about.get("states", {}).get("word", word)
         kinds = ["full_attention", word] if {"windows", "states"} & set(about) else ["full_attention"]
         return dice.choice([None, [dice.choice(kinds) for _ in range(layers - 1)] + kinds[:1]])
+    if field == "full_attention_interval":
+        return dice.randint(1, layers)
     if field == "attn_layer_indices" or field == "full_attn_idxs":
         return sorted({dice.randrange(layers), dice.randrange(layers)})
     if isinstance(default, bool):
@@ -116,7 +119,6 @@ CHOICES: dict[str, list[Any]] = {
     "conv_groups": [1],
     "type_vocab_size": [0, 2, 3],
     "num_ln_in_parallel_attn": [1, 2],
-    "full_attention_interval": [1],
     "attn_layer_period": [1, 2],
     "attn_layer_offset": [0],
     "expert_layer_period": [2, 3],
@@ -214,16 +216,24 @@ def silently_wrong(name: str, fields: dict[str, Any], more: dict[str, Any], size
 class Matmuls(TorchDispatchMode):
     """Counts the FLOPs of every matrix product and convolution that runs, to the unit.
 
-    Products over an inner axis of 1 are no sums of products but scalings (rotary angles), and are left out.
+    Products over an inner axis of 1 are no sums of products but scalings (rotary angles), and are left out. Given a
+    model, only products with its parameters are counted, and no convolutions: what moves a state is not in the plan.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
         super().__init__()
         self.flops = 0
+        self.only = None if model is None else {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def _counts(self, args: Any) -> bool:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return self.only is None or any(t.untyped_storage().data_ptr() in self.only for t in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if not self._counts(args) or (self.only is not None and name == "convolution"):
+            return out
         if name in ("mm", "bmm"):
             self.flops += _product(out, args[0])
         elif name in ("addmm", "baddbmm"):
@@ -240,9 +250,15 @@ def _product(out: torch.Tensor, left: torch.Tensor) -> int:
 
 
 @contextmanager
-def counted() -> Iterator[Matmuls]:
-    with torch.no_grad(), Matmuls() as seen:
+def counted(model: Any = None) -> Iterator[Matmuls]:
+    with torch.no_grad(), Matmuls(model) as seen:
         yield seen
+
+
+def with_parameters(cost: costs.Flops, ours: Model, passes: int) -> int:
+    """Of those operations the products with parameters: not attention's, nor convolutions of layers with a state."""
+    convolved = sum(part.macs for layer in ours.states for part in layer.parts() if part.name == "conv")
+    return cost.projections + cost.rest - 2 * passes * convolved
 
 
 def inputs_of(name: str, config: Any, tokens: int, *, batch: int = 1, source: int | None = None) -> dict[str, Any]:
@@ -264,7 +280,12 @@ def bytes_held(cache: Any) -> int:
     """Bytes of all keys and values in a transformers cache, self- and cross-attention's."""
     if hasattr(cache, "self_attention_cache"):
         return bytes_held(cache.self_attention_cache) + bytes_held(cache.cross_attention_cache)
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    tensors = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    for layer in cache.layers:
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            tensors += states.values()
+    tensors += getattr(cache, "linear_cache", [])
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -310,10 +331,13 @@ def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[in
     """FLOPs of reading `TOKENS` tokens without a mask's savings, as planned and as counted."""
     last_only = "logits_to_keep" in inspect.signature(real.forward).parameters and not ours.is_encoder
     inputs = inputs_of(name, config, TOKENS, batch=BATCH)
-    with counted() as seen:
+    with counted(real if ours.states else None) as seen:
         real(**inputs, **({"logits_to_keep": 1} if last_only else {}))
     cost = costs.prefill(as_run(name, ours, config) if "moe" in architectures()[name] else ours, TOKENS, batch=BATCH)
     head = sum(part.macs for part in ours.others if part.name == "lm_head")
+    if ours.states:
+        assert last_only
+        return with_parameters(cost, ours, BATCH * TOKENS), seen.flops
     all_logits = 0 if last_only or ours.is_encoder else 2 * BATCH * (TOKENS - 1) * head
     return cost.projections + cost.dense + cost.rest + all_logits, seen.flops
 
@@ -326,11 +350,13 @@ def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int
     if "decoder_input_ids" in inputs:
         memory = (first.encoder_last_hidden_state,)
         inputs = {"encoder_outputs": memory, "decoder_input_ids": inputs["decoder_input_ids"]}
-    with counted() as seen:
+    with counted(real if ours.states else None) as seen:
         real(**inputs, past_key_values=first.past_key_values, use_cache=True)
     cost = costs.decode(
         as_run(name, ours, config) if "moe" in architectures()[name] else ours, TOKENS, batch=BATCH, absorbed=False
     )
+    if ours.states and cost is not None:
+        return with_parameters(cost, ours, BATCH), seen.flops
     return 0 if cost is None else cost.total, seen.flops
 
 
@@ -342,10 +368,11 @@ def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tupl
     windowed, ours = name != KEEPS_ALL, as_run(name, ours, config)
     between = ours.with_layers(tuple(replace(layer, window=layer.window and layer.window - 1) for layer in ours.layers))
     found = []
+    states = costs.state_bytes(replace(ours, weight_bytes=FLOAT32))
     for tokens in (3, TOKENS):
-        planned = costs.cache_bytes(between, tokens, FLOAT32, windowed=windowed)
+        planned = states + costs.cache_bytes(between, tokens, FLOAT32, windowed=windowed)
         found.append((planned, dynamic_cache_bytes(name, config, real, tokens)))
-    if architectures()[name].get("stack") != "pair":
-        planned = costs.cache_bytes(ours, TOKENS, FLOAT32, windowed=windowed)
+    if architectures()[name].get("stack") != "pair" and name != OWN_CACHE:
+        planned = states + costs.cache_bytes(ours, TOKENS, FLOAT32, windowed=windowed)
         found.append((planned, static_cache_bytes(name, config, real, TOKENS)))
     return found
