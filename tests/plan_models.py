@@ -90,6 +90,8 @@ def _value(
         word = about.get("states", {}).get("word", word)
         kinds = ["full_attention", word] if {"windows", "states"} & set(about) else ["full_attention"]
         return dice.choice([None, [dice.choice(kinds) for _ in range(layers - 1)] + kinds[:1]])
+    if field == "mamba_n_heads":
+        return dice.choice([heads for heads in (2, 4) if width % heads == 0])
     if field == "full_attention_interval":
         return dice.randint(1, layers)
     if field == "attn_layer_indices" or field == "full_attn_idxs":
@@ -124,7 +126,6 @@ CHOICES: dict[str, list[Any]] = {
     "expert_layer_period": [2, 3],
     "expert_layer_offset": [0, 1],
     "mamba_dt_rank": ["auto", 3, 5],
-    "mamba_n_heads": [2, 4],
     "mamba_d_head": ["auto"],
     "mamba_n_groups": [1, 2],
     "mamba_d_ssm": [None, 24, 32],
