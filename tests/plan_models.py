@@ -133,7 +133,7 @@ CHOICES: dict[str, list[Any]] = {
     "linear_num_key_heads": [1, 2],
     "linear_num_value_heads": [2, 4],
     "block_multiple_of": [1, 4],
-    "block_ffn_dim_multiplier": [None, 1.0, 0.8, 2],
+    "block_ffn_dim_multiplier": [1.0, 0.8, 2],
 }
 RANGES = {
     "vocab_size": (30, 99),

@@ -253,7 +253,7 @@ def test_the_record_is_frozen_and_goes_to_json() -> None:
     assert told["planned"]["parameters"]["attention"] < told["parameters"]["attention"]
     assert len(told["layers"]) == 26 and told["layers"][5]["window"] is None and told["layers"][4]["window"] == 512
     assert told["contexts"][0]["floors"][0]["binds"] == "weights"
-    assert set(told["parameters"]) == {"attention", "mlp", "norm", "embedding", "head", "total"}
+    assert set(told["parameters"]) == {"attention", "state", "mlp", "norm", "embedding", "head", "total"}
 
 
 def test_what_is_printed() -> None:

@@ -14,6 +14,7 @@ from .model import Model
 from .parts import macs
 
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+SCALE_BYTES = {"int8": 4}  # a float32 for every token and key-value head, of keys and of values
 BATCHES = tuple(2**i for i in range(9))
 
 
@@ -44,19 +45,18 @@ class Flops:
         return {**asdict(self), "total": self.total}
 
 
-def cache_bytes(model: Model, context: int, number_bytes: int, *, batch: int = 1, windowed: bool = True) -> int:
-    """Bytes of keys and values that `batch` texts of `context` tokens hold.
+def cache_bytes(
+    model: Model, context: int, number_bytes: int, *, batch: int = 1, windowed: bool = True, scale_bytes: int = 0
+) -> int:
+    """Bytes of keys and values that `batch` texts of `context` tokens hold, and of their scales where they have them.
 
     `windowed`: layers that look through a window keep the window; else every layer keeps the whole context, which is
     what an engine reserves that gives all layers the same room.
     """
     source = model.source_tokens(context)
-    return (
-        batch
-        * number_bytes
-        * sum(
-            layer.cached_numbers() * layer.cached_tokens(context, source, windowed=windowed) for layer in model.layers
-        )
+    return batch * sum(
+        layer.cached_bytes(number_bytes, scale_bytes) * layer.cached_tokens(context, source, windowed=windowed)
+        for layer in model.layers
     )
 
 
@@ -65,9 +65,9 @@ def state_bytes(model: Model, *, batch: int = 1) -> int:
     return batch * sum(layer.bytes(model.number_bytes) for layer in model.states)
 
 
-def bytes_per_token(model: Model, number_bytes: int) -> int:
+def bytes_per_token(model: Model, number_bytes: int, scale_bytes: int = 0) -> int:
     """Bytes that one more token takes while no window is full."""
-    return number_bytes * sum(layer.cached_numbers() for layer in model.layers if layer.role == "self")
+    return sum(layer.cached_bytes(number_bytes, scale_bytes) for layer in model.layers if layer.role == "self")
 
 
 def as_kv_heads(model: Model, kv_heads: int | None) -> Model | None:
@@ -153,7 +153,7 @@ class Floor:
 
     Attributes:
         batch: Texts that take a step together.
-        bytes: Read from memory: weights once, every text's cache.
+        bytes: Read from memory: weights once, every text's cache and states.
         flops: Computed.
         intensity: FLOPs a byte.
         seconds: The longer of the two at full speed; None where no speed is given.
@@ -180,7 +180,13 @@ def weight_bytes_read(model: Model) -> int:
 
 
 def floors(
-    model: Model, context: int, number_bytes: int, *, bandwidth: float | None = None, flop_rate: float | None = None
+    model: Model,
+    context: int,
+    number_bytes: int,
+    *,
+    bandwidth: float | None = None,
+    flop_rate: float | None = None,
+    scale_bytes: int = 0,
 ) -> tuple[Floor, ...]:
     """The floor of a decoding step at that context, for batches of 1, 2, 4, ... 256; empty for a model that only reads.
 
@@ -189,7 +195,8 @@ def floors(
     one = decode(model, context)
     if one is None:
         return ()
-    weights, cache = weight_bytes_read(model), cache_bytes(model, context, number_bytes)
+    weights = weight_bytes_read(model)
+    cache = cache_bytes(model, context, number_bytes, scale_bytes=scale_bytes) + state_bytes(model)
     floors = []
     for batch in BATCHES:
         read, flops = weights + batch * cache, batch * one.total

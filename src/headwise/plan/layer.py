@@ -212,6 +212,16 @@ class AttentionLayer:
             return self.latent.kv_rank + self.latent.rope_dim
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
+    def cached_vectors(self) -> int:
+        """Vectors that one token leaves in the cache, each with a scale where numbers are int8: 2 K; latent, 1."""
+        if self.role == "encoder":
+            return 0
+        return 1 if self.latent is not None else 2 * self.num_kv_heads
+
+    def cached_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
+        """Bytes that one token leaves in the cache."""
+        return self.cached_numbers() * number_bytes + self.cached_vectors() * scale_bytes
+
     def cached_tokens(self, context: int, source: int, *, windowed: bool = True) -> int:
         """Tokens in the cache: the encoder's for cross-attention, else the context, cut to the window if asked."""
         tokens = source if self.role == "cross" else context

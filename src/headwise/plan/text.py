@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .chart import bars, check_plans
 from .layer import AttentionLayer
+from .model import Model
 from .shape import short
 from .units import show, show_bytes
 
@@ -100,6 +101,7 @@ def _facts(plan: AttentionPlan) -> dict[str, str]:
         "attention layers": _layer_counts(model.layers),
         "heads, kv heads": _spread(f"{layer.num_heads}, {layer.num_kv_heads}" for layer in model.layers),
         "d_k, d_v": f"{first.head_dim}, {first.value_dim}",
+        **_state_facts(model),
         "attention parameters": f"{rooms['attention']:,} ({share:.1%} of the model)",
         "  a layer": _spread(f"{layer.parameter_count():,}" for layer in model.layers),
         "all parameters": f"{rooms['total']:,}" + ("" if plan.exact else " (see the notes)"),
@@ -107,6 +109,15 @@ def _facts(plan: AttentionPlan) -> dict[str, str]:
         "computations a pass": f"{plan.attention_computations:,} (layers x heads)",
         f"cache a token ({plan.kv_dtype})": f"{plan.bytes_per_token:,} B",
     }
+
+
+def _state_facts(model: Model) -> dict[str, str]:
+    """The layers with a state, where there are any."""
+    if not model.states:
+        return {}
+    count, one = len(model.states), model.states[0]
+    size = show_bytes(one.bytes(model.number_bytes))
+    return {"layers with a state": f"{count} {one.kind}, {size} each for a text of any length"}
 
 
 def _context_facts(plan: AttentionPlan, cost: ContextCost) -> dict[str, str]:
@@ -119,7 +130,8 @@ def _context_facts(plan: AttentionPlan, cost: ContextCost) -> dict[str, str]:
         }
     else:
         cache = {
-            "cache held": show_bytes(cost.cache_bytes),
+            "cache held": show_bytes(cost.cache_bytes)
+            + (f" and {show_bytes(cost.state_bytes)} of states" if cost.state_bytes else ""),
             "cache reserved": f"{show_bytes(cost.reserved_bytes)}, every layer the whole context",
             "as MHA, GQA-8, MQA": f"{show_bytes(cost.as_mha_bytes)}, {gqa}, {show_bytes(cost.as_mqa_bytes)}",
         }
