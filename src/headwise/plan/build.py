@@ -27,7 +27,7 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
         raise ValueError(f"{about['causal_unless']} is on, and attention both ways is not modelled for it")
     attends, _ = layer_kinds(fields, layers)
     windows, chunked = windows_of(fields, layers), chunks(fields)
-    one = _latent_layer(fields) if about.get("latent") else _plain_layer(fields, role)
+    one = _latent_layer(fields) if about.get("latent") else plain_layer(fields, role)
     shared = about.get("one_layer_shared", False)
     return [
         replace(one, index=i, window=windows[i], chunked=chunked and windows[i] is not None, shared=shared and i > 0)
@@ -36,7 +36,8 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     ]
 
 
-def _plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
+def plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
+    """The attention of one layer, without latents."""
     heads, kv_heads, dim = heads_of(fields)
     width = fields.size("hidden_size")
     norm: dict[str, Any] = fields.architecture.get("qk_norm", {})
