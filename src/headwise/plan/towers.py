@@ -1,4 +1,4 @@
-"""The towers of a model that takes pictures or sound: encoders in front of its text model, and what joins them to it."""
+"""The towers of a model that takes pictures or sound: encoders before its text model, and what joins them to it."""
 
 from __future__ import annotations
 
