@@ -393,7 +393,7 @@ def random_composite(name: str, dice: random.Random) -> dict[str, Any]:
     spec = about["text"]
     kind = spec["type"]
     if spec.get("any"):
-        kind = dice.choice([kind, *TEXTS])
+        kind = dice.choice(spec["any"] if isinstance(spec["any"], list) else [kind, *TEXTS])
     text = random_config(spec.get("as", {}).get(kind, kind), dice)
     if spec.get("as", {}).get(kind, kind) != kind:
         text = {key: value for key, value in text.items() if key not in ("layer_types", "tie_word_embeddings")}
