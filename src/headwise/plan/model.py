@@ -187,7 +187,7 @@ def _text_of(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[dict[
         tied = True
     inner = {**spec.get("defaults", {}), **outer, **text, "model_type": as_type}
     if not spec.get("tie_inside"):
-        inner["tie_word_embeddings"] = tied
+        inner["tie_word_embeddings"] = tied and not spec.get("untied")
     return {key: value for key, value in inner.items() if key not in spec.get("drop", ())}, as_type
 
 
