@@ -216,7 +216,7 @@ MARKED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama", "brand_new": 1}, "fields that are not known, taken to change no count: 'brand_new'"),
     ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "the head of 'LlamaForSequence"),
     ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "layers that predict further tokens"),
-    ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "the checkpoint is quantised"),
+    ({"model_type": "llama", "quantization_config": {"quant_method": "odd"}}, "the checkpoint is quantised by 'odd'"),
     ({"model_type": "t5", "tie_word_embeddings": False}, "tie_word_embeddings is off: the checkpoint has a head of"),
 ]
 

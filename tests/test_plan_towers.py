@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from plan_models import COMPOSITE, composite_config, composite_model, random_composite
 
-from headwise import plan
-from headwise.plan.fields import architectures
 from headwise.plan.model import model_of
-from headwise.plan.towers import known_towers
 
 pytestmark = pytest.mark.unchecked
 

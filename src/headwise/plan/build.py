@@ -141,6 +141,22 @@ def _norms(fields: Fields) -> int:
     return 2 if two or not fields.flag(side["when"]) else 1
 
 
+def further_parts(fields: Fields, attention: AttentionLayer) -> tuple[Part, ...]:
+    """Layers that predict further tokens, each a whole one more, fed by the embedding and the last layer's output.
+
+    The table and the head are the model's own; a checkpoint may hold copies of them.
+    """
+    about = fields.architecture.get("further")
+    count = fields.optional(about, least=0) if about else 0
+    if not count:
+        return ()
+    width, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
+    one = [*attention.parts(), *_feed_forward(fields, layers, "further")]
+    one += [linear("join", "mlp", 2 * width, width, stream="further")]
+    one += [vector("norms", "norm", norm_size(fields, width) * (_norms(fields) + 3), stream="further")]
+    return tuple(replace(repeated(part, count, count), stream="further") for part in one)
+
+
 def norm_size(fields: Fields, width: int) -> int:
     """Numbers of one norm: its weights, and its biases where it is a LayerNorm that has them."""
     kind = fields.architecture.get("norm", "rms")
@@ -221,7 +237,7 @@ def feed_forward(name: str, width: int, inner: int, *, gated: bool, bias: bool, 
     ups = 2 if gated else 1
     matrices = (ups + 1) * width * inner
     size = matrices + (ups * inner + width if bias else 0)
-    return Part(name, "mlp", size, matrices, size, stream)
+    return Part(name, "mlp", size, matrices, size, stream, ((width, inner, ups), (inner, width, 1)))
 
 
 def _feed_forward(fields: Fields, index: int, stream: str) -> Iterator[Part]:

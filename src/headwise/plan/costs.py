@@ -176,7 +176,10 @@ class Floor:
 
 def weight_bytes_read(model: Model) -> int:
     """Bytes of weights that a step reads at least: those one token passes. More experts may be met; never fewer."""
-    return model.weight_bytes * model.active_parameters()
+    stream = "encoder" if model.is_encoder else "decoder"
+    passed = [part for part in model.parts() if part.stream == stream and part.active]
+    shared = sum(part.active * model.weight_bytes for part in passed if not part.parameters)
+    return shared + sum(model.part_bytes(part) * part.active // part.parameters for part in passed if part.parameters)
 
 
 def floors(

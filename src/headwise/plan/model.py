@@ -10,6 +10,7 @@ from typing import Any
 from . import build, pair
 from .fields import Fields, architectures
 from .layer import AttentionLayer
+from .packing import Packing, packing_of
 from .parts import Part, parameters
 from .shape import short
 from .states import StateLayer, state_layers
@@ -27,6 +28,9 @@ class Model:
         model_type: Its architecture, as configs name it.
         layers: Attention layers; with two stacks, the encoder's, then the decoder's self and cross by turns.
         others: Embeddings, norms, feed-forward layers and the head.
+        further: Layers that predict further tokens; they are in no other count, for transformers builds none.
+        further_layers: How many of them; each caches what a layer does.
+        packing: How the checkpoint's matrices are quantised; None where they are not.
         towers: Encoders of pictures or sound beside the text model; all else is the text model's.
         states: Layers that keep a state of fixed size; a layer that has attention beside it is in both.
         weight_bytes: Bytes a weight has in the checkpoint, as the config's dtype says; 2 where it says nothing.
@@ -45,6 +49,9 @@ class Model:
     notes: tuple[str, ...] = ()
     states: tuple[StateLayer, ...] = ()
     towers: tuple[Tower, ...] = ()
+    further: tuple[Part, ...] = ()
+    further_layers: int = 0
+    packing: Packing | None = None
 
     @property
     def number_bytes(self) -> int:
@@ -73,6 +80,20 @@ class Model:
     def total_parameters(self) -> int:
         """Parameters of the model, its towers included."""
         return parameters(self.parts()) + self.tower_parameters()
+
+    def part_bytes(self, part: Part) -> int:
+        """Bytes of a part's weights in the checkpoint."""
+        return (
+            part.parameters * self.weight_bytes if self.packing is None else self.packing.bytes(part, self.weight_bytes)
+        )
+
+    def stored_bytes(self) -> int:
+        """Bytes of all weights in the checkpoint, towers included, without layers that predict further tokens.
+
+        Of a model with towers only the text model is quantised.
+        """
+        towers = [part for tower in self.towers for part in tower.parts()]
+        return sum(map(self.part_bytes, self.parts())) + self.weight_bytes * parameters(towers)
 
     def tower_parameters(self) -> int:
         """Parameters of the towers, and of what joins them to the text model."""
@@ -114,11 +135,14 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
     fields = Fields(config, about)
     room = pair if about.get("stack") == "pair" else build
     with_head, head_note = _head(config, about)
+    packing, packing_note = packing_of(config)
     layers = tuple(room.attention_layers(fields))
     others = tuple(room.other_parts(fields, with_head=with_head))
+    further = build.further_parts(fields, layers[-1]) if "further" in about else ()
     notes = [
         *left_out,
         *fields.marks(),
+        *([packing_note] if packing_note else []),
         *([about["note"]] if "note" in about else []),
         *([head_note] if head_note else []),
     ]
@@ -137,6 +161,9 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
         else None,
         tuple(notes),
         state_layers(fields, fields.size("num_hidden_layers")) if "states" in about else (),
+        further=further,
+        further_layers=(fields.optional(about["further"], least=0) or 0) if further else 0,
+        packing=packing,
     )
 
 

@@ -138,14 +138,31 @@ class AttentionPlan:
         return sum(layer.num_heads for layer in self.model.layers)
 
     def parameters(self) -> dict[str, int]:
-        """Parameters by room, with what attention and all rooms come to.
+        """Parameters by room of the text model, of its towers together, and of all.
 
         Example:
             >>> of("gpt-3").parameters()["attention"]
             57986777088
         """
         parts = self.model.parts()
-        return {**{room: parameters(parts, room) for room in ROOMS}, "total": self.model.total_parameters()}
+        rooms = {room: parameters(parts, room) for room in ROOMS}
+        return {**rooms, "towers": self.model.tower_parameters(), "total": self.model.total_parameters()}
+
+    def further(self) -> dict[str, int] | None:
+        """Layers that predict further tokens: how many, their parameters and bytes, and their cache's bytes a token.
+
+        None where the config has none. They are in no other count.
+        """
+        model = self.model
+        if not model.further:
+            return None
+        each = model.layers[-1].cached_bytes(*_numbers(self.kv_dtype))
+        return {
+            "layers": model.further_layers,
+            "parameters": parameters(model.further),
+            "weight_bytes": sum(map(model.part_bytes, model.further)),
+            "bytes_per_token": each * model.further_layers,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, for JSON."""
@@ -166,6 +183,10 @@ class AttentionPlan:
                 for number in [self.model.number_bytes]
                 for s in self.model.states
             ],
+            "towers": [tower.to_dict() for tower in self.model.towers],
+            "further": self.further(),
+            "weight_bytes": self.model.stored_bytes(),
+            "packing": None if self.model.packing is None else self.model.packing.method,
             "parameters": self.parameters(),
             "active_parameters": self.model.active_parameters(),
             "attention_share": self.model.attention_parameters() / self.model.total_parameters(),

@@ -106,9 +106,29 @@ def _facts(plan: AttentionPlan) -> dict[str, str]:
         "  a layer": _spread(f"{layer.parameter_count():,}" for layer in model.layers),
         "all parameters": f"{rooms['total']:,}" + ("" if plan.exact else " (see the notes)"),
         "  of which a token passes": f"{model.active_parameters():,}",
+        **_beside(plan),
+        "weights": f"{show_bytes(model.stored_bytes())}"
+        + (f", {model.packing.method}" if model.packing is not None else ""),
         "computations a pass": f"{plan.attention_computations:,} (layers x heads)",
         f"cache a token ({plan.kv_dtype})": f"{plan.bytes_per_token:,} B",
     }
+
+
+def _beside(plan: AttentionPlan) -> dict[str, str]:
+    """Towers, each with its parameters and a picture's cost; layers that predict further tokens."""
+    rows = {}
+    for tower in plan.model.towers:
+        cost, first = tower.flops(), tower.layers[0]
+        once = "" if cost is None else f"; {tower.tokens:,} tokens, {show(cost, 'FLOP')} each time"
+        rows[f"  of which {tower.name.removesuffix('_config')}"] = (
+            f"{tower.parameter_count():,}: {len(tower.layers)} layers of {first.num_heads} heads{once}"
+        )
+    further = plan.further()
+    if further is not None:
+        rows["further tokens' layers, apart"] = (
+            f"{further['layers']}: {further['parameters']:,}, cache a token {further['bytes_per_token']:,} B"
+        )
+    return rows
 
 
 def _state_facts(model: Model) -> dict[str, str]:
