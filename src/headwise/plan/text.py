@@ -20,8 +20,8 @@ SYMBOLS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "
 NONE = "-"
 
 
-def plain(plan: AttentionPlan) -> str:
-    """What `print(plan)` shows: the tables without colour."""
+def plain(plan: Any) -> str:
+    """What `print` of a plan shows: the tables without colour."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, force_terminal=False, legacy_windows=False)

@@ -161,7 +161,8 @@ def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: s
     check_grid(model, grid)
     kinds: dict[AttentionLayer, int] = {}
     for layer in model.layers:
-        alike = replace(layer, index=0, window=None if (layer.window or tokens) >= tokens else layer.window)
+        far = layer.window is None or layer.window >= tokens
+        alike = replace(layer, index=0, window=None if far else layer.window, chunked=layer.chunked and not far)
         kinds[alike] = kinds.get(alike, 0) + 1
     layers = tuple(_layer(model, grid, layer, count, tokens, batch) for layer, count in kinds.items())
     weights = sum(_rank_bytes(model, part, whole) for part, whole in _parts(model, grid.tensor))
@@ -283,7 +284,7 @@ def _inside(part: Part) -> int:
 
 
 def _parts(model: Model, tensor: int) -> Iterator[tuple[Part, Part]]:
-    """(a part as one tensor rank has it, the whole): matrices of attention and feed-forward, table and head are shared."""
+    """(a part as one tensor rank has it, the whole): attention, feed-forward, table and head are shared out."""
     for layer in model.layers:
         yield from zip(local(layer, tensor).parts(), layer.parts(), strict=True)
     for part in [*model.others, *(part for state in model.states for part in state.parts())]:
