@@ -105,9 +105,9 @@ def over(
         ValueError: in one line, for whatever is wrong.
 
     Example:
-        >>> found = over("llama-3-8b", "50GB/s,2us", tensor=8, ranks=16)
+        >>> found = over("gpt-3", "50GB/s,2us", tensor=8, ranks=16, tokens=2048)
         >>> found.spread.weight_bytes, found.spread.layers[0].choose.layout
-        (2007769088, 'ulysses')
+        (43715791872, 'ulysses')
     """
     name, content, _ = find_config(config)
     try:
