@@ -26,10 +26,10 @@ latent vector that stands for it:
 - ``pass_q``: queries go round instead, from r to r - 1, only as far as keys that they see; outputs (p) and lse (4)
   return to their owner, directly. Backward: queries, output gradients, lse and delta (4 each) go, float32 gradients
   of queries return.
-A mask of another form (a prefix, packed documents, a rule) sends no more than the causal or full one that contains it.
-
 - `decode_sent`: one step on a cache sharded by token.
 - `all_reduce`, `all_gather`, `reduce_scatter`: collectives, in the same way of counting.
+
+A mask of another form (a prefix, packed documents, a rule) sends no more than the causal or full one that contains it.
 
 **Sent** is what leaves a rank for another: an all-gather sends its share to each other rank, a reduce-scatter each
 other rank's share of its numbers, an all-reduce is the two. Headers and agreements on sizes are not counted.
@@ -100,7 +100,8 @@ def reduce_scatter(parts: Sequence[int]) -> tuple[int, ...]:
         >>> reduce_scatter([3, 3, 2])
         (5, 5, 6)
     """
-    return tuple(sum(parts) - part for part in parts)
+    whole = sum(parts)
+    return tuple(whole - part for part in parts)
 
 
 def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
@@ -157,14 +158,14 @@ def _ulysses(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
     per_kv = [call.latent if call.latent and share.heads else share.kv_heads * (D + V) for share in heads]
     owners = ranks if call.latent else -(-ranks // call.kv_heads)
     grad_bytes = FLOAT32 if owners > 1 else e
-    found = []
+    found, all_kv = [], sum(per_kv)
     for r, share in enumerate(heads):
         others, away = call.queries - own[r], call.keys - keys[r]
         if backward:
             there = own[r] * (call.heads - share.heads) * V
             found.append((there + others * share.heads * D) * e + away * per_kv[r] * grad_bytes)
         else:
-            there = own[r] * (call.heads - share.heads) * D + keys[r] * (sum(per_kv) - per_kv[r])
+            there = own[r] * (call.heads - share.heads) * D + keys[r] * (all_kv - per_kv[r])
             found.append((there + others * share.heads * V) * e)
     return found
 
