@@ -233,7 +233,6 @@ OPS: dict[str, Callable[[], Call]] = {
     "Mask.__or__": lambda: of(headwise.causal().__or__, other=headwise.prefix(2)),
     "Mask.placed": lambda: of(headwise.causal().placed, offset=1),
     "Mask.sized": lambda: of(headwise.causal().sized),
-    "Mask.part": lambda: of(headwise.causal().part, rows=slice(0, 1), heads=slice(0, 1)),
     "Mask.computed_in": lambda: of((headwise.causal() & headwise.alibi(normal(H))).computed_in),
 }
 STORES: dict[str, Callable[[], Call]] = {

@@ -118,21 +118,6 @@ def test_bounds_tell_all_or_nothing(name: str, n: Sizes) -> None:
 BANDS = list(itertools.product((None, 1, 2, 3, 4, 5), (None, 0, 1, 2, 3), (None, -4, -1, 0, 1, 3), (0, 2)))
 
 
-def test_a_part_has_its_rows_and_heads_of_the_whole() -> None:
-    """Some rows of the batch and some heads: what a process has of a mask whose heads are dealt out."""
-    n, rows, heads = LONG, slice(1, 3), slice(1, 4)
-    mine, wrong = n._replace(B=2, H=3), []
-    for name in MASKS:
-        part = MASKS[name](n).mask.part(rows, heads)
-        part.check(mine.B, mine.H, n.T, n.S, torch.device("cpu"))
-        part = part.sized(mine.B, mine.H)
-        sees, adds = (x[rows, heads] for x in dense(name, n))
-        added = full(part.added(n.T, n.S), mine, 0).double().masked_fill(~sees, 0)
-        if not torch.equal(full(part.allowed(n.T, n.S), mine, 1).bool(), sees) or not torch.allclose(added, adds):
-            wrong.append(name)
-    assert wrong == []
-
-
 @pytest.mark.parametrize(("T", "S"), [(1, 4), (4, 1), (3, 3), (2, 5), (5, 2)])
 def test_every_small_band(T: int, S: int) -> None:
     """In each form that a backend may ask for it: 360 of them, and each joined with the one before."""

@@ -1,3 +1,7 @@
 """Attention on more than one process or machine, with `torch.distributed`: applied from outside to what is there."""
 
-__all__: list[str] = []
+from .tensor import tensor_parallel
+
+__all__ = [
+    "tensor_parallel",
+]

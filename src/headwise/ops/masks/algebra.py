@@ -49,10 +49,6 @@ class _Joined(Rule):
         rules = tuple(rule.sized(B, H) for rule in self.rules)
         return self if all(a is b for a, b in zip(rules, self.rules, strict=True)) else type(self)(rules)
 
-    @override
-    def part(self, rows: slice, heads: slice) -> Rule:
-        return type(self)(tuple(rule.part(rows, heads) for rule in self.rules))
-
     @property
     @override
     def is_same_for_rows(self) -> bool:

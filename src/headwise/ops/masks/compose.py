@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...shapes import MASK_RULE, check_integers, check_made
-from ...shapes.kinds import check_counts, check_device, check_dtype, shown
+from ...shapes.kinds import check_counts, check_device, check_dtype
 from ..symbols import known
 from .algebra import both, either, neither
 from .places import Rows, check_asked, checked_at, full_rank, wide
@@ -241,23 +241,6 @@ class Mask:
         """The mask for B rows of H heads: what a `rule()` must know to ask its function."""
         check_counts(B=B, H=H)
         return self._with([rule.sized(B, H) for rule in self.parts])
-
-    def part(self, rows: slice, heads: slice) -> Mask:
-        """The mask for some rows of the batch and some of the heads, as a process needs it that has no others.
-
-        >>> from headwise import alibi
-        >>> alibi(torch.tensor([0.5, 0.25, 0.125])).part(slice(0, 2), slice(1, 3)).parts[0].slopes
-        tensor([0.2500, 0.1250])
-        """
-        if not isinstance(rows, slice) or not isinstance(heads, slice):
-            raise TypeError(f"part() takes a slice of rows and one of heads; got {shown(rows)} and {shown(heads)}")
-        if self.learns:
-            return self._with([rule.part(rows, heads) for rule in self.parts])
-        known, which = self.__dict__.setdefault("_parts", {}), (rows.start, rows.stop, heads.start, heads.stop)
-        if which not in known:  # kept, for a part keeps in turn what a kernel has worked out of it
-            known[which] = self._with([rule.part(rows, heads) for rule in self.parts])
-        part: Mask = known[which]
-        return part
 
     def forbids(self) -> Mask:
         """What the mask forbids to every head, its biases left out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...shapes import MASK_RULE, check_index_tensor, describe
-from .places import cut, per_batch, rank4, saturated, wide
+from .places import per_batch, rank4, saturated, wide
 from .pytrees import register
 from .rules import Rule
 
@@ -35,10 +34,6 @@ class _Placed(Rule):
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         if isinstance(self.offset, Tensor):
             check_index_tensor("offset of the mask", self.offset, [(B,), (1,)], device)
-
-    @override
-    def part(self, rows: slice, heads: slice) -> Rule:
-        return replace(self, offset=cut(self.offset, rows)) if isinstance(self.offset, Tensor) else self
 
 
 @register
@@ -113,10 +108,6 @@ class Relative(_Placed):
                 "use mask.to(device)"
             )
 
-    @override
-    def part(self, rows: slice, heads: slice) -> Relative:
-        return replace(self, table=cut(self.table, heads), offset=cut(self.offset, rows))
-
     @property
     @override
     def learns(self) -> bool:
@@ -164,17 +155,3 @@ class Function(Rule):
         if (B, H) not in known:
             known[B, H] = replace(made, batch=B, heads=H, of=made)
         return known[B, H]
-
-    @override
-    def part(self, rows: slice, heads: slice) -> Rule:
-        made, first = self.of or self, (rows.start or 0, heads.start or 0)
-        known = made.__dict__.setdefault("_parts", {})
-        if first not in known:
-            known[first] = Function(partial(_from, made.function, *first))
-        part: Rule = known[first]
-        return part
-
-
-def _from(function: Callable[..., Any], row: int, head: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
-    """What the function says of places counted from a row and a head."""
-    return function(b + row, h + head, i, j)

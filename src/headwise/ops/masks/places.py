@@ -103,10 +103,3 @@ def saturated(offset: int | Tensor) -> int | Tensor:
 def per_batch(value: Any) -> Any:
     """A (B,) tensor made to broadcast against (B, H, R, C); an int is left alone."""
     return value.view(-1, 1, 1, 1) if isinstance(value, Tensor) else value
-
-
-def cut(x: Any, part: slice, axis: int = 0) -> Any:
-    """Some of a tensor's rows or heads; what is no tensor, or one for all of them, stays."""
-    if not isinstance(x, Tensor) or x.ndim < abs(axis) + (axis >= 0) or x.shape[axis] == 1:
-        return x
-    return x[(slice(None),) * (axis % x.ndim) + (part,)]

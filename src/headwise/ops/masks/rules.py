@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ...shapes import check_index_tensor, check_mask_tensor, describe
 from ..symbols import known
-from .places import Rows, cut, index, per_batch, rank4, saturated, wide
+from .places import Rows, index, per_batch, rank4, saturated, wide
 from .pytrees import register
 
 Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]
@@ -65,10 +65,6 @@ class Rule:
 
     def sized(self, B: int, H: int) -> Rule:
         """The rule for B rows of H heads, where it must know how many there are."""
-        return self
-
-    def part(self, rows: slice, heads: slice) -> Rule:
-        """The rule for some rows of the batch and some of the heads; one that is the same for all is its own part."""
         return self
 
     def forbids(self) -> Rule | None:
@@ -142,10 +138,6 @@ class Band(Rule):
     def placed(self, offset: int | Tensor) -> Band:
         return replace(self, offset=offset) if self.offset is None else self
 
-    @override
-    def part(self, rows: slice, heads: slice) -> Band:
-        return replace(self, offset=cut(self.offset, rows)) if isinstance(self.offset, Tensor) else self
-
     def __and__(self, other: Band) -> Band | None:
         """Both bands as one; None where no band says that."""
         if self.first or other.first or isinstance(self.offset, Tensor) or isinstance(other.offset, Tensor):
@@ -210,10 +202,6 @@ class Lengths(Rule):
             if isinstance(ends, Tensor):
                 check_index_tensor(name, ends, [(B,), (1,)], device)
 
-    @override
-    def part(self, rows: slice, heads: slice) -> Lengths:
-        return Lengths(cut(self.stop, rows), cut(self.start, rows))
-
 
 @register
 @dataclass(frozen=True, eq=False)
@@ -234,10 +222,6 @@ class Segments(Rule):
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         check_index_tensor("query_ids of the segments", self.query_ids, [(T,), (1, T), (B, T)], device)
         check_index_tensor("key_ids of the segments", self.key_ids, [(S,), (1, S), (B, S)], device)
-
-    @override
-    def part(self, rows: slice, heads: slice) -> Segments:
-        return Segments(cut(self.query_ids, rows, -2), cut(self.key_ids, rows, -2))
 
 
 def _pick(ids: Tensor, index: Tensor) -> Tensor:
@@ -285,11 +269,6 @@ class _Dense(Rule):
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         check_mask_tensor(self.tensor, (B, H, T, S), device)
-
-    @override
-    def part(self, rows: slice, heads: slice) -> Rule:
-        tensor = cut(cut(self.tensor, rows, -4), heads, -3)
-        return self if tensor is self.tensor else type(self)(tensor)
 
     @override
     def forbids(self) -> Rule | None:
@@ -365,7 +344,3 @@ class Alibi(Rule):
             raise ValueError(f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}")
         if isinstance(self.offset, Tensor):
             check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
-
-    @override
-    def part(self, rows: slice, heads: slice) -> Alibi:
-        return Alibi(cut(cut(self.slopes, rows, -2), heads, -1), cut(self.offset, rows))
