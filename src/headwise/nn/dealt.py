@@ -121,6 +121,17 @@ class Dealt:
             f"{self.group.size} processes"
         )
 
+    def together(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads of all processes, in their order; each process goes on alike with them.
+
+        Keys that are the values too (the latents of latent attention) are the same on every process already.
+        """
+        query = self.group.gathered(query, 1)
+        if key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            return query, key, value
+        keys, values = (pick_heads(self.group.gathered(x, 1), self.share.places, 1) for x in (key, value))
+        return query, keys, values
+
     def call(self, part: nn.Module, *args: Any, **options: Any) -> Any:
         """What a part of the module (a norm, what attends) gives with its parameters for the heads here."""
         mine = {name: self.parameter(x) for name, x in part.named_parameters()}

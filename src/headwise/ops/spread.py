@@ -185,10 +185,10 @@ class Share:
         return Share(self.num_heads, self.num_kv_heads, self.size, rank)
 
     @property
-    def places(self) -> list[int]:
+    def places(self) -> tuple[int, ...]:
         """Where each key-value head first comes among the `keys` of all processes, one behind the other."""
         all_keys = [key for rank in range(self.size) for key in self.of_rank(rank).keys]
-        return [all_keys.index(key) for key in range(self.num_kv_heads)]
+        return tuple(all_keys.index(key) for key in range(self.num_kv_heads))
 
     def pick(self, x: Tensor, axis: int = 1) -> Tensor:
         """The `keys` of a tensor of all key-value heads."""
