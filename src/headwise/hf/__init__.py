@@ -27,6 +27,7 @@ from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
@@ -44,4 +45,6 @@ __all__ = [
     "load",
     "make_cache",
     "probe",
+    "tensor_parallel",
+    "tensor_parallel_config",
 ]

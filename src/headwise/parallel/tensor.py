@@ -32,9 +32,9 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
     heads, say), k_proj and v_proj lie whole on every process, which computes the heads that it needs; their gradients
     are summed.
 
-    The parameters become DTensors under the same names, `Shard(0)`, `Shard(1)` or `Replicate()`, so optimizers, gradient
-    clipping and `torch.distributed.checkpoint` know what they are: a checkpoint saved from N processes loads into any
-    other number, and into one. Their numbers are those of the mesh's first process. On the meta device nothing is sent
+    The parameters become DTensors under the same names, `Shard(0)`, `Shard(1)` or `Replicate()`, so optimizers,
+    gradient clipping and `torch.distributed.checkpoint` know what they are: a checkpoint saved from N processes loads
+    into any other number, and into one. Their numbers are those of the mesh's first process. On the meta device nothing is sent
     and nothing is filled in: `headwise.parallel.load_slices` then reads each process's part of a checkpoint.
 
     Args:
@@ -64,7 +64,9 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
         raise TypeError(f"mesh is a torch.distributed DeviceMesh; got {shown(mesh)}")
     if mesh.ndim != 1:
         names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
-        raise ValueError(f"heads are dealt out along one dimension; the mesh has {mesh.ndim} ({names}); take one of them")
+        raise ValueError(
+            f"heads are dealt out along one dimension; the mesh has {mesh.ndim} ({names}); take one of them"
+        )
     if module.dealt is not None or any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(f"this {type(module).__name__} is split over processes already; split a module once")
     latent = isinstance(module, LatentAttention)
@@ -92,8 +94,8 @@ def _check_parts(module: nn.Module) -> None:
         elif name == "inner":
             if not isinstance(part, InnerAttention) and next(part.parameters(), None) is not None:
                 raise TypeError(
-                    f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head is "
-                    "not known; tensor_parallel knows those of headwise.nn.InnerAttention"
+                    f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head "
+                    "is not known; tensor_parallel knows those of headwise.nn.InnerAttention"
                 )
             if getattr(part, "dropout", 0.0):
                 raise ValueError(
@@ -195,4 +197,3 @@ def _place(owner: nn.Module, name: str, group: Group, place: Placement) -> None:
             spread.to_local().clone(), group.mesh, [place], run_check=False, shape=spread.shape, stride=spread.stride()
         )
     setattr(owner, name, nn.Parameter(spread, requires_grad=old.requires_grad))
-
