@@ -94,7 +94,8 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
         The `headwise.nn.Probe`, whose ``calls`` fill up as the model runs.
 
     Raises:
-        ModelError: the model, or a part of it, is not on the interface; or an attention module that should have run did not call; the text names the model and the module.
+        ModelError: the model, or a part of it, is not on the interface; or an attention module that should have run did
+            not call; the text names the model and the module.
 
     Warns:
         UserWarning: the model has further modules of attention that do not go through the interface (a pooling head,

@@ -160,8 +160,9 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
             computed: it stands for all of ``inner(query, key, value, mask=mask, gate=gate)``, so the call's gate and
             dropout are its own affair; ``call.attend()`` has them. Gradients flow through it. None changes nothing.
             In a module whose heads are dealt out to several processes (`headwise.parallel.tensor_parallel`), a call
-            has the heads of all of them, on each, and so has what is returned. Of several open probes each sees every call, in the order in which they were opened, as the model made
-            it; where more than one answers, the last opened has its way.
+            has the heads of all of them, on each, and so has what is returned.
+            Of several open probes each sees every call, in the order in which they were opened, as the model made it;
+            where more than one answers, the last opened has its way.
 
     Yields:
         The `Probe`, whose ``calls`` fill up as the model runs.

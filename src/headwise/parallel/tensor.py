@@ -34,8 +34,8 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
 
     The parameters become DTensors under the same names, `Shard(0)`, `Shard(1)` or `Replicate()`, so optimizers,
     gradient clipping and `torch.distributed.checkpoint` know what they are: a checkpoint saved from N processes loads
-    into any other number, and into one. Their numbers are those of the mesh's first process. On the meta device nothing is sent
-    and nothing is filled in: `headwise.parallel.load_slices` then reads each process's part of a checkpoint.
+    into any other number, and into one. Their numbers are those of the mesh's first process. On the meta device nothing
+    is sent and nothing filled in: `headwise.parallel.load_slices` then reads each process's part of a checkpoint.
 
     Args:
         module: a `headwise.MultiHeadAttention` or `headwise.LatentAttention` of plain `torch.nn.Linear` projections.
