@@ -28,6 +28,7 @@ from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
 from .splitting import Shards, context_parallel
+from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
@@ -47,4 +48,6 @@ __all__ = [
     "load",
     "make_cache",
     "probe",
+    "tensor_parallel",
+    "tensor_parallel_config",
 ]
