@@ -344,7 +344,7 @@ def clipped() -> tuple[float, float]:
 def said(function: Callable[[], object]) -> str:
     try:
         function()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..nn.dealt import Dealt
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias, causal, keep, lengths, segments
@@ -70,13 +69,16 @@ def headwise_attention(
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
     _refuse_unknown(module, kwargs)
-    here = heads_here(module, query, key)
+    heads = heads_here(module, query, key)
+    here = None if heads is None else heads.dealt
     if here is None:
         _check_heads(module, query, key)
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
     if here is not None:
-        key, value = _own(module, here, key, value, query.dtype)
+        if heads is not None and heads.gathered:
+            pair = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+            key, value = own_keys(module, here, *pair)
         s_aux, position_bias = own_part(here, s_aux), own_part(here, position_bias)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
@@ -129,13 +131,6 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
             'may change the result; run this model with model.set_attn_implementation("eager"), or leave the argument '
             "out if it came from your own call"
         )
-
-
-def _own(module: nn.Module, here: Dealt, key: Keys, value: Keys, dtype: torch.dtype) -> tuple[Keys, Keys]:
-    """Of keys and values, stored in whatever form, those of the heads here."""
-    if key.shape[1] == len(here.share.keys) and isinstance(key, Quantized | Paged):
-        return key, value
-    return own_keys(module, here, in_one_piece(key, dtype), in_one_piece(value, dtype))
 
 
 def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
