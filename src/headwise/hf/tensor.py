@@ -239,7 +239,7 @@ def _register(name: str, num_heads: int, num_kv_heads: int) -> None:
         return
     base: Any = _transformers("tensor_parallel").TensorParallelLayer
 
-    class KeyHeads(base):  # type: ignore[misc]
+    class KeyHeads(base):
         def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
             from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -254,13 +254,13 @@ def _register(name: str, num_heads: int, num_kv_heads: int) -> None:
 
             def own(parameter: Tensor) -> Tensor:
                 heads = as_replica(as_dtensor(parameter), group.dim).unflatten(0, (num_kv_heads, -1))
-                return module.share.pick(heads, 0).flatten(0, 1)  # type: ignore[no-any-return]
+                return module.share.pick(heads, 0).flatten(0, 1)
 
             def forward(x: Tensor) -> Tensor:
                 bias = None if module.bias is None else own(module.bias)
                 return nn.functional.linear(group.shared(x), own(module.weight), bias)
 
             module.forward = forward
-            return module  # type: ignore[no-any-return]
+            return module
 
     styles.register(name, KeyHeads())
