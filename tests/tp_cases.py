@@ -366,6 +366,8 @@ def refusals() -> dict[str, str]:
     three = MultiHeadAttention(12, 6, num_kv_heads=3)
     styles = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
     parallelize_module(three, mesh(), styles)
+    reader = Reader("mha", 6, 3)
+    tensor_parallel(reader.attention, mesh())
     x = torch.randn(1, 5, 12)
     return {
         "a linear layer": said(lambda: tensor_parallel(nn.Linear(2, 3), mesh())),  # type: ignore[type-var]
@@ -387,5 +389,6 @@ def refusals() -> dict[str, str]:
         "keys by batch": said(lambda: headwise.attention(q, cut((2, 6, 5, 4), Shard(0)), q)),
         "no heads": said(lambda: headwise.attention(*[cut((2, 1, 5, 4), Shard(1))] * 3)),
         "dropout of the op": said(lambda: headwise.attention(q, q, q, dropout=0.5)),
+        "what heads write": said(lambda: headwise.look.circuits(reader, torch.arange(5))),
         "sinks of the own heads": said(lambda: headwise.attention(q, q, q, sinks=torch.ones(3))),
     }
