@@ -16,7 +16,7 @@ from .processes import Processes
 from .proof import Proof
 from .prune import Pruning, plan_prune, prune, write_pruned
 from .recover import Repaired, recover
-from .regroup import Regrouping, plan_regroup, regroup
+from .regroup import Regrouping, plan_regroup, regroup, repair, write_regrouped
 from .scores import Scorer, by_call, by_twins, random_scores
 from .select import Budget
 
@@ -44,6 +44,8 @@ __all__ = [
     "random_scores",
     "recover",
     "regroup",
+    "repair",
     "write_healed",
     "write_pruned",
+    "write_regrouped",
 ]

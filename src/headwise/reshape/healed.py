@@ -51,7 +51,6 @@ def facts_of(source: Known, teacher: str, recipe: Recipe, curve: Curve, context:
     tokens = recipe.steps * recipe.rows * recipe.length
     return {
         "done": "Healed",
-        "verb": "went",
         "notes": [
             f"trained for {recipe.steps} steps of {recipe.rows} x {recipe.length} tokens ({tokens:,} in all) to say "
             f"what {teacher} says",

@@ -63,7 +63,7 @@ class Migration:
         left = f"pruned_heads in config.json counted {sum(map(len, gone.values()))} heads out"
         return {
             "done": "An old pruned checkpoint, migrated",
-            "verb": "are zero" if self.filled else "are missing",
+            "change": "zeroed" if self.filled else "missing",
             "notes": [left, FILLED if self.filled else "every layer lost as many, so the config counts what is left"],
             "gone": {key: heads for key, heads in gone.items() if heads},
             "counts": {

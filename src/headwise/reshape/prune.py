@@ -101,17 +101,17 @@ class Pruning:
     def facts(self, context: int = 8192) -> dict[str, Any]:
         """What changes, as plain data: heads, sizes, class, and what `headwise.plan` counts at so many tokens."""
         before, after = self._counts(pruned=False), self._counts(pruned=not self.zero)
-        went = sum(map(len, self.gone.values()))
+        count = sum(map(len, self.gone.values()))
         heads = sum(layer.sizes.H for layer in self.family.layers)
-        verb = "were zeroed" if self.zero else "went"
-        notes = [f"{went} of {heads} heads {verb}.", *self.notes]
+        change = "zeroed" if self.zero else "taken out"
+        notes = [f"{count} of {heads} heads {'is' if count == 1 else 'are'} {change}.", *self.notes]
         if self.zero:
             notes.append(ZEROED)
         if self.target.why:
             notes.append(f"written as {self.target.model_type}, which computes the same: {self.target.why}")
         return {
             "done": "Heads zeroed" if self.zero else "Heads pruned",
-            "verb": verb,
+            "change": change,
             "notes": notes,
             "gone": self.gone,
             "losses": dict(self.losses),

@@ -29,12 +29,14 @@ from .pair import batches_of
 from .proof import PLAIN, Proof, planned, require
 from .prune import Known, transposed
 from .recover import Inputs, Repaired, recover
-from .report import RESHAPE, markdown
+from .report import PLAN, RESHAPE, markdown
 from .select import bytes_of
+from .shards import as_json
 from .source import check_source
 from .write import Planned, kept, write
 
 Told = Callable[[str, int, int], None] | None
+TWO_ROWS = "to recover takes the model and a text of at least two rows; give both"
 REPAIRED = ("value", "output", "value_bias", "output_bias")
 
 
@@ -84,6 +86,16 @@ class Regrouping:
             made.append(planned)
         return made
 
+    def heads_plan(self) -> dict[str, Any]:
+        """The query heads in their new order where that changed, and how many key-value heads are left, by layer."""
+        layers: dict[str, Any] = {}
+        for layer in self.family.layers:
+            sizes = layer.sizes
+            heads = list(self.merges[layer.key].heads(sizes.H // sizes.K))
+            moved = {"keep": heads} if heads != sorted(heads) else {}
+            layers[layer.key] = moved | {"kv_heads": self.num_kv_heads}
+        return {"layers": layers}
+
     def facts(self, context: int = 8192) -> dict[str, Any]:
         """What changes, as plain data: heads, sizes, class, losses; and what `headwise.plan` counts at `context`."""
         sizes = self.family.layers[0].sizes
@@ -98,7 +110,6 @@ class Regrouping:
         tables = [(("layer", "heads that share", "keys lost", "values lost"), layers), *_errors(self.measured)]
         return {
             "done": "Heads regrouped",
-            "verb": "share",
             "notes": notes,
             "gone": {},
             "tables": tables,
@@ -233,6 +244,8 @@ def repair(
         raise TypeError(
             f"repair builds the changed model, for which headwise.hf.checkpoint is needed; got {type(source)}"
         )
+    if len(rows) < 2:
+        raise ValueError(TWO_ROWS)
     changed = source.build(plan.target.config, {one.name: one.make() for one in plan.tensors()})
     family = family_in_memory(changed, source.layouts)
     _, check = batches_of(rows)
@@ -303,14 +316,15 @@ def regroup(
         progress: Called as ``progress(what, done, total)``.
 
     Returns:
-        What changed and what was measured, as plain data; RESHAPE.md in the folder tells the same.
+        What changed and what was measured, as plain data; RESHAPE.md in the folder tells the same. `heads-plan.json` in
+        it has the new order of the query heads, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     check_flags(recovering=recovering)
     if recovering and (model is None or len(rows) < 2):
-        raise ValueError("to recover takes the model and a text of at least two rows; give both")
+        raise ValueError(TWO_ROWS)
     plan = plan_regroup(
         source, num_kv_heads, method=method, model=model, rows=rows, groups=groups, seed=seed, progress=progress
     )
@@ -320,9 +334,22 @@ def regroup(
 
 
 def write_regrouped(
-    plan: Regrouping, destination: str | os.PathLike[str], *, proof: Proof | None = PLAIN, progress: Told = None
+    plan: Regrouping,
+    destination: str | os.PathLike[str],
+    *,
+    proof: Proof | None = PLAIN,
+    progress: Told = None,
+    remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Writes what was planned, as `regroup` does."""
+    """Writes what was planned, as `regroup` does.
+
+    Args:
+        plan: What `plan_regroup` made, `repair` changed or not.
+        destination: The folder to write; it must not exist.
+        proof: With what to prove the result before it gets its name; None: unproved.
+        progress: Called as ``progress("writing", done, total)``.
+        remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
+    """
     facts = plan.facts()
 
     def check(folder: Path) -> Mapping[str, bytes]:
@@ -330,13 +357,14 @@ def write_regrouped(
             told = plan.source.prove(folder, proof.request(None, same=False))
             require(told)
             facts["proof"] = told
-        return {RESHAPE: markdown(facts, plan.source)}
+        return {RESHAPE: markdown(facts, plan.source, "" if remark is None else remark(folder))}
 
     write(
         destination,
         config=plan.target.config,
         tensors=plan.tensors(),
         source=plan.source,
+        extra={PLAN: as_json(plan.heads_plan())},
         check=check,
         progress=None if progress is None else lambda done, total: progress("writing", done, total),
     )
