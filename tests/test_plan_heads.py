@@ -50,7 +50,10 @@ def test_heads_that_share_in_another_order_count_as_those_that_share_in_theirs()
     turned = after({"keep": [0, 1, 4, 5, 2, 3, 6, 7], "kv_heads": 2})
     assert turned == after({"kv_heads": 2})
     few, one = after({"keep": [0, 1, 4, 5], "kv_heads": 1}), after({"keep": [0, 1]})
-    assert few.contexts[0].cache_bytes == one.contexts[0].cache_bytes and few.model.attention_parameters() > one.model.attention_parameters()
+    assert (
+        few.contexts[0].cache_bytes == one.contexts[0].cache_bytes
+        and few.model.attention_parameters() > one.model.attention_parameters()
+    )
 
 
 def test_latent_heads_can_go_and_leave_the_cache_as_it_is() -> None:

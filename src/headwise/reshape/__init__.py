@@ -7,11 +7,12 @@
 [4, 4, 4, 4]
 """
 
-from .heal import Recipe, heal
+from .heal import Curve, Recipe, heal
 from .healed import facts_of, write_healed
 from .memory import prune_module
 from .mend import mend
 from .migrate import Migration, migrate, plan_migrate
+from .pair import Projections
 from .processes import Processes
 from .proof import Proof
 from .prune import Pruning, plan_prune, prune, write_pruned
@@ -22,8 +23,10 @@ from .select import Budget
 
 __all__ = [
     "Budget",
+    "Curve",
     "Migration",
     "Processes",
+    "Projections",
     "Proof",
     "Pruning",
     "Recipe",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import choose
+from .arguments import check_writing
 from .axes import Form, Kept
 from .classes import refusal
 from .layout import Family, Layer, family_of, with_heads
@@ -165,6 +166,7 @@ def migrate(
     Raises:
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
+    check_writing(destination, proof, progress=progress)
     plan = plan_migrate(source)
     facts = plan.facts()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..shapes.kinds import check_flags, shown
 from . import choose
+from .arguments import check_kind, check_writing
 from .axes import Form, Kept, Sizes
 from .choose import OR_ZERO, Scores
 from .classes import Target, target
@@ -263,6 +264,7 @@ def prune(
     Raises:
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
+    check_writing(destination, proof, progress=progress, remark=remark)
     plan = plan_prune(source, heads=heads, keep_fraction=keep_fraction, budget=budget, scores=scores, zero=zero)
     return write_pruned(plan, destination, proof=proof, progress=progress, remark=remark)
 
@@ -276,6 +278,8 @@ def write_pruned(
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
     """Writes what was planned, as `prune` does."""
+    check_kind(Pruning, "plan_prune", plan=plan)
+    check_writing(destination, proof, progress=progress, remark=remark)
     source, facts = plan.source, plan.facts()
 
     def check(folder: Path) -> Mapping[str, bytes]:

@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ..shapes.kinds import check_counts, check_flags, shown
+from ..shapes.kinds import check_counts, check_flags
+from .arguments import check_groups_by_layer, check_kind, check_models, check_rows, check_writing
 from .axes import Kept
 from .calibrate import (
     family_in_memory,
@@ -24,7 +25,7 @@ from .classes import Target, target
 from .heads import HeadWeights
 from .layers import head_weights, layer_tensors
 from .layout import Family, Layer, check_shapes, family_of
-from .merge import METHODS, Merge, Method, merge
+from .merge import METHODS, Merge, Method, check_method, merge
 from .pair import batches_of
 from .proof import PLAIN, Proof, planned, require
 from .prune import Known, transposed
@@ -36,7 +37,6 @@ from .source import check_source
 from .write import Planned, kept, write
 
 Told = Callable[[str, int, int], None] | None
-TWO_ROWS = "to recover takes the model and a text of at least two rows; give both"
 REPAIRED = ("value", "output", "value_bias", "output_bias")
 
 
@@ -181,10 +181,15 @@ def plan_regroup(
     """
     check_source(source)
     check_counts(1, num_kv_heads=num_kv_heads)
-    if method not in METHODS:
-        raise ValueError(f"method is one of {', '.join(METHODS)}; got {shown(method)}")
+    check_counts(seed=seed)
+    check_rows(rows, 0)
+    check_writing("", None, progress=progress)
+    if model is not None:
+        check_models(model=model)
+    check_method(method)
     family = family_of(source.config, source.tensors, source.layouts)
     check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
+    check_groups_by_layer(groups, [layer.key for layer in family.layers])
     goal = _target(family, num_kv_heads)
     known = {}
     if rows and model is not None:
@@ -239,13 +244,15 @@ def repair(
         value_steps: As `recover` takes it.
         progress: Called as ``progress("repairing", done, total)``.
     """
+    check_kind(Regrouping, "plan_regroup", plan=plan)
+    check_models(model=model)
+    check_writing("", None, progress=progress)
     source = plan.source
     if not isinstance(source, Buildable):
         raise TypeError(
             f"repair builds the changed model, for which headwise.hf.checkpoint is needed; got {type(source)}"
         )
-    if len(rows) < 2:
-        raise ValueError(TWO_ROWS)
+    check_rows(rows, 2)
     changed = source.build(plan.target.config, {one.name: one.make() for one in plan.tensors()})
     family = family_in_memory(changed, source.layouts)
     _, check = batches_of(rows)
@@ -323,8 +330,10 @@ def regroup(
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     check_flags(recovering=recovering)
+    check_writing(destination, proof, progress=progress)
+    check_rows(rows, 0)
     if recovering and (model is None or len(rows) < 2):
-        raise ValueError(TWO_ROWS)
+        raise ValueError("to recover takes the model and a text of at least two rows; give both")
     plan = plan_regroup(
         source, num_kv_heads, method=method, model=model, rows=rows, groups=groups, seed=seed, progress=progress
     )
@@ -350,6 +359,8 @@ def write_regrouped(
         progress: Called as ``progress("writing", done, total)``.
         remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
     """
+    check_kind(Regrouping, "plan_regroup", plan=plan)
+    check_writing(destination, proof, progress=progress, remark=remark)
     facts = plan.facts()
 
     def check(folder: Path) -> Mapping[str, bytes]:
