@@ -1,4 +1,4 @@
-"""The kernels for 64-bit Arm, cross-compiled and emulated: `make arm` builds them; these tests skip where it has not."""
+"""The kernels for 64-bit Arm, cross-compiled and emulated. `make arm` builds them; without it these tests skip."""
 
 from __future__ import annotations
 
