@@ -38,7 +38,7 @@ class Schedule:
 
 
 def drawn(seed: int, page: int) -> Schedule:
-    """Prompts of one token to more than a page; some begin alike, and share its pages; pieces of few tokens at a time."""
+    """Prompts of one token to more than a page; some begin alike, and share pages; all in pieces of few tokens."""
     draw = random.Random(seed)
     beginning = draw.choices(range(2, VOCAB), k=page + draw.randrange(1, 9))
     requests = []
@@ -117,8 +117,8 @@ def test_tokens_are_those_of_sdpa(row: str, seed: int, page: int, gathers: list[
         found, scores = served(model, plan)
     assert found == tokens
     for a, b in zip(scores, logits, strict=True):
-        # Logarithms of probabilities of float32 logits of about 10, whose sums are rounded in another order.
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-4, atol=1e-4)
+        # Of float32 logits of about 10, with sums rounded in another order; the largest of 120 schedules was 2e-6.
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=2e-5)
     assert (max(gathers, default=0) > 0) is (page == 16 and row != "Mistral window"), "pages of 128 are read in place"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,15 +47,15 @@ _BATCHING = frozenset(
 
 @contextmanager
 def serving(model: nn.Module) -> Iterator[nn.Module]:
-    """Within the with block, `model.generate_batch` and the other doors of continuous batching run headwise's attention.
+    """In the with block, `model.generate_batch` and the other ways to continuous batching run headwise's attention.
 
     Requests come and go, each causal on its own tokens, with the model's windows, softcaps and sinks; the tokens are
     those of `attn_implementation="sdpa"`. Keys and values of layers without a window are read where transformers keeps
-    them, in pages of a multiple of 128 tokens (its default is 256), and copied for each step in smaller ones. Afterwards
+    them, in pages of a multiple of 128 tokens (its default is 256); of smaller pages each step makes a copy. Afterwards
     the model has the attention it had; other models never change. Stop a manager of your own before the block ends.
 
     Args:
-        model: a decoder of transformers, on the CPU, with its attention on transformers' interface; or a wrapper of one.
+        model: a decoder of transformers, on the CPU, with its attention on transformers' interface; or a wrapper.
 
     Yields:
         The model, without its wrapper.
@@ -141,7 +142,7 @@ def batched_attention(
     ends = kwargs["cu_seq_lens_q"].tolist()
     out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
     options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
-    spans = [(r, start, stop) for r, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)) if start < stop]
+    spans = [(r, start, stop) for r, (start, stop) in enumerate(pairwise(ends)) if start < stop]
     # Requests with one new token are the rows of one batch: many at a time, and each alone would be small.
     steps = [(r, start) for r, start, stop in spans if stop - start == 1]
     if steps:
