@@ -79,6 +79,6 @@ def require_whole(model: nn.Module, what: str) -> None:
     processes = split_over(model) if isinstance(model, nn.Module) else 1
     if processes > 1:
         raise ValueError(
-            f"{type(model).__name__} is split over {processes} processes by tensor parallelism, and {what} must be whole: "
-            "load the model in one process (looks, importance by gradient and ablations do without)"
+            f"{type(model).__name__} is split over {processes} processes by tensor parallelism, and {what} must be "
+            "whole: load the model in one process (looks, importance by gradient and ablations do without)"
         )
