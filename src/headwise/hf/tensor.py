@@ -101,6 +101,8 @@ def own_part(here: Dealt, x: Tensor | None) -> Tensor | None:
     """Of something with one entry a head, on its axis -3 or 0, that of the heads here."""
     if x is None:
         return None
+    if as_dtensor(x) is not None:
+        return here.parameter(x)
     axis = 0 if x.ndim < 3 else x.ndim - 3
     if x.shape[axis] != here.share.num_heads:
         return x
