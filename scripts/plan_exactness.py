@@ -24,22 +24,19 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from plan_models import (  # noqa: E402
-    COMPOSITE,
     KEEPS_ALL,
     SINGLE,
     build,
     compared_caches,
     compared_decode,
     compared_prefill,
-    composite_config,
-    composite_model,
     config_of,
     parameters_of,
-    random_composite,
     random_config,
     silently_wrong,
     strange_fields,
 )
+from tower_models import COMPOSITE, composite_config, composite_model, random_composite  # noqa: E402
 
 from headwise import plan  # noqa: E402
 from headwise.plan.fields import architectures  # noqa: E402
