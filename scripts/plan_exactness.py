@@ -133,6 +133,9 @@ def card_right(name: str) -> bool:
     """Whether a card has the parameters of transformers' model of that config, at its full size."""
     config = {key: value for key, value in plan.cards()[name]["config"].items() if key != "architectures"}
     kind = config.pop("model_type")
+    if kind in COMPOSITE:
+        real = composite_model(kind, composite_config(kind, config))
+        return plan.of(name).model.total_parameters() == sum(parameter.numel() for parameter in real.parameters())
     return plan.of(name).model.total_parameters() == parameters_of(kind, config_of(kind, config))
 
 
