@@ -70,7 +70,7 @@ class Model:
 
     def parts(self) -> list[Part]:
         """Every part of the text model, attention's first."""
-        layers = (*self.layers, *self.states)
+        layers: tuple[AttentionLayer | StateLayer, ...] = (*self.layers, *self.states)
         return [part for layer in layers for part in layer.parts()] + list(self.others)
 
     def attention_parameters(self) -> int:

@@ -101,7 +101,7 @@ def tower_of(config: Mapping[str, Any], key: str, spec: Mapping[str, Any]) -> tu
             f"{key} has the architecture {short(kind)}; towers of {', '.join(known_towers())} are modelled"
         )
     rename: dict[str, str] = about.get("rename", {})
-    fields = Fields({rename.get(name, name): value for name, value in inner.items()}, about)
+    fields = Fields({rename.get(str(name), str(name)): value for name, value in inner.items()}, about)
     one = plain_layer(fields, "encoder")
     layers = tuple(replace(one, index=i) for i in range(fields.size("num_hidden_layers")))
     others = tuple(replace(part, stream=STREAM) for part in _others(fields, len(layers)))
