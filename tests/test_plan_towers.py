@@ -112,3 +112,13 @@ def test_a_tower_that_is_not_modelled_is_refused(config: dict[str, Any], text: s
 def test_every_tower_belongs_to_a_model() -> None:
     used = {spec["type"] for name in COMPOSITE for spec in architectures()[name]["towers"].values()}
     assert used == set(known_towers())
+
+
+def test_a_head_that_is_never_tied() -> None:
+    """Qwen2-Audio's class ties nothing, whatever its config says."""
+    tied, untied = (
+        {**random_composite("qwen2_audio", random.Random(1)), "tie_word_embeddings": x} for x in (True, False)
+    )
+    sizes = [model_of({**fields, "model_type": "qwen2_audio"}).total_parameters() for fields in (tied, untied)]
+    real = composite_model("qwen2_audio", composite_config("qwen2_audio", tied))
+    assert sizes == [sum(p.numel() for p in real.parameters())] * 2
