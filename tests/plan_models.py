@@ -193,6 +193,24 @@ def strange_fields(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from ({name: other} for other in ((True, False) if isinstance(value, bool) else (3,)))
 
 
+def strange_and_wrong(name: str, fields: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """Which strange fields are silently wrong: eight at once, one by one only where those change or break something."""
+    waiting = list(strange_fields(fields))
+    found: list[dict[str, Any]] = []
+    while waiting:
+        group, rest, more = [], [], {}
+        for one in waiting:  # a field is in a group once, for it may have two values
+            (group if len(group) < 8 and not one.keys() & more.keys() else rest).append(one)
+            more |= one if one in group else {}
+        waiting = rest
+        try:
+            same = parameters_of(name, config_of(name, {**fields, **more})) == size
+        except Exception:
+            same = False
+        found += [] if same else [one for one in group if silently_wrong(name, fields, one, size)]
+    return found
+
+
 def silently_wrong(name: str, fields: dict[str, Any], more: dict[str, Any], size: int) -> bool:
     """Whether fields added to a config change transformers' model, of that size, and the plan passes over it.
 
