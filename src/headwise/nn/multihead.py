@@ -25,7 +25,7 @@ from .dealt import Dealt, dealt
 from .heads import Head, check_heads, rows_of
 from .inner import as_inner
 from .rotary import Positions
-from .sharded import check_splits, check_uncached, placed
+from .sharded import check_splits, placed
 from .torch_mha import converted_from_torch, converted_to_torch
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
@@ -165,7 +165,6 @@ class MultiHeadAttention(nn.Module):
         **options: Any,
     ) -> Tensor:
         """The heads of `x` (B, H, T, V) over all tokens in the cache, those of `x` included."""
-        check_uncached(cache)
         as_mask(options["mask"])  # refused before the cache has changed
         causal = traits_of(cache).causal
         if not causal and any(cache.lengths):  # a memory that is there already
@@ -262,10 +261,8 @@ class MultiHeadAttention(nn.Module):
 
         Example:
             >>> import torch
-            >>> mha = MultiHeadAttention(12, 3)
-            >>> x = torch.randn(2, 5, 12)
-            >>> def attend(Q, K, V):
-            ...     return torch.softmax(Q @ K.mT / 4**0.5, dim=-1) @ V
+            >>> mha, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+            >>> attend = lambda Q, K, V: torch.softmax(Q @ K.mT / 4**0.5, dim=-1) @ V
             >>> heads = [mha.head(i) for i in range(3)]
             >>> small = sum(attend(x @ h.W_Q, x @ h.W_K, x @ h.W_V) @ h.W_O for h in heads)
             >>> torch.allclose(small, mha(x), atol=1e-6)
