@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ PACKAGE = ROOT / "src" / "headwise"
 LIBRARY = PACKAGE / "_native.so"
 BUILD = ROOT / "build" / "native"
 SBOM = ROOT / "build" / "headwise.cdx.json"
+MACOS = "11.0"  # the first that runs on Apple's own CPUs
 WITHOUT = "everything works all the same, on PyTorch's own attention"
 
 
@@ -60,8 +62,7 @@ class NativeBuildHook(BuildHookInterface):
             return
         build_data["artifacts"].append(str(LIBRARY.relative_to(ROOT)))
         if version != "editable":
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data.update(pure_python=False, tag=f"py3-none-{platform}")
+            build_data.update(pure_python=False, tag=f"py3-none-{platform_tag()}")
 
     def _built(self) -> bool:
         try:
@@ -73,6 +74,14 @@ class NativeBuildHook(BuildHookInterface):
             print(f"headwise without its native CPU kernel ({error}); {WITHOUT}", flush=True)  # pip -v shows it
             return False
         return True
+
+
+def platform_tag() -> str:
+    """The platform in a wheel's name; of Linux, `auditwheel repair` makes a manylinux of it."""
+    name = sysconfig.get_platform()
+    if name.startswith("macosx"):  # Python may be for two machines, and for an older system; the library is for one
+        name = f"macosx-{os.environ.get('MACOSX_DEPLOYMENT_TARGET', MACOS)}-{platform.machine()}"
+    return name.replace("-", "_").replace(".", "_")
 
 
 def sbom(version: str, library: bool) -> dict[str, Any]:
@@ -134,6 +143,7 @@ def build(show: bool = False) -> None:
 
 def _cmake(show: bool) -> None:
     env = dict(os.environ)
+    env.setdefault("MACOSX_DEPLOYMENT_TARGET", MACOS)  # other systems do not read it
     if shutil.which("ninja"):
         env.setdefault("CMAKE_GENERATOR", "Ninja")
     steps = [["cmake", "--build", str(BUILD), "--parallel", str(os.cpu_count() or 1)]]
