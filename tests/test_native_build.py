@@ -21,6 +21,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
+LIBRARY = ROOT / "src" / "headwise" / "_native.so"
 COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
 
 needs_compiler = pytest.mark.skipif(
@@ -244,7 +245,17 @@ def test_the_bill_of_materials_names_every_licence_and_package() -> None:
     named = set(re.findall(r"(d3-[a-z-]+) (\d+\.\d+\.\d+)", script))
     assert named and named <= {(part["name"], part.get("version")) for part in bill["components"]}
     assert bill["dependencies"] == [{"ref": "pkg:pypi/headwise@1.2.3", "dependsOn": [p["bom-ref"] for p in parts[1:]]}]
-    assert "headwise/_native.so" not in {part["name"] for part in parts}
+    assert not {"headwise/_native.so", "esbuild"} & {part["name"] for part in parts}, "built without; a tool"
+
+
+@pytest.mark.skipif(not (shutil.which("readelf") and LIBRARY.exists()), reason="needs readelf and the library")
+def test_what_the_library_links() -> None:
+    """torch by the name of a library that the process has, and the runtimes of C and C++ that every machine has."""
+    told = ok("readelf", "-d", LIBRARY)
+    needed = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.+)\]", told)}
+    runtimes = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread"}
+    assert "libtorch_cpu" in needed and {x for x in needed if not x.startswith("ld-")} <= runtimes | {"libtorch_cpu"}
+    assert "RPATH" not in told and "RUNPATH" not in told, "a folder of the machine that built it"
 
 
 @pytest.mark.parametrize(
