@@ -80,8 +80,9 @@ def headwise_attention(
     if batch is not None and sharded is not None:
         mask = _mask_of_whole(module, attention_mask, batch, is_causal)
         _check_split(module, query, key, position_bias, output_attentions, kwargs, here is not None)
-        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
-        return sharded.attend(query, key, value, mask=mask, **options).transpose(1, 2).contiguous(), None
+        assert isinstance(key, Tensor) and isinstance(value, Tensor)
+        split: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
+        return sharded.attend(query, key, value, mask=mask, **split).transpose(1, 2).contiguous(), None
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
     if here is not None:
@@ -152,7 +153,7 @@ def _check_split(
     wrong += ["position_bias"] if position_bias is not None else []
     wrong += ["output_attentions"] if attentions or _attentions_are_collected() else []
     wrong += ["a probe"] if watched(module) else []
-    wrong += ["a cache that holds tokens"] if key.shape[2] != query.shape[2] else []
+    wrong += ["a cache that holds tokens"] if not isinstance(key, Tensor) or key.shape[2] != query.shape[2] else []
     if wrong:
         raise ModelError(
             f"{type(module).__name__} runs on tokens split over processes, which does not go with {', '.join(wrong)}; "
