@@ -29,6 +29,7 @@ from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
@@ -49,4 +50,6 @@ __all__ = [
     "make_cache",
     "probe",
     "serving",
+    "tensor_parallel",
+    "tensor_parallel_config",
 ]
