@@ -121,7 +121,7 @@ CHOICES: dict[str, list[Any]] = {
     "conv_groups": [1],
     "type_vocab_size": [0, 2, 3],
     "num_ln_in_parallel_attn": [1, 2],
-    "attn_layer_period": [1, 2],
+    "attn_layer_period": [2, 3],
     "attn_layer_offset": [0],
     "expert_layer_period": [2, 3],
     "expert_layer_offset": [0, 1],

@@ -16,10 +16,9 @@ cut by `shares`, too. Heads are cut by `head_shares`: each rank has whole groups
 **What is sent**, in numbers a token; e is `number_bytes`, p is `partial_bytes` (float32), KV is ``K (D + V)`` or the
 latent vector that stands for it:
 
-- ``ring``: KV blocks go from rank r to r + 1. A key goes on only as far as a rank that sees it: for causal places in
-  one stretch there is no way round, and keys that nobody else sees do not leave. Where the mask bounds both sides
-  (a window, chunks) there is no ring but a halo: each rank gets what it sees, directly. Backward: the same once more,
-  and gradients in float32: of each key that a rank has seen of others', once (`needed`), however it comes home.
+- ``ring``: in step s keys go from rank r to r + s, directly, and only those that it sees (`shown`): all others under no
+  mask, later ones under a causal one, a halo under a window or chunks. Backward: the same once more, and gradients in
+  float32 of each key that a rank has seen of others' (`needed`), directly home.
 - ``gather``: an all-gather of KV; backward the same, and a reduce-scatter of float32 gradients.
 - ``ulysses``: all-to-all, queries and KV to the rank of their head, outputs back; backward output gradients there,
   gradients back. KV heads on several ranks go to each; their gradients return in float32, others' in e.
@@ -53,8 +52,8 @@ from .places import (
     neighbours,
     order_of,
     places,
-    relayed,
     shares,
+    shown,
     toured,
 )
 from .shape import check_size, short
@@ -141,7 +140,7 @@ def sent(
 
 
 def _ring(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
-    keys, e, kv = relayed(call, ranks, order), call.number_bytes, call.kv_numbers
+    keys, e, kv = shown(call, ranks, order), call.number_bytes, call.kv_numbers
     home = needed(call, ranks, order) if backward else [0] * ranks
     return [n * kv * e + back * kv * FLOAT32 for n, back in zip(keys, home, strict=True)]
 

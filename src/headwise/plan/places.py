@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .shape import check_size
 
@@ -174,8 +174,7 @@ def held(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
     return tuple(sum(b - a for a, b in own[r]) + old[r] for r in range(ranks))
 
 
-@dataclass(frozen=True)
-class HeadShare:
+class HeadShare(NamedTuple):
     """The heads of one rank: query heads and the key-value heads they read, as (start, stop)."""
 
     query: Stretch
@@ -264,8 +263,13 @@ def _key_starts(queries: int, cached: int, ranks: int) -> tuple[int, ...]:
 
 
 @cache
-def relayed(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
-    """Keys that each rank sends in a ring, its own and those of others that it sends on; or, bounded, in a halo."""
+def shown(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
+    """Keys that each rank sends, its own, once to each other rank that sees them.
+
+    Example:
+        >>> shown(Call(8, 8, 1, 1, 4, 4), 2, "contiguous"), shown(Call(8, 8, 1, 1, 4, 4), 2)
+        ((4, 0), (2, 4))
+    """
     order = order or order_of(call, ranks)
     if ranks == 1:
         return (0,)
@@ -276,16 +280,17 @@ def relayed(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ..
                 counts[owner] += length(part)
         return tuple(counts)
     own, old = places(call.queries, ranks, order), shares(call.cached, ranks)
+    asking = min(call.queries, ranks)  # ranks with queries: the first
     found = []
     for r in range(ranks):
-        after = (r + 1) % ranks
-        count = call.cached - old[after]
+        others = asking - (r < asking)
+        count = others * old[r]
         if call.right is None:
-            count += call.queries - length(own[after][0])
-        elif order == "zigzag":  # the very last stretch, of rank 0, is seen by nobody else
-            count += call.queries - sum(map(length, own[after])) - (length(own[0][1]) if after else 0)
-        elif length(own[after][0]):
-            count += own[after][0][0]  # 0 for the last rank: nothing goes round
+            count += others * length(own[r][0])
+        elif order == "zigzag":  # causal: seen by those with a later stretch
+            count += others * length(own[r][0]) + r * length(own[r][1])
+        else:
+            count += max(0, asking - 1 - r) * length(own[r][0])
         found.append(count)
     return tuple(found)
 
