@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import re
 
-_ALIBI = "it adds ALiBi biases inside attention code of its own"
 _OWN = "it computes attention in code of its own"
 _DISENTANGLED = "its attention mixes content and position terms in code of its own"
 _SPARSE = "it picks single keys for each query (sparse attention), which the interface hands over as indices"
 
 OUTSIDE: dict[str, str] = {
     "big_bird": _OWN,
-    "bloom": _ALIBI,
-    "codegen": _OWN,
     "deberta": _DISENTANGLED,
-    "deberta-v2": _DISENTANGLED,
-    "falcon": "it computes attention, with ALiBi in some sizes, in code of its own",
     "funnel": _OWN,
-    "gpt_neo": _OWN,
-    "gptj": _OWN,
     "layoutlmv2": _OWN,
     "layoutlmv3": _OWN,
     "led": _OWN,
     "longformer": _OWN,
     "luke": _OWN,
-    "mpnet": _OWN,
-    "mpt": _ALIBI,
     "mvp": _OWN,
     "openai-gpt": _OWN,
     "perceiver": _OWN,
@@ -49,6 +40,24 @@ OUTSIDE: dict[str, str] = {
 }
 """model_type of what lies outside transformers' attention interface -> why. A reason for the error text, no more:
 a model missing here is still refused, by what its class says."""
+
+SEAMS: dict[str, dict[str, dict[str, str]]] = {
+    "bloom": {"BloomAttention": {}},
+    "codegen": {"CodeGenAttention": {}},
+    "deberta_v2": {
+        "DisentangledSelfAttention": {"disentangled_attention_bias": "content_and_position"},
+        "DebertaV2Encoder": {"get_attention_mask": "padding_of_keys", "get_rel_pos": "no_positions"},
+    },
+    "falcon": {"FalconAttention": {"__call__": "bias_once"}},
+    "gpt_neo": {"GPTNeoSelfAttention": {}},
+    "gptj": {"GPTJAttention": {}},
+    "mpnet": {"MPNetSelfAttention": {}, "MPNetEncoder": {"compute_position_bias": "bias_by_distance"}},
+    "mpt": {"MptAttention": {}},
+}
+"""The file of models (modeling_*) with attention in code of its own that runs on headwise all the same -> its classes of
+attention, and of other modules, -> the methods of each that have another form here -> that form in `positions.py`.
+
+Scale, mask, bias and window need no entry: they are read from what the code does to its scores (`scores.py`)."""
 
 SPARSE: dict[str, str] = dict.fromkeys(
     ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "mistral_large4"), _SPARSE

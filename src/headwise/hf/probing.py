@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..nn.probe import Each, Probe
@@ -17,6 +17,8 @@ from ..nn.unwrap import split_over, unwrap
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .interface import NAME, attention_modules, configs, outside_text, require_interface, title, unseen_modules
+from .sessions import closed, opened
+from .switching import switch
 
 
 class _Session:
@@ -56,23 +58,6 @@ class _Session:
     def fault(self, names: list[str], what: str) -> ModelError:
         more = f" (and {len(names) - 1} more attention modules)" if len(names) > 1 else ""
         return ModelError(f"{title(self.model)}: module {names[0]!r}{more} {what}")
-
-
-_sessions: tuple[_Session, ...] = ()
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether a probe of this module's model is open."""
-    return any(module in session.names for session in _sessions)
-
-
-def record(module: nn.Module, **fields: Any) -> Tensor | None:
-    """Show an attention call of this module to every probe that is open on its model.
-
-    Returns what the call is to give instead, (B, H, T, V): the answer of the last opened of those that answer.
-    """
-    answers = [session.seen.record(session.names[module], **fields) for session in _sessions if module in session.names]
-    return next((answer for answer in reversed(answers) if answer is not None), None)
 
 
 @contextmanager
@@ -123,8 +108,9 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
         for config in configs(model):
             undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = NAME
-        _open(session)
-        undo.callback(_close, session)
+        switch(model, NAME)
+        opened(session)
+        undo.callback(closed, session)
         yield seen
     session.check_complete()
 
@@ -181,13 +167,3 @@ def _owner(model: PreTrainedModel, name: str) -> nn.Module:
 
 def _is_cross(name: str) -> bool:
     return CROSS_ATTENTION.search(name.rpartition(".")[2]) is not None
-
-
-def _open(session: _Session) -> None:
-    global _sessions
-    _sessions = (*_sessions, session)
-
-
-def _close(session: _Session) -> None:
-    global _sessions
-    _sessions = tuple(other for other in _sessions if other is not session)
