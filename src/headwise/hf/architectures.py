@@ -49,10 +49,10 @@ SEAMS: dict[str, dict[str, dict[str, str]]] = {
         "DebertaV2Encoder": {"get_attention_mask": "padding_of_keys", "get_rel_pos": "no_positions"},
     },
     "falcon": {"FalconAttention": {"__call__": "bias_once"}},
-    "gpt_neo": {"GPTNeoSelfAttention": {}},
+    "gpt_neo": {"GPTNeoSelfAttention": {"__call__": "without_static_cache"}},
     "gptj": {"GPTJAttention": {}},
     "mpnet": {"MPNetSelfAttention": {}, "MPNetEncoder": {"compute_position_bias": "bias_by_distance"}},
-    "mpt": {"MptAttention": {}},
+    "mpt": {"MptAttention": {}, "MptBlock": {"__call__": "tells_attention"}},
 }
 """The file of models (modeling_*) with attention in code of its own that runs on headwise all the same -> its classes of
 attention, and of other modules, -> the methods of each that have another form here -> that form in `positions.py`.

@@ -99,14 +99,22 @@ def headwise_attention(
     return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
 
 
-def attend(module: nn.Module, query: Tensor, key: Keys, value: Keys, dropout: float, **options: Any) -> Tensor:
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Keys,
+    value: Keys,
+    dropout: float,
+    backend: str = "auto",
+    **options: Any,
+) -> Tensor:
     """Attention of a module, (B, H, T, V), as the probes that are open on its model see it and say it."""
     key, value = _stored(key, value, query.dtype)
     out = None
     if watched(module):
         k, v = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
         out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
-    return attention(query, key, value, dropout=dropout, **options) if out is None else out
+    return attention(query, key, value, dropout=dropout, backend=backend, **options) if out is None else out
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Methods of models that make T x S tensors of positions, in a form that makes none; `architectures.SEAMS` names them."""
+"""Methods of models in the form that they have on headwise; `architectures.SEAMS` names them.
+
+Most make T x S tensors of positions, and no such tensor here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import StaticLayer
 from typing_extensions import override
 
 from ..ops.masks.compose import Mask
@@ -17,7 +22,8 @@ from ..ops.masks.places import Rows, index, rank4
 from ..ops.masks.pytrees import register
 from ..ops.masks.rules import Rule
 from ..shapes import describe
-from .scores import Added
+from .errors import ModelError
+from .scores import Added, attentions_asked_for
 
 
 @register
@@ -39,30 +45,31 @@ class ByContent(Rule):
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        i, j = rank4(i), rank4(j)
         terms = []
-        for table, own, columns in self._terms(rank4(i), rank4(j)):
-            b, h = (torch.arange(n, device=own.device) for n in table.shape[:2])
-            column = columns[rank4(i) - rank4(j) + S - 1]
-            terms.append(table[b.view(-1, 1, 1, 1), h.view(-1, 1, 1), own, column])
+        for table, own, columns in ((self.by_query, i, self.columns_query), (self.by_key, j, self.columns_key)):
+            if table is not None:
+                b, h = (torch.arange(n, device=i.device) for n in table.shape[:2])
+                terms.append(table[b.view(-1, 1, 1, 1), h.view(-1, 1, 1), own, columns[i - j + S - 1]])
         return sum(terms[1:], terms[0])
 
     @override
     def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
         i, j = index(rows, T, device), index(cols, S, device)
         apart = i[:, None] - j[None, :] + S - 1
-        terms = []
-        for (table, own, columns), turned in zip(self._terms(i, j), self._turned(), strict=True):
-            column = columns[apart.T if turned else apart]
-            added = table[:, :, own].gather(-1, column.expand(*table.shape[:2], -1, -1))
-            terms.append(added.transpose(-1, -2) if turned else added)
-        return sum(terms[1:], terms[0])
+        by_query = self._added(self.by_query, rows, self.columns_query, apart)
+        by_key = self._added(self.by_key, cols, self.columns_key, apart.T)
+        if by_query is None or by_key is None:
+            return by_query if by_key is None else by_key.mT
+        return by_query + by_key.mT
 
-    def _terms(self, i: Tensor, j: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        both = (self.by_query, i, self.columns_query), (self.by_key, j, self.columns_key)
-        return [(table, own, columns) for table, own, columns in both if table is not None]
-
-    def _turned(self) -> list[bool]:
-        return [turned for table, turned in ((self.by_query, False), (self.by_key, True)) if table is not None]
+    @staticmethod
+    def _added(table: Tensor | None, own: Rows, columns: Tensor, apart: Tensor) -> Any:
+        """(B, H, own, others) of one table."""
+        if table is None:
+            return None
+        table = table if own is None else table[:, :, own]  # a slice is no copy
+        return table.gather(-1, columns[apart].expand(*table.shape[:2], -1, -1))
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
@@ -151,3 +158,21 @@ def bias_by_distance(encoder: Any, x: Tensor, position_ids: Tensor | None = None
 def bias_once(theirs: Callable[..., Any], module: Any, *args: Any, alibi: Tensor | None, **kwargs: Any) -> Any:
     """The mask has the bias in it already; transformers' eager attention adds it a second time, its "sdpa" does not."""
     return theirs(module, *args, alibi=None if alibi is None else torch.zeros_like(alibi), **kwargs)
+
+
+def tells_attention(theirs: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
+    """A block that does not tell its attention whether weights are to be returned."""
+    with attentions_asked_for(bool(kwargs.get("output_attentions"))):
+        return theirs(block, *args, **kwargs)
+
+
+def without_static_cache(theirs: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """A window counted from the last key, which in a static cache is room that is not filled yet."""
+    cache = kwargs.get("layer_past")
+    if module.attention_type == "local" and isinstance(cache, Cache):
+        if isinstance(cache.layers[module.layer_id], StaticLayer):
+            raise ModelError(
+                f"{type(module).__name__}: layer {module.layer_id} has a window, which its code counts from the end of "
+                "a static cache, past the text; use transformers.DynamicCache() or headwise.hf.make_cache(model)"
+            )
+    return theirs(module, *args, **kwargs)

@@ -8,7 +8,9 @@ runs headwise's attention with all of it. Anything else that is done to scores m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias, keep
+from ..ops.native.lowering import FORMS
 from ..ops.statistics.weights import weights
 from ..ops.storage.layout import in_one_piece
 from .attention import attend, attentions_are_collected, mask_of, without_lowest
@@ -82,6 +85,19 @@ class Scores(Lazy):
         return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
+_asked_for: ContextVar[bool] = ContextVar("headwise_attentions_asked_for", default=False)
+
+
+@contextmanager
+def attentions_asked_for(asked: bool) -> Iterator[None]:
+    """For calls of modules that are not told themselves whether to return their weights."""
+    before = _asked_for.set(asked)
+    try:
+        yield
+    finally:
+        _asked_for.reset(before)
+
+
 class Seam(TorchFunctionMode):
     """Runs a module of attention, with every product of queries and keys in it as `Scores`."""
 
@@ -101,7 +117,7 @@ class Seam(TorchFunctionMode):
                 f"{type(self.module).__name__} ran without a product of queries and keys that headwise can read, so "
                 "its attention did not run on headwise; switch back by model.set_attn_implementation('eager')"
             )
-        wanted = attentions_are_collected() or _asked(type(self.module).forward, args, kwargs)
+        wanted = attentions_are_collected() or _asked_for.get() or _asked(type(self.module).forward, args, kwargs)
         return tree_map(lambda x: _returned(x, wanted) if isinstance(x, Scores) else x, result)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,7 +222,9 @@ def _attended(seam: Seam, scores: Scores, value: Tensor) -> Any:
         value = value.unflatten(0, chain.sizes[:2])
     query = chain.query.to(dtype)  # some models compute their scores in float32 and all else in a half dtype
     key = chain.key if isinstance(chain.key, LazyKeys) else chain.key.to(dtype)
-    out = attend(seam.module, query, key, value, dropout=chain.dropout, **chain.options())
+    # A bias of the model's own rules is made a strip of rows at a time; a fused kernel would be handed all T x S of it.
+    backend = "blocks" if any(part.biases and type(part) not in FORMS for part in chain.mask.parts) else "auto"
+    out = attend(seam.module, query, key, value, chain.dropout, backend, **chain.options())
     seam.calls += 1
     return out.flatten(0, 1) if flat else out
 

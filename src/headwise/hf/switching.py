@@ -42,7 +42,7 @@ def _runs_here(module: nn.Module) -> bool:
 
 def _prepare(cls: type[nn.Module]) -> None:
     """Have the calls of a class ask which attention its model runs on."""
-    if _PREPARED in vars(cls):
+    if hasattr(cls, _PREPARED):
         return
     forms = {name: getattr(positions, form) for name, form in (methods_of(cls) or {}).items()}
     theirs = cls.__call__
@@ -50,11 +50,12 @@ def _prepare(cls: type[nn.Module]) -> None:
 
     @wraps(theirs)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _runs_here(self):
-            return _run(ours, self, *args, **kwargs)
-        return theirs(self, *args, **kwargs)
+        if not _runs_here(self):
+            return theirs(self, *args, **kwargs)
+        return _run(ours, self, *args, **kwargs) if attends else ours(self, *args, **kwargs)
 
-    if is_seam(cls):
+    attends = is_seam(cls)
+    if attends or ours is not theirs:
         cls.__call__ = __call__  # type: ignore[method-assign]  # and not forward, which others cover module by module
     for name, form in forms.items():
         setattr(cls, name, _either(getattr(cls, name), form))
