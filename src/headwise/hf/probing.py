@@ -17,15 +17,16 @@ from ..nn.unwrap import split_over, unwrap
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .interface import NAME, attention_modules, configs, outside_text, require_interface, title, unseen_modules
-from .sessions import closed, opened
+from .sessions import Session, closed, opened
 from .switching import switch
 
 
-class _Session:
-    """One open probe: which modules are watched, and what ran."""
+class _Session(Session):
+    """An open probe of a transformers model: which of its modules ran, too."""
 
     def __init__(self, model: PreTrainedModel, seen: Probe, names: dict[nn.Module, str]) -> None:
-        self.model, self.seen, self.names = model, seen, names
+        super().__init__(seen, names)
+        self.model = model
         self.ran: set[nn.Module] = set()
         self.before: dict[nn.Module, int] = {}
 

@@ -319,7 +319,7 @@ def _softmax(
     return seam.next(scores, lambda x: x.softmax(-1, dtype=dtype), chain, dtype=dtype or scores.dtype)
 
 
-def _dropout(seam: Seam, scores: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(seam: Seam, scores: Any, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not isinstance(scores, Scores) or (scores.chain.dropout and training and p):
         return NotImplemented
     if not training or not p:

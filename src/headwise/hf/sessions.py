@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..nn.probe import Probe
 
 
-class Session(Protocol):
+class Session:
     """One open probe: the modules that it watches, by name, and what it sees."""
 
-    names: dict[nn.Module, str]
-    seen: Probe
+    def __init__(self, seen: Probe, names: dict[nn.Module, str]) -> None:
+        self.seen, self.names = seen, names
 
 
 _sessions: tuple[Session, ...] = ()
