@@ -9,55 +9,74 @@ from __future__ import annotations
 import re
 
 _OWN = "it computes attention in code of its own"
-_DISENTANGLED = "its attention mixes content and position terms in code of its own"
 _SPARSE = "it picks single keys for each query (sparse attention), which the interface hands over as indices"
 
 OUTSIDE: dict[str, str] = {
     "big_bird": _OWN,
-    "deberta": _DISENTANGLED,
-    "funnel": _OWN,
     "layoutlmv2": _OWN,
-    "layoutlmv3": _OWN,
     "led": _OWN,
     "longformer": _OWN,
     "luke": _OWN,
-    "mvp": _OWN,
     "openai-gpt": _OWN,
     "perceiver": _OWN,
     "prophetnet": _OWN,
     "reformer": _OWN,
-    "rembert": _OWN,
-    "roformer": _OWN,
-    "speecht5": _OWN,
     "swinv2": _OWN,
-    "tapas": _OWN,
-    "trocr": _OWN,
     "vits": _OWN,
     "wavlm": _OWN,
-    "xglm": _OWN,
-    "xlm": _OWN,
-    "xlnet": _DISENTANGLED,
 }
 """model_type of what lies outside transformers' attention interface -> why. A reason for the error text, no more:
 a model missing here is still refused, by what its class says."""
 
 SEAMS: dict[str, dict[str, dict[str, str]]] = {
+    "bark": {"BarkSelfAttention": {}},
+    "blip": {"BlipAttention": {}},
+    "blip_text": {"BlipTextSelfAttention": {}},
     "bloom": {"BloomAttention": {}},
+    "clvp": {"ClvpSelfAttention": {}},
     "codegen": {"CodeGenAttention": {}},
+    "convbert": {"ConvBertSelfAttention": {}},
+    "data2vec_vision": {"Data2VecVisionSelfAttention": {}},
+    "deberta": {"DisentangledSelfAttention": {}},
     "deberta_v2": {
         "DisentangledSelfAttention": {"disentangled_attention_bias": "content_and_position"},
         "DebertaV2Encoder": {"get_attention_mask": "padding_of_keys", "get_rel_pos": "no_positions"},
     },
     "falcon": {"FalconAttention": {"__call__": "bias_once"}},
+    "flaubert": {"MultiHeadAttention": {}},
+    "flava": {"FlavaSelfAttention": {}},
+    "fsmt": {"Attention": {}},
+    "funnel": {"FunnelRelMultiheadAttention": {}},
     "gpt_neo": {"GPTNeoSelfAttention": {"__call__": "without_static_cache"}},
+    "gpt_neox_japanese": {"GPTNeoXJapaneseAttention": {}},
     "gptj": {"GPTJAttention": {}},
+    "imagegpt": {"ImageGPTAttention": {}},
+    "layoutlmv3": {"LayoutLMv3SelfAttention": {}},
+    "lxmert": {"LxmertAttention": {}},
+    "megatron_bert": {"MegatronBertSelfAttention": {}},
+    "mgp_str": {"MgpstrAttention": {}},
+    "mobilevit": {"MobileViTSelfAttention": {}},
     "mpnet": {"MPNetSelfAttention": {}, "MPNetEncoder": {"compute_position_bias": "bias_by_distance"}},
     "mpt": {"MptAttention": {}, "MptBlock": {"__call__": "tells_attention"}},
+    "mvp": {"MvpAttention": {}},
+    "pvt": {"PvtEfficientSelfAttention": {}},
+    "rembert": {"RemBertSelfAttention": {}},
+    "roformer": {"RoFormerSelfAttention": {}},
+    "speecht5": {"SpeechT5Attention": {}},
+    "squeezebert": {"SqueezeBertSelfAttention": {}},
+    "tapas": {"TapasSelfAttention": {}},
+    "timesformer": {"TimesformerSelfAttention": {}},
+    "trocr": {"TrOCRAttention": {}},
+    "vilt": {"ViltSelfAttention": {}},
+    "visual_bert": {"VisualBertSelfAttention": {}},
+    "xglm": {"XGLMAttention": {}},
+    "xlm": {"MultiHeadAttention": {}},
+    "xlnet": {"XLNetRelativeAttention": {}},
 }
 """The file of models (modeling_*) with attention in code of its own that runs on headwise all the same -> its classes of
 attention, and of other modules, -> the methods of each that have another form here -> that form in `positions.py`.
 
-Scale, mask, bias and window need no entry: they are read from what the code does to its scores (`scores.py`)."""
+Scale, mask, bias and window need no entry: they are read from what the code does to its scores (`steps.py`)."""
 
 SPARSE: dict[str, str] = dict.fromkeys(
     ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "mistral_large4"), _SPARSE

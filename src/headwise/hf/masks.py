@@ -17,6 +17,7 @@ from .closures import Frame, MaskFunction, dense_mask, read_mask, read_padding
 from .functions import function_mask
 from .interface import require_consulted
 from .lazy import Lazy
+from .seams import is_switched
 
 
 class StructuralMask(Lazy):

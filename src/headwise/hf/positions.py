@@ -23,7 +23,8 @@ from ..ops.masks.pytrees import register
 from ..ops.masks.rules import Rule
 from ..shapes import describe
 from .errors import ModelError
-from .scores import Added, attentions_asked_for
+from .running import attentions_asked_for
+from .scores import Added
 
 
 @register

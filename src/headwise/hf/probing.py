@@ -167,4 +167,5 @@ def _owner(model: PreTrainedModel, name: str) -> nn.Module:
 
 
 def _is_cross(name: str) -> bool:
-    return CROSS_ATTENTION.search(name.rpartition(".")[2]) is not None
+    """By its own name; where that is "self", as within BERT's two kinds of attention, by that around it."""
+    return CROSS_ATTENTION.search(name.removesuffix(".self").rpartition(".")[2]) is not None

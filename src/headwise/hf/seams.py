@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
-
 from .architectures import SEAMS
 
 
@@ -16,6 +15,7 @@ class Switched(str):
     """The name, as it stands in the config of a model whose modules of attention are prepared for it."""
 
 
+@lru_cache(maxsize=4096)
 def family_of(cls: type) -> str | None:
     """The row of the table for a class of models or configs, by its file or that of one it inherits from."""
     for base in cls.__mro__:
@@ -52,6 +52,6 @@ def is_seam(cls: type) -> bool:
     return methods_of(cls) is not None and "Attention" in cls.__name__
 
 
-def is_switched(config: PreTrainedConfig) -> bool:
+def is_switched(config: Any) -> bool:
     """Whether a config is that of a model prepared by `switch`, and says that it runs on headwise."""
-    return isinstance(config._attn_implementation, Switched)
+    return isinstance(getattr(config, "_attn_implementation", None), Switched)

@@ -1,7 +1,7 @@
 """Models that compute attention in code of their own are switched to headwise, and back.
 
 Their classes keep their code. Once a model was switched, calls of the modules that `architectures.SEAMS` names go
-through `Seam` (`scores.py`), and a few methods have another form (`positions.py`), for as long as the model's config
+through `Seam` (`running.py`), and a few methods have another form (`positions.py`), for as long as the model's config
 says so; under any other name they are what they were.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import positions
-from .scores import Seam
+from .running import Seam
 from .seams import Switched, family_of, is_seam, is_switched, methods_of
 
 _CONFIG = "_headwise_config"
