@@ -47,7 +47,9 @@ class SeamRow:
 
 
 ROWS = (
-    SeamRow("GPT-J", "GPTJForCausalLM", "GPTJConfig", dict(n_embd=35, n_layer=2, n_head=5, rotary_dim=2, n_positions=61)),
+    SeamRow(
+        "GPT-J", "GPTJForCausalLM", "GPTJConfig", dict(n_embd=35, n_layer=2, n_head=5, rotary_dim=2, n_positions=61)
+    ),
     SeamRow(
         "CodeGen",
         "CodeGenForCausalLM",
@@ -80,14 +82,15 @@ ROWS = (
         heads=6,
     ),
     # eager adds the bias twice: see docs/huggingface.md
-    SeamRow("Falcon ALiBi", "FalconForCausalLM", "FalconConfig", FALCON | dict(multi_query=False, alibi=True), truth="sdpa"),
+    SeamRow(
+        "Falcon ALiBi", "FalconForCausalLM", "FalconConfig", FALCON | dict(multi_query=False, alibi=True), truth="sdpa"
+    ),
     SeamRow("MPNet", "MPNetForMaskedLM", "MPNetConfig", BERT, "encoder"),
     SeamRow(
         "DeBERTa-v3",
         "DebertaV2ForMaskedLM",
         "DebertaV2Config",
-        DEBERTA
-        | dict(position_buckets=4, norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type=["p2c", "c2p"]),
+        DEBERTA | dict(position_buckets=4, norm_rel_ebd="layer_norm", share_att_key=True, pos_att_type=["p2c", "c2p"]),
         "encoder",
     ),
     SeamRow(
@@ -200,9 +203,7 @@ CONV: dict[str, Any] = dict(
 PLAIN: dict[str, tuple[str, dict[str, Any], Any, int, int]] = {
     "bark": (
         "BarkSemanticModel BarkSemanticConfig",
-        dict(
-            num_layers=2, num_heads=5, hidden_size=35, input_vocab_size=VOCAB, output_vocab_size=VOCAB, block_size=61
-        ),
+        dict(num_layers=2, num_heads=5, hidden_size=35, input_vocab_size=VOCAB, output_vocab_size=VOCAB, block_size=61),
         "left",
         2,
         5,
@@ -254,7 +255,11 @@ PLAIN: dict[str, tuple[str, dict[str, Any], Any, int, int]] = {
         5,
     ),
     "gpt_neox_japanese": (
-        "GPTNeoXJapaneseForCausalLM GPTNeoXJapaneseConfig", BERT | dict(hidden_size=40), "left", 2, 5
+        "GPTNeoXJapaneseForCausalLM GPTNeoXJapaneseConfig",
+        BERT | dict(hidden_size=40),
+        "left",
+        2,
+        5,
     ),
     "imagegpt": ("ImageGPTForCausalImageModeling ImageGPTConfig", GPT, "none", 2, 5),
     "layoutlmv3": (
@@ -335,12 +340,14 @@ PLAIN: dict[str, tuple[str, dict[str, Any], Any, int, int]] = {
         2,
     ),
     "rembert": (
-        "RemBertForMaskedLM RemBertConfig", BERT | dict(input_embedding_size=13, output_embedding_size=13), "right", 2, 5
+        "RemBertForMaskedLM RemBertConfig",
+        BERT | dict(input_embedding_size=13, output_embedding_size=13),
+        "right",
+        2,
+        5,
     ),
     "roformer": ("RoFormerForMaskedLM RoFormerConfig", BERT | dict(hidden_size=40, embedding_size=40), "right", 2, 5),
-    "speecht5": (
-        "SpeechT5ForSpeechToText SpeechT5Config", SEQ2SEQ | CONV | dict(hidden_size=35), "speech", 4, 5
-    ),
+    "speecht5": ("SpeechT5ForSpeechToText SpeechT5Config", SEQ2SEQ | CONV | dict(hidden_size=35), "speech", 4, 5),
     "squeezebert": (
         "SqueezeBertForMaskedLM SqueezeBertConfig",
         BERT | dict(hidden_size=40, num_attention_heads=4, embedding_size=40, intermediate_size=40),
@@ -355,9 +362,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], Any, int, int]] = {
         2,
         5,
     ),
-    "timesformer": (
-        "TimesformerModel TimesformerConfig", VISION | dict(num_frames=2), _vision(2, 3, 12, 12), 4, 5
-    ),
+    "timesformer": ("TimesformerModel TimesformerConfig", VISION | dict(num_frames=2), _vision(2, 3, 12, 12), 4, 5),
     "trocr": (
         "TrOCRForCausalLM TrOCRConfig",
         dict(d_model=35, decoder_layers=2, decoder_attention_heads=5, decoder_ffn_dim=17, max_position_embeddings=61),

@@ -11,18 +11,19 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from hf_models import PAD, VOCAB, B, T, padding, token_ids
-from hf_seam_models import BERT, BY_NAME, DECODERS, DEBERTA, IDS, ROWS, SeamRow, exact_of, fed, given, model_of, truth_of
+from hf_models import B, T, padding, token_ids
+from hf_seam_models import BY_NAME, DECODERS, PLAIN, ROWS, SeamRow, exact_of, fed, given, model_of, plain, truth_of
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import headwise
 import headwise.hf as hf
-from headwise.hf import attention as bridge
-from headwise.hf import scores
+from headwise.hf import running, steps
+from headwise.hf.architectures import OUTSIDE, SEAMS
 from headwise.hf.interface import attention_modules
 from headwise.hf.lazy import LazyKeys
-from headwise.hf.masks import Hidden, StructuralMask
+from headwise.hf.running import Seam
+from headwise.hf.seams import family_of, methods_of
 from headwise.testing import assert_close_like_torch, largest_tensor
 
 SIDES = ("none", "left", "right", "holes")
@@ -47,7 +48,9 @@ def assert_equal(row: SeamRow, of: Callable[[PreTrainedModel], Tensor], what: st
     if bool(exact.isfinite().all()):
         assert_close_like_torch(ours, exact, theirs, factor=3.0, what=f"{row.name}, {what}")
     else:
-        assert (ours - theirs).abs().max() <= 16 * torch.finfo(ours.dtype).eps * theirs.abs().max(), f"{row.name} {what}"
+        assert (ours - theirs).abs().max() <= 16 * torch.finfo(ours.dtype).eps * theirs.abs().max(), (
+            f"{row.name} {what}"
+        )
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
@@ -114,7 +117,9 @@ def test_an_int8_cache_is_read_in_place() -> None:
 
 def test_a_static_cache_of_transformers() -> None:
     row = BY_NAME["GPT-J"]
-    theirs, ours = (fed(model, StaticCache(config=model.config, max_cache_len=17)) for model in (truth_of(row), model_of(row)))
+    theirs, ours = (
+        fed(model, StaticCache(config=model.config, max_cache_len=17)) for model in (truth_of(row), model_of(row))
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -140,7 +145,7 @@ def test_attentions_asked_for_are_the_real_weights(row: SeamRow) -> None:
 
 def test_weights_are_made_only_where_they_are_asked_for() -> None:
     for row in ROWS:
-        with mock.patch.object(scores, "weights", side_effect=AssertionError("nobody asked")):
+        with mock.patch.object(running, "weights", side_effect=AssertionError("nobody asked")):
             run(model_of(row))
 
 
@@ -207,11 +212,11 @@ def test_a_model_is_switched_and_switched_back() -> None:
         model = truth_of(row)
         model = copy.deepcopy(model)
         before = run(model).logits
-        with mock.patch.object(scores, "attend", side_effect=AssertionError("not on headwise")):
+        with mock.patch.object(steps, "attend", side_effect=AssertionError("not on headwise")):
             assert torch.equal(run(model).logits, before)
         model.set_attn_implementation("headwise")
         assert model.config._attn_implementation == "headwise"
-        with mock.patch.object(scores, "attend", side_effect=KeyError("here")), pytest.raises(KeyError, match="here"):
+        with mock.patch.object(steps, "attend", side_effect=KeyError("here")), pytest.raises(KeyError, match="here"):
             run(model)
         model.set_attn_implementation(row.truth)
         assert torch.equal(run(model).logits, before), "bit for bit"
@@ -225,3 +230,205 @@ def test_the_probe_leaves_a_model_of_transformers_as_it_was() -> None:
             run(model)
         assert len(seen.calls) == 2 and model.config._attn_implementation == row.truth
         assert torch.equal(run(model).logits, before) and state.keys() == model.state_dict().keys()
+
+
+def test_a_copy_and_a_pickle_run_as_the_model_does() -> None:
+    for name in ("Bloom", "DeBERTa-v3"):
+        model = model_of(BY_NAME[name])
+        before = run(model).logits
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with hf.probe(twin) as seen:
+                assert torch.equal(run(twin).logits, before)
+            assert len(seen.calls) == 2
+            twin.set_attn_implementation("eager")
+            assert model.config._attn_implementation == "headwise"
+
+
+def test_compiled_code_calls_such_a_module_as_it_is() -> None:
+    row = BY_NAME["Bloom"]
+    model = SeamRow(row.name, row.model, row.config, row.sizes | dict(n_layer=1)).build("headwise")
+    before = run(model).logits
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(run(compiled).logits, before, rtol=1e-5, atol=1e-5)
+
+
+# -- a row each -------------------------------------------------------------------------------------------------------
+
+
+def main_output(out: Any) -> Tensor:
+    found = next(out[name] for name in ("logits", "last_hidden_state", "language_output") if name in out)
+    return found if isinstance(found, Tensor) else found[0]
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_plain_code_gives_the_numbers_of_eager(family: str) -> None:
+    model, inputs, calls, heads = plain(family)
+    real: Any = inputs.get("attention_mask", torch.ones(())).bool()
+    found, grads = [], []
+    for name in ("eager", "headwise"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        torch.manual_seed(5)  # one of them draws which patches it reads
+        out = main_output(model(**inputs))
+        out = out[real] if real.shape == out.shape[:2] else out
+        out.square().mean().backward()
+        found.append(out.detach())
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    scale = float(found[0].abs().max())
+    assert (found[1] - found[0]).abs().max() <= 1e-5 * scale, family
+    assert grads[0].shape == grads[1].shape
+    assert (grads[1] - grads[0]).abs().max() <= 1e-4 * grads[0].abs().max(), family
+    with hf.probe(model) as seen, torch.no_grad():
+        model(**inputs)
+    assert [call.query.shape[1] for call in seen.calls] == [heads] * calls
+
+
+@pytest.mark.parametrize("family", ["gpt_neox_japanese", "trocr", "xglm"])
+def test_plain_decoders_give_the_tokens_of_eager(family: str) -> None:
+    model, inputs, _, _ = plain(family)
+    how = dict(max_new_tokens=7, min_new_tokens=7, do_sample=False)
+    theirs = model.generate(**inputs, **how)
+    model.set_attn_implementation("headwise")
+    for cache in (None, hf.make_cache(model, "paged", max_length=T + 7)):
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **how), theirs)
+
+
+def test_the_table_names_what_transformers_has() -> None:
+    """Every family is of the tests, is on no interface, and is not said to be outside."""
+    tested = {family_of(type(truth_of(row))) for row in ROWS} | PLAIN.keys()
+    assert tested == SEAMS.keys()
+    assert not SEAMS.keys() & {name.replace("-", "_") for name in OUTSIDE}
+
+
+def test_a_class_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later transformers may rename what a row names: then the model is outside, as any other."""
+    monkeypatch.setitem(SEAMS, "rembert", {"RemBertSelfAttention": {"a_method_that_is_gone": "no_positions"}})
+    for known in (family_of, methods_of):
+        known.cache_clear()
+    from headwise.hf.seams import _is_as_known
+
+    _is_as_known.cache_clear()
+    try:
+        with pytest.raises(hf.ModelError, match=r"RemBertModel \(model_type 'rembert'\) is not on transformers'"):
+            transformers.RemBertModel._from_config(transformers.RemBertConfig(), attn_implementation="headwise")
+    finally:
+        monkeypatch.undo()
+        for known in (family_of, methods_of, _is_as_known):
+            known.cache_clear()
+
+
+# -- scores that are not made -----------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Attention as `code` writes it, of queries, keys and values (B, H, T, D)."""
+
+    num_heads = 3
+
+    def __init__(self, code: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.code(q, k, v)
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)
+
+
+LEARNED = torch.randn(3, 1, 1)
+SEEN = torch.rand(2, 1, 5, 7) > 0.3
+SEEN[..., 0] = True
+LOWEST = torch.finfo(torch.float32).min
+CODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "matmul": lambda q, k, v: torch.matmul((q @ k.mT / 3).softmax(-1), v),
+    "scaled from the left": lambda q, k, v: (0.3 * (q @ k.mT)).softmax(dim=3) @ v,
+    "in place": lambda q, k, v: (q @ k.mT).div_(2).add_(LEARNED).softmax(-1) @ v,
+    "bmm": lambda q, k, v: torch.bmm(torch.bmm(flat(q), flat(k).mT).softmax(-1), flat(v)).unflatten(0, (2, 3)),
+    "baddbmm": lambda q, k, v: torch.bmm(
+        torch.baddbmm(LEARNED.repeat(2, 5, 7), flat(q), flat(k).mT, beta=0.5, alpha=0.25).softmax(-1), flat(v)
+    ).unflatten(0, (2, 3)),
+    "einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v),
+    "bias before the scale": lambda q, k, v: ((q @ k.mT + torch.arange(7.0)) * 0.3).softmax(-1) @ v,
+    "a scale a head": lambda q, k, v: (q @ k.mT * LEARNED).softmax(-1) @ v,
+    "masked_fill": lambda q, k, v: (q @ k.mT).masked_fill(~SEEN, LOWEST).softmax(-1) @ v,
+    "where": lambda q, k, v: torch.where(SEEN, q @ k.mT, torch.tensor(-1e4)).softmax(-1) @ v,
+    "minus": lambda q, k, v: (q @ k.mT - 1e4 * (~SEEN).float()).softmax(-1) @ v,
+    "at least": lambda q, k, v: (
+        torch.max(q @ k.mT + torch.where(SEEN, 0.0, LOWEST), torch.tensor(LOWEST)).softmax(-1) @ v
+    ),
+    "other dtypes": lambda q, k, v: (q @ k.mT).double().softmax(-1).to(q.dtype) @ v,
+    "half the way made": lambda q, k, v: (q @ k.mT - (q @ k.mT).amax(-1, keepdim=True)).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_scores_are_told_what_happens_to_them(name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 3, n, 11, generator=generator, requires_grad=True) for n in (5, 7, 7))
+    module = Written(CODES[name])
+    theirs = module(q, k, v)
+    ours = Seam(module).run(module, q, k, v)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+UNREAD: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "another function": lambda q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
+    "softmax over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "weights that are changed": lambda q, k, v: ((q @ k.mT).softmax(-1) * SEEN) @ v,
+    "a negative scale": lambda q, k, v: (-1.0 * (q @ k.mT)).softmax(-1) @ v,
+    "no softmax": lambda q, k, v: (q @ k.mT) @ v,
+    "a window of numbers that hide nothing": lambda q, k, v: (q @ k.mT).masked_fill(~SEEN, 0.0).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_is_not_understood_is_computed_as_written_and_refused(name: str) -> None:
+    """Never silently: the module ran, and its attention was not headwise's."""
+    q, k, v = (torch.randn(2, 3, n, 11) for n in (5, 7, 7))
+    module, made = Written(UNREAD[name]), []
+    with pytest.raises(hf.ModelError, match="Written ran without a product of queries and keys that headwise can read"):
+        Seam(module).run(lambda *given: made.append(module(*given)), q, k, v)
+    torch.testing.assert_close(made[0], module(q, k, v), rtol=0, atol=0)
+
+
+FAULTS = {
+    "scale": ("GPT-J", "none", lambda options: options | {"scale": options["scale"] * 1.1}),
+    "mask": ("Bloom", "left", lambda options: options | {"mask": None}),
+    "window": ("GPT-Neo", "none", lambda options: options | {"mask": headwise.causal()}),
+    "bias": ("MPT", "none", lambda options: options | {"mask": headwise.causal()}),
+    "position": ("DeBERTa-v3", "none", lambda options: options | {"mask": None}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_would_show(fault: str) -> None:
+    """The tolerances are far below what any part of the scores does."""
+    name, side, change = FAULTS[fault]
+    row, real = BY_NAME[name], steps.attend
+
+    def faulty(module: Any, q: Any, k: Any, v: Any, dropout: float, backend: str, **options: Any) -> Tensor:
+        return real(module, q, k, v, dropout, "auto", **change(options))
+
+    with mock.patch.object(steps, "attend", faulty):
+        moved = (run(model_of(row), side).logits - run(truth_of(row), side).logits)[padding(side).bool()].abs().max()
+    assert moved > 1e-3 * run(truth_of(row), side).logits.abs().max()
+
+
+def test_no_tensor_of_all_pairs_is_made() -> None:
+    """Of 97 tokens: neither the scores of a head, nor the biases and distances that transformers makes."""
+    length = 97
+    for name, heads in (("Bloom", 5), ("MPNet", 5), ("DeBERTa-v3", 5)):
+        row = BY_NAME[name]
+        sizes = {key: 128 if value == 61 else value for key, value in row.sizes.items()}
+        config = SeamRow(name, row.model, row.config, sizes | dict(vocab_size=53)).config_of()
+        model = getattr(transformers, row.model)._from_config(config, attn_implementation="headwise").eval()
+        ids = torch.randint(2, 53, (1, length))
+        with torch.no_grad(), largest_tensor() as seen:
+            model(ids)
+        assert seen.numel < heads * length * length, f"{name}: {seen.shape}"
+    with mock.patch("headwise.hf.masks._additive", side_effect=AssertionError("the mask was made")):
+        run(model_of(BY_NAME["Falcon ALiBi"]))

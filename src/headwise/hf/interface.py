@@ -42,6 +42,11 @@ def require_consulted(config: Any) -> None:
     """
     if not (_consults(type(config).__module__) or is_switched(config)):
         name, model_type = type(config).__name__.removesuffix("Config"), config.model_type
+        if family_of(type(config)) is not None:
+            raise ModelError(
+                f"{name} (model_type {model_type!r}): {NAME!r} stands in its config, and its attention was not switched "
+                f'with it; call model.set_attn_implementation("{NAME}")'
+            )
         raise ModelError(outside_text(name, model_type, OUTSIDE.get(model_type, _OWN)))
 
 
@@ -113,7 +118,7 @@ def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in model.named_modules()
         if name
-        and "Attention" in type(module).__name__
+        and re.search(r"Attention(?!\w*Output)", type(module).__name__)  # and not what follows attention
         and not related(name)
         and any(True for _ in module.parameters())
     }

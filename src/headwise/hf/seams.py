@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
+
 from .architectures import SEAMS
 
 

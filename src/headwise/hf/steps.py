@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,9 @@ def _attended(seam: Running, scores: Scores, value: Tensor) -> Any:
     return out.flatten(0, 1) if flat else out
 
 
-def _added_product(seam: Running, x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def _added_product(
+    seam: Running, x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
     scores = _product(seam, batch1, batch2)
     if not isinstance(scores, Scores):
         return NotImplemented
@@ -229,8 +231,8 @@ def _cast(seam: Running, x: Any, *args: Any, **kwargs: Any) -> Any:
     return x.next(lambda y: y.to(dtype), dtype=dtype)
 
 
-def _float(seam: Running, x: Any) -> Any:
-    return _cast(seam, x, torch.float32)
+def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda seam, x: _cast(seam, x, dtype)
 
 
 def _view(seam: Running, x: Any, *shape: Any) -> Any:
@@ -278,7 +280,10 @@ STEPS: dict[Any, Callable[..., Any]] = {
     torch.einsum: _einsum,
     torch.where: _where,
     F.dropout: _dropout,
-    Tensor.float: _float,
+    Tensor.float: _cast_to(torch.float32),
+    Tensor.double: _cast_to(torch.float64),
+    Tensor.half: _cast_to(torch.float16),
+    Tensor.bfloat16: _cast_to(torch.bfloat16),
 }
 """What the code of models does to scores -> how it is written down; NotImplemented makes the scores."""
 IN_PLACE = {f for f in STEPS if f.__name__.endswith("_") and not f.__name__.startswith("_")}

@@ -74,4 +74,3 @@ def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
         return ours(self, *args, **kwargs) if _runs_here(self) else theirs(self, *args, **kwargs)
 
     return method
-
