@@ -274,7 +274,7 @@ OUTSIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
         dict(vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, n_positions=32),
     ),
 }
-"""model_type -> (model, config, sizes) of models that are not on the attention interface, and do not run on headwise."""
+"""model_type -> (model, config, sizes) of models not on the attention interface that do not run on headwise."""
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ BERT: dict[str, Any] = dict(
     hidden_size=35, num_hidden_layers=2, num_attention_heads=5, intermediate_size=17, max_position_embeddings=61
 )
 FALCON: dict[str, Any] = dict(hidden_size=40, num_hidden_layers=2, num_attention_heads=5)
+GPT: dict[str, Any] = dict(n_positions=61, n_embd=35, n_layer=2, n_head=5)
 DEBERTA: dict[str, Any] = BERT | dict(relative_attention=True, position_biased_input=False)
 
 
@@ -171,15 +172,10 @@ VISION: dict[str, Any] = dict(
     hidden_size=35, num_hidden_layers=2, num_attention_heads=5, intermediate_size=17, image_size=12, patch_size=4
 )
 XLM: dict[str, Any] = dict(emb_dim=35, n_layers=2, n_heads=5, pad_index=PAD, max_position_embeddings=61)
-GPT: dict[str, Any] = dict(n_positions=61, n_embd=35, n_layer=2, n_head=5)
 
 
 def _vision(*shape: int) -> dict[str, Tensor]:
     return dict(pixel_values=torch.randn(3, *shape, generator=torch.Generator().manual_seed(7)))
-
-
-def _boxes() -> Tensor:
-    return torch.randint(0, 50, (3, 11, 4), generator=torch.Generator().manual_seed(7)).sort(-1).values
 
 
 def _both() -> dict[str, Tensor]:
@@ -274,7 +270,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], Any, int, int]] = {
             max_2d_position_embeddings=64,
             visual_embed=False,
         ),
-        dict(bbox=_boxes()),
+        dict(bbox=torch.arange(3 * 11 * 4).view(3, 11, 4) % 47),
         2,
         5,
     ),
@@ -393,11 +389,8 @@ def plain(family: str) -> tuple[PreTrainedModel, dict[str, Any], int, int]:
     torch.manual_seed(3)
     built = getattr(transformers, model)._from_config(made, attn_implementation="eager").eval()
     stir(built)
-    if reads == "both":
-        return built, _both(), calls, heads
-    if reads == "speech":
-        return built, _speech(), calls, heads
     if isinstance(reads, str):
-        return built, given(reads), calls, heads
-    has_text = family in ("layoutlmv3", "lxmert", "tapas", "vilt")
-    return built, {**(given("right") if has_text else {}), **reads}, calls, heads
+        inputs = {"both": _both, "speech": _speech}.get(reads, lambda: given(reads))()
+    else:
+        inputs = {**(given("right") if family in ("layoutlmv3", "lxmert", "tapas", "vilt") else {}), **reads}
+    return built, inputs, calls, heads

@@ -17,7 +17,7 @@ from headwise.cache import quantize
 from headwise.hf import ModelError, StructuralMask
 from headwise.hf.attention import headwise_attention, mask_of
 from headwise.hf.lazy import Lazy, LazyKeys, from_model, to_model
-from headwise.hf.masks import headwise_mask
+from headwise.hf.masks import Hidden, headwise_mask
 from headwise.ops.masks import Mask
 from headwise.ops.storage.paged import PAGE, Paged
 from headwise.testing import largest_tensor

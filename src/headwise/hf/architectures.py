@@ -73,8 +73,8 @@ SEAMS: dict[str, dict[str, dict[str, str]]] = {
     "xlm": {"MultiHeadAttention": {}},
     "xlnet": {"XLNetRelativeAttention": {}},
 }
-"""The file of models (modeling_*) with attention in code of its own that runs on headwise all the same -> its classes of
-attention, and of other modules, -> the methods of each that have another form here -> that form in `positions.py`.
+"""A file of models (modeling_*) with attention in code of its own that runs on headwise all the same -> its classes of
+attention, and of other modules -> the methods of each that have another form here -> that form in `positions.py`.
 
 Scale, mask, bias and window need no entry: they are read from what the code does to its scores (`steps.py`)."""
 
@@ -86,6 +86,9 @@ SPARSE: dict[str, str] = dict.fromkeys(
 FLOAT_MASKS: frozenset[str] = frozenset({"beit", "bigbird_pegasus", "deepseek_v4", "t5gemma2_decoder"})
 """On the interface, and computing with their mask as the float tensor that "eager" gets. For code that is traced alone,
 which gets bool tensors or none: otherwise a mask becomes that tensor by itself where a model computes with it."""
+
+BOTH_WAYS: frozenset[str] = frozenset({"xlnet"})
+"""Counted among the models that write text, and every token sees all others unless a permutation says otherwise."""
 
 CROSS_ATTENTION = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
 """How modules of cross-attention are named: a decoder without a memory does not call them; never causal."""

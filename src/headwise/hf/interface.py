@@ -44,8 +44,8 @@ def require_consulted(config: Any) -> None:
         name, model_type = type(config).__name__.removesuffix("Config"), config.model_type
         if family_of(type(config)) is not None:
             raise ModelError(
-                f"{name} (model_type {model_type!r}): {NAME!r} stands in its config, and its attention was not switched "
-                f'with it; call model.set_attn_implementation("{NAME}")'
+                f"{name} (model_type {model_type!r}): {NAME!r} stands in its config, and its attention was not switched"
+                f' with it; call model.set_attn_implementation("{NAME}")'
             )
         raise ModelError(outside_text(name, model_type, OUTSIDE.get(model_type, _OWN)))
 

@@ -62,7 +62,7 @@ class StructuralMask(Lazy):
             return super().to(*args, **kwargs)
         return StructuralMask(self.mask.to(device), self.shape, self.dtype, device)
 
-    def __lt__(self, other: Any) -> Tensor:  # type: ignore[override]
+    def __lt__(self, other: Any) -> Tensor:
         """As of any tensor: where the mask is below zero, it hides."""
         if self.exposed or not isinstance(other, (int, float)) or not torch.finfo(self.dtype).min < other <= 0:
             return super().__lt__(other)
@@ -84,7 +84,9 @@ class Hidden(Lazy):
         return carrier
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation leaves out the function
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """A bias that is filled with the lowest number where this hides is a mask of rules with a bias."""
         if function is torch.ops.aten.masked_fill.Scalar and isinstance(args[1], Hidden) and not args[1].exposed:
             x, hidden, value = args

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -86,7 +86,7 @@ class ByContent(Rule):
     @override
     def computed_in(self, dtype: torch.dtype) -> ByContent:
         tables = [None if table is None else table.to(dtype) for table in (self.by_query, self.by_key)]
-        return ByContent(*tables, self.columns_query, self.columns_key)
+        return replace(self, by_query=tables[0], by_key=tables[1])
 
 
 def no_positions(
@@ -130,14 +130,15 @@ def content_and_position(
     embedded = rel_embeddings[first : last + 1]  # of the distances that there are
     names = ("key_proj", "query_proj") if module.share_att_key else ("pos_key_proj", "pos_query_proj")
     scale = (D * scale_factor) ** -0.5
-    tables = []
+    tables: list[Tensor | None] = []
     for kind, name, x in (("c2p", names[0], query_layer), ("p2c", names[1], key_layer)):
         if kind in module.pos_att_type:
             of_position = getattr(module, name)(embedded).view(-1, H, D).permute(1, 2, 0)  # (H, D, P)
             tables.append(x.unflatten(0, (-1, H)) * scale @ of_position)
         else:
             tables.append(None)
-    rule = ByContent(*tables, *(column - first for column in columns))
+    by_query, by_key = tables
+    rule = ByContent(by_query, by_key, *(column - first for column in columns))
     return Added(Mask((rule,)), (N, T, S), query_layer.dtype, query_layer.device)
 
 
@@ -170,10 +171,10 @@ def tells_attention(theirs: Callable[..., Any], block: Any, *args: Any, **kwargs
 def without_static_cache(theirs: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     """A window counted from the last key, which in a static cache is room that is not filled yet."""
     cache = kwargs.get("layer_past")
-    if module.attention_type == "local" and isinstance(cache, Cache):
-        if isinstance(cache.layers[module.layer_id], StaticLayer):
-            raise ModelError(
-                f"{type(module).__name__}: layer {module.layer_id} has a window, which its code counts from the end of "
-                "a static cache, past the text; use transformers.DynamicCache() or headwise.hf.make_cache(model)"
-            )
+    layer = cache.layers[module.layer_id] if isinstance(cache, Cache) and cache.layers else None
+    if module.attention_type == "local" and isinstance(layer, StaticLayer):
+        raise ModelError(
+            f"{type(module).__name__}: layer {module.layer_id} has a window, which its code counts from the end of a "
+            "static cache, past the text; use transformers.DynamicCache() or headwise.hf.make_cache(model)"
+        )
     return theirs(module, *args, **kwargs)

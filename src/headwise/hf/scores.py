@@ -15,6 +15,8 @@ from ..ops.masks.make import bias
 from .attention import without_lowest
 from .lazy import Lazy
 
+_EVERYTHING = Mask(())
+
 
 @dataclass(frozen=True, eq=False)
 class Chain:
@@ -23,7 +25,7 @@ class Chain:
     query: Tensor
     key: Tensor
     scale: float = 1.0
-    mask: Mask = Mask(())
+    mask: Mask = _EVERYTHING
     biases: tuple[Tensor, ...] = ()
     weighted: bool = False
     dropout: float = 0.0

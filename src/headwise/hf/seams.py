@@ -16,16 +16,16 @@ class Switched(str):
     """The name, as it stands in the config of a model whose modules of attention are prepared for it."""
 
 
-@lru_cache(maxsize=4096)
 def family_of(cls: type) -> str | None:
     """The row of the table for a class of models or configs, by its file or that of one it inherits from."""
-    for base in cls.__mro__:
-        path = base.__module__.split(".")
-        if path[:2] == ["transformers", "models"] and len(path) == 4:
-            family = path[3].partition("_")[2]
-            if family in SEAMS and _is_as_known(family, path[2]):
-                return family
-    return None
+    return next((family for base in cls.__mro__ if (family := _family(base.__module__)) is not None), None)
+
+
+@lru_cache(maxsize=4096)
+def _family(module: str) -> str | None:
+    path = module.split(".")
+    family = path[3].partition("_")[2] if path[:2] == ["transformers", "models"] and len(path) == 4 else ""
+    return family if family in SEAMS and _is_as_known(family, path[2]) else None
 
 
 @lru_cache(maxsize=256)
@@ -38,7 +38,6 @@ def _is_as_known(family: str, folder: str) -> bool:
     )
 
 
-@lru_cache(maxsize=4096)
 def methods_of(cls: type) -> dict[str, str] | None:
     """The methods of a class that have another form here; None for a class that the table does not name."""
     family = family_of(cls)

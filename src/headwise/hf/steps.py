@@ -48,12 +48,9 @@ def _begun(seam: Running, a: Any, b: Any) -> Chain | None:
         return None
     if a.ndim != b.ndim or a.ndim not in (3, 4) or a.shape[-1] != b.shape[-2]:
         return None
-    if isinstance(b, LazyView):
-        key = b.keys if b.turned else None
-    else:
-        key = b.transpose(-1, -2)
-    if key is None:
+    if isinstance(b, LazyView) and not b.turned:
         return None
+    key = b.keys if isinstance(b, LazyView) else b.transpose(-1, -2)
     if a.ndim == 3:
         if seam.heads is None or a.shape[0] % seam.heads or a.shape[0] != b.shape[0]:
             return None
