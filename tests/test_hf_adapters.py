@@ -237,6 +237,8 @@ def test_the_probe_leaves_a_model_of_transformers_as_it_was() -> None:
 def test_a_folder_is_loaded_and_looked_at(row: SeamRow, tmp_path: Path) -> None:
     loaded = hf.load(written(row, tmp_path))  # type: ignore[arg-type]
     assert loaded.kind == row.kind and type(loaded.model).__name__ == row.model
+    with torch.no_grad():
+        assert torch.equal(loaded.model(token_ids()).logits, row.build()(token_ids()).logits)
     ids, _ = loaded.encode("a b, c. d! a b, c.")
     found = headwise.look.at(loaded.model, ids, repeats=None)
     assert len(found.heads) == 2 * row.heads and found.kind == row.kind

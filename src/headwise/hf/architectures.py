@@ -87,6 +87,15 @@ FLOAT_MASKS: frozenset[str] = frozenset({"beit", "bigbird_pegasus", "deepseek_v4
 """On the interface, and computing with their mask as the float tensor that "eager" gets. For code that is traced alone,
 which gets bool tensors or none: otherwise a mask becomes that tensor by itself where a model computes with it."""
 
+UNDECLARED: dict[str, frozenset[str]] = {
+    "deberta": frozenset({"embedding_size", "talking_head"}),
+    "deberta-v2": frozenset(
+        {"attention_head_size", "conv_act", "conv_groups", "conv_kernel_size", "embedding_size", "norm_rel_ebd"}
+        | {"position_buckets", "share_att_key"}
+    ),
+}
+"""model_type -> what its models read from their config, and the class of the config does not declare."""
+
 BOTH_WAYS: frozenset[str] = frozenset({"xlnet"})
 """Counted among the models that write text, and every token sees all others unless a permutation says otherwise."""
 

@@ -286,7 +286,8 @@ def _writes(config: PreTrainedConfig) -> bool:
 
 def _max_positions(model: PreTrainedModel) -> int | None:
     """How many tokens fit. Tables that begin to count after the padding id hold that many rows fewer."""
-    declared = getattr(model.config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len")
+    declared = next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
             declared = module.num_embeddings - module.padding_idx - 1

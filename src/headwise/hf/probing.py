@@ -70,7 +70,7 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     bit-identical, also after an exception; a compiled model runs uncompiled inside the block.
 
     Args:
-        model: Any model on transformers' attention interface, in any mode and dtype; of a wrapper (see
+        model: Any model that runs on headwise, in any mode and dtype; of a wrapper (see
             `headwise.nn.unwrap`) what it wraps is watched.
         each: Called at once with every `headwise.nn.AttentionCall`; the calls are then not kept. What it returns, a
             tensor (B, H, T, V), takes the place of the attention's output, as in `headwise.nn.probe`; None leaves it.
