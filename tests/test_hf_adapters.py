@@ -223,6 +223,28 @@ def test_a_model_is_switched_and_switched_back() -> None:
         assert torch.equal(run(model).logits, before), "bit for bit"
 
 
+def test_between_names_of_transformers_nothing_has_changed() -> None:
+    """transformers does not switch such a model, and says so in its log."""
+    model = copy.deepcopy(truth_of(BY_NAME["GPT-J"]))
+    model.set_attn_implementation("flash_attention_2")
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("headwise")
+    model.set_attn_implementation("flash_attention_2")
+    assert model.config._attn_implementation == "headwise", "its modules were built for eager"
+
+
+def test_a_class_is_prepared_once() -> None:
+    model = model_of(BY_NAME["Bloom"])
+    cls = type(next(iter(attention_modules(model).values())))
+    before = cls.__call__
+    copy.deepcopy(model).set_attn_implementation("headwise")
+    assert cls.__call__ is before
+
+
+def test_a_cache_of_the_longest_text_by_default() -> None:
+    assert hf.make_cache(model_of(BY_NAME["MPT"])).layers[0].max_length == 61
+
+
 def test_the_probe_leaves_a_model_of_transformers_as_it_was() -> None:
     for row in ROWS:
         model = truth_of(row)

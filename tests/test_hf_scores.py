@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise.hf as hf
+from headwise.cache import quantize
+from headwise.hf.lazy import LazyKeys, LazyView
 from headwise.hf.running import Seam
 
 
@@ -86,3 +88,52 @@ def test_what_is_not_understood_is_computed_as_written_and_refused(name: str) ->
     with pytest.raises(hf.ModelError, match="Written ran without a product of queries and keys that headwise can read"):
         Seam(module).run(lambda *given: made.append(module(*given)), q, k, v)
     torch.testing.assert_close(made[0], module(q, k, v), rtol=0, atol=0)
+
+
+def test_the_dtype_of_weights_is_that_of_their_softmax() -> None:
+    """As the code has it; a model may ask."""
+    q, k, v = (torch.randn(2, 3, n, 11) for n in (5, 7, 7))
+    asked: list[torch.dtype] = []
+
+    def code(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = nn.functional.softmax(q @ k.mT, dim=-1, dtype=torch.float64)
+        asked.append(weights.dtype)
+        return weights.to(v.dtype) @ v
+
+    Seam(module := Written(code)).run(module, q, k, v)
+    assert asked == [torch.float64]
+
+
+def test_what_is_done_in_place_is_done_once_where_scores_are_made() -> None:
+    q, k, v = (torch.randn(2, 3, n, 11) for n in (5, 7, 7))
+    made: list[Tensor] = []
+
+    def code(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        scores /= 3
+        scores += LEARNED
+        made.append(scores.tanh())
+        return scores.softmax(-1) @ v
+
+    module = Written(code)
+    Seam(module).run(module, q, k, v)
+    module(q, k, v)
+    assert torch.equal(made[0], made[1])
+
+
+def test_keys_of_a_cache_may_be_turned_and_made() -> None:
+    """Where the code does more with them than multiply, they are the tensor."""
+    stored = quantize(torch.randn(2, 3, 7, 11))
+    keys = LazyKeys(stored, torch.float32)
+    for flat in (False, True):
+        view = LazyView(keys, turned=True, flat=flat)
+        plain = keys.plain().flatten(0, 1) if flat else keys.plain()
+        assert view.shape == plain.mT.shape and torch.equal(view + 0.0, plain.mT)
+
+
+def test_keys_of_a_cache_that_a_model_writes_to_are_its_own() -> None:
+    q, keys = torch.randn(2, 3, 5, 11), LazyKeys(quantize(torch.randn(2, 3, 7, 11)), torch.float32)
+    keys.mul_(2.0)
+    module = Written(lambda q, k, v: (q @ k.transpose(2, 3)).softmax(-1) @ v)
+    ours = Seam(module).run(module, q, keys, keys)
+    torch.testing.assert_close(ours, module(q, keys.plain(), keys.plain()), rtol=1e-5, atol=1e-5)
