@@ -126,8 +126,10 @@ def content_and_position(
     apart = torch.arange(1 - S, T, device=query_layer.device)
     buckets = _buckets(file, module, apart)
     columns = (buckets + span).clamp(0, 2 * span - 1), (-buckets.flip(0) + span).clamp(0, 2 * span - 1)
-    first, last = (int(ends) for ends in torch.cat(columns).aminmax())
-    embedded = rel_embeddings[first : last + 1]  # of the distances that there are
+    first, last = 0, 2 * span - 1
+    if not torch.compiler.is_compiling():  # of the distances that there are; traced code has no numbers to look at
+        first, last = (int(ends) for ends in torch.cat(columns).aminmax())
+    embedded = rel_embeddings[first : last + 1]
     names = ("key_proj", "query_proj") if module.share_att_key else ("pos_key_proj", "pos_query_proj")
     scale = (D * scale_factor) ** -0.5
     tables: list[Tensor | None] = []
