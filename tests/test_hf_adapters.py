@@ -11,22 +11,8 @@ import pytest
 import torch
 import transformers
 from hf_models import B, T, padding, token_ids
-from hf_plain_models import 
-from hf_seam_models import (
-    BY_NAME,
-    DECODERS,
-    PLAIN,
-    ROWS,
-    SeamRow,
-    exact_of,
-    fed,
-    given,
-    model_of,
-    names,
-    plain,
-    run,
-    truth_of,
-)
+from hf_plain_models import PLAIN, plain
+from hf_seam_models import BY_NAME, DECODERS, ROWS, SeamRow, exact_of, fed, given, model_of, names, run, truth_of
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
