@@ -20,6 +20,7 @@ from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
 from .sessions import record, watched
+from .tensor import heads_here, own_keys, own_part, together
 
 Keys: TypeAlias = Tensor | Quantized | Paged
 
@@ -42,7 +43,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Arguments that reach an attention function and do not change its result. Any other raises: see `_refuse_unknown`."""
+"""Arguments that reach an attention function and do not change its result. Any other raises: see `refuse_unknown`."""
 
 
 def headwise_attention(
@@ -67,10 +68,18 @@ def headwise_attention(
     A cache of `make_cache` passes key and value in pages or int8; a probe and weights take copies of them.
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
-    _refuse_unknown(module, kwargs)
-    _check_heads(module, query, key)
+    refuse_unknown(module, kwargs)
+    heads = heads_here(module, query, key)
+    here = None if heads is None else heads.dealt
+    if here is None:
+        check_heads(module, query, key)
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
+    if here is not None:
+        if heads is not None and heads.gathered:
+            pair = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+            key, value = own_keys(module, here, *pair)
+        s_aux, position_bias = own_part(here, s_aux), own_part(here, position_bias)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
     if attention_mask is None and _is_causal(module, is_causal, query):
@@ -83,6 +92,7 @@ def headwise_attention(
     else:
         mask = _without_expired(mask_of(module, attention_mask, query.shape[2], key.shape[2]), expired, query, key)
     mask = _with_sequences(mask, kwargs, module, query, key)
+    without = mask
     if position_bias is not None:
         mask = mask & bias(position_bias)
     options: dict[str, Any] = {
@@ -91,7 +101,19 @@ def headwise_attention(
         "softcap": softcap,
         "sinks": s_aux,
     }
-    out = attend(module, query, key, value, dropout, **options)
+    out = None
+    if watched(module):
+        k, v = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+        if here is None:
+            out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
+        else:
+            whole = together(here, (query, k, v), sinks=s_aux, bias=position_bias)
+            if (added := whole.pop("bias")) is not None:
+                without = without & bias(added)
+            answer = record(module, dropout=dropout, **(options | whole | {"mask": without}))
+            out = None if answer is None else here.group.parted(answer, 1)
+    if out is None:
+        out = attention(query, key, value, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
     if not (output_attentions or attentions_are_collected()):
         return out, None
@@ -108,16 +130,18 @@ def attend(
     backend: str = "auto",
     **options: Any,
 ) -> Tensor:
-    """Attention of a module, (B, H, T, V), as the probes that are open on its model see it and say it."""
+    """Attention that a module's own code asks for, (B, H, T, V), as the probes that are open on its model have it."""
     key, value = _stored(key, value, query.dtype)
-    out = None
+    answer = None
     if watched(module):
-        k, v = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
-        out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
-    return attention(query, key, value, dropout=dropout, backend=backend, **options) if out is None else out
+        pair = {"key": in_one_piece(key, query.dtype), "value": in_one_piece(value, query.dtype)}
+        answer = record(module, query=query, dropout=dropout, **pair, **options)
+    if answer is not None:
+        return answer
+    return attention(query, key, value, dropout=dropout, backend=backend, **options)
 
 
-def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """An argument that is not in `HARMLESS` may change the result: raise rather than drop it."""
     unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS | _SEQUENCES]
     if unknown:
@@ -129,7 +153,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
+def check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
     """The shapes say how many query heads share a key-value head; it must be as many as in the model.
 
     Tensor parallelism gives each process some of the heads. Where it gathers keys and values and not queries, H and K
