@@ -19,7 +19,7 @@ from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
-from .probing import record, watched
+from .sessions import record, watched
 from .tensor import heads_here, own_keys, own_part, together
 
 Keys: TypeAlias = Tensor | Quantized | Paged
@@ -115,10 +115,30 @@ def headwise_attention(
     if out is None:
         out = attention(query, key, value, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
-    if not (output_attentions or _attentions_are_collected()):
+    if not (output_attentions or attentions_are_collected()):
         return out, None
     matrix = weights(query, in_one_piece(key, query.dtype), **options).to(query.dtype)
     return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Keys,
+    value: Keys,
+    dropout: float,
+    backend: str = "auto",
+    **options: Any,
+) -> Tensor:
+    """Attention that a module's own code asks for, (B, H, T, V), as the probes that are open on its model have it."""
+    key, value = _stored(key, value, query.dtype)
+    answer = None
+    if watched(module):
+        pair = {"key": in_one_piece(key, query.dtype), "value": in_one_piece(value, query.dtype)}
+        answer = record(module, query=query, dropout=dropout, **pair, **options)
+    if answer is not None:
+        return answer
+    return attention(query, key, value, dropout=dropout, backend=backend, **options)
 
 
 def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -203,9 +223,16 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
             f"{type(module).__name__} passes a 4-D attention mask of {attention_mask.dtype}; a bool tensor says what "
             "may be attended, a float tensor is added to the scores: convert it with .bool()"
         )
-    # Models write "may not be attended" as the lowest finite number. As -inf, a row without keys gives 0, not a mean.
-    lowest = torch.finfo(attention_mask.dtype).min
-    return bias(attention_mask.masked_fill(attention_mask <= lowest, -torch.inf))
+    return bias(without_lowest(attention_mask))
+
+
+def without_lowest(added: Tensor) -> Tensor:
+    """What a model adds to its scores, with -inf where it writes "may not be attended" as the lowest finite number.
+
+    As -inf, a row without keys gives 0, not a mean.
+    """
+    lowest = torch.finfo(added.dtype).min
+    return added.masked_fill(added <= lowest, -torch.inf)
 
 
 def _without_expired(mask: Mask, expired: int, query: Tensor, key: Keys) -> Mask:
@@ -247,7 +274,7 @@ def _sequence_of(ends: Any, length: int, query: Tensor) -> Tensor:
     return torch.searchsorted(ends[1:].to(at), at, right=True)
 
 
-def _attentions_are_collected() -> bool:
+def attentions_are_collected() -> bool:
     """Whether a caller up the stack asked for attentions; most models pass that on through this collector only."""
     try:
         from transformers.utils.output_capturing import _active_collector

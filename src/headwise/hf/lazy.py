@@ -102,6 +102,27 @@ class LazyKeys(Lazy):
         return f"LazyKeys({type(self.stored).__name__}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+class LazyView(Lazy):
+    """Keys or values of a cache as a model's own code turns them to multiply: (.., n, S), heads beside the batch."""
+
+    keys: LazyKeys
+    turned: bool
+    flat: bool
+
+    def __new__(cls, keys: LazyKeys, turned: bool, flat: bool) -> LazyView:
+        """`turned`: the last two axes are exchanged; `flat`: the first two are one."""
+        B, K, S, n = keys.shape
+        shape = ((B * K,) if flat else (B, K)) + ((n, S) if turned else (S, n))
+
+        def make() -> Tensor:
+            x = keys.plain().flatten(0, 1) if flat else keys.plain()
+            return x.transpose(-1, -2) if turned else x
+
+        view: LazyView = cls._of(make, shape, keys.dtype, keys.device)
+        view.keys, view.turned, view.flat = keys, turned, flat
+        return view
+
+
 def to_model(x: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0) -> Tensor:
     """What a cache stores, as the tensor of this dtype that a model expects (and MLA's computes with)."""
     return x if isinstance(x, Tensor) else LazyKeys(x, dtype, expired)

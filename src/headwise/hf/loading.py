@@ -17,11 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .architectures import BOTH_WAYS
 from .errors import ModelError, one_line
 from .fields import class_of_config, known_keys
 from .folder import Weights, check_numbers, find_weights, folder_config
 from .hub import find_folder
 from .interface import attention_modules, require_interface
+from .seams import is_seam
 from .tokens import bos_id, delimiters, encode, encode_all, load_tokenizer
 
 TEXT_MODELS = "headwise look reads text models that are decoder-only or encoder-only"
@@ -268,13 +270,24 @@ def _quietly() -> Iterator[None]:
 
 
 def _kind(model: PreTrainedModel) -> str:
-    causal = [bool(getattr(module, "is_causal", True)) for module in attention_modules(model).values()]
+    default = not any(is_seam(type(module)) for module in model.modules()) or _writes(model.config)
+    causal = [bool(getattr(module, "is_causal", default)) for module in attention_modules(model).values()]
     return "decoder" if any(causal) and getattr(model.config, "is_causal", True) else "encoder"
+
+
+def _writes(config: PreTrainedConfig) -> bool:
+    """Whether models of a config write text, by the kinds of heads that transformers has for them."""
+    if config.model_type in BOTH_WAYS:
+        return False
+    if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return bool(getattr(config, "is_decoder", False))
+    return config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _max_positions(model: PreTrainedModel) -> int | None:
     """How many tokens fit. Tables that begin to count after the padding id hold that many rows fewer."""
-    declared = getattr(model.config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len")
+    declared = next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
             declared = module.num_embeddings - module.padding_idx - 1
