@@ -19,6 +19,16 @@ def _look(  # private, for a command has as many options as its users need, and 
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")] = None,
     file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="A picture to look at (PNG, JPEG, ...), beside the text where the model reads one."),
+    ] = None,
+    audio: Annotated[str | None, typer.Option(help="A sound to listen to (WAV).")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="What the decoder of an encoder-decoder reads.", show_default="the encoder's text"),
+    ] = None,
+    pair: Annotated[str | None, typer.Option(help="A second sentence, behind the first: a pair.")] = None,
     corpus: Annotated[
         str | None,
         typer.Option(help="Many texts instead: a text file, a folder of *.txt and *.jsonl, or JSON Lines."),
@@ -70,9 +80,11 @@ def _look(  # private, for a command has as many options as its users need, and 
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
-    more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance), text, file)
-    content = read_text(text, file) if corpus is None else ""
+    """See what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
+    beside = (image, audio, target, pair)
+    more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance, *beside), text, file)
+    silent = (image is not None or audio is not None) and text is None and file is None
+    content = read_text(text, file) if corpus is None and not silent else None
     names = writing.destinations(out, as_json, against)
     plan = read_plan(kept, against)
     result = either(model, lambda name: look_at(name, content, device, dtype, more))
@@ -91,16 +103,18 @@ def _look(  # private, for a command has as many options as its users need, and 
     print(*lines, sep="\n", end="\n" * bool(lines))
 
 
-def look_at(model: str | None, text: str, device: str, dtype: str | None, more: reading.More) -> Any:
+def look_at(model: str | None, text: str | None, device: str, dtype: str | None, more: reading.More) -> Any:
     """What the heads of the model do on the text, or on a corpus."""
     with progress() as show:
-        loaded = load(model, device, dtype, show, "headwise look")
+        loaded = load(model, device, dtype, show, "headwise look", any_input=more.corpus is None)
         from headwise import look as looking
 
         name = loaded.name if model is not None else "headwise tiny"
         show("looking")
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)
+        if more.beside or text is None or loaded.tokenizer is None or loaded.model.main_input_name != "input_ids":
+            return reading.look_beside(loaded, text, more, name, show)
         ids, tokens = loaded.encode(text)
         read = reading.readings(loaded, more, ids[0].tolist())
         result = looking.at(

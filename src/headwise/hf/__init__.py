@@ -27,6 +27,7 @@ from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .senses import Prepared, prepared
 from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
@@ -37,11 +38,13 @@ __all__ = [
     "Checkpoint",
     "Loaded",
     "ModelError",
+    "Prepared",
     "StructuralMask",
     "WatchCallback",
     "checkpoint",
     "layouts",
     "load",
     "make_cache",
+    "prepared",
     "probe",
 ]

@@ -198,10 +198,9 @@ class IdFacts:
             if isinstance(value, int) and 0 <= value < (vocabulary or value + 1):
                 special[name] = value
         limit = positions if isinstance(positions, int) and positions > 0 else None
-        whole = getattr(model, "config", None)
-        named = vars(whole).items() if hasattr(whole, "__dict__") else ()
-        apart = {value for name, value in named if name.endswith(("_token_id", "_token_index"))}
-        return cls(vocabulary, limit, special, ids[0], ids[-1], frozenset(i for i in apart if isinstance(i, int)))
+        named = getattr(getattr(model, "config", None), "__dict__", {}).items()
+        apart = [i for name, i in named if isinstance(i, int) and name.endswith(("_token_id", "_token_index"))]
+        return cls(vocabulary, limit, special, ids[0], ids[-1], frozenset(apart))
 
     @property
     def opener(self) -> int:
