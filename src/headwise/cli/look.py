@@ -105,6 +105,7 @@ def _look(  # private, for a command has as many options as its users need, and 
 
 def look_at(model: str | None, text: str | None, device: str, dtype: str | None, more: reading.More) -> Any:
     """What the heads of the model do on the text, or on a corpus."""
+    media = reading.opened(more)
     with progress() as show:
         loaded = load(model, device, dtype, show, "headwise look", any_input=more.corpus is None)
         from headwise import look as looking
@@ -114,7 +115,7 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)
         if more.beside or text is None or loaded.tokenizer is None or loaded.model.main_input_name != "input_ids":
-            return reading.look_beside(loaded, text, more, name, show)
+            return reading.look_beside(loaded, text, more, media, name, show)
         ids, tokens = loaded.encode(text)
         read = reading.readings(loaded, more, ids[0].tolist())
         result = looking.at(

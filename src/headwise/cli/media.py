@@ -101,6 +101,6 @@ def _content(path: str, option: str) -> bytes:
 
 
 def _short(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).partition(" <_io")[0].splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return "".join(letter if letter.isprintable() else "?" for letter in text[:120])

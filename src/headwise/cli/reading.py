@@ -80,7 +80,15 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def look_beside(loaded: Any, text: str | None, more: More, name: str, show: Callable[..., object]) -> Any:
+def opened(more: More) -> dict[str, Any]:
+    """The picture and the sound of the options, read before any model is."""
+    image = None if more.image is None else read_image(more.image)
+    return {"image": image, "sound": None if more.audio is None else read_sound(more.audio)}
+
+
+def look_beside(
+    loaded: Any, text: str | None, more: More, media: Mapping[str, Any], name: str, show: Callable[..., object]
+) -> Any:
     """What the heads do on a picture, a sound, a pair of sentences, or beside a decoder's own text."""
     from dataclasses import replace
 
@@ -90,8 +98,7 @@ def look_beside(loaded: Any, text: str | None, more: More, name: str, show: Call
     read = prepared(
         loaded,
         text,
-        image=None if more.image is None else read_image(more.image),
-        sound=None if more.audio is None else read_sound(more.audio),
+        **media,
         target=more.target,
         pair=more.pair,
     )

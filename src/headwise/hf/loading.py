@@ -297,7 +297,10 @@ def _kind(model: PreTrainedModel) -> str:
 
 def _vocabulary(model: PreTrainedModel) -> int:
     """How many ids the text part knows."""
-    table = model.get_input_embeddings()
+    try:
+        table: Any = model.get_input_embeddings()
+    except NotImplementedError:  # a model of two towers
+        table = None
     rows = getattr(table, "num_embeddings", None)
     return rows if isinstance(rows, int) else int(model.config.get_text_config().vocab_size)
 

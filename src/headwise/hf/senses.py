@@ -105,6 +105,9 @@ def _check_takes(loaded: Loaded, takes: Mapping[str, object], **asked: Any) -> N
     name = f"{loaded.name} ({type(loaded.model).__name__})"
     needs = loaded.model.main_input_name
     hears = [one for one in ("input_features", "input_values") if one in takes]
+    for needed, there, option in ((["pixel_values"], "image", "--image"), (hears, "sound", "--audio")):
+        if needs in needed and asked[there] is None:
+            raise ModelError(f"{name} reads {needs!r}; give {option} FILE")
     for what, there, wanted in (
         ("a picture", asked["image"], "pixel_values" in takes),
         ("a sound", asked["sound"], bool(hears)),
@@ -114,9 +117,6 @@ def _check_takes(loaded: Loaded, takes: Mapping[str, object], **asked: Any) -> N
     ):
         if there is not None and not wanted:
             raise ModelError(f"{name} does not read {what}; it takes {', '.join(list(takes)[:4])}; leave that out")
-    for needed, there, option in ((["pixel_values"], "image", "--image"), (hears, "sound", "--audio")):
-        if needs in needed and asked[there] is None:
-            raise ModelError(f"{name} reads {needs!r}; give {option} FILE")
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Read from a model's configuration by the names that are common to most (``patch_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..shapes.kinds import check_counts, check_texts, shown
@@ -109,9 +109,17 @@ def over_patches(grid: tuple[int, int], length: int, registers: int = 0) -> Axis
     if last > 1:
         apart[REGISTERS] = tuple(range(1, last))
     if last < before and before > 1:
-        apart["further tokens"] = tuple(range(max(last, 1), before))
+        apart["further token"] = tuple(range(max(last, 1), before))
     cells = (*[NOWHERE] * before, *raster(rows, columns))
     return Axis(PICTURE, length, cells=cells, grids=(grid,), apart=apart)
+
+
+def upside_down(axis: Axis) -> Axis:
+    """The axis of a spectrogram cut into patches: the first row is that of the lowest tones, and is drawn lowest."""
+    cells = tuple(
+        cell if cell == NOWHERE else (cell[0], axis.grids[0][0] - 1 - cell[1], cell[2]) for cell in axis.cells
+    )
+    return replace(axis, cells=cells)
 
 
 def in_text(ids: Sequence[int], names: Sequence[str], image: int | None, grids: Sequence[tuple[int, ...]]) -> Axis:

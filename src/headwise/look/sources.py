@@ -183,7 +183,7 @@ class Source:
         if all(strides) and x.ndim == 3:
             sizes = zip((x.shape[2], x.shape[1]), _side(config), strides, strict=True)
             rows, columns = ((n - side) // stride + 1 for n, side, stride in sizes)
-            return self._number((axes.PICTURE, T), axes.over_patches((rows, columns), T))
+            return self._number((axes.PICTURE, T), axes.upside_down(axes.over_patches((rows, columns), T)))
         return self._number((axes.SOUND, T), Axis(axes.SOUND, T))
 
     def _text(self, which: int, T: int) -> int:

@@ -79,6 +79,7 @@ function listStrongest(head, chosen, weights) {
 // The query that shows a head best: the strongest weight on a key that is not the first, nor the query itself.
 function tellingQuery(head) {
   let [best, query] = [-1, head.rows - 1];
+  if (head.sides[0].axis?.kind === "text and picture") return Math.max(query, 0); // what the text makes of the picture
   for (let i = Math.floor(head.rows / 3); i < head.rows; i++) {
     for (let j = 1; j < head.columns; j++) {
       if (i !== j && codeAt(head, i, j) > best) [best, query] = [codeAt(head, i, j), i];
