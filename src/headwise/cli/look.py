@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import reading, writing
+from . import media, reading, writing
 from .against import either, read_plan
 from .loading import load
 from .output import console, progress
@@ -19,16 +19,10 @@ def _look(  # private, for a command has as many options as its users need, and 
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")] = None,
     file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
-    image: Annotated[
-        str | None,
-        typer.Option(help="A picture to look at (PNG, JPEG, ...), beside the text where the model reads one."),
-    ] = None,
-    audio: Annotated[str | None, typer.Option(help="A sound to listen to (WAV).")] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="What the decoder of an encoder-decoder reads.", show_default="the encoder's text"),
-    ] = None,
-    pair: Annotated[str | None, typer.Option(help="A second sentence, behind the first: a pair.")] = None,
+    image: media.Image = None,
+    audio: media.Audio = None,
+    target: media.Target = None,
+    pair: media.Pair = None,
     corpus: Annotated[
         str | None,
         typer.Option(help="Many texts instead: a text file, a folder of *.txt and *.jsonl, or JSON Lines."),
@@ -83,8 +77,7 @@ def _look(  # private, for a command has as many options as its users need, and 
     """See what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
     beside = (image, audio, target, pair)
     more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance, *beside), text, file)
-    silent = (image is not None or audio is not None) and text is None and file is None
-    content = read_text(text, file) if corpus is None and not silent else None
+    content = read_text(text, file) if reading.reads_text(more, text, file) else None
     names = writing.destinations(out, as_json, against)
     plan = read_plan(kept, against)
     result = either(model, lambda name: look_at(name, content, device, dtype, more))
@@ -105,7 +98,7 @@ def _look(  # private, for a command has as many options as its users need, and 
 
 def look_at(model: str | None, text: str | None, device: str, dtype: str | None, more: reading.More) -> Any:
     """What the heads of the model do on the text, or on a corpus."""
-    media = reading.opened(more)
+    beside = reading.opened(more)
     with progress() as show:
         loaded = load(model, device, dtype, show, "headwise look", any_input=more.corpus is None)
         from headwise import look as looking
@@ -115,7 +108,7 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)
         if more.beside or text is None or loaded.tokenizer is None or loaded.model.main_input_name != "input_ids":
-            return reading.look_beside(loaded, text, more, media, name, show)
+            return reading.look_beside(loaded, text, more, beside, name, show)
         ids, tokens = loaded.encode(text)
         read = reading.readings(loaded, more, ids[0].tolist())
         result = looking.at(

@@ -6,12 +6,23 @@ import io
 import math
 import warnings
 import wave
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from headwise.extras import missing_extra
+
+Image = Annotated[
+    str | None, typer.Option(help="A picture to look at (PNG, JPEG, ...), beside the text where the model reads one.")
+]
+Audio = Annotated[str | None, typer.Option(help="A sound to listen to (WAV).")]
+Target = Annotated[
+    str | None,
+    typer.Option(help="What the decoder of an encoder-decoder reads.", show_default="the encoder's text"),
+]
+Pair = Annotated[str | None, typer.Option(help="A second sentence, behind the first: a pair.")]
+"""The options of `headwise look` that put something beside its text."""
 
 MAX_FILE = 64_000_000
 MAX_PIXELS = 50_000_000
@@ -23,7 +34,8 @@ LEAST_SOUND = 400
 def read_image(path: str) -> Any:
     """The picture of a file, as PIL has it, in red, green and blue."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image as pil
+        from PIL import ImageOps
     except ImportError as error:
         raise missing_extra("--image", "look", error) from None
     content = _content(path, "--image")
@@ -31,7 +43,7 @@ def read_image(path: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a large picture PIL warns; here it is refused
-            image: Any = Image.open(io.BytesIO(content), formats=FORMATS)
+            image: Any = pil.open(io.BytesIO(content), formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
                 raise typer.BadParameter(
                     f"{where}: {image.width:,} x {image.height:,} pixels, and at most {MAX_PIXELS // 10**6} million "

@@ -80,6 +80,11 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
     return found
 
 
+def reads_text(more: More, text: str | None, file: str | None) -> bool:
+    """Whether there is one text to read: not with a corpus, nor with a picture or a sound alone."""
+    return more.corpus is None and (text is not None or file is not None or (more.image is None and more.audio is None))
+
+
 def opened(more: More) -> dict[str, Any]:
     """The picture and the sound of the options, read before any model is."""
     image = None if more.image is None else read_image(more.image)

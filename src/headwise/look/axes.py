@@ -7,6 +7,7 @@ Read from a model's configuration by the names that are common to most (``patch_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -52,11 +53,18 @@ class Axis:
         check_counts(length=self.length)
         if self.kind not in KINDS:
             raise ValueError(f"an axis is one of {', '.join(KINDS)}; got {shown(self.kind)}")
-        for name, values in (("names", self.names), ("cells", self.cells)):
-            if values and len(values) != self.length:
+        for name, size in (("names", 0), ("cells", 3), ("grids", 2)):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not all(_fits(one, size) for one in values):
+                wanted = "strings" if not size else f"tuples of {size} whole numbers"
+                raise TypeError(f"an axis's {name} are a tuple of {wanted}; got {shown(values)}")
+            if values and name != "grids" and len(values) != self.length:
                 raise ValueError(
                     f"an axis of {self.length} places has as many {name}, or none; got {len(values)}; give one each"
                 )
+        apart = self.apart.items() if isinstance(self.apart, Mapping) else [(None, ())]
+        if not all(isinstance(name, str) and _fits(places, None) for name, places in apart):
+            raise TypeError(f"an axis's apart is a dict, names -> tuples of places; got {shown(self.apart)}")
 
     @property
     def known(self) -> bool:
@@ -69,13 +77,27 @@ class Axis:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Axis:
-        """The axis that `to_dict` (or JSON) wrote."""
+        """The axis that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        if isinstance(data, dict):
+            with suppress(TypeError, KeyError, AttributeError, ValueError):
+                return cls._from_dict(data)
+        raise ValueError(f"an axis is read from what to_dict() wrote; got {shown(data)}")
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> Axis:
         values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
         values["names"] = tuple(data["names"])
         values["cells"] = tuple((p, r, c) for p, r, c in data["cells"])
         values["grids"] = tuple((r, c) for r, c in data["grids"])
         values["apart"] = {name: tuple(places) for name, places in data["apart"].items()}
         return cls(**values)
+
+
+def _fits(value: object, size: int | None) -> bool:
+    """Whether a value is a tuple of so many whole numbers (None: any number of them), or, of size 0, a string."""
+    if size == 0:
+        return isinstance(value, str)
+    return isinstance(value, tuple) and len(value) == (size or len(value)) and all(isinstance(n, int) for n in value)
 
 
 def raster(rows: int, columns: int, picture: int = 0) -> list[tuple[int, int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,10 @@ class Picture:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Picture:
-        """The picture that `to_dict` (or JSON) wrote."""
-        return cls(**{**data, "data": base64.b64decode(data["data"], validate=True)})
+        """The picture that `to_dict` (or JSON) wrote; ValueError where it is none."""
+        with suppress(TypeError, KeyError, AttributeError, ValueError):
+            return cls(**{**data, "data": base64.b64decode(data["data"], validate=True)})
+        raise ValueError(f"a picture is read from what to_dict() wrote; got {shown(data)}")
 
 
 def picture_of(pixels_CHW: Tensor) -> Picture | None:

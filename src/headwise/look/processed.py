@@ -37,10 +37,11 @@ def source_of(model: nn.Module, read: Mapping[Any, Any], tokens: Named) -> tuple
     segments = values.get("token_type_ids")
     if segments is not None and not bool(segments.any()) and not _beside(values):
         del values["token_type_ids"]
-    weight = next(model.parameters(), None)
+    weight, takes = next(model.parameters(), None), inspect.signature(model.forward).parameters
     call = {name: _moved(value, weight) for name, value in values.items()}
     for name in MASKS:
-        call.pop(name, None) if name == MASKS[1] or ids else None
+        if ids or name not in takes:
+            call.pop(name, None)
     facts = IdFacts.of(model, ids or target or [0])
     texts: list[Tensor | None] = [_row(ids, weight), _row(target, weight)]
     own = bool(target) and bool(ids)
@@ -60,13 +61,14 @@ def _checked(model: nn.Module, read: Mapping[Any, Any]) -> dict[str, Any]:
     """Tensors by name, each one that the model takes; None is left out."""
     takes = inspect.signature(model.forward).parameters
     rule = f"{type(model).__name__} is called with what its processor gives"
+    takes_any = any(one.kind == one.VAR_KEYWORD for one in takes.values())
     values: dict[str, Any] = {}
     for name, value in read.items():
         if not isinstance(name, str):
             raise TypeError(f"{rule}, by name; got {shown(name)} for a name")
         if value is None:
             continue
-        known = name in takes or name in (*TEXTS, "labels") or any(p.kind == p.VAR_KEYWORD for p in takes.values())
+        known = name in takes or name in (*TEXTS, *MASKS, "labels") or takes_any
         if not known:
             raise ValueError(f"{rule}: it takes {', '.join(takes)}; got {name!r}; leave that out")
         values[name] = _tensor(name, value, rule)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from headwise.look.axes import TEXT, Axis
+from headwise.look.axes import TEXT as WORDS
+from headwise.look.axes import Axis
 from headwise.look.pictures import Picture
 from headwise.look.records import HeadRecord, Look
 from headwise.look.roles import ROLES, TEXT
@@ -85,11 +86,11 @@ def _axes(look: Look) -> tuple[list[Axis], list[tuple[int, int]]]:
         return list(look.axes), [(h.over[0], h.over[1]) if len(h.over) == 2 else (-1, -1) for h in look.heads]
     if not look.tokens:
         return [], [(-1, -1)] * len(look.heads)
-    axes = [Axis(TEXT, len(look.tokens), names=look.tokens)]
+    axes = [Axis(WORDS, len(look.tokens), names=look.tokens)]
     by_length = {0: 0, len(look.tokens): 0}
     if look.kind == "encoder-decoder":
         names = ("(start)", *look.tokens)[: len(look.tokens) - 1]
-        axes.append(Axis(TEXT, len(names), names=names))
+        axes.append(Axis(WORDS, len(names), names=names))
         by_length.setdefault(len(names), 1)
     return axes, [(by_length.get(h.queries, -1), by_length.get(h.keys, -1)) for h in look.heads]
 
