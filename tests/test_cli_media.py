@@ -21,9 +21,10 @@ from hf_models import VOCAB
 from PIL import Image
 from typer.testing import CliRunner
 
-from headwise import cli
+from headwise import cli, hf
 from headwise.cli import media
 from headwise.extras import MissingExtra
+from headwise.hf import senses, tokens
 
 pytestmark = pytest.mark.unchecked
 
@@ -145,6 +146,13 @@ def test_options_that_do_not_fit_together() -> None:
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizers here are ours: no process of their own is needed to try them."""
+    monkeypatch.setattr(tokens, "_rehearse", lambda source, texts, **_: [len(text) for text in texts])
+
+
 SIZES = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=8)
 
 
@@ -239,12 +247,12 @@ def test_a_picture(folder: Path) -> None:
 def test_a_sound(folder: Path) -> None:
     seen = looked(f"{folder}/wav2vec2", "--audio", f"{folder}/s.wav")
     assert parts(seen) == [("encoder", ["sound", "sound"])] and seen["axes"][0]["length"] == 19
-    for target, tokens in ((["--target", "a b."], ["(start)", *"a b."]), ([], None)):
+    for target in (["--target", "a b."], []):
         seen = looked(f"{folder}/whisper", "--audio", f"{folder}/s.wav", *target)
         assert parts(seen) == [
             ("encoder", ["sound"] * 2), ("decoder", ["text"] * 2), ("cross", ["text", "sound"]),
         ]  # fmt: skip
-        assert seen["tokens"][0] == "(start)" and (tokens is None or "".join(seen["tokens"][1:]) == "a b.")
+        assert seen["tokens"][0] == "(start)" and (not target or "".join(seen["tokens"][1:]) == "a b.")
 
 
 def test_a_target_and_a_pair(folder: Path) -> None:
@@ -290,3 +298,52 @@ def test_settings_beyond_sense_are_refused(folder: Path) -> None:
         result = run(f"{folder}/vit", "--image", f"{folder}/p.png")
         assert result.exit_code == 2 and message in result.output, result.output
     path.write_text(before)
+
+
+def test_pictures_are_resized_as_by_transformers_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers' class wants torchvision, headwise does the same by the same settings."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+    image = media.read_image(f"{folder}/p.png").resize((37, 23))
+    for processor in (
+        ViTImageProcessorPil(size={"height": 20, "width": 24}),
+        ViTImageProcessorPil(size={"height": 20, "width": 24}, resample=3, do_normalize=False),
+        CLIPImageProcessorPil(size={"shortest_edge": 17}, crop_size={"height": 13, "width": 15}),
+    ):
+        wanted = processor(images=image, return_tensors="pt")["pixel_values"]
+        ours = senses.resized(image, json.loads(processor.to_json_string()), "here")
+        assert ours.shape == wanted.shape and torch.allclose(ours, wanted, atol=1e-5)
+    loaded = hf.load(folder / "vit", any_input=True)
+    wanted = hf.prepared(loaded, image=image).values["pixel_values"]
+
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("torchvision")
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", missing)
+    assert torch.allclose(hf.prepared(loaded, image=image).values["pixel_values"], wanted, atol=1e-5)
+    with pytest.raises(hf.ModelError, match="its processor makes pictures of size"):
+        senses.resized(image, {"size": {"longest_edge": 7}}, "here")
+
+
+def test_where_a_picture_stands_in_a_text(folder: Path) -> None:
+    loaded = hf.load(folder / "llava", any_input=True)
+    image = media.read_image(f"{folder}/p.png")
+    first = hf.prepared(loaded, "a b", image=image).values["input_ids"][0].tolist()
+    assert first[:25] == [VOCAB - 1] * 25 and VOCAB - 1 not in first[25:]
+    loaded.tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    loaded.model.config.image_token_id = loaded.tokenizer.convert_tokens_to_ids("<image>")
+    within = hf.prepared(loaded, "a<image> b", image=image)
+    ids = within.values["input_ids"][0].tolist()
+    assert [n for n, i in enumerate(ids) if i == loaded.model.config.image_token_id] == [*range(1, 26)]
+    assert len(within.tokens["input_ids"]) == len(ids)
+
+
+def test_what_a_decoder_says_itself_is_its_likeliest_word(folder: Path) -> None:
+    loaded = hf.load(folder / "whisper", any_input=True)
+    made = hf.prepared(loaded, sound=media.read_sound(f"{folder}/s.wav"))
+    ids = made.values["decoder_input_ids"]
+    with torch.no_grad():
+        said = loaded.model(made.values["input_features"], decoder_input_ids=ids).logits.argmax(-1)
+    assert ids[0, 1:].tolist() == said[0, :-1].tolist() and 1 < ids.shape[1] <= senses.MOST_SAID
+    assert made.seconds == pytest.approx(1.0) and len(made.tokens["decoder_input_ids"]) == ids.shape[1]

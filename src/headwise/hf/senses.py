@@ -148,7 +148,7 @@ def resized(image: Any, settings: Mapping[str, Any], where: str) -> Tensor:
         width, height = _new_size(image.size, crop, where)
         left, top = (image.width - width) // 2, (image.height - height) // 2
         image = image.crop((left, top, left + width, top + height))
-    pixels = np.asarray(image.convert("RGB"), dtype=np.float32)
+    pixels: Any = np.asarray(image.convert("RGB"), dtype=np.float32)
     if settings.get("do_rescale", True):
         pixels = pixels * float(settings.get("rescale_factor", 1 / 255))
     if settings.get("do_normalize", True):

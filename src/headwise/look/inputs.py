@@ -219,7 +219,7 @@ def model_name(model: nn.Module) -> str:
     return name if isinstance(name, str) and name else type(model).__name__
 
 
-def as_tokens(ids: Sequence[int], tokens: Sequence[str] | None) -> tuple[str, ...]:
+def as_tokens(ids: Sequence[int], tokens: object) -> tuple[str, ...]:
     """The tokens as text, one an id; the ids' digits where the caller names none."""
     if tokens is None:
         return tuple(str(i) for i in ids)

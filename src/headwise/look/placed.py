@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..nn.probe import AttentionCall
 from ..ops.masks import keep
-from ..ops.statistics.api import row_statistics
+from ..ops.statistics.api import StatisticsOptions, row_statistics
 from .axes import NOWHERE
 from .measures import NOTHING, Asks, Got, Sums
 from .scene import Scene
@@ -147,20 +148,18 @@ def only(got: Got, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     device = call.query.device
     among = keep(rows[:, None, :, None].to(device))
     mask = among if call.mask is None else call.mask & among
-    options = {**call.scoring, "mask": mask}
-    one = row_statistics(
-        call.query, call.key, **options, offsets=(0,), features={"mass": keys.to(device)}, targets={}, pool=1
-    )
+    options: StatisticsOptions = {**call.scoring, "mask": mask, "offsets": (0,), "targets": {}, "pool": 1}
+    one = row_statistics(call.query, call.key, **options, features={"mass": keys.to(device)})
     return one.features["mass"].double().cpu(), one.rows.double().cpu()
 
 
-def _even(got: Got) -> object:
+def _even(got: Got) -> AttentionCall:
     """The call with scores that are all 0, and what its mask forbids."""
     call = got.call
     B, H = call.query.shape[:2]
     mask = None if call.mask is None else call.mask.sized(B, H).forbids()
-    zeros = {"query": torch.zeros_like(call.query), "key": torch.zeros_like(call.key)}
-    return replace(call, **zeros, mask=mask, softcap=None, sinks=None)
+    query, key = torch.zeros_like(call.query), torch.zeros_like(call.key)
+    return replace(call, query=query, key=key, mask=mask, softcap=None, sinks=None)
 
 
 def patch_sink(got: Got) -> Sums | None:

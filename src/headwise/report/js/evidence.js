@@ -62,7 +62,7 @@ function otherScore(score) {
 // A query whose largest weight lies where the role says, each token in its context.
 function piece([textNumber, query, key, weight], role, head) {
   const { reads } = look.roles[role];
-  const own = reads === "text" && look.texts === 1;
+  const own = reads === "text" && look.texts === 1 && textNumber === 0;
   const tokens = excerpts.get(`${reads} ${textNumber}`);
   // A decoder beside an encoder reads the same tokens behind its start: each stands one place later there.
   const behind = look.kind === "encoder-decoder" && head.part !== "encoder";

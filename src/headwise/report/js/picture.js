@@ -10,6 +10,7 @@ function buildPicture() {
     drawPicture(heads[state.head]);
   });
   byId("scene").addEventListener("keydown", moveInPicture);
+  byId("scene-query").addEventListener("change", (event) => selectQuery(Number(event.target.value)));
 }
 
 // Does an axis run over patches that are known, or over the frames of a sound?
@@ -71,6 +72,7 @@ function drawPicture(head) {
   const other = head.sides[scene.mode === "attended" ? 1 : 0];
   const shown = isSeen(side.axis) ? side : other;
   const mapped = shown === side;
+  fillSceneQuery(head);
   scene.marks = [];
   const most = mapped ? patchMost(side, heat) : 0;
   const panels = gridsOf(shown).map((grid, n) => panel(head, shown, grid, n, mapped ? heat : null, most));
@@ -79,6 +81,15 @@ function drawPicture(head) {
   placeMarks(head);
   sayPicture(head, side, heat, mapped);
   listApart(head, side, heat);
+}
+
+// Queries that are no patches and no frames, as of a decoder that reads a text, are chosen by name.
+function fillSceneQuery(head) {
+  const [queries] = head.sides;
+  byId("scene-query-label").hidden = isSeen(queries.axis) || scene.mode === "mean";
+  if (byId("scene-query-label").hidden) return;
+  byId("scene-query").replaceChildren(...d3range(head.rows).map((row) => el("option", { value: row }, cellSentence(row, queries))));
+  byId("scene-query").value = String(state.query);
 }
 
 // Where queries and keys are of one axis, the key that is the query; else the key that is open.
@@ -175,7 +186,7 @@ function sayPicture(head, side, heat, mapped) {
   const lead = { attends: ["query ", query], attended: ["key ", query, " gets from"], mean: ["the mean of all queries"] }[scene.mode];
   if (!mapped || best < 0) return byId("scene-readout").replaceChildren(...lead);
   const what = side.axis.kind === "sound" ? "frames" : "patches";
-  const total = scene.mode === "attended" ? [] : [` \u00b7 on the ${what} `, el("b", {}, number(mass, 3))];
+  const total = scene.mode === "attended" ? [] : [` \u00b7 on the ${what} `, el("b", {}, number(Math.min(mass, 1), 2))];
   byId("scene-readout").replaceChildren(...lead, ...total, " \u00b7 most on ", el("bdi", {}, axisName(best, side)), " ", el("b", {}, number(heat[best], 3)));
 }
 
