@@ -18,6 +18,8 @@ except ImportError as error:
     raise missing_extra("headwise.hf", "hf", error) from None
 
 from .attention import headwise_attention
+from .batching import NAME as BATCHING
+from .batching import batched_attention, serving
 from .building import check_what_is_built
 from .caching import make_cache
 from .checkpoints import Checkpoint, checkpoint
@@ -32,6 +34,8 @@ from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
 AttentionMaskInterface.register(NAME, headwise_mask)
+AttentionInterface.register(BATCHING, batched_attention)
+AttentionMaskInterface.register(BATCHING, headwise_mask)
 check_what_is_built()
 
 __all__ = [
@@ -47,4 +51,5 @@ __all__ = [
     "make_cache",
     "prepared",
     "probe",
+    "serving",
 ]

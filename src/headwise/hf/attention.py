@@ -42,7 +42,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Arguments that reach an attention function and do not change its result. Any other raises: see `_refuse_unknown`."""
+"""Arguments that reach an attention function and do not change its result. Any other raises: see `refuse_unknown`."""
 
 
 def headwise_attention(
@@ -67,8 +67,8 @@ def headwise_attention(
     A cache of `make_cache` passes key and value in pages or int8; a probe and weights take copies of them.
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
-    _refuse_unknown(module, kwargs)
-    _check_heads(module, query, key)
+    refuse_unknown(module, kwargs)
+    check_heads(module, query, key)
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
@@ -104,7 +104,7 @@ def headwise_attention(
     return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
 
 
-def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """An argument that is not in `HARMLESS` may change the result: raise rather than drop it."""
     unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS | _SEQUENCES]
     if unknown:
@@ -116,7 +116,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
+def check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
     """The shapes say how many query heads share a key-value head; it must be as many as in the model.
 
     Tensor parallelism gives each process some of the heads. Where it gathers keys and values and not queries, H and K
