@@ -149,7 +149,8 @@ def only(got: Got, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     among = keep(rows[:, None, :, None].to(device))
     mask = among if call.mask is None else call.mask & among
     options: StatisticsOptions = {**call.scoring, "mask": mask, "offsets": (0,), "targets": {}, "pool": 1}
-    one = row_statistics(call.query, call.key, **options, features={"mass": keys.to(device)})
+    options["features"] = {"mass": keys.to(device)}
+    one = row_statistics(call.query, call.key, **options)
     return one.features["mass"].double().cpu(), one.rows.double().cpu()
 
 
