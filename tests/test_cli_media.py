@@ -292,6 +292,8 @@ def test_settings_beyond_sense_are_refused(folder: Path) -> None:
     for change, message in (
         ({"size": {"height": 10**9, "width": 20}}, "height of size is 1000000000, beyond what makes sense"),
         ({"image_std": [0.0, 1, 1]}, "image_std is 0.0, beyond what makes sense"),
+        ({"n_fft": 10**6}, "n_fft is 1000000, beyond what makes sense"),
+        ({"size": {"shortest_edge": 10**6}}, "its processor makes pictures of size {'shortest_edge': 1000000}; give"),
         (None, "no preprocessor_config.json, which says how a picture or a sound becomes numbers"),
     ):
         path.unlink() if change is None else path.write_text(json.dumps(json.loads(before) | change))

@@ -8,7 +8,6 @@ import warnings
 import wave
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from headwise.extras import missing_extra
@@ -63,6 +62,8 @@ def read_image(path: str) -> Any:
 
 def read_sound(path: str) -> tuple[Any, int]:
     """The sound of a WAV file as float32 (N,), its channels' mean from -1 to 1, and how many numbers are a second."""
+    import numpy as np
+
     content = _content(path, "--audio")
     where = f"--audio {path}"
     try:
@@ -87,6 +88,8 @@ def read_sound(path: str) -> tuple[Any, int]:
 
 def _numbers(data: bytes, width: int) -> Any:
     """PCM as numbers from -1 to 1; of 8 bits without a sign, else with one."""
+    import numpy as np
+
     if width == 1:
         return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
     if width == 3:

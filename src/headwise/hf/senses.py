@@ -27,6 +27,9 @@ MAX_SETTINGS = 1 << 20
 LARGEST = 4096
 """Most pixels a side that a picture is resized to."""
 
+BOUNDS = {"n_fft": 8192, "hop_length": 8192, "chunk_length": 3600, "sampling_rate": 1_000_000, "max_length": 1_000_000}
+"""The most of what a processor of sound makes tables of."""
+
 MOST_SAID = 48
 """Tokens that a decoder says of a sound, where none are asked for."""
 
@@ -125,6 +128,9 @@ def _check_takes(loaded: Loaded, takes: Mapping[str, object], **asked: Any) -> N
 def _pixels(loaded: Loaded, image: Any, takes: Mapping[str, object]) -> dict[str, Any]:
     """The picture as the model wants it: by its processor, or by that processor's settings."""
     settings = _settings(loaded, "image_processor")
+    size = settings.get("size")
+    if isinstance(size, dict) and set(size) == {"shortest_edge"}:
+        _new_size(image.size, size, f"{loaded.folder}")  # raises where the longer side would be beyond all bounds
     try:
         from transformers import AutoImageProcessor
 
@@ -196,8 +202,9 @@ def _check_bounds(value: Any, where: str, key: str = "") -> None:
         for one in value[:1000]:
             _check_bounds(one, where, key)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        side = "size" in key or key in ("height", "width", "shortest_edge", "longest_edge")
-        most = LARGEST**2 if "pixels" in key or "edge" in key else LARGEST if side else 10_000_000
+        side = "size" in key or key in ("height", "width", "num_mel_bins")
+        pixels = "pixels" in key or "edge" in key  # of some processors an edge is the number of pixels in all
+        most = LARGEST**2 if pixels else LARGEST if side else BOUNDS.get(key, 10_000_000)
         if not -most <= value <= most or (value == 0 and key in ("image_std", "sampling_rate", "hop_length")):
             raise ModelError(f"{where}: {key} is {str(value)[:40]}, beyond what makes sense; download the file anew")
 
