@@ -30,6 +30,7 @@ from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .senses import Prepared, prepared
 from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
 
@@ -43,12 +44,14 @@ __all__ = [
     "Checkpoint",
     "Loaded",
     "ModelError",
+    "Prepared",
     "StructuralMask",
     "WatchCallback",
     "checkpoint",
     "layouts",
     "load",
     "make_cache",
+    "prepared",
     "probe",
     "serving",
     "tensor_parallel",

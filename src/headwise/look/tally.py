@@ -22,6 +22,9 @@ GROUPS = 64
 DRAWS = 400
 """Resamples of the bootstrap."""
 
+ON_PICTURE = "mass on the picture"
+"""What the tokens of a text give to the patches that stand in it, a mean over those tokens."""
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -94,6 +97,7 @@ class LayerTally:
         shown: by role and head, the best evidence so far.
         details: by role and head, what the role left open, and how many queries said so.
         widest: queries and keys of the longest text.
+        over: the axes of its queries and keys, by number, in the pass over the main text.
     """
 
     place: dict[str, Any]
@@ -103,6 +107,7 @@ class LayerTally:
     shown: dict[tuple[str, int], list[Shown]] = field(default_factory=dict)
     details: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
     widest: tuple[int, int] = (0, 0)
+    over: tuple[int, int] | None = None
 
     def add(self, sums: Mapping[str, Any]) -> None:
         """Sums of one text by name."""
