@@ -23,7 +23,8 @@ TIERS = (
     {"shapes"},
     {"ops"},
     {"cache", "nn"},
-    {"look", "reshape", "hf", "parallel"},
+    {"parallel"},
+    {"look", "reshape", "hf"},
     {"report"},
     {"cli"},
     {"__main__"},
@@ -144,7 +145,7 @@ def may_import(room: str, target: str) -> bool:
 
 
 def arrows(tree: Tree) -> list[str]:
-    """shapes <- ops <- {cache, nn} <- {look, reshape, hf, parallel} <- report <- cli; siblings apart."""
+    """shapes <- ops <- {cache, nn} <- parallel <- {look, reshape, hf} <- report <- cli; siblings apart."""
     return [
         f"{path} imports {name}: {room or 'the top'} may not import {room_of(name) or 'the top'}"
         for path, source in tree.items()

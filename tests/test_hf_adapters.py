@@ -284,3 +284,13 @@ def test_no_tensor_of_all_pairs_is_made() -> None:
         assert seen.numel < heads * length * length, f"{name}: {seen.shape}"
     with mock.patch("headwise.hf.masks._additive", side_effect=AssertionError("the mask was made")):
         run(model_of(BY_NAME["Falcon ALiBi"]))
+
+
+def test_what_their_code_does_not_reach_refuses_them() -> None:
+    """Serving and splitting hand keywords to the interface's functions, which these modules never call."""
+    config = transformers.GPTJConfig(n_embd=24, n_head=4, n_layer=1, vocab_size=11, rotary_dim=4)
+    model = transformers.GPTJForCausalLM._from_config(config, attn_implementation="headwise").eval()
+    with pytest.raises(hf.ModelError, match=r"GPTJAttention computes attention in code of its own, and .*serving"):
+        hf.serving(model).__enter__()
+    with pytest.raises(hf.ModelError, match="code of its own, and context_parallel is for models that call"):
+        hf.context_parallel(model).__enter__()

@@ -31,6 +31,7 @@ from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
 from .senses import Prepared, prepared
+from .splitting import Shards, context_parallel
 from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
 
@@ -45,9 +46,11 @@ __all__ = [
     "Loaded",
     "ModelError",
     "Prepared",
+    "Shards",
     "StructuralMask",
     "WatchCallback",
     "checkpoint",
+    "context_parallel",
     "layouts",
     "load",
     "make_cache",

@@ -107,6 +107,16 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def refuse_own_code(model: PreTrainedModel, what: str) -> None:
+    """ModelError where a module computes attention in code of its own, which `what` does not reach."""
+    own = next((type(module).__name__ for module in model.modules() if is_seam(type(module))), None)
+    if own is not None:
+        raise ModelError(
+            f"{title(model)}: {own} computes attention in code of its own, and {what} is for models that call "
+            f"transformers' attention interface, such as {SUPPORTED_EXAMPLES}"
+        )
+
+
 def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules that by their class's name are attention, yet neither call the interface nor hold one that does."""
     seen = attention_modules(model)

@@ -18,6 +18,7 @@ from .functions import function_mask
 from .interface import require_consulted
 from .lazy import Lazy
 from .seams import is_switched
+from .whole import whole_batch
 
 
 class StructuralMask(Lazy):
@@ -154,6 +155,11 @@ def headwise_mask(
             **options,
         )
     require_consulted(config)
+    batch = whole_batch()
+    if batch is not None:  # its tokens are split over processes: the mask is that of all
+        q_length = kv_length = batch.tokens
+        q_offset = kv_offset = 0
+        attention_mask = batch.padding
     # int() also takes a copy: the offset of a static cache is its live counter, which moves on before the mask is read.
     frame = Frame(batch_size, q_length, int(kv_length), int(q_offset), int(kv_offset), device)
     mask = read_mask(mask_function, frame)
