@@ -12,6 +12,8 @@ from typer.core import TyperGroup
 
 from headwise.extras import MissingExtra
 
+from . import several
+
 DEFECT, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK = "HEADWISE_DEBUG"
 
@@ -69,8 +71,9 @@ def _out_of_memory(error: BaseException) -> bool:
 def _fail(message: str, code: int) -> NoReturn:
     from headwise.report.escape import visible
 
-    with contextlib.suppress(OSError):  # a full or closed stderr leaves the exit code to tell
-        print(f"headwise: {visible(message.strip(), limit=600)}", file=sys.stderr)
+    with several.said_once(message) as first, contextlib.suppress(OSError):  # where stderr is full or closed,
+        if first:  # the exit code tells
+            print(f"headwise: {visible(message.strip(), limit=600)}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -103,6 +106,7 @@ def leave(end: SystemExit) -> NoReturn:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    several.end(end.code)
     if end.code == INTERRUPTED:
         # An interrupt that fell into an exec() of a library makes Python kill itself at its end, handled or not.
         os._exit(INTERRUPTED)

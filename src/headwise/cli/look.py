@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import reading, writing
+from . import reading, several, writing
 from .against import either, read_plan
 from .loading import load
 from .output import console, progress
@@ -71,15 +71,21 @@ def _look(  # private, for a command has as many options as its users need, and 
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
-    more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance), text, file)
-    content = read_text(text, file) if corpus is None else ""
-    names = writing.destinations(out, as_json, against)
-    plan = read_plan(kept, against)
+    more, content, names, plan = several.together(
+        lambda: (
+            reading.checked(reading.More(corpus, length, state, sentences, needles, importance), text, file),
+            read_text(text, file) if corpus is None else "",
+            writing.destinations(out, as_json, against) if several.speaks() else [],
+            read_plan(kept, against),
+        )
+    )
     result = either(model, lambda name: look_at(name, content, device, dtype, more))
     if against is not None:
         from headwise.look import compare
 
         result = compare(result, either(against, lambda name: look_at(name, content, device, dtype, more)), kept=plan)
+    if not several.speaks():
+        return
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json())
@@ -94,7 +100,8 @@ def _look(  # private, for a command has as many options as its users need, and 
 def look_at(model: str | None, text: str, device: str, dtype: str | None, more: reading.More) -> Any:
     """What the heads of the model do on the text, or on a corpus."""
     with progress() as show:
-        loaded = load(model, device, dtype, show, "headwise look")
+        where = several.own_device(device)
+        loaded = several.together(lambda: load(model, where, dtype, show, "headwise look"))
         from headwise import look as looking
 
         name = loaded.name if model is not None else "headwise tiny"

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import typer
 
+from . import several
+
 STATE = "headwise-look.state"
 AT_ONCE = 64
 """Documents that are tokenized together."""
@@ -28,6 +30,11 @@ class More(NamedTuple):
 def checked(more: More, text: str | None, file: str | None) -> More:
     """The options, once it is sure that they fit together."""
     if more.corpus is None:
+        if several.started() > 1:
+            raise typer.BadParameter(
+                f"{several.started()} processes (WORLD_SIZE) share the texts of a --corpus; give one, or start "
+                "headwise without torchrun"
+            )
         for name, given in (("length", more.length), ("state", more.state)):
             if given is not None:
                 raise typer.BadParameter(f"--{name} is of a corpus; give it with --corpus")
@@ -76,19 +83,26 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
         return text
 
     rows = _rows(loaded, map(bytes_read, documents(more.corpus)), most)
-    first = next(rows, None)
-    if first is None:
-        raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+
+    def begin() -> tuple[list[int], dict[str, Any]]:
+        first = next(rows, None)
+        if first is None:
+            raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+        return first, readings(loaded, more, first)
+
+    first, read = several.together(begin)
     result = over(
         loaded.model,
         chain([first], rows),
         words=words,
         name=name,
-        readings=readings(loaded, more, first),
+        readings=read,
         state=more.state,
         progress=lambda texts, _: show(min(done[0], size), size),
+        group=several.processes().group,
     )
-    Path(more.state or STATE).unlink(missing_ok=True)
+    if several.speaks():
+        Path(more.state or STATE).unlink(missing_ok=True)
     return result
 
 

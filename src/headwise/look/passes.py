@@ -137,10 +137,11 @@ class Reader:
 
     def _tally(self, call: AttentionCall, again: int, ahead: bool | None) -> LayerTally:
         """The sums of a call, by its order in the forward."""
+        part = "cross" if ahead is None else "encoder" if ahead else "decoder"
         if call.order == len(self.tallies):
-            part = "cross" if ahead is None else "encoder" if ahead else "decoder"
             place = {"module": call.module, "call": again, "part": part}
             self.tallies.append(LayerTally(place, call.query.shape[1]))
+        self.tallies[call.order].is_of(part)
         return self.tallies[call.order]
 
 

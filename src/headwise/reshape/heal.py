@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..processes import Processes
 from ..shapes import INTEGERS, describe
 from ..shapes.kinds import check_counts, check_numbers, check_tensor, shown
 from .pair import resting
-from .processes import Processes
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 
