@@ -24,6 +24,7 @@ from .checks import (
 from .heads import Head, check_heads, rows_of
 from .inner import as_inner
 from .rotary import Positions
+from .sharded import check_splits, check_uncached, placed
 from .torch_mha import converted_from_torch, converted_to_torch
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
@@ -141,6 +142,7 @@ class MultiHeadAttention(nn.Module):
             ValueError: wrong shapes, a memory that is missing, or positions without a rotary part.
         """
         check_input(x, self.d_model, self.q_proj)
+        check_splits(self.inner)
         lengths = check_cache(x, cache, lengths)
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
@@ -166,6 +168,7 @@ class MultiHeadAttention(nn.Module):
         **options: Any,
     ) -> Tensor:
         """The heads of `x` (B, H, T, V) over all tokens in the cache, those of `x` included."""
+        check_uncached(cache)
         as_mask(options["mask"])  # refused before the cache has changed
         query, causal = self.split(self.q_proj(x), self.num_heads, self.head_dim), traits_of(cache).causal
         if not causal and any(cache.lengths):  # a memory that is there already
@@ -214,7 +217,7 @@ class MultiHeadAttention(nn.Module):
     def rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """The rotary part, where the module has one."""
         if self.rotary is not None:
-            return self.rotary(query, key, positions)
+            return self.rotary(query, key, placed(positions, query.shape[2], query.device))
         if positions is not None:
             raise ValueError(
                 "positions are for the rotary part and this module has none; build it with "

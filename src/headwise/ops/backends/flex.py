@@ -20,7 +20,8 @@ from ..masks.algebra import AllOf, AnyOf, Not
 from ..masks.compose import FULL, MIXED, Mask
 from ..masks.patterns import Blocks, Dilated, Function, Relative
 from ..masks.places import saturated
-from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
+from ..masks.patterns import Alibi
+from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 
 TILE = 128
 MIN_HEAD_DIM = 16
