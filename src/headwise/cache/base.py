@@ -175,20 +175,23 @@ class KVCache(ABC):
             mask: a further rule, such as `window(1024)`; places are counted among the keys in the cache.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse`, ... of `headwise.attention`.
         """
+        T, columns = self._check_query(query), self.columns
+        key, value = self.view()
+        rules = self._mask(T, columns, as_mask(mask), query.device)
+        return attention(query, key, value, mask=rules, **options)
+
+    def _check_query(self, query: Tensor) -> int:
+        """T of queries that fit a cache which is not empty; raises TypeError or ValueError for others."""
         if not isinstance(query, Tensor) or query.is_nested:
             check_tensor("query", query, "a tensor (B, H, T, D)")
-        T = query.shape[2] if query.ndim == 4 else 0
-        columns = self.columns
         if query.ndim != 4 or (query.shape[0], query.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
                 f"a cache of {self.batch} rows is attended by query (B, H, T, D) = ({self.batch}, H, T, {self.head_dim}"
                 f"); got {tuple(query.shape)}; reorder() gives it other rows"
             )
-        if max(columns, default=0) == 0:
+        if max(self.columns, default=0) == 0:
             raise ValueError("an empty cache has nothing to attend; append keys and values first")
-        key, value = self.view()
-        rules = self._mask(T, columns, as_mask(mask), query.device)
-        return attention(query, key, value, mask=rules, **options)
+        return query.shape[2]
 
     def _mask(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:
         """What T queries may attend: by the cache's own rule and the caller's; queries of padding attend nothing."""

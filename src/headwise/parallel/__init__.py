@@ -1,6 +1,7 @@
 """Attention on more than one process or machine, with `torch.distributed`: applied from outside to what is there."""
 
 from .attention import context_parallel as context_parallel
+from .cache import ShardedCache as ShardedCache
 from .comm import Comm as Comm
 from .modules import Context as Context
 from .modules import context as context
