@@ -46,7 +46,7 @@ class Case(NamedTuple):
             1 if shared else make.choice([1, 2, 3, 5]),
             make.choice([1, 2, 3]),
             (D, V),
-            make.choice([torch.float32] * 3 + [torch.int8, torch.bfloat16]),
+            make.choice([torch.float32] * 3 + [torch.int8, torch.bfloat16, torch.float64]),
             shared,
             make.choice([1, 1, 3, 16, 128]),
             make.choice([3, 40, 150]),
@@ -111,7 +111,7 @@ def run(case: Case, sharded: bool) -> list[Tensor]:
         outs.extend([out, lse])
 
     step(make.choice([5, 37]), None, "right")
-    for _ in range(9):
+    for _ in range(7):
         what = make.random()
         if what < 0.5:
             step(1, None, "right")
@@ -149,3 +149,102 @@ def drawn_options(make: random.Random, case: Case, H: int) -> tuple[Any, dict[st
 def run_all(cases: list[Case], sharded: bool = True) -> list[list[Tensor]]:
     with torch.no_grad():
         return [run(case, sharded) for case in cases]
+
+
+def sent(length: int, window: int, block: int) -> tuple[int, int, int]:
+    """Of each rank the bytes of partial outputs at a step with a rolling cache, its tokens, and its bytes in memory."""
+    cache = ShardedCache(RollingCache, 1, 2, 8, window=window, block=block, chunk=64)
+    x = torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(1))
+    for first in range(0, length, 64):
+        cache.append(x[:, :, : min(64, length - first)], x[:, :, : min(64, length - first)])
+    before = cache.comm.sent["cache parts"]
+    with torch.no_grad():
+        headwise.attention(torch.randn(1, 6, 1, 8, generator=torch.Generator().manual_seed(2)), cache)
+    static = ShardedCache(StaticCache, 1, 2, 8, capacity=600)
+    static.append(*[torch.randn(1, 2, 301, 8)] * 2)
+    return cache.comm.sent["cache parts"] - before, static.nbytes, static.local.lengths[0]
+
+
+def refusals(which: str) -> tuple[str, list[int], list[int]]:
+    """What a rank says of a call that cannot be, and that nothing has changed."""
+    rank, x = dist.get_rank(), torch.zeros(1, 2, 5, 8)
+    cache = ShardedCache(StaticCache, 1, 2, 8, capacity=7, heads="own" if which.startswith("own") else "all")
+    query = torch.zeros(1, 4, 5, 8)
+    if not which.startswith("own"):
+        cache.append(x, x)
+    try:
+        match which:
+            case "full":
+                cache.append(x, x)
+            case "pool":
+                cache = ShardedCache(PagedCache, PagePool(2 - rank, 2, 8), 1)
+                big = torch.zeros(1, 2, 250, 8)
+                cache.append(big, big).append(big, big)
+            case "lengths":
+                cache.truncate(5 - rank)
+                headwise.attention(query, cache)
+            case "query":
+                headwise.attention(query[..., : 8 - rank], cache)
+            case "sinks":
+                headwise.attention(query, cache, sinks=torch.full((4,), float(rank)))
+            case "mask":
+                headwise.attention(query, cache, mask=headwise.window(2 + rank))
+            case "gradient":
+                headwise.attention(query.requires_grad_(), cache)
+            case "dropout":
+                headwise.attention(query, cache, dropout=0.1)
+            case "view":
+                cache.view()
+            case "rolling mask":
+                cache = ShardedCache(RollingCache, 1, 2, 8, window=7).append(x, x)
+                headwise.attention(query, cache, mask=headwise.blocks(2))
+            case "rolled back":
+                cache = ShardedCache(RollingCache, 1, 2, 8, window=7, chunk=400)
+                cache.append(*[torch.zeros(1, 2, 400, 8)] * 2).append(*[torch.zeros(1, 2, 399, 8)] * 2).append(x, x)
+                cache.truncate(300)
+            case "own heads":
+                cache.append(torch.zeros(1, 2 - rank, 5, 8), torch.zeros(1, 2 - rank, 5, 8))
+            case "own mask":
+                cache.append(x[:, :1], x[:, :1])
+                headwise.attention(query[:, :2], cache, mask=headwise.alibi(torch.ones(2)))
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", cache.lengths, cache.local.lengths
+    return "nothing", cache.lengths, cache.local.lengths
+
+
+def modules() -> list[Tensor]:
+    """What a module of each kind makes of a prompt and four tokens, with a sharded cache and with one of its own."""
+    torch.manual_seed(5)
+    mha = headwise.MultiHeadAttention(24, 6, num_kv_heads=2, rotary=headwise.nn.Rotary(4))
+    mla = headwise.LatentAttention(24, 3, kv_lora_rank=16, nope_dim=8, rope_dim=4, value_dim=7)
+    x = torch.randn(2, 13, 24)
+    found = []
+    with torch.no_grad():
+        for module, sizes, options in ((mha, (2, 2, 4), {}), (mla, (2, 1, 20, 16), {"shared": True})):
+            caches = [ShardedCache(StaticCache, *sizes, capacity=13, **options)]
+            caches += [StaticCache(*sizes, capacity=13, **options)]
+            for cache in caches:
+                outs = [module(part, cache=cache)[0] for part in x.split([9, 1, 1, 1, 1], dim=1)]
+                found.append(torch.cat(outs, dim=1))
+    return found
+
+
+def back_and_forth() -> list[float]:
+    """A rolling cache that goes back over several appends, against one process's."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 2, 900, 8, generator=draw)
+    caches: list[Any] = [
+        ShardedCache(RollingCache, 1, 2, 8, window=70, chunk=100).remember(150),
+        RollingCache(1, 2, 8, window=70, chunk=100).remember(150),
+    ]
+    far = []
+    with torch.no_grad():
+        for length, parts in ((0, 8), (655, 2), (800, 1)):
+            outs = []
+            for cache in caches:
+                cache.truncate(length)
+                for part in x[:, :, length : length + 100 * parts].split(100, dim=2):
+                    cache.append(part, part)
+                outs.append(headwise.attention(part, cache))
+            far.append(float((outs[0] - outs[1]).abs().max() / outs[1].abs().max()))
+    return far

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +15,7 @@ from headwise.extras import MissingExtra
 
 from . import several
 
+T = TypeVar("T")
 DEFECT, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK = "HEADWISE_DEBUG"
 
@@ -61,6 +63,23 @@ def message_of(error: BaseException) -> tuple[str, int]:
         return str(error), BAD_INPUT
     first = (str(error).strip().splitlines() or ["without a word"])[0]
     return f"a defect: {type(error).__name__}: {first[:200]}; {TRACEBACK}=1 shows where", DEFECT
+
+
+def together(work: Callable[[], T]) -> T:
+    """What `work` gives here, once all processes have done theirs; where one fails, all do, in the same words."""
+    if several.started() < 2:
+        return work()
+
+    def told() -> T:
+        try:
+            return work()
+        except Exception as error:
+            message, code = message_of(error)
+            if code != BAD_INPUT:
+                raise
+            raise ValueError(message) from error
+
+    return several.processes().together(told)
 
 
 def _out_of_memory(error: BaseException) -> bool:

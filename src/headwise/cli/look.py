@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import reading, several, writing
+from . import guard, reading, several, writing
 from .against import either, read_plan
 from .loading import load
 from .output import console, progress
@@ -71,14 +71,10 @@ def _look(  # private, for a command has as many options as its users need, and 
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
-    more, content, names, plan = several.together(
-        lambda: (
-            reading.checked(reading.More(corpus, length, state, sentences, needles, importance), text, file),
-            read_text(text, file) if corpus is None else "",
-            writing.destinations(out, as_json, against) if several.speaks() else [],
-            read_plan(kept, against),
-        )
-    )
+    asked = reading.More(corpus, length, state, sentences, needles, importance)
+    more, content = guard.together(lambda: _reading(asked, text, file))
+    names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
+    plan = guard.together(lambda: read_plan(kept, against))
     result = either(model, lambda name: look_at(name, content, device, dtype, more))
     if against is not None:
         from headwise.look import compare
@@ -97,11 +93,17 @@ def _look(  # private, for a command has as many options as its users need, and 
     print(*lines, sep="\n", end="\n" * bool(lines))
 
 
+def _reading(more: reading.More, text: str | None, file: str | None) -> tuple[reading.More, str]:
+    """What is read, checked: the options, and the text where it is one."""
+    more = reading.checked(more, text, file)
+    return more, read_text(text, file) if more.corpus is None else ""
+
+
 def look_at(model: str | None, text: str, device: str, dtype: str | None, more: reading.More) -> Any:
     """What the heads of the model do on the text, or on a corpus."""
     with progress() as show:
         where = several.own_device(device)
-        loaded = several.together(lambda: load(model, where, dtype, show, "headwise look"))
+        loaded = guard.together(lambda: load(model, where, dtype, show, "headwise look"))
         from headwise import look as looking
 
         name = loaded.name if model is not None else "headwise tiny"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from . import several
+from . import guard, several
 
 STATE = "headwise-look.state"
 AT_ONCE = 64
@@ -90,7 +90,7 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
             raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
         return first, readings(loaded, more, first)
 
-    first, read = several.together(begin)
+    first, read = guard.together(begin)
     result = over(
         loaded.model,
         chain([first], rows),

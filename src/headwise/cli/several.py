@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headwise.processes import Processes
-
-T = TypeVar("T")
 
 
 def started() -> int:
@@ -29,25 +27,6 @@ def processes() -> Processes:
     from headwise.processes import Processes
 
     return Processes.here()
-
-
-def together(work: Callable[[], T]) -> T:
-    """What `work` gives here, once all have done theirs; where one fails, all do, in the same words."""
-    if started() < 2:
-        return work()
-    from .guard import BAD_INPUT, message_of
-
-    def told() -> Any:
-        try:
-            return work()
-        except Exception as error:
-            message, code = message_of(error)
-            if code != BAD_INPUT:
-                raise
-            raise ValueError(message) from error
-
-    done: T = processes().together(told)
-    return done
 
 
 @contextlib.contextmanager

@@ -49,10 +49,10 @@ class ShardedCache(KVCache):
         sizes: as `kind` takes them, for all ranks together; of a `PagedCache` the pool is this rank's own.
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
         block: tokens that follow each other on one rank; 1 deals them out most evenly, 128 page by page.
-        heads: "all": every rank passes all heads and gets all back. "own": each passes its own query heads, in the order
-            of ranks, and its own key-value heads, as tensor parallelism leaves them: of K heads the rank r of N has its
-            share in that order, or, where the shares add up to more than K, the one head r K // N. It gets the
-            output of its own query heads.
+        heads: "all": every rank passes all heads and gets all back. "own": each passes its own query heads, in the
+            order of ranks, and its own key-value heads, as tensor parallelism leaves them: its share of the K heads in
+            that order or, where K is less than the N ranks, the one head r K // N. It gets the output of its own
+            query heads.
         timeout: seconds to wait for another rank, for this group from now on; 30 at first.
         options: of `kind`: capacity, window, first, chunk, dtype, shared, causal, device.
 
@@ -127,8 +127,8 @@ class ShardedCache(KVCache):
     @override
     def view(self) -> tuple[Stored, Stored]:
         raise ValueError(
-            f"no rank has all tokens of a ShardedCache, so there is no view of them; `local` has {self.local.lengths} of "
-            f"{self.lengths}; attend it by headwise.attention(query, cache)"
+            f"no rank has all tokens of a ShardedCache, so there is no view of them; `local` has {self.local.lengths} "
+            f"of {self.lengths}; attend it by headwise.attention(query, cache)"
         )
 
     @override
@@ -256,9 +256,10 @@ class ShardedCache(KVCache):
             raise ValueError("a ShardedCache has no gradient: attend it under torch.no_grad()")
         H = query.shape[1]
         check_flags(return_lse=options.get("return_lse", False))
-        scale, softcap, _ = check_options(query, options.get("scale"), options.get("softcap"), options.get("sinks"), 0.0)
-        if options.get("sinks") is not None:
-            check_sinks(options["sinks"], H, query.device)
+        sinks = options.get("sinks")
+        scale, softcap, _ = check_options(query, options.get("scale"), options.get("softcap"), sinks, 0.0)
+        if sinks is not None:
+            check_sinks(sinks, H, query.device)
         if options.get("gate") is not None:
             check_gate(options["gate"], (self.batch, H, T, self.value_dim), query.device)
         mask = as_mask(mask)
@@ -319,19 +320,21 @@ class ShardedCache(KVCache):
     @override
     def truncate(self: ShardedT, lengths: int | Sequence[int]) -> ShardedT:
         wanted = whole_numbers("lengths", [lengths] * self.batch if isinstance(lengths, int) else lengths)
-        error: Exception | None = None
-        probe = self.local.fork() if self.window is not None else None
         own = [self.deal.count(n) for n in wanted]
         if len(wanted) != self.batch or any(not 0 <= n <= have for n, have in zip(wanted, self.lengths, strict=False)):
             raise ValueError(
                 f"truncate keeps the first tokens of each row, at most what is there; got {wanted} for lengths "
                 f"{self.lengths}"
             )
-        if probe is not None:  # what one rank has dropped, none may go back to
+        if self.window is not None:  # what one rank has dropped, none may go back to
+            error: Exception | None = None
             try:
-                probe.truncate(own)
-            except ValueError as gone:
-                error = gone
+                self.local.fork().truncate(own)
+            except ValueError:
+                error = ValueError(
+                    f"a rolling ShardedCache cannot go back from {self.lengths} to {wanted} tokens: of the {self.window} "
+                    "that the next one sees, some are gone; remember() keeps more"
+                )
             self.comm.agree("truncate of a ShardedCache", self._state() | {"to": str(wanted)}, error=error)
         self.local.truncate(own)
         self._shorten(wanted)

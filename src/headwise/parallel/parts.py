@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ class Heads:
         K, N = self.kv_heads, len(shares)
         if sum(shares) == K:
             return list(range(K))
-        have = [rank * K // N + n for rank, share in enumerate(shares) for n in range(share)]
-        if sorted({*have}) != list(range(K)):
+        have = [rank * K // N for rank in range(N)]
+        if shares != [1] * N or sorted({*have}) != list(range(K)):
             raise ValueError(
                 f"ranks pass {shares} key-value heads, and the cache has {K}: their shares add up to {K}, in the order "
                 f"of ranks, or rank r of {N} passes head r * {K} // {N} alone"
@@ -75,7 +76,7 @@ class Heads:
         B, H, T, _ = query.shape
         sizes = [n * B * T for n in shares] if self.own else _even(H * B * T, self.comm.world)
         ends = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
-        return list(zip(ends[:-1], ends[1:], strict=True))
+        return list(pairwise(ends))
 
     def back(self, kept: Partial, query: Tensor, shares: list[int], with_lse: bool) -> tuple[Tensor, Tensor]:
         """(B, H, T, V) and (B, H, T) of the rows (1, n, 1, V) that each rank merged: its own heads, or all of them."""
