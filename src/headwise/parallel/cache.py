@@ -20,7 +20,7 @@ from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import window
 from ..ops.masks.rules import Band
 from ..ops.storage.paged import PAGE
-from ..shapes import check_gate, check_options, check_sinks
+from ..shapes import check_gate, check_options, check_sinks, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown, whole_numbers
 from .comm import Comm
 from .deal import Deal
@@ -273,7 +273,7 @@ class ShardedCache(KVCache):
                 raise ValueError(f"H is a multiple of K = {self.num_kv_heads} key-value heads; got H = {H}")
             mask = mask.sized(self.batch, H)
         S, cpu = max(self.lengths), torch.device("cpu")
-        rules = self._mask(T, self.lengths, mask.to(cpu), cpu)
+        rules = self._mask(T, self.lengths, mask.to(cpu), cpu).computed_in(compute_dtype(query))
         rules.check(self.batch, H, T, S, cpu)
         if self.heads == "own" and any(x is not None and x.shape[1] > 1 for x in _corner(rules, T, S)):
             raise ValueError('with heads="own" a mask is the same for all heads; got one that has an axis of heads')
