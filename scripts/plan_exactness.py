@@ -24,14 +24,18 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from plan_models import (  # noqa: E402
+    COMPOSITE,
     KEEPS_ALL,
     SINGLE,
     build,
     compared_caches,
     compared_decode,
     compared_prefill,
+    composite_config,
+    composite_model,
     config_of,
     parameters_of,
+    random_composite,
     random_config,
     silently_wrong,
     strange_fields,
@@ -64,6 +68,11 @@ def main() -> int:
         wrong += options.configs - right + sum(n for what, n in ran.items() if what.endswith("wrong"))
         configs += options.configs
         print(f"| {name} | {architectures()[name]['classes']['config']} | {' | '.join(cells)} |", flush=True)
+    for name in COMPOSITE if options.architectures is SINGLE else []:
+        right = towers_right(name, options.configs)
+        wrong, configs = wrong + options.configs - right, configs + options.configs
+        cells = f"{right} of {options.configs} | - | - | -"
+        print(f"| {name} | {architectures()[name]['classes']['config']} | {cells} |", flush=True)
     strange = sum(strange_wrong(name) for name in options.architectures)
     cards = [name for name in plan.cards() if not card_right(name)]
     print(
@@ -71,7 +80,8 @@ def main() -> int:
     )
     wrong += strange + len(cards)
     seconds = time.perf_counter() - start
-    print(f"\n{len(options.architectures)} architectures, {configs} configs, {wrong} wrong, {seconds:.0f} s")
+    count = len(options.architectures) + (len(COMPOSITE) if options.architectures is SINGLE else 0)
+    print(f"\n{count} architectures, {configs} configs, {wrong} wrong, {seconds:.0f} s")
     return 1 if wrong else 0
 
 
@@ -83,6 +93,17 @@ def parameters_right(name: str, count: int) -> int:
         bare = {} if head else {"architectures": [architectures()[name]["classes"]["base"]]}
         ours = model_of({**fields, **bare, "model_type": name}).total_parameters()
         right += ours == parameters_of(name, config_of(name, fields), head=head)
+    return right
+
+
+def towers_right(name: str, count: int) -> int:
+    """How many configs of a model with towers have equal parameters, all towers included."""
+    right = 0
+    for seed in range(count):
+        fields = random_composite(name, random.Random(seed))
+        real = composite_model(name, composite_config(name, fields))
+        theirs = sum(parameter.numel() for parameter in real.parameters())
+        right += model_of({**fields, "model_type": name}).total_parameters() == theirs
     return right
 
 

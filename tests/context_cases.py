@@ -246,3 +246,13 @@ def modules(kind: str, layout: Any, order: Any, mask: str, length: int | None) -
     for (name, p), grad in zip(made.named_parameters(), expected, strict=True):
         errors[name] = off(p.grad, grad)
     return errors | {"sent": sum(count for kind, count in sent.items() if kind != "agree")}
+
+
+def all_modules(kind: str) -> dict[tuple[str, str, str], dict[str, float]]:
+    """What is off of a kind of module in each layout, each with an order and a mask."""
+    found = {}
+    for layout in LAYOUTS:
+        for order, mask in zip(("zigzag", "contiguous", "zigzag"), MODULE_MASKS, strict=True):
+            length = LENGTH if mask == "window" else None
+            found[layout, order, mask] = modules(kind, layout, order, mask, length)
+    return found

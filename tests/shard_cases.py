@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import headwise
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
+from headwise.ops.spread import Share
 from headwise.parallel import ShardedCache
 
 KINDS = (StaticCache, PagedCache, RollingCache)
@@ -30,28 +32,30 @@ class Case(NamedTuple):
     block: int
     window: int
     first: int
-    own: bool
+    own: int
 
     @classmethod
-    def drawn(cls, seed: int, own: bool = False) -> Case:
+    def drawn(cls, seed: int, world: int = 0) -> Case:
         make = random.Random(seed)
         kind = KINDS[seed % 3]
         shared = make.random() < 0.25
         D = make.choice([8, 16, 24])
         V = D - 3 if shared else make.choice([8, 11])
+        kv_heads, group = 1 if shared else make.choice([1, 2, 3, 5]), make.choice([1, 2, 3])
+        group *= world // math.gcd(world, kv_heads * group) if world else 1
         return cls(
             seed,
             kind,
             make.choice([1, 1, 2, 3]),
-            1 if shared else make.choice([1, 2, 3, 5]),
-            make.choice([1, 2, 3]),
+            kv_heads,
+            group,
             (D, V),
             make.choice([torch.float32] * 3 + [torch.int8, torch.bfloat16, torch.float64]),
             shared,
             make.choice([1, 1, 3, 16, 128]),
             make.choice([3, 40, 150]),
             make.choice([0, 0, 2, 130]),
-            own,
+            kv_heads * group if world else 0,
         )
 
     def cache(self, sharded: bool) -> Any:
@@ -67,29 +71,25 @@ class Case(NamedTuple):
             options |= {"capacity": 400}
         if not sharded:
             return self.kind(*sizes, **options)
-        return ShardedCache(self.kind, *sizes, block=self.block, heads="own" if self.own else "all", **options)
+        return ShardedCache(self.kind, *sizes, block=self.block, own_heads=self.own or None, **options)
 
     def of_query(self) -> torch.dtype:
         return torch.float32 if self.dtype == torch.int8 else self.dtype
 
 
-def heads_of(case: Case, rank: int, world: int) -> tuple[slice, slice]:
+def share_of(case: Case, rank: int, world: int) -> Share:
     """Query heads and key-value heads of a rank that passes its own."""
-    H, K = case.kv_heads * case.group, case.kv_heads
-    if world <= K:
-        a, b = (r * K // world for r in (rank, rank + 1))
-        return slice(a * case.group, b * case.group), slice(a, b)
-    one = rank * K // world
-    return slice(rank * H // world, (rank + 1) * H // world), slice(one, one + 1)
+    return Share(case.kv_heads * case.group, case.kv_heads, world, rank)
 
 
 def run(case: Case, sharded: bool) -> list[Tensor]:
     """What every attention of the case's schedule gives; of a rank that passes its own heads, those."""
     make = random.Random(case.seed + 1000)
     cache = case.cache(sharded)
-    own = sharded and case.own
+    own = sharded and case.own > 0
     H, K, dtype = case.kv_heads * case.group, case.kv_heads, case.of_query()
-    q_heads, k_heads = heads_of(case, dist.get_rank(), dist.get_world_size()) if own else (slice(H), slice(K))
+    share = share_of(case, dist.get_rank(), dist.get_world_size()) if own else Share(H, K, 1, 0)
+    q_heads, k_heads = share.heads, list(share.keys)
     draw = torch.Generator().manual_seed(case.seed)
     outs: list[Tensor] = []
 
@@ -168,7 +168,7 @@ def sent(length: int, window: int, block: int) -> tuple[int, int, int]:
 def refusals(which: str) -> tuple[str, list[int], list[int]]:
     """What a rank says of a call that cannot be, and that nothing has changed."""
     rank, x = dist.get_rank(), torch.zeros(1, 2, 5, 8)
-    cache = ShardedCache(StaticCache, 1, 2, 8, capacity=7, heads="own" if which.startswith("own") else "all")
+    cache = ShardedCache(StaticCache, 1, 2, 8, capacity=7, own_heads=4 if which.startswith("own") else None)
     query = torch.zeros(1, 4, 5, 8)
     if not which.startswith("own"):
         cache.append(x, x)
@@ -203,7 +203,7 @@ def refusals(which: str) -> tuple[str, list[int], list[int]]:
                 cache.append(*[torch.zeros(1, 2, 400, 8)] * 2).append(*[torch.zeros(1, 2, 399, 8)] * 2).append(x, x)
                 cache.truncate(300)
             case "own heads":
-                cache.append(torch.zeros(1, 2 - rank, 5, 8), torch.zeros(1, 2 - rank, 5, 8))
+                cache.append(torch.zeros(1, 1 + rank, 5, 8), torch.zeros(1, 1 + rank, 5, 8))
             case "own mask":
                 cache.append(x[:, :1], x[:, :1])
                 headwise.attention(query[:, :2], cache, mask=headwise.alibi(torch.ones(2)))

@@ -23,7 +23,8 @@ TIERS = (
     {"shapes"},
     {"ops"},
     {"cache", "nn"},
-    {"look", "reshape", "hf", "parallel"},
+    {"parallel"},
+    {"look", "reshape", "hf"},
     {"report"},
     {"cli"},
     {"__main__"},
@@ -35,8 +36,8 @@ CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
 PUBLIC = """
     alibi alibi_slopes attention attention_statistics bias blocks cache causal causal_top_left dilated explain
-    Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn parallel plan prefix relative
-    report reshape RowStatistics rule segments statistics top_keys TopKeys trace weights window
+    Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn parallel plan prefix
+    relative report reshape RowStatistics rule segments statistics top_keys TopKeys trace weights window
 """
 EXPORTS = PUBLIC.split()
 ARCHITECTURES = """
@@ -144,7 +145,7 @@ def may_import(room: str, target: str) -> bool:
 
 
 def arrows(tree: Tree) -> list[str]:
-    """shapes <- ops <- {cache, nn} <- {look, reshape, hf, parallel} <- report <- cli; siblings apart."""
+    """shapes <- ops <- {cache, nn} <- parallel <- {look, reshape, hf} <- report <- cli; siblings apart."""
     return [
         f"{path} imports {name}: {room or 'the top'} may not import {room_of(name) or 'the top'}"
         for path, source in tree.items()

@@ -11,7 +11,7 @@ import pytest
 
 from headwise.plan import links
 from headwise.plan.links import LAYOUTS, Link, decode_sent, price, prices, sent
-from headwise.plan.places import Call, head_shares, held, needed, order_of, places, relayed, shares, stretches, toured
+from headwise.plan.places import Call, head_shares, held, needed, order_of, places, shares, shown, stretches, toured
 
 pytestmark = pytest.mark.unchecked
 SIZES: dict[str, Any] = dict(heads=6, kv_heads=3, head_dim=5, value_dim=7, number_bytes=2)
@@ -76,18 +76,13 @@ def test_keys_that_others_see_are_counted_one_at_a_time() -> None:
     assert told(both) == []
 
 
-def test_keys_on_the_ring_go_as_far_as_a_rank_that_sees_them() -> None:
+def test_keys_go_to_each_rank_that_sees_them() -> None:
     def both(call: Call, ranks: int, order: Any) -> tuple[Any, Any]:
         of_query, of_key = owners(call, ranks, order)
         counts = [0] * ranks
         for j, owner in enumerate(of_key):
-            who = {r for i, r in enumerate(of_query) if r != owner and sees(call, i, j)}
-            if call.bounded:
-                counts[owner] += len(who)
-                continue
-            for hop in range(max(((r - owner) % ranks for r in who), default=0)):
-                counts[(owner + hop) % ranks] += 1
-        return relayed(call, ranks, order), tuple(counts)
+            counts[owner] += len({r for i, r in enumerate(of_query) if r != owner and sees(call, i, j)})
+        return shown(call, ranks, order), tuple(counts)
 
     assert told(both) == []
 
@@ -172,7 +167,7 @@ def test_heads_are_cut_into_whole_groups_or_into_parts_of_one() -> None:
 def test_the_bytes_of_a_layout_are_its_numbers_times_their_size() -> None:
     call = Call(31, 31, **SIZES, batch=3)
     kv = 3 * (5 + 7)
-    ring = relayed(call, 4)
+    ring = shown(call, 4)
     assert sent(call, "ring", 4) == tuple(3 * 2 * kv * n for n in ring)
     home = needed(call, 4)
     assert sent(call, "ring", 4, backward=True) == tuple(
@@ -277,4 +272,4 @@ def test_shares_of_nothing_and_of_less_than_one_each() -> None:
     assert shares(0, 3) == (0, 0, 0) and shares(2, 3) == (1, 1, 0)
     call = Call(2, 2, **SIZES)
     assert order_of(call, 3) == "contiguous"
-    assert relayed(call, 3) == (1, 0, 0) and needed(call, 3) == (0, 1, 0)
+    assert shown(call, 3) == (1, 0, 0) and needed(call, 3) == (0, 1, 0)

@@ -27,6 +27,8 @@ from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .splitting import Shards, context_parallel
+from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
@@ -37,11 +39,15 @@ __all__ = [
     "Checkpoint",
     "Loaded",
     "ModelError",
+    "Shards",
     "StructuralMask",
     "WatchCallback",
     "checkpoint",
+    "context_parallel",
     "layouts",
     "load",
     "make_cache",
     "probe",
+    "tensor_parallel",
+    "tensor_parallel_config",
 ]

@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..nn.dealt import Dealt
+from ..nn.sharded import current
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias, causal, keep, lengths, segments
@@ -20,6 +22,8 @@ from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
 from .probing import record, watched
+from .tensor import heads_here, own_keys, own_part, together
+from .whole import Whole, whole
 
 Keys: TypeAlias = Tensor | Quantized | Paged
 
@@ -38,6 +42,7 @@ HARMLESS = frozenset(
         "past_key_values",  # key and value already hold what is cached
         "position_ids",  # query and key are rotated already
         "return_dict",
+        "shift_labels",
         "sliding_window",  # the mask says it, in full; this number counts differently from model to model
         "use_cache",
     }
@@ -68,12 +73,23 @@ def headwise_attention(
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
     _refuse_unknown(module, kwargs)
-    _check_heads(module, query, key)
+    here = heads_here(module, query, key)
+    if here is None:
+        _check_heads(module, query, key)
+    batch, sharded = whole(), current()
+    if batch is not None and sharded is not None:
+        mask = _mask_of_whole(module, attention_mask, batch, is_causal)
+        _check_split(module, query, key, position_bias, output_attentions, kwargs, here is not None)
+        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
+        return sharded.attend(query, key, value, mask=mask, **options).transpose(1, 2).contiguous(), None
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
+    if here is not None:
+        key, value = _own(module, here, key, value, query.dtype)
+        s_aux, position_bias = own_part(here, s_aux), own_part(here, position_bias)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
-    if attention_mask is None and _is_causal(module, is_causal, query):
+    if attention_mask is None and _is_causal(module, is_causal, query.shape[2]):
         # Without a mask, "causal" is aligned top-left: the keys past the queries (a static cache's unused room) are
         # not there yet. Pages and int8 have no such room.
         if isinstance(key, Tensor) and isinstance(value, Tensor):
@@ -83,6 +99,7 @@ def headwise_attention(
     else:
         mask = _without_expired(mask_of(module, attention_mask, query.shape[2], key.shape[2]), expired, query, key)
     mask = _with_sequences(mask, kwargs, module, query, key)
+    without = mask
     if position_bias is not None:
         mask = mask & bias(position_bias)
     options: dict[str, Any] = {
@@ -94,7 +111,14 @@ def headwise_attention(
     out = None
     if watched(module):
         k, v = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
-        out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
+        if here is None:
+            out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
+        else:
+            whole = together(here, (query, k, v), sinks=s_aux, bias=position_bias)
+            if (added := whole.pop("bias")) is not None:
+                without = without & bias(added)
+            answer = record(module, dropout=dropout, **(options | whole | {"mask": without}))
+            out = None if answer is None else here.group.parted(answer, 1)
     if out is None:
         out = attention(query, key, value, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
@@ -102,6 +126,38 @@ def headwise_attention(
         return out, None
     matrix = weights(query, in_one_piece(key, query.dtype), **options).to(query.dtype)
     return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
+
+
+def _mask_of_whole(
+    module: nn.Module, attention_mask: Tensor | None, batch: Whole, is_causal: bool | None
+) -> Mask:
+    """The mask of all tokens, where this process has some."""
+    if attention_mask is None:
+        return causal() if _is_causal(module, is_causal, batch.tokens) else Mask(())
+    return mask_of(module, attention_mask, batch.tokens, batch.tokens)
+
+
+def _check_split(
+    module: nn.Module,
+    query: Tensor,
+    key: Keys,
+    position_bias: Tensor | None,
+    attentions: Any,
+    kwargs: dict[str, Any],
+    dealt: bool,
+) -> None:
+    """ModelError for what an attention function cannot do with some of the tokens."""
+    wrong = [name for name in sorted(_SEQUENCES) if kwargs.get(name) is not None]
+    wrong += ["heads split as well (tensor parallel)"] if dealt else []
+    wrong += ["position_bias"] if position_bias is not None else []
+    wrong += ["output_attentions"] if attentions or _attentions_are_collected() else []
+    wrong += ["a probe"] if watched(module) else []
+    wrong += ["a cache that holds tokens"] if key.shape[2] != query.shape[2] else []
+    if wrong:
+        raise ModelError(
+            f"{type(module).__name__} runs on tokens split over processes, which does not go with {', '.join(wrong)}; "
+            "leave that out, or run the model outside of context_parallel"
+        )
 
 
 def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -114,6 +170,13 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
             'may change the result; run this model with model.set_attn_implementation("eager"), or leave the argument '
             "out if it came from your own call"
         )
+
+
+def _own(module: nn.Module, here: Dealt, key: Keys, value: Keys, dtype: torch.dtype) -> tuple[Keys, Keys]:
+    """Of keys and values, stored in whatever form, those of the heads here."""
+    if key.shape[1] == len(here.share.keys) and isinstance(key, Quantized | Paged):
+        return key, value
+    return own_keys(module, here, in_one_piece(key, dtype), in_one_piece(value, dtype))
 
 
 def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
@@ -149,11 +212,11 @@ def _one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return query, key, value
 
 
-def _is_causal(module: nn.Module, is_causal: bool | None, query: Tensor) -> bool:
+def _is_causal(module: nn.Module, is_causal: bool | None, T: int) -> bool:
     """What transformers means where it passes no mask; a single query sees all there is."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", CROSS_ATTENTION.search(type(module).__name__) is None)
-    return query.shape[2] > 1 and bool(is_causal)
+    return T > 1 and bool(is_causal)
 
 
 def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) -> Mask:

@@ -16,6 +16,7 @@ from .closures import Frame, MaskFunction, dense_mask, read_mask, read_padding
 from .functions import function_mask
 from .interface import require_consulted
 from .lazy import Lazy
+from .whole import whole
 
 
 class StructuralMask(Lazy):
@@ -114,6 +115,11 @@ def headwise_mask(
             **options,
         )
     require_consulted(config)
+    batch = whole()
+    if batch is not None:  # its tokens are split over processes: the mask is that of all
+        q_length = kv_length = batch.tokens
+        q_offset = kv_offset = 0
+        attention_mask = batch.padding
     # int() also takes a copy: the offset of a static cache is its live counter, which moves on before the mask is read.
     frame = Frame(batch_size, q_length, int(kv_length), int(q_offset), int(kv_offset), device)
     mask = read_mask(mask_function, frame)

@@ -68,8 +68,13 @@ def check_uncached(cache: object) -> None:
         )
 
 
-def check_splits(inner: nn.Module) -> None:
-    """ValueError for an inner part that attends this process's tokens alone, whatever the context."""
+def check_splits(inner: nn.Module, dealt: object) -> None:
+    """ValueError for what cannot be split by tokens: an inner part that knows nothing of it, heads dealt out as well."""
+    if current() is not None and dealt is not None:
+        raise ValueError(
+            "within headwise.parallel.context a module has all its heads; this one's are dealt out by tensor_parallel: "
+            "take a module that is not, or leave the context"
+        )
     if current() is not None and not getattr(inner, "splits_tokens", False):
         raise ValueError(
             f"the inner part {type(inner).__name__} attends the tokens of this process alone; within "

@@ -1,16 +1,31 @@
 """Attention on more than one process or machine, with `torch.distributed`: applied from outside to what is there."""
 
-from .attention import context_parallel as context_parallel
-from .cache import ShardedCache as ShardedCache
-from .comm import Comm as Comm
-from .modules import Context as Context
-from .modules import context as context
-from .modules import sum_gradients as sum_gradients
-from .errors import RankError as RankError
-from .errors import RankMismatch as RankMismatch
-from .job import Expansion as Expansion
-from .order import join_sequence as join_sequence
-from .order import order_for as order_for
-from .order import positions as positions
-from .order import split_sequence as split_sequence
-from .prices import explain as explain
+from .attention import context_parallel
+from .cache import ShardedCache
+from .comm import Comm
+from .errors import RankError, RankMismatch
+from .job import Expansion
+from .modules import Context, context, sum_gradients
+from .order import join_sequence, order_for, positions, split_sequence
+from .prices import explain
+from .tensor import tensor_parallel
+from .weights import load_slices
+
+__all__ = [
+    "Comm",
+    "Context",
+    "Expansion",
+    "RankError",
+    "RankMismatch",
+    "ShardedCache",
+    "context",
+    "context_parallel",
+    "explain",
+    "join_sequence",
+    "load_slices",
+    "order_for",
+    "positions",
+    "split_sequence",
+    "sum_gradients",
+    "tensor_parallel",
+]

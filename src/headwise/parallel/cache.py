@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..ops.attention import attention
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import window
 from ..ops.masks.rules import Band
+from ..ops.spread import Share
 from ..ops.storage.paged import PAGE
 from ..shapes import check_gate, check_options, check_sinks, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown, whole_numbers
@@ -28,8 +29,6 @@ from .options import digest, mask_text
 from .parts import Heads, merged
 from .shard_mask import fallen_at, fallen_on, spans
 
-Passes: TypeAlias = Literal["all", "own"]
-PASSES: tuple[str, ...] = get_args(Passes)
 OPTIONS = ("scale", "softcap", "sinks", "gate", "return_lse", "backend", "dropout")
 ShardedT = TypeVar("ShardedT", bound="ShardedCache")
 
@@ -49,10 +48,9 @@ class ShardedCache(KVCache):
         sizes: as `kind` takes them, for all ranks together; of a `PagedCache` the pool is this rank's own.
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
         block: tokens that follow each other on one rank; 1 deals them out most evenly, 128 page by page.
-        heads: "all": every rank passes all heads and gets all back. "own": each passes its own query heads, in the
-            order of ranks, and its own key-value heads, as tensor parallelism leaves them: its share of the K heads in
-            that order or, where K is less than the N ranks, the one head r K // N. It gets the output of its own
-            query heads.
+        own_heads: None: every rank passes all heads and gets all back. A number: that of all query heads, of which
+            each rank passes its own, and the key-value heads that these read, as `tensor_parallel` deals them out; it
+            gets the output of its own.
         timeout: seconds to wait for another rank, for this group from now on; 30 at first.
         options: of `kind`: capacity, window, first, chunk, dtype, shared, causal, device.
 
@@ -75,15 +73,13 @@ class ShardedCache(KVCache):
         *sizes: Any,
         group: ProcessGroup | DeviceMesh | None = None,
         block: int = 1,
-        heads: Passes = "all",
+        own_heads: int | None = None,
         timeout: float | None = None,
         **options: Any,
     ) -> None:
         self.comm = Comm.of(group, timeout)
         check_counts(1, block=block)
-        if not isinstance(heads, str) or heads not in PASSES:
-            raise ValueError(f"heads is all (every rank passes all) or own (its own); got {shown(heads)}")
-        self.deal, self.heads = Deal(self.comm.rank, self.comm.world, block), heads
+        self.deal, self.own_heads = Deal(self.comm.rank, self.comm.world, block), own_heads
         self.capacity, self.window, self.first = None, None, 0
         if kind is RollingCache:
             self.window, self.first = options.get("window"), options.get("first", 0)
@@ -110,7 +106,11 @@ class ShardedCache(KVCache):
             shared=own.shared,
             causal=own.causal,
         )
-        self._of = Heads(self.comm, own.num_kv_heads, heads == "own")
+        share = None
+        if own_heads is not None:
+            check_counts(1, own_heads=own_heads)
+            share = Share(own_heads, own.num_kv_heads, self.comm.world, self.comm.rank)
+        self._of = Heads(self.comm, share)
 
     @property
     @override
@@ -152,7 +152,7 @@ class ShardedCache(KVCache):
             TypeError, ValueError: as any cache, on this rank.
             RankError: another rank has no room, or could not take what it was passed; nothing has changed then.
         """
-        if self.heads == "own":
+        if self.own_heads is not None:
             key, value = self._of.whole(key, value, self._state())
         return super().append(key, value, lengths=lengths, side=side)
 
@@ -199,7 +199,7 @@ class ShardedCache(KVCache):
         """What ranks must agree on before they do anything with the cache."""
         return {
             "kind": type(self.local).__name__,
-            "cache": f"block={self.deal.block}, heads={self.heads}, window={self.window}, first={self.first}",
+            "cache": f"block={self.deal.block}, own_heads={self.own_heads}, window={self.window}, first={self.first}",
             "sizes": f"{self.batch}, {self.num_kv_heads}, {self.head_dim}, {self.value_dim}, {self.dtype}",
             "lengths": f"{digest(torch.tensor(self.lengths, device='cpu')):08x}, at most {max(self.lengths)}",
         }
@@ -211,14 +211,14 @@ class ShardedCache(KVCache):
         """Attention of queries to the tokens of all ranks: `headwise.attention(query, cache)`, on every rank.
 
         Args:
-            query: (B, H, T, D), the same on all ranks; with heads="own" this rank's query heads.
-            mask: a further rule, the same on all ranks; of a rolling cache a window. With heads="own" one that is the
+            query: (B, H, T, D), the same on all ranks; with `own_heads` this rank's.
+            mask: a further rule, the same on all ranks; of a rolling cache a window. With `own_heads` one that is the
                 same for all heads.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse` and `backend` of `headwise.attention`; with
-                heads="own" sinks and gate are those of this rank's heads.
+                `own_heads` sinks and gate are those of this rank's heads.
 
         Returns:
-            (B, H, T, V), with return_lse the pair with (B, H, T): of all heads, or of this rank's. With heads="all" the
+            (B, H, T, V), with return_lse the pair with (B, H, T): of all heads, or of this rank's. Without `own_heads` the
             same bits on every rank.
 
         Raises:
@@ -226,23 +226,21 @@ class ShardedCache(KVCache):
             RankError, RankMismatch: as `context_parallel`.
         """
         same: dict[str, Any] = self._state()
-        own: dict[str, int] = {}
         error: Exception | None = None
         try:
             numbers, rules = self._checked(query, mask, options)
             B, H, T, D = query.shape
-            own = {"H": H}
             same |= {
-                "query": f"{query.dtype}, {(B, T, D)}, {H if self.heads == 'all' else 'own heads'}",
+                "query": f"{query.dtype}, {(B, T, D)}, {H}",
                 "mask": mask_text(rules),
                 "options": f"{numbers}, return_lse={bool(options.get('return_lse'))}",
-                "sinks": _sinks_text(options.get("sinks"), self.heads),
+                "sinks": _sinks_text(options.get("sinks"), self.own_heads),
             }
         except (TypeError, ValueError) as wrong:
             error = wrong
-        told = self.comm.agree("attention to a ShardedCache", same, own, error=error)
+        self.comm.agree("attention to a ShardedCache", same, error=error)
         with torch.no_grad():
-            return self._attend(query.detach(), rules, numbers, [one["H"] for one in told], options)
+            return self._attend(query.detach(), rules, numbers, options)
 
     def _checked(self, query: Tensor, mask: Any, options: dict[str, Any]) -> tuple[dict[str, Any], Mask]:
         """Scale and softcap, and the mask of all tokens; raises for what does not fit."""
@@ -268,21 +266,21 @@ class ShardedCache(KVCache):
                 f"a rolling ShardedCache takes a further window() or causal() alone, for what else counts places among "
                 f"tokens that are gone; got {mask}"
             )
-        if self.heads == "all":
-            if H % self.num_kv_heads:
-                raise ValueError(f"H is a multiple of K = {self.num_kv_heads} key-value heads; got H = {H}")
+        if H % self.num_kv_heads and self.own_heads is None:
+            raise ValueError(f"H is a multiple of K = {self.num_kv_heads} key-value heads; got H = {H}")
+        if self.own_heads is None:
             mask = mask.sized(self.batch, H)
+        elif H * self.comm.world != self.own_heads:
+            raise ValueError(f"of {self.own_heads} query heads each of {self.comm.world} ranks passes its own; got {H}")
         S, cpu = max(self.lengths), torch.device("cpu")
         rules = self._mask(T, self.lengths, mask.to(cpu), cpu).computed_in(compute_dtype(query))
         rules.check(self.batch, H, T, S, cpu)
-        if self.heads == "own" and any(x is not None and x.shape[1] > 1 for x in _corner(rules, T, S)):
-            raise ValueError('with heads="own" a mask is the same for all heads; got one that has an axis of heads')
+        if self.own_heads is not None and any(x is not None and x.shape[1] > 1 for x in _corner(rules, T, S)):
+            raise ValueError("with own_heads a mask is the same for all heads; got one that has an axis of heads")
         return {"scale": scale, "softcap": softcap, "backend": options.get("backend", "auto")}, rules
 
-    def _attend(
-        self, query: Tensor, rules: Mask, numbers: dict[str, Any], shares: list[int], options: dict[str, Any]
-    ) -> Any:
-        query, T, S = self._of.queries(query, shares), query.shape[2], max(self.lengths)
+    def _attend(self, query: Tensor, rules: Mask, numbers: dict[str, Any], options: dict[str, Any]) -> Any:
+        query, T, S = self._of.queries(query), query.shape[2], max(self.lengths)
         seen = self._seen(rules, T, S)
         active = [
             rank
@@ -294,8 +292,8 @@ class ShardedCache(KVCache):
             key, value = self.local.view()
             mask = self._local_mask(rules, T, S).to(query.device)
             part = attention(query, key, value, mask=mask, return_lse=True, **numbers)
-        kept = merged(self._of, query, self.value_dim, active, part, options.get("sinks"), shares)
-        out, lse = self._of.back(kept, query, shares, bool(options.get("return_lse")))
+        kept = merged(self._of, query, self.value_dim, active, part, options.get("sinks"))
+        out, lse = self._of.back(kept, query, bool(options.get("return_lse")))
         if options.get("gate") is not None:
             out = out * check_gate(options["gate"], tuple(out.shape), out.device).to(out.dtype)
         return (out, lse) if options.get("return_lse") else out
@@ -373,7 +371,7 @@ def _corner(rules: Mask, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
     return rules.allowed(T, S, rows=one, cols=one), rules.added(T, S, rows=one, cols=one)
 
 
-def _sinks_text(sinks: Tensor | None, heads: str) -> str | None:
+def _sinks_text(sinks: Tensor | None, own_heads: int | None) -> str | None:
     if sinks is None:
         return None
-    return f"{digest(sinks):08x}" if heads == "all" else "own"
+    return f"{digest(sinks):08x}" if own_heads is None else "own"

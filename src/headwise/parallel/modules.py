@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..nn.sharded import Make, entered
-from ..plan.places import Order, places
+from ..plan.places import Order
 from ..shapes.kinds import check_counts
 from .attention import Layout, context_parallel
 from .comm import Comm
 from .job import Expansion
-from .order import check_order, held_places
+from .order import check_order, held_places, positions
 
 
 class Context:
@@ -34,17 +34,21 @@ class Context:
 
     def positions(self, tokens: int) -> Tensor:
         """(T_r,) the places in the whole sequence of the tokens that this rank has, so many."""
-        if self.length is not None:
-            own = places(self.length, self.comm.world, self.order)[self.comm.rank]
-            if sum(b - a for a, b in own) != tokens:
-                raise ValueError(
-                    f"rank {self.comm.rank} has {sum(b - a for a, b in own)} of {self.length} tokens in {self.order} "
-                    f"order; got {tokens}; split them with split_sequence, or leave length out of the context"
-                )
-        else:
+        if self.length is None:
             told = self.comm.agree("positions", {"order": self.order}, {"length": tokens})
             own = held_places([one["length"] for one in told], self.order, "positions", "tokens")[self.comm.rank]
-        return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
+            return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
+        found = self.places()
+        if found.shape[0] != tokens:
+            raise ValueError(
+                f"rank {self.comm.rank} has {found.shape[0]} of {self.length} tokens in {self.order} order; got "
+                f"{tokens}; split them with split_sequence, or leave length out of the context"
+            )
+        return found
+
+    def places(self) -> Tensor:
+        """(T_r,) the places of this rank's tokens in a sequence of `length`."""
+        return positions(self.length or 0, self.comm.group, order=self.order)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """`context_parallel` in this context."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.spread import Share
 from ..shapes import compute_dtype
 from ..shapes.kinds import check_tensor
 from .comm import Block, Comm
@@ -20,12 +21,11 @@ class Heads:
 
     Args:
         comm: the ranks.
-        kv_heads: K, of all ranks together.
-        own: whether each passes its own heads, or all of them all.
+        share: this rank's heads, where each passes its own; None where all pass all of them.
     """
 
-    def __init__(self, comm: Comm, kv_heads: int, own: bool) -> None:
-        self.comm, self.kv_heads, self.own = comm, kv_heads, own
+    def __init__(self, comm: Comm, share: Share | None) -> None:
+        self.comm, self.share = comm, share
 
     def whole(self, key: Tensor, value: Tensor | None, same: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Keys and values of all heads, of those that each rank has."""
@@ -38,55 +38,41 @@ class Heads:
                     raise ValueError(f"a {name} is (B, K, T, n), with the heads of this rank; got {tuple(x.shape)}")
             B, _, T, _ = key.shape
             same = same | {"tokens": f"{(B, T)}, {[(x.shape[3], str(x.dtype)) for x in tensors]}"}
+            count = len(self.share.keys) if self.share is not None else 0
+            if key.shape[1] != count:
+                raise ValueError(f"this rank's query heads read {count} key-value heads; got {key.shape[1]}")
         except (TypeError, ValueError) as wrong:
             error = wrong
-        own = {} if error is not None else {"K": key.shape[1]}
-        told = self.comm.agree("append to a ShardedCache", same, own, error=error)
-        shares = [one["K"] for one in told]
+        self.comm.agree("append to a ShardedCache", same, error=error)
+        assert self.share is not None
         parts = torch.cat(tensors, dim=-1)
-        rest = (parts.shape[0], parts.shape[2], parts.shape[3])
-        heard = self.comm.gather("cache keys", parts, [(rest[0], n, *rest[1:]) for n in shares])
-        both = torch.cat(heard, dim=1)[:, self._first_of_each(shares)]
+        heard = self.comm.gather("cache keys", parts, [tuple(parts.shape)] * self.comm.world)
+        both = torch.cat(heard, dim=1)[:, list(self.share.places)]
         return both[..., : key.shape[3]], None if value is None else both[..., key.shape[3] :]
 
-    def _first_of_each(self, shares: list[int]) -> list[int]:
-        """For each key-value head where it stands first among those that all ranks pass."""
-        K, N = self.kv_heads, len(shares)
-        if sum(shares) == K:
-            return list(range(K))
-        have = [rank * K // N for rank in range(N)]
-        if shares != [1] * N or sorted({*have}) != list(range(K)):
-            raise ValueError(
-                f"ranks pass {shares} key-value heads, and the cache has {K}: their shares add up to {K}, in the order "
-                f"of ranks, or rank r of {N} passes head r * {K} // {N} alone"
-            )
-        return [have.index(head) for head in range(K)]
-
-    def queries(self, query: Tensor, shares: list[int]) -> Tensor:
+    def queries(self, query: Tensor) -> Tensor:
         """(B, H, T, D) of all heads."""
-        if not self.own:
+        if self.share is None:
             return query
-        H, (B, _, T, D) = sum(shares), query.shape
-        if H % self.kv_heads:
-            raise ValueError(f"the ranks' query heads {shares} are a multiple of K = {self.kv_heads} key-value heads")
-        return torch.cat(self.comm.gather("cache queries", query, [(B, n, T, D) for n in shares]), dim=1)
+        return torch.cat(self.comm.gather("cache queries", query, [tuple(query.shape)] * self.comm.world), dim=1)
 
-    def rows(self, query: Tensor, shares: list[int]) -> list[tuple[int, int]]:
+    def rows(self, query: Tensor) -> list[tuple[int, int]]:
         """Which of the rows H B T each rank merges: those of its own heads, or a share."""
         B, H, T, _ = query.shape
-        sizes = [n * B * T for n in shares] if self.own else _even(H * B * T, self.comm.world)
+        world = self.comm.world
+        sizes = [H * B * T // world] * world if self.share is not None else _even(H * B * T, world)
         ends = [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
         return list(pairwise(ends))
 
-    def back(self, kept: Partial, query: Tensor, shares: list[int], with_lse: bool) -> tuple[Tensor, Tensor]:
+    def back(self, kept: Partial, query: Tensor, with_lse: bool) -> tuple[Tensor, Tensor]:
         """(B, H, T, V) and (B, H, T) of the rows (1, n, 1, V) that each rank merged: its own heads, or all of them."""
         B, H, T, _ = query.shape
         V = kept.out.shape[-1]
         out, lse = kept.out.view(-1, V).to(query.dtype), kept.lse.view(-1, 1)
-        if self.own:
-            H = shares[self.comm.rank]
+        if self.share is not None:
+            H = self.share.count
         else:
-            ends = self.rows(query, shares)
+            ends = self.rows(query)
             out = torch.cat(self.comm.gather("cache out", out, [(b - a, V) for a, b in ends], step=2))
             if with_lse:
                 lse = torch.cat(self.comm.gather("cache out", lse, [(b - a, 1) for a, b in ends], step=3))
@@ -101,14 +87,13 @@ def merged(
     active: list[int],
     part: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
-    shares: list[int],
 ) -> Partial:
     """The rows that this rank merges, of the partial results (B, H, T, V), (B, H, T) of the active ranks.
 
     A row is a head, batch row and query; each goes to its merger with its lse, in the dtype of the merge.
     """
     comm, dtype, V = heads.comm, compute_dtype(query), value_dim
-    ends = heads.rows(query, shares)
+    ends = heads.rows(query)
     first, last = ends[comm.rank]
     sends, heard = {}, {}
     if part is not None:
@@ -126,7 +111,7 @@ def merged(
     if sinks is not None:
         B, _, T, _ = query.shape
         each = sinks.repeat_interleave(B * T)
-        total.finish(each if heads.own else each[first:last])
+        total.finish(each if heads.share is not None else each[first:last])
     return total.result(dtype)
 
 

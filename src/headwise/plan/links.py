@@ -16,20 +16,19 @@ cut by `shares`, too. Heads are cut by `head_shares`: each rank has whole groups
 **What is sent**, in numbers a token; e is `number_bytes`, p is `partial_bytes` (float32), KV is ``K (D + V)`` or the
 latent vector that stands for it:
 
-- ``ring``: KV blocks go from rank r to r + 1. A key goes on only as far as a rank that sees it: for causal places in
-  one stretch there is no way round, and keys that nobody else sees do not leave. Where the mask bounds both sides
-  (a window, chunks) there is no ring but a halo: each rank gets what it sees, directly. Backward: the same once more,
-  and gradients in float32: of each key that a rank has seen of others', once (`needed`), however it comes home.
+- ``ring``: in step s keys go from rank r to r + s, directly, and only those that it sees (`shown`): all others under no
+  mask, later ones under a causal one, a halo under a window or chunks. Backward: the same once more, and gradients in
+  float32 of each key that a rank has seen of others' (`needed`), directly home.
 - ``gather``: an all-gather of KV; backward the same, and a reduce-scatter of float32 gradients.
 - ``ulysses``: all-to-all, queries and KV to the rank of their head, outputs back; backward output gradients there,
   gradients back. KV heads on several ranks go to each; their gradients return in float32, others' in e.
 - ``pass_q``: queries go round instead, from r to r - 1, only as far as keys that they see; outputs (p) and lse (4)
   return to their owner, directly. Backward: queries, output gradients, lse and delta (4 each) go, float32 gradients
   of queries return.
-A mask of another form (a prefix, packed documents, a rule) sends no more than the causal or full one that contains it.
-
 - `decode_sent`: one step on a cache sharded by token.
 - `all_reduce`, `all_gather`, `reduce_scatter`: collectives, in the same way of counting.
+
+A mask of another form (a prefix, packed documents, a rule) sends no more than the causal or full one that contains it.
 
 **Sent** is what leaves a rank for another: an all-gather sends its share to each other rank, a reduce-scatter each
 other rank's share of its numbers, an all-reduce is the two. Headers and agreements on sizes are not counted.
@@ -52,7 +51,7 @@ from .places import (
     neighbours,
     order_of,
     places,
-    relayed,
+    shown,
     shares,
     toured,
 )
@@ -100,7 +99,8 @@ def reduce_scatter(parts: Sequence[int]) -> tuple[int, ...]:
         >>> reduce_scatter([3, 3, 2])
         (5, 5, 6)
     """
-    return tuple(sum(parts) - part for part in parts)
+    whole = sum(parts)
+    return tuple(whole - part for part in parts)
 
 
 def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ def sent(
 
 
 def _ring(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
-    keys, e, kv = relayed(call, ranks, order), call.number_bytes, call.kv_numbers
+    keys, e, kv = shown(call, ranks, order), call.number_bytes, call.kv_numbers
     home = needed(call, ranks, order) if backward else [0] * ranks
     return [n * kv * e + back * kv * FLOAT32 for n, back in zip(keys, home, strict=True)]
 
@@ -157,14 +157,14 @@ def _ulysses(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
     per_kv = [call.latent if call.latent and share.heads else share.kv_heads * (D + V) for share in heads]
     owners = ranks if call.latent else -(-ranks // call.kv_heads)
     grad_bytes = FLOAT32 if owners > 1 else e
-    found = []
+    found, all_kv = [], sum(per_kv)
     for r, share in enumerate(heads):
         others, away = call.queries - own[r], call.keys - keys[r]
         if backward:
             there = own[r] * (call.heads - share.heads) * V
             found.append((there + others * share.heads * D) * e + away * per_kv[r] * grad_bytes)
         else:
-            there = own[r] * (call.heads - share.heads) * D + keys[r] * (sum(per_kv) - per_kv[r])
+            there = own[r] * (call.heads - share.heads) * D + keys[r] * (all_kv - per_kv[r])
             found.append((there + others * share.heads * V) * e)
     return found
 

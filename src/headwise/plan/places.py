@@ -152,6 +152,7 @@ def order_of(call: Call, ranks: int) -> Order:
     return "contiguous" if even else "zigzag"
 
 
+@cache
 def places(queries: int, ranks: int, order: Order = "contiguous") -> tuple[tuple[Stretch, ...], ...]:
     """The stretches of queries that each rank has.
 
@@ -165,6 +166,7 @@ def places(queries: int, ranks: int, order: Order = "contiguous") -> tuple[tuple
     return tuple((cut[r], cut[2 * ranks - 1 - r]) for r in range(ranks))
 
 
+@cache
 def held(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
     """Keys that each rank has: those of its queries, and its share of the cached."""
     own = places(call.queries, ranks, order or order_of(call, ranks))
@@ -211,6 +213,7 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
 # --- keys that others see ---------------------------------------------------------------------------------------------
 
 
+@cache
 def needed(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
     """Keys of other ranks that each rank's queries see.
 
@@ -260,8 +263,14 @@ def _key_starts(queries: int, cached: int, ranks: int) -> tuple[int, ...]:
     return (*old, *(cached + a for a, _ in stretches(queries, ranks)), cached + queries)
 
 
-def relayed(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
-    """Keys that each rank sends in a ring, its own and those of others that it sends on; or, bounded, in a halo."""
+@cache
+def shown(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
+    """Keys that each rank sends, its own, once to each other rank that sees them.
+
+    Example:
+        >>> shown(Call(8, 8, 1, 1, 4, 4), 2, "contiguous"), shown(Call(8, 8, 1, 1, 4, 4), 2)
+        ((4, 0), (2, 4))
+    """
     order = order or order_of(call, ranks)
     if ranks == 1:
         return (0,)
@@ -272,16 +281,17 @@ def relayed(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ..
                 counts[owner] += length(part)
         return tuple(counts)
     own, old = places(call.queries, ranks, order), shares(call.cached, ranks)
+    asking = min(call.queries, ranks)  # ranks with queries: the first
     found = []
     for r in range(ranks):
-        after = (r + 1) % ranks
-        count = call.cached - old[after]
+        others = asking - (r < asking)
+        count = others * old[r]
         if call.right is None:
-            count += call.queries - length(own[after][0])
-        elif order == "zigzag":  # the very last stretch, of rank 0, is seen by nobody else
-            count += call.queries - sum(map(length, own[after])) - (length(own[0][1]) if after else 0)
-        elif length(own[after][0]):
-            count += own[after][0][0]  # 0 for the last rank: nothing goes round
+            count += others * length(own[r][0])
+        elif order == "zigzag":  # causal: seen by those with a later stretch
+            count += others * length(own[r][0]) + r * length(own[r][1])
+        else:
+            count += max(0, asking - 1 - r) * length(own[r][0])
         found.append(count)
     return tuple(found)
 
@@ -299,6 +309,8 @@ def toured(call: Call, ranks: int, order: Order | None = None) -> tuple[tuple[in
     sizes = [sum(map(length, part)) for part in own]
     late = [length(part[1]) for part in own] if order == "zigzag" else [0] * ranks
     everywhere = call.right is None or call.cached > 0
+    all_late = sum(late)
+    early = sum(sizes) - all_late  # of zigzag's first half, or all
     sends, answers = [], []
     for r in range(ranks):
         if everywhere:
@@ -306,9 +318,8 @@ def toured(call: Call, ranks: int, order: Order | None = None) -> tuple[tuple[in
             answers.append(call.queries - sizes[r])
             continue
         start, stop = own[r][0]
-        early = sum(sizes) - sum(late)  # of zigzag's first half, or all
-        sends.append((early - start if r else 0) + sum(late) - late[r - 1])
-        answers.append(early - stop + sum(late) - late[r])
+        sends.append((early - start if r else 0) + all_late - late[r - 1])
+        answers.append(early - stop + all_late - late[r])
     return tuple(sends), tuple(answers)
 
 
