@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import headwise
-from headwise import look
+from headwise import look, parallel
 from headwise.look import Look, corpus
 from headwise.processes import Processes
 
@@ -169,6 +169,24 @@ def subgroup() -> bytes | str:
     except TypeError as error:
         return str(error)
     return processes.exchange(lambda: bytes([10 + dist.get_rank()]), lambda parts: b"".join(parts))
+
+
+def split(model_together: bool) -> tuple[Look | str, Look]:
+    """Looks by four ranks, of which two and two have a model together; the first is shared as it should not be."""
+    corpus.BLOCK = BLOCK
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    model = Two()
+    model.one = headwise.MultiHeadAttention(97, 4, head_dim=17)
+    model.two = headwise.MultiHeadAttention(97, 6, num_kv_heads=2, head_dim=11)
+    want = look.over(model, texts(), name="two", repeats=None)
+    for part in (model.one, model.two):
+        parallel.tensor_parallel(part, mesh["tp"])
+    if model_together:
+        try:
+            return look.over(model, texts(), group=mesh["tp"].get_group()), want
+        except ValueError as error:
+            return str(error), want
+    return look.over(model, texts(), name="two", repeats=None, group=mesh["data"].get_group()), want
 
 
 class Loaded:

@@ -13,7 +13,7 @@ from torch import Tensor
 import headwise
 from headwise.cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
 from headwise.ops.spread import Share
-from headwise.parallel import ShardedCache
+from headwise.parallel import ShardedCache, tensor_parallel
 
 KINDS = (StaticCache, PagedCache, RollingCache)
 
@@ -220,12 +220,17 @@ def modules() -> list[Tensor]:
     x = torch.randn(2, 13, 24)
     found = []
     with torch.no_grad():
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for module, sizes, options in ((mha, (2, 2, 4), {}), (mla, (2, 1, 20, 16), {"shared": True})):
             caches = [ShardedCache(StaticCache, *sizes, capacity=13, **options)]
             caches += [StaticCache(*sizes, capacity=13, **options)]
             for cache in caches:
                 outs = [module(part, cache=cache)[0] for part in x.split([9, 1, 1, 1, 1], dim=1)]
                 found.append(torch.cat(outs, dim=1))
+            found.append(found[-1])
+            own = ShardedCache(StaticCache, *sizes, capacity=13, own_heads=module.num_heads, **options)
+            split = tensor_parallel(module, mesh)
+            found.insert(-1, torch.cat([split(part, cache=own)[0] for part in x.split([9, 1, 1, 1, 1], dim=1)], dim=1))
     return found
 
 

@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.int8: 1e-6, torc
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("own", [False, True], ids=["all heads", "own heads"])
 def test_drawn_schedules_give_what_one_cache_gives(world: int, own: bool) -> None:
-    cases = [Case.drawn(100 * world + seed, world if own else 0) for seed in range(12)]
+    cases = [Case.drawn(100 * world + seed, world if own else 0) for seed in range(8)]
     told = ranks.pool(world).run(shard_cases.run_all, cases)
     wrong = []
     for n, (case, want) in enumerate(zip(cases, shard_cases.run_all(cases, False), strict=True)):
@@ -76,7 +76,7 @@ REFUSALS = {
     "view": "ValueError: no rank has all tokens of a ShardedCache, so there is no view of them; `local` has [",
     "rolling mask": "ValueError: a rolling ShardedCache takes a further window() or causal() alone, for what",
     "rolled back": "ValueError: a rolling ShardedCache cannot go back from [804] to [300] tokens: of the 7",
-    "own heads": "this rank's query heads read 1 key-value heads; got 2",
+    "own heads": "this cache takes key (B, K, T, D) = (1, 1, T, 8); got (1, 2, 5, 8)",
     "own mask": "ValueError: with own_heads a mask is the same for all heads; got one that has an axis of heads",
 }
 KEPT = {"pool": 250, "lengths": None, "rolled back": 804, "own heads": 0}

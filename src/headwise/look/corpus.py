@@ -24,7 +24,7 @@ from .records import Look
 from .repeats import Repeats
 from .roles import ROLES
 from .scene import Passage, Vocabulary
-from .sharing import Shared
+from .sharing import Shared, check_whole
 
 BLOCK = 256
 """Texts read between two savings; those of one length go through the model together."""
@@ -63,7 +63,8 @@ def over(
         group: processes that share the texts, such as ``torch.distributed.group.WORLD``: each calls this with the same
             model, texts and options, and gets the same look, to the last bit that of one process. The first of them
             alone reads and writes `state`, of whatever number of processes, and calls `progress`. None: this process
-            reads all by itself, whatever groups there are.
+            reads all by itself, whatever groups there are. Processes that have a model only together (tensor
+            parallelism) read the same: the group is the other dimension of their mesh.
 
     Raises:
         TypeError, ValueError: as `at`; also no text at all, a state of another model or other options, or processes
@@ -90,6 +91,7 @@ def over(
         inputs.check_reads_text(model)
         inputs.check_options(name, 1, False, repeats, progress)
         check_counts(1, batch=batch)
+        check_whole(model, processes)
         if words is not None and not isinstance(words, Vocabulary):
             raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
         if state is not None:

@@ -9,9 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
 
 from ..processes import Processes
 from . import inputs
@@ -147,6 +152,28 @@ class Shared:
                 for tally, other in zip(mine, others, strict=False):
                     tally.merge(other)
                 mine += others[len(mine) :]
+
+
+def check_whole(model: nn.Module, processes: Processes) -> None:
+    """Raise ValueError where processes that are to share texts have the model's weights only together.
+
+    Their forward passes wait for each other, so all of them must read the same.
+    """
+    distributed: Any = sys.modules.get("torch.distributed.tensor")  # not imported: nothing is split
+    if processes.size == 1 or distributed is None:
+        return
+    ranks = {*dist.get_process_group_ranks(processes.group)}
+    for name, weight in model.named_parameters():
+        if isinstance(weight, distributed.DTensor):
+            mesh = weight.device_mesh
+            for dim, placement in enumerate(weight.placements):
+                together = ranks & {*dist.get_process_group_ranks(mesh.get_group(dim))}
+                if placement.is_shard() and len(together) > 1:
+                    raise ValueError(
+                        f"group is of processes that have the model each; of {name} ranks {sorted(together)} have a "
+                        "part each, and read all texts together: give the other dimension of their mesh, such as "
+                        'mesh["data"].get_group(), or leave group out'
+                    )
 
 
 def _length(rows: Sequence[Sequence[int]]) -> int:

@@ -24,11 +24,12 @@ from ..ops.storage.paged import PAGE
 from ..shapes import check_gate, check_options, check_sinks, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown, whole_numbers
 from .comm import Comm
-from .deal import Deal
+from .deal import Deal, owned, picked, picks
 from .options import digest, mask_text
 from .parts import Heads, merged
 from .shard_mask import fallen_at, fallen_on, spans
 
+APPEND = "append to a ShardedCache"
 OPTIONS = ("scale", "softcap", "sinks", "gate", "return_lse", "backend", "dropout")
 ShardedT = TypeVar("ShardedT", bound="ShardedCache")
 
@@ -110,7 +111,8 @@ class ShardedCache(KVCache):
         if own_heads is not None:
             check_counts(1, own_heads=own_heads)
             share = Share(own_heads, own.num_kv_heads, self.comm.world, self.comm.rank)
-        self._of = Heads(self.comm, share)
+            self.num_kv_heads = len(share.keys)  # of an append
+        self._of, self._told = Heads(self.comm, share), True
 
     @property
     @override
@@ -152,9 +154,13 @@ class ShardedCache(KVCache):
             TypeError, ValueError: as any cache, on this rank.
             RankError: another rank has no room, or could not take what it was passed; nothing has changed then.
         """
-        if self.own_heads is not None:
-            key, value = self._of.whole(key, value, self._state())
-        return super().append(key, value, lengths=lengths, side=side)
+        self._told = self.own_heads is None
+        try:
+            return super().append(key, value, lengths=lengths, side=side)
+        except (TypeError, ValueError) as error:
+            if not self._told:  # the others wait for this rank's keys
+                self.comm.agree(APPEND, {}, error=error)
+            raise
 
     @override
     def _make_room(self, counts: list[int]) -> None:
@@ -172,22 +178,24 @@ class ShardedCache(KVCache):
 
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
-        own = [
-            [start + k for k in range(count) if self.deal.owns(have + k)]
-            for have, count, start in zip(self.lengths, counts, starts, strict=True)
-        ]
-        most, error = max(map(len, own)), None
+        rows = [*zip(self.lengths, counts, starts, strict=True)]
+        own, error = picks(self.deal, rows), None
+        tensors = [key] if value is None else [key, value]
+        if self.own_heads is not None:
+            self._told = True
+            self.comm.agree(APPEND, self._state() | {"tokens": f"{tuple(key.shape)}, {key.dtype}, {rows}"})
+            tensors = self._of.dealt(tensors, [picks(self.deal.of(rank), rows) for rank in range(self.comm.world)])
+        elif own[0]:
+            tensors = [picked(x, own) for x in tensors]
         before = list(self.local.lengths)
-        if most:
-            picks = torch.tensor([row + [0] * (most - len(row)) for row in own], device=key.device)
-            parts = [None if x is None else _picked(x, picks) for x in (key, value)]
+        if own[0]:
             try:
-                self.local.append(*parts, lengths=[len(row) for row in own])
+                self.local.append(*tensors, lengths=owned(self.deal, rows))
             except ValueError as full:
                 error = full
         if type(self.local) is PagedCache:  # each rank has a pool of its own, with room of its own
             try:
-                self.comm.agree("append to a ShardedCache", self._state(), error=error)
+                self.comm.agree(APPEND, self._state(), error=error)
             except (RuntimeError, ValueError):
                 if error is None:
                     self.local.truncate(before)
@@ -218,8 +226,8 @@ class ShardedCache(KVCache):
                 `own_heads` sinks and gate are those of this rank's heads.
 
         Returns:
-            (B, H, T, V), with return_lse the pair with (B, H, T): of all heads, or of this rank's. Without `own_heads` the
-            same bits on every rank.
+            (B, H, T, V), with return_lse the pair with (B, H, T): of all heads, or of this rank's. Without `own_heads`
+            the same bits on every rank.
 
         Raises:
             TypeError, ValueError: as any cache, on this rank; an option that is not among these.
@@ -330,8 +338,8 @@ class ShardedCache(KVCache):
                 self.local.fork().truncate(own)
             except ValueError:
                 error = ValueError(
-                    f"a rolling ShardedCache cannot go back from {self.lengths} to {wanted} tokens: of the {self.window} "
-                    "that the next one sees, some are gone; remember() keeps more"
+                    f"a rolling ShardedCache cannot go back from {self.lengths} to {wanted} tokens: of the "
+                    f"{self.window} that the next one sees, some are gone; remember() keeps more"
                 )
             self.comm.agree("truncate of a ShardedCache", self._state() | {"to": str(wanted)}, error=error)
         self.local.truncate(own)
@@ -356,13 +364,6 @@ class ShardedCache(KVCache):
         new = copy(self)
         new.local = self.local.fork()
         return new
-
-
-def _picked(x: Tensor, picks: Tensor) -> Tensor:
-    """(B, K, n, width): of each row the tokens picks[b]."""
-    if bool((picks == picks[:1]).all()):
-        return x.index_select(2, picks[0])
-    return x.gather(2, picks[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _corner(rules: Mask, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:

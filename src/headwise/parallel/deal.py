@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,3 +52,27 @@ class Deal:
     def of(self, rank: int) -> Deal:
         """The same as another rank sees it."""
         return Deal(rank, self.ranks, self.block)
+
+
+Rows = Sequence[tuple[int, int, int]]
+"""Of each batch row: the tokens that it has, those that come, and the first of these in what is passed."""
+
+
+def owned(deal: Deal, rows: Rows) -> list[int]:
+    """How many of the tokens that come are a rank's, row by row."""
+    return [deal.count(have + come) - deal.count(have) for have, come, _ in rows]
+
+
+def picks(deal: Deal, rows: Rows) -> list[list[int]]:
+    """Which tokens of what is passed are a rank's, row by row; all as many as the most, filled up with the first."""
+    found = [[start + k for k in range(come) if deal.owns(have + k)] for have, come, start in rows]
+    most = max(map(len, found))
+    return [row + [0] * (most - len(row)) for row in found]
+
+
+def picked(x: Tensor, picks: list[list[int]]) -> Tensor:
+    """(B, K, n, width): of each row the tokens picks[b]."""
+    at = torch.tensor(picks, device=x.device)
+    if all(row == picks[0] for row in picks):
+        return x.index_select(2, at[0].long())
+    return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

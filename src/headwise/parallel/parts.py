@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops.spread import Share
 from ..shapes import compute_dtype
-from ..shapes.kinds import check_tensor
 from .comm import Block, Comm
+from .deal import picked
 from .merge import Merged
 from .rectangle import Partial
 
@@ -27,28 +26,26 @@ class Heads:
     def __init__(self, comm: Comm, share: Share | None) -> None:
         self.comm, self.share = comm, share
 
-    def whole(self, key: Tensor, value: Tensor | None, same: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Keys and values of all heads, of those that each rank has."""
-        error: Exception | None = None
-        tensors = [key] if value is None else [key, value]
-        try:
-            for name, x in zip(("key", "value"), tensors, strict=False):
-                check_tensor(name, x, "a tensor (B, K, T, n)")
-                if x.ndim != 4 or x.shape[:3] != key.shape[:3]:
-                    raise ValueError(f"a {name} is (B, K, T, n), with the heads of this rank; got {tuple(x.shape)}")
-            B, _, T, _ = key.shape
-            same = same | {"tokens": f"{(B, T)}, {[(x.shape[3], str(x.dtype)) for x in tensors]}"}
-            count = len(self.share.keys) if self.share is not None else 0
-            if key.shape[1] != count:
-                raise ValueError(f"this rank's query heads read {count} key-value heads; got {key.shape[1]}")
-        except (TypeError, ValueError) as wrong:
-            error = wrong
-        self.comm.agree("append to a ShardedCache", same, error=error)
+    def dealt(self, tensors: list[Tensor], picks: list[list[list[int]]]) -> list[Tensor]:
+        """This rank's tokens, all heads: every rank sends each other the tokens that are its, of the heads it has.
+
+        What several ranks have is sent by the first of them.
+        """
         assert self.share is not None
-        parts = torch.cat(tensors, dim=-1)
-        heard = self.comm.gather("cache keys", parts, [tuple(parts.shape)] * self.comm.world)
-        both = torch.cat(heard, dim=1)[:, list(self.share.places)]
-        return both[..., : key.shape[3]], None if value is None else both[..., key.shape[3] :]
+        widths = [x.shape[3] for x in tensors]
+        have = [self._first_to_have(rank) for rank in range(self.comm.world)]
+        both = torch.cat(tensors, dim=-1)[:, have[self.comm.rank]]
+        parts = [picked(both, its) for its in picks]
+        B, n, width = both.shape[0], len(picks[self.comm.rank][0]), sum(widths)
+        heard = self.comm.scatter("cache keys", parts, [(B, len(heads), n, width) for heads in have])
+        return list(torch.cat(heard, dim=1).split(widths, dim=-1))
+
+    def _first_to_have(self, rank: int) -> list[int]:
+        """Which of the key-value heads that a rank passes no rank before it has, nor it itself before."""
+        assert self.share is not None
+        before = [key for other in range(rank) for key in self.share.of_rank(other).keys]
+        keys = self.share.of_rank(rank).keys
+        return [n for n, key in enumerate(keys) if key not in before and key not in keys[:n]]
 
     def queries(self, query: Tensor) -> Tensor:
         """(B, H, T, D) of all heads."""
