@@ -19,7 +19,8 @@ from headwise import parallel
 from headwise.ops.masks import Mask
 from headwise.parallel import context_parallel
 from headwise.parallel.comm import Comm
-from headwise.plan.places import places
+from headwise.plan import links
+from headwise.plan.places import Call, order_of, places
 
 LAYOUTS = ("ring", "gather", "ulysses")
 OUT, GRADIENT = 1e-6, 5e-6  # of the largest number, in float32
@@ -133,7 +134,13 @@ class Inputs:
         else:
             layout: Any = case.layout
             out, lse = context_parallel(
-                q, k, v, layout=layout, order=case.order, return_lse=True, **options  # type: ignore[arg-type]
+                q,
+                k,
+                v,
+                layout=layout,
+                order=case.order,
+                return_lse=True,
+                **options,  # type: ignore[arg-type]
             )
         loss = (out * weight).sum()
         if case.lse:
@@ -256,3 +263,97 @@ def all_modules(kind: str) -> dict[tuple[str, str, str], dict[str, float]]:
             length = LENGTH if mask == "window" else None
             found[layout, order, mask] = modules(kind, layout, order, mask, length)
     return found
+
+
+# --- bytes, bits, halves ----------------------------------------------------------------------------------------------
+
+PRICED = {
+    "causal": (lambda: headwise.causal(), {}),
+    "full": (lambda: Mask(()), {"right": None}),
+    "window": (lambda: headwise.causal() & headwise.window(6), {"left": 5}),
+    "both ways": (lambda: headwise.window(4, 3), {"left": 3, "right": 3}),
+    "chunks": (lambda: headwise.causal() & headwise.blocks(7), {"chunk": 7}),
+}
+
+
+def bytes_sent() -> dict[tuple[str, str, str], tuple[int, int]]:
+    """Of each mask, layout and direction: the bytes that are predicted, and those counted."""
+    comm, found = Comm.of(), {}
+    sizes: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=5, value_dim=7, number_bytes=2, batch=2)
+    T = 29
+    for name, (mask, terms) in PRICED.items():
+        call = Call(T, T, **sizes, **terms)
+        order = order_of(call, comm.world)
+        for layout in LAYOUTS:
+            rows = indices(T, comm.world, order, None)[comm.rank]
+            q, k, v = (
+                torch.randn(2, heads, len(rows), width).bfloat16().requires_grad_()
+                for heads, width in ((6, 5), (2, 5), (2, 7))
+            )
+            counts = []
+            before = _data(comm)
+            out = context_parallel(q, k, v, mask=mask(), layout=layout, order=order)
+            counts.append(_data(comm) - before)
+            out.sum().backward()
+            counts.append(_data(comm) - before - counts[0])
+            for count, backward in zip(counts, (False, True), strict=True):
+                expected = links.sent(call, layout, comm.world, order=order, backward=backward)[comm.rank]
+                found[name, layout, "backward" if backward else "forward"] = (expected, count)
+    return found
+
+
+def _data(comm: Comm) -> int:
+    return sum(count for kind, count in comm.sent.items() if kind != "agree")
+
+
+def bits(layout: Any, dtype: torch.dtype, order: Any) -> dict[str, bool]:
+    """Whether out and lse, and the gradients, have the bits of one process."""
+    make = torch.Generator().manual_seed(7)
+    T = 521
+    q, k, v = (torch.randn(1, heads, T, 24, generator=make).to(dtype) for heads in (6, 2, 2))
+    sinks = torch.randn(6, generator=make)
+    rows = indices(T, dist.get_world_size(), order, None)[dist.get_rank()]
+    same = {"out": True, "lse": True, "dq": True, "dk": True}
+    for mask in (
+        headwise.causal(),
+        headwise.window(200, 3),
+        headwise.causal() & headwise.segments(torch.arange(T) // 300),
+    ):
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        want, want_lse = headwise.attention(*whole, mask=mask, sinks=sinks, return_lse=True)
+        expected = torch.autograd.grad(want.square().sum(), whole)
+        own = [x[:, :, rows].clone().requires_grad_() for x in (q, k, v)]
+        out, lse = context_parallel(*own, mask=mask, sinks=sinks, return_lse=True, layout=layout, order=order)
+        grads = torch.autograd.grad(out.square().sum(), own)
+        same["out"] &= torch.equal(out, want[:, :, rows])
+        same["lse"] &= torch.equal(lse, want_lse[:, :, rows])
+        same["dq"] &= torch.equal(grads[0], expected[0][:, :, rows])
+        same["dk"] &= all(torch.equal(x, y[:, :, rows]) for x, y in zip(grads[1:], expected[1:], strict=True))
+    return same
+
+
+def halves(layout: Any) -> dict[str, tuple[float, float]]:
+    """Root mean square errors against float64 in bfloat16: over ranks, and of one process."""
+    make = torch.Generator().manual_seed(9)
+    T, rank = 257, dist.get_rank()
+    exact = [torch.randn(1, heads, T, 16, generator=make).bfloat16() for heads in (4, 2, 2)]
+    rows = indices(T, dist.get_world_size(), "zigzag", None)[rank]
+    found: dict[str, list[Tensor]] = {}
+    for name, dtype, own in (
+        ("exact", torch.float64, False),
+        ("one", torch.bfloat16, False),
+        ("ours", torch.bfloat16, True),
+    ):
+        some = [(x[:, :, rows] if own else x).to(dtype).requires_grad_() for x in exact]
+        if own:
+            out = context_parallel(*some, mask=headwise.causal(), layout=layout, order="zigzag")
+        else:
+            out = headwise.attention(*some, mask=headwise.causal())
+        results = [out, *torch.autograd.grad(out.square().sum(), some)]
+        found[name] = [(x if own else x[:, :, rows]).detach().double() for x in results]
+    names = ("out", "dq", "dk", "dv")
+    rms = lambda a, b: float((a - b).square().mean().sqrt())  # noqa: E731
+    return {
+        name: (rms(ours, want), rms(one, want))
+        for name, ours, one, want in zip(names, found["ours"], found["one"], found["exact"], strict=True)
+    }

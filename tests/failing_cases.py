@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,53 +14,81 @@ import torch.distributed as dist
 import headwise
 from headwise.parallel import Comm, context_parallel, join_sequence, ring, split_sequence
 
-SLEEP = 60.0  # longer than any timeout here: who hangs is ended with its pool
+TIMEOUT = 4.0  # seconds; who hangs does so for longer, and is back for the next case
+HANGS = 7.0
 
 
 def call(**options: Any) -> None:
     query = torch.randn(1, 2, 5, 4, requires_grad=True)
-    arguments: dict[str, Any] = {"layout": "ring", "timeout": 3.0, **options}
+    arguments: dict[str, Any] = {"layout": "ring", "timeout": TIMEOUT, **options}
     context_parallel(query, query, query, **arguments).sum().backward()
 
 
-def die(rank: int, where: str) -> None:
-    """One rank ends: before a call, or while others wait for its keys."""
-    stop(rank, where, lambda *_: os._exit(7))
+def last_words(run: Callable[[], Any]) -> tuple[str, float]:
+    """The error of a call, and after how many seconds it came."""
+    start = time.monotonic()
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", time.monotonic() - start
 
 
-def hang(rank: int, where: str) -> None:
-    """One rank stops to answer."""
-    stop(rank, where, lambda *_: time.sleep(SLEEP))
+def fail(how: str, where: str) -> tuple[str, float]:
+    """Rank 1 of a group of its own fails: before a call, or while others wait for its keys, or in its backward."""
+    group = dist.new_group()  # of no use afterwards
+    call(group=group, timeout=30.0)
+    names = {"within": "attend", "backward": "gradient"}
+    kept = {name: getattr(ring, name) for name in names.values()}
 
-
-def stop(rank: int, where: str, how: Any) -> None:
-    if dist.get_rank() == rank:
-        if where == "before":
-            how()
-        setattr(ring, {"within": "attend", "backward": "gradient"}[where], how)
-    call()
-
-
-def raises(rank: int, where: str) -> None:
-    """One rank's own arguments are wrong, or its kernel fails."""
-    if dist.get_rank() == rank and where == "within":
-
-        def fail(*_: Any) -> None:
+    def act(*arguments: Any) -> Any:
+        if how == "dies":
+            os._exit(7)
+        if how == "raises":
             raise MemoryError("planted: no memory")
+        time.sleep(HANGS)
+        return kept[names[where]](*arguments) if where in names else None
 
-        ring.attend = fail  # type: ignore[assignment]
-    call(scale=float("nan") if dist.get_rank() == rank and where == "before" else None)
+    if dist.get_rank() == 1:
+        if where == "before":
+            last_words(act)
+        else:
+            setattr(ring, names[where], act)
+    try:
+        return last_words(lambda: call(group=group))
+    finally:
+        for name, function in kept.items():
+            setattr(ring, name, function)
+
+
+def die(where: str) -> None:
+    """Rank 1 ends; what the others say is raised, for `ranks.py` to tell."""
+    text, _ = fail("dies", where)
+    raise AssertionError(text)
+
+
+def wrong_argument() -> str:
+    """Rank 1's own arguments are wrong."""
+    return last_words(lambda: call(scale=float("nan") if dist.get_rank() == 1 else None, timeout=30.0))[0]
+
+
+def used_again() -> tuple[str, str]:
+    """What is said when a group is used that has failed."""
+    group, said = dist.new_group(), []
+    for _ in range(2):
+        said.append(last_words(lambda: call(group=group, timeout=0.5) if dist.get_rank() else None)[0])
+    return said[0], said[1]
 
 
 def disagree(on: str) -> None:
-    """The second rank passes something else."""
+    """Rank 1 passes something else."""
     other = dist.get_rank() == 1
     query = torch.randn(1, 2, 5, 4)
-    key, arguments = query, {"layout": "ring", "timeout": 3.0}
+    arguments: dict[str, Any] = {"layout": "ring"}
     if on == "shape" and other:
-        query = key = torch.randn(1, 2, 5, 6)
+        query = torch.randn(1, 2, 5, 6)
     if on == "dtype" and other:
-        query = key = query.bfloat16()
+        query = query.bfloat16()
     if on == "mask":
         arguments["mask"] = headwise.window(3 if other else 4)
     if on == "numbers of a mask":
@@ -70,25 +100,21 @@ def disagree(on: str) -> None:
     if on == "order" and other:
         join_sequence(query)
     if on == "zigzag":
-        query = key = split_sequence(torch.randn(1, 2, 13, 4), dim=2)
+        query = split_sequence(torch.randn(1, 2, 13, 4), dim=2)
         arguments["order"] = "zigzag"
     if on == "gradients" and other:
         query.requires_grad_()
-    context_parallel(query, key, key, **arguments)
+    context_parallel(query, query, query, **arguments)
 
 
-def twice() -> None:
-    """A call, one that fails, and one more: no further one is tried."""
-    call()
-    try:
-        call(timeout=0.5 if dist.get_rank() else 3.0) if dist.get_rank() else time.sleep(2)
-    except RuntimeError:
-        call()
+def disagreements(names: Sequence[str]) -> dict[str, str]:
+    """What is said to each disagreement; the group goes on."""
+    return {on: last_words(partial(disagree, on))[0] for on in names}
 
 
 def short_message() -> list[str]:
     """Ranks that did not agree: the one would take a short message for a whole one, were sizes not agreed on first."""
-    comm, said = Comm.of(timeout=3.0), []
+    comm, said = Comm.of(), []
     try:
         told = comm.agree("sizes", {"width": 3}, {"rows": comm.rank + 1})
         parts = comm.gather("sizes", torch.ones(comm.rank + 1, 3), [(one["rows"], 3) for one in told])

@@ -23,7 +23,7 @@ from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
 from .probing import record, watched
 from .tensor import heads_here, own_keys, own_part, together
-from .whole import Whole, whole
+from .whole import Whole, whole_batch
 
 Keys: TypeAlias = Tensor | Quantized | Paged
 
@@ -76,7 +76,7 @@ def headwise_attention(
     here = heads_here(module, query, key)
     if here is None:
         _check_heads(module, query, key)
-    batch, sharded = whole(), current()
+    batch, sharded = whole_batch(), current()
     if batch is not None and sharded is not None:
         mask = _mask_of_whole(module, attention_mask, batch, is_causal)
         _check_split(module, query, key, position_bias, output_attentions, kwargs, here is not None)
@@ -128,9 +128,7 @@ def headwise_attention(
     return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
 
 
-def _mask_of_whole(
-    module: nn.Module, attention_mask: Tensor | None, batch: Whole, is_causal: bool | None
-) -> Mask:
+def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: Whole, is_causal: bool | None) -> Mask:
     """The mask of all tokens, where this process has some."""
     if attention_mask is None:
         return causal() if _is_causal(module, is_causal, batch.tokens) else Mask(())

@@ -16,7 +16,7 @@ from .closures import Frame, MaskFunction, dense_mask, read_mask, read_padding
 from .functions import function_mask
 from .interface import require_consulted
 from .lazy import Lazy
-from .whole import whole
+from .whole import whole_batch
 
 
 class StructuralMask(Lazy):
@@ -115,7 +115,7 @@ def headwise_mask(
             **options,
         )
     require_consulted(config)
-    batch = whole()
+    batch = whole_batch()
     if batch is not None:  # its tokens are split over processes: the mask is that of all
         q_length = kv_length = batch.tokens
         q_offset = kv_offset = 0

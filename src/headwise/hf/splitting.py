@@ -63,8 +63,8 @@ class Shards:
         _check(model, given, tokens)
         assert tokens is not None
         B, T = tokens.shape[:2]
-        self.order = self._order if T >= 2 * self.comm.world and self._order else "contiguous"
-        if self._order is None and T >= 2 * self.comm.world and not _only_windows(model.config):
+        self.order = self._order if 2 * self.comm.world <= T and self._order else "contiguous"
+        if self._order is None and 2 * self.comm.world <= T and not _only_windows(model.config):
             self.order = "zigzag"
         texts = {name: f"{digest(x):08x}" for name, x in given.items() if isinstance(x, Tensor)}
         self.comm.agree(f"forward of {type(model).__name__}", {"order": self.order, **texts})
@@ -179,8 +179,8 @@ def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Any) -> None:
     unknown += [name for name in ("output_attentions", "output_router_logits", "logits_to_keep") if given.get(name)]
     if unknown:
         raise ModelError(
-            f"{who} takes {', '.join(SPLIT)}; it cannot split {', '.join(sorted(set(unknown)))}: leave that out, or run "
-            "the model outside of context_parallel"
+            f"{who} takes {', '.join(SPLIT)}; it cannot split {', '.join(sorted(set(unknown)))}: leave that out, or "
+            "run the model outside of context_parallel"
         )
     padding = given.get("attention_mask")
     if padding is not None and (not isinstance(padding, Tensor) or padding.shape != tokens.shape[:2]):

@@ -28,7 +28,7 @@ class Whole:
 _whole: ContextVar[Whole | None] = ContextVar("headwise whole batch", default=None)
 
 
-def whole() -> Whole | None:
+def whole_batch() -> Whole | None:
     """Of the forward that runs; None where its tokens are all here."""
     return _whole.get()
 

@@ -69,7 +69,7 @@ def check_uncached(cache: object) -> None:
 
 
 def check_splits(inner: nn.Module, dealt: object) -> None:
-    """ValueError for what cannot be split by tokens: an inner part that knows nothing of it, heads dealt out as well."""
+    """ValueError for an inner part that knows nothing of split tokens, or a module whose heads are split."""
     if current() is not None and dealt is not None:
         raise ValueError(
             "within headwise.parallel.context a module has all its heads; this one's are dealt out by tensor_parallel: "

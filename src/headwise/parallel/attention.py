@@ -60,8 +60,8 @@ def context_parallel(
     - ``"ulysses"``: each rank has all tokens of some heads. Out, lse and gradients have the bits of one process, but
       for keys' and values' gradients where there are more ranks than key-value heads.
 
-    The bits hold for one thread count or many, for float32, bfloat16 and float16, where a rank's queries times H / K are
-    more than 192 rows; with fewer, and in one process with fewer, the kernel sums in another order.
+    The bits hold for any number of threads, in float32, bfloat16 and float16, where a stretch of a rank's queries has
+    more than 192 rows (queries times H / K); with fewer, on a rank or in one process, sums have another order.
 
     Args:
         query: (B, H, T_r, D), this rank's queries.
@@ -187,9 +187,7 @@ class _Arguments:
             mask = self.mask.computed_in(compute_dtype(self.query))
         numbers = Numbers(self.scale, self.softcap, self.dropout, seed)
         name = f"context_parallel, operation {comm.count}"
-        return Job(
-            comm, queries, keys, mask, numbers, self.heads, self.kv_heads, self.value_dim, self.expansion, name
-        )
+        return Job(comm, queries, keys, mask, numbers, self.heads, self.kv_heads, self.value_dim, self.expansion, name)
 
 
 def _check_expansion(query: Tensor, key: Tensor, value: Tensor | None, expansion: Expansion) -> None:

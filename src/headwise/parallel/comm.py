@@ -9,17 +9,19 @@ meet whatever they were about to do. All else goes from rank to rank, as bytes, 
 So no message meets a buffer of another size, which backends end by an abort or, where the message is shorter, take in
 silence (gloo, torch 2.13), and nothing of ours meets the messages of the same group that are the user's own.
 
-Where a rank has ended its connections are closed; where one hangs, nothing comes within the timeout. Who sees that writes
-down for whom it waited (in the store by which the group was started), and follows what the others wrote to the rank that
-wrote nothing: the cause, the same on every rank. After that the group is of no use; neither is it to torch.
+Where a rank has ended its connections are closed; where one hangs, nothing comes within the timeout. Who sees that
+writes down for whom it waited (in the store by which the group was started), and follows what the others wrote to the
+rank that wrote nothing: the cause, the same on every rank. After that the group is of no use; neither is it to torch.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -68,10 +70,10 @@ class Comm:
         messages: how many messages, likewise.
     """
 
-    _known: dict[ProcessGroup, Comm] = {}  # noqa: RUF012 - shared on purpose: a group has one
+    _known: dict[str, Comm] = {}  # noqa: RUF012 - shared on purpose: a group has one
 
     def __init__(self, group: ProcessGroup, timeout: float = TIMEOUT) -> None:
-        self.group, self.timeout = group, timeout
+        self._group, self.timeout = weakref.ref(group), timeout  # weak: a group ends when its user lets it go
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.sent: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
@@ -96,15 +98,21 @@ class Comm:
                 "torch.distributed.init_process_group(...) first, in processes that torchrun starts"
             )
         found = group_of(group)
-        if found not in cls._known:
-            for old in [g for g in cls._known if g not in dist.distributed_c10d._world.pg_map]:
-                del cls._known[old]
-            cls._known[found] = cls(found)
-        comm = cls._known[found]
+        comm = cls._known.get(found.group_name)
+        if comm is None or comm._group() is not found:
+            comm = cls._known[found.group_name] = cls(found)
         if timeout is not None:
             check_numbers(0.0, timeout=timeout)
             comm.timeout = float(timeout)
         return comm
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group; ValueError where it has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise ValueError("this process group has been destroyed; ask Comm.of(group) for another")
+        return group
 
     @property
     def count(self) -> int:
@@ -163,7 +171,7 @@ class Comm:
             operation, "agree", dict.fromkeys(others, buffer), dict.fromkeys(others, block), _HEADER_TAG
         )
         heard = pending.wait() | {self.rank: buffer}
-        return [json.loads(bytes(heard[rank].tolist())) for rank in range(self.world)]
+        return [json.loads(heard[rank].numpy().tobytes()) for rank in range(self.world)]
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -257,6 +265,19 @@ class Comm:
         self._broken = f"rank {rank} {text}"
         return RankError(operation, rank, text)
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Within, what this rank raises is told to the others, who wait for it and will find out by their timeout."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+            self._note({"raised": text})
+            self._broken = f"rank {self.rank} raised {text}"
+            raise
+
     @property
     def grace(self) -> float:
         """Seconds of the timeout kept for asking what the others saw."""
@@ -267,6 +288,8 @@ class Comm:
         seen, until = [self.rank], time.monotonic() + self.grace
         while True:
             note = self._read_note(peer, until)
+            if note is not None and "raised" in note:
+                return peer, f"raised {note['raised']}"
             if note is None:
                 silent = f"sent nothing for {self.timeout:g} s: it hangs, or does something else"
                 return peer, silent if late else "has ended: its connection is closed"

@@ -1,8 +1,8 @@
 """Layout `gather`: every rank gets all keys and values, one key-value head at a time, and attends its queries to them.
 
-As in the training of Llama 3 (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Nothing is merged: a row meets all its
-keys in one call, as in one process, and has the same bits for any number of ranks. The next head is on its way while
-one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32.
+All-gather context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Nothing is merged: a row meets all
+its keys in one call, as in one process, and has the same bits for any number of ranks. The next head is on its way
+while one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32.
 """
 
 from __future__ import annotations
@@ -118,64 +118,76 @@ class Gather(torch.autograd.Function):
     """out and lse of this rank's queries over all ranks' keys."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> Any:
-        sinks, n, *tensors = rest
-        stages = Stages(job, [key] if value is None else [key, value])
-        here = job.with_leaves(query, [x.detach() for x in tensors[:n]])
-        B, H, T, _ = query.shape
-        wide = compute_dtype(query)
-        out = query.new_zeros((B, T, H, job.value_dim)).transpose(1, 2)
-        lse = query.new_full((B, H, T), -torch.inf, dtype=wide)
-        ends = torch.stack([lse, torch.zeros_like(lse)])
-        native = True
-        pending = stages.post(0)
-        for stage in range(stages.count):
-            following = stages.post(stage + 1) if stage + 1 < stages.count else None
-            one = stages.whole(stage, pending)
-            for heads in stages.groups(stage):
-                k, v = expanded(here, one, heads)
-                few, logits = slice(*heads), None if sinks is None else sinks.detach()[slice(*heads)]
-                for rows, at in here.local(here.queries[here.comm.rank]):
-                    span = span_of(here, rows)
-                    if span is None:
-                        continue
-                    place, keys = Rectangle(rows, span, heads), slice(*span)
-                    part = attend(here, place, query[:, few, at], k[:, :, keys], v[:, :, keys], logits)
-                    out[:, few, at], lse[:, few, at] = part.out, part.lse
-                    if part.ends is None:
-                        native = False
-                    else:
-                        ends[:, :, few, at] = part.ends
-            pending = following  # type: ignore[assignment]
-        ctx.job, ctx.n = job, n
-        ctx.save_for_backward(query, key, value, sinks, out, lse, ends if native else None, *tensors)
-        ctx.set_materialize_grads(False)
-        return out, lse
+    def forward(ctx: Any, job: Job, *tensors: Any) -> Any:
+        """out and lse."""
+        with job.comm.telling():
+            return _forward(ctx, job, *tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        query, key, value, sinks, out, lse, ends, *tensors = ctx.saved_tensors
-        job, whole = ctx.job, Partial(out, lse, ends)
-        job.comm.agree(f"backward of {job.name}", {})
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        stages = Stages(job, [key] if value is None else [key, value])
-        sums = _Sums(job, query, tensors[: ctx.n])
-        found: list[Travellers] = []
-        waiting: tuple[int, Pending, Travellers] | None = None
-        pending = stages.post(0)
-        for stage in range(stages.count):
-            following = stages.post(stage + 1) if stage + 1 < stages.count else None
-            grads = sums.of_stage(stages, stage, stages.whole(stage, pending), whole, grad_out, grad_lse)
-            if waiting is not None:
-                found.append(stages.summed(*waiting))
-            waiting = (stage, stages.send_home(stage, grads), grads)
-            pending = following  # type: ignore[assignment]
+        """The gradients of what `forward` took."""
+        with ctx.job.comm.telling():
+            return _backward(ctx, grad_out, grad_lse)
+
+
+def _forward(ctx: Any, job: Job, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> Any:
+    sinks, n, *tensors = rest
+    stages = Stages(job, [key] if value is None else [key, value])
+    here = job.with_leaves(query, [x.detach() for x in tensors[:n]])
+    B, H, T, _ = query.shape
+    wide = compute_dtype(query)
+    out = query.new_zeros((B, T, H, job.value_dim)).transpose(1, 2)
+    lse = query.new_full((B, H, T), -torch.inf, dtype=wide)
+    ends = torch.stack([lse, torch.zeros_like(lse)])
+    native = True
+    pending = stages.post(0)
+    for stage in range(stages.count):
+        following = stages.post(stage + 1) if stage + 1 < stages.count else None
+        one = stages.whole(stage, pending)
+        for heads in stages.groups(stage):
+            k, v = expanded(here, one, heads)
+            few, logits = slice(*heads), None if sinks is None else sinks.detach()[slice(*heads)]
+            for rows, at in here.local(here.queries[here.comm.rank]):
+                span = span_of(here, rows)
+                if span is None:
+                    continue
+                place, keys = Rectangle(rows, span, heads), slice(*span)
+                part = attend(here, place, query[:, few, at], k[:, :, keys], v[:, :, keys], logits)
+                out[:, few, at], lse[:, few, at] = part.out, part.lse
+                if part.ends is None:
+                    native = False
+                else:
+                    ends[:, :, few, at] = part.ends
+        pending = following  # type: ignore[assignment]
+    ctx.job, ctx.n = job, n
+    ctx.save_for_backward(query, key, value, sinks, out, lse, ends if native else None, *tensors)
+    ctx.set_materialize_grads(False)
+    return out, lse
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+    query, key, value, sinks, out, lse, ends, *tensors = ctx.saved_tensors
+    job, whole = ctx.job, Partial(out, lse, ends)
+    job.comm.agree(f"backward of {job.name}", {})
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    stages = Stages(job, [key] if value is None else [key, value])
+    sums = _Sums(job, query, tensors[: ctx.n])
+    found: list[Travellers] = []
+    waiting: tuple[int, Pending, Travellers] | None = None
+    pending = stages.post(0)
+    for stage in range(stages.count):
+        following = stages.post(stage + 1) if stage + 1 < stages.count else None
+        grads = sums.of_stage(stages, stage, stages.whole(stage, pending), whole, grad_out, grad_lse)
         if waiting is not None:
             found.append(stages.summed(*waiting))
-        dk, dv = [*(torch.cat(x, dim=1).to(key.dtype) for x in zip(*found, strict=True)), None][:2]
-        of_sinks = None if sinks is None else sink_gradient(sinks, whole, grad_out, grad_lse)
-        return None, sums.query, dk, dv, of_sinks, None, *sums.of_tensors()
+        waiting = (stage, stages.send_home(stage, grads), grads)
+        pending = following  # type: ignore[assignment]
+    if waiting is not None:
+        found.append(stages.summed(*waiting))
+    dk, dv = [*(torch.cat(x, dim=1).to(key.dtype) for x in zip(*found, strict=True)), None][:2]
+    of_sinks = None if sinks is None else sink_gradient(sinks, whole, grad_out, grad_lse)
+    return None, sums.query, dk, dv, of_sinks, None, *sums.of_tensors()
 
 
 class _Sums:

@@ -62,9 +62,7 @@ class Context:
         return self._run(query, vectors, None, expansion=expansion, **options)
 
     def _run(self, *tensors: Any, **options: Any) -> Tensor:
-        out: Tensor = context_parallel(
-            *tensors, group=self.comm.group, layout=self.layout, order=self.order, **options
-        )
+        out: Tensor = context_parallel(*tensors, group=self.comm.group, layout=self.layout, order=self.order, **options)
         return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, get_args
 
 import torch
@@ -33,7 +34,7 @@ def held_places(lengths: list[int], order: Order, operation: str, what: str) -> 
     world = len(lengths)
     if order == "contiguous":
         ends = [sum(lengths[:rank]) for rank in range(world + 1)]
-        return tuple(((a, b),) for a, b in zip(ends[:-1], ends[1:], strict=True))
+        return tuple(((a, b),) for a, b in pairwise(ends))
     found = places(sum(lengths), world, order)
     wanted = [sum(b - a for a, b in own) for own in found]
     if wanted != lengths:
@@ -61,9 +62,7 @@ def order_for(mask: Mask | Tensor | None, length: int, ranks: int) -> Order:
     mask = as_mask(mask)
 
     def busiest(order: Order) -> int:
-        return max(
-            sum(_work(mask, rows, length) for rows in own) for own in places(length, ranks, order)
-        )
+        return max(sum(_work(mask, rows, length) for rows in own) for own in places(length, ranks, order))
 
     if length < 2 * ranks:
         return "contiguous"

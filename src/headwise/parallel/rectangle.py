@@ -67,7 +67,7 @@ def is_native(query: Tensor, mask: Mask) -> bool:
 
 def scoring_of(job: Job, at: Rectangle, sinks: Tensor | None = None) -> Scoring:
     """What happens to the scores of a rectangle."""
-    if at not in job.scorings:  # kept for the backward: a rule without a form in the kernel is made a map of tiles, once
+    if at not in job.scorings:  # kept for the backward: rules without a form in the kernel have their maps by then
         mask = job.mask.part(at.rows, at.cols, job.T, job.S, heads=at.heads)
         scoring = Scoring(mask, job.numbers.scale, job.numbers.softcap, None)
         job.scorings[at] = scoring.trimmed(at.rows[1] - at.rows[0], at.cols[1] - at.cols[0])
@@ -82,9 +82,7 @@ def seed_of(job: Job, at: Rectangle) -> Tensor | None:
     return torch.tensor(places, dtype=torch.int64, device="cpu")
 
 
-def attend(
-    job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
-) -> Partial:
+def attend(job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Partial:
     """The partial result of a rectangle; without a graph."""
     with torch.no_grad():
         scoring = scoring_of(job, at, sinks)

@@ -90,65 +90,77 @@ class Ring(torch.autograd.Function):
     """out and lse of this rank's queries over all ranks' keys."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> Any:
-        sinks, n, *tensors = rest
-        held = [key] if value is None else [key, value]
-        traffic = Traffic(job, [x.shape[3] for x in held], key.shape[0], key.dtype)
-        here = job.with_leaves(query, [x.detach() for x in tensors[:n]])
-        merged = Merged(query, job.value_dim)
-        pending = None
-        for step in range(job.comm.world):
-            following = traffic.bring(step + 1, held) if step + 1 < job.comm.world else None
-            for cols, part in zip(traffic.comes[step], traffic.arrived(step, pending, held), strict=True):
-                k, v = expanded(here, part)
-                for rows, at in here.local(here.queries[here.comm.rank]):
-                    span = here.reach(rows, cols)
-                    if span is not None:
-                        keys = slice(span[0] - cols[0], span[1] - cols[0])
-                        place = Rectangle(rows, span, (0, job.heads))
-                        merged.add(at, attend(here, place, query[:, :, at], k[:, :, keys], v[:, :, keys]))
-            pending = following
-        merged.finish(sinks)
-        whole = merged.result(query.dtype)
-        ctx.job, ctx.n = job, n
-        ctx.save_for_backward(query, key, value, sinks, *whole, *tensors)
-        ctx.set_materialize_grads(False)
-        return whole.out, whole.lse
+    def forward(ctx: Any, job: Job, *tensors: Any) -> Any:
+        """out and lse."""
+        with job.comm.telling():
+            return _forward(ctx, job, *tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        job, n = ctx.job, ctx.n
-        query, key, value, sinks, out, lse, ends, *tensors = ctx.saved_tensors
-        whole = Partial(out, lse, ends)
-        job.comm.agree(f"backward of {job.name}", {})
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        held = [key] if value is None else [key, value]
-        sums = _Sums(job, query, held, tensors[:n])
-        traffic = sums.traffic
-        pending: Pending | None = None
-        home: list[tuple[int, Pending]] = []
-        for step in range(job.comm.world):
-            following = traffic.bring(step + 1, held) if step + 1 < job.comm.world else None
-            parts = traffic.arrived(step, pending, held)
-            grads = [
-                sums.of_stretch(cols, part, whole, grad_out, grad_lse)
-                for cols, part in zip(traffic.comes[step], parts, strict=True)
-            ]
-            if step == 0:
-                sums.take(0, traffic.comes[0], grads)
-            else:
-                home.append((step, traffic.send_home(step, grads, sums.wide)))
-            pending = following
-        for step, waiting in home:
-            if traffic.goes[step]:
-                flat = waiting.wait()[traffic.target(step)]
-                sums.take(step, traffic.goes[step], traffic.cut(flat, traffic.goes[step]))
-            else:
-                waiting.wait()
-        of_sinks = None if sinks is None else sink_gradient(sinks, whole, grad_out, grad_lse)
-        dk, dv = [*(x.to(key.dtype) for x in sums.held), None][:2]
-        return None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
+        """The gradients of what `forward` took."""
+        with ctx.job.comm.telling():
+            return _backward(ctx, grad_out, grad_lse)
+
+
+def _forward(ctx: Any, job: Job, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> Any:
+    sinks, n, *tensors = rest
+    held = [key] if value is None else [key, value]
+    traffic = Traffic(job, [x.shape[3] for x in held], key.shape[0], key.dtype)
+    here = job.with_leaves(query, [x.detach() for x in tensors[:n]])
+    merged = Merged(query, job.value_dim)
+    pending = None
+    for step in range(job.comm.world):
+        following = traffic.bring(step + 1, held) if step + 1 < job.comm.world else None
+        for cols, part in zip(traffic.comes[step], traffic.arrived(step, pending, held), strict=True):
+            k, v = expanded(here, part)
+            for rows, at in here.local(here.queries[here.comm.rank]):
+                span = here.reach(rows, cols)
+                if span is not None:
+                    keys = slice(span[0] - cols[0], span[1] - cols[0])
+                    place = Rectangle(rows, span, (0, job.heads))
+                    merged.add(at, attend(here, place, query[:, :, at], k[:, :, keys], v[:, :, keys]))
+        pending = following
+    merged.finish(sinks)
+    whole = merged.result(query.dtype)
+    ctx.job, ctx.n = job, n
+    ctx.save_for_backward(query, key, value, sinks, *whole, *tensors)
+    ctx.set_materialize_grads(False)
+    return whole.out, whole.lse
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+    job, n = ctx.job, ctx.n
+    query, key, value, sinks, out, lse, ends, *tensors = ctx.saved_tensors
+    whole = Partial(out, lse, ends)
+    job.comm.agree(f"backward of {job.name}", {})
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    held = [key] if value is None else [key, value]
+    sums = _Sums(job, query, held, tensors[:n])
+    traffic = sums.traffic
+    pending: Pending | None = None
+    home: list[tuple[int, Pending]] = []
+    for step in range(job.comm.world):
+        following = traffic.bring(step + 1, held) if step + 1 < job.comm.world else None
+        parts = traffic.arrived(step, pending, held)
+        grads = [
+            sums.of_stretch(cols, part, whole, grad_out, grad_lse)
+            for cols, part in zip(traffic.comes[step], parts, strict=True)
+        ]
+        if step == 0:
+            sums.take(0, traffic.comes[0], grads)
+        else:
+            home.append((step, traffic.send_home(step, grads, sums.wide)))
+        pending = following
+    for step, waiting in home:
+        if traffic.goes[step]:
+            flat = waiting.wait()[traffic.target(step)]
+            sums.take(step, traffic.goes[step], traffic.cut(flat, traffic.goes[step]))
+        else:
+            waiting.wait()
+    of_sinks = None if sinks is None else sink_gradient(sinks, whole, grad_out, grad_lse)
+    dk, dv = [*(x.to(key.dtype) for x in sums.held), None][:2]
+    return None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
 
 
 class _Sums:

@@ -80,9 +80,7 @@ def swap(job: Job, kind: str, step: int, parts: list[list[Tensor]], shapes: list
     me = comm.rank
     others = [rank for rank in range(comm.world) if rank != me]
     sends = {rank: torch.cat([as_bytes(x[rank]) for x in parts]) for rank in others}
-    sizes = {
-        rank: [Block(s[rank], dtype).nbytes for s, dtype in zip(shapes, dtypes, strict=True)] for rank in others
-    }
+    sizes = {rank: [Block(s[rank], dtype).nbytes for s, dtype in zip(shapes, dtypes, strict=True)] for rank in others}
     receives = {rank: Block((sum(sizes[rank]),), torch.uint8) for rank in others}
     heard = comm.exchange(kind, sends, receives, step=step).wait()
     found = []
@@ -109,6 +107,7 @@ class ToHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
+        """Each tensor, dealt anew."""
         parts = [deal.parts_by_heads(x) for deal, x in zip(deals, tensors, strict=True)]
         shapes = [deal.shapes_in(x.shape[0], x.shape[3]) for deal, x in zip(deals, tensors, strict=True)]
         found = swap(job, "ulysses", 0, parts, shapes)
@@ -118,16 +117,14 @@ class ToHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Gradients go the way back."""
         job, deals = ctx.job, ctx.deals
-        wide = [
-            compute_dtype(x) if deal.shared else x.dtype for deal, x in zip(deals, grads, strict=True)
-        ]
+        wide = [compute_dtype(x) if deal.shared else x.dtype for deal, x in zip(deals, grads, strict=True)]
         parts = [deal.parts_by_tokens(x.to(w)) for deal, x, w in zip(deals, grads, wide, strict=True)]
         shapes = [deal.shapes_out(x.shape[0], x.shape[3]) for deal, x in zip(deals, grads, strict=True)]
         found = swap(job, "ulysses backward", 2, parts, shapes)
         back = [
-            deal.all_heads(x, w).to(dtype)
-            for deal, x, w, dtype in zip(deals, found, wide, ctx.dtypes, strict=True)
+            deal.all_heads(x, w).to(dtype) for deal, x, w, dtype in zip(deals, found, wide, ctx.dtypes, strict=True)
         ]
         return None, None, *back
 
@@ -137,6 +134,7 @@ class ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
+        """Each tensor, dealt anew."""
         parts = [deal.parts_by_tokens(x) for deal, x in zip(deals, tensors, strict=True)]
         shapes = [deal.shapes_out(x.shape[0], x.shape[3]) for deal, x in zip(deals, tensors, strict=True)]
         found = swap(job, "ulysses", 1, parts, shapes)
@@ -146,6 +144,7 @@ class ToTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Gradients go the way back."""
         job, deals = ctx.job, ctx.deals
         job.comm.agree(f"backward of {job.name}", {})
         parts = [deal.parts_by_heads(x) for deal, x in zip(deals, grads, strict=True)]
@@ -171,7 +170,8 @@ def ulysses(
         every: Heads = tuple((0, 1 if share.heads else 0) for share in shares)
         q, k = ToHeads.apply(job, [deal, Deal(job, job.keys, every, 1, shared=world > 1)], query, key)
         v = None
-    out, lse = _own_heads(job, shares[job.comm.rank], q, k, v, sinks)
+    with job.comm.telling():
+        out, lse = _own_heads(job, shares[job.comm.rank], q, k, v, sinks)
     if not return_lse:
         return ToTokens.apply(job, [deal], out)[0], None
     out, lse = ToTokens.apply(job, [deal, deal], out, lse[..., None])

@@ -51,8 +51,8 @@ from .places import (
     neighbours,
     order_of,
     places,
-    shown,
     shares,
+    shown,
     toured,
 )
 from .shape import check_size, short

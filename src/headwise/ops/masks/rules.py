@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ...shapes import check_index_tensor, check_mask_tensor, describe
 from ..symbols import known
-from .places import Part, Rows, index, per_batch, rank4, saturated, wide
+from .places import Part, Rows, index, per_batch, rank4, saturated
 from .pytrees import register
 
 Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]

@@ -1,7 +1,8 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
-`headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward`, `attend_part_backward` (keys that
-are some of those whose results it gets) and `dropout_keep` are the library's own (csrc/torch/bind*.cpp). `attend_train` is `attend_kept` with `attend_backward` as its gradient.
+`headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward`, `attend_part_backward` (the same for
+keys that are some of those whose results it gets) and `dropout_keep` are the library's own (csrc/torch/bind*.cpp).
+`attend_train` is `attend_kept` with `attend_backward` as its gradient.
 """
 
 from __future__ import annotations
