@@ -175,11 +175,11 @@ class Processes:
             pass
         if not errors:
             return answer, failed
-        rank, error = min(errors.items())
+        rank, text = min(errors.items())
         if lost:
             return errors[min(lost)], failed
         alike = len(errors) == self.size and len({*errors.values()}) == 1
-        return (error if alike else error[:1] + f"rank {rank}: ".encode() + error[1:]), failed
+        return (text if alike else text[:1] + f"rank {rank}: ".encode() + text[1:]), failed
 
     # --- bytes from one process to another ----------------------------------------------------------------------------
 

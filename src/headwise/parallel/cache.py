@@ -66,7 +66,7 @@ class ShardedCache(KVCache):
         out, cache = mha(x, cache=cache)      # on every rank
     """
 
-    keys = None  # type: ignore[assignment]  # no rank has them all: latent attention takes its absorbed form
+    keys = None  # no rank has them all: latent attention takes its absorbed form
 
     def __init__(
         self,
@@ -81,19 +81,23 @@ class ShardedCache(KVCache):
         self.comm = Comm.of(group, timeout)
         check_counts(1, block=block)
         self.deal, self.own_heads = Deal(self.comm.rank, self.comm.world, block), own_heads
-        self.capacity, self.window, self.first = None, None, 0
+        self.capacity: int | None = None
+        self.window: int | None = None
+        self.first = 0
         if kind is RollingCache:
-            self.window, self.first = options.get("window"), options.get("first", 0)
-            self.chunk = options.get("chunk", PAGE)
-            check_counts(1, window=self.window, chunk=self.chunk)
+            seen: Any = options.get("window")
+            self.first, chunk = options.get("first", 0), options.get("chunk", PAGE)
+            check_counts(1, window=seen, chunk=chunk)
             check_counts(first=self.first)
+            self.window, self.chunk = seen, chunk
             # one more than are seen, for the local cache counts the token to come as its own
-            options |= {"window": self.deal.most(self.window) + 1, "first": self.deal.count(self.first)}
-            options["chunk"] = self.deal.most(self.chunk)
+            options |= {"window": self.deal.most(seen) + 1, "first": self.deal.count(self.first)}
+            options["chunk"] = self.deal.most(chunk)
         elif kind is StaticCache:
-            self.capacity = options.get("capacity")
-            check_counts(1, capacity=self.capacity)
-            options["capacity"] = max(1, self.deal.count(self.capacity))
+            room: Any = options.get("capacity")
+            self.capacity = room
+            check_counts(1, capacity=room)
+            options["capacity"] = max(1, self.deal.count(room))
         elif kind is not PagedCache:
             raise TypeError(f"a sharded cache is a StaticCache, a PagedCache or a RollingCache; got {shown(kind)}")
         self.local: Any = kind(*sizes, **options)
