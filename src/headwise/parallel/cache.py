@@ -261,7 +261,7 @@ class ShardedCache(KVCache):
             raise TypeError(f"a ShardedCache is attended with {', '.join(OPTIONS)}; got {', '.join(sorted(unknown))}")
         if options.get("dropout"):
             raise ValueError(f"a ShardedCache is for inference: dropout is 0; got {shown(options['dropout'])}")
-        T = self._check_query(query)
+        T = self.check_query(query)
         if torch.is_grad_enabled() and query.requires_grad:
             raise ValueError("a ShardedCache has no gradient: attend it under torch.no_grad()")
         H = query.shape[1]
@@ -285,7 +285,7 @@ class ShardedCache(KVCache):
         elif H * self.comm.world != self.own_heads:
             raise ValueError(f"of {self.own_heads} query heads each of {self.comm.world} ranks passes its own; got {H}")
         S, cpu = max(self.lengths), torch.device("cpu")
-        rules = self._mask(T, self.lengths, mask.to(cpu), cpu).computed_in(compute_dtype(query))
+        rules = self.rules(T, self.lengths, mask.to(cpu), cpu).computed_in(compute_dtype(query))
         rules.check(self.batch, H, T, S, cpu)
         if self.own_heads is not None and any(x is not None and x.shape[1] > 1 for x in _corner(rules, T, S)):
             raise ValueError("with own_heads a mask is the same for all heads; got one that has an axis of heads")
@@ -347,7 +347,7 @@ class ShardedCache(KVCache):
                 )
             self.comm.agree("truncate of a ShardedCache", self._state() | {"to": str(wanted)}, error=error)
         self.local.truncate(own)
-        self._shorten(wanted)
+        self.set_lengths(wanted)
         return self
 
     def remember(self: ShardedT, tokens: int) -> ShardedT:
@@ -360,7 +360,7 @@ class ShardedCache(KVCache):
     @override
     def reorder(self: ShardedT, rows: Tensor | Sequence[int]) -> ShardedT:
         self.local.reorder(rows)
-        self._take_rows(whole_numbers("rows", rows))
+        self.set_rows(whole_numbers("rows", rows))
         return self
 
     @override
