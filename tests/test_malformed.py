@@ -180,6 +180,10 @@ HANDED_ON = {
     "Point.of": "by Watch.step",
     "Point.best": "by Curve.best",
     "Point.from_dict": "by Curve.from_dict",
+    "KVCache.check_query": "by KVCache.attend",
+    "KVCache.rules": "by KVCache.attend",
+    "KVCache.set_lengths": "by KVCache.truncate",
+    "KVCache.set_rows": "by KVCache.reorder",
 }
 
 
