@@ -30,7 +30,7 @@ import headwise
 from headwise.parallel import context_parallel
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
-import ranks  # noqa: E402 - the pool of processes that tests use
+import ranks
 
 try:
     from benchmarks.statistics_memory import LiveBytes

@@ -24,22 +24,18 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from plan_models import (  # noqa: E402
-    COMPOSITE,
     KEEPS_ALL,
     SINGLE,
     build,
     compared_caches,
     compared_decode,
     compared_prefill,
-    composite_config,
-    composite_model,
     config_of,
     parameters_of,
-    random_composite,
     random_config,
-    silently_wrong,
-    strange_fields,
+    strange_and_wrong,
 )
+from tower_models import COMPOSITE, composite_config, composite_model, random_composite  # noqa: E402
 
 from headwise import plan  # noqa: E402
 from headwise.plan.fields import architectures  # noqa: E402
@@ -129,13 +125,16 @@ def strange_wrong(name: str) -> int:
     """How many fields of other architectures change the model and the plan does not say so."""
     fields = random_config(name, random.Random(4))
     size = parameters_of(name, config_of(name, fields))
-    return sum(silently_wrong(name, fields, more, size) for more in strange_fields(fields))
+    return len(strange_and_wrong(name, fields, size))
 
 
 def card_right(name: str) -> bool:
     """Whether a card has the parameters of transformers' model of that config, at its full size."""
     config = {key: value for key, value in plan.cards()[name]["config"].items() if key != "architectures"}
     kind = config.pop("model_type")
+    if kind in COMPOSITE:
+        real = composite_model(kind, composite_config(kind, config))
+        return plan.of(name).model.total_parameters() == sum(parameter.numel() for parameter in real.parameters())
     return plan.of(name).model.total_parameters() == parameters_of(kind, config_of(kind, config))
 
 

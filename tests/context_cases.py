@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import runpy
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -357,3 +359,11 @@ def halves(layout: Any) -> dict[str, tuple[float, float]]:
         name: (rms(ours, want), rms(one, want))
         for name, ours, one, want in zip(names, found["ours"], found["one"], found["exact"], strict=True)
     }
+
+
+def example() -> float:
+    """How far the curve of examples/parallel.py is from that of one process."""
+    names = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "parallel.py"))
+    names["train"].__globals__["STEPS"] = 6
+    split, whole = names["train"](split=True), names["train"](split=False)
+    return max(abs(a - b) for a, b in zip(split, whole, strict=True))

@@ -100,7 +100,7 @@ def disagree(on: str) -> None:
     if on == "order" and other:
         join_sequence(query)
     if on == "zigzag":
-        query = split_sequence(torch.randn(1, 2, 13, 4), dim=2)
+        query = split_sequence(torch.randn(1, 2, 16, 4), dim=2)
         arguments["order"] = "zigzag"
     if on == "gradients" and other:
         query.requires_grad_()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import random
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headwise.plan import costs
 from headwise.plan.fields import architectures
 from headwise.plan.model import Model, model_of
-from headwise.plan.towers import known_towers
 
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
 OWN_CACHE = "minimax"  # takes no fixed cache
@@ -193,6 +191,24 @@ def strange_fields(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name, value in union.items():
         if name not in fields and not isinstance(value, (str, list)):
             yield from ({name: other} for other in ((True, False) if isinstance(value, bool) else (3,)))
+
+
+def strange_and_wrong(name: str, fields: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """Which strange fields are silently wrong: eight at once, one by one only where those change or break something."""
+    waiting = list(strange_fields(fields))
+    found: list[dict[str, Any]] = []
+    while waiting:
+        group, rest, more = [], [], {}
+        for one in waiting:  # a field is in a group once, for it may have two values
+            (group if len(group) < 8 and not one.keys() & more.keys() else rest).append(one)
+            more |= one if one in group else {}
+        waiting = rest
+        try:
+            same = parameters_of(name, config_of(name, {**fields, **more})) == size
+        except Exception:
+            same = False
+        found += [] if same else [one for one in group if silently_wrong(name, fields, one, size)]
+    return found
 
 
 def silently_wrong(name: str, fields: dict[str, Any], more: dict[str, Any], size: int) -> bool:
@@ -379,69 +395,3 @@ def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tupl
         planned = states + costs.cache_bytes(ours, TOKENS, FLOAT32, windowed=windowed)
         found.append((planned, static_cache_bytes(name, config, real, TOKENS)))
     return found
-
-
-# --- models with towers -----------------------------------------------------------------------------------------------
-
-COMPOSITE = [name for name, about in architectures().items() if "text" in about]
-TEXTS = ["llama", "qwen2", "mistral"]  # of models that take any
-
-
-def random_composite(name: str, dice: random.Random) -> dict[str, Any]:
-    """A small valid config of a model with towers: its own fields, those of the text model and of each tower."""
-    about = architectures()[name]
-    spec = about["text"]
-    kind = spec["type"]
-    if spec.get("any"):
-        kind = dice.choice(spec["any"] if isinstance(spec["any"], list) else [kind, *TEXTS])
-    text = random_config(spec.get("as", {}).get(kind, kind), dice)
-    if spec.get("as", {}).get(kind, kind) != kind:
-        text = {key: value for key, value in text.items() if key not in ("layer_types", "tie_word_embeddings")}
-        if "head_dim" not in spec["defaults"]:
-            text.pop("head_dim", None)
-        else:
-            text = {key: value for key, value in text.items() if "window" not in key}
-    found: dict[str, Any] = {spec["key"]: {**text, "model_type": kind, "pad_token_id": 0}}
-    for key, tower in about["towers"].items():
-        found[key] = _random_tower(tower["type"], dice)
-    for field, default in about["defaults"].items():
-        if isinstance(default, bool):
-            found[field] = dice.random() < 0.5
-        elif field == "vision_feature_layer":
-            found[field] = dice.choice([-1, [0, 1], [-1]])
-        else:
-            found[field] = dice.randint(1, 9)
-    return found
-
-
-def _random_tower(kind: str, dice: random.Random) -> dict[str, Any]:
-    about = known_towers()[kind]
-    standard = {own: usual for usual, own in about.get("names", {}).items()}
-    back = {new: old for old, new in about.get("rename", {}).items()}
-    heads = dice.choice([1, 2, 4])
-    found: dict[str, Any] = {"model_type": kind}
-    for field, default in about["defaults"].items():
-        usual = standard.get(field, field)
-        exact = {"hidden_size": heads * 4 * dice.randint(1, 3), "num_attention_heads": heads, "patch_size": 4}
-        exact |= {"image_size": 4 * dice.randint(2, 5), "num_hidden_layers": dice.randint(1, 3), "mlp_ratio": 2}
-        if isinstance(default, bool):
-            found[field] = dice.random() < 0.5
-        elif isinstance(default, list):
-            found[field] = sorted({0, dice.randint(0, 2)})
-        else:
-            found[back.get(field, field)] = exact.get(usual, dice.randint(2, 9))
-    return found
-
-
-def composite_config(name: str, fields: dict[str, Any]) -> Any:
-    """transformers' config of those fields."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[name](**copy.deepcopy(fields))
-
-
-def composite_model(name: str, config: Any) -> Any:
-    """transformers' model with its towers, on the meta device."""
-    kind = getattr(transformers, architectures()[name]["classes"]["lm"])
-    with torch.device("meta"):
-        return kind._from_config(config, attn_implementation="eager").eval()

@@ -3,7 +3,7 @@
 import pytest
 import ranks
 import torch
-from context_cases import GRADIENT, LAYOUTS, all_modules, bits, bytes_sent, check, drawn, halves
+from context_cases import GRADIENT, LAYOUTS, all_modules, bits, bytes_sent, check, drawn, example, halves
 
 WORLDS = {2: 150, 3: 110, 4: 60}
 
@@ -42,3 +42,7 @@ def test_halves_are_no_worse_than_twice_one_pass(layout: str) -> None:
     for told in ranks.pool(3).run(halves, layout):
         for name, (ours, one) in told.items():
             assert ours <= 2 * one, (name, told)
+
+
+def test_the_example_has_the_curve_of_one_process() -> None:
+    assert max(ranks.pool(2).run(example)) < 1e-5

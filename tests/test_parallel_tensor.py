@@ -65,6 +65,35 @@ def test_dtensors_by_batch_and_by_head(world: int) -> None:
         assert answer == {}
 
 
+def test_a_heads_bits_do_not_depend_on_the_number_of_ranks() -> None:
+    for world in (2, 4):
+        for wrong in ranks.pool(world).run(tp_cases.bits):
+            assert wrong == []
+
+
+@pytest.mark.unchecked
+def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a.weight": torch.zeros(3, 2), "a.bias": torch.ones(3)}, tmp_path / "one.safetensors")
+    (tmp_path / "bad.safetensors").write_bytes(b"no header")
+    (tmp_path / "indexed").mkdir()
+    (tmp_path / "indexed/model.safetensors.index.json").write_text("[]")
+    texts = tp_cases.files(str(tmp_path))
+    expected = {
+        "no module": "TypeError: load_slices takes a torch.nn.Module; got 3",
+        "no path": "TypeError: source is the path of a safetensors file, or of a folder with some; got 3",
+        "no file": "FileNotFoundError: .*none is no safetensors file, and no folder with such files",
+        "another prefix": "ValueError: .* lacks 2 of 2 tensors, 'weight' first; `prefix` is what stands before",
+        "another size": r"ValueError: a.weight is \(3, 2\) in .*, and \(5, 2\) in the module; build the module",
+        "no safetensors": "ValueError: .*bad.safetensors is no safetensors file .*; download it anew",
+        "a bad index": "ValueError: .*index.json is no index of safetensors files .*; download it anew",
+        "all is well": "True",
+    }
+    assert texts.keys() == expected.keys()
+    assert [texts[name] for name, text in expected.items() if not re.match(text, texts[name])] == []
+
+
 def test_dtensors_on_a_mesh_of_two_dimensions() -> None:
     for answer in ranks.pool(4).run(tp_cases.a_mesh_of_two):
         assert answer == {}
@@ -125,6 +154,7 @@ REFUSED = {
     "keys by batch": r"ValueError: key and value are cut as the query is, .*; key is \(Shard\(dim=0\),\)",
     "no heads": r"ValueError: 1 heads cut over 2 processes leave one without any; take a number that divides them",
     "dropout of the op": r"ValueError: dropout draws by the number of a row and head within its process",
+    "what heads write": r"ValueError: Reader is split over 2 processes by tensor parallelism, and what reads its heads",
     "sinks of the own heads": r"ValueError: sinks are float logits, one a query head: \(H,\) = \(6,\)",
 }
 

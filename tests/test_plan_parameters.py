@@ -18,7 +18,7 @@ from plan_models import (
     parameters_of,
     random_config,
     silently_wrong,
-    strange_fields,
+    strange_and_wrong,
 )
 
 from headwise import plan
@@ -153,7 +153,7 @@ def test_fields_of_other_architectures_change_nothing_unseen(name: str) -> None:
     """The script does it for all; here those whose code looks for fields that their config class does not have."""
     fields = random_config(name, random.Random(4))
     size = parameters_of(name, config_of(name, fields))
-    assert [more for more in strange_fields(fields) if silently_wrong(name, fields, more, size)] == []
+    assert strange_and_wrong(name, fields, size) == []
 
 
 def test_a_field_that_is_guessed_over_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +164,7 @@ def test_a_field_that_is_guessed_over_would_be_seen(monkeypatch: pytest.MonkeyPa
     assert not silently_wrong("qwen2", fields, {"head_dim": 22}, size)
     monkeypatch.setattr(Fields, "optional", _without_head_dim(Fields.optional))
     assert silently_wrong("qwen2", fields, {"head_dim": 22}, size)
+    assert {"head_dim": 3} in strange_and_wrong("qwen2", fields, size)
 
 
 def _without_head_dim(real: Any) -> Any:
@@ -241,6 +242,8 @@ PUBLISHED = {
     "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320, "gemma-3-1b": 999_885_952,
     "phi-3-mini": 3_821_079_552, "phi-3-medium": 13_960_238_080, "deepseek-v2": 235_741_434_880,
     "deepseek-v2-lite": 15_706_484_224, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+    "falcon-40b": 41_303_293_952, "mpt-7b": 6_649_286_656, "llama-4-scout": 108_641_793_536,
+    "qwen2.5-vl-7b": 8_292_166_656, "jamba-v0.1": 51_570_323_328, "lfm2-1.2b": 1_170_340_608,
     "whisper-tiny": 37_760_640, "whisper-large-v3": 1_543_490_560,
 }  # fmt: skip
 """What the safetensors files of the published checkpoints hold."""
@@ -254,7 +257,8 @@ def test_cards_have_the_parameters_of_the_published_checkpoints(name: str) -> No
 @pytest.mark.parametrize("name", plan.cards())
 def test_cards_are_exact_and_their_configs_valid(name: str) -> None:
     card = plan.of(name, context=100)
-    assert card.exact is (name != "gpt-3") and set(plan.cards()[name]) <= {"title", "config", "note", "left_out"}
+    noted = ("gpt-3", "falcon-40b", "llama-4-scout")  # transformers computes or keeps more than is counted
+    assert card.exact is (name not in noted) and set(plan.cards()[name]) <= {"title", "config", "note", "left_out"}
     assert json.loads(json.dumps(card.to_dict()))["name"] == name
 
 

@@ -234,5 +234,16 @@ def test_feed_forward_layers_are_divided_too() -> None:
 
 
 def test_links_and_times_as_people_write_them() -> None:
+    for text in ("50G,2us", "50,2us", "GB/s,2us", "50GB/s;2us", "50GB/s,2 hours", 50):
+        with pytest.raises(ValueError, match="link is a bandwidth and a latency such as 50GB/s,2us; got"):
+            read_link(text)  # type: ignore[arg-type]
     assert read_link("1.5TB/s, 300ns") == (1.5e12, pytest.approx(3e-7)) and read_link("2GiB/s,1ms") == (2**31, 1e-3)
     assert [show_seconds(x) for x in (4210.0, 0.999, 1.5e-5)] == ["4,210 s", "999 ms", "15 us"]
+
+
+def test_a_floor_reads_states_and_scales() -> None:
+    model = made("states")
+    kept = costs.cache_bytes(model, 50, 1, scale_bytes=4) + costs.state_bytes(model)
+    assert costs.state_bytes(model) > 0
+    for floor in costs.floors(model, 50, 1, scale_bytes=4):
+        assert floor.bytes == costs.weight_bytes_read(model) + floor.batch * kept

@@ -202,6 +202,37 @@ def ops(cases: list[tuple[int, int, int, Placement, Placement, bool]]) -> dict[s
     return wrong
 
 
+@torch.no_grad()
+def bits() -> list[tuple[int, ...]]:
+    """Shapes at which a head's bits depend on how many others are here: a long row, a step, a prompt."""
+    wrong = []
+    for shape in ((1, 12, 12, 1, 1100), (2, 24, 12, 1, 67), (1, 24, 12, 197, 131)):
+        for dtype in (torch.float32, torch.bfloat16):
+            q, k, v = (x.detach().to(dtype) for x in op_inputs(*shape)[:3])
+            spread = [distribute_tensor(x, mesh(), [Shard(1)]) for x in (q, k, v)]
+            out = headwise.attention(*spread, mask=headwise.causal())
+            if not torch.equal(whole(out), headwise.attention(q, k, v, mask=headwise.causal())):
+                wrong.append(shape)
+    return wrong
+
+
+def files(folder: str) -> dict[str, str]:
+    """What is said of files that cannot be."""
+    small, large = nn.Linear(2, 3), nn.Linear(2, 5)
+    return {
+        "no module": said(lambda: load_slices(3, folder)),  # type: ignore[type-var]
+        "no path": said(lambda: load_slices(small, 3)),  # type: ignore[arg-type]
+        "no file": said(lambda: load_slices(small, f"{folder}/none")),
+        "another prefix": said(lambda: load_slices(small, f"{folder}/one.safetensors")),
+        "another size": said(lambda: load_slices(large, f"{folder}/one.safetensors", prefix="a.")),
+        "no safetensors": said(lambda: load_slices(small, f"{folder}/bad.safetensors")),
+        "a bad index": said(lambda: load_slices(small, f"{folder}/indexed")),
+        "all is well": str(
+            torch.equal(load_slices(small, f"{folder}/one.safetensors", prefix="a.").bias, torch.ones(3))
+        ),
+    }
+
+
 def a_mesh_of_two() -> dict[str, float]:
     """Batch over one dimension, heads over the other."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -344,7 +375,7 @@ def clipped() -> tuple[float, float]:
 def said(function: Callable[[], object]) -> str:
     try:
         function()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, FileNotFoundError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -366,6 +397,8 @@ def refusals() -> dict[str, str]:
     three = MultiHeadAttention(12, 6, num_kv_heads=3)
     styles = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
     parallelize_module(three, mesh(), styles)
+    reader = Reader("mha", 6, 3)
+    tensor_parallel(reader.attention, mesh())
     x = torch.randn(1, 5, 12)
     return {
         "a linear layer": said(lambda: tensor_parallel(nn.Linear(2, 3), mesh())),  # type: ignore[type-var]
@@ -387,5 +420,6 @@ def refusals() -> dict[str, str]:
         "keys by batch": said(lambda: headwise.attention(q, cut((2, 6, 5, 4), Shard(0)), q)),
         "no heads": said(lambda: headwise.attention(*[cut((2, 1, 5, 4), Shard(1))] * 3)),
         "dropout of the op": said(lambda: headwise.attention(q, q, q, dropout=0.5)),
+        "what heads write": said(lambda: headwise.look.circuits(reader, torch.arange(5))),
         "sinks of the own heads": said(lambda: headwise.attention(q, q, q, sinks=torch.ones(3))),
     }

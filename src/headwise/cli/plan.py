@@ -51,8 +51,17 @@ def _plan(  # private, for a command has as many options as its users need, and 
     if link is not None:
         if compare or heads_plan is not None or svg is not None:
             raise typer.BadParameter("--link plans one model over ranks; leave out --compare, --heads-plan and --svg")
-        grid = {"tensor": tensor, "ranks": context_ranks, "tokens": lengths[-1], "batch": batch, "kv_dtype": kv_dtype}
-        found = planning.over(configs[0], link, **grid, **speeds)
+        found = planning.over(
+            configs[0],
+            link,
+            tensor=tensor,
+            ranks=context_ranks,
+            tokens=lengths[-1],
+            batch=batch,
+            kv_dtype=kv_dtype,
+            bandwidth=bandwidth,
+            flops=flops,
+        )
         show(found.to_dict(), lambda _: found, as_json)
         return
     plans = [

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..nn.dealt import Dealt
 from ..nn.sharded import current
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask
@@ -47,7 +46,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Arguments that reach an attention function and do not change its result. Any other raises: see `_refuse_unknown`."""
+"""Arguments that reach an attention function and do not change its result. Any other raises: see `refuse_unknown`."""
 
 
 def headwise_attention(
@@ -72,10 +71,11 @@ def headwise_attention(
     A cache of `make_cache` passes key and value in pages or int8; a probe and weights take copies of them.
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
-    _refuse_unknown(module, kwargs)
-    here = heads_here(module, query, key)
+    refuse_unknown(module, kwargs)
+    heads = heads_here(module, query, key)
+    here = None if heads is None else heads.dealt
     if here is None:
-        _check_heads(module, query, key)
+        check_heads(module, query, key)
     batch, sharded = whole_batch(), current()
     if batch is not None and sharded is not None:
         mask = _mask_of_whole(module, attention_mask, batch, is_causal)
@@ -85,7 +85,9 @@ def headwise_attention(
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
     if here is not None:
-        key, value = _own(module, here, key, value, query.dtype)
+        if heads is not None and heads.gathered:
+            pair = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+            key, value = own_keys(module, here, *pair)
         s_aux, position_bias = own_part(here, s_aux), own_part(here, position_bias)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
@@ -158,7 +160,7 @@ def _check_split(
         )
 
 
-def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """An argument that is not in `HARMLESS` may change the result: raise rather than drop it."""
     unknown = [name for name, value in kwargs.items() if value is not None and name not in HARMLESS | _SEQUENCES]
     if unknown:
@@ -170,14 +172,7 @@ def _refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _own(module: nn.Module, here: Dealt, key: Keys, value: Keys, dtype: torch.dtype) -> tuple[Keys, Keys]:
-    """Of keys and values, stored in whatever form, those of the heads here."""
-    if key.shape[1] == len(here.share.keys) and isinstance(key, Quantized | Paged):
-        return key, value
-    return own_keys(module, here, in_one_piece(key, dtype), in_one_piece(value, dtype))
-
-
-def _check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
+def check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
     """The shapes say how many query heads share a key-value head; it must be as many as in the model.
 
     Tensor parallelism gives each process some of the heads. Where it gathers keys and values and not queries, H and K

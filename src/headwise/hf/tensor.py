@@ -7,7 +7,7 @@ the module's weights are cut, and from its config.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ Config = TypeVar("Config", bound=PreTrainedConfig)
 KEYS = ("k_proj", "v_proj")
 
 
-def heads_here(module: nn.Module, query: Tensor, key: Any) -> Dealt | None:
+class Heads(NamedTuple):
+    """What a call has of all heads, and whether it has keys and values of all."""
+
+    dealt: Dealt
+    gathered: bool
+
+
+def heads_here(module: nn.Module, query: Tensor, key: Any) -> Heads | None:
     """Which heads a call of the module has, where they are dealt out to several processes; None where it has all.
 
     Raises:
@@ -37,33 +44,28 @@ def heads_here(module: nn.Module, query: Tensor, key: Any) -> Dealt | None:
     if heads == here:  # gathered
         return None
     H = here * group.size
-    own = next(
-        (part.share for part in module.children() if isinstance(part, nn.Linear) and hasattr(part, "share")), None
-    )
-    if own is not None:
-        K = own.num_kv_heads
-    elif keys == here and groups != 1:  # each query head has its key: the model has repeated them
+    K = H // groups if isinstance(groups, int) and groups > 0 else keys * group.size
+    own = any(isinstance(getattr(part, "share", None), Share) for part in module.children())
+    if keys == here and keys != K and not own:  # each query head has its key: the model has repeated them
         K = H
-    else:
-        K = H // groups if isinstance(groups, int) and groups > 0 else keys * group.size
     if isinstance(heads, int) and heads != H:
         raise ModelError(
             f"{type(module).__name__} passes {here} of {heads} query heads, and its weights are cut for {group.size} "
             "processes; take a number of processes that divides the heads"
         )
     share = Share(H, K, group.size, group.rank)
-    fits = keys == len(share.keys) and (share.deals_keys or own is not None)
-    if not fits and keys != K:
+    gathered = not (keys == len(share.keys) and (share.deals_keys or own))
+    if gathered and keys != K:
         raise ModelError(
             f"{type(module).__name__} passes {here} query heads and {keys} key-value heads of {H} and {K} on each of "
             f"{group.size} processes, so queries would read the wrong keys; headwise.hf.tensor_parallel splits models "
             "by whole heads, any number of key-value heads included"
         )
-    return Dealt(group, share)
+    return Heads(Dealt(group, share), gathered)
 
 
 def own_keys(module: nn.Module, here: Dealt, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Of keys and values that were gathered for all heads those that the queries here read; gradients are summed.
+    """Of the keys and values of all heads those that the queries here read; gradients are summed.
 
     Raises:
         ModelError: a norm stands between the gathering and here, whose gradient would be summed twice.
@@ -71,14 +73,16 @@ def own_keys(module: nn.Module, here: Dealt, key: Tensor, value: Tensor) -> tupl
     share, own = here.share, any(hasattr(part, "share") for part in module.children())
     if own or (share.deals_keys and key.shape[1] == len(share.keys)):
         return key, value
-    norms = [name for name, part in module.named_children() if "k_norm" in name and any(part.parameters())]
+    norms = [
+        name for name, part in module.named_children() if "k_norm" in name and next(part.parameters(), None) is not None
+    ]
     if norms and torch.is_grad_enabled() and key.requires_grad:
         raise ModelError(
             f"{type(module).__name__} has {norms[0]} behind keys that were gathered for all heads, and in training its "
             "gradient would count them once a process; headwise.hf.tensor_parallel splits models by whole heads, any "
             "number of key-value heads included"
         )
-    return share.pick(here.group.shared(key)), share.pick(here.group.shared(value))
+    return here.share.pick(here.group.shared(key)), here.share.pick(here.group.shared(value))
 
 
 def together(here: Dealt, tensors: tuple[Tensor, Tensor, Tensor], **by_head: Tensor | None) -> dict[str, Any]:
@@ -97,6 +101,8 @@ def own_part(here: Dealt, x: Tensor | None) -> Tensor | None:
     """Of something with one entry a head, on its axis -3 or 0, that of the heads here."""
     if x is None:
         return None
+    if as_dtensor(x) is not None:
+        return here.parameter(x)
     axis = 0 if x.ndim < 3 else x.ndim - 3
     if x.shape[axis] != here.share.num_heads:
         return x
@@ -235,7 +241,7 @@ def _register(name: str, num_heads: int, num_kv_heads: int) -> None:
         return
     base: Any = _transformers("tensor_parallel").TensorParallelLayer
 
-    class KeyHeads(base):  # type: ignore[misc]
+    class KeyHeads(base):
         def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
             from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -250,13 +256,13 @@ def _register(name: str, num_heads: int, num_kv_heads: int) -> None:
 
             def own(parameter: Tensor) -> Tensor:
                 heads = as_replica(as_dtensor(parameter), group.dim).unflatten(0, (num_kv_heads, -1))
-                return module.share.pick(heads, 0).flatten(0, 1)  # type: ignore[no-any-return]
+                return module.share.pick(heads, 0).flatten(0, 1)
 
             def forward(x: Tensor) -> Tensor:
                 bias = None if module.bias is None else own(module.bias)
                 return nn.functional.linear(group.shared(x), own(module.weight), bias)
 
             module.forward = forward
-            return module  # type: ignore[no-any-return]
+            return module
 
     styles.register(name, KeyHeads())

@@ -182,7 +182,8 @@ def dealt(module: Any, projection: nn.Module, num_kv_heads: int | None = None) -
     Raises:
         ValueError: its heads do not divide over the processes, or are cut twice.
     """
-    weight = as_dtensor(getattr(projection, "weight", None))
+    own = getattr(projection, "weight", None)
+    weight = None if type(own) is nn.Parameter else as_dtensor(own)  # asked in every forward
     if weight is None:
         return None
     cuts = [dim for dim, place in enumerate(weight.placements) if place.is_shard(0)]

@@ -87,7 +87,7 @@ class InnerAttention(Inner):
         See `headwise.attention`.
         """
         sharded = current()
-        if sharded is not None and value is not None:
+        if sharded is not None and isinstance(key, Tensor) and value is not None:
             return sharded.attend(query, key, value, mask=mask, gate=gate, **self.options())
         return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **self.options())
 

@@ -171,8 +171,7 @@ class MultiHeadAttention(nn.Module):
         if not causal and any(cache.lengths):  # a memory that is there already
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
-            here = self.dealt
-            query = self._queries(x if here is None else here.entering(self.q_proj, x)[0])
+            query = self._queries(x)
             query, _ = self.normalize(query, query[:, :0])
             of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
             query, _ = self.rotate(query, query[:, :0], of_queries)
@@ -191,18 +190,20 @@ class MultiHeadAttention(nn.Module):
 
     def _project(self, x: Tensor, for_keys: Tensor, for_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys (B, K, S, D) and values (B, K, S, V), of the heads that are here."""
-        if (here := self.dealt) is not None:
-            x, for_keys, for_values = here.entering(self.q_proj, x, for_keys, for_values)
-        key = self._keys(self.k_proj, for_keys, self.head_dim)
-        return self._queries(x), key, self._keys(self.v_proj, for_values, self.value_dim)
+        here, q, k, v = self.dealt, self.q_proj, self.k_proj, self.v_proj
+        if here is not None:
+            x, for_keys, for_values = here.entering(q, x, for_keys, for_values)
+            key, value = here.keys(k, k(for_keys), self.head_dim), here.keys(v, v(for_values), self.value_dim)
+            return here.queries(q(x), self.head_dim), key, value
+        key = self.split(k(for_keys), self.num_kv_heads, self.head_dim)
+        value = self.split(v(for_values), self.num_kv_heads, self.value_dim)
+        return self.split(q(x), self.num_heads, self.head_dim), key, value
 
     def _queries(self, x: Tensor) -> Tensor:
-        fused, here = self.q_proj(x), self.dealt
-        return self.split(fused, self.num_heads, self.head_dim) if here is None else here.queries(fused, self.head_dim)
-
-    def _keys(self, projection: nn.Module, memory: Tensor, size: int) -> Tensor:
-        fused, here = projection(memory), self.dealt
-        return self.split(fused, self.num_kv_heads, size) if here is None else here.keys(projection, fused, size)
+        """The queries alone."""
+        if (here := self.dealt) is None:
+            return self.split(self.q_proj(x), self.num_heads, self.head_dim)
+        return here.queries(self.q_proj(*here.entering(self.q_proj, x)), self.head_dim)
 
     def _inner(self, *tensors: Any, mask: Mask | Tensor | None, **gated: Any) -> Tensor:
         """The inner part, with what of the mask and the gate is for the heads that are here."""

@@ -100,8 +100,8 @@ def attention(
         if result is not None:
             return result
     if any_dtensor(query, k, v):
-        options = {"scale": scale, "softcap": softcap, "dropout": dropout, "return_lse": return_lse, "backend": backend}
-        return attend_parts(attention, (query, k, v), mask, sinks, gate, **options)
+        rest = {"scale": scale, "softcap": softcap, "dropout": dropout, "return_lse": return_lse, "backend": backend}
+        return attend_parts(attention, (query, k, v), mask, sinks, gate, **rest)
     query, k, v = _autocast(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     with without_autocast(call.device_type):

@@ -76,7 +76,8 @@ def attend_parts(
     keys = keys_read(placed.heads, query.shape[1] // key.shape[1])
     q, k, v = query.to_local(), _here(key, placed, keys), _here(value, placed, keys)
     mask = mapped(as_mask(mask), placed.plain)
-    mask.check(*query.shape[:3], key.shape[2], q.device)
+    B, H, T, _ = query.shape
+    mask.check(B, H, T, key.shape[2], q.device)
     if sinks is not None:
         check_options(query, None, None, sinks, 0.0)
         sinks = placed.plain(sinks)[placed.heads]

@@ -49,19 +49,19 @@ class Group:
 
     def shared(self, x: Tensor) -> Tensor:
         """The same numbers, which every process has; their gradient is the sum of what each process gives them."""
-        return _Shared.apply(x, self) if torch.is_grad_enabled() and x.requires_grad else x  # type: ignore[no-any-return,no-untyped-call]
+        return _Shared.apply(x, self) if torch.is_grad_enabled() and x.requires_grad else x
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum over the processes; each part's gradient is that of the sum."""
-        return _Summed.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _Summed.apply(x, self)
 
     def gathered(self, x: Tensor, axis: int) -> Tensor:
         """The parts of all processes, in their order; each process goes on alike with the whole."""
-        return _Gathered.apply(x, self, axis)  # type: ignore[no-any-return,no-untyped-call]
+        return _Gathered.apply(x, self, axis)
 
     def parted(self, x: Tensor, axis: int) -> Tensor:
         """This process's part of what all have alike."""
-        return _Parted.apply(x, self, axis)  # type: ignore[no-any-return,no-untyped-call]
+        return _Parted.apply(x, self, axis)
 
     def sum_of(self, x: Tensor) -> Tensor:
         """The sum over the processes, without a gradient."""
@@ -93,7 +93,7 @@ class _Shared(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.group.sum_of(grad), None
 
 
@@ -103,7 +103,7 @@ class _Summed(torch.autograd.Function):
         return group.sum_of(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -114,7 +114,7 @@ class _Gathered(torch.autograd.Function):
         return group.all_of(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.group.part_of(grad, ctx.axis), None, None
 
 
@@ -125,7 +125,7 @@ class _Parted(torch.autograd.Function):
         return group.part_of(x, axis).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.group.all_of(grad, ctx.axis), None, None
 
 

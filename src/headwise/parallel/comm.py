@@ -138,7 +138,8 @@ class Comm:
         """
         self._check_usable(operation)
         self._count += 1
-        header = {"operation": operation, "count": self._count, "same": _texts(same), "own": dict(own or {})}
+        facts = _texts(same)
+        header: dict[str, Any] = {"operation": operation, "count": self._count, "same": facts, "own": dict(own or {})}
         if error is not None:
             header = {"operation": operation, "count": self._count, "error": str(error)[:_LONGEST_TEXT]}
         told = self._headers(operation, header)
@@ -149,7 +150,7 @@ class Comm:
                 raise RankError(operation, rank, f"raised: {other['error']}")
         for name in ("operation", "count"):
             _compare(operation, "order", [self._doing(other) for other in told], [other[name] for other in told])
-        for name in told[0]["same"].keys() | header["same"].keys():
+        for name in [*facts, *(told[0]["same"].keys() - facts.keys())]:
             values = [other["same"].get(name) for other in told]
             _compare(operation, name, values, values)
         return [other["own"] for other in told]

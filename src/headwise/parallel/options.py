@@ -24,7 +24,8 @@ def digest(*tensors: Tensor | None) -> int:
         x = x.detach()
         once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
         flat = once.contiguous().cpu().view(-1)
-        total = zlib.crc32(flat.view(torch.uint8).numpy() if flat.numel() else b"", total)
+        numbers: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+        total = zlib.crc32(numbers, total)
         total = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode(), total)
     return total
 

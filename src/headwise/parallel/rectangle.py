@@ -91,8 +91,17 @@ def attend(job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, s
             more = (job.numbers.dropout, seed_of(job, at))
             return Partial(*torch.ops.headwise.attend_kept.default(query, key, value, *rules, *more))
         refuse_dropout(job, query)
-        options = {"mask": scoring.mask, "scale": scoring.scale, "softcap": scoring.softcap, "sinks": sinks}
-        return Partial(*attention(query, key, value, return_lse=True, **options), None)
+        out, lse = attention(
+            query,
+            key,
+            value,
+            mask=scoring.mask,
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+            sinks=sinks,
+            return_lse=True,
+        )
+        return Partial(out, lse, None)
 
 
 def refuse_dropout(job: Job, query: Tensor) -> None:
@@ -150,8 +159,10 @@ def _by_autograd(
 ) -> Gradient:
     with torch.enable_grad():
         own = [x.detach().requires_grad_() for x in tensors]
-        options = {"mask": scoring.mask, "scale": scoring.scale, "softcap": scoring.softcap}
-        out, lse = attention(*own, return_lse=True, **options)
+        query, key, value = own
+        out, lse = attention(
+            query, key, value, mask=scoring.mask, scale=scoring.scale, softcap=scoring.softcap, return_lse=True
+        )
     with torch.no_grad():
         weight = torch.exp(lse - whole.lse.masked_fill(whole.lse == -torch.inf, 0.0))
         of_lse = (grad_out * (out - whole.out)).to(lse.dtype).sum(-1)

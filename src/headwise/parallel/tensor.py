@@ -69,9 +69,8 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
         )
     if module.dealt is not None or any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(f"this {type(module).__name__} is split over processes already; split a module once")
-    latent = isinstance(module, LatentAttention)
     group = Group(mesh)
-    K = module.num_heads if latent else module.num_kv_heads
+    K = module.num_heads if isinstance(module, LatentAttention) else module.num_kv_heads
     share = Share(module.num_heads, K, group.size, group.rank)
     _check_parts(module)
     if isinstance(module, LatentAttention):

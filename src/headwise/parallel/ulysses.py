@@ -197,5 +197,13 @@ def _own_heads(
         rules = lowered(scoring, job.T, job.S)
         return attend_train(query, key, value, *rules, job.numbers.dropout, seed_of(job, at))
     refuse_dropout(job, query)
-    options = {"mask": scoring.mask, "scale": scoring.scale, "softcap": scoring.softcap, "sinks": scoring.sinks}
-    return attention(query, key, value, return_lse=True, **options)
+    return attention(
+        query,
+        key,
+        value,
+        mask=scoring.mask,
+        scale=scoring.scale,
+        softcap=scoring.softcap,
+        sinks=scoring.sinks,
+        return_lse=True,
+    )

@@ -37,8 +37,10 @@ def load_slices(module: Module, source: str | os.PathLike[str], *, prefix: str =
         The module.
 
     Raises:
+        TypeError: no module, or no path.
         FileNotFoundError: no such file, or a folder without safetensors files.
-        ValueError: names that the files lack, or tensors of another shape; nothing has changed then.
+        ValueError: a file that is none of safetensors, names that the files lack, or tensors of another shape; nothing
+            has changed then.
 
     Example:
         >>> with torch.device("meta"):
@@ -48,8 +50,10 @@ def load_slices(module: Module, source: str | os.PathLike[str], *, prefix: str =
     if not isinstance(module, nn.Module):
         raise TypeError(f"load_slices takes a torch.nn.Module; got {shown(module)}")
     check_texts(prefix=prefix)
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"source is the path of a safetensors file, or of a folder with some; got {shown(source)}")
     try:
-        from safetensors import safe_open
+        import safetensors  # noqa: F401
     except ImportError as error:
         raise missing_extra("headwise.parallel.load_slices", "hf", error) from None
     places = _files(Path(source))
@@ -60,7 +64,7 @@ def load_slices(module: Module, source: str | os.PathLike[str], *, prefix: str =
             f"{source} lacks {len(lacking)} of {len(wanted)} tensors, {lacking[0]!r} first; `prefix` is what stands "
             f"before a parameter's name there, now {prefix!r}"
         )
-    opened = {path: safe_open(path, framework="pt") for path in {places[prefix + name] for name in wanted}}
+    opened = {path: _opened(path) for path in {places[prefix + name] for name in wanted}}
     slices = {name: opened[places[prefix + name]].get_slice(prefix + name) for name in wanted}
     for name, old in wanted.items():
         if tuple(slices[name].get_shape()) != tuple(old.shape):
@@ -75,15 +79,26 @@ def load_slices(module: Module, source: str | os.PathLike[str], *, prefix: str =
 
 def _files(source: Path) -> Mapping[str, Path]:
     """In which file each tensor lies."""
-    from safetensors import safe_open
-
-    if source.is_dir() and (source / INDEX).is_file():
-        listed: dict[str, str] = json.loads((source / INDEX).read_text("utf8"))["weight_map"]
-        return {name: source / Path(file).name for name, file in listed.items()}
+    index = source / INDEX
+    if source.is_dir() and index.is_file():
+        try:
+            listed: dict[str, str] = json.loads(index.read_text("utf8"))["weight_map"]
+            return {name: source / Path(file).name for name, file in listed.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is no index of safetensors files ({error}); download it anew") from None
     files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
     if not files or not all(file.is_file() for file in files):
         raise FileNotFoundError(f"{source} is no safetensors file, and no folder with such files")
-    return {name: file for file in files for name in safe_open(file, framework="pt").keys()}  # noqa: SIM118 - no dict
+    return {name: file for file in files for name in _opened(file).keys()}  # noqa: SIM118 - no dict
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no safetensors file ({error}); download it anew") from None
 
 
 @torch.no_grad()

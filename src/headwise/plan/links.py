@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 from .places import (
@@ -220,12 +221,17 @@ def pairs(call: Call, ranks: int, layout: Layout = "ring", order: Order | None =
     order = order or order_of(call, ranks)
     if layout == "ulysses":
         return tuple(share.heads * call.pairs(call.queries) for share in head_shares(call.heads, call.kv_heads, ranks))
+    if layout != "pass_q":
+        return _pairs(call, ranks, order)
+    return tuple(  # each computes on its own keys
+        call.heads * (call.queries * old + sum(call.pairs_of_keys(b) - call.pairs_of_keys(a) for a, b in part))
+        for part, old in zip(places(call.queries, ranks, order), shares(call.cached, ranks), strict=True)
+    )
+
+
+@cache
+def _pairs(call: Call, ranks: int, order: Order) -> tuple[int, ...]:
     own = places(call.queries, ranks, order)
-    if layout == "pass_q":  # each computes on its own keys
-        return tuple(
-            call.heads * (call.queries * old + sum(call.pairs_of_keys(b) - call.pairs_of_keys(a) for a, b in part))
-            for part, old in zip(own, shares(call.cached, ranks), strict=True)
-        )
     return tuple(call.heads * sum(call.pairs(stop) - call.pairs(start) for start, stop in part) for part in own)
 
 

@@ -70,7 +70,7 @@ class Model:
 
     def parts(self) -> list[Part]:
         """Every part of the text model, attention's first."""
-        layers = (*self.layers, *self.states)
+        layers: tuple[AttentionLayer | StateLayer, ...] = (*self.layers, *self.states)
         return [part for layer in layers for part in layer.parts()] + list(self.others)
 
     def attention_parameters(self) -> int:
@@ -179,7 +179,9 @@ def _composite(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -
     towers = [
         replace(tower, others=(*tower.others, *connector(fields, its, model.d_model))) for tower, _, its, _ in made
     ]
-    strange = [f"{key}.{field}" for _, unknown, _, key in made for field in unknown] + fields.unknown()
+    strange = [f"{key}.{field}" for _, unknown, _, key in made for field in unknown]
+    beside = about["text"].get("flat") and config.get(about["text"]["key"]) is None
+    strange += [] if beside else fields.unknown()  # the text model tells of those beside the towers
     notes = [*model.notes]
     if named not in (None, *own.values()):
         notes.append(f"the head of {short(named)} is not counted; the model below it is")

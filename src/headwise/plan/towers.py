@@ -45,11 +45,12 @@ class Tower:
         return parameters(self.parts())
 
     def flops(self) -> int | None:
-        """Operations of one picture or piece of sound in its layers; None where its tokens are not fixed."""
+        """Operations of one picture or piece of sound, up to its last layer; None where its tokens are not fixed."""
         if self.tokens is None:
             return None
-        inside = [part for part in self.others if part.name in ("mlp", "patches")]
-        macs = sum(part.macs for part in inside) * self.tokens
+        times = {"mlp": self.tokens, "patches": self.tokens, "conv1": 2 * self.tokens, "conv2": self.tokens}
+        times["patches"] -= any(part.name == "class_token" for part in self.others)
+        macs = sum(part.macs * times.get(part.name, 0) for part in self.others)
         for layer in self.layers:
             macs += sum(part.macs for part in layer.parts()) * self.tokens
             macs += layer.score_macs() * layer.pairs(self.tokens, self.tokens)
@@ -100,7 +101,7 @@ def tower_of(config: Mapping[str, Any], key: str, spec: Mapping[str, Any]) -> tu
             f"{key} has the architecture {short(kind)}; towers of {', '.join(known_towers())} are modelled"
         )
     rename: dict[str, str] = about.get("rename", {})
-    fields = Fields({rename.get(name, name): value for name, value in inner.items()}, about)
+    fields = Fields({rename.get(str(name), str(name)): value for name, value in inner.items()}, about)
     one = plain_layer(fields, "encoder")
     layers = tuple(replace(one, index=i) for i in range(fields.size("num_hidden_layers")))
     others = tuple(replace(part, stream=STREAM) for part in _others(fields, len(layers)))
