@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import media, reading, writing
+from . import guard, media, reading, several, writing
 from .against import either, read_plan
 from .loading import load
 from .output import console, progress
@@ -76,15 +76,17 @@ def _look(  # private, for a command has as many options as its users need, and 
 ) -> None:
     """See what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
     beside = (image, audio, target, pair)
-    more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance, *beside), text, file)
-    content = read_text(text, file) if reading.reads_text(more, text, file) else None
-    names = writing.destinations(out, as_json, against)
-    plan = read_plan(kept, against)
+    asked = reading.More(corpus, length, state, sentences, needles, importance, *beside)
+    more, content = guard.together(lambda: _reading(asked, text, file))
+    names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
+    plan = guard.together(lambda: read_plan(kept, against))
     result = either(model, lambda name: look_at(name, content, device, dtype, more))
     if against is not None:
         from headwise.look import compare
 
         result = compare(result, either(against, lambda name: look_at(name, content, device, dtype, more)), kept=plan)
+    if not several.speaks():
+        return
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json())
@@ -96,11 +98,19 @@ def _look(  # private, for a command has as many options as its users need, and 
     print(*lines, sep="\n", end="\n" * bool(lines))
 
 
+def _reading(more: reading.More, text: str | None, file: str | None) -> tuple[reading.More, str | None]:
+    """What is read, checked: the options, and the text where it is one."""
+    more = reading.checked(more, text, file)
+    return more, read_text(text, file) if reading.reads_text(more, text, file) else None
+
+
 def look_at(model: str | None, text: str | None, device: str, dtype: str | None, more: reading.More) -> Any:
     """What the heads of the model do on the text, or on a corpus."""
     beside = reading.opened(more)
     with progress() as show:
-        loaded = load(model, device, dtype, show, "headwise look", any_input=more.corpus is None)
+        where = several.own_device(device)
+        one = more.corpus is None
+        loaded = guard.together(lambda: load(model, where, dtype, show, "headwise look", any_input=one))
         from headwise import look as looking
 
         name = loaded.name if model is not None else "headwise tiny"

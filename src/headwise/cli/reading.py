@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import typer
 
+from . import guard, several
 from .media import read_image, read_sound
 
 STATE = "headwise-look.state"
@@ -48,6 +49,11 @@ def checked(more: More, text: str | None, file: str | None) -> More:
         if name in more.beside and not more.beside[name].strip():
             raise typer.BadParameter(f"--{name}: the text is empty; give a few words at least")
     if more.corpus is None:
+        if several.started() > 1:
+            raise typer.BadParameter(
+                f"{several.started()} processes (WORLD_SIZE) share the texts of a --corpus; give one, or start "
+                "headwise without torchrun"
+            )
         for name, given in (("length", more.length), ("state", more.state)):
             if given is not None:
                 raise typer.BadParameter(f"--{name} is of a corpus; give it with --corpus")
@@ -137,19 +143,26 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
         return text
 
     rows = _rows(loaded, map(bytes_read, documents(more.corpus)), most)
-    first = next(rows, None)
-    if first is None:
-        raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+
+    def begin() -> tuple[list[int], dict[str, Any]]:
+        first = next(rows, None)
+        if first is None:
+            raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+        return first, readings(loaded, more, first)
+
+    first, read = guard.together(begin)
     result = over(
         loaded.model,
         chain([first], rows),
         words=words,
         name=name,
-        readings=readings(loaded, more, first),
+        readings=read,
         state=more.state,
         progress=lambda texts, _: show(min(done[0], size), size),
+        group=several.processes().group,
     )
-    Path(more.state or STATE).unlink(missing_ok=True)
+    if several.speaks():
+        Path(more.state or STATE).unlink(missing_ok=True)
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, TypeAlias
@@ -149,17 +149,26 @@ def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Lo
     )
 
 
-def read_more(reader: Reader, repeats: Repeats | None, readings: Mapping[str, Sequence[Passage]]) -> Sequence[Passage]:
-    """What the roles read beside the texts: random tokens repeated (returned), and passages by the kind of reading."""
+def read_more(
+    reader: Reader,
+    repeats: Repeats | None,
+    readings: Mapping[str, Sequence[Passage]],
+    mine: Callable[[Sequence[Passage]], bool] = bool,
+) -> Sequence[Passage]:
+    """What the roles read beside the texts: random tokens repeated (returned), and passages by the kind of reading.
+
+    Of several processes each reads the batches that are `mine`.
+    """
     drawn: Sequence[Passage] = ()
     if repeats is not None:
         drawn = random_copies(repeats, reader.facts, reader.words, ahead=reader.kind == "encoder")
-        if drawn:
+        if drawn and mine(drawn):
             reader.read(drawn, COPIES)
     for reads, passages in readings.items():
         usual = usual_distances(passages)
         for batch in batches(numbered(passages), BATCH):
-            reader.read(batch, reads, usual)
+            if mine(batch):
+                reader.read(batch, reads, usual)
     return drawn
 
 

@@ -181,6 +181,7 @@ class Reader:
             place = {"module": call.module, "call": view.again, "part": part}
             tally = LayerTally(place, call.query.shape[1])
             self.tallies.append(tally)
+        tally.is_of(part)
         first = tally.over is None
         if reads == TEXT and first:
             tally.over = view.over

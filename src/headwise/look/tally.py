@@ -84,6 +84,10 @@ Shown = tuple[float, int, int, int]
 
 MOST_SHOWN = 3
 
+PARTS = ("decoder", "encoder", "cross")
+"""What a call may be of. A short text does not show that its queries may look ahead, or are another text's than its
+keys: so of several texts the last word in this order counts."""
+
 
 @dataclass
 class LayerTally:
@@ -136,9 +140,15 @@ class LayerTally:
         said = self.details.get((role, head), {})
         return min(said, key=lambda text: (-said[text], text)) if said else ""
 
+    def is_of(self, part: str) -> None:
+        """What a text shows of the part that the call is of."""
+        if PARTS.index(part) > PARTS.index(self.place["part"]):
+            self.place = {**self.place, "part": part}
+
     def merge(self, other: LayerTally) -> None:
         """Other texts' sums of the same call."""
-        if self.place != other.place or self.heads != other.heads:
+        self.is_of(other.place["part"])
+        if self.place != {**other.place, "part": self.place["part"]} or self.heads != other.heads:
             raise ValueError(
                 f"looks merge call by call; got {other.place} with {other.heads} heads where {self.place} with "
                 f"{self.heads} stands: merge looks of one model alone"
