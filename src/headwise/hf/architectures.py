@@ -23,6 +23,7 @@ OUTSIDE: dict[str, str] = {
     "funnel": _OWN,
     "gpt_neo": _OWN,
     "gptj": _OWN,
+    "informer": "it attends with some of its queries alone (ProbSparse), in code of its own",
     "layoutlmv2": _OWN,
     "layoutlmv3": _OWN,
     "led": _OWN,

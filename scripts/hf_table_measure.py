@@ -1,0 +1,276 @@
+"""One architecture: built, run under eager and under headwise, compared."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import torch
+from hf_table_build import build, special
+from hf_table_inputs import STEPS, Given, inputs, padded
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import headwise.hf.attention as bridge
+from headwise.hf.errors import ModelError
+from headwise.hf.interface import attention_modules, unseen_modules
+
+Found = dict[str, Tensor]
+EQUAL, GRADIENTS = 1e-5, 1e-4
+"""Of the largest number of an output, as in tests/test_hf_models.py, and of a parameter's gradient; beyond it see
+`rounding`."""
+
+
+def flat(output: Any, name: str = "") -> Found:
+    """The float tensors of an output by name, without caches."""
+    if isinstance(output, Tensor):
+        return {name: output} if output.is_floating_point() and output.numel() else {}
+    if isinstance(output, dict):
+        items = [(k, v) for k, v in output.items() if not re.search("past_key_values|cache|attentions", str(k))]
+    elif isinstance(output, list | tuple):
+        items = list(enumerate(output))
+    else:
+        return {}
+    return {k: x for key, value in items for k, x in flat(value, f"{name}.{key}" if name else str(key)).items()}
+
+
+def real(found: Found, given: Given) -> Found:
+    """The outputs at tokens that are not padding."""
+    masks = [
+        x.bool() for k, x in given.items() if k.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2
+    ]
+    kept = {}
+    for name, x in found.items():
+        fits = [m for m in masks if x.ndim > 2 and x.shape[:2] == m.shape]
+        kept[name] = x[fits[0]] if fits else x
+    return kept
+
+
+def run(model: PreTrainedModel, given: Given, **more: Any) -> tuple[Any, Found]:
+    torch.manual_seed(11)  # models that draw: the same numbers
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    cast = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in given.items()}
+    output = model(**cast, **more)
+    return output, real(flat(output), given)
+
+
+def apart(ours: Found, eager: Found) -> float:
+    """The largest difference, as a part of the largest number of its output."""
+    if ours.keys() != eager.keys():
+        raise ValueError(f"outputs {sorted(ours)} and {sorted(eager)}")
+    worst = 0.0
+    for name, b in eager.items():
+        a = ours[name]
+        if a.shape != b.shape:
+            raise ValueError(f"{name}: {tuple(a.shape)} and {tuple(b.shape)}")
+        same = torch.isfinite(a) == torch.isfinite(b)
+        a, b = (torch.nan_to_num(x.detach().double(), 0.0, 0.0, 0.0) for x in (a, b))
+        difference = (a - b).abs().max() / b.abs().max().clamp(min=1e-30)
+        worst = max(worst, float(difference) if bool(same.all()) else float("inf"))
+    return worst
+
+
+def steps(model: PreTrainedModel, given: Given) -> Found:
+    """A forward that fills a cache, then a step and a chunk that read it."""
+    text = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    ids = given[text]
+    more = torch.randint(3, 90, (len(ids), sum(STEPS)), generator=torch.Generator().manual_seed(5))
+    output, found = run(model, given, use_cache=True)
+    whole = {f"0.{k}": x for k, x in found.items()}
+    past = output.past_key_values
+    at = 0
+    for n, length in enumerate(STEPS, 1):
+        step: Given = {text: more[:, at : at + length], "past_key_values": past}
+        at += length
+        if text == "decoder_input_ids" and "encoder_outputs" in inspect.signature(model.forward).parameters:
+            step["encoder_outputs"] = (output.encoder_last_hidden_state,)
+            if "attention_mask" in given:
+                step["attention_mask"] = given["attention_mask"]
+        elif "attention_mask" in given:
+            step["attention_mask"] = torch.cat([given["attention_mask"], torch.ones(len(ids), at, dtype=torch.long)], 1)
+        next_output, found = run(model, step, use_cache=True)
+        whole |= {f"{n}.{k}": x for k, x in found.items() if not k.startswith("encoder")}
+        past = next_output.past_key_values
+    return whole
+
+
+def gradients(model: PreTrainedModel, given: Given) -> Found:
+    """Of every parameter, from the outputs weighed by noise; empty where nothing can be derived."""
+    noise = torch.Generator().manual_seed(13)
+    model.zero_grad()
+    with torch.enable_grad():
+        found = [x for x in run(model, given)[1].values() if x.requires_grad]
+        if not found:
+            return {}
+        loss = sum((x * torch.randn(x.shape, generator=noise, dtype=x.dtype)).sum() / x.numel() for x in found)
+        loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    largest = max((float(g.abs().max()) for g in grads.values()), default=0.0)
+    # A gradient that is zero in exact arithmetic (a bias of keys) is rounding alone: such are measured by the largest.
+    return {"": torch.cat([g.flatten() / max(float(g.abs().max()), 1e-3 * largest, 1e-30) for g in grads.values()])}
+
+
+@contextmanager
+def calls(gate: bool = False) -> Iterator[list[str]]:
+    """The attention calls that reach headwise; `gate`: without their first head."""
+    seen: list[str] = []
+    exact = bridge.attention
+
+    def spy(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append("")
+        if gate:
+            kwargs["gate"] = torch.tensor([0.0] + [1.0] * (query.shape[1] - 1), dtype=query.dtype)
+            if query.shape[1] == 1:
+                kwargs["gate"] = torch.tensor([0.5], dtype=query.dtype)
+        return exact(query, *args, **kwargs)
+
+    with mock.patch.object(bridge, "attention", spy):
+        yield seen
+
+
+def decodes(output: Any, parameters: Any) -> bool:
+    return "past_key_values" in parameters and getattr(output, "past_key_values", None) is not None
+
+
+def ways(model: PreTrainedModel, given: Given) -> dict[str, Any]:
+    """What is compared: name -> a function of the model."""
+    parameters = inspect.signature(model.forward).parameters
+    several: dict[str, Any] = {"plain": lambda m: run(m, given)[1]}
+    text = "input_ids" in given and "attention_mask" in parameters
+    causal = "input_ids" in given and "past_key_values" in parameters and "decoder_input_ids" not in given
+    if text:
+        several["right"] = lambda m: run(m, padded(m, given, "right"))[1]
+    if text and causal:
+        several["left"] = lambda m: run(m, padded(m, given, "left"))[1]
+    if "past_key_values" in parameters and ("input_ids" in given or "decoder_input_ids" in given):
+        first = padded(model, given, "left") if text and causal else given
+        several["cached"] = lambda m: steps(m, first)
+    last = padded(model, given, "left" if causal else "right") if text else given
+    several["gradient"] = lambda m: gradients(m, last)
+    return several
+
+
+def measure(model_type: str) -> dict[str, Any]:
+    """The row of one architecture."""
+    begun = time.perf_counter()
+    row: dict[str, Any] = {"name": model_type}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        row |= outcome(model_type)
+    return row | {"seconds": round(time.perf_counter() - begun, 2)}
+
+
+def said(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])}"[:300]
+
+
+def outcome(model_type: str) -> dict[str, Any]:
+    skipped = special(model_type).get("left")
+    if skipped:
+        return {"outcome": "left", "reason": skipped}
+    try:
+        model = build(model_type)
+        model.set_attn_implementation(special(model_type).get("reference", "eager"))
+        row = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    except Exception as error:
+        return {"outcome": "not built", "reason": said(error), "at": where(error)}
+    try:
+        given = inputs(model, model_type)
+        with torch.no_grad():
+            output, eager = run(model, given)
+    except Exception as error:
+        return row | {"outcome": "not run", "reason": said(error), "at": where(error)}
+    row["inputs"] = {k: list(x.shape) if isinstance(x, Tensor) else str(x) for k, x in given.items()}
+    if not eager:
+        return row | {"outcome": "not run", "reason": "no output of floats"}
+    if not all(torch.isfinite(x).any() for x in eager.values()):
+        return row | {"outcome": "not run", "reason": "no finite output"}
+    try:
+        ours = build(model_type, "headwise")
+        ours.load_state_dict(model.state_dict())
+    except (ModelError, ValueError) as error:
+        row |= {"reason": said(error), "own": bool(unseen_modules(model) or attention_modules(model))}
+        if not isinstance(error, ModelError) and "headwise" not in str(error):
+            return row | {"outcome": "broken"}
+        ours: PreTrainedModel = copy.deepcopy(model)
+        seen: list[str] = []
+        with suppress(Exception), torch.no_grad(), calls() as seen:
+            ours.set_attn_implementation("headwise")
+            run(ours, given)
+        if not seen:
+            return row | {"outcome": "refused"}
+        row["switched"] = True
+    return row | compared(model, ours, given, eager)
+
+
+def compared(model: PreTrainedModel, ours: PreTrainedModel, given: Given, eager: Found) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    try:
+        with torch.no_grad(), calls() as seen:
+            run(ours, given)
+    except ModelError as error:
+        return {"outcome": "refused", "reason": said(error), "own": True}
+    except ValueError as error:
+        if "headwise" in str(error):
+            return {"outcome": "refused", "reason": said(error), "own": True}
+        return {"outcome": "broken", "reason": said(error), "at": where(error)}
+    except Exception as error:
+        return {"outcome": "broken", "reason": said(error), "at": where(error)}
+    row |= {"calls": len(seen), "modules": len(attention_modules(model)), "unseen": len(unseen_modules(model))}
+    if not seen:
+        return row | {"outcome": "not reached", "reason": "no call of attention reached headwise"}
+    differences: dict[str, float] = {}
+    for name, way in ways(model, given).items():
+        grad = torch.enable_grad() if name == "gradient" else torch.no_grad()
+        try:
+            with grad:
+                theirs = way(model)
+        except Exception as error:
+            row.setdefault("without", {})[name] = said(error) + " @ " + where(error)
+            continue
+        if not theirs:
+            continue
+        try:
+            with torch.enable_grad() if name == "gradient" else torch.no_grad():
+                differences[name] = apart(way(ours), theirs)
+        except Exception as error:
+            return row | {"outcome": "broken", "reason": f"{name}: {said(error)}", "at": where(error)}
+    row["differences"] = differences
+    with torch.no_grad(), calls(gate=True):
+        row["moved"] = apart(run(ours, given)[1], eager)
+    worse = [k for k, v in differences.items() if not v <= (GRADIENTS if k == "gradient" else EQUAL)]
+    if worse:
+        row["rounding"] = {k: rounding(model, ours, ways(model, given)[k], k == "gradient") for k in worse}
+    return row | {"outcome": "equal" if all(row.get("rounding", {}).values()) else "differs"}
+
+
+def rounding(model: PreTrainedModel, ours: PreTrainedModel, way: Any, gradient: bool) -> bool:
+    """Whether a difference is rounding that the model itself makes large.
+
+    Then in float64 both agree, and in float32 headwise is as far from that as eager is itself.
+    """
+    with torch.enable_grad() if gradient else torch.no_grad():
+        rough = {name: way(m) for name, m in (("eager", model), ("ours", ours))}
+        fine = {name: way(in_double(m)) for name, m in (("eager", model), ("ours", ours))}
+    theirs, own = apart(rough["eager"], fine["eager"]), apart(rough["ours"], fine["eager"])
+    return apart(fine["ours"], fine["eager"]) <= EQUAL and own <= 2 * theirs + EQUAL
+
+
+def in_double(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model).double()
+
+
+def where(error: BaseException) -> str:
+    import os
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    return " < ".join(f"{os.path.basename(f.filename)}:{f.lineno}" for f in frames[::-1][:4])
