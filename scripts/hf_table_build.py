@@ -200,19 +200,25 @@ def model_class(name: str) -> type[PreTrainedModel]:
     return getattribute_from_module(module, special(name).get("class", classes()[model_type]))
 
 
-def build(name: str, implementation: str = "eager") -> PreTrainedModel:
-    """A tiny random model, in evaluation mode."""
+def build(name: str) -> PreTrainedModel:
+    """A tiny random model on eager attention, in evaluation mode."""
     config, cls = tiny_config(name), model_class(name)
     with torch.device("meta"):
-        size = sum(
-            p.numel() for p in cls._from_config(config, attn_implementation=implementation, **EXPERTS).parameters()
-        )
+        size = sum(p.numel() for p in cls._from_config(config, attn_implementation="eager", **EXPERTS).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(3)
-    model = cls._from_config(tiny_config(name), attn_implementation=implementation, **EXPERTS).eval()
+    model = cls._from_config(tiny_config(name), attn_implementation="eager", **EXPERTS).eval()
     stir(model)
     return model
+
+
+def build_like(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The same model, built on headwise."""
+    cls = model_class(name)
+    ours = cls._from_config(tiny_config(name), attn_implementation="headwise", **EXPERTS).eval()
+    ours.load_state_dict(model.state_dict())
+    return ours
 
 
 def stir(model: nn.Module) -> None:
@@ -221,7 +227,7 @@ def stir(model: nn.Module) -> None:
     with torch.no_grad():
         for module in model.modules():
             conv = isinstance(module, nn.modules.conv._ConvNd)
-            for name, weight in module.named_parameters(recurse=False):
+            for weight in module.parameters(recurse=False):
                 if id(weight) in done or not weight.is_floating_point():
                     continue
                 done.add(id(weight))

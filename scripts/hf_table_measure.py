@@ -6,16 +6,18 @@ import copy
 import inspect
 import re
 import time
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from hf_table_build import build, special
+from hf_table_build import build, build_like, special
 from hf_table_inputs import STEPS, Given, inputs, padded
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import headwise.hf.attention as bridge
@@ -23,6 +25,10 @@ from headwise.hf.errors import ModelError
 from headwise.hf.interface import attention_modules, unseen_modules
 
 Found = dict[str, Tensor]
+Row = dict[str, Any]
+Way = Callable[[PreTrainedModel], Found]
+MOVED = 1e-4
+"""What half of a head must move an output by, as a part of it, or a comparison would prove nothing."""
 EQUAL, GRADIENTS = 1e-5, 1e-4
 """Of the largest number of an output, as in tests/test_hf_models.py, and of a parameter's gradient; beyond it see
 `rounding`."""
@@ -118,31 +124,25 @@ def gradients(model: PreTrainedModel, given: Given) -> Found:
 
 
 @contextmanager
-def calls(gate: bool = False) -> Iterator[list[str]]:
-    """The attention calls that reach headwise; `gate`: without their first head."""
-    seen: list[str] = []
+def calls(gate: bool = False) -> Iterator[list[int]]:
+    """The heads of the attention calls that reach headwise; `gate`: with half of their first head."""
+    seen: list[int] = []
     exact = bridge.attention
 
     def spy(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append("")
+        seen.append(query.shape[1])
         if gate:
-            kwargs["gate"] = torch.tensor([0.0] + [1.0] * (query.shape[1] - 1), dtype=query.dtype)
-            if query.shape[1] == 1:
-                kwargs["gate"] = torch.tensor([0.5], dtype=query.dtype)
+            kwargs["gate"] = torch.tensor([0.5] + [1.0] * (query.shape[1] - 1), dtype=query.dtype)
         return exact(query, *args, **kwargs)
 
     with mock.patch.object(bridge, "attention", spy):
         yield seen
 
 
-def decodes(output: Any, parameters: Any) -> bool:
-    return "past_key_values" in parameters and getattr(output, "past_key_values", None) is not None
-
-
-def ways(model: PreTrainedModel, given: Given) -> dict[str, Any]:
+def ways(model: PreTrainedModel, given: Given) -> dict[str, Way]:
     """What is compared: name -> a function of the model."""
     parameters = inspect.signature(model.forward).parameters
-    several: dict[str, Any] = {"plain": lambda m: run(m, given)[1]}
+    several: dict[str, Way] = {"plain": lambda m: run(m, given)[1]}
     text = "input_ids" in given and "attention_mask" in parameters
     causal = "input_ids" in given and "past_key_values" in parameters and "decoder_input_ids" not in given
     if text:
@@ -157,120 +157,117 @@ def ways(model: PreTrainedModel, given: Given) -> dict[str, Any]:
     return several
 
 
-def measure(model_type: str) -> dict[str, Any]:
+def measure(name: str) -> Row:
     """The row of one architecture."""
     begun = time.perf_counter()
-    row: dict[str, Any] = {"name": model_type}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        row |= outcome(model_type)
+        row = {"name": name} | outcome(name)
     return row | {"seconds": round(time.perf_counter() - begun, 2)}
+
+
+def outcome(name: str) -> Row:
+    """Built, run under eager, then under headwise as far as that goes."""
+    if "left" in special(name):
+        return {"outcome": "left", "reason": special(name)["left"]}
+    try:
+        model = build(name)
+        model.set_attn_implementation(special(name).get("reference", "eager"))
+    except Exception as error:
+        return failed("not built", error)
+    row: Row = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
+    try:
+        given = inputs(model, name)
+        with torch.no_grad():
+            theirs = run(model, given)[1]
+    except Exception as error:
+        return row | failed("not run", error)
+    row["inputs"] = {k: list(x.shape) if isinstance(x, Tensor) else str(x) for k, x in given.items()}
+    if not theirs or not all(torch.isfinite(x).any() for x in theirs.values()):
+        return row | {"outcome": "not run", "reason": "eager gives no finite numbers"}
+    ours, refusal = on_headwise(name, model, given)
+    if ours is None:
+        return row | refusal
+    return row | refusal | compared(model, ours, given, theirs)
+
+
+def on_headwise(name: str, model: PreTrainedModel, given: Given) -> tuple[PreTrainedModel | None, Row]:
+    """The same model on headwise; where it is refused when built, switched, if parts of it then run on headwise."""
+    try:
+        return build_like(model, name), {}
+    except ModelError as error:
+        has_attention = bool(unseen_modules(model) or attention_modules(model))
+        refusal: Row = {"reason": said(error), "own": has_attention}
+    except Exception as error:
+        return None, failed("broken", error)
+    ours = copy.deepcopy(model)
+    seen: list[int] = []
+    with suppress(Exception), torch.no_grad(), calls() as seen:
+        ours.set_attn_implementation("headwise")
+        run(ours, given)
+    return (ours, refusal | {"switched": True}) if seen else (None, refusal | {"outcome": "refused"})
+
+
+def compared(model: PreTrainedModel, ours: PreTrainedModel, given: Given, theirs: Found) -> Row:
+    """How far headwise is from eager in every way that the model has."""
+    try:
+        with torch.no_grad(), calls() as seen:
+            run(ours, given)
+    except Exception as error:
+        if isinstance(error, ModelError) or (isinstance(error, ValueError) and "headwise" in str(error)):
+            return {"outcome": "refused", "reason": said(error), "own": True}
+        return failed("broken", error)
+    row: Row = {"calls": len(seen), "modules": len(attention_modules(model)), "unseen": len(unseen_modules(model))}
+    if not seen:
+        return row | {"outcome": "not reached", "reason": "its inputs here reach no attention on the interface"}
+    with torch.no_grad(), calls(gate=True):
+        row["moved"] = apart(run(ours, given)[1], theirs)
+    if row["moved"] < MOVED:
+        return row | {"outcome": "not reached", "reason": "its outputs do not depend on its heads"}
+    found: dict[str, float] = {}
+    for way, function in ways(model, given).items():
+        try:
+            eager = measured(function, model, way)
+        except Exception as error:  # this way is none of the model's: eager itself fails
+            row.setdefault("without", {})[way] = said(error)
+            continue
+        if eager:
+            try:
+                found[way] = apart(measured(function, ours, way), eager)
+            except Exception as error:
+                return row | failed("broken", error, f"{way}: ")
+    worse = [way for way, x in found.items() if not x <= (GRADIENTS if way == "gradient" else EQUAL)]
+    row |= {
+        "differences": found,
+        "rounding": {way: rounding(model, ours, ways(model, given)[way], way) for way in worse},
+    }
+    return row | {"outcome": "equal" if all(row["rounding"].values()) else "differs"}
+
+
+def measured(function: Way, model: PreTrainedModel, way: str) -> Found:
+    with torch.set_grad_enabled(way == "gradient"):
+        return function(model)
+
+
+def rounding(model: PreTrainedModel, ours: PreTrainedModel, function: Way, way: str) -> bool:
+    """Whether a difference is rounding that the model itself makes large.
+
+    Then in float64 both agree, and in float32 headwise is as far from that as eager is itself.
+    """
+    exact, exact_ours = (measured(function, copy.deepcopy(m).double(), way) for m in (model, ours))
+    theirs, own = (apart(measured(function, m, way), exact) for m in (model, ours))
+    return apart(exact_ours, exact) <= EQUAL and own <= 2 * theirs + EQUAL
+
+
+def failed(outcome: str, error: BaseException, way: str = "") -> Row:
+    frames = traceback.extract_tb(error.__traceback__)[:-5:-1]
+    return {
+        "outcome": outcome,
+        "reason": way + said(error),
+        "at": " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames),
+    }
 
 
 def said(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])}"[:300]
-
-
-def outcome(model_type: str) -> dict[str, Any]:
-    skipped = special(model_type).get("left")
-    if skipped:
-        return {"outcome": "left", "reason": skipped}
-    try:
-        model = build(model_type)
-        model.set_attn_implementation(special(model_type).get("reference", "eager"))
-        row = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
-    except Exception as error:
-        return {"outcome": "not built", "reason": said(error), "at": where(error)}
-    try:
-        given = inputs(model, model_type)
-        with torch.no_grad():
-            output, eager = run(model, given)
-    except Exception as error:
-        return row | {"outcome": "not run", "reason": said(error), "at": where(error)}
-    row["inputs"] = {k: list(x.shape) if isinstance(x, Tensor) else str(x) for k, x in given.items()}
-    if not eager:
-        return row | {"outcome": "not run", "reason": "no output of floats"}
-    if not all(torch.isfinite(x).any() for x in eager.values()):
-        return row | {"outcome": "not run", "reason": "no finite output"}
-    try:
-        ours = build(model_type, "headwise")
-        ours.load_state_dict(model.state_dict())
-    except (ModelError, ValueError) as error:
-        row |= {"reason": said(error), "own": bool(unseen_modules(model) or attention_modules(model))}
-        if not isinstance(error, ModelError) and "headwise" not in str(error):
-            return row | {"outcome": "broken"}
-        ours: PreTrainedModel = copy.deepcopy(model)
-        seen: list[str] = []
-        with suppress(Exception), torch.no_grad(), calls() as seen:
-            ours.set_attn_implementation("headwise")
-            run(ours, given)
-        if not seen:
-            return row | {"outcome": "refused"}
-        row["switched"] = True
-    return row | compared(model, ours, given, eager)
-
-
-def compared(model: PreTrainedModel, ours: PreTrainedModel, given: Given, eager: Found) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    try:
-        with torch.no_grad(), calls() as seen:
-            run(ours, given)
-    except ModelError as error:
-        return {"outcome": "refused", "reason": said(error), "own": True}
-    except ValueError as error:
-        if "headwise" in str(error):
-            return {"outcome": "refused", "reason": said(error), "own": True}
-        return {"outcome": "broken", "reason": said(error), "at": where(error)}
-    except Exception as error:
-        return {"outcome": "broken", "reason": said(error), "at": where(error)}
-    row |= {"calls": len(seen), "modules": len(attention_modules(model)), "unseen": len(unseen_modules(model))}
-    if not seen:
-        return row | {"outcome": "not reached", "reason": "no call of attention reached headwise"}
-    differences: dict[str, float] = {}
-    for name, way in ways(model, given).items():
-        grad = torch.enable_grad() if name == "gradient" else torch.no_grad()
-        try:
-            with grad:
-                theirs = way(model)
-        except Exception as error:
-            row.setdefault("without", {})[name] = said(error) + " @ " + where(error)
-            continue
-        if not theirs:
-            continue
-        try:
-            with torch.enable_grad() if name == "gradient" else torch.no_grad():
-                differences[name] = apart(way(ours), theirs)
-        except Exception as error:
-            return row | {"outcome": "broken", "reason": f"{name}: {said(error)}", "at": where(error)}
-    row["differences"] = differences
-    with torch.no_grad(), calls(gate=True):
-        row["moved"] = apart(run(ours, given)[1], eager)
-    worse = [k for k, v in differences.items() if not v <= (GRADIENTS if k == "gradient" else EQUAL)]
-    if worse:
-        row["rounding"] = {k: rounding(model, ours, ways(model, given)[k], k == "gradient") for k in worse}
-    return row | {"outcome": "equal" if all(row.get("rounding", {}).values()) else "differs"}
-
-
-def rounding(model: PreTrainedModel, ours: PreTrainedModel, way: Any, gradient: bool) -> bool:
-    """Whether a difference is rounding that the model itself makes large.
-
-    Then in float64 both agree, and in float32 headwise is as far from that as eager is itself.
-    """
-    with torch.enable_grad() if gradient else torch.no_grad():
-        rough = {name: way(m) for name, m in (("eager", model), ("ours", ours))}
-        fine = {name: way(in_double(m)) for name, m in (("eager", model), ("ours", ours))}
-    theirs, own = apart(rough["eager"], fine["eager"]), apart(rough["ours"], fine["eager"])
-    return apart(fine["ours"], fine["eager"]) <= EQUAL and own <= 2 * theirs + EQUAL
-
-
-def in_double(model: PreTrainedModel) -> PreTrainedModel:
-    return copy.deepcopy(model).double()
-
-
-def where(error: BaseException) -> str:
-    import os
-    import traceback
-
-    frames = traceback.extract_tb(error.__traceback__)
-    return " < ".join(f"{os.path.basename(f.filename)}:{f.lineno}" for f in frames[::-1][:4])

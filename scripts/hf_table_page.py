@@ -130,7 +130,7 @@ architectures that an auto class of transformers {version} builds, runs it with 
 NOTES = """
 - **equal**: every output, at the tokens that are no padding, is within 1e-5 of its largest number; gradients of all parameters within 1e-4
   of each one's largest. Where a model makes rounding larger than that (marked `*`), both agree in float64, and headwise in float32 is as
-  near to that as eager is. At least one call reached headwise, and leaving out its first head moved the output.
+  near to that as eager is. At least one call reached headwise, and half of its first head moved the output.
 - **ways**: R, L: a text of the batch padded on the right, on the left; C: a cache filled with padded texts, then a step and a chunk of
   3 tokens; G: gradients. `part`: some of its attention is in code of its own, and stays there.
 - **calls** of attention in a forward; **output** and **gradient**: the largest difference, as a part of the largest number.
