@@ -1,13 +1,14 @@
 """Models of Hugging Face on headwise, against eager: the table of kinds, and the ledger of all architectures.
 
-    python scripts/hf_table.py                     how far logits lie from eager's on tiny models of many kinds (Markdown)
-    python scripts/hf_table.py --all               a tiny model of every architecture of transformers: equal, refused, broken?
+    python scripts/hf_table.py                     a few kinds: how far logits lie from eager's, as a Markdown table
+    python scripts/hf_table.py --all               a tiny model of every architecture: equal, refused, or broken?
     python scripts/hf_table.py --only llama gpt2   these alone, with what was compared
-    python scripts/hf_table.py --all --docs        writes docs/models.md, too, and the counts under --label
+    python scripts/hf_table.py --all --docs        writes docs/models.md, too, and its counts under --label
 
 `--json FILE` keeps a row as soon as it is done; with `--resume`, rows in FILE are not measured again.
 
-Exit code 1 where a model is broken: its numbers differ from eager's, or it dies of anything but a refusal; 130 after Ctrl-C.
+Exit code 1 where a model is broken: its numbers differ from eager's, or it dies of anything but a refusal; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -123,9 +124,10 @@ def main() -> int:
     if not options.all and not options.only:
         kinds()
         return 0
-    import headwise.hf  # noqa: F401  (registers)
     from hf_table_build import names, parts
     from hf_table_page import PAGE, page, record
+
+    import headwise.hf  # noqa: F401  (registers)
 
     unknown = sorted(set(options.only or ()) - set(names()))
     if unknown or (options.docs and options.only):

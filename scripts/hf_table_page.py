@@ -76,22 +76,27 @@ def page(rows: Sequence[Row], parts: Sequence[str]) -> str:
     found = Counter(map(group, rows))
     built = sum(found[name] for name in ("equal", "refused", "without", "broken"))
     lines = [HEAD.format(count=len(rows), built=built, share=built / len(rows), version=transformers.__version__)]
-    lines += [
-        "| run | transformers | torch | in all | equal | of these in part | refused | without | left | broken | worst output | worst gradient |"
-    ]
-    lines += ["|---|---|---|---|---|---|---|---|---|---|---|---|"]
-    lines += [
-        f"| {x['label']} | {x['transformers']} | {x['torch']} | {x['all']} | {x['equal']} | {x['equal'] - x['whole']} | {x['refused']} "
-        f"| {x['without']} | {x['left']} | {x['broken']} | {x['outputs']:.0e} | {x['gradients']:.0e} |"
-        for x in recorded()
-    ]
+    columns = (
+        "run, transformers, torch, in all, equal, of these in part, refused, without, left, broken, output, gradient"
+    )
+    lines += ["| " + " | ".join(columns.split(", ")) + " |", "|---" * (columns.count(",") + 1) + "|"]
+    lines += [_counts(run) for run in recorded()]
     lines.append(NOTES)
     for name, heading in GROUPS.items():
-        lines += [f"## {heading}: {found[name]}", "", *TABLES[name]]
-        lines += [line(row, name) for row in rows if group(row) == name] or ["None."]
+        lines += [f"## {heading}: {found[name]}", ""]
+        if found[name]:
+            lines += [*TABLES[name], *(line(row, name) for row in rows if group(row) == name)]
+        else:
+            lines.append("None.")
         lines.append("")
     lines += [f"## Parts of other models: {len(parts)}", "", PARTS, "", ", ".join(parts)]
     return "\n".join(lines) + "\n"
+
+
+def _counts(run: dict[str, Any]) -> str:
+    cells = [run["label"], run["transformers"], run["torch"], run["all"], run["equal"], run["equal"] - run["whole"]]
+    cells += [run[name] for name in ("refused", "without", "left", "broken")]
+    return "| " + " | ".join(map(str, cells)) + f" | {run['outputs']:.0e} | {run['gradients']:.0e} |"
 
 
 def line(row: Row, name: str) -> str:
@@ -123,28 +128,34 @@ TABLES = {
 }
 HEAD = """# Every architecture
 
-This page is written by a script: `python scripts/hf_table.py --all --docs`. It builds a tiny random model of each of the {count}
-architectures that an auto class of transformers {version} builds, runs it with `attn_implementation="eager"` and `"headwise"`, and compares.
-{built} of them ({share:.0%}) are built and sorted; of each that is left, the table says why.
+A script writes this page: `python scripts/hf_table.py --all --docs`. It builds a tiny random model of each of the
+{count} architectures (and variants) that an auto class of transformers {version} builds, runs it with
+`attn_implementation="eager"` and `"headwise"`, and compares. {built} of them ({share:.0%}) are built and sorted; of
+each that is left, the table says why.
 """
 NOTES = """
-- **equal**: every output, at the tokens that are no padding, is within 1e-5 of its largest number; gradients of all parameters within 1e-4
-  of each one's largest. Where a model makes rounding larger than that (marked `*`), both agree in float64, and headwise in float32 is as
-  near to that as eager is. At least one call reached headwise, and half of its first head moved the output.
-- **ways**: R, L: a text of the batch padded on the right, on the left; C: a cache filled with padded texts, then a step and a chunk of
-  3 tokens; G: gradients. `part`: some of its attention is in code of its own, and stays there.
-- **calls** of attention in a forward; **output** and **gradient**: the largest difference, as a part of the largest number.
-- **refused**: the model raises one line that says why, before it runs. **without**: convolutions, recurrences: no attention to run.
+- **equal**: every output, at the tokens that are no padding, is within 1e-5 of its largest number; gradients of all
+  parameters within 1e-4 of each one's largest. Where a model makes rounding larger than that (`*`), both agree in
+  float64, and headwise in float32 is as near to that as eager is; the counts' worst leaves these out. At least one
+  call reached headwise, and taking half of each first head away moved the output.
+- **ways**: R, L: a text of the batch padded on the right, on the left; C: a cache filled with a padded batch, then a
+  step and a chunk of 3 tokens; G: gradients. `part`: some of its attention is in code of its own, and stays there.
+- **calls** of attention in a forward; **output** and **gradient**: the largest difference, as a part of the largest
+  number.
+- **refused**: the model raises one line that says why, before it computes. **without**: convolutions, recurrences, or
+  other code with no attention on the interface: nothing to run.
 
-Where transformers' implementations disagree among themselves, one is taken:
+Where transformers' implementations disagree among themselves, one is taken as right:
 
-- **falcon with ALiBi**: `"sdpa"`. Its eager attention adds ALiBi twice, once in the mask and once to the scores; worked out by hand, the
-  published form adds it once, as sdpa does. Falcon with rotary positions: `"eager"`, which sdpa equals.
-- **paligemma without token types**: `"eager"`. Without `token_type_ids` its sdpa is another number, by half of the largest; headwise is
-  what eager is.
+- **Falcon with ALiBi**: `"sdpa"`. Its eager attention adds ALiBi twice, in the mask and again to the scores; the
+  published form, worked out by hand, adds it once, as sdpa does. Falcon with rotary positions: `"eager"`; sdpa is equal.
+- **PaliGemma without token types**: `"eager"`. Without `token_type_ids` its sdpa differs by half of the largest number;
+  headwise is what eager is.
+- **Grounding DINO, MM Grounding DINO**: `"sdpa"`. Their text goes through BERT under a bool mask, which eager adds to
+  the scores as numbers (1 where a token may be seen, 0 where not); sdpa, and headwise, take it as a mask.
 """
-PARTS = """Model types that no auto class builds alone. They run inside of the models above: towers of vision-language models, decoders, text
-models."""
+PARTS = """Model types that no auto class builds alone. They run inside of the models above: towers of vision-language
+models, decoders, text models."""
 
 
 def environment() -> str:

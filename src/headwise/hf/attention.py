@@ -160,6 +160,8 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
     """What transformers, or its user, passes as a mask of T queries and S keys; bool tensors keep, floats are added."""
     if attention_mask is None:
         return Mask(())
+    if isinstance(attention_mask, StructuralMask) and attention_mask.shape[2:] == (1, S) and T > 1:
+        attention_mask = attention_mask.plain().expand(-1, -1, T, -1)  # one row for all queries, as eager adds it
     if isinstance(attention_mask, StructuralMask):
         if attention_mask.shape[2:] != (T, S):
             # Attention checks a tensor's sizes; rules have no sizes, and would count positions from another place.
