@@ -148,7 +148,7 @@ NOTES = """
 Where transformers' implementations disagree among themselves, one is taken as right:
 
 - **Falcon with ALiBi**: `"sdpa"`. Its eager attention adds ALiBi twice, in the mask and again to the scores; the
-  published form, worked out by hand, adds it once, as sdpa does. Falcon with rotary positions: `"eager"`; sdpa is equal.
+  published form, worked out by hand, adds it once, as sdpa does. With rotary positions: `"eager"`; sdpa is equal.
 - **PaliGemma without token types**: `"eager"`. Without `token_type_ids` its sdpa differs by half of the largest number;
   headwise is what eager is.
 - **Grounding DINO, MM Grounding DINO**: `"sdpa"`. Their text goes through BERT under a bool mask, which eager adds to
