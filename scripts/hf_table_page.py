@@ -19,7 +19,7 @@ COUNTS = Path(__file__).resolve().parent / "hf_table_counts.json"
 GROUPS = {
     "equal": "Equal to eager",
     "refused": "Refused by name",
-    "without": "Without attention of this kind",
+    "without": "Without attention on the interface",
     "left": "Not tried, and why",
     "broken": "Broken",
 }
@@ -84,10 +84,10 @@ def page(rows: Sequence[Row], parts: Sequence[str]) -> str:
     lines.append(NOTES)
     for name, heading in GROUPS.items():
         lines += [f"## {heading}: {found[name]}", ""]
-        if found[name]:
+        if name in TABLES and found[name]:
             lines += [*TABLES[name], *(line(row, name) for row in rows if group(row) == name)]
         else:
-            lines.append("None.")
+            lines.append(", ".join(row["name"] for row in rows if group(row) == name) or "None.")
         lines.append("")
     lines += [f"## Parts of other models: {len(parts)}", "", PARTS, "", ", ".join(parts)]
     return "\n".join(lines) + "\n"
@@ -116,15 +116,15 @@ def short(row: Row) -> str:
     """The reason in one short phrase."""
     reason = re.sub(r"\s+", " ", str(row.get("reason", ""))).replace("|", "/")
     told = re.search(r"not on transformers' attention interface, [^:]*: (.*?);", reason)
-    needs = re.search(r"requires the (\w+) library", reason)
+    needs = re.search(r"requires the (\w+) library|No module named '(\w+)'", reason)
     if needs:
-        return f"needs the package {needs.group(1)}"
+        return f"needs the package {needs.group(1) or needs.group(2)}"
     return told.group(1) if told else reason.removeprefix("ModelError: ").removeprefix("ValueError: ")[:150]
 
 
 TABLES = {
     "equal": ["| model type | calls | output | gradient | ways |", "|---|---|---|---|---|"],
-    **{name: ["| model type | why |", "|---|---|"] for name in ("refused", "without", "left", "broken")},
+    **{name: ["| model type | why |", "|---|---|"] for name in ("refused", "left", "broken")},
 }
 HEAD = """# Every architecture
 
@@ -142,8 +142,9 @@ NOTES = """
   step and a chunk of 3 tokens; G: gradients. `part`: some of its attention is in code of its own, and stays there.
 - **calls** of attention in a forward; **output** and **gradient**: the largest difference, as a part of the largest
   number.
-- **refused**: the model raises one line that says why, before it computes. **without**: convolutions, recurrences, or
-  other code with no attention on the interface: nothing to run.
+- **refused**: the model raises one line that says why, before it computes. **without**: convolutions, recurrences; or
+  attention in code of its own beside a model that is on the interface (the audio of Gemma 3n and 4): it stays there,
+  with a warning.
 
 Where transformers' implementations disagree among themselves, one is taken as right:
 

@@ -30,7 +30,7 @@ import headwise.hf.attention as bridge  # noqa: E402
 
 pytestmark = pytest.mark.unchecked  # whole models, a hundred calls each
 PAGE = pages.PAGE.read_text("utf8")
-SAMPLE = 6
+SAMPLE = 4
 VERSION = re.search(r"of transformers ([\d.]+) builds", PAGE).group(1)  # type: ignore[union-attr]
 
 
@@ -38,7 +38,8 @@ def on_page(heading: str) -> list[str]:
     """The model types in the table under a heading of the page."""
     section = re.search(rf"^## {heading}: \d+\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
     assert section is not None, heading
-    return [row.split(" | ")[0].removeprefix("| ") for row in section.group(1).splitlines() if row.startswith("| ")][1:]
+    rows = [row.split(" | ")[0].removeprefix("| ") for row in section.group(1).splitlines() if row.startswith("| ")]
+    return rows[1:] or [name for name in section.group(1).strip().split(", ") if name != "None."]
 
 
 LISTED = {name: on_page(re.escape(heading)) for name, heading in pages.GROUPS.items()}
@@ -66,7 +67,7 @@ def test_the_counts_on_the_page_are_those_of_its_tables_and_nothing_is_broken() 
 def test_a_sample_is_as_the_page_says() -> None:
     """Drawn by the day: in a year, every architecture has had its turn many times."""
     draw = random.Random(int(time.time()) // 86400)
-    for name, count in (("equal", SAMPLE), ("refused", 2)):
+    for name, count in (("equal", SAMPLE), ("refused", 1)):
         for one in draw.sample(LISTED[name], min(count, len(LISTED[name]))):
             row = measure(one)
             assert pages.group(row) == name, row
@@ -82,7 +83,7 @@ def test_an_argument_that_were_dropped_would_show(dropped: str) -> None:
 
 def test_a_gradient_that_were_wrong_would_show() -> None:
     real = bridge.attention
-    with mock.patch.object(bridge, "attention", lambda q, k, v, **kwargs: real(q, k, v.detach(), **kwargs)):
+    with mock.patch.object(bridge, "attention", lambda q, k, v, **kwargs: real(q, k, (v + v.detach()) / 2, **kwargs)):
         row = measure("bert")
     assert pages.group(row) == "broken" and list(row["rounding"]) == ["gradient"], row
 

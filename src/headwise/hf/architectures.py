@@ -16,6 +16,7 @@ _SPARSE = "it picks single keys for each query (sparse attention), which the int
 OUTSIDE: dict[str, str] = {
     "big_bird": _OWN,
     "bloom": _ALIBI,
+    "bridgetower": "its layers of images are marked as causal, and its own attention ignores the mark",
     "codegen": _OWN,
     "deberta": _DISENTANGLED,
     "deberta-v2": _DISENTANGLED,

@@ -29,6 +29,8 @@ HARMLESS = frozenset(
         "deterministic",  # asks flash attention for a reproducible backward pass
         "encoder_attention_mask",  # for the cross-attention beside this call, which gets it as its attention_mask
         "encoder_hidden_states",
+        "grid_thw",  # of images: the sequences of a packed batch say it, too
+        "input_ids",
         "logits_to_keep",
         "max_length_k",  # restate cu_seq_lens_k, cu_seq_lens_q
         "max_length_q",
@@ -163,7 +165,7 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
     if isinstance(attention_mask, StructuralMask) and attention_mask.shape[2:] == (1, S) and T > 1:
         attention_mask = attention_mask.plain().expand(-1, -1, T, -1)  # one row for all queries, as eager adds it
     if isinstance(attention_mask, StructuralMask):
-        if attention_mask.shape[2:] != (T, S):
+        if attention_mask.shape[2:] != (T, S) and attention_mask.mask.parts:
             # Attention checks a tensor's sizes; rules have no sizes, and would count positions from another place.
             T_made, S_made = attention_mask.shape[2:]
             raise ModelError(
