@@ -21,12 +21,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import hf_table_page as pages  # noqa: E402
-from hf_table_build import RULES, classes, names, parts, special, tiny_config  # noqa: E402
+from hf_table_build import RULES, classes, model_class, names, parts, special, tiny_config  # noqa: E402
 from hf_table_measure import measure  # noqa: E402
 from hf_table_run import rows  # noqa: E402
 
 import headwise.hf  # noqa: E402, F401  (registers)
 import headwise.hf.attention as bridge  # noqa: E402
+from headwise.hf import ModelError  # noqa: E402
+from headwise.hf.interface import require_interface  # noqa: E402
 
 pytestmark = pytest.mark.unchecked  # whole models, a hundred calls each
 PAGE = pages.PAGE.read_text("utf8")
@@ -102,6 +104,12 @@ def test_an_error_of_headwise_is_broken_and_a_refusal_is_not() -> None:
     assert pages.group(row) == "refused" and "sparse attention" in pages.short(row)
 
 
+@pytest.mark.parametrize("name", ["bridgetower", "informer"])
+def test_models_whose_own_code_alone_gives_their_numbers_are_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"\(model_type '{name}'\) is not on transformers' attention interface"):
+        require_interface(model_class(name), name)
+
+
 def fate(name: str) -> dict[str, Any]:
     """A measurement that ends as its name says."""
     if name == "hangs":
@@ -154,11 +162,12 @@ def test_the_page_is_made_of_its_rows() -> None:
         dict(name="d", outcome="not reached", modules=0, reason="nothing"),
         dict(name="e", outcome="not built", reason="ImportError: E requires the timm library but"),
         dict(name="f", outcome="differs", **shared),
+        dict(name="h", outcome="refused", own=False, reason="no attention at all"),
     ]  # fmt: skip
     text = pages.page(made, ["g"])
     for line in ("| a | 2 | 3e-07 | 2e-06 | LG |", "| b | 2 | 3e-07 | 2e-06 | LG* part |", "| c | why not |"):
         assert line in text.splitlines(), line
-    assert "| e | needs the package timm |" in text and "## Broken: 1\n" in text and "83%" in text
-    assert Counter(map(pages.group, made)) == {"equal": 2, "refused": 1, "without": 1, "left": 1, "broken": 1}
+    assert "| e | needs the package timm |" in text and "## Broken: 1\n" in text and "86%" in text
+    assert Counter(map(pages.group, made)) == {"equal": 2, "refused": 1, "without": 2, "left": 1, "broken": 1}
     assert pages.worst(made) == {"outputs": 3e-07, "gradients": 2e-06}
     assert json.loads(json.dumps(made)) == made and torch.__version__
