@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 
+import transformers
+
 _ALIBI = "it adds ALiBi biases inside attention code of its own"
 _OWN = "it computes attention in code of its own"
 _DISENTANGLED = "its attention mixes content and position terms in code of its own"
+_MARKED = "are marked as causal, and its own attention ignores the mark"
 _SPARSE = "it picks single keys for each query (sparse attention), which the interface hands over as indices"
 
 OUTSIDE: dict[str, str] = {
     "big_bird": _OWN,
     "bloom": _ALIBI,
-    "bridgetower": "its layers of images are marked as causal, and its own attention ignores the mark",
+    "bridgetower": f"its layers of images {_MARKED}",
     "codegen": _OWN,
     "deberta": _DISENTANGLED,
     "deberta-v2": _DISENTANGLED,
@@ -51,6 +54,9 @@ OUTSIDE: dict[str, str] = {
 }
 """model_type of what lies outside transformers' attention interface -> why. A reason for the error text, no more:
 a model missing here is still refused, by what its class says."""
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+    OUTSIDE["kosmos-2"] = f"its queries of an image {_MARKED}"
 
 SPARSE: dict[str, str] = dict.fromkeys(
     ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "mistral_large4"), _SPARSE

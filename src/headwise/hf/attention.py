@@ -38,6 +38,7 @@ HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "past_key_values",  # key and value already hold what is cached
+        "pixel_values",
         "position_ids",  # query and key are rotated already
         "return_dict",
         "sliding_window",  # the mask says it, in full; this number counts differently from model to model
