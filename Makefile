@@ -5,6 +5,7 @@
 #   make bench           the benchmarks; rows land in benchmarks/results
 #   make native          compile the native kernel again (csrc), showing the compiler's words
 #   make fuzz            ten minutes of drawn cases through the native kernel, under AddressSanitizer and UBSan
+#   make arm             the kernels for 64-bit Arm: compiled here, a minute of drawn cases under emulation
 #   make mutants         every fault of tests/mutants.toml, each in a copy of the tree: do the tests notice?
 #   make docs            the documentation, in site/
 #   make clean           remove everything that make made
@@ -19,7 +20,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look test check lint types docs mutants-sample pytest bench native fuzz mutants clean
+.PHONY: help look test check lint types docs mutants-sample pytest bench native fuzz arm mutants clean
 
 help:
 	@sed -n '2,11s/^# //p' Makefile
@@ -75,6 +76,14 @@ fuzz:
 	@cmake -S . -B build/asan -DHEADWISE_SANITIZE=ON -DHEADWISE_FUZZ=ON >/dev/null
 	@cmake --build build/asan --target headwise_fuzz --parallel
 	UBSAN_OPTIONS=print_stacktrace=1 build/asan/headwise_fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
+
+# Needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user
+ARM_SECONDS ?= 60
+arm:
+	@cmake -S . -B build/arm -DHEADWISE_FUZZ=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ >/dev/null
+	@cmake --build build/arm --target headwise_fuzz --parallel
+	qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu build/arm/headwise_fuzz $(ARM_SECONDS) $(FUZZ_SEED)
 
 clean:
 	rm -f src/headwise/_native.so

@@ -9,11 +9,36 @@
 #include <pthread.h>
 #endif
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 #include "driver.h"
 #include "simd/philox.h"
 
 namespace headwise {
 namespace {
+
+#if defined(__aarch64__)
+// Products of bfloat16 pairs, and of bytes where one of the factors is unsigned.
+bool arm_has_bf16_and_i8mm() {
+#if defined(__linux__)
+  constexpr unsigned long i8mm = 1ul << 13, bf16 = 1ul << 14;  // of Linux's headers, which may be older
+  return (getauxval(AT_HWCAP2) & (i8mm | bf16)) == (i8mm | bf16);
+#elif defined(__APPLE__)
+  for (const char* name : {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_I8MM"}) {
+    int has = 0;
+    size_t size = sizeof(has);
+    if (sysctlbyname(name, &has, &size, nullptr, 0) != 0 || has == 0) return false;
+  }
+  return true;
+#else
+  return false;
+#endif
+}
+#endif
 
 [[maybe_unused]] bool cpu_has(const char* name) {
 #if defined(__x86_64__)
@@ -25,6 +50,9 @@ namespace {
   if (std::strcmp(name, "avx512") == 0) return avx512;
   const bool bf16 = __builtin_cpu_supports("avx512bf16"), vnni = __builtin_cpu_supports("avx512vnni");
   if (std::strcmp(name, "avx512_bf16") == 0) return avx512 && bf16 && vnni;  // it includes vnni_avx512.h, too
+#elif defined(__aarch64__)
+  if (std::strcmp(name, "neon") == 0) return true;
+  if (std::strcmp(name, "neon_bf16") == 0) return arm_has_bf16_and_i8mm();
 #endif
   return std::strcmp(name, "baseline") == 0;
 }
@@ -34,10 +62,15 @@ const std::vector<const Kernels*>& available() {
   static const std::vector<const Kernels*> sets = [] {
     std::vector<const Kernels*> all;
 #if defined(__x86_64__)
-    for (const Kernels* set : {avx512_bf16_kernels(), avx512_kernels(), avx2_kernels()}) {
-      if (cpu_has(set->name)) all.push_back(set);
-    }
+    const Kernels* const made[] = {avx512_bf16_kernels(), avx512_kernels(), avx2_kernels()};
+#elif defined(__aarch64__)
+    const Kernels* const made[] = {neon_bf16_kernels(), neon_kernels()};
+#else
+    const Kernels* const made[] = {baseline_kernels()};
 #endif
+    for (const Kernels* set : made) {
+      if (set != baseline_kernels() && cpu_has(set->name)) all.push_back(set);
+    }
     all.push_back(baseline_kernels());
     return all;
   }();

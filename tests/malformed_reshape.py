@@ -1,9 +1,13 @@
-"""Good calls of what reshapes models, for `malformed_calls`: what plans and what computes; no folder is written."""
+"""Good calls of what reshapes models, for `malformed_calls`. What is written goes into the working folder."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +37,48 @@ def scored(**arguments: Any) -> reshape.Pruning:
     return reshape.plan_prune(opened(), keep_fraction=0.5, scores=reshape.by_call(**arguments))
 
 
+@functools.cache
+def regrouping() -> reshape.Regrouping:
+    return reshape.plan_regroup(opened(), 4, method="first")
+
+
+@functools.cache
+def model() -> nn.Module:
+    return hf.load(PACKAGE / "models/tiny").model
+
+
+NUMBERS = itertools.count()
+
+
+def new() -> str:
+    """The name of a folder that is not there."""
+    return f"new{next(NUMBERS)}"
+
+
+def old() -> hf.Checkpoint:
+    """The checkpoint of an old model whose layers lost the same heads, as transformers 4 wrote it."""
+    folder, tiny = Path(new()), PACKAGE / "models/tiny"
+    folder.mkdir()
+    shutil.copy(tiny / "model.safetensors", folder)
+    config = json.loads((tiny / "config.json").read_text()) | {"pruned_heads": {"0": [1], "1": [0]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return hf.checkpoint(folder)
+
+
+def pair(**arguments: Any) -> Any:
+    """A recovery of one attention module by another."""
+    return reshape.recover(MultiHeadAttention(12, 3), MultiHeadAttention(12, 3), **arguments)
+
+
+def healing(**arguments: Any) -> Any:
+    teacher, student = (nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)) for _ in range(2))
+    stream = torch.arange(9) % 7  # of what the model reads, its embedding speaks
+    return reshape.heal(student, teacher, stream, recipe=RECIPE, call=lambda model, ids: model(ids), **arguments)
+
+
 RECIPE = reshape.Recipe(1, rows=2, length=3, lr=0.1, warmup=1)
+CURVE = {"steps": [0.5], "held": [[0, 0.5, 0.7]]}
+ROWS = [torch.arange(1, 9).view(1, 8) + row for row in range(2)]
 RESHAPE: dict[str, Callable[[], Call]] = {
     "Budget": lambda: of(reshape.Budget, megabytes=7.5, context=9),
     "Proof": lambda: of(reshape.Proof, ids=(1, 2), mask_id=3, speed=True),
@@ -53,6 +98,44 @@ RESHAPE: dict[str, Callable[[], Call]] = {
     ),
     "plan_prune budget": lambda: of(
         reshape.plan_prune, source=opened(), budget=reshape.Budget(7.5), scores=reshape.random_scores()
+    ),
+    "plan_prune text": lambda: of(reshape.plan_prune, source=opened(), heads="0.1,1.1,2.1,3.1", zero=True),
+    "prune": lambda: of(
+        reshape.prune, source=opened(), destination=new(), heads="0.1,1.1", zero=True, proof=None, progress=print
+    ),
+    "write_pruned": lambda: of(
+        reshape.write_pruned, plan=pruning(), destination=new(), proof=None, progress=print, remark=str
+    ),
+    "mend": lambda: of(reshape.mend, plan=pruning(), model=model(), rows=ROWS, progress=print),
+    "plan_migrate": lambda: of(reshape.plan_migrate, source=old()),
+    "migrate": lambda: of(reshape.migrate, source=old(), destination=new(), proof=None, progress=print),
+    "Migration.facts": lambda: of(reshape.plan_migrate(old()).facts, context=9),
+    "plan_regroup": lambda: of(
+        reshape.plan_regroup, source=opened(), num_kv_heads=4, method="mean", model=model(), rows=ROWS, seed=1
+    ),
+    "plan_regroup groups": lambda: of(
+        reshape.plan_regroup, source=opened(), num_kv_heads=2, groups={"0": [[0, 2, 4, 6], [1, 3, 5, 7]]}
+    ),
+    "repair": lambda: of(
+        reshape.repair, plan=regrouping(), model=model(), rows=ROWS, inputs="own", value_steps=0, progress=print
+    ),
+    "regroup": lambda: of(
+        reshape.regroup, source=opened(), destination=new(), num_kv_heads=4, recovering=False, proof=None
+    ),
+    "write_regrouped": lambda: of(
+        reshape.write_regrouped, plan=regrouping(), destination=new(), proof=None, progress=print, remark=str
+    ),
+    "recover": lambda: of(
+        pair, batches=[torch.randn(1, 5, 12) for _ in range(2)], layers={"": reshape.Projections("o_proj", "v_proj")},
+        inputs="own", value_steps=1, progress=print,
+    ),
+    "heal": lambda: of(healing, first=1, every=1, state=new(), progress=print),
+    "facts_of": lambda: of(
+        reshape.facts_of, source=opened(), teacher="it", recipe=RECIPE, curve=reshape.Curve(**CURVE), context=9
+    ),
+    "write_healed": lambda: of(
+        reshape.write_healed, source=opened(), student=model(), destination=new(),
+        facts=reshape.facts_of(opened(), "it", RECIPE, reshape.Curve(**CURVE)), proof=None, progress=print,
     ),
     "prune_module": lambda: of(reshape.prune_module, module=MultiHeadAttention(12, 3), heads=[1]),
     "prune_module model": lambda: of(

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from test_architecture import MAX_FUNCTION, P90_FUNCTION, ROOT, Tree, small_files
 
 CPP = {p.relative_to(ROOT / "csrc").as_posix(): p.read_text("utf8") for p in (ROOT / "csrc").rglob("*.*")}
-INTRINSIC = re.compile(r"\b(_mm\w*|__m\d\w*|asm|\w*intrin\.h|HW_BF16)\b")
+INTRINSIC = re.compile(
+    r"\b(_mm\w*|__m\d\w*|asm|\w*intrin\.h|arm_neon\.h|v[a-z]\w*_(?:n_)?[sufbp]+\d+|(?:float|u?int)\d+x\d+\w*|HW_BF16)\b"
+)
 BODY = re.compile(r"\)( const| noexcept)*( -> [\w:<>*& ]+)? \{$")
 STATEMENT = re.compile(r"\s*(if|for|while|switch|else|do|catch|\})\b|\s*\}")
 
@@ -40,4 +42,5 @@ def test_the_rules_of_cpp() -> None:
     long = "int f(int x,\n      int y) {\n" + "  if (x) {\n  }\n" * 40 + "}\n"
     assert "problem.h: int f(int x, has 83 lines, at most 80" in cpp_faults({"problem.h": long})
     assert "problem.h has 401 lines, at most 400" in cpp_faults(CPP | {"problem.h": "\n" * 401})
-    assert "kernels/x.h: _mm_pause outside simd/" in cpp_faults(CPP | {"kernels/x.h": "_mm_pause();"})
+    for name in ("_mm_pause", "vaddq_f32", "vshlq_n_s32", "float32x4_t"):
+        assert f"kernels/x.h: {name} outside simd/" in cpp_faults(CPP | {"kernels/x.h": f"{name}();"})

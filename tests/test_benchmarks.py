@@ -25,6 +25,7 @@ from benchmarks import (  # noqa: E402
     masks,
     overhead,
     reshape,
+    serving,
     table,
     train,
     ways,
@@ -215,6 +216,15 @@ def test_a_model_runs_end_to_end_with_each_attention() -> None:
         assert (
             set(row["tokens_per_second"]) == set(hf_end_to_end.ATTENTIONS) and max(row["differences"].values()) < 0.05
         )
+
+
+def test_requests_are_served_with_each_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = serving.config(hidden=128, layers=1, vocab=61)
+    told = serving.measured(tiny, [serving.Case("prompts", 3, 2, 70, 2)], rounds=1)
+    for row in told["results"]:
+        assert set(row["tokens_per_second"]) == set(serving.WAYS) and set(row["answers_as_sdpa"].values()) == {3}
+    serving.print_table(told)
+    assert "3 of 3" in capsys.readouterr().out
 
 
 def test_training_goes_with_each_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

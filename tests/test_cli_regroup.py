@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from hf_models import BY_NAME
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from headwise import cli
+from headwise import cli, hf, models, reshape
 from headwise.hf import proving
 from headwise.reshape import healed
 
@@ -57,8 +58,26 @@ def test_regrouped_repaired_and_proved(folder: Path, tmp_path: Path) -> None:
     assert facts["losses"].keys() == {"original", "regrouped", "recovered", "tokens"} and all(facts["proof"]["loss"])
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
     assert load_file(out / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"].shape == (6, 28)
-    assert "| squared error of the attention's output | regrouped | recovered |" in (out / "RESHAPE.md").read_text()
+    told = (out / "RESHAPE.md").read_text()
+    assert "| squared error of the attention's output | regrouped | recovered |" in told
+    assert "## What the heads do" in told and "of 8 heads changed role" in told and facts["roles"]["same_text"]
+    assert json.loads((out / "heads-plan.json").read_text())["layers"]["0"] == {"kv_heads": 1}
     assert sorted(os.listdir(tmp_path)) == ["new"]
+
+
+def test_the_heads_plan_has_the_new_order_of_the_heads() -> None:
+    """Four key-value heads with two query heads each: the first and the third share, and the second and the fourth."""
+    with hf.checkpoint(models.tiny_path()) as opened:
+        groups = {str(layer): [[0, 2], [1, 3], [4, 5], [6, 7]] for layer in range(4)}
+        planned = reshape.plan_regroup(opened, 4, method="first", groups=groups)
+        assert planned.heads_plan()["layers"]["1"] == {"keep": [0, 2, 1, 3, 4, 5, 6, 7], "kv_heads": 4}
+        doubled = dataclasses.replace(planned.merges["1"], groups=((0, 2), (1, 3)))
+        layer = dataclasses.replace(
+            planned.family.layers[1], sizes=dataclasses.replace(planned.family.layers[1].sizes, K=4)
+        )
+        family = dataclasses.replace(planned.family, layers=(layer,))
+        grouped = dataclasses.replace(planned, family=family, merges={"1": doubled}, num_kv_heads=2)
+        assert grouped.heads_plan() == {"layers": {"1": {"keep": [0, 1, 4, 5, 2, 3, 6, 7], "kv_heads": 2}}}
 
 
 def test_a_dry_run_shows_and_writes_nothing(folder: Path, tmp_path: Path) -> None:

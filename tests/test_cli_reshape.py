@@ -67,7 +67,8 @@ def refused(*arguments: str) -> str:
 def test_prune_by_importance_writes_a_folder_and_tells(tiny: str, tmp_path: Path) -> None:
     words = ["--text", "The cat sat on the mat. " * 9]
     text = ran("prune", tiny, "--keep-fraction", "0.5", *words, "--out", str(tmp_path / "new"))
-    assert "16 of 32 heads went." in text and "0.5 of 8 (num_attention_heads) is 4; 4 stay in each layer" in text
+    assert "16 of 32 heads are taken out." in text
+    assert "0.5 of 8 (num_attention_heads) is 4; 4 stay in each layer" in text
     assert "perplexity" in text and "RESHAPE.md in it has the details" in text
     with hf.checkpoint(tmp_path / "new") as opened:
         assert opened.config["num_attention_heads"] == 4
@@ -118,10 +119,10 @@ def test_a_corpus_is_read_in_rows_to_a_limit(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("a")
     with hf.checkpoint(tiny):
         loaded = hf.load(tiny)
-    rows = cli.reshape._rows(hf, loaded, cli.reshape._texts(None, None, str(tmp_path)))
+    rows = cli.reshaped.rows_of(hf, loaded, cli.reshaped.texts_of(None, None, str(tmp_path)))
     lengths = [len(row) for row in rows]  # of the short text, of the long one; that of one word is left out
     assert 4 <= lengths[0] < 10 and lengths[1:-1] == [256] * (len(rows) - 2) and len(rows) > 3
-    many = cli.reshape._rows(hf, loaded, iter(["So did the dog. " * 5000] * 99))
+    many = cli.reshaped.rows_of(hf, loaded, iter(["So did the dog. " * 5000] * 99))
     assert 65_000 < sum(map(len, many)) <= 65_536
     facts = json.loads(ran("prune", tiny, "--keep-fraction", "0.5", "--corpus", str(tmp_path), "--dry-run", "--json"))
     assert len(facts["gone"]) == 4
@@ -150,7 +151,7 @@ def test_a_budget_counts_the_cache_of_a_context(tiny: str) -> None:
 
 def test_zeroed_heads_say_so_everywhere(tiny: str, tmp_path: Path) -> None:
     text = ran("prune", tiny, "--heads", "0.1,0.2", "--zero", "--out", str(tmp_path / "new"))
-    assert "as large and as slow" in text and "heads that were zeroed" in text
+    assert "as large and as slow" in text and "heads zeroed" in text
     for name in ("README.md", "RESHAPE.md"):
         assert "as large and as slow" in (tmp_path / "new" / name).read_text()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from hf_models import OUTSIDE, B, token_ids
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -150,3 +153,28 @@ def test_the_check_is_set_up_once() -> None:
     check_what_is_built()
     importlib.reload(importlib.import_module("headwise.hf"))
     assert PreTrainedModel.get_correct_attn_implementation is asks and PreTrainedModel.post_init is ends
+
+
+@pytest.mark.unchecked
+def test_output_attentions_in_a_config_is_explained(tmp_path: Path) -> None:
+    """transformers refuses it for all but eager, and would send the user there; headwise answers the call that asks."""
+    sizes = TINY | dict(vocab_size=11)
+    config, model = transformers.LlamaConfig, transformers.LlamaForCausalLM
+    model(config(**sizes)).save_pretrained(tmp_path)
+    ours, other = (model.from_pretrained(tmp_path, attn_implementation=name) for name in ("headwise", "sdpa"))
+
+    def told(name: str) -> list[Callable[[], object]]:
+        return [
+            lambda: config(**sizes, output_attentions=True, attn_implementation=name),
+            lambda: model.from_pretrained(tmp_path, attn_implementation=name, output_attentions=True),
+            lambda: setattr((ours if name == "headwise" else other).config, "output_attentions", True),
+        ]
+
+    refused = (ValueError, StrictDataclassClassValidationError)
+    for way in told("headwise"):
+        with pytest.raises(refused, match=r"ask in the call, where .* model\(\.\.\., output_attentions=True\)"):
+            way()
+    for way in told("sdpa"):
+        with pytest.raises(refused, match="Please set it to 'eager' instead"):
+            way()
+    assert [x.shape for x in ours(torch.tensor([[1, 2, 3]]), output_attentions=True).attentions] == [(1, 4, 3, 3)]

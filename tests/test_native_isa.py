@@ -12,7 +12,7 @@ from native_cases import dtypes
 import headwise
 from headwise.testing import make_qkv
 
-KNOWN = ("avx512_bf16", "avx512", "avx2", "baseline")
+KNOWN = ("avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "baseline")
 pytestmark = needs_native
 
 
@@ -51,7 +51,7 @@ def test_switching() -> None:
     try:
         for name in ISAS:
             assert ops.use_isa(name) and ops.isa() == name
-        for name in ("", "avx", "AVX2", "neon", "avx2 ", "x" * 10_000):
+        for name in ("", "avx", "AVX2", "sve", "avx2 ", "x" * 10_000):
             assert not ops.use_isa(name) and ops.isa() == ISAS[-1], "an unknown name changes nothing"
     finally:
         ops.use_isa(before)

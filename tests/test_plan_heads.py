@@ -43,6 +43,19 @@ def test_a_heads_plan_of_whole_groups_is_the_model_with_fewer_heads() -> None:
     assert after is not None and after.contexts == small.contexts and after.parameters() == small.parameters()
 
 
+def test_heads_that_share_in_another_order_count_as_those_that_share_in_theirs() -> None:
+    def after(entry: dict[str, Any]) -> Any:
+        return plan.of(SMALL, heads_plan={"layers": {"*": entry}}).planned
+
+    turned = after({"keep": [0, 1, 4, 5, 2, 3, 6, 7], "kv_heads": 2})
+    assert turned == after({"kv_heads": 2})
+    few, one = after({"keep": [0, 1, 4, 5], "kv_heads": 1}), after({"keep": [0, 1]})
+    assert (
+        few.contexts[0].cache_bytes == one.contexts[0].cache_bytes
+        and few.model.attention_parameters() > one.model.attention_parameters()
+    )
+
+
 def test_latent_heads_can_go_and_leave_the_cache_as_it_is() -> None:
     found = plan.of("deepseek-v2-lite", heads_plan={"layers": {"*": {"keep": [0, 1, 2, 3]}}})
     assert found.planned is not None and found.planned.bytes_per_token == found.bytes_per_token
@@ -55,9 +68,9 @@ HEADS_PLANS: list[tuple[Any, str]] = [
     ({"layers": {}}, "a heads plan is"),
     ({"layers": {"0": {"keep": [0]}}, "more": 1}, "a heads plan is"),
     ({"layers": {"3": {"keep": [0]}}}, "heads plan: no layer '3'; the layers are 0 to 2"),
-    ({"layers": {"0": {}}}, "heads plan: layer 0: give keep or kv_heads, and one of them; got {}"),
-    ({"layers": {"0": {"keep": [0], "kv_heads": 1}}}, "heads plan: layer 0: give keep or kv_heads, and one of them"),
-    ({"layers": {"0": {"drop": [0]}}}, "heads plan: layer 0: give keep or kv_heads; got 'drop'"),
+    ({"layers": {"0": {}}}, "heads plan: layer 0: give keep, kv_heads or both; got {}"),
+    ({"layers": {"0": {"keep": [0, 1], "kv_heads": 3}}}, "heads plan: layer 0: kv_heads divides the"),
+    ({"layers": {"0": {"drop": [0]}}}, "heads plan: layer 0: give keep, kv_heads or both; got {'drop': [0]}"),
     (
         {"layers": {"0": {"keep": []}}},
         "heads plan: layer 0: keep lists different heads of 0 to 7, at least one; got []",

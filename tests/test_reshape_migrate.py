@@ -54,7 +54,7 @@ def test_missing_heads_come_back_as_zeros(family: str, shrunken: bool, tmp_path:
         facts = migrate(opened, tmp_path / "new", proof=None)
     assert "pruned_heads" not in json.loads((tmp_path / "new" / "config.json").read_text())
     torch.testing.assert_close(output(family, tmp_path / "new"), expected, atol=1e-5, rtol=1e-5)
-    assert facts["gone"] == {"0": [1, 3], "1": [0]} and facts["verb"] == "are zero"
+    assert facts["gone"] == {"0": [1, 3], "1": [0]} and facts["change"] == "zeroed"
     assert facts["counts"] in ({"num_attention_heads": [4, 4]}, {"n_heads": [4, 4]}, {"n_head": [4, 4]})
     assert "came back as zeros" in (tmp_path / "new" / "README.md").read_text()
     assert "3 heads" in (tmp_path / "new" / "RESHAPE.md").read_text()
@@ -69,7 +69,7 @@ def test_where_a_class_counts_them_the_config_does(shrunken: bool, tmp_path: Pat
     with hf.checkpoint(source) as opened:
         facts = migrate(opened, tmp_path / "new", proof=None)
     config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert (config["num_attention_heads"], config["head_dim"]) == (3, 7) and facts["verb"] == "are missing"
+    assert (config["num_attention_heads"], config["head_dim"]) == (3, 7) and facts["change"] == "missing"
     torch.testing.assert_close(output("vit", tmp_path / "new"), expected, atol=1e-5, rtol=1e-5)
     assert not (tmp_path / "new" / "README.md").exists()
 
@@ -77,7 +77,7 @@ def test_where_a_class_counts_them_the_config_does(shrunken: bool, tmp_path: Pat
 def test_uneven_layers_of_such_a_class_are_filled(tmp_path: Path) -> None:
     source, expected = old("vit", UNEVEN, tmp_path / "old")
     with hf.checkpoint(source) as opened:
-        assert migrate(opened, tmp_path / "new", proof=None)["verb"] == "are zero"
+        assert migrate(opened, tmp_path / "new", proof=None)["change"] == "zeroed"
     torch.testing.assert_close(output("vit", tmp_path / "new"), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -58,6 +58,18 @@ class [[maybe_unused]] FlushDenormals {
  private:
   unsigned before_;
 };
+#elif defined(__aarch64__) && defined(__GNUC__)
+class [[maybe_unused]] FlushDenormals {
+ public:
+  FlushDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(before_ | uint64_t{1} << 24));
+  }
+  ~FlushDenormals() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+
+ private:
+  uint64_t before_;
+};
 #else
 class [[maybe_unused]] FlushDenormals {};
 #endif

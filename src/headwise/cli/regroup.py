@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .output import console, progress
-from .reshape import AsJson, DryRun, Out, Verify, _check_out, _libraries, _print, _rows, _texts
+from .reshaped import AsJson, DryRun, Out, Roles, Verify, check_out, libraries, print_facts, rows_of, tensors, texts_of
 
 MOST_HELD = 16  # windows that healing measures on
 Corpus = Annotated[str | None, typer.Option(help="A file or folder of texts, or JSON Lines, instead.")]
@@ -35,35 +35,38 @@ def _regroup(
     as_json: AsJson = False,
 ) -> None:
     """Let groups of heads share keys and values (MHA to GQA or MQA); stock transformers loads the result."""
-    _check_out(out, dry_run)
+    check_out(out, dry_run)
     given = (text, file, corpus) != (None,) * 3
     if recover and not given:
         raise typer.BadParameter(
             "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
         )
-    texts = _texts(text, file, corpus) if given else None
+    texts = texts_of(text, file, corpus) if given else None
     with progress() as show:
         show("loading the libraries")
-        hf = _libraries("headwise regroup")
-        import torch
-
+        hf = libraries("headwise regroup")
         from headwise import reshape
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
-            loaded, rows = None, []
+            loaded, read = None, list[list[int]]()
             if texts is not None:
                 show("reading the model")
                 loaded = hf.load(folder)
-                rows = [torch.tensor([row]) for row in _rows(hf, loaded, texts)]
+                read = rows_of(hf, loaded, texts)
+            rows = tensors(read)
             wish: dict[str, Any] = {"method": method, "model": loaded and loaded.model, "rows": rows, "seed": seed}
             tell = _told(show)
+            plan = reshape.plan_regroup(source, kv_heads, **wish, progress=tell)
+            if recover and loaded is not None:
+                plan = reshape.repair(plan, loaded.model, rows, progress=tell)
             if dry_run or out is None:
-                facts = reshape.plan_regroup(source, kv_heads, **wish, progress=tell).facts()
+                facts = plan.facts()
             else:
                 proof = _proof(reshape, rows) if verify else None
-                wish |= {"recovering": recover, "proof": proof, "progress": tell}
-                facts = reshape.regroup(source, out, kv_heads, **wish)
+                roles = Roles(hf, loaded, read[0], show) if verify and loaded is not None else None
+                facts = reshape.write_regrouped(plan, out, proof=proof, progress=tell, remark=roles)
+                facts |= {} if roles is None else {"roles": roles.told}
     _show(facts, None if dry_run else out, as_json)
 
 
@@ -88,13 +91,13 @@ def _heal(
     """Train a changed model to say what its original says; started again, it goes on where it stopped."""
     if out is None:
         raise typer.BadParameter("give --out, the folder to write")
-    _check_out(out, False)
+    check_out(out, False)
     if file is None and corpus is None:
         raise typer.BadParameter("give --file or --corpus, the text to learn on")
-    texts = _texts(None, file, corpus)
+    texts = texts_of(None, file, corpus)
     with progress() as show:
         show("loading the libraries")
-        hf = _libraries("headwise heal")
+        hf = libraries("headwise heal")
         from headwise import reshape
 
         recipe = reshape.Recipe(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
@@ -189,4 +192,4 @@ def _show(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
             for row in body:
                 table.add_row(*row)
             console().print(table)
-    _print(facts, out, as_json)
+    print_facts(facts, out, as_json)

@@ -18,6 +18,8 @@ except ImportError as error:
     raise missing_extra("headwise.hf", "hf", error) from None
 
 from .attention import headwise_attention
+from .batching import NAME as BATCHING
+from .batching import batched_attention, serving
 from .building import check_what_is_built
 from .caching import make_cache
 from .checkpoints import Checkpoint, checkpoint
@@ -27,10 +29,13 @@ from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
 AttentionMaskInterface.register(NAME, headwise_mask)
+AttentionInterface.register(BATCHING, batched_attention)
+AttentionMaskInterface.register(BATCHING, headwise_mask)
 check_what_is_built()
 
 __all__ = [
@@ -44,4 +49,7 @@ __all__ = [
     "load",
     "make_cache",
     "probe",
+    "serving",
+    "tensor_parallel",
+    "tensor_parallel_config",
 ]

@@ -3,7 +3,7 @@
 transformers asks `PreTrainedModel.get_correct_attn_implementation` whether a model may have an implementation, when the
 model is built and when it is switched, and calls `post_init` once it is built. For a registered name the answer is
 always yes, and there is no place to register another. So these two methods are wrapped; for other names they do what
-they did.
+they did. So is what transformers says of `output_attentions` in a config, which it keeps for "eager".
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import ast
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import ModelError
 from .interface import NAME, outside_text, require_interface, title, unseen_modules
@@ -52,6 +52,40 @@ def check_what_is_built() -> None:
     setattr(get_correct_attn_implementation, _OURS, True)
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
     PreTrainedModel.post_init = post_init
+    _explain_output_attentions()
+
+
+def _explain_output_attentions() -> None:
+    """transformers refuses the setting in a config for all but "eager"; for ours, the error says the way that there is.
+
+    The setter does so, and a check of the whole config (when it is made, loaded or saved) that each class lists.
+    """
+    theirs, check = PreTrainedConfig.output_attentions, PreTrainedConfig.validate_output_attentions
+    PreTrainedConfig.output_attentions = property(theirs.fget, _explained(theirs.fset), doc=theirs.__doc__)
+    PreTrainedConfig.validate_output_attentions = explained = _explained(check)
+    todo = PreTrainedConfig.__subclasses__()
+    while todo:  # the classes made before: later ones list what they inherit
+        cls = todo.pop()
+        todo += cls.__subclasses__()
+        listed = getattr(cls, "__class_validators__", [])
+        listed[:] = [explained if validator is check else validator for validator in listed]
+
+
+def _explained(theirs: Callable[..., None]) -> Callable[..., None]:
+    @wraps(theirs)
+    def explained(self: PreTrainedConfig, *args: Any) -> None:
+        try:
+            theirs(self, *args)
+        except ValueError:
+            if self._attn_implementation != NAME:
+                raise
+            raise ValueError(
+                'transformers keeps output_attentions=True in a config for attn_implementation="eager", and this one '
+                f'has "{NAME}"; leave it out, and ask in the call, where headwise gives them: '
+                "model(..., output_attentions=True); or use headwise.look.at, which needs no T x S matrix"
+            ) from None
+
+    return explained
 
 
 def warn_of_own_attention(model: PreTrainedModel) -> None:

@@ -19,8 +19,7 @@ from .interface import NAME, require_interface, title
 from .lazy import to_model
 
 KINDS = ("static", "paged")
-_DUMMY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # transformers 5.20 has none
-KEPT = (DynamicLayer, DynamicSlidingWindowLayer, _DUMMY)
+KEPT = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))  # 5.20 has none
 LENGTHS = ("max_position_embeddings", "max_target_positions")  # what a config calls the longest text
 
 
@@ -327,11 +326,10 @@ def make_cache(
 
 
 def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> CacheLayerMixin:
-    """Ours for one of theirs; a dummy keeps nothing: it has no attention, or reads another layer's keys."""
+    """Ours for one of theirs; a DummyLayer keeps nothing: it has no attention, or reads another layer's keys."""
     if isinstance(theirs, DynamicSlidingWindowLayer):
         return SlidingLayer(theirs.sliding_window, max_length, dtype)
-    layer: CacheLayerMixin = FullLayer(kind, max_length, dtype) if isinstance(theirs, DynamicLayer) else theirs
-    return layer
+    return FullLayer(kind, max_length, dtype) if isinstance(theirs, DynamicLayer) else theirs
 
 
 def _require_kept(model: PreTrainedModel, layers: list[Any]) -> None:

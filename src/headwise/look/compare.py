@@ -26,6 +26,9 @@ Floats = npt.NDArray[np.float64]
 OTHERS = "*"
 """In a heads plan: every layer that it does not name."""
 
+PLANNED = ({"keep"}, {"keep", "kv_heads"})
+"""What a heads plan says of a layer whose query heads changed."""
+
 MOST_ROWS = 48
 """Heads that changed no role in a printed table: those that moved farthest."""
 
@@ -249,7 +252,7 @@ def _plan(kept: object, look: Look) -> dict[int, list[int]]:
     for layer, heads in sorted(entries, key=lambda entry: entry[0] != OTHERS):
         if isinstance(heads, Mapping) and set(heads) == {"kv_heads"}:
             continue  # merged key-value heads: every query head is still there
-        heads = heads["keep"] if isinstance(heads, Mapping) and set(heads) == {"keep"} else heads
+        heads = heads["keep"] if isinstance(heads, Mapping) and set(heads) in PLANNED else heads
         if type(layer) not in (int, str) or isinstance(heads, str) or not isinstance(heads, Sequence):
             raise ValueError(
                 f"kept says by layer which heads are left, such as {{0: [0, 1, 5]}}; got {shown(layer)}: {shown(heads)}"

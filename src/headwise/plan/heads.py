@@ -1,10 +1,11 @@
 """A plan for heads, as JSON: which heads are kept, or how many key-value heads remain, layer by layer.
 
-    {"layers": {"0": {"keep": [0, 1, 5]}, "1": {"kv_heads": 2}, "*": {"kv_heads": 4}}}
+    {"layers": {"0": {"keep": [0, 1, 5]}, "1": {"kv_heads": 2}, "*": {"keep": [0, 2, 1, 3], "kv_heads": 2}}}
 
 ``keep`` lists the query heads that stay; a key-value head stays while one of its query heads does. ``kv_heads`` is how
-many key-value heads are left after groups of them were merged. ``*`` is for every layer not named. In an encoder with
-a decoder the plain numbers are the decoder's self-attention, ``encoder.0`` and ``cross.0`` the others.
+many key-value heads are left after groups of them were merged; beside ``keep``, of those that stay, in the order in
+which they share. ``*`` is for every layer not named. In an encoder with a decoder the plain numbers are the decoder's
+self-attention, ``encoder.0`` and ``cross.0`` the others.
 """
 
 from __future__ import annotations
@@ -51,13 +52,11 @@ def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
 
 
 def _changed(layer: AttentionLayer, entry: object) -> AttentionLayer:
-    if not isinstance(entry, Mapping) or len(entry) != 1:
-        raise ValueError(f"give keep or kv_heads, and one of them; got {short(entry)}")
+    if not isinstance(entry, Mapping) or not entry or not set(entry) <= {"keep", "kv_heads"}:
+        raise ValueError(f"give keep, kv_heads or both; got {short(entry)}")
     if "keep" in entry:
-        return kept(layer, entry["keep"])
-    if "kv_heads" in entry:
-        return regrouped(layer, entry["kv_heads"])
-    raise ValueError(f"give keep or kv_heads; got {short(next(iter(entry)))}")
+        layer = kept(layer, entry["keep"])
+    return regrouped(layer, entry["kv_heads"]) if "kv_heads" in entry else layer
 
 
 def kept(layer: AttentionLayer, heads: object) -> AttentionLayer:

@@ -7,23 +7,26 @@
 [4, 4, 4, 4]
 """
 
-from .heal import Recipe, heal
+from .heal import Curve, Recipe, heal
 from .healed import facts_of, write_healed
 from .memory import prune_module
 from .mend import mend
 from .migrate import Migration, migrate, plan_migrate
+from .pair import Projections
 from .processes import Processes
 from .proof import Proof
 from .prune import Pruning, plan_prune, prune, write_pruned
 from .recover import Repaired, recover
-from .regroup import Regrouping, plan_regroup, regroup
+from .regroup import Regrouping, plan_regroup, regroup, repair, write_regrouped
 from .scores import Scorer, by_call, by_twins, random_scores
 from .select import Budget
 
 __all__ = [
     "Budget",
+    "Curve",
     "Migration",
     "Processes",
+    "Projections",
     "Proof",
     "Pruning",
     "Recipe",
@@ -44,6 +47,8 @@ __all__ = [
     "random_scores",
     "recover",
     "regroup",
+    "repair",
     "write_healed",
     "write_pruned",
+    "write_regrouped",
 ]

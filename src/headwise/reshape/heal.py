@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..shapes import INTEGERS, describe
-from ..shapes.kinds import check_counts, check_numbers, check_tensor, shown
+from ..shapes.kinds import check_counts, check_functions, check_numbers, check_paths, check_tensor, shown
+from .arguments import check_kind, check_models, check_rows
 from .pair import resting
 from .processes import Processes
 
@@ -137,6 +138,13 @@ def heal(
         True
     """
     check_counts(1, every=every)
+    check_models(student=student, teacher=teacher)
+    check_kind(Recipe, "headwise.reshape.Recipe", recipe=recipe)
+    check_functions(**{name: one for name, one in (("call", call), ("progress", progress)) if one is not None})
+    if state is not None:
+        check_paths(state=state)
+    if held is not None:
+        check_rows([held], 1)
     _check_stream(stream, recipe, first)
     run = _Run(student, teacher, recipe, call or logits_of, accelerator, Path(state) if state is not None else None)
     run.begin()

@@ -12,11 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..shapes.kinds import check_texts, shown
+from .arguments import check_kind, check_models, check_writing
 from .heal import Curve, Recipe
 from .proof import PLAIN, Proof, planned, require
 from .prune import Known
 from .report import RESHAPE, markdown
 from .select import bytes_of
+from .source import check_source
 from .write import Planned, write
 
 CURVE, PICTURE = "heal.json", "heal.png"
@@ -45,13 +48,16 @@ def _converted(part: Tensor, dtype: Any) -> Callable[[], Tensor]:
 
 def facts_of(source: Known, teacher: str, recipe: Recipe, curve: Curve, context: int = 8192) -> dict[str, Any]:
     """What was done, as plain data, for JSON and RESHAPE.md."""
+    check_source(source)
+    check_texts(teacher=teacher)
+    check_kind(Recipe, "headwise.reshape.Recipe", recipe=recipe)
+    check_kind(Curve, "heal", curve=curve)
     model_type, size = source.config.get("model_type"), bytes_of(source.tensors.values())
     plan = planned(source.config, context)
     points = [(str(step), f"{far:.4f}", f"{loss:.4f}") for step, far, loss in curve.held]
     tokens = recipe.steps * recipe.rows * recipe.length
     return {
         "done": "Healed",
-        "verb": "went",
         "notes": [
             f"trained for {recipe.steps} steps of {recipe.rows} x {recipe.length} tokens ({tokens:,} in all) to say "
             f"what {teacher} says",
@@ -87,6 +93,11 @@ def write_healed(
         proof: With what to prove that the result loads; None: unproved.
         progress: Called with the bytes done and the bytes in all.
     """
+    check_source(source)
+    check_models(student=student)
+    check_writing(destination, proof, progress=progress)
+    if not isinstance(facts, dict) or not {"curve", "recipe", "notes"} <= facts.keys():
+        raise TypeError(f"facts are what facts_of tells; got {shown(facts)}")
     extra = {CURVE: (json.dumps({"recipe": facts["recipe"], **facts["curve"]}, indent=1) + "\n").encode()}
     picture = picture_of(Curve(**facts["curve"]))
     if picture is None:

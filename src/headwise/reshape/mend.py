@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_kind, check_models, check_rows, check_writing
 from .calibrate import family_in_memory, loss_of, projections_of, weights_in_memory
 from .layers import layer_tensors
 from .pair import batches_of
@@ -42,6 +43,9 @@ def mend(
         TypeError: a source that cannot build the pruned model.
         ValueError: too few rows, or zeroed heads, whose places are to stay 0.
     """
+    check_kind(Pruning, "plan_prune", plan=plan)
+    check_models(model=model)
+    check_writing("", None, progress=progress)
     source = plan.source
     if plan.zero:
         raise ValueError("zeroed heads stay 0, so nothing is solved anew for them; leave zero out, or do not recover")
@@ -49,8 +53,7 @@ def mend(
         raise TypeError(
             f"to recover takes a checkpoint that headwise.hf.checkpoint opened; got {type(source).__name__}"
         )
-    if len(rows) < 2:
-        raise ValueError(f"to recover takes a text of at least two rows; got {len(rows)}; give a longer one")
+    check_rows(rows, 2)
     changed = source.build(plan.target.config, {one.name: one.make() for one in plan.tensors()})
     pruned = family_in_memory(changed, source.layouts)
     _, check = batches_of(rows)

@@ -27,6 +27,12 @@ METHODS: dict[str, str] = {
 """How heads come to share, in words."""
 
 
+def check_method(method: object) -> None:
+    """One of METHODS; raises ValueError."""
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"method is one of {', '.join(METHODS)}; got {shown(method)}")
+
+
 @dataclass(frozen=True, eq=False)
 class Merge:
     """How a layer gets fewer key-value heads; `apply` does it.
@@ -87,8 +93,7 @@ def merge(
     """
     check_counts(1, num_kv_heads=num_kv_heads)
     check_head_counts(weights.num_kv_heads, num_kv_heads)
-    if method not in METHODS:
-        raise ValueError(f"method is one of {', '.join(METHODS)}; got {shown(method)}")
+    check_method(method)
     known = Moments.of_weights(weights) if moments is None else moments
     if groups is not None:
         chosen = check_groups(groups, weights.num_kv_heads)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import choose
+from .arguments import check_writing
 from .axes import Form, Kept
 from .classes import refusal
 from .layout import Family, Layer, family_of, with_heads
@@ -63,7 +64,7 @@ class Migration:
         left = f"pruned_heads in config.json counted {sum(map(len, gone.values()))} heads out"
         return {
             "done": "An old pruned checkpoint, migrated",
-            "verb": "are zero" if self.filled else "are missing",
+            "change": "zeroed" if self.filled else "missing",
             "notes": [left, FILLED if self.filled else "every layer lost as many, so the config counts what is left"],
             "gone": {key: heads for key, heads in gone.items() if heads},
             "counts": {
@@ -165,6 +166,7 @@ def migrate(
     Raises:
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
+    check_writing(destination, proof, progress=progress)
     plan = plan_migrate(source)
     facts = plan.facts()
 

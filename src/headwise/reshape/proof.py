@@ -34,6 +34,7 @@ class Proof:
 
     def request(self, gates: list[list[int]] | None, *, same: bool = True) -> dict[str, Any]:
         """As the process reads it; not `same` where the outputs are to differ, and the losses tell by how much."""
+        check_flags(same=same)
         asked = {"ids": list(self.ids) or None, "mask_id": self.mask_id, "speed": self.speed, "gates": gates}
         return asked if same else {**asked, "same": False}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..shapes.kinds import check_flags, shown
 from . import choose
+from .arguments import check_kind, check_writing
 from .axes import Form, Kept, Sizes
 from .choose import OR_ZERO, Scores
 from .classes import Target, target
@@ -101,17 +102,17 @@ class Pruning:
     def facts(self, context: int = 8192) -> dict[str, Any]:
         """What changes, as plain data: heads, sizes, class, and what `headwise.plan` counts at so many tokens."""
         before, after = self._counts(pruned=False), self._counts(pruned=not self.zero)
-        went = sum(map(len, self.gone.values()))
+        count = sum(map(len, self.gone.values()))
         heads = sum(layer.sizes.H for layer in self.family.layers)
-        verb = "were zeroed" if self.zero else "went"
-        notes = [f"{went} of {heads} heads {verb}.", *self.notes]
+        change = "zeroed" if self.zero else "taken out"
+        notes = [f"{count} of {heads} heads {'is' if count == 1 else 'are'} {change}.", *self.notes]
         if self.zero:
             notes.append(ZEROED)
         if self.target.why:
             notes.append(f"written as {self.target.model_type}, which computes the same: {self.target.why}")
         return {
             "done": "Heads zeroed" if self.zero else "Heads pruned",
-            "verb": verb,
+            "change": change,
             "notes": notes,
             "gone": self.gone,
             "losses": dict(self.losses),
@@ -263,6 +264,7 @@ def prune(
     Raises:
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
+    check_writing(destination, proof, progress=progress, remark=remark)
     plan = plan_prune(source, heads=heads, keep_fraction=keep_fraction, budget=budget, scores=scores, zero=zero)
     return write_pruned(plan, destination, proof=proof, progress=progress, remark=remark)
 
@@ -276,6 +278,8 @@ def write_pruned(
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
     """Writes what was planned, as `prune` does."""
+    check_kind(Pruning, "plan_prune", plan=plan)
+    check_writing(destination, proof, progress=progress, remark=remark)
     source, facts = plan.source, plan.facts()
 
     def check(folder: Path) -> Mapping[str, bytes]:

@@ -13,13 +13,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..shapes.kinds import check_counts, shown
+from ..shapes.kinds import check_counts, check_functions, shown
+from .arguments import check_models
 from .matrices import Matrix
 from .normal import NormalEquations, best
 from .pair import Batch, Pair, Projections, Seen, batches_of, run_model
 from .values import Layer, Sample, solve_values
 
 Inputs = Literal["original", "own"]
+
+
+def check_kind_of_layers(layers: object) -> None:
+    """Modules by name, and where their matrices are; raises TypeError."""
+    if not isinstance(layers, Mapping) or not all(isinstance(where, Projections) for where in layers.values()):
+        raise TypeError(f"layers are headwise.reshape.Projections by the name of a module; got {shown(layers)}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,10 @@ def recover(
         >>> done.after < done.before
         True
     """
-    if inputs not in ("original", "own"):
+    check_models(changed=changed, original=original)
+    check_kind_of_layers(layers)
+    check_functions(call=call, **({} if progress is None else {"progress": progress}))
+    if not isinstance(inputs, str) or inputs not in ("original", "own"):
         raise ValueError(f'inputs is "original" or "own"; got {shown(inputs)}')
     check_counts(value_steps=value_steps)
     run = _Run(Pair(changed, original, layers, inputs == "original", call), *batches_of(batches), progress)

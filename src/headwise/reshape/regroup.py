@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ..shapes.kinds import check_counts, check_flags, shown
+from ..shapes.kinds import check_counts, check_flags
+from .arguments import check_groups_by_layer, check_kind, check_models, check_rows, check_writing
 from .axes import Kept
 from .calibrate import (
     family_in_memory,
@@ -24,13 +25,14 @@ from .classes import Target, target
 from .heads import HeadWeights
 from .layers import head_weights, layer_tensors
 from .layout import Family, Layer, check_shapes, family_of
-from .merge import METHODS, Merge, Method, merge
+from .merge import METHODS, Merge, Method, check_method, merge
 from .pair import batches_of
 from .proof import PLAIN, Proof, planned, require
 from .prune import Known, transposed
 from .recover import Inputs, Repaired, recover
-from .report import RESHAPE, markdown
+from .report import PLAN, RESHAPE, markdown
 from .select import bytes_of
+from .shards import as_json
 from .source import check_source
 from .write import Planned, kept, write
 
@@ -84,6 +86,16 @@ class Regrouping:
             made.append(planned)
         return made
 
+    def heads_plan(self) -> dict[str, Any]:
+        """The query heads in their new order where that changed, and how many key-value heads are left, by layer."""
+        layers: dict[str, Any] = {}
+        for layer in self.family.layers:
+            sizes = layer.sizes
+            heads = list(self.merges[layer.key].heads(sizes.H // sizes.K))
+            moved = {"keep": heads} if heads != sorted(heads) else {}
+            layers[layer.key] = moved | {"kv_heads": self.num_kv_heads}
+        return {"layers": layers}
+
     def facts(self, context: int = 8192) -> dict[str, Any]:
         """What changes, as plain data: heads, sizes, class, losses; and what `headwise.plan` counts at `context`."""
         sizes = self.family.layers[0].sizes
@@ -98,7 +110,6 @@ class Regrouping:
         tables = [(("layer", "heads that share", "keys lost", "values lost"), layers), *_errors(self.measured)]
         return {
             "done": "Heads regrouped",
-            "verb": "share",
             "notes": notes,
             "gone": {},
             "tables": tables,
@@ -170,10 +181,15 @@ def plan_regroup(
     """
     check_source(source)
     check_counts(1, num_kv_heads=num_kv_heads)
-    if method not in METHODS:
-        raise ValueError(f"method is one of {', '.join(METHODS)}; got {shown(method)}")
+    check_counts(seed=seed)
+    check_rows(rows, 0)
+    check_writing("", None, progress=progress)
+    if model is not None:
+        check_models(model=model)
+    check_method(method)
     family = family_of(source.config, source.tensors, source.layouts)
     check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
+    check_groups_by_layer(groups, [layer.key for layer in family.layers])
     goal = _target(family, num_kv_heads)
     known = {}
     if rows and model is not None:
@@ -228,11 +244,15 @@ def repair(
         value_steps: As `recover` takes it.
         progress: Called as ``progress("repairing", done, total)``.
     """
+    check_kind(Regrouping, "plan_regroup", plan=plan)
+    check_models(model=model)
+    check_writing("", None, progress=progress)
     source = plan.source
     if not isinstance(source, Buildable):
         raise TypeError(
             f"repair builds the changed model, for which headwise.hf.checkpoint is needed; got {type(source)}"
         )
+    check_rows(rows, 2)
     changed = source.build(plan.target.config, {one.name: one.make() for one in plan.tensors()})
     family = family_in_memory(changed, source.layouts)
     _, check = batches_of(rows)
@@ -303,12 +323,15 @@ def regroup(
         progress: Called as ``progress(what, done, total)``.
 
     Returns:
-        What changed and what was measured, as plain data; RESHAPE.md in the folder tells the same.
+        What changed and what was measured, as plain data; RESHAPE.md in the folder tells the same. `heads-plan.json` in
+        it has the new order of the query heads, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
         ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     check_flags(recovering=recovering)
+    check_writing(destination, proof, progress=progress)
+    check_rows(rows, 0)
     if recovering and (model is None or len(rows) < 2):
         raise ValueError("to recover takes the model and a text of at least two rows; give both")
     plan = plan_regroup(
@@ -320,9 +343,24 @@ def regroup(
 
 
 def write_regrouped(
-    plan: Regrouping, destination: str | os.PathLike[str], *, proof: Proof | None = PLAIN, progress: Told = None
+    plan: Regrouping,
+    destination: str | os.PathLike[str],
+    *,
+    proof: Proof | None = PLAIN,
+    progress: Told = None,
+    remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Writes what was planned, as `regroup` does."""
+    """Writes what was planned, as `regroup` does.
+
+    Args:
+        plan: What `plan_regroup` made, `repair` changed or not.
+        destination: The folder to write; it must not exist.
+        proof: With what to prove the result before it gets its name; None: unproved.
+        progress: Called as ``progress("writing", done, total)``.
+        remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
+    """
+    check_kind(Regrouping, "plan_regroup", plan=plan)
+    check_writing(destination, proof, progress=progress, remark=remark)
     facts = plan.facts()
 
     def check(folder: Path) -> Mapping[str, bytes]:
@@ -330,13 +368,14 @@ def write_regrouped(
             told = plan.source.prove(folder, proof.request(None, same=False))
             require(told)
             facts["proof"] = told
-        return {RESHAPE: markdown(facts, plan.source)}
+        return {RESHAPE: markdown(facts, plan.source, "" if remark is None else remark(folder))}
 
     write(
         destination,
         config=plan.target.config,
         tensors=plan.tensors(),
         source=plan.source,
+        extra={PLAN: as_json(plan.heads_plan())},
         check=check,
         progress=None if progress is None else lambda done, total: progress("writing", done, total),
     )

@@ -27,7 +27,7 @@ def markdown(facts: Mapping[str, Any], source: Source, further: str = "") -> byt
     paragraphs = [f"# {facts['done']}", *(_sentence(note) for note in facts["notes"])]
     if facts["gone"]:
         heads = [(layer, ", ".join(map(str, heads))) for layer, heads in facts["gone"].items()]
-        paragraphs.append(_table(("layer", f"heads that {facts['verb']}"), heads))
+        paragraphs.append(_table(("layer", f"heads {facts['change']}"), heads))
     paragraphs += [_table(head, body) for head, body in facts.get("tables", ())]
     paragraphs += [_table(("", "before", "after"), rows(facts)), " ".join(_proof(facts.get("proof")))]
     dropped = getattr(source, "dropped", ())

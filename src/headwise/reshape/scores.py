@@ -82,13 +82,13 @@ def by_twins(twins: Iterable[Twin]) -> list[list[float]]:
         if distance is not None:
             check_numbers(distance=distance)
     known = {place: (1.0 if distance is None else distance, nearest) for place, distance, nearest in twins}
-    went: set[tuple[int, int]] = set()
+    gone: set[tuple[int, int]] = set()
     worth: dict[tuple[int, int], float] = {}
     for place, (distance, nearest) in sorted(known.items(), key=lambda entry: (entry[1][0], entry[0])):
-        stands_for = nearest in went
+        stands_for = nearest in gone
         worth[place] = distance + stands_for
         if not stands_for:
-            went.add(place)
+            gone.add(place)
     rows: list[list[float]] = [[] for _ in range(1 + max(layer for layer, _ in worth))]
     for layer, head in sorted(worth):
         rows[layer].append(worth[layer, head])

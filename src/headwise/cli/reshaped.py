@@ -1,0 +1,136 @@
+"""What the commands that write checkpoints share: options, texts as rows of tokens, roles before and after, tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .output import console
+from .texts import read_text
+
+if TYPE_CHECKING:
+    import rich.table
+
+ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens that are read at once: at most, at least; and in all
+
+Out = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Load the result anew and compare, first.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]
+
+
+def check_out(out: str | None, dry_run: bool) -> None:
+    """One line and exit code 2 where there is nothing to write to, or something is there."""
+    if out is None and not dry_run:
+        raise typer.BadParameter("give --out, the folder to write, or --dry-run to see what would change")
+    if out is not None and Path(out).exists():
+        raise typer.BadParameter(f"--out {out}: is there already; give a new name, or remove it")
+
+
+def libraries(command: str) -> Any:
+    """`headwise.hf`, with transformers kept quiet."""
+    from .loading import quiet
+
+    quiet(command)
+    from headwise import hf
+
+    return hf
+
+
+def tensors(rows: list[list[int]]) -> list[Any]:
+    """The rows as tensors (1, T)."""
+    import torch
+
+    return [torch.tensor([row]) for row in rows]
+
+
+class Roles:
+    """What each head does before and after, for the end of RESHAPE.md."""
+
+    def __init__(self, hf: Any, loaded: Any, row: list[int], show: Any) -> None:
+        self.hf, self.before, self.row, self.show = hf, loaded, row, show
+        self.told: dict[str, Any] = {}
+
+    def __call__(self, folder: Path) -> str:
+        """The comparison of the original with what is in the folder, as Markdown."""
+        from headwise import look
+        from headwise.reshape.report import PLAN
+
+        plan = json.loads((folder / PLAN).read_bytes()) if (folder / PLAN).exists() else None
+        self.show("comparing roles")
+        named = (("before", self.before), ("after", self.hf.load(folder)))
+        seen = [look.at(one.model, self.row, delimiters=one.delimiters, name=name) for name, one in named]
+        compared = look.compare(seen[0], seen[1], kept=plan)
+        self.told = compared.to_dict()
+        return f"## What the heads do\n\n```text\n{compared}\n```"
+
+
+def texts_of(text: str | None, file: str | None, corpus: str | None) -> Iterable[str]:
+    """The texts of the options."""
+    if corpus is None:
+        return [read_text(text, file)]
+    if text is not None or file is not None:
+        raise typer.BadParameter("give one of --text, --file and --corpus")
+    from headwise.look.corpus import documents
+
+    return documents(corpus)
+
+
+def rows_of(hf: Any, loaded: Any, contents: Iterable[str]) -> list[list[int]]:
+    """The tokens of texts in rows that the model takes; an end is left out where it is too short to learn from."""
+    length = min(ROW, loaded.max_positions or ROW)
+    rows: list[list[int]] = []
+    for content in contents:
+        ids, _ = hf.tokens.encode(loaded.tokenizer, content, None)
+        rows += [ids[start : start + length] for start in range(0, len(ids), length)]
+        if sum(map(len, rows)) >= TOKENS:
+            break
+    long = [row for row in rows[: TOKENS // length] if len(row) >= SHORTEST]
+    if not long:
+        raise typer.BadParameter(f"the text has less than {SHORTEST} tokens; give a longer one")
+    return long
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
+    """What changed: notes and tables, or all of it as JSON."""
+    from headwise.report.escape import visible
+
+    if as_json:
+        print(json.dumps(facts | {"out": out}, allow_nan=False))
+        return
+    for note in facts["notes"]:
+        print(visible(note, limit=600))
+    shown = console()
+    if facts["gone"]:
+        shown.print(_heads(facts))
+    shown.print(_table(facts))
+    if out is not None:
+        print(f"{visible(out)}: {facts['done'].lower()}; RESHAPE.md in it has the details")
+
+
+def _heads(facts: dict[str, Any]) -> rich.table.Table:
+    from rich.table import Table
+
+    table = Table("layer", f"heads {facts['change']}")
+    for layer, heads in facts["gone"].items():
+        table.add_row(layer, ", ".join(map(str, heads)))
+    return table
+
+
+def _table(facts: dict[str, Any]) -> rich.table.Table:
+    """Before and after, as in RESHAPE.md."""
+    from rich.table import Table
+
+    from headwise.reshape.report import rows
+
+    table = Table("", "before", "after")
+    for row in rows(facts):
+        table.add_row(*row)
+    return table

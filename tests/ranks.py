@@ -1,0 +1,135 @@
+"""Processes of a gloo group that outlive a test: starting one takes a second, giving it work a millisecond.
+
+    def total(value: float) -> float:  # a function of a module that an import finds, not of a test file
+        part = torch.tensor(value * (dist.get_rank() + 1))
+        dist.all_reduce(part)
+        return part.item()
+
+    ranks.pool(3).run(total, 2.0)  # [12.0, 12.0, 12.0]: what each rank returned
+
+They are spawned, never forked: gloo's threads do not survive a fork. Each has one thread, for the machine has two
+cores. Where a rank raises, `run` raises `RankError` with what every rank said, and the pool starts anew: its group may
+be out of step. A test that kills or stops a rank takes a `Pool` of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+PATIENCE = 120.0  # seconds that a test waits for its ranks; a hang is a failure, not a stopped suite
+
+
+class RankError(AssertionError):
+    """Some rank raised, died or did not answer: `said` has one text a rank, None for those that returned."""
+
+    def __init__(self, said: list[str | None]) -> None:
+        self.said = said
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text))
+
+
+class Pool:
+    """`world` processes of one gloo group.
+
+    Args:
+        world: how many.
+        timeout: seconds that the group's collectives wait.
+    """
+
+    def __init__(self, world: int, timeout: float = 60.0) -> None:
+        self.world, self.timeout = world, timeout
+        self._start()
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self.processes, self._pipes = [], []
+        for rank in range(self.world):
+            ours, theirs = spawn.Pipe()
+            work = (rank, self.world, store, self.timeout, theirs, sys.path)
+            process = spawn.Process(target=_serve, args=work, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, patience: float = PATIENCE) -> list[Any]:
+        """What `function(*arguments)` returns on each rank, in their order."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = [self._answer(rank, patience) for rank in range(self.world)]
+        said = [text for text, _ in answers]
+        if any(said):
+            self.close()
+            self._start()
+            raise RankError(said)
+        return [value for _, value in answers]
+
+    def _answer(self, rank: int, patience: float) -> tuple[str | None, Any]:
+        try:
+            if not self._pipes[rank].poll(patience):
+                return f"no answer in {patience:g} s", None
+            return self._pipes[rank].recv()  # type: ignore[no-any-return]
+        except (EOFError, ConnectionError):
+            self.processes[rank].join(5)
+            return f"ended with exit code {self.processes[rank].exitcode}", None
+
+    def close(self) -> None:
+        """End its processes, whatever they do."""
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            process.kill()
+            pipe.close()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+@functools.cache
+def pool(world: int) -> Pool:
+    """The pool of that many ranks that tests share; it lives as long as this process."""
+    shared = Pool(world)
+    atexit.register(shared.close)
+    return shared
+
+
+def _serve(rank: int, world: int, store: str, timeout: float, pipe: Connection, path: list[str]) -> None:
+    sys.path[:] = path
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:  # whoever gave work is gone
+            os._exit(0)
+        except Exception:  # what cannot be unpickled here, such as a function of a test file
+            pipe.send((traceback.format_exc(), None))
+            continue
+        torch.manual_seed(0)
+        try:
+            answer = (None, function(*arguments))
+        except Exception:
+            answer = (traceback.format_exc(), None)
+        pipe.send(answer)
