@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import re
 
+import transformers
+
 _OWN = "it computes attention in code of its own"
+_MARKED = "are marked as causal, and its own attention ignores the mark"
 _SPARSE = "it picks single keys for each query (sparse attention), which the interface hands over as indices"
 
 OUTSIDE: dict[str, str] = {
     "big_bird": _OWN,
+    "bridgetower": f"its layers of images {_MARKED}",
+    "informer": "it attends with some of its queries alone (ProbSparse), in code of its own",
     "layoutlmv2": _OWN,
     "led": _OWN,
     "longformer": _OWN,
@@ -27,6 +32,9 @@ OUTSIDE: dict[str, str] = {
 }
 """model_type of what lies outside transformers' attention interface -> why. A reason for the error text, no more:
 a model missing here is still refused, by what its class says."""
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+    OUTSIDE["kosmos-2"] = f"its queries of an image {_MARKED}"
 
 SEAMS: dict[str, dict[str, dict[str, str]]] = {
     "bark": {"BarkSelfAttention": {}},

@@ -32,6 +32,8 @@ HARMLESS = frozenset(
         "deterministic",  # asks flash attention for a reproducible backward pass
         "encoder_attention_mask",  # for the cross-attention beside this call, which gets it as its attention_mask
         "encoder_hidden_states",
+        "grid_thw",  # of images: the sequences of a packed batch say it, too
+        "input_ids",
         "logits_to_keep",
         "max_length_k",  # restate cu_seq_lens_k, cu_seq_lens_q
         "max_length_q",
@@ -39,6 +41,7 @@ HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "past_key_values",  # key and value already hold what is cached
+        "pixel_values",
         "position_ids",  # query and key are rotated already
         "return_dict",
         "shift_labels",
@@ -236,8 +239,10 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
     """What transformers, or its user, passes as a mask of T queries and S keys; bool tensors keep, floats are added."""
     if attention_mask is None:
         return Mask(())
+    if isinstance(attention_mask, StructuralMask) and attention_mask.shape[2:] == (1, S) and T > 1:
+        attention_mask = attention_mask.plain().expand(-1, -1, T, -1)  # one row for all queries, as eager adds it
     if isinstance(attention_mask, StructuralMask):
-        if attention_mask.shape[2:] != (T, S):
+        if attention_mask.shape[2:] != (T, S) and attention_mask.mask.parts:
             # Attention checks a tensor's sizes; rules have no sizes, and would count positions from another place.
             T_made, S_made = attention_mask.shape[2:]
             raise ModelError(

@@ -15,6 +15,7 @@ from ..ops.storage.int8 import Quantized
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import Paged
 
+_NOTHING = torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full()
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
@@ -56,7 +57,7 @@ class Lazy(Tensor):
     def plain(self) -> Tensor:
         """The tensor itself, made at the first call and then kept."""
         if self._source.tensor is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with _as_outside_of_dispatch(), torch.inference_mode(False), torch.no_grad():
                 self._source.tensor = (
                     self._source.make().contiguous()
                 )  # contiguous, as a wrapper without strides must be
@@ -82,6 +83,14 @@ class Lazy(Tensor):
                         x._source.exposed = True
         args, kwargs = tree_map(lambda x: x.plain() if isinstance(x, Lazy) else x, (args, kwargs))
         return function(*args, **kwargs)
+
+
+def _as_outside_of_dispatch() -> Any:
+    """Lets operations take all their steps: inside of `__torch_dispatch__` torch leaves out those of torch.vmap.
+
+    A mask function of one pair is evaluated by that.
+    """
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NOTHING)
 
 
 class LazyKeys(Lazy):
