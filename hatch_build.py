@@ -3,11 +3,18 @@
 Without a compiler, or where the compiler fails, the package is installed as pure Python: all of it works, on PyTorch's
 own attention, and one line says why. `HEADWISE_NATIVE=0` leaves the kernel out; `HEADWISE_NATIVE=1` makes a failure an
 error, for those who make wheels. `python hatch_build.py` builds into the source tree and shows the compiler's words.
+
+Into every wheel goes a bill of materials, too: what lies in it that is not ours, or is built. What it requires of an
+index stands in its metadata.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -22,8 +29,11 @@ except ImportError:  # run as a script
     BuildHookInterface = object
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY = ROOT / "src" / "headwise" / "_native.so"
+PACKAGE = ROOT / "src" / "headwise"
+LIBRARY = PACKAGE / "_native.so"
 BUILD = ROOT / "build" / "native"
+SBOM = ROOT / "build" / "headwise.cdx.json"
+MACOS = "11.0"  # the first that runs on Apple's own CPUs
 WITHOUT = "everything works all the same, on PyTorch's own attention"
 
 
@@ -42,8 +52,19 @@ class NativeBuildHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Builds; a wheel with the library in it is for this platform, but for any Python."""
-        if self.target_name != "wheel" or not _wanted():
+        if self.target_name != "wheel":
             return
+        library = _wanted() and self._built()
+        SBOM.parent.mkdir(exist_ok=True)
+        SBOM.write_text(json.dumps(sbom(self.metadata.version, library), indent=1) + "\n")
+        build_data["sbom_files"].append(str(SBOM.relative_to(ROOT)))
+        if not library:
+            return
+        build_data["artifacts"].append(str(LIBRARY.relative_to(ROOT)))
+        if version != "editable":
+            build_data.update(pure_python=False, tag=f"py3-none-{platform_tag()}")
+
+    def _built(self) -> bool:
         try:
             build()
         except NativeError as error:
@@ -51,11 +72,57 @@ class NativeBuildHook(BuildHookInterface):
             if os.environ.get("HEADWISE_NATIVE") == "1":
                 raise
             print(f"headwise without its native CPU kernel ({error}); {WITHOUT}", flush=True)  # pip -v shows it
-            return
-        build_data["artifacts"].append(str(LIBRARY.relative_to(ROOT)))
-        if version != "editable":
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data.update(pure_python=False, tag=f"py3-none-{platform}")
+            return False
+        return True
+
+
+def platform_tag() -> str:
+    """The platform in a wheel's name; of Linux, `auditwheel repair` makes a manylinux of it."""
+    name = sysconfig.get_platform()
+    if name.startswith("macosx"):  # Python may be for two machines, and for an older system; the library is for one
+        name = f"macosx-{os.environ.get('MACOSX_DEPLOYMENT_TARGET', MACOS)}-{platform.machine()}"
+    return name.replace("-", "_").replace(".", "_")
+
+
+def sbom(version: str, library: bool) -> dict[str, Any]:
+    """The bill of materials (CycloneDX 1.6, as PEP 770 has it in a wheel); the same bytes for the same package."""
+    ours = {"type": "library", "bom-ref": f"pkg:pypi/headwise@{version}", "name": "headwise", "version": version}
+    ours |= {"purl": ours["bom-ref"], "licenses": _licence("Apache-2.0")}
+    weights = PACKAGE / "models" / "tiny" / "model.safetensors"
+    parts = [
+        _file("machine-learning-model", weights, "PSF-2.0", "Weights trained on the sources of Python's library"),
+        *_javascript(PACKAGE / "report" / "vendor" / "README.md"),
+    ]
+    if library:
+        parts.append(_file("file", LIBRARY, "Apache-2.0", "The native CPU kernel, compiled from csrc/"))
+    return {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": ours},
+        "components": parts,
+        "dependencies": [{"ref": ours["bom-ref"], "dependsOn": [part["bom-ref"] for part in parts]}],
+    }
+
+
+def _file(kind: str, path: Path, licence: str, description: str) -> dict[str, Any]:
+    name = path.relative_to(PACKAGE.parent).as_posix()
+    hashes = [{"alg": "SHA-256", "content": hashlib.sha256(path.read_bytes()).hexdigest()}]
+    about = {"description": description, "licenses": _licence(licence), "hashes": hashes}
+    return {"type": kind, "bom-ref": name, "name": name, **about}
+
+
+def _javascript(recipe: Path) -> list[dict[str, Any]]:
+    """The packages in d3.min.js, as the recipe of that bundle names them; esbuild makes it."""
+    names = re.findall(r"([a-z][a-z0-9-]+)@(\d+\.\d+\.\d+)", recipe.read_text())
+    about = {"type": "library", "licenses": _licence("ISC")}
+    purls = [(name, version, f"pkg:npm/{name}@{version}") for name, version in names if name != "esbuild"]
+    return [{"bom-ref": purl, "name": name, "version": version, "purl": purl, **about} for name, version, purl in purls]
+
+
+def _licence(name: str) -> list[dict[str, Any]]:
+    return [{"license": {"id": name}}]
 
 
 def build(show: bool = False) -> None:
@@ -76,6 +143,7 @@ def build(show: bool = False) -> None:
 
 def _cmake(show: bool) -> None:
     env = dict(os.environ)
+    env.setdefault("MACOSX_DEPLOYMENT_TARGET", MACOS)  # other systems do not read it
     if shutil.which("ninja"):
         env.setdefault("CMAKE_GENERATOR", "Ninja")
     steps = [["cmake", "--build", str(BUILD), "--parallel", str(os.cpu_count() or 1)]]

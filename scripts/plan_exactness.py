@@ -33,9 +33,9 @@ from plan_models import (  # noqa: E402
     config_of,
     parameters_of,
     random_config,
-    silently_wrong,
-    strange_fields,
+    strange_and_wrong,
 )
+from tower_models import COMPOSITE, composite_config, composite_model, random_composite  # noqa: E402
 
 from headwise import plan  # noqa: E402
 from headwise.plan.fields import architectures  # noqa: E402
@@ -64,6 +64,11 @@ def main() -> int:
         wrong += options.configs - right + sum(n for what, n in ran.items() if what.endswith("wrong"))
         configs += options.configs
         print(f"| {name} | {architectures()[name]['classes']['config']} | {' | '.join(cells)} |", flush=True)
+    for name in COMPOSITE if options.architectures is SINGLE else []:
+        right = towers_right(name, options.configs)
+        wrong, configs = wrong + options.configs - right, configs + options.configs
+        cells = f"{right} of {options.configs} | - | - | -"
+        print(f"| {name} | {architectures()[name]['classes']['config']} | {cells} |", flush=True)
     strange = sum(strange_wrong(name) for name in options.architectures)
     cards = [name for name in plan.cards() if not card_right(name)]
     print(
@@ -71,7 +76,8 @@ def main() -> int:
     )
     wrong += strange + len(cards)
     seconds = time.perf_counter() - start
-    print(f"\n{len(options.architectures)} architectures, {configs} configs, {wrong} wrong, {seconds:.0f} s")
+    count = len(options.architectures) + (len(COMPOSITE) if options.architectures is SINGLE else 0)
+    print(f"\n{count} architectures, {configs} configs, {wrong} wrong, {seconds:.0f} s")
     return 1 if wrong else 0
 
 
@@ -83,6 +89,17 @@ def parameters_right(name: str, count: int) -> int:
         bare = {} if head else {"architectures": [architectures()[name]["classes"]["base"]]}
         ours = model_of({**fields, **bare, "model_type": name}).total_parameters()
         right += ours == parameters_of(name, config_of(name, fields), head=head)
+    return right
+
+
+def towers_right(name: str, count: int) -> int:
+    """How many configs of a model with towers have equal parameters, all towers included."""
+    right = 0
+    for seed in range(count):
+        fields = random_composite(name, random.Random(seed))
+        real = composite_model(name, composite_config(name, fields))
+        theirs = sum(parameter.numel() for parameter in real.parameters())
+        right += model_of({**fields, "model_type": name}).total_parameters() == theirs
     return right
 
 
@@ -108,13 +125,16 @@ def strange_wrong(name: str) -> int:
     """How many fields of other architectures change the model and the plan does not say so."""
     fields = random_config(name, random.Random(4))
     size = parameters_of(name, config_of(name, fields))
-    return sum(silently_wrong(name, fields, more, size) for more in strange_fields(fields))
+    return len(strange_and_wrong(name, fields, size))
 
 
 def card_right(name: str) -> bool:
     """Whether a card has the parameters of transformers' model of that config, at its full size."""
     config = {key: value for key, value in plan.cards()[name]["config"].items() if key != "architectures"}
     kind = config.pop("model_type")
+    if kind in COMPOSITE:
+        real = composite_model(kind, composite_config(kind, config))
+        return plan.of(name).model.total_parameters() == sum(parameter.numel() for parameter in real.parameters())
     return plan.of(name).model.total_parameters() == parameters_of(kind, config_of(kind, config))
 
 

@@ -18,6 +18,7 @@ from headwise.plan.fields import architectures
 from headwise.plan.model import Model, model_of
 
 TOKENS, BATCH, FLOAT32 = 13, 2, 4
+OWN_CACHE = "minimax"  # takes no fixed cache
 KEEPS_ALL = "gpt_neo"  # transformers keeps the whole context of its local layers, as its note says
 IDS: dict[str, int] = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
 ROUTING: dict[str, int] = dict(n_group=1, topk_group=1)  # which experts a token may choose from, not how many
@@ -47,10 +48,17 @@ def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict
         if default is None and field in MAY_BE_ABSENT and name not in NEVER_ABSENT and dice.random() < 0.15:
             continue
         found[field] = _value(field, usual, default, about, sizes, dice)
+    if runs and "side_by_side" in about:  # what can be built there and not run: norms that no layer calls
+        found["parallel_attn"] = found["parallel_attn"] or found["new_decoder_architecture"]
+        found["num_ln_in_parallel_attn"] = None if found["new_decoder_architecture"] else 1
+        found["num_kv_heads"] = sizes["kv_heads"] if found["new_decoder_architecture"] else None
     return found
 
 
-MAY_BE_ABSENT = ("num_key_value_heads", "intermediate_size", "n_inner", "num_decoder_layers", "q_lora_rank")
+MAY_BE_ABSENT = (
+    "num_key_value_heads", "num_kv_heads", "intermediate_size", "n_inner", "ffn_hidden_size", "num_decoder_layers",
+    "q_lora_rank", "num_ln_in_parallel_attn",
+)  # fmt: skip
 NEVER_ABSENT = ("nemotron",)  # transformers' own default of None cannot be built there
 
 
@@ -73,11 +81,25 @@ def _value(
         return heads
     if usual in exact:
         return exact[usual]
+    if field in CHOICES:
+        return dice.choice(CHOICES[field])
+    if field == "moe_layers":
+        return dice.choice([None, [i for i in range(layers) if dice.random() < 0.5]])
     if field == "layer_types":
-        kinds = ["full_attention", "sliding_attention"] if "windows" in about else ["full_attention"]
-        return dice.choice([None, [dice.choice(kinds) for _ in range(layers)]])
+        word = about.get("windows", {}).get("word", "sliding_attention")
+        word = about.get("states", {}).get("word", word)
+        kinds = ["full_attention", word] if {"windows", "states"} & set(about) else ["full_attention"]
+        return dice.choice([None, [dice.choice(kinds) for _ in range(layers - 1)] + kinds[:1]])
+    if field == "mamba_n_heads":
+        return dice.choice([heads for heads in (2, 4) if width % heads == 0])
+    if field == "full_attention_interval":
+        return dice.randint(1, layers)
+    if field == "attn_layer_indices" or field == "full_attn_idxs":
+        return sorted({dice.randrange(layers), dice.randrange(layers)})
     if isinstance(default, bool):
         return dice.random() < 0.5
+    if field in ("mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache"):
+        return dice.randint(2, 5)
     if isinstance(default, str):
         return dice.choice(["relu", "gated-gelu", "gelu", "gated-silu"])
     if usual in ("encoder_heads", "decoder_heads"):
@@ -90,6 +112,29 @@ def _value(
     return dice.randint(least, most)
 
 
+CHOICES: dict[str, list[Any]] = {
+    "pos_att_type": [None, ["c2p"], ["p2c"], ["c2p", "p2c"], "p2c|c2p"],
+    "max_relative_positions": [-1, 3, 5, 40],
+    "position_buckets": [-1, 2, 4],
+    "norm_rel_ebd": ["none", "layer_norm"],
+    "conv_kernel_size": [0, 3],
+    "conv_groups": [1],
+    "type_vocab_size": [0, 2, 3],
+    "num_ln_in_parallel_attn": [1, 2],
+    "attn_layer_period": [1, 2],
+    "attn_layer_offset": [0],
+    "expert_layer_period": [2, 3],
+    "expert_layer_offset": [0, 1],
+    "mamba_dt_rank": ["auto", 3, 5],
+    "mamba_d_head": ["auto"],
+    "mamba_n_groups": [1, 2],
+    "mamba_d_ssm": [None, 24, 32],
+    "mamba_expand": [1, 2],
+    "linear_num_key_heads": [1, 2],
+    "linear_num_value_heads": [2, 4],
+    "block_multiple_of": [1, 4],
+    "block_ffn_dim_multiplier": [1.0, 0.8, 2],
+}
 RANGES = {
     "vocab_size": (30, 99),
     "max_position_embeddings": (24, 40),
@@ -105,6 +150,9 @@ RANGES = {
     "sliding_window_pattern": (2, 4),
     "global_attn_every_n_layers": (2, 4),
     "sliding_window": (2, 9),
+    "attention_chunk_size": (2, 9),
+    "interleave_moe_layer_step": (1, 3),
+    "no_rope_layer_interval": (2, 4),
     "local_attention": (2, 9),
 }
 
@@ -145,6 +193,24 @@ def strange_fields(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from ({name: other} for other in ((True, False) if isinstance(value, bool) else (3,)))
 
 
+def strange_and_wrong(name: str, fields: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """Which strange fields are silently wrong: eight at once, one by one only where those change or break something."""
+    waiting = list(strange_fields(fields))
+    found: list[dict[str, Any]] = []
+    while waiting:
+        group, rest, more = [], [], {}
+        for one in waiting:  # a field is in a group once, for it may have two values
+            (group if len(group) < 8 and not one.keys() & more.keys() else rest).append(one)
+            more |= one if one in group else {}
+        waiting = rest
+        try:
+            same = parameters_of(name, config_of(name, {**fields, **more})) == size
+        except Exception:
+            same = False
+        found += [] if same else [one for one in group if silently_wrong(name, fields, one, size)]
+    return found
+
+
 def silently_wrong(name: str, fields: dict[str, Any], more: dict[str, Any], size: int) -> bool:
     """Whether fields added to a config change transformers' model, of that size, and the plan passes over it.
 
@@ -169,16 +235,24 @@ def silently_wrong(name: str, fields: dict[str, Any], more: dict[str, Any], size
 class Matmuls(TorchDispatchMode):
     """Counts the FLOPs of every matrix product and convolution that runs, to the unit.
 
-    Products over an inner axis of 1 are no sums of products but scalings (rotary angles), and are left out.
+    Products over an inner axis of 1 are no sums of products but scalings (rotary angles), and are left out. Given a
+    model, only products with its parameters are counted, and no convolutions: what moves a state is not in the plan.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
         super().__init__()
         self.flops = 0
+        self.only = None if model is None else {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def _counts(self, args: Any) -> bool:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return self.only is None or any(t.untyped_storage().data_ptr() in self.only for t in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if not self._counts(args) or (self.only is not None and name == "convolution"):
+            return out
         if name in ("mm", "bmm"):
             self.flops += _product(out, args[0])
         elif name in ("addmm", "baddbmm"):
@@ -195,9 +269,15 @@ def _product(out: torch.Tensor, left: torch.Tensor) -> int:
 
 
 @contextmanager
-def counted() -> Iterator[Matmuls]:
-    with torch.no_grad(), Matmuls() as seen:
+def counted(model: Any = None) -> Iterator[Matmuls]:
+    with torch.no_grad(), Matmuls(model) as seen:
         yield seen
+
+
+def with_parameters(cost: costs.Flops, ours: Model, passes: int) -> int:
+    """Of those operations the products with parameters: not attention's, nor convolutions of layers with a state."""
+    convolved = sum(part.macs for layer in ours.states for part in layer.parts() if part.name == "conv")
+    return cost.projections + cost.rest - 2 * passes * convolved
 
 
 def inputs_of(name: str, config: Any, tokens: int, *, batch: int = 1, source: int | None = None) -> dict[str, Any]:
@@ -219,7 +299,12 @@ def bytes_held(cache: Any) -> int:
     """Bytes of all keys and values in a transformers cache, self- and cross-attention's."""
     if hasattr(cache, "self_attention_cache"):
         return bytes_held(cache.self_attention_cache) + bytes_held(cache.cross_attention_cache)
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    tensors = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    for layer in cache.layers:
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            tensors += states.values()
+    tensors += getattr(cache, "linear_cache", [])
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -244,6 +329,20 @@ def static_cache_bytes(name: str, config: Any, model: Any, tokens: int) -> int:
     return bytes_held(cache)
 
 
+def as_run(name: str, ours: Model, config: Any) -> Model:
+    """The model as transformers runs it where that is more, as the notes say: all experts, key-value heads repeated."""
+    if name == "llama4_text":
+        all_experts, used = config.num_local_experts, config.num_experts_per_tok
+        others = tuple(
+            replace(part, macs=part.macs * all_experts // used) if part.name == "experts" else part
+            for part in ours.others
+        )
+        return replace(ours, others=others)
+    if getattr(config, "new_decoder_architecture", False):
+        return ours.with_layers(tuple(replace(layer, num_kv_heads=layer.num_heads) for layer in ours.layers))
+    return ours
+
+
 # --- ours against theirs ----------------------------------------------------------------------------------------------
 
 
@@ -251,10 +350,13 @@ def compared_prefill(name: str, ours: Model, config: Any, real: Any) -> tuple[in
     """FLOPs of reading `TOKENS` tokens without a mask's savings, as planned and as counted."""
     last_only = "logits_to_keep" in inspect.signature(real.forward).parameters and not ours.is_encoder
     inputs = inputs_of(name, config, TOKENS, batch=BATCH)
-    with counted() as seen:
+    with counted(real if ours.states else None) as seen:
         real(**inputs, **({"logits_to_keep": 1} if last_only else {}))
-    cost = costs.prefill(ours, TOKENS, batch=BATCH)
+    cost = costs.prefill(as_run(name, ours, config) if "moe" in architectures()[name] else ours, TOKENS, batch=BATCH)
     head = sum(part.macs for part in ours.others if part.name == "lm_head")
+    if ours.states:
+        assert last_only
+        return with_parameters(cost, ours, BATCH * TOKENS), seen.flops
     all_logits = 0 if last_only or ours.is_encoder else 2 * BATCH * (TOKENS - 1) * head
     return cost.projections + cost.dense + cost.rest + all_logits, seen.flops
 
@@ -267,9 +369,13 @@ def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int
     if "decoder_input_ids" in inputs:
         memory = (first.encoder_last_hidden_state,)
         inputs = {"encoder_outputs": memory, "decoder_input_ids": inputs["decoder_input_ids"]}
-    with counted() as seen:
+    with counted(real if ours.states else None) as seen:
         real(**inputs, past_key_values=first.past_key_values, use_cache=True)
-    cost = costs.decode(ours, TOKENS, batch=BATCH, absorbed=False)
+    cost = costs.decode(
+        as_run(name, ours, config) if "moe" in architectures()[name] else ours, TOKENS, batch=BATCH, absorbed=False
+    )
+    if ours.states and cost is not None:
+        return with_parameters(cost, ours, BATCH), seen.flops
     return 0 if cost is None else cost.total, seen.flops
 
 
@@ -278,13 +384,14 @@ def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tupl
 
     Between two steps a growing cache keeps one token less than a window holds during a step.
     """
-    windowed = name != KEEPS_ALL
+    windowed, ours = name != KEEPS_ALL, as_run(name, ours, config)
     between = ours.with_layers(tuple(replace(layer, window=layer.window and layer.window - 1) for layer in ours.layers))
     found = []
+    states = costs.state_bytes(replace(ours, weight_bytes=FLOAT32))
     for tokens in (3, TOKENS):
-        planned = costs.cache_bytes(between, tokens, FLOAT32, windowed=windowed)
+        planned = states + costs.cache_bytes(between, tokens, FLOAT32, windowed=windowed)
         found.append((planned, dynamic_cache_bytes(name, config, real, tokens)))
-    if architectures()[name].get("stack") != "pair":
-        planned = costs.cache_bytes(ours, TOKENS, FLOAT32, windowed=windowed)
+    if architectures()[name].get("stack") != "pair" and name != OWN_CACHE:
+        planned = states + costs.cache_bytes(ours, TOKENS, FLOAT32, windowed=windowed)
         found.append((planned, static_cache_bytes(name, config, real, TOKENS)))
     return found

@@ -35,8 +35,8 @@ CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
 PUBLIC = """
     alibi alibi_slopes attention attention_statistics bias blocks cache causal causal_top_left dilated explain
-    Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn plan prefix relative report
-    reshape RowStatistics rule segments statistics top_keys TopKeys trace weights window
+    Explanation HeadStatistics keep LatentAttention lengths look Mask MultiHeadAttention nn parallel plan prefix
+    relative report reshape RowStatistics rule segments statistics top_keys TopKeys trace weights window
 """
 EXPORTS = PUBLIC.split()
 ARCHITECTURES = """

@@ -21,4 +21,9 @@ def test_bytes_as_planned(kv_heads: int, head_dim: int) -> None:
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
     planned = headwise.plan.of(config.to_dict(), context=[TOKENS])
-    assert cache.nbytes == planned.bytes_per_token * TOKENS
+    assert cache.nbytes == planned.bytes_per_token * TOKENS == planned.contexts[0].cache_bytes
+    small = headwise.hf.make_cache(model, max_length=TOKENS, dtype=torch.int8)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=small)
+    planned = headwise.plan.of(config.to_dict(), context=[TOKENS], kv_dtype="int8")
+    assert small.nbytes == planned.bytes_per_token * TOKENS == planned.contexts[0].cache_bytes

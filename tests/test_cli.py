@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hostile import PAYLOADS
 from looks import make_look
 from typer.testing import CliRunner
 
 import headwise
 from headwise import cli, models
+from headwise.ops.native import library
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
 runner = CliRunner()
@@ -138,6 +142,24 @@ def test_version_and_help() -> None:
         assert "look" in result.stdout and "trace" in result.stdout and "Example:" in result.stdout
     for command in ("look", "trace"):
         assert "Example: headwise" in runner.invoke(cli.app, [command, "--help"]).stdout
+
+
+def test_version_at_length() -> None:
+    """Backend, instruction set and versions; the option alone is a mistake."""
+    told = dict(
+        line.split(maxsplit=1) for line in runner.invoke(cli.app, ["--version", "--verbose"]).stdout.splitlines()
+    )
+    assert told["headwise"] == headwise.__version__ and told["torch"].startswith(f"{torch.__version__}, ")
+    assert told["numpy"] == importlib.metadata.version("numpy") and told["python"] == platform.python_version()
+    trouble = library.trouble()
+    if trouble:
+        assert told["backend"] == f"sdpa; not native: {trouble}"
+    else:
+        used, *others = re.split(r" \(this CPU also runs |, |\)$", told["backend"].removeprefix("native, "))
+        assert used == torch.ops.headwise.isa() and sorted([used, *filter(None, others)]) == sorted(library.isas())
+    for arguments in (["--verbose"], ["--verbose", "trace"]):
+        result = runner.invoke(cli.app, arguments)
+        assert result.exit_code == 2 and "--verbose goes with --version: headwise --version --verbose" in result.stderr
 
 
 def test_help_loads_nothing_heavy() -> None:

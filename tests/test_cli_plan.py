@@ -64,7 +64,8 @@ def test_models_side_by_side() -> None:
 def test_the_list_of_cards() -> None:
     shown = ran("--list")
     assert all(name in shown for name in plan.cards())
-    assert "71 architectures of configs are known: albert, apertus, " in " ".join(shown.split())
+    known = len(plan.known()["architectures"])
+    assert f"{known} architectures of configs are known: albert, apertus, " in " ".join(shown.split())
     assert json.loads(ran("--list", "--json")) == plan.known()
 
 

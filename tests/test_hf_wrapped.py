@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, PAD, inputs, logits, token_ids
+from hf_models import BY_NAME, PAD, inputs, token_ids
 from torch import nn
 from wrappers import Adapted
 
-import headwise
 import headwise.hf as hf
 import headwise.nn as hw_nn
 from headwise.hf.attention import headwise_attention
@@ -79,46 +77,6 @@ def mesh() -> Iterator[Any]:
         yield init_device_mesh("cpu", (2,))
     finally:
         dist.destroy_process_group()
-
-
-def split(mesh: Any, gathered: bool) -> Any:
-    """The Llama of 4 heads in 2 groups; `gathered`: with keys and values for all of them on each process."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    model = BY_NAME["Llama GQA"].build()
-    model.set_attn_implementation("headwise")
-    keys = ColwiseParallel(output_layouts=Replicate()) if gathered else ColwiseParallel()
-    plan = {"q_proj": ColwiseParallel(), "k_proj": keys, "v_proj": keys, "o_proj": RowwiseParallel()}
-    for layer in model.model.layers:
-        parallelize_module(layer.self_attn, mesh, plan)
-    return model
-
-
-@pytest.mark.unchecked
-def test_a_split_model_is_not_looked_at(mesh: Any) -> None:
-    model = split(mesh, gathered=False)
-    assert split_over(model) == 2
-    text = (
-        "LlamaForCausalLM (model_type 'llama'): tensor parallelism splits its heads over 2 processes, and each sees "
-        "its own alone; load the model without a tp_plan to look at all of them"
-    )
-    with pytest.raises(hf.ModelError, match=re.escape(text)), hf.probe(model):
-        raise AssertionError("the block must not run")
-    with pytest.raises(hf.ModelError, match=re.escape(text)):
-        headwise.look.at(model, token_ids(7)[0])
-    assert logits(model, inputs(BY_NAME["Llama GQA"])).isfinite().all(), "it runs all the same, on each its heads"
-
-
-@pytest.mark.unchecked
-def test_gathered_keys_are_refused(mesh: Any) -> None:
-    """2 of 4 query heads beside both key-value heads: each query would read a head of its own."""
-    text = (
-        "LlamaAttention passes 2 query heads and 2 key-value heads, and the model has 2 query heads to a key-value "
-        "head (4 in all), so queries would read the wrong keys; under tensor parallelism split q, k and v alike"
-    )
-    with pytest.raises(hf.ModelError, match=re.escape(text)):
-        logits(split(mesh, gathered=True), inputs(BY_NAME["Llama GQA"]))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -17,6 +21,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
+LIBRARY = ROOT / "src" / "headwise" / "_native.so"
 COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
 
 needs_compiler = pytest.mark.skipif(
@@ -25,10 +30,10 @@ needs_compiler = pytest.mark.skipif(
 needs_x86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="other CPUs have no files of their own yet")
 
 
-def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     """Its output in one piece; a failure shows it."""
     environment = {**os.environ, **env}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=1200, check=False)
 
 
 def ok(*command: str | Path, **env: str) -> str:
@@ -192,13 +197,65 @@ def wheel(tree: Path, **env: str) -> tuple[str, set[str], str]:
     return path.name, {name for name in zipfile.ZipFile(path).namelist() if name.endswith(".so")}, said
 
 
+@pytest.fixture
+def from_sdist(sources: Path, tmp_path: Path) -> Path:
+    """The same as its source distribution has it, and nothing beside."""
+    (sources / "src" / "headwise" / "_native.so").write_bytes(b"of another machine")
+    (sources / ".gitignore").write_text((ROOT / ".gitignore").read_text())
+    done = run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path), cwd=sources)
+    assert done.returncode == 0, done.stderr
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (tree,) = (tmp_path / "unpacked").iterdir()
+    assert not (tree / "src" / "headwise" / "_native.so").exists()
+    return tree
+
+
 @needs_compiler
-def test_a_wheel_with_the_library(sources: Path) -> None:
-    """For any Python and any torch from 2.10 on: no version of either in its name."""
-    name, libraries, _ = wheel(sources)
+def test_a_wheel_with_the_library(from_sdist: Path) -> None:
+    """For any Python and any torch from 2.10 on: no version of either in its name, and no package of theirs linked."""
+    name, libraries, _ = wheel(from_sdist)
     assert re.fullmatch(r"headwise-[\d.]+-py3-none-(linux|macosx)_\w+\.whl", name)
     assert libraries == {"headwise/_native.so"}
-    assert "Python" not in ok("ldd", sources / "src" / "headwise" / "_native.so")
+    library = from_sdist / "src" / "headwise" / "_native.so"
+    assert "Python" not in ok("ldd", library) and "python" not in ok("ldd", library)
+    with zipfile.ZipFile(from_sdist / "wheels" / name) as packed:
+        inside = {path.partition(".dist-info/")[2]: path for path in packed.namelist() if ".dist-info/" in path}
+        assert {"licenses/LICENSE", "licenses/LICENSE-python.txt", "sboms/headwise.cdx.json"} <= set(inside)
+        assert any(path.endswith("vendor/LICENSE-d3.txt") for path in inside)
+        bill = json.loads(packed.read(inside["sboms/headwise.cdx.json"]))
+        for part in bill["components"]:
+            for known in part.get("hashes", []):
+                assert known["content"] == hashlib.sha256(packed.read(part["name"])).hexdigest()
+    assert {"headwise/_native.so", "headwise/models/tiny/model.safetensors"} <= {x["name"] for x in bill["components"]}
+
+
+def test_the_bill_of_materials_names_every_licence_and_package() -> None:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec and spec.loader
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    bill = build.sbom("1.2.3", library=False)
+    parts = [bill["metadata"]["component"], *bill["components"]]
+    licences = {entry["license"]["id"] for part in parts for entry in part["licenses"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert licences == set(project["license"].split(" AND "))
+    script = (ROOT / "src/headwise/report/vendor/d3.min.js").read_text().split("\n", 1)[0]
+    named = set(re.findall(r"(d3-[a-z-]+) (\d+\.\d+\.\d+)", script))
+    assert named and named <= {(part["name"], part.get("version")) for part in bill["components"]}
+    assert bill["dependencies"] == [{"ref": "pkg:pypi/headwise@1.2.3", "dependsOn": [p["bom-ref"] for p in parts[1:]]}]
+    assert not {"headwise/_native.so", "esbuild"} & {part["name"] for part in parts}, "built without; a tool"
+
+
+@pytest.mark.skipif(not (shutil.which("readelf") and LIBRARY.exists()), reason="needs readelf and the library")
+def test_what_the_library_links() -> None:
+    """torch by the name of a library that the process has, and the runtimes of C and C++ that every machine has."""
+    told = ok("readelf", "-d", LIBRARY)
+    needed = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.+)\]", told)}
+    runtimes = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread"}
+    assert "libtorch_cpu" in needed and {x for x in needed if not x.startswith("ld-")} <= runtimes | {"libtorch_cpu"}
+    assert "RPATH" not in told and "RUNPATH" not in told, "a folder of the machine that built it"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from plan_models import (
 )
 
 from headwise.plan import costs
+from headwise.plan.fields import architectures
 from headwise.plan.layer import AttentionLayer, Latent
 from headwise.plan.model import Model, model_of
 
@@ -58,8 +59,23 @@ def test_cache_bytes_are_those_transformers_holds_and_sets_aside(name: str) -> N
             assert ours == theirs
 
 
+@pytest.mark.parametrize("name", [name for name in CACHED if "states" in architectures()[name]])
+def test_states_have_the_dtypes_that_transformers_gives_them(name: str) -> None:
+    """In bfloat16 a recurrent state is float32 all the same, and the convolution's inputs are bfloat16."""
+    seed = next(
+        n
+        for n in range(20)
+        if model_of({**random_config(name, random.Random(n), runs=True), "model_type": name}).states
+    )
+    ours, config, real = tiny(name, seed)
+    assert ours.number_bytes == 2
+    held = dynamic_cache_bytes(name, config, real.to(torch.bfloat16), TOKENS)
+    assert held == costs.cache_bytes(ours, TOKENS, 2) + costs.state_bytes(ours)
+
+
 def test_windows_and_latents_are_among_what_was_measured() -> None:
-    layers = [layer for name in CACHED for seed in (0, 1) for layer in tiny(name, seed)[0].layers]
+    drawn = [(name, random_config(name, random.Random(seed), runs=True)) for name in CACHED for seed in (0, 1)]
+    layers = [layer for name, fields in drawn for layer in model_of({**fields, "model_type": name}).layers]
     assert any(layer.window is not None and layer.window < TOKENS for layer in layers)
     assert any(layer.latent is not None for layer in layers)
 

@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from plan_models import BATCH, CACHED, FLOAT32, SINGLE, TOKENS, build, bytes_held, config_of, inputs_of, random_config
+from plan_models import (
+    BATCH,
+    CACHED,
+    FLOAT32,
+    SINGLE,
+    TOKENS,
+    as_run,
+    build,
+    bytes_held,
+    config_of,
+    inputs_of,
+    random_config,
+)
 
 from headwise.plan import costs
 from headwise.plan.fields import architectures
@@ -33,15 +45,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def drawn(name: str, seed: int) -> tuple[Model, Any, Any]:
-    """The plan's model, transformers' config, and transformers' model with weights."""
+def drawn(name: str, seed: int, **fixed: Any) -> tuple[Model, Any, Any]:
+    """The plan's model, transformers' config, and transformers' model with weights; `fixed` where they have them."""
     fields = random_config(name, random.Random(seed), runs=True)
+    fields |= {field: value for field, value in fixed.items() if field in fields}
     config = config_of(name, fields)
     return model_of({**fields, "model_type": name}), config, build(name, config, device="cpu")
 
 
 def weights_of(ours: Model, out: Any) -> list[tuple[AttentionLayer, torch.Tensor]]:
     """Each attention layer with the weights (B, H, T, S) that came out of it."""
+    if ours.states and len(out.attentions) > len(ours.layers):  # state layers give something of theirs, too
+        return [(layer, out.attentions[layer.index]) for layer in ours.layers]
     if hasattr(out, "attentions"):
         return list(zip(ours.layers, out.attentions, strict=True))
     stacks = {"encoder": out.encoder_attentions, "self": out.decoder_attentions, "cross": out.cross_attentions}
@@ -60,8 +75,9 @@ def test_attention_is_counted_where_weights_come_out(name: str) -> None:
     for layer, weights in layers:
         keys = source if layer.role == "cross" else weights.shape[-1]
         assert layer.num_heads * layer.pairs(weights.shape[-2], keys) * BATCH == weights.count_nonzero()
-        allowed += 2 * (layer.head_dim + layer.value_dim) * int(weights.count_nonzero())
-        whole += 2 * (layer.head_dim + layer.value_dim) * weights.numel()
+        positions = 2 * BATCH * layer.position_macs(TOKENS, TOKENS)[1]
+        allowed += 2 * (layer.head_dim + layer.value_dim) * int(weights.count_nonzero()) + positions
+        whole += 2 * (layer.head_dim + layer.value_dim) * weights.numel() + positions
     cost = costs.prefill(ours, TOKENS, batch=BATCH)
     assert (cost.attention, cost.dense) == (allowed, whole)
     largest = max(weights.numel() for _, weights in layers)
@@ -108,12 +124,15 @@ def next_token(name: str, config: Any, real: Any, tokens: int, source: int) -> t
 @pytest.mark.parametrize("name", [name for name in SINGLE if "moe" not in architectures()[name]])
 def test_what_a_token_passes_is_what_is_called(name: str) -> None:
     """For an encoder-decoder: one decoded token, which passes neither the encoder nor what made the memory's keys."""
-    ours, config, real = drawn(name, seed=4)
+    once = {"legacy": True, "share_att_key": False}  # no module called twice, no matrix taken without its module
+    ours, config, real = drawn(name, seed=4, **once)
     if ours.is_encoder:
         assert ours.active_parameters() == parameters_called(real, inputs_of(name, config, TOKENS))
         return
     inputs, cache = next_token(name, config, real, TOKENS, SOURCE)
-    assert ours.active_parameters() == parameters_called(real, inputs, past_key_values=cache, use_cache=True)
+    taken = sum(p.active for layer in ours.states for p in layer.parts() if p.name == "conv")  # not by its module
+    called = parameters_called(real, inputs, past_key_values=cache, use_cache=True)
+    assert ours.active_parameters() == called + taken
 
 
 @pytest.mark.parametrize("name", CACHED)
@@ -121,14 +140,14 @@ def test_one_more_token_takes_the_bytes_a_cache_grows_by(name: str) -> None:
     """The source of an encoder-decoder stays as it is, and so does what cross-attention holds of it."""
     ours, config, real = drawn(name, seed=5)
     if any(layer.window is not None for layer in ours.layers):
-        for field in {"sliding_window", "window_size"} & vars(config).keys():
+        for field in {"sliding_window", "window_size", "attention_chunk_size"} & vars(config).keys():
             setattr(config, field, 99)
         real = build(name, config, device="cpu")
     inputs, cache = next_token(name, config, real, 2, SOURCE)
     before = bytes_held(cache)
     with torch.no_grad():
         after = bytes_held(real(**inputs, past_key_values=cache, use_cache=True).past_key_values)
-    assert costs.bytes_per_token(ours, FLOAT32) == after - before > 0
+    assert costs.bytes_per_token(as_run(name, ours, config), FLOAT32) == after - before > 0
 
 
 # --- the floor, and everything else that a batch multiplies -----------------------------------------------------------

@@ -18,7 +18,7 @@ from plan_models import (
     parameters_of,
     random_config,
     silently_wrong,
-    strange_fields,
+    strange_and_wrong,
 )
 
 from headwise import plan
@@ -56,23 +56,6 @@ def test_attention_s_share_is_that_of_the_attention_modules(name: str) -> None:
     assert model_of({**fields, "model_type": name}).attention_parameters() == held
 
 
-def test_the_text_model_inside_of_another_is_counted_as_it_is() -> None:
-    import torch
-    import transformers
-
-    text = {**random_config("gemma3_text", random.Random(6)), "tie_word_embeddings": True}
-    vision = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "intermediate_size": 4}
-    config = transformers.Gemma3Config(
-        text_config={**text, "pad_token_id": 0}, vision_config={**vision, "image_size": 56}
-    )
-    with torch.device("meta"):
-        real = transformers.Gemma3ForConditionalGeneration._from_config(config)
-    inside = sum(p.numel() for key, p in real.named_parameters() if "vision" not in key and "multi_modal" not in key)
-    found = plan.of(config)
-    assert found.model.total_parameters() == inside
-    assert not found.exact and "vision tower" in found.notes[0]
-
-
 def test_there_are_enough_architectures() -> None:
     assert len(SINGLE) >= 40
 
@@ -89,7 +72,7 @@ def test_every_field_of_the_config_class_is_counted_neutral_or_refused(name: str
 
 
 CANNOT_BE_BUILT = ("ministral", "nemotron", "hunyuan_v1_dense")  # transformers' own defaults leave a size None
-REFUSED_DEFAULTS = ("glm4_moe", "deepseek_v2")  # 4096 / 96 heads is no whole number; experts a token are null
+REFUSED_DEFAULTS = ("glm4_moe", "deepseek_v2", "bamba")  # 4096 / 96 heads; null experts a token; no attention layer
 
 
 @pytest.mark.parametrize("name", sorted({*SINGLE} - {*CANNOT_BE_BUILT, *REFUSED_DEFAULTS}))
@@ -100,7 +83,7 @@ def test_defaults_are_those_of_the_config_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED_DEFAULTS)
 def test_defaults_that_leave_a_size_open_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"whole number is needed|must be a multiple"):
+    with pytest.raises(ValueError, match=r"whole number is needed|must be a multiple|no layer has attention"):
         model_of({"model_type": name})
 
 
@@ -170,7 +153,7 @@ def test_fields_of_other_architectures_change_nothing_unseen(name: str) -> None:
     """The script does it for all; here those whose code looks for fields that their config class does not have."""
     fields = random_config(name, random.Random(4))
     size = parameters_of(name, config_of(name, fields))
-    assert [more for more in strange_fields(fields) if silently_wrong(name, fields, more, size)] == []
+    assert strange_and_wrong(name, fields, size) == []
 
 
 def test_a_field_that_is_guessed_over_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +164,7 @@ def test_a_field_that_is_guessed_over_would_be_seen(monkeypatch: pytest.MonkeyPa
     assert not silently_wrong("qwen2", fields, {"head_dim": 22}, size)
     monkeypatch.setattr(Fields, "optional", _without_head_dim(Fields.optional))
     assert silently_wrong("qwen2", fields, {"head_dim": 22}, size)
+    assert {"head_dim": 3} in strange_and_wrong("qwen2", fields, size)
 
 
 def _without_head_dim(real: Any) -> Any:
@@ -233,9 +217,8 @@ MARKED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama", "brand_new": 1}, "fields that are not known, taken to change no count: 'brand_new'"),
     ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "the head of 'LlamaForSequence"),
     ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "layers that predict further tokens"),
-    ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "the checkpoint is quantised"),
+    ({"model_type": "llama", "quantization_config": {"quant_method": "odd"}}, "the checkpoint is quantised by 'odd'"),
     ({"model_type": "t5", "tie_word_embeddings": False}, "tie_word_embeddings is off: the checkpoint has a head of"),
-    ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "the vision tower and its projector are not"),
 ]
 
 
@@ -243,9 +226,7 @@ MARKED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_left_out_is_marked(config: dict[str, Any], text: str) -> None:
     found = plan.of(config)
     assert not found.exact and found.notes[0].startswith(text)
-    assert plan.of(
-        {"model_type": config["model_type"], **({"text_config": {}} if "text_config" in config else {})}
-    ).exact is (config["model_type"] != "gemma3")
+    assert plan.of({"model_type": config["model_type"]}).exact
 
 
 # --- the cards --------------------------------------------------------------------------------------------------------
@@ -261,6 +242,8 @@ PUBLISHED = {
     "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320, "gemma-3-1b": 999_885_952,
     "phi-3-mini": 3_821_079_552, "phi-3-medium": 13_960_238_080, "deepseek-v2": 235_741_434_880,
     "deepseek-v2-lite": 15_706_484_224, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+    "falcon-40b": 41_303_293_952, "mpt-7b": 6_649_286_656, "llama-4-scout": 108_641_793_536,
+    "qwen2.5-vl-7b": 8_292_166_656, "jamba-v0.1": 51_570_323_328, "lfm2-1.2b": 1_170_340_608,
     "whisper-tiny": 37_760_640, "whisper-large-v3": 1_543_490_560,
 }  # fmt: skip
 """What the safetensors files of the published checkpoints hold."""
@@ -274,7 +257,8 @@ def test_cards_have_the_parameters_of_the_published_checkpoints(name: str) -> No
 @pytest.mark.parametrize("name", plan.cards())
 def test_cards_are_exact_and_their_configs_valid(name: str) -> None:
     card = plan.of(name, context=100)
-    assert card.exact is (name != "gpt-3") and set(plan.cards()[name]) <= {"title", "config", "note", "left_out"}
+    noted = ("gpt-3", "falcon-40b", "llama-4-scout")  # transformers computes or keeps more than is counted
+    assert card.exact is (name not in noted) and set(plan.cards()[name]) <= {"title", "config", "note", "left_out"}
     assert json.loads(json.dumps(card.to_dict()))["name"] == name
 
 

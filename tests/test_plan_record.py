@@ -22,6 +22,7 @@ import headwise
 from headwise import plan
 from headwise.plan import units
 from headwise.plan.fields import architectures
+from headwise.plan.parts import ROOMS
 
 pytestmark = pytest.mark.unchecked
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -253,7 +254,7 @@ def test_the_record_is_frozen_and_goes_to_json() -> None:
     assert told["planned"]["parameters"]["attention"] < told["parameters"]["attention"]
     assert len(told["layers"]) == 26 and told["layers"][5]["window"] is None and told["layers"][4]["window"] == 512
     assert told["contexts"][0]["floors"][0]["binds"] == "weights"
-    assert set(told["parameters"]) == {"attention", "mlp", "norm", "embedding", "head", "total"}
+    assert set(told["parameters"]) == {*ROOMS, "towers", "total"}
 
 
 def test_what_is_printed() -> None:

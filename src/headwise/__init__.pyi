@@ -3,6 +3,7 @@
 from . import cache as cache
 from . import look as look
 from . import nn as nn
+from . import parallel as parallel
 from . import plan as plan
 from . import report as report
 from . import reshape as reshape

@@ -35,9 +35,18 @@ def main() -> None:
 def headwise(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With --version: backend, instruction set and versions, too.")
+    ] = False,
 ) -> None:
     """Multi-head attention, head by head."""
-    if version:
+    if verbose and not version:
+        raise typer.BadParameter("--verbose goes with --version: headwise --version --verbose")
+    if verbose:
+        from .versions import versions
+
+        print(versions())
+    elif version:
         from headwise import __version__
 
         print(f"headwise {__version__}")

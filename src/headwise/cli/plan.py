@@ -20,6 +20,9 @@ def _plan(  # private, for a command has as many options as its users need, and 
     heads_plan: Annotated[str | None, typer.Option(help="A JSON file: which heads are kept, or merged.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Memory speed, such as 3.35TB/s.")] = None,
     flops: Annotated[str | None, typer.Option(help="FLOPs a second, such as 990TF.")] = None,
+    tensor: Annotated[int, typer.Option(help="Ranks that share heads and feed-forward layers; with --link.")] = 1,
+    context_ranks: Annotated[int, typer.Option(help="Ranks that share a text's tokens; with --link.")] = 1,
+    link: Annotated[str | None, typer.Option(help="Between ranks, such as 50GB/s,2us: plan over several.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Several configs side by side.")] = False,
     list_cards: Annotated[bool, typer.Option("--list", help="Show the cards and architectures, and leave.")] = False,
     svg: Annotated[str | None, typer.Option(help="Write the chart of cache against context here.")] = None,
@@ -43,6 +46,24 @@ def _plan(  # private, for a command has as many options as its users need, and 
         check_destination(svg)
     speeds = {"bandwidth": bandwidth, "flops": flops}
     lengths = planning.contexts(context)
+    if link is None and (tensor, context_ranks) != (1, 1):
+        raise typer.BadParameter("--tensor and --context-ranks need --link, such as --link 50GB/s,2us")
+    if link is not None:
+        if compare or heads_plan is not None or svg is not None:
+            raise typer.BadParameter("--link plans one model over ranks; leave out --compare, --heads-plan and --svg")
+        found = planning.over(
+            configs[0],
+            link,
+            tensor=tensor,
+            ranks=context_ranks,
+            tokens=lengths[-1],
+            batch=batch,
+            kv_dtype=kv_dtype,
+            bandwidth=bandwidth,
+            flops=flops,
+        )
+        show(found.to_dict(), lambda _: found, as_json)
+        return
     plans = [
         planning.of(config, context=lengths, batch=batch, kv_dtype=kv_dtype, heads_plan=heads_plan, **speeds)
         for config in configs

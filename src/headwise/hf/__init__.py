@@ -30,6 +30,7 @@ from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
 from .senses import Prepared, prepared
+from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
 
 AttentionInterface.register(NAME, headwise_attention)
@@ -52,4 +53,6 @@ __all__ = [
     "prepared",
     "probe",
     "serving",
+    "tensor_parallel",
+    "tensor_parallel_config",
 ]

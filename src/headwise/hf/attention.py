@@ -20,6 +20,7 @@ from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
 from .probing import record, watched
+from .tensor import heads_here, own_keys, own_part, together
 
 Keys: TypeAlias = Tensor | Quantized | Paged
 
@@ -68,9 +69,17 @@ def headwise_attention(
     The mask is trusted alone: `sliding_window` is not read. Raises ValueError for an argument it does not know.
     """
     refuse_unknown(module, kwargs)
-    check_heads(module, query, key)
+    heads = heads_here(module, query, key)
+    here = None if heads is None else heads.dealt
+    if here is None:
+        check_heads(module, query, key)
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
+    if here is not None:
+        if heads is not None and heads.gathered:
+            pair = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+            key, value = own_keys(module, here, *pair)
+        s_aux, position_bias = own_part(here, s_aux), own_part(here, position_bias)
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         query, key, value = _one_batch(query, key, value)
     if attention_mask is None and _is_causal(module, is_causal, query):
@@ -83,6 +92,7 @@ def headwise_attention(
     else:
         mask = _without_expired(mask_of(module, attention_mask, query.shape[2], key.shape[2]), expired, query, key)
     mask = _with_sequences(mask, kwargs, module, query, key)
+    without = mask
     if position_bias is not None:
         mask = mask & bias(position_bias)
     options: dict[str, Any] = {
@@ -94,7 +104,14 @@ def headwise_attention(
     out = None
     if watched(module):
         k, v = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
-        out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
+        if here is None:
+            out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
+        else:
+            whole = together(here, (query, k, v), sinks=s_aux, bias=position_bias)
+            if (added := whole.pop("bias")) is not None:
+                without = without & bias(added)
+            answer = record(module, dropout=dropout, **(options | whole | {"mask": without}))
+            out = None if answer is None else here.group.parted(answer, 1)
     if out is None:
         out = attention(query, key, value, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()

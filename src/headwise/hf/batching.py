@@ -77,15 +77,15 @@ def serving(model: nn.Module) -> Iterator[nn.Module]:
         >>> [len(answer.generated_tokens) for answer in out.values()]
         [3, 3]
     """
-    model = unwrap(model)
-    _require_served(model)
+    served: Any = unwrap(model)
+    _require_served(served)
     with ExitStack() as undo:
         # A manager that is kept for later has room for our kind of batch alone: no masks.
-        undo.callback(model.destroy_cached_continuous_batching_manager)
-        for config in configs(model):
+        undo.callback(served.destroy_cached_continuous_batching_manager)
+        for config in configs(served):
             undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = NAME
-        yield model
+        yield served
 
 
 def _require_served(model: object) -> None:
@@ -165,7 +165,7 @@ class _Keys:
     attention: then nothing is gathered.
     """
 
-    def __init__(self, cache: Any, layer: int, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
+    def __init__(self, cache: Any, layer: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         kept = cache.layer_to_allocator[layer]
         self.window = getattr(kept, "sliding_window", None)
         self.ends = kwargs["cu_seq_lens_k"][kept.layer_type].to(torch.int64)

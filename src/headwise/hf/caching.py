@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from typing_extensions import override
 
 from ..cache import KVCache, PagedCache, PagePool, RollingCache, StaticCache
@@ -19,7 +19,7 @@ from .interface import NAME, require_interface, title
 from .lazy import to_model
 
 KINDS = ("static", "paged")
-KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+KEPT = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))  # 5.20 has none
 LENGTHS = ("max_position_embeddings", "max_target_positions")  # what a config calls the longest text
 
 
@@ -325,7 +325,7 @@ def make_cache(
     return HeadwiseEncoderDecoderCache(cache, DynamicCache())
 
 
-def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> FullLayer | DummyLayer:
+def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> CacheLayerMixin:
     """Ours for one of theirs; a DummyLayer keeps nothing: it has no attention, or reads another layer's keys."""
     if isinstance(theirs, DynamicSlidingWindowLayer):
         return SlidingLayer(theirs.sliding_window, max_length, dtype)

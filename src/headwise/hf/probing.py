@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..nn.probe import Each, Probe
 from ..nn.probe import probe as probe_any
-from ..nn.unwrap import split_over, unwrap
+from ..nn.unwrap import unwrap
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .interface import NAME, attention_modules, configs, outside_text, require_interface, title, unseen_modules
@@ -85,7 +85,8 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
 
     Args:
         model: Any model on transformers' attention interface, in any mode and dtype; of a wrapper (see
-            `headwise.nn.unwrap`) what it wraps is watched.
+            `headwise.nn.unwrap`) what it wraps is watched. In one that tensor parallelism splits, each process runs
+            the probe, and sees the heads of all.
         each: Called at once with every `headwise.nn.AttentionCall`; the calls are then not kept. What it returns, a
             tensor (B, H, T, V), takes the place of the attention's output, as in `headwise.nn.probe`; None leaves it.
 
@@ -93,8 +94,8 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
         The `headwise.nn.Probe`, whose ``calls`` fill up as the model runs.
 
     Raises:
-        ModelError: the model, or a part of it, is not on the interface; or it is split by tensor parallelism; or an
-            attention module that should have run did not call; the text names the model and the module.
+        ModelError: the model, or a part of it, is not on the interface; or an attention module that should have run did
+            not call; the text names the model and the module.
 
     Warns:
         UserWarning: the model has further modules of attention that do not go through the interface (a pooling head,
@@ -132,16 +133,6 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
 probe_any.register(PreTrainedModel, probe)
 
 
-def require_whole(model: PreTrainedModel) -> None:
-    """Raise ModelError where this process has some of the heads alone, and would number them as if they were all."""
-    processes = split_over(model)
-    if processes > 1:
-        raise ModelError(
-            f"{title(model)}: tensor parallelism splits its heads over {processes} processes, and each sees its own "
-            "alone; load the model without a tp_plan to look at all of them"
-        )
-
-
 def _watched(model: object) -> dict[nn.Module, str]:
     """The attention modules of a model and their names, once it is sure that all of its attention is among them."""
     if not isinstance(model, PreTrainedModel):
@@ -149,7 +140,6 @@ def _watched(model: object) -> dict[nn.Module, str]:
             f"headwise.hf.probe takes a transformers PreTrainedModel, got {type(model).__name__}; for a module made of "
             "headwise.MultiHeadAttention use headwise.nn.probe"
         )
-    require_whole(model)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             require_interface(type(part), part.config.model_type)

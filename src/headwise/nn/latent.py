@@ -15,6 +15,7 @@ from ..shapes import check_options
 from ..shapes.kinds import check_counts, check_flags, whole_numbers
 from .cached import ModuleCache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
+from .dealt import Dealt, dealt
 from .inner import InnerAttention
 from .latent_form import Choice, Form, FormCosts, latent_layer
 from .multihead import MultiHeadAttention, Rotate
@@ -170,6 +171,8 @@ class LatentAttention(nn.Module):
         latent_B1TC, k_rope_B1TR = self.compress(x)
         q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self._places(x, cache, positions))
         key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: what a cache stores
+        if (here := self.dealt) is not None:  # all processes have the latents, each its own heads
+            key_B1TE, mask = here.group.shared(key_B1TE), here.mask(mask)
         if absorbed:
             query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
             if cache is None:
@@ -190,12 +193,15 @@ class LatentAttention(nn.Module):
         """The two parts of each head's query: (B, H, T, nope_dim), and (B, H, T, rope_dim) before it is turned."""
         if self.q_lora_rank is None:
             check_input(x, self.d_model, self.q_proj)
-            fused = self.q_proj(x)
+            projection = self.q_proj
         else:
             check_input(x, self.d_model, self.q_a_proj)
-            latent = self.q_a_proj(x)
-            fused = self.q_b_proj(self.q_a_layernorm(latent).to(latent.dtype))
-        heads_BHTD = MultiHeadAttention.split(fused, self.num_heads, self.head_dim)
+            latent, projection = self.q_a_proj(x), self.q_b_proj
+            x = self.q_a_layernorm(latent).to(latent.dtype)
+        if (here := self.dealt) is None:
+            heads_BHTD = MultiHeadAttention.split(projection(x), self.num_heads, self.head_dim)
+        else:
+            heads_BHTD = here.queries(projection(*here.entering(projection, x)), self.head_dim)
         nope, rope = heads_BHTD.split((self.nope_dim, self.rope_dim), dim=-1)
         return nope, rope
 
@@ -211,27 +217,43 @@ class LatentAttention(nn.Module):
         check_vectors("key", key, 1, self.kv_lora_rank + self.rope_dim)
         latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         check_taken("key", latent, self.kv_b_proj)
-        both = MultiHeadAttention.split(self.kv_b_proj(latent[:, 0]), self.num_heads, self.nope_dim + self.value_dim)
+        here = self.dealt
+        fused = self.kv_b_proj(latent[:, 0]) if here is None else nn.functional.linear(latent[:, 0], self._up())
+        both = MultiHeadAttention.split(fused, self.heads_here, self.nope_dim + self.value_dim)
         nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
-        return torch.cat((nope, rope.expand(-1, self.num_heads, -1, -1)), dim=-1), value
+        return torch.cat((nope, rope.expand(-1, self.heads_here, -1, -1)), dim=-1), value
 
     def to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:
         """Queries in the latent space: its dot product with a latent is that of the query with the expanded key."""
-        check_vectors("nope", nope, self.num_heads, self.nope_dim)
+        check_vectors("nope", nope, self.heads_here, self.nope_dim)
         check_taken("nope", nope, self.kv_b_proj)
         return torch.einsum("bhtn,hnc->bhtc", nope, self.up_matrices()[0])
 
     def from_latent(self, mixed: Float[Tensor, "B H T C"]) -> Float[Tensor, "B H T V"]:
         """The heads, from weighted sums of latents."""
-        check_vectors("mixed", mixed, self.num_heads, self.kv_lora_rank)
+        check_vectors("mixed", mixed, self.heads_here, self.kv_lora_rank)
         check_taken("mixed", mixed, self.kv_b_proj)
         return torch.einsum("bhtc,hvc->bhtv", mixed, self.up_matrices()[1])
 
     def up_matrices(self) -> tuple[Float[Tensor, "H N C"], Float[Tensor, "H V C"]]:
         """Each head's $W_{UK}$ and $W_{UV}$, transposed, as in kv_b_proj: views."""
-        both = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        both = self._up().unflatten(0, (self.heads_here, -1))
         up_key, up_value = both.split((self.nope_dim, self.value_dim), dim=1)
         return up_key, up_value
+
+    @property
+    def dealt(self) -> Dealt | None:
+        """Which of its heads this process computes, where they are split over several; None where it has all."""
+        return dealt(self, self.kv_b_proj)
+
+    @property
+    def heads_here(self) -> int:
+        """How many heads this process computes."""
+        return self.num_heads if (here := self.dealt) is None else here.share.count
+
+    def _up(self) -> Tensor:
+        """What of kv_b_proj's weight is for the heads here."""
+        return self.kv_b_proj.weight if (here := self.dealt) is None else here.parameter(self.kv_b_proj.weight)
 
     # --- cache --------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from .checks import (
     check_vectors,
     check_width,
 )
+from .dealt import Dealt, dealt
 from .heads import Head, check_heads, rows_of
 from .inner import as_inner
 from .rotary import Positions
@@ -145,14 +146,10 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
             return self.o_proj(self.concatenate(heads_BHTV)), cache
-        for_keys, for_values = self._sources(x, memory)
-        q_BHTD = self.split(self.q_proj(x), self.num_heads, self.head_dim)
-        k_BKSD = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
-        v_BKSV = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
+        q_BHTD, k_BKSD, v_BKSV = self._project(x, *self._sources(x, memory))
         q_BHTD, k_BKSD = self.normalize(q_BHTD, k_BKSD)
         q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, positions)
-        gated = {} if gate is None else {"gate": gate}
-        heads_BHTV = self.inner(q_BHTD, k_BKSD, v_BKSV, mask=mask, **gated)
+        heads_BHTV = self._inner(q_BHTD, k_BKSD, v_BKSV, mask=mask, **({} if gate is None else {"gate": gate}))
         return self.o_proj(self.concatenate(heads_BHTV))
 
     def _cached(
@@ -167,22 +164,50 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """The heads of `x` (B, H, T, V) over all tokens in the cache, those of `x` included."""
         as_mask(options["mask"])  # refused before the cache has changed
-        query, causal = self.split(self.q_proj(x), self.num_heads, self.head_dim), traits_of(cache).causal
+        causal = traits_of(cache).causal
         if not causal and any(cache.lengths):  # a memory that is there already
             if memory is not None:
                 raise ValueError("this cache holds its memory already; leave memory out, or take a fresh cache")
+            query = self._queries(x)
             query, _ = self.normalize(query, query[:, :0])
             of_queries = positions[0] if isinstance(positions, tuple) and positions else positions
             query, _ = self.rotate(query, query[:, :0], of_queries)
-            return step(self.inner, cache, query, None, None, **options)
-        for_keys, for_values = self._sources(x, memory)
-        key = self.split(self.k_proj(for_keys), self.num_kv_heads, self.head_dim)
-        value = self.split(self.v_proj(for_values), self.num_kv_heads, self.value_dim)
+            return step(self._inner, cache, query, None, None, **options)
+        query, key, value = self._project(x, *self._sources(x, memory))
         if self.rotary is not None and positions is None and causal:
             positions = positions_of(cache.lengths, x.shape[1], x.device)
         query, key = self.normalize(query, key)
         query, key = self.rotate(query, key, positions)
-        return step(self.inner, cache, query, key, value, lengths=lengths, **options)
+        return step(self._inner, cache, query, key, value, lengths=lengths, **options)
+
+    @property
+    def dealt(self) -> Dealt | None:
+        """Which of its heads this process computes, where they are split over several; None where it has all."""
+        return dealt(self, self.q_proj, self.num_kv_heads)
+
+    def _project(self, x: Tensor, for_keys: Tensor, for_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), keys (B, K, S, D) and values (B, K, S, V), of the heads that are here."""
+        here, q, k, v = self.dealt, self.q_proj, self.k_proj, self.v_proj
+        if here is not None:
+            x, for_keys, for_values = here.entering(q, x, for_keys, for_values)
+            key, value = here.keys(k, k(for_keys), self.head_dim), here.keys(v, v(for_values), self.value_dim)
+            return here.queries(q(x), self.head_dim), key, value
+        key = self.split(k(for_keys), self.num_kv_heads, self.head_dim)
+        value = self.split(v(for_values), self.num_kv_heads, self.value_dim)
+        return self.split(q(x), self.num_heads, self.head_dim), key, value
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """The queries alone."""
+        if (here := self.dealt) is None:
+            return self.split(self.q_proj(x), self.num_heads, self.head_dim)
+        return here.queries(self.q_proj(*here.entering(self.q_proj, x)), self.head_dim)
+
+    def _inner(self, *tensors: Any, mask: Mask | Tensor | None, **gated: Any) -> Tensor:
+        """The inner part, with what of the mask and the gate is for the heads that are here."""
+        if (here := self.dealt) is None:
+            return self.inner(*tensors, mask=mask, **gated)
+        gated = {name: here.gate(gate) for name, gate in gated.items()}
+        return here.call(self.inner, *tensors, mask=here.mask(mask), **gated)
 
     def _sources(self, x: Tensor, memory: Memory | None) -> tuple[Tensor, Tensor]:
         """What keys and what values are projected from: (B, S, N) each."""
@@ -207,6 +232,8 @@ class MultiHeadAttention(nn.Module):
         check_vectors("key", key, size=self.head_dim)
         if self.q_norm is None or self.k_norm is None:
             return query, key
+        if (here := self.dealt) is not None:
+            return here.call(self.q_norm, query).to(query.dtype), here.call(self.k_norm, key).to(key.dtype)
         check_taken("query", query, self.q_norm)
         check_taken("key", key, self.k_norm)
         return self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..shapes.kinds import check_functions
 from .probe import AttentionCall, probe
-from .unwrap import unwrap
+from .unwrap import require_whole, unwrap
 
 
 def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, str]:
@@ -31,6 +31,7 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
 
     Raises:
         TypeError, RuntimeError: as `headwise.nn.probe`; or `run` is no function.
+        ValueError: the heads are dealt out to several processes, and so is what reads them.
 
     Example:
         >>> import headwise
@@ -40,6 +41,7 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
     """
     check_functions(run=run)
     model = unwrap(model)
+    require_whole(model, "what reads its heads")
     running: list[tuple[str, Tensor]] = []  # the attention module that ran last, its heads side by side
     projections: dict[str, str] = {}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, singledispatch
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -159,8 +159,10 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
             (B, H, T, V) in the query's dtype, that takes the place of what the attention would give, which is then not
             computed: it stands for all of ``inner(query, key, value, mask=mask, gate=gate)``, so the call's gate and
             dropout are its own affair; ``call.attend()`` has them. Gradients flow through it. None changes nothing.
-            Of several open probes each sees every call, in the order in which they were opened, as the model made
-            it; where more than one answers, the last opened has its way.
+            In a module whose heads are dealt out to several processes (`headwise.parallel.tensor_parallel`), a call
+            has the heads of all of them, on each, and so has what is returned.
+            Of several open probes each sees every call, in the order in which they were opened, as the model made it;
+            where more than one answers, the last opened has its way.
 
     Yields:
         The `Probe`, whose ``calls`` fill up as the model runs.
@@ -193,7 +195,7 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     for name, mha in modules.items():
         _options(name, mha.inner)  # one that cannot tell what it computes is refused before anything runs
     seen = Probe(tuple(modules), each)
-    running = [""]  # the attention module that was entered last: modules may share one inner part
+    running = [_Running("", None, {})]  # the attention module that was entered last: modules may share one inner part
     with ExitStack() as undo:
         if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and it takes a second to import
             # A compiled graph was traced without the hooks and would run past them.
@@ -249,17 +251,25 @@ def _options(name: str, inner: nn.Module) -> dict[str, Any]:
         raise TypeError(f"cannot probe module {name!r}: {unknown}") from None
 
 
-def _before_module(running: list[str], name: str, mha: nn.Module, args: object, keywords: dict[str, Any]) -> None:
+class _Running(NamedTuple):
+    """The attention module that was entered last, and the keywords of its call."""
+
+    name: str
+    module: MultiHeadAttention | LatentAttention | None
+    keywords: dict[str, Any]
+
+
+def _before_module(running: list[_Running], name: str, mha: Any, args: object, keywords: dict[str, Any]) -> None:
     if keywords.get("cache") is not None:
         raise RuntimeError(
             f"module {name!r} was called with a cache, which attends by itself and shows the probe nothing; probe a "
             "call on the whole text without a cache, with mask=headwise.causal()"
         )
-    running[0] = name
+    running[:] = [_Running(name, mha, keywords)]
 
 
 def _before_inner(
-    running: list[str],
+    running: list[_Running],
     seen: Probe,
     answers: list[Tensor | None],
     inner: nn.Module,
@@ -267,10 +277,17 @@ def _before_inner(
     keywords: dict[str, Any],
 ) -> None:
     query, key, value = args
-    options = {option: what for option, what in _options(running[0], inner).items() if option != "backend"}
+    name, module, whole = running[0]
+    options = {option: what for option, what in _options(name, inner).items() if option != "backend"}
+    here = None if module is None else module.dealt
+    if here is not None:  # the heads of all processes, by their numbers among them
+        keywords = whole
+        query, key, value = here.together(query, key, value)
+        if options.get("sinks") is not None:
+            options["sinks"] = here.group.gathered(options["sinks"], 0)
     mask = None if keywords.get("mask") is None else as_mask(keywords["mask"])
-    answer = seen.record(running[0], query=query, key=key, value=value, mask=mask, gate=keywords.get("gate"), **options)
-    answers[:] = [answer]
+    answer = seen.record(name, query=query, key=key, value=value, mask=mask, gate=keywords.get("gate"), **options)
+    answers[:] = [answer if here is None or answer is None else here.group.parted(answer, 1)]
 
 
 @contextmanager

@@ -72,3 +72,13 @@ def split_over(model: nn.Module) -> int:
                 if placement.is_shard() and (not gathered or "tp" in name):
                     sizes.append(size)
     return max(sizes, default=1)
+
+
+def require_whole(model: nn.Module, what: str) -> None:
+    """Raise ValueError where this process has a part of the weights alone, and `what` needs all of them."""
+    processes = split_over(model) if isinstance(model, nn.Module) else 1
+    if processes > 1:
+        raise ValueError(
+            f"{type(model).__name__} is split over {processes} processes by tensor parallelism, and {what} must be "
+            "whole: load the model in one process (looks, importance by gradient and ablations do without)"
+        )

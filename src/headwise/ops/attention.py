@@ -12,6 +12,7 @@ from ..shapes import check_attention, check_gate, check_options
 from ..shapes.kinds import check_flags, shown
 from .backends import blocks, flex, sdpa
 from .call import Call, Limit, Result, Run, refusal
+from .dtensors import any_dtensor, attend_parts
 from .masks.compose import Mask
 from .native import backend as native
 from .reference import reference
@@ -61,6 +62,7 @@ def attention(
 
     Args:
         query: (B, H, T, D), float32, bfloat16, float16 or float64; any strides. One dtype and device for all three.
+            All three may be DTensors cut by batch or by head; keys and values of all heads serve queries of some.
         key: (B, K, S, D).
         value: (B, K, S, V). Key and value may both be `headwise.cache.Quantized`, int8 with a scale for every token and
             head: read in place, with the result of keys and values dequantised to float32. Or `key` is a cache of
@@ -97,6 +99,9 @@ def attention(
         result = _AT_ONCE[backend](query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
         if result is not None:
             return result
+    if any_dtensor(query, k, v):
+        rest = {"scale": scale, "softcap": softcap, "dropout": dropout, "return_lse": return_lse, "backend": backend}
+        return attend_parts(attention, (query, k, v), mask, sinks, gate, **rest)
     query, k, v = _autocast(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     with without_autocast(call.device_type):

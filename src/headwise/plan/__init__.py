@@ -3,6 +3,7 @@
 from .chart import svg
 from .config import read_config
 from .count import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
+from .over import ModelOverRanks, over
 from .record import AttentionPlan, ContextCost, of
 from .shape import AttentionShape
 from .sources import cards, known
@@ -13,6 +14,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionShape",
     "ContextCost",
+    "ModelOverRanks",
     "attention_flops",
     "card_list",
     "cards",
@@ -20,6 +22,7 @@ __all__ = [
     "known",
     "kv_bytes_per_token",
     "of",
+    "over",
     "parameter_count",
     "parameter_counts",
     "projection_flops",

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from .fields import Fields, heads_of
-from .layer import AttentionLayer, Biases, Latent, LayerRole, QkNorm
+from .layer import AttentionLayer, Biases, Latent, LayerRole, Positions, QkNorm
 from .parts import Part, linear, repeated, table, vector
-from .windows import windows_of
+from .shape import short
+from .states import layer_kinds
+from .windows import chunks, windows_of
 
 
 def attention_layers(fields: Fields) -> list[AttentionLayer]:
@@ -23,13 +25,19 @@ def attention_layers(fields: Fields) -> list[AttentionLayer]:
     role: LayerRole = "encoder" if about.get("stack") == "encoder" else "self"
     if "causal_unless" in about and fields.flag(about["causal_unless"]):
         raise ValueError(f"{about['causal_unless']} is on, and attention both ways is not modelled for it")
-    windows = windows_of(fields, layers)
-    one = _latent_layer(fields) if about.get("latent") else _plain_layer(fields, role)
+    attends, _ = layer_kinds(fields, layers)
+    windows, chunked = windows_of(fields, layers), chunks(fields)
+    one = _latent_layer(fields) if about.get("latent") else plain_layer(fields, role)
     shared = about.get("one_layer_shared", False)
-    return [replace(one, index=i, window=windows[i], shared=shared and i > 0) for i in range(layers)]
+    return [
+        replace(one, index=i, window=windows[i], chunked=chunked and windows[i] is not None, shared=shared and i > 0)
+        for i in range(layers)
+        if attends[i]
+    ]
 
 
-def _plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
+def plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
+    """The attention of one layer, without latents."""
     heads, kv_heads, dim = heads_of(fields)
     width = fields.size("hidden_size")
     norm: dict[str, Any] = fields.architecture.get("qk_norm", {})
@@ -47,8 +55,27 @@ def _plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
         qk_norm=over,
         qk_norm_bias=norm.get("bias", False),
         sinks=fields.choice("sinks"),
+        gated=fields.choice("gated"),
+        positions=_positions(fields),
         out_width=width if fields.choice("square_o") else None,
         sub_norm=width if fields.choice("sub_norms") else 0,
+    )
+
+
+def _positions(fields: Fields) -> Positions | None:
+    """Content against position: which terms there are, a list or a text such as ``c2p|p2c``."""
+    about: dict[str, Any] | None = fields.architecture.get("disentangled")
+    if about is None or not fields.flag(about["when"]):
+        return None
+    called, kinds = fields.raw(about["terms"])
+    kinds = [word.strip() for word in kinds.lower().split("|")] if isinstance(kinds, str) else (kinds or [])
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"c2p", "p2c"}:
+        raise ValueError(f"{called} names c2p or p2c; got {short(kinds)}")
+    reach = [fields.optional(name, least=-1) or -1 for name in about["reach"]]
+    span = next((number for number in reach if number > 0), None) or fields.size("max_position_embeddings")
+    shared = fields.flag(about.get("shared"))
+    return Positions(
+        2 * span, "c2p" in kinds, "p2c" in kinds, shared, about.get("key_bias", True), about.get("grows", False)
     )
 
 
@@ -87,7 +114,7 @@ def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
     yield from _embeddings(fields, width)
     layers = fields.size("num_hidden_layers")
     stream = "encoder" if about.get("stack") == "encoder" else "decoder"
-    norms = 1 if fields.choice("one_norm") else about.get("layer_norms", 2)
+    norms = _norms(fields)
     for i in range(layers):
         shared = about.get("one_layer_shared") and i > 0
         skipped = about.get("first_norm") is False and i == 0
@@ -101,6 +128,33 @@ def other_parts(fields: Fields, *, with_head: bool) -> Iterator[Part]:
         yield from _head(fields, width, stream)
     elif about.get("pooler"):
         yield linear("pooler", "head", width, width, bias=True, stream=stream)
+
+
+def _norms(fields: Fields) -> int:
+    """Norms a layer; where a field tells of attention and feed-forward side by side, it may have one for both."""
+    about = fields.architecture
+    side = about.get("side_by_side")
+    if side is None:
+        return 1 if fields.choice("one_norm") else int(about.get("layer_norms", 2))
+    number = fields.optional(side["norms"])
+    two = number == 2 or (number is None and fields.flag(side["two_when"]))
+    return 2 if two or not fields.flag(side["when"]) else 1
+
+
+def further_parts(fields: Fields, attention: AttentionLayer) -> tuple[Part, ...]:
+    """Layers that predict further tokens, each a whole one more, fed by the embedding and the last layer's output.
+
+    The table and the head are the model's own; a checkpoint may hold copies of them.
+    """
+    about = fields.architecture.get("further")
+    count = fields.optional(about, least=0) if about else 0
+    if not count:
+        return ()
+    width, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
+    one = [*attention.parts(), *_feed_forward(fields, layers, "further")]
+    one += [linear("join", "mlp", 2 * width, width, stream="further")]
+    one += [vector("norms", "norm", norm_size(fields, width) * (_norms(fields) + 3), stream="further")]
+    return tuple(replace(repeated(part, count, count), stream="further") for part in one)
 
 
 def norm_size(fields: Fields, width: int) -> int:
@@ -121,10 +175,10 @@ def _embeddings(fields: Fields, width: int) -> Iterator[Part]:
     inner = fields.size("embedding_size") if how else width
     table_width = width if how == "both" else inner  # positions and types are as wide as what they are added to
     yield table("embeddings", fields.size("vocab_size"), inner, stream=stream)
-    if about.get("positions"):
+    if about.get("positions") and fields.flag(about.get("positions_when", True)):
         rows = fields.size(about["positions"]) + about.get("position_extra", 0)
         yield table("positions", rows, table_width, stream=stream)
-    if about.get("token_types"):
+    if about.get("token_types") and fields.size(about["token_types"], least=0):
         yield table("token_types", fields.size(about["token_types"]), table_width, stream=stream)
     if about.get("embed_norm"):
         yield vector("embedding_norm", "norm", norm_size(fields, inner), stream=stream)
@@ -136,6 +190,23 @@ def _embeddings(fields: Fields, width: int) -> Iterator[Part]:
     if about.get("relative_buckets"):
         heads = fields.size("num_attention_heads")
         yield table("relative_positions", fields.size(about["relative_buckets"]), heads, stream=stream)
+    yield from _disentangled(fields, width, stream)
+
+
+def _disentangled(fields: Fields, width: int, stream: str) -> Iterator[Part]:
+    """What all layers' terms of position share, and the convolution beside the first layer."""
+    about, positions = fields.architecture.get("disentangled", {}), _positions(fields)
+    if positions is not None:
+        yield table("relative_positions", positions.rows, width, stream=stream)
+    if "norm" in about and "layer_norm" in str(fields.raw(about["norm"])[1]).lower():
+        yield vector("relative_norm", "norm", norm_size(fields, width), stream=stream)
+    kernel = fields.optional(about["kernel"], least=0) if "kernel" in about else 0
+    if kernel:
+        groups = fields.size(about["groups"])
+        if width % groups:
+            raise ValueError(f"{about['groups']} = {groups} does not divide hidden_size = {width}")
+        yield linear("conv", "mlp", width * kernel // groups, width, bias=True, stream=stream)
+        yield vector("conv_norm", "norm", norm_size(fields, width), stream=stream)
 
 
 def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
@@ -143,6 +214,7 @@ def _head(fields: Fields, width: int, stream: str) -> Iterator[Part]:
     about = fields.architecture
     inner = fields.size("embedding_size") if about.get("embed_project") else width
     vocab, tied = fields.size("vocab_size"), fields.flag("tie_word_embeddings")
+    tied = tied or not fields.flag(about.get("own_head_when", True))
     if about.get("head_transform"):
         bias = fields.flag(about.get("head_transform_bias", True))
         yield linear("head_transform", "head", width, inner, bias=bias, stream=stream)
@@ -165,7 +237,7 @@ def feed_forward(name: str, width: int, inner: int, *, gated: bool, bias: bool, 
     ups = 2 if gated else 1
     matrices = (ups + 1) * width * inner
     size = matrices + (ups * inner + width if bias else 0)
-    return Part(name, "mlp", size, matrices, size, stream)
+    return Part(name, "mlp", size, matrices, size, stream, ((width, inner, ups), (inner, width, 1)))
 
 
 def _feed_forward(fields: Fields, index: int, stream: str) -> Iterator[Part]:
@@ -184,11 +256,29 @@ def _feed_forward(fields: Fields, index: int, stream: str) -> Iterator[Part]:
         if "wide" not in about:
             raise ValueError("intermediate_size is null, and a whole number is needed")
         inner = about["wide"] * width
+    if moe and "dense_width" in moe:
+        inner = fields.size(moe["dense_width"])
+    if "adjusted" in about:
+        inner = _adjusted(fields, about["adjusted"], inner)
     yield feed_forward("mlp", width, inner, gated=gated, bias=fields.choice("mlp_bias"), stream=stream)
     if about.get("activation_numbers"):
         yield vector("activation", "mlp", about["activation_numbers"], stream=stream)
     if fields.choice("sub_norms"):
         yield vector("sub_norm", "norm", inner, stream=stream)
+
+
+def _adjusted(fields: Fields, about: dict[str, str], inner: int) -> int:
+    """Two thirds of the width, times a factor, rounded up to a multiple; where the config says so."""
+    if not fields.flag(about["when"]):
+        return inner
+    inner = int(2 * inner / 3)
+    called, factor = fields.raw(about["factor"])
+    if factor is None:
+        return inner
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor <= 1000:
+        raise ValueError(f"{called} is a number above 0; got {short(factor)}")
+    multiple = fields.size(about["multiple"])
+    return -(-int(factor * inner) // multiple) * multiple
 
 
 def _dense(fields: Fields, rule: dict[str, Any] | None, index: int) -> bool:
@@ -197,6 +287,12 @@ def _dense(fields: Fields, rule: dict[str, Any] | None, index: int) -> bool:
         return False
     if rule["rule"] == "first":
         return index < fields.size(rule["first"], least=0)
+    if rule["rule"] == "listed":
+        listed, step = fields.numbers(rule["only"]), fields.size(rule["step"])
+        return (index + 1) % step != 0 if listed is None else index not in listed
+    if rule["rule"] == "period":
+        off = index % fields.size(rule["period"]) != fields.size(rule["offset"], least=0)
+        return off or fields.size("num_experts") == 1
     only = fields.numbers(rule["only"]) or []
     return index in only or fields.size("num_experts", least=0) == 0 or (index + 1) % fields.size(rule["step"]) != 0
 

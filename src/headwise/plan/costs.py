@@ -14,6 +14,7 @@ from .model import Model
 from .parts import macs
 
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+SCALE_BYTES = {"int8": 4}  # a float32 for every token and key-value head, of keys and of values
 BATCHES = tuple(2**i for i in range(9))
 
 
@@ -22,10 +23,11 @@ class Flops:
     """Operations of a pass, by where they happen.
 
     Attributes:
-        projections: W_Q, W_K, W_V, W_O of all attention layers.
+        projections: W_Q, W_K, W_V, W_O of all attention layers; and, once for the batch, those of vectors of positions.
         attention: Scores and weighted sums over the pairs that the masks allow.
         dense: The same over every pair of a query and a key, as attention that knows no masks computes it.
-        rest: Feed-forward layers, the head (of the last token only where text is generated), convolutions.
+        rest: Feed-forward layers, the head (of the last token only where text is generated), convolutions, and the
+            matrices of layers with a state; what moves the state itself is a few operations a number of it.
     """
 
     projections: int
@@ -43,25 +45,29 @@ class Flops:
         return {**asdict(self), "total": self.total}
 
 
-def cache_bytes(model: Model, context: int, number_bytes: int, *, batch: int = 1, windowed: bool = True) -> int:
-    """Bytes of keys and values that `batch` texts of `context` tokens hold.
+def cache_bytes(
+    model: Model, context: int, number_bytes: int, *, batch: int = 1, windowed: bool = True, scale_bytes: int = 0
+) -> int:
+    """Bytes of keys and values that `batch` texts of `context` tokens hold, and of their scales where they have them.
 
     `windowed`: layers that look through a window keep the window; else every layer keeps the whole context, which is
     what an engine reserves that gives all layers the same room.
     """
     source = model.source_tokens(context)
-    return (
-        batch
-        * number_bytes
-        * sum(
-            layer.cached_numbers() * layer.cached_tokens(context, source, windowed=windowed) for layer in model.layers
-        )
+    return batch * sum(
+        layer.cached_bytes(number_bytes, scale_bytes) * layer.cached_tokens(context, source, windowed=windowed)
+        for layer in model.layers
     )
 
 
-def bytes_per_token(model: Model, number_bytes: int) -> int:
+def state_bytes(model: Model, *, batch: int = 1) -> int:
+    """Bytes of the states that `batch` texts hold, however long they are: convolutions' last inputs and the rest."""
+    return batch * sum(layer.bytes(model.number_bytes) for layer in model.states)
+
+
+def bytes_per_token(model: Model, number_bytes: int, scale_bytes: int = 0) -> int:
     """Bytes that one more token takes while no window is full."""
-    return number_bytes * sum(layer.cached_numbers() for layer in model.layers if layer.role == "self")
+    return sum(layer.cached_bytes(number_bytes, scale_bytes) for layer in model.layers if layer.role == "self")
 
 
 def as_kv_heads(model: Model, kv_heads: int | None) -> Model | None:
@@ -75,17 +81,21 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
     """Operations of reading `context` tokens; an encoder reads its source once, and cross-attention takes it over."""
     source = model.source_tokens(context)
     tokens = {"decoder": context, "encoder": context if model.is_encoder else source, "memory": source}
-    projections = attention = dense = 0
+    projections = attention = dense = once = 0
     for layer in model.layers:
         queries, keys = _lengths(layer, context, source, model.is_encoder)
         projections += sum(layer.projection_macs(stream) * n for stream, n in tokens.items())
-        attention += layer.score_macs() * layer.pairs(queries, keys)
-        dense += layer.score_macs() * queries * keys
+        made, positions = layer.position_macs(queries, keys)
+        once += made
+        attention += layer.score_macs() * layer.pairs(queries, keys) + positions
+        dense += layer.score_macs() * queries * keys + positions
     head = [part for part in model.others if part.name == "lm_head"]
     rest = [part for part in model.others if part.name != "lm_head"]
     last = tokens["encoder"] if model.is_encoder else 1
+    rest += [part for layer in model.states for part in layer.parts()]
     others = sum(macs(rest, stream) * n for stream, n in tokens.items()) + last * sum(part.macs for part in head)
-    return _twice(batch, projections, attention, dense, others)
+    cost = _twice(batch, projections, attention, dense, others)
+    return replace(cost, projections=cost.projections + 2 * once)
 
 
 def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True) -> Flops | None:
@@ -111,7 +121,8 @@ def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True)
         each, pair = layer.absorbed_macs()
         projections += each if absorbed else expansion * keys
         attention += (pair if absorbed else layer.score_macs()) * keys
-    return _twice(batch, projections, attention, attention, macs(model.others, "decoder"))  # one query, no mask
+    others = [*model.others, *(part for layer in model.states for part in layer.parts())]
+    return _twice(batch, projections, attention, attention, macs(others, "decoder"))  # one query, no mask
 
 
 def _lengths(layer: AttentionLayer, context: int, source: int, is_encoder: bool) -> tuple[int, int]:
@@ -142,7 +153,7 @@ class Floor:
 
     Attributes:
         batch: Texts that take a step together.
-        bytes: Read from memory: weights once, every text's cache.
+        bytes: Read from memory: weights once, every text's cache and states.
         flops: Computed.
         intensity: FLOPs a byte.
         seconds: The longer of the two at full speed; None where no speed is given.
@@ -165,11 +176,20 @@ class Floor:
 
 def weight_bytes_read(model: Model) -> int:
     """Bytes of weights that a step reads at least: those one token passes. More experts may be met; never fewer."""
-    return model.weight_bytes * model.active_parameters()
+    stream = "encoder" if model.is_encoder else "decoder"
+    passed = [part for part in model.parts() if part.stream == stream and part.active]
+    shared = sum(part.active * model.weight_bytes for part in passed if not part.parameters)
+    return shared + sum(model.part_bytes(part) * part.active // part.parameters for part in passed if part.parameters)
 
 
 def floors(
-    model: Model, context: int, number_bytes: int, *, bandwidth: float | None = None, flop_rate: float | None = None
+    model: Model,
+    context: int,
+    number_bytes: int,
+    *,
+    bandwidth: float | None = None,
+    flop_rate: float | None = None,
+    scale_bytes: int = 0,
 ) -> tuple[Floor, ...]:
     """The floor of a decoding step at that context, for batches of 1, 2, 4, ... 256; empty for a model that only reads.
 
@@ -178,7 +198,8 @@ def floors(
     one = decode(model, context)
     if one is None:
         return ()
-    weights, cache = weight_bytes_read(model), cache_bytes(model, context, number_bytes)
+    weights = weight_bytes_read(model)
+    cache = cache_bytes(model, context, number_bytes, scale_bytes=scale_bytes) + state_bytes(model)
     floors = []
     for batch in BATCHES:
         read, flops = weights + batch * cache, batch * one.total

@@ -25,14 +25,17 @@ def architectures() -> dict[str, dict[str, Any]]:
     bool field that decides:
 
     - ``stack``: a decoder where absent, ``encoder``, or ``pair`` for both; ``text`` leads to the model inside;
-    - attention: ``qkv_bias k_bias o_bias qk_norm sinks sub_norms square_o one_kv_head latent windows`` and
-      ``relative_buckets``;
+    - attention: ``qkv_bias k_bias o_bias qk_norm sinks sub_norms square_o one_kv_head kv_heads_when gated latent
+      windows disentangled`` and ``relative_buckets``;
     - feed-forward: ``mlp`` (gated where absent, or plain), ``mlp_bias wide activation_numbers moe``;
-    - norms: ``norm`` (rms where absent, layer, none), ``norm_bias layer_norms one_norm first_norm final_norm``;
-    - ends: ``positions position_extra token_types embed_norm embed_project audio pooler head_transform head_bias``;
+    - norms: ``norm`` (rms where absent, layer, none), ``norm_bias layer_norms one_norm side_by_side first_norm
+      final_norm``;
+    - ends: ``positions positions_when position_extra token_types embed_norm embed_project audio pooler head_transform
+      head_bias own_head_when``;
     - quirks of transformers' classes: ``one_layer_shared untied_biases untied_tables``;
-    - the rest: ``must`` and ``must_equal`` (else the config is refused), ``neutral`` (counts nothing here), ``marks``
-      and ``note`` (printed beside the counts).
+    - beside the model: ``further`` (how many layers predict further tokens), ``states``, ``towers``, ``connector``;
+    - the rest: ``must``, ``must_in`` and ``must_equal`` (else the config is refused), ``neutral`` (counts nothing),
+      ``marks`` and ``note`` (printed beside the counts).
     """
     content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_bytes())
     return content
@@ -70,6 +73,15 @@ class Fields:
             actual = self.config.get(name)
             if actual is not None and not any(type(actual) is type(value) and actual == value for value in allowed):
                 raise ValueError(f"{name} = {short(actual)} changes the model in a way that is not modelled")
+        for inside, fixed in self.architecture.get("must_in", {}).items():
+            part = self.config.get(inside) or {}
+            if not isinstance(part, Mapping):
+                raise ValueError(f"{inside} is an object; got {short(part)}")
+            for name, value in fixed.items():
+                if part.get(name, value) != value:
+                    raise ValueError(
+                        f"{inside}.{name} = {short(part[name])} changes the model in a way that is not modelled"
+                    )
         for name, other in self.architecture.get("must_equal", {}).items():
             actual = self.config.get(name)
             if actual is not None and actual != self.raw(other)[1]:
@@ -147,7 +159,7 @@ class Fields:
         """Names in the config that nothing here knows: they are listed, for one of them might matter to other code."""
         about, general = self.architecture, everywhere()
         known = {*self.defaults, *self.own, *self.aliases, "head_dim", "layer_types", "sliding_window"}
-        known.update(*(about.get(kind, ()) for kind in ("must", "must_equal", "neutral", "marks")))
+        known.update(*(about.get(kind, ()) for kind in ("must", "must_in", "must_equal", "neutral", "marks")))
         known.update(general["must"], general["marks"], general["fields"])
         return [name for name in self.config if name not in known]
 
@@ -168,9 +180,10 @@ def heads_of(fields: Fields) -> tuple[int, int, int]:
         ValueError: sizes that do not divide.
     """
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    kv_heads = fields.optional("num_key_value_heads") if "num_key_value_heads" in fields.defaults else None
+    known = fields.own.get("num_key_value_heads", "num_key_value_heads") in fields.defaults
+    kv_heads = fields.optional("num_key_value_heads") if known else None
     kv_heads = heads if kv_heads is None else kv_heads
-    if "one_kv_head" in fields.architecture:
+    if "one_kv_head" in fields.architecture and not fields.choice("kv_heads_when"):
         kv_heads = 1 if fields.choice("one_kv_head") else heads
         number = fields.config.get("num_key_value_heads")
         if number not in (None, kv_heads):

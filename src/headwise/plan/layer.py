@@ -31,6 +31,35 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Terms of content against position in the scores, as disentangled attention has them.
+
+    Attributes:
+        rows: Distances that have a vector: positions are cut to them.
+        keys: Whether queries meet position keys.
+        queries: Whether keys meet position queries.
+        shared: Whether q_proj and k_proj make them, so that there are no matrices of their own.
+        key_bias: Whether the matrix of position keys has a bias; that of position queries has one.
+        grows: Whether a pass computes only the distances that its text has.
+    """
+
+    rows: int
+    keys: bool
+    queries: bool
+    shared: bool = False
+    key_bias: bool = True
+    grows: bool = False
+
+    def met(self, tokens: int) -> int:
+        """Distances that a pass over so many tokens computes."""
+        return min(self.rows, 2 * tokens) if self.grows else self.rows
+
+    def made(self) -> int:
+        """How many matrices the distances pass."""
+        return 2 if self.shared else self.keys + self.queries
+
+
+@dataclass(frozen=True)
 class Biases:
     """Which projections add a bias."""
 
@@ -53,11 +82,14 @@ class AttentionLayer:
         head_dim: D, of queries and keys.
         value_dim: V.
         window: Keys that a query sees, itself included; None where it sees all that the role allows.
+        chunked: Whether the window is a stretch of the text with fixed ends, of which a query sees what is before it.
         bias: Which projections add one.
         qk_norm: Norms of queries and keys: one of D numbers for all heads (``head``), D for each head (``each``), one
             over all heads together (``all``).
         qk_norm_bias: Whether those norms have biases.
         sinks: Whether each head has learned a sink.
+        gated: Whether q_proj makes a gate for the heads' outputs, too.
+        positions: Its terms of content against position; None without.
         out_width: Width of what o_proj reads where that is not H * V.
         sub_norm: Numbers of a norm in front of o_proj.
         latent: The ranks of latent attention; None for the plain kind.
@@ -72,10 +104,13 @@ class AttentionLayer:
     head_dim: int
     value_dim: int
     window: int | None = None
+    chunked: bool = False
     bias: Biases = Biases()
     qk_norm: QkNorm = ""
     qk_norm_bias: bool = False
     sinks: bool = False
+    gated: bool = False
+    positions: Positions | None = None
     out_width: int | None = None
     sub_norm: int = 0
     latent: Latent | None = None
@@ -115,7 +150,8 @@ class AttentionLayer:
     def _plain_parts(self) -> Iterator[Part]:
         (H, K, D, V), (query, key) = (self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim), self._streams()
         width = self.d_model
-        yield linear("q_proj", "attention", width, H * D, bias=self.bias.q, stream=query)
+        gate = H * V if self.gated else 0
+        yield linear("q_proj", "attention", width, H * D + gate, bias=self.bias.q, stream=query)
         yield linear("k_proj", "attention", width, K * D, bias=self.bias.k, stream=key)
         yield linear("v_proj", "attention", width, K * V, bias=self.bias.v, stream=key)
         out = H * V if self.out_width is None else self.out_width
@@ -127,6 +163,12 @@ class AttentionLayer:
             yield vector("sinks", "attention", H, stream=query)
         if self.sub_norm:
             yield vector("sub_norm", "attention", self.sub_norm, stream=query)
+        if self.positions is not None and not self.positions.shared:  # a pass takes them once, not each token
+            if self.positions.keys:
+                bias = H * D if self.positions.key_bias else 0
+                yield vector("pos_key_proj", "attention", width * H * D + bias, stream=query)
+            if self.positions.queries:
+                yield vector("pos_query_proj", "attention", width * H * D + H * D, stream=query)
 
     def _latent_parts(self, latent: Latent) -> Iterator[Part]:
         H, D, V, width = self.num_heads, self.head_dim, self.value_dim, self.d_model
@@ -170,6 +212,16 @@ class AttentionLayer:
             return self.latent.kv_rank + self.latent.rope_dim
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
+    def cached_vectors(self) -> int:
+        """Vectors that one token leaves in the cache, each with a scale where numbers are int8: 2 K; latent, 1."""
+        if self.role == "encoder":
+            return 0
+        return 1 if self.latent is not None else 2 * self.num_kv_heads
+
+    def cached_bytes(self, number_bytes: int, scale_bytes: int = 0) -> int:
+        """Bytes that one token leaves in the cache."""
+        return self.cached_numbers() * number_bytes + self.cached_vectors() * scale_bytes
+
     def cached_tokens(self, context: int, source: int, *, windowed: bool = True) -> int:
         """Tokens in the cache: the encoder's for cross-attention, else the context, cut to the window if asked."""
         tokens = source if self.role == "cross" else context
@@ -189,7 +241,17 @@ class AttentionLayer:
             return queries * keys
         if self.role == "encoder":
             return queries * keys if self.window is None else _near(queries, self.window)
+        if self.chunked and self.window is not None:
+            return _in_chunks(keys, self.window) - _in_chunks(keys - queries, self.window)
         return _causal(keys, self.window) - _causal(keys - queries, self.window)
+
+    def position_macs(self, queries: int, keys: int) -> tuple[int, int]:
+        """Multiply-adds of content against position: (once a pass, for each text)."""
+        if self.positions is None:
+            return 0, 0
+        rows, wide = self.positions.met(max(queries, keys)), self.num_heads * self.head_dim
+        each = rows * wide * (queries * self.positions.keys + keys * self.positions.queries)
+        return rows * self.d_model * wide * self.positions.made(), each
 
     def score_macs(self) -> int:
         """Multiply-adds of one (query, key) pair in all heads: ``H (D + V)``."""
@@ -221,6 +283,12 @@ def _causal(tokens: int, window: int | None) -> int:
         return 0
     reach = tokens if window is None else min(tokens, window)
     return reach * (reach + 1) // 2 + (tokens - reach) * reach
+
+
+def _in_chunks(tokens: int, chunk: int) -> int:
+    """Pairs of a causal mask within stretches of `chunk`."""
+    whole, rest = divmod(max(tokens, 0), chunk)
+    return whole * _causal(chunk, None) + _causal(rest, None)
 
 
 def _near(tokens: int, window: int) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-ROOMS = ("attention", "mlp", "norm", "embedding", "head")
+ROOMS = ("attention", "state", "mlp", "norm", "embedding", "head")
 STREAMS = ("decoder", "memory", "encoder")
 
 
@@ -15,12 +15,13 @@ class Part:
 
     Attributes:
         name: What it is, as the field calls it: ``q_proj``, ``experts``, ``embeddings``.
-        room: Where it belongs: one of attention, mlp, norm, embedding, head.
+        room: Where it belongs: one of attention, state, mlp, norm, embedding, head.
         parameters: Numbers learned.
         macs: Multiply-adds of its matrices for one token; biases, norms and look-ups are not matrices. Two FLOPs each.
         active: Parameters that one token passes through: fewer than all for experts, none for a table it looks up in.
         stream: Whose tokens pass: the decoder's (the only ones of a model with one stack), the encoder's, or the
             encoder's output on its way into cross-attention.
+        matrices: (inputs, outputs, how many) of its matrices: what a quantised checkpoint packs.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Part:
     macs: int = 0
     active: int = 0
     stream: str = "decoder"
+    matrices: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
 
 
 def linear(name: str, room: str, inputs: int, outputs: int, *, bias: bool = False, stream: str = "decoder") -> Part:
@@ -39,7 +41,7 @@ def linear(name: str, room: str, inputs: int, outputs: int, *, bias: bool = Fals
         Part(name='q_proj', room='attention', parameters=30, macs=24, active=30, stream='decoder')
     """
     size = inputs * outputs + (outputs if bias else 0)
-    return Part(name, room, size, inputs * outputs, size, stream)
+    return Part(name, room, size, inputs * outputs, size, stream, ((inputs, outputs, 1),))
 
 
 def vector(name: str, room: str, size: int, *, stream: str = "decoder") -> Part:
@@ -59,7 +61,9 @@ def repeated(part: Part, copies: int, used: int) -> Part:
         >>> repeated(linear("up", "mlp", 4, 6), copies=8, used=2).parameters
         192
     """
-    return Part(part.name, part.room, part.parameters * copies, part.macs * used, part.active * used, part.stream)
+    matrices = tuple((inputs, outputs, many * copies) for inputs, outputs, many in part.matrices)
+    sizes = part.parameters * copies, part.macs * used, part.active * used
+    return Part(part.name, part.room, *sizes, part.stream, matrices)
 
 
 def parameters(parts: Iterable[Part], room: str | None = None) -> int:

@@ -30,7 +30,8 @@ class ContextCost:
     Attributes:
         context: Tokens of a text, the newest included.
         source_tokens: Tokens the encoder reads beside; 0 where there is none.
-        cache_bytes: Keys and values in the cache, windows cut.
+        cache_bytes: Keys and values in the cache, windows cut; with their scales where they are int8.
+        state_bytes: What layers with a state of fixed size hold beside; 0 for most models.
         reserved_bytes: The same where every layer keeps the whole context.
         as_mha_bytes: What the model would hold with as many key-value heads as query heads, windows cut.
         as_gqa8_bytes: With 8 key-value heads; None where its heads do not split into 8.
@@ -46,6 +47,7 @@ class ContextCost:
     context: int
     source_tokens: int
     cache_bytes: int
+    state_bytes: int
     reserved_bytes: int
     as_mha_bytes: int
     as_gqa8_bytes: int | None
@@ -117,18 +119,18 @@ class AttentionPlan:
             shown += f" (G = {', '.join(f'{group:g}' for group in groups)})"
         windows = [layer.window for layer in self.model.layers if layer.window is not None]
         full = len(self.model.layers) - len(windows)
-        if not windows:
-            return shown
-        return (
-            f"{shown}, hybrid: {full} full, {len(windows)} window {windows[0]}"
-            if full
-            else f"{shown}, window {windows[0]}"
-        )
+        word = "chunks of" if any(layer.chunked for layer in self.model.layers) else "window"
+        if windows and full:
+            shown += f", hybrid: {full} full, {len(windows)} {word} {windows[0]}"
+        elif windows:
+            shown += f", {word} {windows[0]}"
+        states = self.model.states
+        return shown + (f"; {len(states)} layers with a state ({states[0].kind})" if states else "")
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token of one text takes while no window is full."""
-        return costs.bytes_per_token(self.model, costs.KV_BYTES[self.kv_dtype])
+        return costs.bytes_per_token(self.model, *_numbers(self.kv_dtype))
 
     @property
     def attention_computations(self) -> int:
@@ -136,14 +138,31 @@ class AttentionPlan:
         return sum(layer.num_heads for layer in self.model.layers)
 
     def parameters(self) -> dict[str, int]:
-        """Parameters by room, with what attention and all rooms come to.
+        """Parameters by room of the text model, of its towers together, and of all.
 
         Example:
             >>> of("gpt-3").parameters()["attention"]
             57986777088
         """
         parts = self.model.parts()
-        return {**{room: parameters(parts, room) for room in ROOMS}, "total": self.model.total_parameters()}
+        rooms = {room: parameters(parts, room) for room in ROOMS}
+        return {**rooms, "towers": self.model.tower_parameters(), "total": self.model.total_parameters()}
+
+    def further(self) -> dict[str, int] | None:
+        """Layers that predict further tokens: how many, their parameters and bytes, and their cache's bytes a token.
+
+        None where the config has none. They are in no other count.
+        """
+        model = self.model
+        if not model.further:
+            return None
+        each = model.layers[-1].cached_bytes(*_numbers(self.kv_dtype))
+        return {
+            "layers": model.further_layers,
+            "parameters": parameters(model.further),
+            "weight_bytes": sum(map(model.part_bytes, model.further)),
+            "bytes_per_token": each * model.further_layers,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, for JSON."""
@@ -159,6 +178,15 @@ class AttentionPlan:
                 {**asdict(layer), "kind": layer.kind, "parameters": layer.parameter_counts()}
                 for layer in self.model.layers
             ],
+            "states": [
+                {"index": s.index, "kind": s.kind, "conv": s.conv, "state": s.state, "bytes": s.bytes(number)}
+                for number in [self.model.number_bytes]
+                for s in self.model.states
+            ],
+            "towers": [tower.to_dict() for tower in self.model.towers],
+            "further": self.further(),
+            "weight_bytes": self.model.stored_bytes(),
+            "packing": None if self.model.packing is None else self.model.packing.method,
             "parameters": self.parameters(),
             "active_parameters": self.model.active_parameters(),
             "attention_share": self.model.attention_parameters() / self.model.total_parameters(),
@@ -209,7 +237,7 @@ def of(
             transformers config.
         context: Tokens of a text; several to compare.
         batch: Texts at once.
-        kv_dtype: Numbers in the cache: bf16, fp16, fp32, fp8 or int8 (scales of the last two are not counted).
+        kv_dtype: Numbers in the cache: bf16, fp16, fp32, fp8 or int8, which has a scale for every token and head.
         heads_plan: Which heads are kept, or how many key-value heads remain: a dict or a JSON file, as in
             `headwise.plan.heads`.
         bandwidth: Memory speed in bytes a second, or a text such as ``"3.35TB/s"``.
@@ -245,13 +273,24 @@ def of(
 def _priced(
     model: Model, lengths: tuple[int, ...], batch: int, kv_dtype: str, speeds: dict[str, float | None]
 ) -> AttentionPlan:
-    number = costs.KV_BYTES[kv_dtype]
-    return AttentionPlan(model, batch, kv_dtype, tuple(_cost(model, n, batch, number, speeds) for n in lengths))
+    numbers = _numbers(kv_dtype)
+    return AttentionPlan(model, batch, kv_dtype, tuple(_cost(model, n, batch, numbers, speeds) for n in lengths))
 
 
-def _cost(model: Model, context: int, batch: int, number: int, speeds: dict[str, float | None]) -> ContextCost:
+def _numbers(kv_dtype: str) -> tuple[int, int]:
+    """Bytes of a number in the cache, and of a vector's scale."""
+    return costs.KV_BYTES[kv_dtype], costs.SCALE_BYTES.get(kv_dtype, 0)
+
+
+def _cost(
+    model: Model, context: int, batch: int, numbers: tuple[int, int], speeds: dict[str, float | None]
+) -> ContextCost:
+    number, scale = numbers
+
     def cache(what: Model | None, *, windowed: bool = True) -> int | None:
-        return None if what is None else costs.cache_bytes(what, context, number, batch=batch, windowed=windowed)
+        if what is None:
+            return None
+        return costs.cache_bytes(what, context, number, batch=batch, windowed=windowed, scale_bytes=scale)
 
     latent = any(layer.latent is not None for layer in model.layers)
     eager, kernel = costs.eager_bytes(model, context, batch=batch)
@@ -259,6 +298,7 @@ def _cost(model: Model, context: int, batch: int, number: int, speeds: dict[str,
         context,
         model.source_tokens(context),
         cache(model) or 0,
+        costs.state_bytes(model, batch=batch),
         cache(model, windowed=False) or 0,
         cache(costs.as_kv_heads(model, None)) or 0,
         cache(costs.as_kv_heads(model, 8)),
@@ -268,7 +308,7 @@ def _cost(model: Model, context: int, batch: int, number: int, speeds: dict[str,
         costs.decode(model, context, batch=batch, absorbed=False) if latent else None,
         eager,
         kernel,
-        costs.floors(model, context, number, **speeds),
+        costs.floors(model, context, number, scale_bytes=scale, **speeds),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .chart import bars, check_plans
 from .layer import AttentionLayer
+from .model import Model
 from .shape import short
 from .units import show, show_bytes
 
@@ -19,8 +20,8 @@ SYMBOLS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "
 NONE = "-"
 
 
-def plain(plan: AttentionPlan) -> str:
-    """What `print(plan)` shows: the tables without colour."""
+def plain(plan: Any) -> str:
+    """What `print` of a plan shows: the tables without colour."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, force_terminal=False, legacy_windows=False)
@@ -100,13 +101,43 @@ def _facts(plan: AttentionPlan) -> dict[str, str]:
         "attention layers": _layer_counts(model.layers),
         "heads, kv heads": _spread(f"{layer.num_heads}, {layer.num_kv_heads}" for layer in model.layers),
         "d_k, d_v": f"{first.head_dim}, {first.value_dim}",
+        **_state_facts(model),
         "attention parameters": f"{rooms['attention']:,} ({share:.1%} of the model)",
         "  a layer": _spread(f"{layer.parameter_count():,}" for layer in model.layers),
         "all parameters": f"{rooms['total']:,}" + ("" if plan.exact else " (see the notes)"),
         "  of which a token passes": f"{model.active_parameters():,}",
+        **_beside(plan),
+        "weights": f"{show_bytes(model.stored_bytes())}"
+        + (f", {model.packing.method}" if model.packing is not None else ""),
         "computations a pass": f"{plan.attention_computations:,} (layers x heads)",
         f"cache a token ({plan.kv_dtype})": f"{plan.bytes_per_token:,} B",
     }
+
+
+def _beside(plan: AttentionPlan) -> dict[str, str]:
+    """Towers, each with its parameters and a picture's cost; layers that predict further tokens."""
+    rows = {}
+    for tower in plan.model.towers:
+        cost, first = tower.flops(), tower.layers[0]
+        once = "" if cost is None else f"; {tower.tokens:,} tokens, {show(cost, 'FLOP')} each time"
+        rows[f"  of which {tower.name.removesuffix('_config')}"] = (
+            f"{tower.parameter_count():,}: {len(tower.layers)} layers of {first.num_heads} heads{once}"
+        )
+    further = plan.further()
+    if further is not None:
+        rows["further tokens' layers, apart"] = (
+            f"{further['layers']}: {further['parameters']:,}, cache a token {further['bytes_per_token']:,} B"
+        )
+    return rows
+
+
+def _state_facts(model: Model) -> dict[str, str]:
+    """The layers with a state, where there are any."""
+    if not model.states:
+        return {}
+    count, one = len(model.states), model.states[0]
+    size = show_bytes(one.bytes(model.number_bytes))
+    return {"layers with a state": f"{count} {one.kind}, {size} each for a text of any length"}
 
 
 def _context_facts(plan: AttentionPlan, cost: ContextCost) -> dict[str, str]:
@@ -119,7 +150,8 @@ def _context_facts(plan: AttentionPlan, cost: ContextCost) -> dict[str, str]:
         }
     else:
         cache = {
-            "cache held": show_bytes(cost.cache_bytes),
+            "cache held": show_bytes(cost.cache_bytes)
+            + (f" and {show_bytes(cost.state_bytes)} of states" if cost.state_bytes else ""),
             "cache reserved": f"{show_bytes(cost.reserved_bytes)}, every layer the whole context",
             "as MHA, GQA-8, MQA": f"{show_bytes(cost.as_mha_bytes)}, {gqa}, {show_bytes(cost.as_mqa_bytes)}",
         }

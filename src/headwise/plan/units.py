@@ -37,6 +37,43 @@ def rate(text: str | float, what: str) -> float:
     return value
 
 
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+def link(text: str) -> tuple[float, float]:
+    """A link between ranks: bytes a second, and the seconds until a message arrives.
+
+    Example:
+        >>> link("50GB/s,2us")
+        (50000000000.0, 2e-06)
+
+    Raises:
+        ValueError: anything but a bandwidth, a comma and a latency, each with its unit.
+    """
+    wrong = ValueError(f"link is a bandwidth and a latency such as 50GB/s,2us; got {short(text)}")
+    words = text.split(",") if isinstance(text, str) else []
+    time = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{0,9})?)\s*([mnuµ]?s)\s*", words[1]) if len(words) == 2 else None
+    if time is None or not words[0].strip().lower().endswith("b/s"):
+        raise wrong
+    try:
+        return rate(words[0], "bandwidth"), float(time[1]) * _TIMES[time[2]]
+    except ValueError:
+        raise wrong from None
+
+
+def show_seconds(seconds: float) -> str:
+    """A time in the largest unit that leaves a number of at least 1.
+
+    Example:
+        >>> show_seconds(0.00123), show_seconds(61), show_seconds(2e-7)
+        ('1.23 ms', '61 s', '0.2 us')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
 def show_bytes(count: float) -> str:
     """Bytes in the largest binary unit that leaves a number of at least 1.
 

@@ -10,6 +10,11 @@ from .shape import short
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+def chunks(fields: Fields) -> bool:
+    """Whether windows are stretches with fixed ends."""
+    return bool(fields.architecture.get("windows", {}).get("chunked", False))
+
+
 def windows_of(fields: Fields, layers: int) -> list[int | None]:
     """The window of each layer, in keys with the query itself; None where a layer sees everything.
 
@@ -19,12 +24,15 @@ def windows_of(fields: Fields, layers: int) -> list[int | None]:
         ValueError: a layer of a type that is not modelled, or a sliding layer without a window.
     """
     rule: dict[str, Any] = fields.architecture.get("windows", {})
+    if "states" in fields.architecture and fields.config.get("sliding_window") is None:
+        return [None] * layers
     if not rule:
         for name in ("layer_types", "sliding_window"):
             if fields.config.get(name) not in (None, [FULL] * layers):
                 raise ValueError(f"{name} = {short(fields.config[name])} is not modelled for this architecture")
         return [None] * layers
-    sliding = _listed(fields, layers) if "layer_types" in fields.defaults else None
+    word = rule.get("word", SLIDING)
+    sliding = _listed(fields, layers, word) if "layer_types" in fields.defaults else None
     if sliding is None:
         sliding = _RULES[rule["rule"]](fields, rule, layers)
     window = _window(fields, rule) if any(sliding) else None
@@ -42,7 +50,7 @@ def _window(fields: Fields, rule: dict[str, Any]) -> int | None:
     return 2 * (window // 2) + 1 if fields.architecture.get("stack") == "encoder" else window
 
 
-def _listed(fields: Fields, layers: int) -> list[bool] | None:
+def _listed(fields: Fields, layers: int, word: str) -> list[bool] | None:
     """What ``layer_types`` says; None where the config does not have it."""
     _, types = fields.raw("layer_types")
     if types is None:
@@ -50,9 +58,9 @@ def _listed(fields: Fields, layers: int) -> list[bool] | None:
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"layer_types is a list of {layers} words; got {short(types)}")
     for kind in types:
-        if kind not in (FULL, SLIDING):
-            raise ValueError(f"layer_types has {short(kind)}; only {FULL} and {SLIDING} are modelled")
-    return [kind == SLIDING for kind in types]
+        if kind not in (FULL, word):
+            raise ValueError(f"layer_types has {short(kind)}; only {FULL} and {word} are modelled")
+    return [kind == word for kind in types]
 
 
 def _all(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
@@ -93,6 +101,14 @@ def _no_rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
     return [on and not has for has in rope]
 
 
+def _rope(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
+    """The layers with rotary positions, listed or all but every n-th."""
+    every = fields.size(rule["every_field"])
+    listed = fields.raw(rule["layers"])[1] or None
+    rope = fields.numbers(rule["layers"], length=layers) if listed else None
+    return [bool(has) for has in rope] if rope else [(i + 1) % every != 0 for i in range(layers)]
+
+
 def _types(fields: Fields, rule: dict[str, Any], layers: int) -> list[bool]:
     """Lists of ``global`` and ``local``, each with how often it is repeated: ``[[["global", "local"], 12]]``."""
     called, entries = fields.raw(rule["types"])
@@ -119,5 +135,6 @@ _RULES = {
     "after": _after,
     "odd_before": _odd_before,
     "no_rope": _no_rope,
+    "rope": _rope,
     "types": _types,
 }

@@ -1,0 +1,198 @@
+"""Tensor parallelism: the heads of an attention module dealt out to the processes of a mesh."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ..nn.dealt import OwnHeads, SumOfHeads, Whole, WholeNorm
+from ..nn.inner import InnerAttention
+from ..nn.latent import LatentAttention
+from ..nn.multihead import MultiHeadAttention
+from ..ops.spread import Group, Share
+from ..shapes.kinds import shown
+
+Attention = TypeVar("Attention", MultiHeadAttention, LatentAttention)
+
+
+def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
+    """Deal the heads of an attention module out to the processes of a mesh, in place; called on each of them.
+
+    Every process takes H / N query heads in a row, the key-value heads that these read, and what belongs to them:
+    their rows of q_proj, k_proj and v_proj (of q_b_proj and kv_b_proj in latent attention), their columns of o_proj,
+    their biases and sinks. Inputs and outputs stay whole, on every process; a forward pass sends one sum (of o_proj's
+    outputs), a backward pass another (of the input's gradients). Masks, gates, slopes and biases of scores are given
+    for all heads, as before; a process reads its own. Caches hold the heads of the process: make them for
+    ``len(module.dealt.share.keys)`` key-value heads.
+
+    Where N divides the key-value heads, each lies on one process. Where it does not (more processes than key-value
+    heads, say), k_proj and v_proj lie whole on every process, which computes the heads that it needs; their gradients
+    are summed.
+
+    The parameters become DTensors under the same names, `Shard(0)`, `Shard(1)` or `Replicate()`, so optimizers,
+    gradient clipping and `torch.distributed.checkpoint` know what they are: a checkpoint saved from N processes loads
+    into any other number, and into one. Their numbers are those of the mesh's first process. On the meta device nothing
+    is sent and nothing filled in: `headwise.parallel.load_slices` then reads each process's part of a checkpoint.
+
+    Args:
+        module: a `headwise.MultiHeadAttention` or `headwise.LatentAttention` of plain `torch.nn.Linear` projections.
+        mesh: of one dimension, such as ``torch.distributed.init_device_mesh("cpu", (N,))``; of a larger one take
+            ``mesh["tp"]``.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: another kind of module, or projections that are no plain linear layers.
+        ValueError: heads that do not divide over the processes, a mesh of several dimensions, a module that is dealt
+            out already, or dropout.
+
+    Example:
+        >>> import headwise
+        >>> mha = headwise.MultiHeadAttention(12, 6, num_kv_heads=2)
+        >>> tensor_parallel(mha, mesh)  # doctest: +SKIP
+    """
+    if not isinstance(module, MultiHeadAttention | LatentAttention):
+        raise TypeError(
+            f"tensor_parallel takes a headwise.MultiHeadAttention or LatentAttention; got {type(module).__name__}; "
+            "apply it to each of those inside your model, and torch's parallelize_module to the rest"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a torch.distributed DeviceMesh; got {shown(mesh)}")
+    if mesh.ndim != 1:
+        names = ", ".join(map(repr, mesh.mesh_dim_names or ())) or "no names"
+        raise ValueError(
+            f"heads are dealt out along one dimension; the mesh has {mesh.ndim} ({names}); take one of them"
+        )
+    if module.dealt is not None or any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError(f"this {type(module).__name__} is split over processes already; split a module once")
+    group = Group(mesh)
+    K = module.num_heads if isinstance(module, LatentAttention) else module.num_kv_heads
+    share = Share(module.num_heads, K, group.size, group.rank)
+    _check_parts(module)
+    if isinstance(module, LatentAttention):
+        _deal_latent(module, group)
+    else:
+        _deal_heads(module, group, share)
+    _deal_inner(module.inner, group, module.num_heads)
+    return module
+
+
+def _check_parts(module: nn.Module) -> None:
+    """Raise before anything has changed."""
+    for name, part in module.named_children():
+        if name.endswith("_proj") or name == "kv_a_proj_with_mqa":
+            if type(part) is not nn.Linear:
+                raise TypeError(
+                    f"tensor_parallel splits plain torch.nn.Linear projections; {name} is {type(part).__name__}; merge "
+                    "adapters and undo quantisation first"
+                )
+        elif name == "inner":
+            if not isinstance(part, InnerAttention) and next(part.parameters(), None) is not None:
+                raise TypeError(
+                    f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head "
+                    "is not known; tensor_parallel knows those of headwise.nn.InnerAttention"
+                )
+            if getattr(part, "dropout", 0.0):
+                raise ValueError(
+                    f"dropout = {part.dropout} draws by the number of a head within its process, so heads of several "
+                    "would drop alike; set module.inner.dropout = 0"
+                )
+
+
+def _deal_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
+    """Multi-head attention's projections and norms."""
+    keys: tuple[int, ...] | None = None if share.deals_keys else share.keys
+    mha.q_proj = _rows(mha.q_proj, group, None, mha.head_dim)
+    mha.k_proj = _rows(mha.k_proj, group, keys, mha.head_dim)
+    mha.v_proj = _rows(mha.v_proj, group, keys, mha.value_dim)
+    mha.o_proj = _columns(mha.o_proj, group)
+    for norm in (mha.q_norm, mha.k_norm):
+        if norm is not None:
+            _replicate(norm, group)
+
+
+def _deal_latent(mla: LatentAttention, group: Group) -> None:
+    """Latent attention's: every process has the latents whole, and its heads of what is made of them."""
+    if mla.q_lora_rank is None:
+        mla.q_proj = _rows(mla.q_proj, group, None, mla.head_dim)
+    else:
+        mla.q_a_proj = _like(Whole, mla.q_a_proj)
+        mla.q_a_layernorm = _whole_norm(mla.q_a_layernorm)
+        mla.q_b_proj = _rows(mla.q_b_proj, group, None, mla.head_dim)
+        _replicate(mla.q_a_proj, group)
+        _replicate(mla.q_a_layernorm, group)
+    mla.kv_a_proj_with_mqa = _like(Whole, mla.kv_a_proj_with_mqa)
+    mla.kv_a_layernorm = _whole_norm(mla.kv_a_layernorm)
+    _replicate(mla.kv_a_proj_with_mqa, group)
+    _replicate(mla.kv_a_layernorm, group)
+    mla.kv_b_proj = _rows(mla.kv_b_proj, group, None, mla.nope_dim + mla.value_dim)
+    mla.o_proj = _columns(mla.o_proj, group)
+
+
+def _deal_inner(inner: nn.Module, group: Group, num_heads: int) -> None:
+    """The sinks, one a query head."""
+    sinks = getattr(inner, "sinks", None)
+    if isinstance(sinks, nn.Parameter):
+        _place(inner, "sinks", group, Shard(0))
+
+
+def _rows(linear: nn.Linear, group: Group, keys: tuple[int, ...] | None, size: int) -> OwnHeads:
+    """A projection to heads: cut by rows, or whole where several processes need the same head."""
+    own = _like(OwnHeads, linear)
+    own.group, own.keys, own.size = group, keys, size
+    place: Placement = Shard(0) if keys is None else Replicate()
+    for name in ("weight", "bias"):
+        _place(own, name, group, place)
+    own.train(linear.training)
+    return own
+
+
+def _columns(linear: nn.Linear, group: Group) -> SumOfHeads:
+    """The projection from heads: cut by columns."""
+    total = _like(SumOfHeads, linear)
+    total.group = group
+    _place(total, "weight", group, Shard(1))
+    _place(total, "bias", group, Replicate())
+    return total
+
+
+Linear = TypeVar("Linear", bound=nn.Linear)
+
+
+def _like(kind: type[Linear], linear: nn.Linear) -> Linear:
+    """A linear layer of another kind with the same parameters."""
+    layer = kind(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    layer.weight, layer.bias = linear.weight, linear.bias
+    return layer.train(linear.training)
+
+
+def _whole_norm(norm: nn.RMSNorm) -> WholeNorm:
+    layer = WholeNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=True, device="meta")
+    layer.weight = norm.weight
+    return layer.train(norm.training)
+
+
+def _replicate(part: nn.Module, group: Group) -> None:
+    """The parameters of a part that every process has."""
+    for inside in part.modules():
+        for name in list(inside._parameters):
+            _place(inside, name, group, Replicate())
+
+
+def _place(owner: nn.Module, name: str, group: Group, place: Placement) -> None:
+    """A parameter as a DTensor, of the numbers of the mesh's first process."""
+    old: Any = getattr(owner, name)
+    if old is None:
+        return
+    numbers: Tensor = old.detach()
+    source = None if numbers.is_meta else 0
+    spread = distribute_tensor(numbers, group.mesh, [place], src_data_rank=source)
+    if not spread.is_meta and spread.to_local().untyped_storage().nbytes() > spread.to_local().nbytes:
+        spread = DTensor.from_local(
+            spread.to_local().clone(), group.mesh, [place], run_check=False, shape=spread.shape, stride=spread.stride()
+        )
+    setattr(owner, name, nn.Parameter(spread, requires_grad=old.requires_grad))

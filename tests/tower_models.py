@@ -1,0 +1,78 @@
+"""Random configs of models with towers, and the models transformers builds of them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+import transformers
+from plan_models import random_config
+
+from headwise.plan.fields import architectures
+from headwise.plan.towers import known_towers
+
+COMPOSITE = [name for name, about in architectures().items() if "text" in about]
+TEXTS = ["llama", "qwen2", "mistral"]  # of models that take any
+
+
+def random_composite(name: str, dice: random.Random) -> dict[str, Any]:
+    """A small valid config of a model with towers: its own fields, those of the text model and of each tower."""
+    about = architectures()[name]
+    spec = about["text"]
+    kind = spec["type"]
+    if spec.get("any"):
+        kind = dice.choice(spec["any"] if isinstance(spec["any"], list) else [kind, *TEXTS])
+    text = random_config(spec.get("as", {}).get(kind, kind), dice)
+    if spec.get("as", {}).get(kind, kind) != kind:
+        text = {key: value for key, value in text.items() if key not in ("layer_types", "tie_word_embeddings")}
+        if "head_dim" not in spec["defaults"]:
+            text.pop("head_dim", None)
+        else:
+            text = {key: value for key, value in text.items() if "window" not in key}
+    found: dict[str, Any] = {spec["key"]: {**text, "model_type": kind, "pad_token_id": 0}}
+    for key, tower in about["towers"].items():
+        found[key] = random_tower(tower["type"], dice)
+    for field, default in about["defaults"].items():
+        if isinstance(default, bool):
+            found[field] = dice.random() < 0.5
+        elif field == "vision_feature_layer":
+            found[field] = dice.choice([-1, [0, 1], [-1]])
+        else:
+            found[field] = dice.randint(1, 9)
+    return found
+
+
+def random_tower(kind: str, dice: random.Random) -> dict[str, Any]:
+    """A small valid config of a tower."""
+    about = known_towers()[kind]
+    standard = {own: usual for usual, own in about.get("names", {}).items()}
+    back = {new: old for old, new in about.get("rename", {}).items()}
+    heads = dice.choice([1, 2, 4])
+    found: dict[str, Any] = {"model_type": kind}
+    for field, default in about["defaults"].items():
+        usual = standard.get(field, field)
+        exact = {"hidden_size": heads * 4 * dice.randint(1, 3), "num_attention_heads": heads, "patch_size": 4}
+        exact |= {"image_size": 4 * dice.randint(2, 5), "num_hidden_layers": dice.randint(1, 3), "mlp_ratio": 2}
+        if isinstance(default, bool):
+            found[field] = dice.random() < 0.5
+        elif isinstance(default, list):
+            found[field] = sorted({0, dice.randint(0, 2)})
+        else:
+            found[back.get(field, field)] = exact.get(usual, dice.randint(2, 9))
+    return found
+
+
+def composite_config(name: str, fields: dict[str, Any]) -> Any:
+    """transformers' config of those fields."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[name](**copy.deepcopy(fields))
+
+
+def composite_model(name: str, config: Any) -> Any:
+    """transformers' model with its towers, on the meta device."""
+    kind = getattr(transformers, architectures()[name]["classes"]["lm"])
+    with torch.device("meta"):
+        return kind._from_config(config, attn_implementation="eager").eval()
