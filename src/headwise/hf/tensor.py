@@ -246,10 +246,10 @@ def _register(name: str, num_heads: int, num_kv_heads: int) -> None:
         def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
             from torch.distributed.tensor import Replicate, distribute_tensor
 
-            old = module._parameters.get(param)
+            old = getattr(module, param, None)
             if old is not None:
                 whole = distribute_tensor(old.detach(), mesh, [Replicate()], src_data_rank=None)
-                module._parameters[param] = nn.Parameter(whole, requires_grad=old.requires_grad)
+                setattr(module, param, nn.Parameter(whole, requires_grad=old.requires_grad))
 
         def install_forward(self, module: Any, mesh: Any) -> nn.Module:
             group = Group(mesh)
