@@ -235,21 +235,19 @@ def modules() -> list[Tensor]:
 
 
 def back_and_forth() -> list[float]:
-    """A rolling cache that goes back over several appends, against one process's."""
-    draw = torch.Generator().manual_seed(3)
-    x = torch.randn(1, 2, 900, 8, generator=draw)
-    caches: list[Any] = [
-        ShardedCache(RollingCache, 1, 2, 8, window=70, chunk=100).remember(150),
-        RollingCache(1, 2, 8, window=70, chunk=100).remember(150),
-    ]
+    """Rolling caches that go on for a thousand tokens, and back as far as they remember, against one process's."""
+    x = torch.randn(1, 2, 1000, 8, generator=torch.Generator().manual_seed(3))
     far = []
     with torch.no_grad():
-        for length, parts in ((0, 8), (655, 2), (800, 1)):
-            outs = []
-            for cache in caches:
-                cache.truncate(length)
+        for window, remember, steps in ((190, 0, ((0, 10),)), (70, 300, ((0, 10), (700, 2), (650, 1)))):
+            caches: list[Any] = [
+                ShardedCache(RollingCache, 1, 2, 8, window=window, chunk=100).remember(remember),
+                RollingCache(1, 2, 8, window=window, chunk=100).remember(remember),
+            ]
+            for length, parts in steps:
+                for cache in caches:
+                    cache.truncate(length)
                 for part in x[:, :, length : length + 100 * parts].split(100, dim=2):
-                    cache.append(part, part)
-                outs.append(headwise.attention(part, cache))
-            far.append(float((outs[0] - outs[1]).abs().max() / outs[1].abs().max()))
+                    outs = [headwise.attention(part, cache.append(part, part)) for cache in caches]
+                    far.append(float((outs[0] - outs[1]).abs().max() / outs[1].abs().max()))
     return far
