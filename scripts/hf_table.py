@@ -3,7 +3,7 @@
     python scripts/hf_table.py                     a few kinds: how far logits lie from eager's, as a Markdown table
     python scripts/hf_table.py --all               a tiny model of every architecture: equal, refused, or broken?
     python scripts/hf_table.py --only llama gpt2   these alone, with what was compared
-    python scripts/hf_table.py --all --docs        writes docs/models.md, too, and its counts under --label
+    python scripts/hf_table.py --all --docs --label NAME   writes docs/models.md, and keeps the counts under NAME
 
 `--json FILE` keeps a row as soon as it is done; with `--resume`, rows in FILE are not measured again.
 
@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every architecture of transformers")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these model types alone")
     parser.add_argument("--docs", action="store_true", help="write docs/models.md (with --all)")
-    parser.add_argument("--label", default="now", help="the name of this run among the counts in the docs")
+    parser.add_argument("--label", help="keep this run's counts under this name, for the docs (with --all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, each of one thread")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that a model may take")
     parser.add_argument("--json", type=Path, help="a row a line, written as it is done")
@@ -138,8 +138,9 @@ def main() -> int:
         rows = ledger(options.only or names(), options)
     except KeyboardInterrupt:
         return 130
-    if options.docs:
+    if options.label and options.all:
         record(rows, options.label)
+    if options.docs:
         PAGE.write_text(page(rows, parts()), "utf8")
     return report(rows, whole=not options.only)
 
