@@ -172,7 +172,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any
     job.comm.agree(f"backward of {job.name}", {})
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     stages = Stages(job, [key] if value is None else [key, value])
-    sums = _Sums(job, query, tensors[: ctx.n])
+    sums = _Sums(job, query, tensors[: ctx.n], sinks)
     found: list[Travellers] = []
     waiting: tuple[int, Pending, Travellers] | None = None
     pending = stages.post(0)
@@ -193,7 +193,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any
 class _Sums:
     """What a rank's queries add to gradients, stage by stage."""
 
-    def __init__(self, job: Job, query: Tensor, leaves: list[Tensor]) -> None:
+    def __init__(self, job: Job, query: Tensor, leaves: list[Tensor], sinks: Tensor | None) -> None:
+        self.sinks = None if sinks is None else sinks.detach()
         self.leaves = [x.detach().requires_grad_(x.requires_grad) for x in leaves]
         with torch.enable_grad():
             self.job = job.with_leaves(query, self.leaves)
@@ -231,6 +232,8 @@ class _Sums:
                     grad_out[:, few, at],
                     None if grad_lse is None else grad_lse[:, few, at],
                     self.learning,
+                    has_all=True,
+                    sinks=None if self.sinks is None else self.sinks[few],
                 )
                 self.query[:, few, at] = some.query
                 dk[:, :, keys] += some.key

@@ -121,30 +121,38 @@ def gradient(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     leaves: Sequence[Tensor],
+    *,
+    has_all: bool = False,
+    sinks: Tensor | None = None,
 ) -> Gradient:
     """The rectangle's share of the gradient, where `whole` is the result of its queries over all keys.
 
     Args:
         tensors: query, key and value of the rectangle.
         leaves: tensors in the job's mask that are to get a gradient; their own graph leads to the rectangle's mask.
+        has_all: the rectangle has all keys that its queries see: the kernel may do as in one process.
+        sinks: then, those that its forward had.
     """
     with torch.enable_grad():
         scoring = scoring_of(job, at)
     if whole.ends is None:
         return _by_autograd(job, scoring, tensors, whole, grad_out, grad_lse, leaves)
     query, key, value = tensors
+    sinks = sinks if has_all else None
     with torch.enable_grad():
-        rules = lowered(scoring, query.shape[2], key.shape[2])
+        rules = lowered(scoring._replace(sinks=sinks), query.shape[2], key.shape[2])
     more = (job.numbers.dropout, seed_of(job, at))
     wanted = bool(leaves)
+    run = torch.ops.headwise.attend_backward if has_all else torch.ops.headwise.attend_part_backward
     with torch.no_grad():
-        dq, dk, dv, *rest = torch.ops.headwise.attend_part_backward.default(
+        dq, dk, dv, *rest = run.default(
             grad_out, grad_lse, whole.out, whole.ends.contiguous(), wanted, query, key, value, *rules, *more
         )
     if not wanted:
         return Gradient(dq, dk, dv, [])
+    first = 0 if sinks is None else 1
     terms = leaves_of(Training(query, key, value, rules, *more), True)[3:]
-    pairs = [(x, grad) for x, grad in zip(terms, rest, strict=True) if x.requires_grad]
+    pairs = [(x, grad) for x, grad in zip(terms[first:], rest[first:], strict=True) if x.requires_grad]
     return Gradient(dq, dk, dv, _of_leaves([x for x, _ in pairs], leaves, [grad for _, grad in pairs]))
 
 
