@@ -146,8 +146,8 @@ NOTES = """
   attention in code of its own beside a model that is on the interface (the audio of Gemma 3n and 4): it stays there,
   with a warning.
 
-The tables below are of the run with the newest transformers. On the oldest that headwise takes, Kosmos-2 is refused, too
-(its queries of an image are marked as causal there), and fewer of the rules fit.
+The tables below are of the run with the newest transformers. On the oldest that headwise takes, Kosmos-2 is refused,
+too (its queries of an image are marked as causal there), and fewer of the rules fit.
 
 Where transformers' implementations disagree among themselves, one is taken as right:
 

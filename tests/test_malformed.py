@@ -168,7 +168,7 @@ RECORDED = """
     Score Evidence Passage Role AttentionPlan AttentionShape ContextCost Accuracy Mask Head Quantized KVCache Inner
     LatentCache Comparison HeadChange Curve Point Ablation Circuits Composition HeadImportance HeadWrites Importance
     Redundancy Twin Vocabulary Migration Pruning Regrouping Repaired Processes
-    Projections
+    Projections ModelOverRanks
 """
 RECORDS = RECORDED.split()
 # Handed on: by whom, and so checked where.

@@ -90,11 +90,16 @@ def _look(  # private, for a command has as many options as its users need, and 
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json())
-        return
-    if against is None:
-        _print_heads(result)
     else:
+        _print_table(result, lines, compared=against is not None)
+
+
+def _print_table(result: Any, lines: list[str], *, compared: bool) -> None:
+    """The table, and below it what was written."""
+    if compared:
         console().print(result.table())
+    else:
+        _print_heads(result)
     print(*lines, sep="\n", end="\n" * bool(lines))
 
 

@@ -83,8 +83,9 @@ def headwise_attention(
     if batch is not None and sharded is not None:
         mask = _mask_of_whole(module, attention_mask, batch, is_causal)
         _check_split(module, query, key, position_bias, output_attentions, kwargs, here is not None)
-        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
-        return sharded.attend(query, key, value, mask=mask, **options).transpose(1, 2).contiguous(), None
+        pair = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+        split = sharded.attend(query, *pair, mask=mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+        return split.transpose(1, 2).contiguous(), None
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
     if here is not None:
@@ -173,7 +174,7 @@ def _check_split(
     wrong = [name for name in sorted(_SEQUENCES) if kwargs.get(name) is not None]
     wrong += ["heads split as well (tensor parallel)"] if dealt else []
     wrong += ["position_bias"] if position_bias is not None else []
-    wrong += ["output_attentions"] if attentions or _attentions_are_collected() else []
+    wrong += ["output_attentions"] if attentions or attentions_are_collected() else []
     wrong += ["a probe"] if watched(module) else []
     wrong += ["a cache that holds tokens"] if key.shape[2] != query.shape[2] else []
     if wrong:
