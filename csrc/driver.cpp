@@ -157,13 +157,16 @@ void attend(const Problem& p) {
 }
 
 void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,
-                  uint64_t seed) {
+                  const DropoutSeed& seed) {
   const uint32_t threshold = dropout_threshold(dropout);
-  for (int64_t plane = 0; plane < B * H; ++plane) {
-    for (int64_t i = first; i < first + rows; ++i) {
-      for (int64_t j = 0; j < S; j += 4) {
-        const Philox words = dropout_words(seed, plane, i, j / 4);
-        for (int64_t word = 0; word < 4 && j + word < S; ++word) keep[j + word] = words.word[word] >= threshold;
+  for (int64_t n = 0; n < B * H; ++n) {
+    const int64_t plane = seed.heads == 0 ? n : n / H * seed.heads + seed.head + n % H;
+    for (int64_t i = seed.query + first; i < seed.query + first + rows; ++i) {
+      Philox words = {};
+      for (int64_t j = 0; j < S; ++j) {
+        const int64_t key = seed.key + j;
+        if (j == 0 || key % 4 == 0) words = dropout_words(seed.value, plane, i, key / 4);
+        keep[j] = words.word[key % 4] >= threshold;
       }
       keep += S;
     }

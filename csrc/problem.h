@@ -52,6 +52,13 @@ constexpr int kMaxMaps = 4;
 constexpr int64_t kFar = int64_t{1} << 40;                     // farther than any key
 constexpr double kMinFactor = 0x1p-100, kMaxFactor = 0x1p100;  // of scale and softcap, in size, unless 0
 
+// What dropout draws from: the seed, and where a call lies that is a part of a larger one: that one's number of heads
+// (0 for the call's own), and the places there of this call's first head, query and key.
+struct DropoutSeed {
+  uint64_t value = 0;
+  int64_t heads = 0, head = 0, query = 0, key = 0;
+};
+
 struct Problem {
   int64_t B = 0, H = 0, K = 0, T = 0, S = 0, D = 0, V = 0;
   Tensor4 query, key, value, out;  // query (B, H, T, D), key (B, K, S, D), value (B, K, S, V), out (B, H, T, V)
@@ -66,6 +73,8 @@ struct Problem {
   // (2, B, H, T) contiguous, or null: each row's greatest score, as the softmax takes it, and the weight of that key;
   // -inf and 0 in an empty row. The gradient recomputes weights from them: a large lse would round them.
   float* ends = nullptr;
+  // The keys are some of a larger call's, whose results `out` and `ends` are: the gradient must take them as they are.
+  bool is_part = false;
   float scale = 1.0f;
   float softcap = 0.0f;          // 0 = none
   const float* sinks = nullptr;  // (H), or null
@@ -91,7 +100,7 @@ struct Problem {
 
   Tensor4 gate;  // (B, H, T, V) broadcast, in any float dtype; data null = none
   float dropout = 0.0f;
-  uint64_t seed = 0;
+  DropoutSeed seed;
 };
 
 // The gradient of a call, whose `out` and `ends` are those of the forward.
@@ -113,10 +122,10 @@ void attend(const Problem& problem);
 // The gradient of the call. Same bits for any thread count.
 void attend_backward(const Problem& problem, const Gradients& gradients);
 
-// The weights that dropout keeps, as `attend` draws them for this seed: bool (B, H, rows, S), contiguous,
+// The weights that dropout keeps, as `attend` draws them from this seed: bool (B, H, rows, S), contiguous,
 // for the queries first <= i < first + rows.
 void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,
-                  uint64_t seed);
+                  const DropoutSeed& seed);
 
 // The name of the instruction set in use: avx512_bf16, avx512, avx2 or baseline.
 const char* isa();

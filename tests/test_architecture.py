@@ -23,13 +23,14 @@ TIERS = (
     {"shapes"},
     {"ops"},
     {"cache", "nn"},
-    {"look", "reshape", "hf", "parallel"},
+    {"parallel"},
+    {"look", "reshape", "hf"},
     {"report"},
     {"cli"},
     {"__main__"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-ALONE = {"disk", "extras", "plan", "models"}  # import nothing of headwise; any room from cache up may import them
+ALONE = {"disk", "extras", "plan", "models", "processes"}  # import nothing of ours; from cache up all may import them
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
@@ -144,7 +145,7 @@ def may_import(room: str, target: str) -> bool:
 
 
 def arrows(tree: Tree) -> list[str]:
-    """shapes <- ops <- {cache, nn} <- {look, reshape, hf, parallel} <- report <- cli; siblings apart."""
+    """shapes <- ops <- {cache, nn} <- parallel <- {look, reshape, hf} <- report <- cli; siblings apart."""
     return [
         f"{path} imports {name}: {room or 'the top'} may not import {room_of(name) or 'the top'}"
         for path, source in tree.items()

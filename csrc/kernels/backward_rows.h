@@ -99,7 +99,7 @@ static BackwardPlan plan_backward(const Problem& p) {
   const int64_t block_bytes = kRows * (3 * p.D + 2 * p.V) * (kHasBf16 && p.dtype() == Dtype::bf16 ? 3 : 4);
   const int64_t blocks = max(1, min(kMaxBlocks, kStepBytes / block_bytes));
   plan.rows_per_step = min(blocks, (plan.rows_per_chunk + kRows - 1) / kRows) * kRows;
-  plan.by_row = plan.rows <= kDecodeRows;
+  plan.by_row = plan.rows <= kDecodeRows && !p.is_part;
   plan.keeps_products = plan.by_row && p.S * W * 16 <= kProductBytes;
   plan.has_partial = plan.chunks > 1 || plan.partial_floats(p) * 4 > kOwnBytes;
   plan.queries_per_bias_item = max(1, plan.rows_per_step / G);
@@ -205,8 +205,8 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
     own.delta[r] = -read_as<float>(at(g.grad_lse, b, rows.h[r], rows.t[r]));
   }
   pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
-  own.one_tile =
-      rows.hi_max - rows.lo_min <= kShort && rows.lo_min / kBackwardTile == (rows.hi_max - 1) / kBackwardTile;
+  own.one_tile = !p.is_part && rows.hi_max - rows.lo_min <= kShort &&
+                 rows.lo_min / kBackwardTile == (rows.hi_max - 1) / kBackwardTile;
   if (!own.one_tile && !plan.by_row) add_deltas<N, NV>(p, g, b, block, s);
   pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
   pack_rows<N>(p.query, b, rows, R, p.D, own.query_rows, plan.padded_D, s.spare);

@@ -280,13 +280,23 @@ void take_gate(Problem& p, const Handle& gate) {
   p.gate = broadcast4(view, "gate", p.B, p.H, p.T, p.V);
 }
 
-uint64_t read_seed(const Handle& seed) {
+DropoutSeed read_seed(const Handle& seed) {
   const View view = read_view(seed, "seed");
   require_int64(view, "seed");
   int64_t count = 1;
   for (int axis = 0; axis < view.axes; ++axis) count *= view.sizes[axis];
-  if (count != 1) fail("the seed must have one element, got " + shape(view));
-  return static_cast<uint64_t>(*static_cast<const int64_t*>(view.data));
+  if (count != 1 && (count != 5 || view.axes != 1 || view.strides[0] != 1)) {
+    fail("the seed must have one element, or five: seed, heads, first head, query, key; got " + shape(view));
+  }
+  const auto* numbers = static_cast<const int64_t*>(view.data);
+  DropoutSeed read;
+  read.value = static_cast<uint64_t>(numbers[0]);
+  if (count == 1) return read;
+  for (int i = 1; i < 5; ++i) {
+    if (numbers[i] < 0 || numbers[i] > kFar) fail("the places of a seed must lie between 0 and 2**40");
+  }
+  read.heads = numbers[1], read.head = numbers[2], read.query = numbers[3], read.key = numbers[4];
+  return read;
 }
 
 void take_dropout(Problem& p, float dropout, const Handle& seed) {

@@ -47,7 +47,7 @@ constexpr int kRuleCount = 11;
 
 void take_gate(Problem& p, const Handle& gate);
 float read_dropout(StableIValue value);
-uint64_t read_seed(const Handle& seed);
+DropoutSeed read_seed(const Handle& seed);
 void take_dropout(Problem& p, float dropout, const Handle& seed);
 
 }  // namespace headwise

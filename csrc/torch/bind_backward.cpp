@@ -83,13 +83,14 @@ void attend_kept_boxed(StableIValue* stack, uint64_t, uint64_t) {
   stack[2] = ends.release();
 }
 
-void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
+void backward_boxed(StableIValue* stack, bool is_part) {
   const Handle grad_out(stack[0]), grad_lse(optional(stack[1])), out(stack[2]), ends(stack[3]);
   const bool biases = stack[4] != 0;
   const Handle query(stack[5]), key(stack[6]), value(stack[7]);
   const Rules rules(stack + 8);
   const Handle seed(optional(stack[9 + kRuleCount]));
   Problem p;
+  p.is_part = is_part;
   Gradients g;
   const View query_view = read_view(query, "query");
   fill_problem(p, query_view, read_view(key, "key"), read_view(value, "value"));
@@ -138,18 +139,24 @@ void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = list(grads);
 }
 
+void attend_backward_boxed(StableIValue* stack, uint64_t, uint64_t) { backward_boxed(stack, false); }
+
+void attend_part_backward_boxed(StableIValue* stack, uint64_t, uint64_t) { backward_boxed(stack, true); }
+
+#define HEADWISE_BACKWARD                                                                                \
+  "(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor ends, bool biases, Tensor query, Tensor key, " \
+  "Tensor value, " HEADWISE_RULES ", float dropout, Tensor? seed) -> Tensor[]"
+
 }  // namespace
 
-extern const Operator kBackward[2] = {
+extern const Operator kBackward[3] = {
     {"attend_kept",
      "attend_kept(Tensor query, Tensor key, Tensor value, " HEADWISE_RULES
      ", float dropout, Tensor? seed) -> (Tensor, Tensor, Tensor)",
      "CPU", attend_kept_boxed},
-    {"attend_backward",
-     "attend_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor ends, bool biases, Tensor query, Tensor "
-     "key, "
-     "Tensor value, " HEADWISE_RULES ", float dropout, Tensor? seed) -> Tensor[]",
-     "CPU", attend_backward_boxed},
+    {"attend_backward", "attend_backward" HEADWISE_BACKWARD, "CPU", attend_backward_boxed},
+    // The keys are some of those whose results `out` and `ends` are.
+    {"attend_part_backward", "attend_part_backward" HEADWISE_BACKWARD, "CPU", attend_part_backward_boxed},
 };
 
 }  // namespace headwise

@@ -12,7 +12,7 @@ struct Operator {
   Boxed function;
 };
 
-extern const Operator kBackward[2];    // bind_backward.cpp
+extern const Operator kBackward[3];    // bind_backward.cpp
 extern const Operator kCacheOperator;  // bind_cache.cpp
 extern const Operator kStatistics[2];  // bind_statistics.cpp
 

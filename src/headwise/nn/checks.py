@@ -14,6 +14,7 @@ from ..shapes import DTYPES, describe
 from ..shapes.kinds import check_counts, check_tensor, shown, whole_numbers
 from .cached import traits_of
 from .latent_form import check_form
+from .sharded import check_uncached
 
 MemoryDim = int | tuple[int, int] | None
 
@@ -145,6 +146,7 @@ def check_cache(x: Tensor, cache: Any, lengths: Any) -> list[int] | None:
                 "mask=headwise.causal() & headwise.lengths(...)"
             )
         return None
+    check_uncached(cache)
     missing = [name for name in ("lengths", "append", "attend") if not hasattr(cache, name)]
     if missing:
         raise TypeError(

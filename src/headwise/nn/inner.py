@@ -11,6 +11,7 @@ from ..ops.masks.compose import Mask
 from ..ops.storage.layout import Cache
 from ..shapes import check_gate, check_options, check_sinks
 from ..shapes.kinds import check_texts
+from .sharded import current
 
 
 class Inner(nn.Module):
@@ -49,6 +50,9 @@ class InnerAttention(Inner):
         torch.Size([2, 6, 5, 8])
     """
 
+    splits_tokens = True
+    """Within `headwise.parallel.context` it attends the tokens of all processes."""
+
     def __init__(
         self,
         *,
@@ -82,6 +86,9 @@ class InnerAttention(Inner):
 
         See `headwise.attention`.
         """
+        sharded = current()
+        if sharded is not None and isinstance(key, Tensor) and value is not None:
+            return sharded.attend(query, key, value, mask=mask, gate=gate, **self.options())
         return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **self.options())
 
     def options(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep
 from ..shapes import check_options
-from ..shapes.kinds import check_counts, check_flags, whole_numbers
+from ..shapes.kinds import check_counts, check_flags, check_span, whole_numbers
 from .cached import ModuleCache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .dealt import Dealt, dealt
@@ -20,6 +20,7 @@ from .inner import InnerAttention
 from .latent_form import Choice, Form, FormCosts, latent_layer
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
+from .sharded import check_splits, check_uncached, current, placed
 
 Lengths = Sequence[int] | Tensor | None
 NORM_EPS = 1e-6  # of the norms on both latents, in every published model
@@ -166,24 +167,26 @@ class LatentAttention(nn.Module):
         """
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         lengths = check_latent_call(x, cache, lengths, form, mask)
+        check_uncached(cache)
         absorbed = self._absorbs(x.shape[1], cache, form, mask=mask, lengths=lengths)
         q_nope_BHTN, q_rope_BHTR = self.queries(x)
         latent_B1TC, k_rope_B1TR = self.compress(x)
-        q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, self._places(x, cache, positions))
+        places = placed(self._places(x, cache, positions), x.shape[1], x.device)
+        q_rope_BHTR, k_rope_B1TR = self.rotary(q_rope_BHTR, k_rope_B1TR, places)
         key_B1TE = torch.cat((latent_B1TC, k_rope_B1TR), dim=-1)  # E = C + R: what a cache stores
         if (here := self.dealt) is not None:  # all processes have the latents, each its own heads
             key_B1TE, mask = here.group.shared(key_B1TE), here.mask(mask)
         if absorbed:
             query_BHTE = torch.cat((self.to_latent(q_nope_BHTN), q_rope_BHTR), dim=-1)
             if cache is None:
-                mixed_BHTC = self.inner(query_BHTE, key_B1TE, key_B1TE[..., : self.kv_lora_rank], mask=mask)
+                mixed_BHTC = self._attend_all(query_BHTE, key_B1TE, mask, absorbed=True)
             else:
                 mixed_BHTC = self._attend(cache, query_BHTE, key_B1TE, mask, lengths)
             heads_BHTV = self.from_latent(mixed_BHTC)
         else:
             query_BHTD = torch.cat((q_nope_BHTN, q_rope_BHTR), dim=-1)
             keys, rule = (key_B1TE, mask) if cache is None else self._expanded(cache, key_B1TE, mask, lengths)
-            heads_BHTV = self.inner(query_BHTD, *self.expand(keys), mask=rule)
+            heads_BHTV = self._attend_all(query_BHTD, keys, rule, absorbed=False)
         out = self.o_proj(MultiHeadAttention.concatenate(heads_BHTV))
         return out if cache is None else (out, cache)
 
@@ -212,16 +215,38 @@ class LatentAttention(nn.Module):
         latent, rope = both.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         return self.kv_a_layernorm(latent).to(latent.dtype), rope
 
-    def expand(self, key: Float[Tensor, "B 1 S E"]) -> tuple[Float[Tensor, "B H S D"], Float[Tensor, "B H S V"]]:
-        """The keys (B, H, S, nope_dim + rope_dim) and values (B, H, S, value_dim) of every head."""
+    def expand(
+        self, key: Float[Tensor, "B 1 S E"], heads: tuple[int, int] | None = None
+    ) -> tuple[Float[Tensor, "B h S D"], Float[Tensor, "B h S V"]]:
+        """The keys (B, H, S, nope_dim + rope_dim) and values (B, H, S, value_dim) of every head, or of `heads`."""
         check_vectors("key", key, 1, self.kv_lora_rank + self.rope_dim)
         latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         check_taken("key", latent, self.kv_b_proj)
-        here = self.dealt
-        fused = self.kv_b_proj(latent[:, 0]) if here is None else nn.functional.linear(latent[:, 0], self._up())
-        both = MultiHeadAttention.split(fused, self.heads_here, self.nope_dim + self.value_dim)
+        first, last = (0, self.heads_here) if heads is None else check_span("heads", heads, self.heads_here)
+        width = self.nope_dim + self.value_dim
+        if self.dealt is None and last - first == self.num_heads:
+            fused = self.kv_b_proj(latent[:, 0])
+        else:
+            weight = self.kv_b_proj.weight if self.dealt is None else self._up()
+            fused = nn.functional.linear(latent[:, 0], weight[first * width : last * width])
+        both = MultiHeadAttention.split(fused, last - first, width)
         nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
-        return torch.cat((nope, rope.expand(-1, self.heads_here, -1, -1)), dim=-1), value
+        return torch.cat((nope, rope.expand(-1, last - first, -1, -1)), dim=-1), value
+
+    def _attend_all(self, query: Tensor, key: Tensor, mask: Any, *, absorbed: bool) -> Tensor:
+        """Attention to latents (B, 1, S, E), or to the keys and values made of them; over processes, latents travel."""
+        C, sharded = self.kv_lora_rank, current()
+        if sharded is None:
+            keys = (key, key[..., :C]) if absorbed else self.expand(key)
+            return self.inner(query, *keys, mask=mask)
+        check_splits(self.inner, self.dealt)
+        options = {"mask": mask, **self.inner.options()}
+        if absorbed:
+            return sharded.attend_made(query, key, lambda made, *_: (made, made[..., :C]), (), C, **options)
+        weights = (self.kv_b_proj.weight,)
+        return sharded.attend_made(
+            query, key, lambda made, *heads: self.expand(made, heads), weights, self.value_dim, **options
+        )
 
     def to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:
         """Queries in the latent space: its dot product with a latent is that of the query with the expanded key."""

@@ -25,6 +25,7 @@ from .dealt import Dealt, dealt
 from .heads import Head, check_heads, rows_of
 from .inner import as_inner
 from .rotary import Positions
+from .sharded import check_splits, placed
 from .torch_mha import converted_from_torch, converted_to_torch
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
@@ -94,8 +95,7 @@ class MultiHeadAttention(nn.Module):
             memory_dim, d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, bias=bias
         )
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, shape.num_kv_heads
-        self.head_dim, self.value_dim = shape.head_dim, shape.value_dim
-        self.memory_dim = memory_dim
+        self.head_dim, self.value_dim, self.memory_dim = shape.head_dim, shape.value_dim, memory_dim
         key_width, value_width = self.memory_widths
         self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bool(bias))
         self.k_proj = nn.Linear(key_width, self.num_kv_heads * self.head_dim, bias=bool(bias))
@@ -142,6 +142,7 @@ class MultiHeadAttention(nn.Module):
             ValueError: wrong shapes, a memory that is missing, or positions without a rotary part.
         """
         check_input(x, self.d_model, self.q_proj)
+        check_splits(self.inner, self.dealt)
         lengths = check_cache(x, cache, lengths)
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)
@@ -240,8 +241,9 @@ class MultiHeadAttention(nn.Module):
 
     def rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """The rotary part, where the module has one."""
+        check_vectors("query", query, size=self.head_dim)
         if self.rotary is not None:
-            return self.rotary(query, key, positions)
+            return self.rotary(query, key, placed(positions, query.shape[2], query.device))
         if positions is not None:
             raise ValueError(
                 "positions are for the rotary part and this module has none; build it with "
@@ -259,10 +261,8 @@ class MultiHeadAttention(nn.Module):
 
         Example:
             >>> import torch
-            >>> mha = MultiHeadAttention(12, 3)
-            >>> x = torch.randn(2, 5, 12)
-            >>> def attend(Q, K, V):
-            ...     return torch.softmax(Q @ K.mT / 4**0.5, dim=-1) @ V
+            >>> mha, x = MultiHeadAttention(12, 3), torch.randn(2, 5, 12)
+            >>> attend = lambda Q, K, V: torch.softmax(Q @ K.mT / 4**0.5, dim=-1) @ V
             >>> heads = [mha.head(i) for i in range(3)]
             >>> small = sum(attend(x @ h.W_Q, x @ h.W_K, x @ h.W_V) @ h.W_O for h in heads)
             >>> torch.allclose(small, mha(x), atol=1e-6)

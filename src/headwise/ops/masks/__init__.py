@@ -22,11 +22,11 @@ from .make import relative as relative
 from .make import rule as rule
 from .make import segments as segments
 from .make import window as window
+from .patterns import Alibi as Alibi
 from .patterns import Blocks as Blocks
 from .patterns import Dilated as Dilated
 from .patterns import Function as Function
 from .patterns import Relative as Relative
-from .rules import Alibi as Alibi
 from .rules import Band as Band
 from .rules import Bias as Bias
 from .rules import Keep as Keep

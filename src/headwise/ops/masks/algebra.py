@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .places import Rows
+from .places import Part, Rows
 from .pytrees import register
 from .rules import Band, Lengths, Rule
 
@@ -41,6 +41,10 @@ class _Joined(Rule):
             rule.check(B, H, T, S, device)
 
     @override
+    def part(self, part: Part, T: int, S: int) -> Rule:
+        return type(self)(tuple(rule.part(part, T, S) for rule in self.rules))
+
+    @override
     def placed(self, offset: int | Tensor) -> Rule:
         return type(self)(tuple(rule.placed(offset) for rule in self.rules))
 
@@ -69,6 +73,10 @@ class AllOf(_Joined):
         ends = [rule.reach(first, last, T, S) for rule in self.rules]
         return max(k0 for k0, _ in ends), min(k1 for _, k1 in ends)
 
+    @override
+    def meets(self, part: Part, T: int, S: int) -> bool:
+        return all(rule.meets(part, T, S) for rule in self.rules)
+
 
 @register
 @dataclass(frozen=True, eq=False)
@@ -83,6 +91,10 @@ class AnyOf(_Joined):
     def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
         ends = [rule.reach(first, last, T, S) for rule in self.rules]
         return min(k0 for k0, _ in ends), max(k1 for _, k1 in ends)
+
+    @override
+    def meets(self, part: Part, T: int, S: int) -> bool:
+        return any(rule.meets(part, T, S) for rule in self.rules)
 
 
 @register

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...shapes import MASK_RULE, check_integers, check_made
-from ...shapes.kinds import check_counts, check_device, check_dtype
+from ...shapes.kinds import MOST, check_counts, check_device, check_dtype, check_span
 from ..symbols import known
 from .algebra import both, either, neither
-from .places import Rows, check_asked, checked_at, full_rank, wide
+from .places import Part, Rows, check_asked, checked_at, full_rank, wide
 from .pytrees import register
 from .rules import Band, Bias, Keep, Rule
 
@@ -241,6 +241,30 @@ class Mask:
         """The mask for B rows of H heads: what a `rule()` must know to ask its function."""
         check_counts(B=B, H=H)
         return self._with([rule.sized(B, H) for rule in self.parts])
+
+    def part(
+        self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int, *, heads: tuple[int, int] | None = None
+    ) -> Mask:
+        """The mask of a call of these queries and keys alone, (start, stop) each, and of these heads; all by default.
+
+        >>> from headwise import causal
+        >>> print(causal().part((2, 4), (1, 4), 4, 4).draw(2, 3))
+        ■ ■ ·
+        ■ ■ ■
+        """
+        check_counts(T=T, S=S)
+        some = None if heads is None else check_span("heads", heads, MOST)
+        part = Part(check_span("rows", rows, T), check_span("cols", cols, S), some)
+        return Mask(tuple(rule.part(part, T, S) for rule in self.parts))
+
+    def meets(self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int) -> bool:
+        """Whether some of these queries may attend some of these keys; True where the rules do not plainly tell."""
+        check_counts(T=T, S=S)
+        rows, cols = check_span("rows", rows, T), check_span("cols", cols, S)
+        part = Part(rows, cols)
+        if rows[0] >= rows[1] or cols[0] >= cols[1]:
+            return False
+        return all(rule.meets(part, T, S) for rule in self.parts if rule.restricts)
 
     def forbids(self) -> Mask:
         """What the mask forbids to every head, its biases left out."""

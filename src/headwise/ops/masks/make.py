@@ -11,8 +11,8 @@ from torch import Tensor
 from ...shapes import MASK_RULE, check_integers, check_made, describe
 from ...shapes.kinds import check_counts, check_index, check_tensor
 from .compose import Mask
-from .patterns import Blocks, Dilated, Function, Relative
-from .rules import Alibi, Band, Bias, Keep, Lengths, Segments
+from .patterns import Alibi, Blocks, Dilated, Function, Relative
+from .rules import Band, Bias, Keep, Lengths, Segments
 
 
 def causal(*, offset: int | Tensor | None = None) -> Mask:

@@ -1,4 +1,4 @@
-"""Rules with a pattern of their own: every step-th key, blocks, relative biases, and any function of places."""
+"""Rules with a pattern of their own: every step-th key, blocks, biases by distance, and any function of places."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ...shapes import MASK_RULE, check_index_tensor, describe
-from .places import per_batch, rank4, saturated, wide
+from ...shapes import MASK_RULE, check_index_tensor, check_mask_tensor, describe
+from .places import Part, per_batch, rank4, saturated, wide
 from .pytrees import register
-from .rules import Rule
+from .rules import Rule, Segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,11 @@ class _Placed(Rule):
     def pos(self, i: Tensor, T: int, S: int) -> Tensor:
         """The place of query i among the keys."""
         return i + (S - T if self.offset is None else per_batch(saturated(self.offset)))
+
+    @override
+    def part(self, part: Part, T: int, S: int) -> Rule:
+        offset = S - T if self.offset is None else saturated(self.offset)
+        return replace(self, offset=offset + part.shift)
 
     @override
     def placed(self, offset: int | Tensor) -> Rule:
@@ -66,10 +71,67 @@ class Blocks(_Placed):
         pos = torch.arange(T, device=device) + shift
         return floor_divide(pos, self.size), floor_divide(torch.arange(S, device=device), self.size)
 
+    @override
+    def part(self, part: Part, T: int, S: int) -> Segments:
+        device = self.offset.device if isinstance(self.offset, Tensor) else None
+        query_ids, key_ids = self.ids(T, S, device)
+        return Segments(query_ids[..., slice(*part.rows)], key_ids[slice(*part.cols)])
+
+    @override
+    def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
+        shift = S - T if self.offset is None else self.offset
+        if isinstance(shift, Tensor) or first >= last:
+            return 0, S
+        return (first + shift) // self.size * self.size, ((last - 1 + shift) // self.size + 1) * self.size
+
 
 def floor_divide(x: Tensor, size: int) -> Tensor:
     """x // size, towards minus infinity."""
     return torch.div(x, size, rounding_mode="floor")
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Alibi(Rule):
+    """Adds -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
+
+    slopes: Tensor
+    offset: int | Tensor | None = None
+
+    restricts: ClassVar[bool] = False
+    biases: ClassVar[bool] = True
+
+    @override
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        shift = S - T if self.offset is None else per_batch(saturated(self.offset))
+        slopes = wide(self.slopes).view(-1, self.slopes.shape[-1], 1, 1)
+        return -slopes * (i + shift - j).abs().to(slopes.dtype)
+
+    @property
+    @override
+    def learns(self) -> bool:
+        return self.slopes.requires_grad
+
+    @override
+    def part(self, part: Part, T: int, S: int) -> Alibi:
+        offset = S - T if self.offset is None else saturated(self.offset)
+        return Alibi(part.of_heads(self.slopes, -1), offset + part.shift)
+
+    @override
+    def placed(self, offset: int | Tensor) -> Alibi:
+        return replace(self, offset=offset) if self.offset is None else self
+
+    @override
+    def computed_in(self, dtype: torch.dtype) -> Alibi:
+        return self if self.slopes.dtype == dtype else Alibi(self.slopes.to(dtype), self.offset)
+
+    @override
+    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
+        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
+        if self.slopes.shape[-1] != H:
+            raise ValueError(f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}")
+        if isinstance(self.offset, Tensor):
+            check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
 
 
 @register
@@ -93,6 +155,11 @@ class Relative(_Placed):
         apart = rank4((j - self.pos(i, T, S)).clamp(-R, R) + R)
         head = torch.arange(self.table.shape[0], device=self.table.device).view(1, -1, 1, 1)
         return wide(self.table)[head, apart]
+
+    @override
+    def part(self, part: Part, T: int, S: int) -> Relative:
+        offset = S - T if self.offset is None else saturated(self.offset)
+        return Relative(part.of_heads(self.table, 0), offset=offset + part.shift)
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
@@ -149,9 +216,27 @@ class Function(Rule):
         return rank4(seen)
 
     @override
+    def part(self, part: Part, T: int, S: int) -> Function:
+        first, last = part.heads or (0, self.heads)
+        return Function(_Elsewhere(self.function, first, part.rows[0], part.cols[0]), self.batch, last - first)
+
+    @override
     def sized(self, B: int, H: int) -> Rule:
         made = self.of or self
         known = made.__dict__.setdefault("_sized", {})  # one for all calls of a size, and what is kept with it
         if (B, H) not in known:
             known[B, H] = replace(made, batch=B, heads=H, of=made)
         return known[B, H]
+
+
+@dataclass(frozen=True, eq=False)
+class _Elsewhere:
+    """A function of places, asked from other first places."""
+
+    function: Callable[..., Any]
+    head: int
+    query: int
+    key: int
+
+    def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
+        return self.function(b, h + self.head, i + self.query, j + self.key)

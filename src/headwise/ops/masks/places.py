@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,25 @@ from ...shapes.kinds import FAR, check_counts, check_device, check_index
 
 Rows: TypeAlias = "slice | Tensor | None"
 """Which of the queries, or of the keys: a slice or a 1-D index tensor; all where None."""
+
+
+class Part(NamedTuple):
+    """Some queries and keys of a call, and perhaps some heads: (start, stop) each."""
+
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    heads: tuple[int, int] | None = None
+
+    @property
+    def shift(self) -> int:
+        """What is added to an offset: how far the queries' first place moves on against the keys' first."""
+        return self.rows[0] - self.cols[0]
+
+    def of_heads(self, x: Tensor, axis: int) -> Tensor:
+        """The heads of a tensor's axis, unless it has one for all; a view."""
+        if self.heads is None or x.shape[axis] == 1:
+            return x
+        return x.narrow(axis, self.heads[0], self.heads[1] - self.heads[0])
 
 
 def index(pick: Rows, length: int, device: torch.device | None) -> Tensor:

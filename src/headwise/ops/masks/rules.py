@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ...shapes import check_index_tensor, check_mask_tensor, describe
 from ..symbols import known
-from .places import Rows, index, per_batch, rank4, saturated, wide
+from .places import Part, Rows, index, per_batch, rank4, saturated
 from .pytrees import register
 
 Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]
@@ -62,6 +62,15 @@ class Rule:
     def placed(self, offset: int | Tensor) -> Rule:
         """The rule with query 0 at `offset` among the keys, where it leaves that to the lengths."""
         return self
+
+    def part(self, part: Part, T: int, S: int) -> Rule:
+        """The rule as a call of these queries, keys and heads alone takes it: the same pairs, counted from there."""
+        raise NotImplementedError
+
+    def meets(self, part: Part, T: int, S: int) -> bool:
+        """Whether some of these queries may attend some of these keys; True where that is not plain to see."""
+        low, high = self.reach(*part.rows, T, S)
+        return low < part.cols[1] and high > part.cols[0]
 
     def sized(self, B: int, H: int) -> Rule:
         """The rule for B rows of H heads, where it must know how many there are."""
@@ -135,6 +144,10 @@ class Band(Rule):
         return k0, S if self.right is None else last + shift + self.right
 
     @override
+    def part(self, part: Part, T: int, S: int) -> Band:
+        return Band(self.left, self.right, self.shift(T, S) + part.shift, max(0, self.first - part.cols[0]))
+
+    @override
     def placed(self, offset: int | Tensor) -> Band:
         return replace(self, offset=offset) if self.offset is None else self
 
@@ -191,6 +204,22 @@ class Lengths(Rule):
         stop = self.stop.view(-1, 1) if isinstance(self.stop, Tensor) else torch.tensor([[self.stop]], device=device)
         return None if self.start is None else self.start.view(-1, 1), stop
 
+    @override
+    def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
+        return 0, S if isinstance(self.stop, Tensor) else self.stop
+
+    @override
+    def part(self, part: Part, T: int, S: int) -> Lengths:
+        stop, start = (None if end is None else _from(end, part.cols[0]) for end in (self.stop, self.start))
+        assert stop is not None and not isinstance(start, int)
+        return Lengths(stop, start)
+
+    @override
+    def meets(self, part: Part, T: int, S: int) -> bool:
+        longest = self.stop if isinstance(self.stop, int) else int(self.stop.max())
+        least = 0 if self.start is None else int(self.start.min())
+        return longest > part.cols[0] and least < part.cols[1]
+
     @property
     @override
     def is_same_for_rows(self) -> bool:
@@ -201,6 +230,11 @@ class Lengths(Rule):
         for name, ends in (("lengths", self.stop), ("start of the lengths", self.start)):
             if isinstance(ends, Tensor):
                 check_index_tensor(name, ends, [(B,), (1,)], device)
+
+
+def _from(end: Tensor | int, first: int) -> Tensor | int:
+    """An end counted from the key `first`."""
+    return (end.long() - first).clamp(min=0) if isinstance(end, Tensor) else max(0, end - first)
 
 
 @register
@@ -217,6 +251,18 @@ class Segments(Rule):
             if ids.ndim not in (1, 2) or ids.shape[-1] != length:
                 raise ValueError(f"{name} of the segments: one a position, {length} here; got {describe(ids)}")
         return _pick(self.query_ids, i) == _pick(self.key_ids, j)
+
+    @override
+    def part(self, part: Part, T: int, S: int) -> Segments:
+        return Segments(self.query_ids[..., slice(*part.rows)], self.key_ids[..., slice(*part.cols)])
+
+    @override
+    def meets(self, part: Part, T: int, S: int) -> bool:
+        ids = [x[..., slice(*ends)].reshape(-1) for x, ends in ((self.query_ids, part.rows), (self.key_ids, part.cols))]
+        if not all(x.numel() for x in ids):
+            return False
+        (low, high), (first, last) = (torch.stack(x.aminmax()).tolist() for x in ids)
+        return bool(low <= last and first <= high)
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
@@ -271,6 +317,17 @@ class _Dense(Rule):
         check_mask_tensor(self.tensor, (B, H, T, S), device)
 
     @override
+    def part(self, part: Part, T: int, S: int) -> _Dense:
+        x = part.of_heads(self.full, 1)
+        x = x[:, :, slice(*part.rows)] if x.shape[2] > 1 else x
+        return type(self)(x[..., slice(*part.cols)] if x.shape[3] > 1 else x)
+
+    @override
+    def meets(self, part: Part, T: int, S: int) -> bool:
+        seen = self.part(part, T, S).tensor
+        return bool((seen != -torch.inf if self.biases else seen).any())
+
+    @override
     def forbids(self) -> Rule | None:
         seen = self.tensor != -torch.inf if self.biases else self.tensor
         if bool(seen.all()):
@@ -305,42 +362,3 @@ class Bias(_Dense):
     def computed_in(self, dtype: torch.dtype) -> Bias:
         finer = self.tensor.dtype == torch.float64 and dtype != torch.float64
         return Bias(self.tensor.to(dtype)) if finer else self
-
-
-@register
-@dataclass(frozen=True, eq=False)
-class Alibi(Rule):
-    """Adds -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
-
-    slopes: Tensor
-    offset: int | Tensor | None = None
-
-    restricts: ClassVar[bool] = False
-    biases: ClassVar[bool] = True
-
-    @override
-    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
-        shift = S - T if self.offset is None else per_batch(saturated(self.offset))
-        slopes = wide(self.slopes).view(-1, self.slopes.shape[-1], 1, 1)
-        return -slopes * (i + shift - j).abs().to(slopes.dtype)
-
-    @property
-    @override
-    def learns(self) -> bool:
-        return self.slopes.requires_grad
-
-    @override
-    def placed(self, offset: int | Tensor) -> Alibi:
-        return replace(self, offset=offset) if self.offset is None else self
-
-    @override
-    def computed_in(self, dtype: torch.dtype) -> Alibi:
-        return self if self.slopes.dtype == dtype else Alibi(self.slopes.to(dtype), self.offset)
-
-    @override
-    def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
-        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
-        if self.slopes.shape[-1] != H:
-            raise ValueError(f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}")
-        if isinstance(self.offset, Tensor):
-            check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..masks.compose import Mask
-from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
+from ..masks.patterns import Alibi
+from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import TileMap, unpacked
 from ..reference import reference
 from .lowering import Rules

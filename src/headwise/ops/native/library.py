@@ -1,7 +1,8 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
-`headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward` and `dropout_keep` are the library's
-own (csrc/torch/bind*.cpp). `attend_train` is `attend_kept` with `attend_backward` as its gradient.
+`headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward`, `attend_part_backward` (the same for
+keys that are some of those whose results it gets) and `dropout_keep` are the library's own (csrc/torch/bind*.cpp).
+`attend_train` is `attend_kept` with `attend_backward` as its gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .lowering import Rules
 
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
-    "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_statistics", "attend_received",
-    "dropout_keep", "isa", "isas", "use_isa",
+    "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_part_backward",
+    "attend_statistics", "attend_received", "dropout_keep", "isa", "isas", "use_isa",
 )  # fmt: skip
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
@@ -95,6 +96,7 @@ def _register() -> None:
         "attend_kept": _empty_kept,
         "attend_train": _empty_pair,
         "attend_backward": _empty_gradients,
+        "attend_part_backward": _empty_gradients,
         "attend_statistics": _empty_statistics,
         "attend_received": _empty_received,
         "dropout_keep": lambda seed, dropout, B, H, first, rows, S: seed.new_empty((B, H, rows, S), dtype=torch.bool),

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...shapes import DTYPES, INTEGERS
 from ...shapes.kinds import FAR
 from ..masks.compose import Mask
-from ..masks.patterns import Blocks, Relative
-from ..masks.rules import Alibi, Band, Bias, Keep, Lengths, Rule, Segments
+from ..masks.patterns import Alibi, Blocks, Relative
+from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import tile_map
 from ..scoring import Scoring
 

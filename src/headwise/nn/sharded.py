@@ -1,0 +1,82 @@
+"""Where the tokens of a sequence are split over processes, attention modules ask here who attends and where they are.
+
+`headwise.parallel.context` enters a `Sharded`; without one nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from .rotary import Positions
+
+Make = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+"""(vectors (B, 1, n, E), first, last) -> keys and values of the query heads first <= h < last."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """Attention of tokens of which this process has some."""
+
+    def positions(self, tokens: int) -> Tensor:
+        """(T,) the places in the whole sequence of this process's tokens."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """`headwise.attention` over the tokens of all processes, for the queries of this one."""
+
+    def attend_made(
+        self, query: Tensor, vectors: Tensor, make: Make, tensors: tuple[Tensor, ...], value_dim: int, **options: Any
+    ) -> Tensor:
+        """The same where keys and values are made of vectors (B, 1, T, E) by `make`, which reads `tensors`."""
+
+
+_current: ContextVar[Sharded | None] = ContextVar("headwise sharded", default=None)
+
+
+def current() -> Sharded | None:
+    """The one that was entered last; None where tokens are all here."""
+    return _current.get()
+
+
+@contextmanager
+def entered(sharded: Sharded) -> Iterator[None]:
+    """Within, modules attend by `sharded`."""
+    token = _current.set(sharded)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def placed(positions: Positions, tokens: int, device: torch.device) -> Positions:
+    """The positions of a module's own tokens: as passed, else where those lie that this process has."""
+    sharded = current()
+    return sharded.positions(tokens).to(device) if positions is None and sharded is not None else positions
+
+
+def check_uncached(cache: object) -> None:
+    """ValueError for a cache where tokens are split over processes."""
+    if cache is not None and current() is not None:
+        raise ValueError(
+            "within headwise.parallel.context a module takes no cache: each process would keep its own tokens alone; "
+            "leave cache out, or the context"
+        )
+
+
+def check_splits(inner: nn.Module, dealt: object) -> None:
+    """ValueError for an inner part that knows nothing of split tokens, or a module whose heads are split."""
+    if current() is not None and dealt is not None:
+        raise ValueError(
+            "within headwise.parallel.context a module has all its heads; this one's are dealt out by tensor_parallel: "
+            "take a module that is not, or leave the context"
+        )
+    if current() is not None and not getattr(inner, "splits_tokens", False):
+        raise ValueError(
+            f"the inner part {type(inner).__name__} attends the tokens of this process alone; within "
+            "headwise.parallel.context take headwise.nn.InnerAttention(...), or leave the context"
+        )

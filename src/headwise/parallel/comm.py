@@ -1,0 +1,400 @@
+"""What ranks send each other: agreed on first, counted, and ended by an error that names a rank where one fails.
+
+    comm = Comm.of(group)
+    told = comm.agree("merge", {"dtype": str(x.dtype)}, {"rows": x.shape[0]})   # the second of every rank
+    parts = comm.gather("merge", x, [(own["rows"], n) for own in told])         # sizes differ: agreed above
+
+Every operation begins with `agree`: a header of a fixed size to each other rank, with a tag of its own, so that ranks
+meet whatever they were about to do. All else goes from rank to rank, as bytes, with the operation's number as its tag.
+So no message meets a buffer of another size, which backends end by an abort or, where the message is shorter, take in
+silence (gloo, torch 2.13), and nothing of ours meets the messages of the same group that are the user's own.
+
+Where a rank has ended its connections are closed; where one hangs, nothing comes within the timeout. Who sees that
+writes down for whom it waited (in the store by which the group was started), and follows what the others wrote to the
+rank that wrote nothing: the cause, the same on every rank. After that the group is of no use; neither is it to torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ..shapes.kinds import check_numbers, shown
+from .errors import RankError, RankMismatch
+
+TIMEOUT = 30.0
+"""Seconds that a rank waits for another before it raises, unless told otherwise."""
+HEADER = 4096  # bytes of what is agreed on before an operation
+_HEADER_TAG = 7_000_000
+_TAGS = 1 << 20  # after so many operations their tags come again
+_DATA_TAG = 8_000_000
+_LONGEST_TEXT = 240  # of a fact, and of the text of an error, in a header
+
+Shape = tuple[int, ...]
+
+
+class Block(NamedTuple):
+    """What is to come from another rank."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Comm:
+    """The ranks of a group. One for each group; see `of`.
+
+    Attributes:
+        rank: this process's, in the group.
+        world: how many ranks.
+        timeout: seconds that it waits for another rank.
+        sent: bytes that this rank has sent to others, by kind of operation; headers are the kind "agree".
+        messages: how many messages, likewise.
+    """
+
+    _known: dict[str, Comm] = {}  # noqa: RUF012 - shared on purpose: a group has one
+
+    def __init__(self, group: ProcessGroup, timeout: float = TIMEOUT) -> None:
+        self._group, self.timeout = weakref.ref(group), timeout  # weak: a group ends when its user lets it go
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.sent: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self._count = 0
+        self._broken: str | None = None
+
+    @classmethod
+    def of(cls, group: ProcessGroup | DeviceMesh | None = None, timeout: float | None = None) -> Comm:
+        """The communication of a group, of a mesh of one dimension, or of all processes (None).
+
+        Args:
+            group: a process group, or a `DeviceMesh` of one dimension.
+            timeout: seconds to wait for a rank, from now on; as it was by default, 30 at first.
+
+        Raises:
+            TypeError: no group.
+            ValueError: torch.distributed has not been started, or a mesh of more than one dimension.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "headwise.parallel works on the ranks that torch.distributed has started; call "
+                "torch.distributed.init_process_group(...) first, in processes that torchrun starts"
+            )
+        found = group_of(group)
+        comm = cls._known.get(found.group_name)
+        if comm is None or comm._group() is not found:
+            comm = cls._known[found.group_name] = cls(found)
+        if timeout is not None:
+            check_numbers(0.0, timeout=timeout)
+            comm.timeout = float(timeout)
+        return comm
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group; ValueError where it has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise ValueError("this process group has been destroyed; ask Comm.of(group) for another")
+        return group
+
+    @property
+    def count(self) -> int:
+        """Operations that were agreed on so far."""
+        return self._count
+
+    # -- agreement -----------------------------------------------------------------------------------------------------
+
+    def agree(
+        self, operation: str, same: Mapping[str, Any], own: Mapping[str, Any] | None = None, *, error: object = None
+    ) -> list[dict[str, Any]]:
+        """What every rank passes as `own`, in the order of ranks; all must pass the same `same`, in the same order.
+
+        Args:
+            operation: what is about to be done, as errors call it.
+            same: name -> what all ranks must agree on; texts or numbers.
+            own: name -> what may differ between ranks; numbers.
+            error: what this rank has to complain of, so that it cannot take part: raised here, told the others.
+
+        Raises:
+            RankMismatch: ranks differ in `same`, in what they are about to do, or in how many operations they did.
+            RankError: a rank complains, has ended or hangs.
+        """
+        self._check_usable(operation)
+        self._count += 1
+        facts = _texts(same)
+        header: dict[str, Any] = {"operation": operation, "count": self._count, "same": facts, "own": dict(own or {})}
+        if error is not None:
+            header = {"operation": operation, "count": self._count, "error": str(error)[:_LONGEST_TEXT]}
+        told = self._headers(operation, header)
+        if isinstance(error, BaseException):
+            raise error
+        for rank, other in enumerate(told):
+            if "error" in other:
+                raise RankError(operation, rank, f"raised: {other['error']}")
+        for name in ("operation", "count"):
+            _compare(operation, "order", [self._doing(other) for other in told], [other[name] for other in told])
+        for name in [*facts, *(told[0]["same"].keys() - facts.keys())]:
+            values = [other["same"].get(name) for other in told]
+            _compare(operation, name, values, values)
+        return [other["own"] for other in told]
+
+    @staticmethod
+    def _doing(header: Mapping[str, Any]) -> str:
+        return f"{header['operation']!r} as its operation {header['count']}"
+
+    def _headers(self, operation: str, header: dict[str, Any]) -> list[dict[str, Any]]:
+        if self.world == 1:
+            return [header]
+        text = json.dumps(header).encode()
+        if len(text) > HEADER:
+            raise ValueError(f"{operation}: what ranks agree on takes {len(text)} bytes, at most {HEADER}")
+        buffer = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        block = Block((HEADER,), torch.uint8)
+        pending = self._post(
+            operation, "agree", dict.fromkeys(others, buffer), dict.fromkeys(others, block), _HEADER_TAG
+        )
+        heard = pending.wait() | {self.rank: buffer}
+        return [json.loads(heard[rank].numpy().tobytes()) for rank in range(self.world)]
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def exchange(
+        self, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block], *, step: int = 0
+    ) -> Pending:
+        """Starts to send a tensor to each rank of `sends` and to take a block from each of `receives`.
+
+        Both sides know the sizes by what was agreed on. What is empty is not sent. Runs on while the caller computes.
+
+        Args:
+            kind: what the bytes are counted as.
+            step: of the operation; both sides say the same.
+        """
+        self._check_usable(kind)
+        tag = _DATA_TAG + self._count % _TAGS + step * _TAGS
+        return self._post(kind, kind, sends, receives, tag)
+
+    def gather(self, kind: str, x: Tensor, shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
+        """Every rank's `x`, in the order of ranks; they have these shapes and one dtype."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        receives = {rank: Block(tuple(shapes[rank]), x.dtype) for rank in others}
+        heard = self.exchange(kind, dict.fromkeys(others, x), receives, step=step).wait()
+        return [x if rank == self.rank else heard[rank] for rank in range(self.world)]
+
+    def scatter(self, kind: str, parts: Sequence[Tensor], shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
+        """An all-to-all: part r goes to rank r; returns what each rank had for this one, of these shapes."""
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        receives = {rank: Block(tuple(shapes[rank]), parts[rank].dtype) for rank in others}
+        heard = self.exchange(kind, {rank: parts[rank] for rank in others}, receives, step=step).wait()
+        return [parts[rank] if rank == self.rank else heard[rank] for rank in range(self.world)]
+
+    def reduce_scatter(self, kind: str, parts: Sequence[Tensor], *, step: int = 0) -> Tensor:
+        """The sum over ranks of this rank's part, added up in the order of ranks; part r has one shape on all ranks."""
+        own = parts[self.rank]
+        heard = self.scatter(kind, parts, [tuple(own.shape)] * self.world, step=step)
+        total = heard[0].clone() if self.world > 1 else heard[0]
+        for part in heard[1:]:
+            total += part
+        return total
+
+    def all_reduce(self, kind: str, x: Tensor, *, step: int = 0) -> Tensor:
+        """The sum of all ranks' `x`, of one shape: the same bits on every rank."""
+        if self.world == 1:
+            return x
+        pieces = list(x.reshape(-1).tensor_split(self.world))
+        own = self.reduce_scatter(kind, pieces, step=2 * step)
+        whole = self.gather(kind, own, [tuple(piece.shape) for piece in pieces], step=2 * step + 1)
+        return torch.cat(whole).view(x.shape)
+
+    # -- failure -------------------------------------------------------------------------------------------------------
+
+    def _post(
+        self, operation: str, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block], tag: int
+    ) -> Pending:
+        pending = Pending(self, operation)
+        try:
+            for rank, block in receives.items():
+                if block.nbytes:
+                    buffer = torch.empty(block.nbytes, dtype=torch.uint8, device=self._device(sends))
+                    work = dist.irecv(buffer, group=self.group, group_src=rank, tag=tag)
+                    pending.works.append((rank, work, buffer))
+                    pending.heard[rank] = buffer.view(block.dtype).view(block.shape)
+                else:
+                    pending.heard[rank] = torch.empty(block.shape, dtype=block.dtype, device=self._device(sends))
+            for rank, x in sends.items():
+                if x.numel():
+                    wire = x.detach().contiguous().view(-1).view(torch.uint8)
+                    pending.works.append((rank, dist.isend(wire, group=self.group, group_dst=rank, tag=tag), wire))
+                    self.sent[kind] += wire.numel()
+                    self.messages[kind] += 1
+        except RuntimeError as error:  # gloo: a connection that is closed already
+            peer = rank
+            raise self.failure(operation, peer, error) from error
+        return pending
+
+    def _device(self, sends: Mapping[int, Tensor]) -> torch.device:
+        for x in sends.values():
+            return x.device
+        return torch.device("cpu")
+
+    def _check_usable(self, operation: str) -> None:
+        if self._broken is not None:
+            raise RankError(operation, None, f"this group has failed before ({self._broken}); start the processes anew")
+
+    def failure(self, operation: str, peer: int, error: Exception) -> RankError:
+        """The error of an operation that failed while waiting for `peer`; the group is of no use from here on."""
+        late = "timed out" in str(error).lower()
+        self._note({"operation": operation, "waits for": peer, "count": self._count})
+        rank, text = self._cause(peer, late)
+        self._broken = f"rank {rank} {text}"
+        return RankError(operation, rank, text)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Within, what this rank raises is told to the others, who wait for it and will find out by their timeout."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+            self._note({"raised": text})
+            self._broken = f"rank {self.rank} raised {text}"
+            raise
+
+    @property
+    def grace(self) -> float:
+        """Seconds of the timeout kept for asking what the others saw."""
+        return min(2.0, 0.2 * self.timeout)
+
+    def _cause(self, peer: int, late: bool) -> tuple[int | None, str]:
+        """The rank that is the cause, and what it did: the end of the chain of who waits for whom."""
+        seen, until = [self.rank], time.monotonic() + self.grace
+        while True:
+            note = self._read_note(peer, until)
+            if note is not None and "raised" in note:
+                return peer, f"raised {note['raised']}"
+            if note is None:
+                silent = f"sent nothing for {self.timeout:g} s: it hangs, or does something else"
+                return peer, silent if late else "has ended: its connection is closed"
+            seen.append(peer)
+            peer, late = note["waits for"], late or bool(note.get("late"))
+            if peer in seen:
+                ring = ", ".join(f"rank {a} waits for rank {b}" for a, b in zip(seen, [*seen[1:], peer], strict=True))
+                return None, f"the ranks wait for each other: {ring}; they call operations in another order"
+
+    def _key(self, rank: int) -> str:
+        return f"headwise/{self.group.group_name}/{rank}"
+
+    def _note(self, note: dict[str, Any]) -> None:
+        store = _store()
+        try:
+            if store is not None:
+                store.set(self._key(self.rank), json.dumps(note))
+        except RuntimeError:  # the process that keeps the store has ended
+            pass
+
+    def _read_note(self, rank: int, until: float) -> dict[str, Any] | None:
+        store = _store()
+        try:
+            while store is not None:
+                if store.check([self._key(rank)]):
+                    note: dict[str, Any] = json.loads(store.get(self._key(rank)))
+                    return note
+                if time.monotonic() > until:
+                    return None
+                time.sleep(0.02)
+        except RuntimeError:
+            pass
+        return None
+
+
+class Pending:
+    """Messages on their way. `wait` gives what came: rank -> tensor."""
+
+    def __init__(self, comm: Comm, operation: str) -> None:
+        self.comm, self.operation = comm, operation
+        self.works: list[tuple[int, Any, Tensor]] = []
+        self.heard: dict[int, Tensor] = {}
+
+    def wait(self) -> dict[int, Tensor]:
+        """Everything has come and gone.
+
+        Raises:
+            RankError: a rank has ended, hangs or has raised.
+        """
+        until = time.monotonic() + self.comm.timeout - self.comm.grace
+        while self.works:
+            rank, work, _ = self.works[0]
+            left = max(until - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise self.comm.failure(self.operation, rank, error) from error
+            self.works.pop(0)
+        return self.heard
+
+
+def group_of(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    """The process group of a group, of a mesh of one dimension, or of all processes (None)."""
+    if group is None:
+        found = dist.group.WORLD
+        assert found is not None
+        return found
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a mesh of one dimension is taken; got one of {group.ndim}, {group.mesh_dim_names}: pick one by "
+                'mesh["name"]'
+            )
+        return group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group is a torch.distributed process group or a DeviceMesh of one dimension; got {shown(group)}"
+        )
+    return group
+
+
+def _store() -> Any:
+    """The store by which the processes found each other."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+
+
+def _texts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v if isinstance(v, (int, float, type(None))) else str(v)[:_LONGEST_TEXT] for k, v in facts.items()}
+
+
+def _compare(operation: str, name: str, told: Sequence[Any], values: Sequence[Any]) -> None:
+    """RankMismatch where a rank has another value than most, the first of those with the rarest."""
+    if all(value == values[0] for value in values):
+        return
+    keys = [json.dumps(value) for value in values]
+    usual = Counter(keys).most_common(1)[0][0]
+    rank = next(r for r, key in enumerate(keys) if key != usual)
+    like = keys.index(usual)
+    raise RankMismatch(
+        operation,
+        rank,
+        f"does not agree with rank {like} on the {name}: rank {rank} has {told[rank]}, rank {like} has {told[like]}; "
+        "every rank of the group makes the same calls with the same options",
+    )

@@ -1,0 +1,126 @@
+"""A context in which attention modules attend tokens that are split over ranks; and what training then needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ..nn.sharded import Make, entered
+from ..plan.places import Order
+from ..shapes.kinds import check_counts
+from .attention import Layout, context_parallel
+from .comm import Comm
+from .job import Expansion
+from .order import check_order, held_places, positions
+
+
+class Context:
+    """How modules attend within `context`. Made by that.
+
+    Attributes:
+        comm: the ranks, and what they sent.
+        order: how tokens are dealt out.
+        layout: of attention.
+        length: tokens of the whole sequence, where said.
+    """
+
+    def __init__(self, comm: Comm, order: Order, layout: Layout, length: int | None) -> None:
+        self.comm, self.order, self.layout, self.length = comm, order, layout, length
+
+    def positions(self, tokens: int) -> Tensor:
+        """(T_r,) the places in the whole sequence of the tokens that this rank has, so many."""
+        if self.length is None:
+            told = self.comm.agree("positions", {"order": self.order}, {"length": tokens})
+            own = held_places([one["length"] for one in told], self.order, "positions", "tokens")[self.comm.rank]
+            return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
+        found = self.places()
+        if found.shape[0] != tokens:
+            raise ValueError(
+                f"rank {self.comm.rank} has {found.shape[0]} of {self.length} tokens in {self.order} order; got "
+                f"{tokens}; split them with split_sequence, or leave length out of the context"
+            )
+        return found
+
+    def places(self) -> Tensor:
+        """(T_r,) the places of this rank's tokens in a sequence of `length`."""
+        return positions(self.length or 0, self.comm.group, order=self.order)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """`context_parallel` in this context."""
+        return self._run(query, key, value, **options)
+
+    def attend_made(
+        self, query: Tensor, vectors: Tensor, make: Make, tensors: tuple[Tensor, ...], value_dim: int, **options: Any
+    ) -> Tensor:
+        """`context_parallel` in this context, of vectors that travel in the place of keys and values."""
+        expansion = Expansion(make, tensors, value_dim, vectors.shape[3])
+        return self._run(query, vectors, None, expansion=expansion, **options)
+
+    def _run(self, *tensors: Any, **options: Any) -> Tensor:
+        out: Tensor = context_parallel(*tensors, group=self.comm.group, layout=self.layout, order=self.order, **options)
+        return out
+
+
+@contextmanager
+def context(
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    order: Order = "contiguous",
+    layout: Layout = "auto",
+    length: int | None = None,
+    timeout: float | None = None,
+) -> Iterator[Context]:
+    """Within, `MultiHeadAttention` and `LatentAttention` take this rank's tokens and attend those of all ranks.
+
+    Masks are those of the whole sequence; rotary positions are where this rank's tokens lie, unless passed. Of latent
+    attention the latents travel, not the keys and values of all heads. All else in a model acts on single tokens and
+    needs nothing. Gradients of parameters are this rank's share: add them up with `sum_gradients` before a step.
+
+    Args:
+        group: process group, or `DeviceMesh` of one dimension; all processes by default.
+        order: how tokens are dealt out, as `split_sequence` does: see there.
+        layout: as for `context_parallel`.
+        length: tokens of the whole sequence: then ranks need not ask each other where theirs begin.
+        timeout: seconds to wait for another rank.
+
+    Raises:
+        as `context_parallel`, from the modules; ValueError for a cache, or an inner part that cannot.
+
+        with headwise.parallel.context(group, order="zigzag"):
+            out = mha(headwise.parallel.split_sequence(x, group, order="zigzag"), mask=headwise.causal())
+    """
+    check_order(order)
+    if length is not None:
+        check_counts(length=length)
+    made = Context(Comm.of(group, timeout), order, layout, length)
+    with entered(made):
+        yield made
+
+
+def sum_gradients(
+    parameters: torch.nn.Module | Iterable[Tensor], group: ProcessGroup | DeviceMesh | None = None
+) -> None:
+    """Adds up, in place, what each rank found of the gradients of parameters that all ranks have.
+
+    One whose gradient is None counts as 0. All ranks get the same bits.
+
+    Args:
+        parameters: a module, or tensors in the same order on every rank.
+        group: process group, or `DeviceMesh` of one dimension; all processes by default.
+    """
+    comm = Comm.of(group)
+    found = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+    wanted = [x for x in found if x.requires_grad]
+    sizes = f"{len(wanted)} parameters of {sum(x.numel() for x in wanted)} numbers"
+    comm.agree("sum_gradients", {"parameters": sizes, "dtypes": sorted({str(x.dtype) for x in wanted})})
+    for step, dtype in enumerate(sorted({x.dtype for x in wanted}, key=str)):
+        some = [x for x in wanted if x.dtype == dtype]
+        flat = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).reshape(-1) for x in some])
+        total = comm.all_reduce("gradients", flat, step=step)
+        for x, part in zip(some, total.split([x.numel() for x in some]), strict=True):
+            x.grad = part.view_as(x).clone()

@@ -1,0 +1,209 @@
+"""Layout `ulysses`: an all-to-all gives each rank some heads of all tokens, another brings the outputs back.
+
+DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Between the two a rank runs the attention of its heads as one
+process would, with the same bits. Heads need not divide: each rank has whole groups, or a part of one group
+(`headwise.plan.places.head_shares`), and some ranks one more than others, or none. A key-value head that several ranks
+read goes to each; its gradients are added up in float32, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..ops.attention import attention
+from ..ops.native.library import attend_train
+from ..ops.native.lowering import lowered
+from ..plan.places import HeadShare, Stretch, head_shares
+from ..shapes import compute_dtype
+from .comm import Block
+from .job import Job
+from .rectangle import Rectangle, is_native, refuse_dropout, scoring_of, seed_of
+
+Heads = tuple[Stretch, ...]
+"""The heads of each rank."""
+
+
+class Deal:
+    """Which heads of which tokens each rank has: of its own tokens all heads, or of all tokens its own heads."""
+
+    def __init__(
+        self, job: Job, held: tuple[tuple[Stretch, ...], ...], heads: Heads, total: int, *, shared: bool = False
+    ) -> None:
+        self.job, self.held, self.heads, self.total = job, held, heads, total
+        self.shared = shared  # several ranks may have one head: its gradient is a sum
+        self.lengths = [sum(b - a for a, b in own) for own in held]
+        me = job.comm.rank
+        self.own, self.mine = self.lengths[me], heads[me]
+
+    def shapes_in(self, batch: int, width: int) -> list[tuple[int, ...]]:
+        """What comes from each rank when tokens are dealt out by heads."""
+        return [(batch, self.mine[1] - self.mine[0], n, width) for n in self.lengths]
+
+    def shapes_out(self, batch: int, width: int) -> list[tuple[int, ...]]:
+        """What comes from each rank when heads come back to their tokens."""
+        return [(batch, b - a, self.own, width) for a, b in self.heads]
+
+    def parts_by_heads(self, x: Tensor) -> list[Tensor]:
+        """Own tokens of all heads, cut for each rank."""
+        return [x[:, a:b] for a, b in self.heads]
+
+    def parts_by_tokens(self, x: Tensor) -> list[Tensor]:
+        """All tokens of own heads, cut for each rank."""
+        return [torch.cat([x[:, :, a:b] for a, b in own], dim=2) for own in self.held]
+
+    def all_tokens(self, parts: Sequence[Tensor]) -> Tensor:
+        """Own heads of all tokens, in their order."""
+        B, h, _, width = parts[0].shape
+        whole = parts[0].new_empty((B, h, sum(self.lengths), width))
+        for own, part in zip(self.held, parts, strict=True):
+            for (a, b), at in self.job.local(own):
+                whole[:, :, a:b] = part[:, :, at]
+        return whole
+
+    def all_heads(self, parts: Sequence[Tensor], wide: torch.dtype) -> Tensor:
+        """All heads of own tokens; a head that several ranks had is their sum, in that precision."""
+        B, _, n, width = parts[0].shape
+        whole = parts[0].new_zeros((B, self.total, n, width), dtype=wide)
+        for (a, b), part in zip(self.heads, parts, strict=True):
+            whole[:, a:b] += part
+        return whole
+
+
+def swap(job: Job, kind: str, step: int, parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> Any:
+    """An all-to-all of several tensors at once, in one message a rank: from each rank a list of them."""
+    comm, dtypes = job.comm, [x[0].dtype for x in parts]
+    me = comm.rank
+    others = [rank for rank in range(comm.world) if rank != me]
+    sends = {rank: torch.cat([as_bytes(x[rank]) for x in parts]) for rank in others}
+    sizes = {rank: [Block(s[rank], dtype).nbytes for s, dtype in zip(shapes, dtypes, strict=True)] for rank in others}
+    receives = {rank: Block((sum(sizes[rank]),), torch.uint8) for rank in others}
+    heard = comm.exchange(kind, sends, receives, step=step).wait()
+    found = []
+    for n, dtype in enumerate(dtypes):
+        column = []
+        for rank in range(comm.world):
+            if rank == me:
+                column.append(parts[n][me])
+                continue
+            at = sum(sizes[rank][:n])
+            flat = heard[rank][at : at + sizes[rank][n]].clone()  # a copy lies where any dtype may
+            column.append(flat.view(dtype).view(shapes[n][rank]))
+        found.append(column)
+    return found
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The numbers of a tensor in a row, as bytes."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class ToHeads(torch.autograd.Function):
+    """Own tokens of all heads become own heads of all tokens: of each tensor, by its deal."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
+        """Each tensor, dealt anew."""
+        parts = [deal.parts_by_heads(x) for deal, x in zip(deals, tensors, strict=True)]
+        shapes = [deal.shapes_in(x.shape[0], x.shape[3]) for deal, x in zip(deals, tensors, strict=True)]
+        found = swap(job, "ulysses", 0, parts, shapes)
+        ctx.job, ctx.deals, ctx.dtypes = job, deals, [x.dtype for x in tensors]
+        return tuple(deal.all_tokens(x) for deal, x in zip(deals, found, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Gradients go the way back."""
+        job, deals = ctx.job, ctx.deals
+        wide = [compute_dtype(x) if deal.shared else x.dtype for deal, x in zip(deals, grads, strict=True)]
+        parts = [deal.parts_by_tokens(x.to(w)) for deal, x, w in zip(deals, grads, wide, strict=True)]
+        shapes = [deal.shapes_out(x.shape[0], x.shape[3]) for deal, x in zip(deals, grads, strict=True)]
+        found = swap(job, "ulysses backward", 2, parts, shapes)
+        back = [
+            deal.all_heads(x, w).to(dtype) for deal, x, w, dtype in zip(deals, found, wide, ctx.dtypes, strict=True)
+        ]
+        return None, None, *back
+
+
+class ToTokens(torch.autograd.Function):
+    """Own heads of all tokens become own tokens of all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
+        """Each tensor, dealt anew."""
+        parts = [deal.parts_by_tokens(x) for deal, x in zip(deals, tensors, strict=True)]
+        shapes = [deal.shapes_out(x.shape[0], x.shape[3]) for deal, x in zip(deals, tensors, strict=True)]
+        found = swap(job, "ulysses", 1, parts, shapes)
+        ctx.job, ctx.deals = job, deals
+        return tuple(deal.all_heads(x, x[0].dtype) for deal, x in zip(deals, found, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Gradients go the way back."""
+        job, deals = ctx.job, ctx.deals
+        job.comm.agree(f"backward of {job.name}", {})
+        parts = [deal.parts_by_heads(x) for deal, x in zip(deals, grads, strict=True)]
+        shapes = [deal.shapes_in(x.shape[0], x.shape[3]) for deal, x in zip(deals, grads, strict=True)]
+        found = swap(job, "ulysses backward", 1, parts, shapes)
+        return None, None, *(deal.all_tokens(x) for deal, x in zip(deals, found, strict=True))
+
+
+def ulysses(
+    job: Job, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """out and, where asked for, lse of this rank's queries over all ranks' keys."""
+    world = job.comm.world
+    groups = job.heads if job.expansion is not None else job.kv_heads
+    shares = head_shares(job.heads, groups, world)
+    deal = Deal(job, job.queries, tuple(share.query for share in shares), job.heads)
+    if job.expansion is None:
+        assert value is not None
+        shared = world > job.kv_heads
+        of_keys = Deal(job, job.keys, tuple(share.kv for share in shares), job.kv_heads, shared=shared)
+        q, k, v = ToHeads.apply(job, [deal, of_keys, of_keys], query, key, value)
+    else:  # what keys are made of goes to every rank that has a head
+        every: Heads = tuple((0, 1 if share.heads else 0) for share in shares)
+        q, k = ToHeads.apply(job, [deal, Deal(job, job.keys, every, 1, shared=world > 1)], query, key)
+        v = None
+    with job.comm.telling():
+        out, lse = _own_heads(job, shares[job.comm.rank], q, k, v, sinks)
+    if not return_lse:
+        return ToTokens.apply(job, [deal], out)[0], None
+    out, lse = ToTokens.apply(job, [deal, deal], out, lse[..., None])
+    return out, lse[..., 0]
+
+
+def _own_heads(
+    job: Job, share: HeadShare, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The attention of some heads over all tokens, with its graph."""
+    first, last = share.query
+    if not share.heads:  # and yet its gradient goes the way that all go
+        nothing = query.sum() + key.sum() + (0 if value is None else value.sum())
+        out = query.new_zeros((query.shape[0], 0, query.shape[2], job.value_dim)) + nothing
+        return out, out[..., 0].float()
+    if job.expansion is not None:
+        key, value = job.expansion.function(key, first, last)
+    assert value is not None
+    at = Rectangle((0, job.T), (0, job.S), (first, last))
+    job = job.with_leaves(query, [])
+    scoring = scoring_of(job, at, None if sinks is None else sinks[first:last])
+    if job.numbers.dropout and is_native(query, scoring.mask):
+        rules = lowered(scoring, job.T, job.S)
+        return attend_train(query, key, value, *rules, job.numbers.dropout, seed_of(job, at))
+    refuse_dropout(job, query)
+    return attention(
+        query,
+        key,
+        value,
+        mask=scoring.mask,
+        scale=scoring.scale,
+        softcap=scoring.softcap,
+        sinks=scoring.sinks,
+        return_lse=True,
+    )

@@ -1,0 +1,48 @@
+"""Attention over ranks is attention in one process: every mask, layout and option, forward and backward."""
+
+import pytest
+import ranks
+import torch
+from context_cases import GRADIENT, LAYOUTS, all_modules, bits, bytes_sent, check, drawn, example, halves
+
+WORLDS = {2: 150, 3: 110, 4: 60}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_drawn_calls_are_those_of_one_process(world: int) -> None:
+    told = ranks.pool(world).run(check, drawn(world, WORLDS[world]), patience=400)
+    assert told == [[]] * world
+
+
+@pytest.mark.parametrize("kind", ["mha", "latent", "absorbed"])
+def test_modules_within_the_context_are_those_of_one_process(kind: str) -> None:
+    for told in ranks.pool(3).run(all_modules, kind):
+        for case, errors in told.items():
+            errors.pop("sent")
+            assert max(errors.values()) <= 2 * GRADIENT, (case, errors)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_bytes_that_are_predicted_are_those_counted(world: int) -> None:
+    for told in ranks.pool(world).run(bytes_sent):
+        assert {case: pair for case, pair in told.items() if pair[0] != pair[1]} == {}
+        assert len(told) == 30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_and_ulysses_have_the_bits_of_one_process(dtype: torch.dtype) -> None:
+    for layout, order in (("gather", "zigzag"), ("gather", "contiguous"), ("ulysses", "zigzag")):
+        for told in ranks.pool(2).run(bits, layout, dtype, order):
+            assert told["out"] and told["lse"] and told["dq"], (layout, order, told)
+            assert told["dk"] or layout == "gather", (layout, order, told)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves_are_no_worse_than_twice_one_pass(layout: str) -> None:
+    for told in ranks.pool(3).run(halves, layout):
+        for name, (ours, one) in told.items():
+            assert ours <= 2 * one, (name, told)
+
+
+def test_the_example_has_the_curve_of_one_process() -> None:
+    assert max(ranks.pool(2).run(example)) < 1e-5

@@ -1,0 +1,88 @@
+"""Partial results and partial gradients, in one process: keys cut into stretches give what all keys give."""
+
+import pytest
+import torch
+from mask_cases import MASKS, Sizes
+from torch import Tensor
+
+import headwise
+from headwise.ops.native.library import trouble
+from headwise.parallel.comm import Comm
+from headwise.parallel.job import Job, Numbers
+from headwise.parallel.merge import Merged, sink_gradient
+from headwise.parallel.rectangle import Partial, Rectangle, attend, gradient
+
+N = Sizes(2, 6, 3, 23, 31, 5, 7)
+STRETCHES = ((0, 3), (3, 17), (17, 18), (18, 31))
+NAMES = ("causal", "window 3", "lengths start", "segments (B,)", "relative 2", "window 1 first 3", "causal | prefix")
+
+
+def job(mask: headwise.Mask, dropout: float = 0.0) -> Job:
+    comm = object.__new__(Comm)  # of no group: nothing is sent here
+    comm.rank, comm.world = 0, 1
+    numbers = Numbers(N.D**-0.5, None, dropout, 91)
+    return Job(comm, (((0, N.T),),), (((0, N.S),),), mask.sized(N.B, N.H), numbers, N.H, N.K, N.V)
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(N.B, n, length, width).to(dtype) for n, length, width in SHAPES)  # type: ignore[return-value]
+
+
+SHAPES = ((N.H, N.T, N.D), (N.K, N.S, N.D), (N.K, N.S, N.V))
+
+
+def in_parts(made: Job, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Partial:
+    merged = Merged(query, N.V)
+    for a, b in STRETCHES:
+        place = Rectangle((0, N.T), (a, b), (0, N.H))
+        merged.add(slice(0, N.T), attend(made, place, query, key[:, :, a:b], value[:, :, a:b]))
+    merged.finish(sinks)
+    return merged.result(query.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_the_keys_give_what_all_give(name: str, dtype: torch.dtype) -> None:
+    query, key, value = tensors(dtype)
+    sinks, made = torch.randn(N.H, dtype=dtype).requires_grad_(), job(MASKS[name](N).mask)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    out, lse = headwise.attention(*leaves, mask=made.mask, sinks=sinks, return_lse=True)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    loss = (out * grad_out).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * grad_lse).sum()
+    expected = torch.autograd.grad(loss, [*leaves, sinks])
+    grad_lse = grad_lse.masked_fill(lse == -torch.inf, 0.0)
+    whole = in_parts(made, query, key, value, sinks)
+    torch.testing.assert_close(whole.out, out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(whole.lse, lse, atol=2e-6, rtol=0)
+    dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
+    for a, b in STRETCHES:
+        place, some = Rectangle((0, N.T), (a, b), (0, N.H)), (query, key[:, :, a:b], value[:, :, a:b])
+        part = gradient(made, place, some, whole, grad_out, grad_lse, [])
+        dq += part.query
+        dk[:, :, a:b], dv[:, :, a:b] = part.key, part.value
+    found = (dq, dk, dv, sink_gradient(sinks, whole, grad_out, grad_lse))
+    for ours, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, want, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(trouble() is not None, reason="the native kernel draws dropout")
+def test_dropout_in_parts_keeps_what_one_call_keeps() -> None:
+    query, key, value = tensors()
+    made = job(headwise.causal(), dropout=0.4)
+    one = attend(made, Rectangle((0, N.T), (0, N.S), (0, N.H)), query, key, value)
+    torch.testing.assert_close(in_parts(made, query, key, value, None).out, one.out, atol=2e-6, rtol=0)
+    heads, rows = slice(2, 4), slice(5, 19)
+    place = Rectangle((5, 19), (0, N.S), (2, 4))
+    some = attend(made, place, query[:, heads, rows], key[:, 1:2], value[:, 1:2])
+    torch.testing.assert_close(some.out, one.out[:, heads, rows], atol=2e-6, rtol=0)
+    seed = torch.tensor([91, N.H, 2, 5, 3])
+    kept = torch.ops.headwise.dropout_keep(torch.tensor([91]), 0.4, N.B, N.H, 0, N.T, N.S)
+    part = torch.ops.headwise.dropout_keep(seed, 0.4, N.B, 2, 1, 4, N.S - 3)
+    assert torch.equal(part, kept[:, heads, 6:10, 3:])
+
+
+def test_a_seed_is_one_number_or_five() -> None:
+    with pytest.raises(RuntimeError, match="one element, or five: seed, heads, first head, query, key; got"):
+        torch.ops.headwise.dropout_keep(torch.tensor([1, 2]), 0.4, 1, 1, 0, 1, 1)
+    with pytest.raises(RuntimeError, match=r"the places of a seed must lie between 0 and 2\*\*40"):
+        torch.ops.headwise.dropout_keep(torch.tensor([1, 2, -1, 0, 0]), 0.4, 1, 1, 0, 1, 1)
