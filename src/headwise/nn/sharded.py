@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,22 +34,22 @@ class Sharded(Protocol):
         """The same where keys and values are made of vectors (B, 1, T, E) by `make`, which reads `tensors`."""
 
 
-_current: ContextVar[Sharded | None] = ContextVar("headwise sharded", default=None)
+_entered: list[Sharded] = []  # no context variable, which torch.compile does not trace; a process is one rank
 
 
 def current() -> Sharded | None:
     """The one that was entered last; None where tokens are all here."""
-    return _current.get()
+    return _entered[-1] if _entered else None
 
 
 @contextmanager
 def entered(sharded: Sharded) -> Iterator[None]:
     """Within, modules attend by `sharded`."""
-    token = _current.set(sharded)
+    _entered.append(sharded)
     try:
         yield
     finally:
-        _current.reset(token)
+        _entered.remove(sharded)
 
 
 def placed(positions: Positions, tokens: int, device: torch.device) -> Positions:
