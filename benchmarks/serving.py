@@ -76,7 +76,7 @@ def model_of(config: LlamaConfig) -> LlamaForCausalLM:
 
 def served(model: LlamaForCausalLM, case: Case, way: str) -> Callable[[], list[list[int]]]:
     prompts, page = case.prompts(model.config.vocab_size), WAYS[way]
-    blocks = sum(-(-(len(prompt) + case.new) // page) for prompt in prompts)
+    blocks = 2 * sum(-(-(len(prompt) + case.new) // page) for prompt in prompts)  # no request waits for another's pages
     room = ContinuousBatchingConfig(page_size=page, num_blocks=blocks, max_batch_tokens=512, auto_switch_to_flash=False)
     how = GenerationConfig(max_new_tokens=case.new, do_sample=False, eos_token_id=-1)
 

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwise.look.roles import RELATIONS, ROLES, Role
+from headwise.look.roles import RELATIONS, ROLES, TEXT, Role
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "roles.md"
 PLAIN = ["<s>", "The", "cat", "sat", ".", "It", "slept", "."]
 COPIES = ["<s>", "a", "b", "c", "a", "b", "c", "a"]
 SENTENCE = ["<s>", "The", "cat", "saw", "its", "tail", "."]
 GIFT = ["<s>", "Mary", "met", "John", ".", "John", "thanked"]
+PAIR = ["[CLS]", "It", "rains", "[SEP]", "Stay", "in", "[SEP]"]
 NEEDLE = ["<s>", "x", "k", "v", "y", "z", "k", "v"]
 HEAD = """# The roles of heads
 
@@ -25,12 +26,12 @@ Where several texts were read, the lower end of the 95 % interval (a bootstrap o
 as well. Every score shows these numbers: `seen.heads[0].scores["induction"]`.
 
 `A[i, j]` is the weight of query i on key j; means are over the queries that may attend that key. The patterns show a
-head that does nothing else: a row a query, `#` where its weight lies. This page is written by `scripts/roles_page.py`
-from `headwise.look.ROLES`.
+head that does nothing else: a row a query, `#` where its weight lies; or the patches of a picture, `o` the query. This
+page is written by `scripts/roles_page.py` from `headwise.look.ROLES`.
 
 | what is read | when |
 |---|---|
-| text | always: the text, or the corpus |
+| text, picture, sound | always: what is looked at, or the corpus |
 | copies | always: random tokens, repeated with random periods |
 | sentences | annotated ones, with `--sentences`: [annotated text](annotation.md) |
 | needles | the text with a needle in it, with `--needles` |
@@ -52,6 +53,10 @@ def pattern(role: Role) -> tuple[Sequence[str], Sequence[Sequence[int]]] | None:
         "sink elsewhere": (PLAIN, [[2] if i >= 2 else [] for i in every]),
         "delimiter": (PLAIN, [[j for j in (4, 7) if j <= i] for i in every]),
         "punctuation": (PLAIN, [[j for j in (4, 7) if j <= i] for i in every]),
+        "full stop": (PLAIN, [[j for j in (4, 7) if j <= i] for i in every]),
+        "[SEP]": ([*PLAIN[:-1], "[SEP]"], [[7] for _ in every]),
+        "first to second": (PAIR, [[4, 5] if i in (1, 2) else [] for i in range(7)]),
+        "second to first": (PAIR, [[1, 2] if i in (4, 5) else [] for i in range(7)]),
         "special tokens": ([*PLAIN[:-1], "[SEP]"], [[7] for _ in every]),
         "broad": (PLAIN, [[*range(i + 1)] for i in every]),
         "alignment": (PLAIN, [[i - 1] for i in every]),
@@ -66,6 +71,27 @@ def pattern(role: Role) -> tuple[Sequence[str], Sequence[Sequence[int]]] | None:
         "retrieval": (NEEDLE, [[], [], [], [], [], [], [3], []]),
     }
     return rows.get(role.name)
+
+
+def on_a_picture(role: Role) -> str | None:
+    """A picture of 4 x 6 patches: `o` is a query, `#` where an ideal head has its weight; None for other roles."""
+    r, c = 1, 3
+    every = [(i, j) for i in range(4) for j in range(6)]
+    cells: dict[str, list[tuple[int, int]]] = {
+        "left neighbour": [(r, c - 1)],
+        "right neighbour": [(r, c + 1)],
+        "upper neighbour": [(r - 1, c)],
+        "lower neighbour": [(r + 1, c)],
+        "surroundings": [(i, j) for i, j in every if abs(i - r) <= 1 and abs(j - c) <= 1],
+        "same row": [(i, j) for i, j in every if i == r and abs(j - c) > 1],
+        "same column": [(i, j) for i, j in every if j == c and abs(i - r) > 1],
+        "patch sink": [(2, 0)],
+    }
+    if role.name not in cells:
+        return None
+    chosen = cells[role.name]
+    marks = [["o" if (i, j) == (r, c) else "#" if (i, j) in chosen else "." for j in range(6)] for i in range(4)]
+    return "\n".join(" ".join(row) for row in marks)
 
 
 def drawn(tokens: Sequence[str], rows: Sequence[Sequence[int]]) -> str:
@@ -94,6 +120,12 @@ def shown() -> list[tuple[str, Role]]:
     ]
 
 
+def read(role: Role) -> str:
+    """What is read for a role; of what is looked at, which kinds of it."""
+    kinds = [name for name in ("text", "picture", "sound") if name in role.over]
+    return ", ".join(kinds) if role.reads == TEXT else role.reads
+
+
 def section(title: str, role: Role) -> str:
     """One role."""
     bar = [f"above {role.threshold:.2f}", f"above {role.times:g} x null" + (f" + {role.plus:g}" if role.plus else "")]
@@ -103,13 +135,16 @@ def section(title: str, role: Role) -> str:
         "",
         f"`{role.formula}`",
         "",
-        f"- Read: {role.reads}. Played {' and '.join(bar)}{least}.",
+        f"- Read: {read(role)}. Played {' and '.join(bar)}{least}.",
         f"- Null: {role.control}.",
         f"- Source: {role.source}.",
     ]
     if title in ("RELATION to head", "head to RELATION"):
         lines.append(f"- Relations of Universal Dependencies: {', '.join(RELATIONS)}.")
     picture = pattern(role)
+    grid = on_a_picture(role)
+    if grid is not None:
+        lines += ["", "```text", grid, "```"]
     if picture is not None:
         lines += ["", "```text", drawn(*picture), "```"]
     return "\n".join([*lines, ""])

@@ -265,24 +265,16 @@ ROWS: tuple[Row, ...] = (
 BY_NAME = {row.name: row for row in ROWS}
 DECODERS = tuple(row for row in ROWS if row.kind == "decoder")
 OUTSIDE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bloom": ("BloomForCausalLM", "BloomConfig", _IDS | dict(vocab_size=VOCAB, hidden_size=24, n_layer=2, n_head=4)),
-    "falcon": (
-        "FalconForCausalLM",
-        "FalconConfig",
-        _IDS | dict(vocab_size=VOCAB, hidden_size=24, num_hidden_layers=2, num_attention_heads=4),
-    ),
-    "gptj": (
-        "GPTJForCausalLM",
-        "GPTJConfig",
-        _IDS | dict(vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, rotary_dim=4, n_positions=32),
-    ),
-    "mpt": (
-        "MptForCausalLM",
-        "MptConfig",
-        _IDS | dict(vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=32),
+    "big_bird": ("BigBirdForMaskedLM", "BigBirdConfig", _BERT | dict(hidden_size=24)),
+    "longformer": ("LongformerForMaskedLM", "LongformerConfig", _BERT | dict(hidden_size=24, attention_window=4)),
+    "luke": ("LukeForMaskedLM", "LukeConfig", _BERT | dict(hidden_size=24, entity_vocab_size=5, entity_emb_size=7)),
+    "openai-gpt": (
+        "OpenAIGPTLMHeadModel",
+        "OpenAIGPTConfig",
+        dict(vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, n_positions=32),
     ),
 }
-"""model_type -> (model, config, sizes) of models that are not on the attention interface."""
+"""model_type -> (model, config, sizes) of models not on the attention interface that do not run on headwise."""
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ def of(function: Callable[..., Any], /, **arguments: Any) -> Call:
     return function, arguments
 
 
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
 class Reader(torch.nn.Module):
     """A model to look at."""
 
@@ -111,6 +114,14 @@ LOOK: dict[str, Callable[[], Call]] = {
     ),
     "look.at tensor": lambda: of(look.at, model=Reader(), ids=torch.tensor(IDS), repeats=None),
     "Repeats": lambda: of(look.Repeats, sequences=2, length=30, seed=1, vocabulary=[1, 2, 3, 4]),
+    "look.at mapping": lambda: of(look.at, model=Reader(), ids={"input_ids": IDS}, repeats=None),
+    "Axis": lambda: of(
+        look.Axis, kind="picture", length=2, names=("a", "b"), cells=((0, 0, 0), (0, 0, 1)), grids=((1, 2),),
+        apart={"[CLS]": (0,)}, label="x",
+    ),
+    "Axis.from_dict": lambda: of(look.Axis.from_dict, data=look.Axis("text", 3).to_dict()),
+    "Picture": lambda: of(look.Picture, kind="picture", width=2, height=1, data=PNG, seconds=1.5),
+    "Picture.from_dict": lambda: of(look.Picture.from_dict, data=look.Picture("picture", 2, 1, PNG).to_dict()),
     "HeadMap": lambda: of(look.HeadMap, rows=1, columns=2, data=b"ab"),
     "Look.from_dict": lambda: of(look.Look.from_dict, data=seen().to_dict()),
     "HeadRecord.from_dict": lambda: of(look.HeadRecord.from_dict, data=seen().to_dict()["heads"][0]),

@@ -81,6 +81,8 @@ def _value(
         return heads
     if usual in exact:
         return exact[usual]
+    if field == "type_vocab_size":  # without any where that is the class's own default
+        return dice.choice([default and 1, 2, 3])
     if field in CHOICES:
         return dice.choice(CHOICES[field])
     if field == "moe_layers":
@@ -119,9 +121,8 @@ CHOICES: dict[str, list[Any]] = {
     "norm_rel_ebd": ["none", "layer_norm"],
     "conv_kernel_size": [0, 3],
     "conv_groups": [1],
-    "type_vocab_size": [0, 2, 3],
     "num_ln_in_parallel_attn": [1, 2],
-    "attn_layer_period": [1, 2],
+    "attn_layer_period": [2, 3],
     "attn_layer_offset": [0],
     "expert_layer_period": [2, 3],
     "expert_layer_offset": [0, 1],

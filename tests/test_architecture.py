@@ -30,7 +30,7 @@ TIERS = (
     {"__main__"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-ALONE = {"disk", "extras", "plan", "models"}  # import nothing of headwise; any room from cache up may import them
+ALONE = {"disk", "extras", "plan", "models", "processes"}  # import nothing of ours; from cache up all may import them
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8

@@ -174,7 +174,7 @@ def test_masks_of_another_form_are_refused() -> None:
 
 def test_without_the_private_collector_the_argument_alone_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("transformers.utils.output_capturing._active_collector")
-    assert bridge._attentions_are_collected() is False
+    assert bridge.attentions_are_collected() is False
 
 
 def test_dropout_is_passed_on() -> None:

@@ -23,13 +23,11 @@ from headwise.hf.interface import attention_modules, require_consulted
 
 TINY: dict[str, Any] = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, intermediate_size=8)
 ALL_OUTSIDE: dict[str, tuple[str, str, dict[str, Any]]] = OUTSIDE | {
-    "deberta": ("DebertaModel", "DebertaConfig", TINY),
-    "deberta-v2": ("DebertaV2Model", "DebertaV2Config", TINY),
-    "xlnet": ("XLNetModel", "XLNetConfig", dict(d_model=24, n_layer=1, n_head=4, d_inner=8)),
+    "canine": ("CanineModel", "CanineConfig", TINY),
+    "ibert": ("IBertModel", "IBertConfig", TINY),
+    "lilt": ("LiltModel", "LiltConfig", TINY | dict(channel_shrink_ratio=2)),
+    "vitdet": ("VitDetModel", "VitDetConfig", TINY | dict(image_size=8, patch_size=4)),
     "wavlm": ("WavLMModel", "WavLMConfig", TINY),
-    "mpnet": ("MPNetModel", "MPNetConfig", TINY),
-    "blip_vision_model": ("BlipVisionModel", "BlipVisionConfig", TINY | dict(image_size=8, patch_size=4)),
-    "data2vec-vision": ("Data2VecVisionModel", "Data2VecVisionConfig", TINY | dict(image_size=8, patch_size=4)),
     "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {}),
 }
 """model_type -> (model, config, sizes); some run their own attention without a word, some die of a KeyError."""
@@ -132,15 +130,27 @@ def test_switching_to_a_model_that_picks_single_keys_is_refused() -> None:
 
 def test_the_name_written_into_a_config_is_refused_at_the_first_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past transformers' own ways; by the text of the model's file, whatever our table of names holds."""
-    model, config, sizes = OUTSIDE["bloom"]
+    model, config, sizes = OUTSIDE["luke"]
     built = build(model, getattr(transformers, config)(**sizes), "eager")
     built.config._attn_implementation = "headwise"
     for table in (None, {}):
         if table is not None:
             monkeypatch.setattr("headwise.hf.interface.OUTSIDE", table)
         for given in (dict(input_ids=token_ids()), dict(input_ids=token_ids(), attention_mask=torch.ones(B, 11))):
-            with pytest.raises(ModelError, match=r"Bloom \(model_type 'bloom'\) is not on transformers' attention"):
+            with pytest.raises(ModelError, match=r"Luke \(model_type 'luke'\) is not on transformers' attention"):
                 built(**given)
+
+
+def test_the_name_written_into_the_config_of_a_seam_is_refused_with_the_way() -> None:
+    """Its modules have not been prepared: they would run transformers' attention, under our name."""
+    config = transformers.BloomConfig(vocab_size=53, hidden_size=24, n_layer=1, n_head=4)
+    built = build("BloomForCausalLM", config, "eager")
+    built.config._attn_implementation = "headwise"
+    text = r"Bloom \(model_type 'bloom'\): 'headwise' stands in its config, .*; call model.set_attn_implementation"
+    with pytest.raises(ModelError, match=text):
+        built(token_ids())
+    built.set_attn_implementation("headwise")
+    assert built(token_ids()).logits.isfinite().all()
 
 
 def test_configs_of_models_on_the_interface_and_of_none_pass() -> None:

@@ -301,8 +301,8 @@ def test_models_that_are_no_text_model(name: str, why: str, tmp_path: Path) -> N
     row = BY_NAME[name]
     config = getattr(transformers, row.config)(**row.sizes, architectures=[row.model])
     quiet(lambda: config.save_pretrained(tmp_path))
-    refused(tmp_path, "headwise look reads text models that are decoder-only or encoder-only; this one")
-    refused(tmp_path, f"{why}; load it with transformers and use headwise.hf.probe(model) in Python")
+    refused(tmp_path, "text models that are decoder-only or encoder-only are read here; this one")
+    refused(tmp_path, f"{why}; `headwise look` takes it, or load it with transformers and use headwise.hf.probe(")
 
 
 def test_an_architecture_of_another_model_is_not_taken(model_folder: Path) -> None:

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers import masking_utils as theirs
 
 from headwise.hf.architectures import FLOAT_MASKS
-from headwise.hf.masks import headwise_mask
+from headwise.hf.attention import headwise_attention
+from headwise.hf.masks import StructuralMask, headwise_mask
 
 WIDTH: dict[str, Any] = dict(hidden_size=24, intermediate_size=17, num_hidden_layers=2, num_attention_heads=4)
 IDS: dict[str, Any] = dict(vocab_size=53, pad_token_id=0, bos_token_id=1, eos_token_id=None)
@@ -149,3 +150,41 @@ def test_what_traced_code_gets(model_type: str, monkeypatch: pytest.MonkeyPatch)
         assert mask is None and either is None and rows.dtype == torch.bool
     else:
         assert mask.dtype == either.dtype == rows.dtype == torch.float64 and not either.any()
+
+
+class Plain(torch.nn.Module):
+    """Attends with whatever mask it is handed."""
+
+    is_causal = False
+
+
+def attended(mask: Tensor | None, T: int, S: int) -> Tensor:
+    draw = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(B, 2, n, 8, generator=draw) for n in (T, S, S))
+    return headwise_attention(Plain(), query, key, value, mask)[0]
+
+
+def test_a_mask_of_one_row_holds_for_all_queries() -> None:
+    """As eager adds it: LightGlue makes its mask for the first query alone."""
+    frame = dict(batch_size=B, kv_length=7, mask_function=theirs.bidirectional_mask_function)
+    frame |= dict(attention_mask=padding("right", 7).bool())
+    row, whole = headwise_mask(**frame, q_length=1), headwise_mask(**frame, q_length=5)
+    torch.testing.assert_close(attended(row, 5, 7), attended(whole, 5, 7))
+    assert (attended(row, 5, 7) - attended(None, 5, 7)).abs().max() > 0.1
+
+
+def test_a_mask_that_hides_nothing_holds_for_any_number_of_keys() -> None:
+    """Eager gets None in its place; one that hides a key is refused (test_hf_masks)."""
+    mask = headwise_mask(batch_size=B, q_length=4, kv_length=4, mask_function=theirs.bidirectional_mask_function)
+    assert torch.equal(attended(mask, 4, 9), attended(None, 4, 9))
+
+
+def test_a_function_of_one_pair_is_evaluated_inside_of_an_operation() -> None:
+    """torch.vmap, in `__torch_dispatch__`: Gemma 4's audio pads its mask, whose function takes one pair at a time."""
+    function = theirs.and_masks(theirs.sliding_window_overlay(3), lambda b, h, q, k: k <= q + 1)
+    frame = dict(batch_size=B, q_length=5, kv_length=5, mask_function=function)
+    mask = headwise_mask(**frame, use_vmap=True)
+    assert isinstance(mask, StructuralMask)
+    padded = torch.nn.functional.pad(mask, (0, 2), value=1.0)
+    whole = theirs.eager_mask(**frame, dtype=torch.float32)
+    assert torch.equal(padded[..., :5], whole.expand(B, -1, -1, -1)) and bool((padded[..., 5:] == 1).all())

@@ -116,6 +116,19 @@ def test_a_role_needs_its_interval_above_chance() -> None:
     assert low[0] == high[0] == pytest.approx(0.6) and low[1] == pytest.approx(0.35, abs=0.05)
 
 
+def test_what_a_call_is_of_does_not_depend_on_the_text_that_was_first() -> None:
+    """One token does not show whether queries look ahead, nor two texts of one length that they are two."""
+    for parts, part in ((("decoder", "encoder"), "encoder"), (("encoder", "cross", "decoder"), "cross")):
+        for order in (parts, parts[::-1]):
+            tallies = [look.tally.LayerTally({"module": "a", "call": 0, "part": one}, 3) for one in order]
+            for other in tallies[1:]:
+                tallies[0].merge(other)
+            assert tallies[0].place["part"] == part
+    one = look.tally.LayerTally({"module": "a", "call": 0, "part": "decoder"}, 3)
+    with pytest.raises(ValueError, match=r"looks merge call by call; got .* with 3 heads where .* with 3 stands"):
+        one.merge(look.tally.LayerTally({"module": "b", "call": 0, "part": "decoder"}, 3))
+
+
 def test_documents(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("second\n", "utf8")
     (tmp_path / "a").mkdir()

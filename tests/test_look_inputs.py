@@ -195,8 +195,8 @@ class Mute(Talking):
     input_modalities = "text"
 
 
-NO_TEXT = "look reads models of text alone for now; "
-DO = "; look at its text part, if it has one, or measure its calls: headwise.nn.probe(model), then headwise.statistics("
+NO_TEXT = "ids are a text, and "
+DO = "; give look.at what its processor gives, such as processor(images=image, return_tensors='pt'), or look at its"
 
 
 @pytest.mark.unchecked

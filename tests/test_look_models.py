@@ -65,7 +65,7 @@ def test_shared_layers_are_told_apart() -> None:
 
 @pytest.mark.parametrize(("name", "takes"), [("ViT", "'pixel_values'"), ("Whisper", "'input_features'")])
 def test_a_model_without_text_is_refused(name: str, takes: str) -> None:
-    with pytest.raises(ValueError, match=f"models of text alone for now; .* takes {takes}; look at its text part"):
+    with pytest.raises(ValueError, match=f"ids are a text, and .* takes {takes}; give look.at what its processor"):
         look.at(BY_NAME[name].build(), [1, 2, 3])
 
 

@@ -168,7 +168,7 @@ RECORDED = """
     Score Evidence Passage Role AttentionPlan AttentionShape ContextCost Accuracy Mask Head Quantized KVCache Inner
     LatentCache Comparison HeadChange Curve Point Ablation Circuits Composition HeadImportance HeadWrites Importance
     Redundancy Twin Vocabulary Migration Pruning Regrouping Repaired Processes
-    Projections
+    Projections ModelOverRanks
 """
 RECORDS = RECORDED.split()
 # Handed on: by whom, and so checked where.
@@ -181,8 +181,13 @@ HANDED_ON = {
     "Point.of": "by Watch.step",
     "Point.best": "by Curve.best",
     "Point.from_dict": "by Curve.from_dict",
+    "KVCache.check_query": "by KVCache.attend",
+    "KVCache.rules": "by KVCache.attend",
+    "KVCache.set_lengths": "by KVCache.truncate",
+    "KVCache.set_rows": "by KVCache.reorder",
     "Proof.request": "by what writes a checkpoint",
     **{f"Processes.{name}": "by heal" for name in ("share", "add", "add_gradients")},
+    **{f"Processes.{name}": "by look.over" for name in ("of", "together", "exchange")},
 }
 
 

@@ -14,7 +14,7 @@ from headwise.parallel.rectangle import Partial, Rectangle, attend, gradient
 
 N = Sizes(2, 6, 3, 23, 31, 5, 7)
 STRETCHES = ((0, 3), (3, 17), (17, 18), (18, 31))
-NAMES = ("causal", "window 3", "lengths start", "segments (B,)", "relative 2", "window 1 first 3", "causal | prefix")
+NAMES = ("causal", "window 3", "lengths start", "segments (B,)", "relative 2", "window 1 first 3", "window far")
 
 
 def job(mask: headwise.Mask, dropout: float = 0.0) -> Job:

@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import tp_cases
+import tp_refusals
 from mask_cases import LONG, MASKS, dense
 from torch.distributed.tensor import Replicate, Shard
 
@@ -79,7 +80,7 @@ def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"no header")
     (tmp_path / "indexed").mkdir()
     (tmp_path / "indexed/model.safetensors.index.json").write_text("[]")
-    texts = tp_cases.files(str(tmp_path))
+    texts = tp_refusals.files(str(tmp_path))
     expected = {
         "no module": "TypeError: load_slices takes a torch.nn.Module; got 3",
         "no path": "TypeError: source is the path of a safetensors file, or of a folder with some; got 3",
@@ -161,9 +162,18 @@ REFUSED = {
 
 @pytest.mark.unchecked
 def test_what_cannot_be_is_refused_on_every_rank() -> None:
-    texts = alike(ranks.pool(2).run(tp_cases.refusals))
+    texts = alike(ranks.pool(2).run(tp_refusals.refusals))
     assert texts.keys() == REFUSED.keys()
     assert [f"{name}: {texts[name]}" for name, text in REFUSED.items() if not re.match(text, texts[name])] == []
+
+
+def test_ranks_that_disagree_are_all_told() -> None:
+    """Before anything is summed, which gloo would end by an abort; and what comes next is in step."""
+    texts = alike(ranks.pool(2).run(tp_refusals.unlike_inputs))
+    rule = "ValueError: the processes sum tensors of one shape and dtype; "
+    assert texts["length"].startswith(rule + "rank 0 has float32 (2, 5, 12), rank 1 float32 (2, 6, 12)")
+    assert texts["dtype"].startswith(rule + "rank 0 has float32 (2, 5, 12), rank 1 float64 (2, 5, 12)")
+    assert texts["after all"] == "nothing"
 
 
 def test_who_has_which_heads() -> None:

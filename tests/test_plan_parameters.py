@@ -43,6 +43,34 @@ def test_parameters_are_those_of_the_model_transformers_builds(name: str) -> Non
         assert bare.total_parameters() == parameters_of(name, config, head=False), fields
 
 
+SMALL: dict[str, Any] = {"vocab_size": 41, "hidden_size": 24, "intermediate_size": 14, "num_hidden_layers": 2,
+                         "num_attention_heads": 4}  # fmt: skip
+CORNERS: dict[str, list[dict[str, Any]]] = {
+    "falcon": [
+        {"new_decoder_architecture": new, "parallel_attn": side, "multi_query": one, "num_ln_in_parallel_attn": norms,
+         "num_kv_heads": kv_heads, "ffn_hidden_size": 14}
+        for new in (True, False) for side in (True, False) for one in (True, False) for norms in (None, 1, 2)
+        for kv_heads in (None, 2)
+    ],
+    "jamba": [{"num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": rank,
+               "num_experts": experts} for rank in ("auto", 3) for experts in (1, 2)],
+    "lfm2": [{"num_key_value_heads": 2, "full_attn_idxs": [1], "block_multiple_of": n, "intermediate_size": 100}
+             for n in (1, 7, 66, 67)],
+    "deberta": [{"legacy": legacy, "tie_word_embeddings": tied} for legacy in (True, False) for tied in (True, False)],
+    "llama4_text": [{"num_key_value_heads": 2, "moe_layers": moe} for moe in (None, [], [0], [0, 1])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_corners_that_few_draws_may_miss(name: str) -> None:
+    for fields in CORNERS[name]:
+        fields = {
+            key: value for key, value in {**SMALL, **fields}.items() if (name, key) != ("falcon", "intermediate_size")
+        }
+        ours = model_of({**fields, "model_type": name}).total_parameters()
+        assert ours == parameters_of(name, config_of(name, fields)), fields
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "deepseek_v3", "t5", "whisper", "bert"])
 def test_attention_s_share_is_that_of_the_attention_modules(name: str) -> None:
     fields = random_config(name, random.Random(5))

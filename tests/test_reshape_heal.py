@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise
+from headwise.processes import Processes
 from headwise.reshape.heal import Recipe, divergence, heal
-from headwise.reshape.processes import Processes
 
 VOCABULARY = 23
 

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tp_cases import GRADIENT, apart, mesh, said, unlike, whole
+from tp_cases import GRADIENT, apart, mesh, unlike, whole
+from tp_refusals import said
 
 import headwise
 import headwise.hf as hf

@@ -41,6 +41,8 @@ class KVCache(ABC):
 
     Other rooms use what is public here. The op calls `attend`; a module reads `lengths`, `causal` and `chunk`, calls
     `append` and `attend`, and latent attention reads `keys`; whoever attends by itself takes `view` and `columns`.
+    A cache whose tokens lie elsewhere (`headwise.parallel.ShardedCache`) reads `check_query` and `rules`, and tells by
+    `set_lengths` and `set_rows` what has become of its rows.
 
     Attributes:
         batch: rows B.
@@ -175,22 +177,25 @@ class KVCache(ABC):
             mask: a further rule, such as `window(1024)`; places are counted among the keys in the cache.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse`, ... of `headwise.attention`.
         """
+        T, columns = self.check_query(query), self.columns
+        key, value = self.view()
+        rules = self.rules(T, columns, as_mask(mask), query.device)
+        return attention(query, key, value, mask=rules, **options)
+
+    def check_query(self, query: Tensor) -> int:
+        """T of queries that fit a cache which is not empty; raises TypeError or ValueError for others."""
         if not isinstance(query, Tensor) or query.is_nested:
             check_tensor("query", query, "a tensor (B, H, T, D)")
-        T = query.shape[2] if query.ndim == 4 else 0
-        columns = self.columns
         if query.ndim != 4 or (query.shape[0], query.shape[3]) != (self.batch, self.head_dim):
             raise ValueError(
                 f"a cache of {self.batch} rows is attended by query (B, H, T, D) = ({self.batch}, H, T, {self.head_dim}"
                 f"); got {tuple(query.shape)}; reorder() gives it other rows"
             )
-        if max(columns, default=0) == 0:
+        if max(self.columns, default=0) == 0:
             raise ValueError("an empty cache has nothing to attend; append keys and values first")
-        key, value = self.view()
-        rules = self._mask(T, columns, as_mask(mask), query.device)
-        return attention(query, key, value, mask=rules, **options)
+        return query.shape[2]
 
-    def _mask(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:
+    def rules(self, T: int, columns: list[int], mask: Mask, device: torch.device) -> Mask:
         """What T queries may attend: by the cache's own rule and the caller's; queries of padding attend nothing."""
         counts = self._last.counts if self._last.tokens == T else [T] * self.batch
         side = self._last.side
@@ -204,12 +209,12 @@ class KVCache(ABC):
         both = reduce(and_, [*rules, mask])
         return both if device.type == "cpu" else both.to(device)
 
-    def _shorten(self, lengths: list[int]) -> None:
+    def set_lengths(self, lengths: list[int]) -> None:
         """What all caches know of their rows, for `truncate`: where tokens went, the last append is no more."""
         if lengths != self.lengths:
             self.lengths, self._last = lengths, _Append(0, [0] * self.batch, "right")
 
-    def _take_rows(self, rows: list[int]) -> None:
+    def set_rows(self, rows: list[int]) -> None:
         """What all caches know of a row, for `reorder`."""
         self.lengths = [self.lengths[r] for r in rows]
         self._last = self._last._replace(counts=[self._last.counts[r] for r in rows])

@@ -263,7 +263,7 @@ class PagedCache(KVCache):
             while (len(table) - 1) * self.pool.page_size >= at - n and table:
                 self.pool.give(table.pop())
                 self._table = None
-        self._shorten(wanted)
+        self.set_lengths(wanted)
         return self
 
     @override
@@ -272,7 +272,7 @@ class PagedCache(KVCache):
         tables = [[self.pool.hold(page) for page in self.tables[r]] for r in wanted]
         self._give_all()
         self.tables = tables
-        self._take_rows(wanted)
+        self.set_rows(wanted)
         return self
 
     @override
@@ -285,7 +285,7 @@ class PagedCache(KVCache):
         """Gives all pages back; every row is empty then."""
         self._give_all()
         self.tables = [[] for _ in range(self.batch)]
-        self._shorten([0] * self.batch)
+        self.set_lengths([0] * self.batch)
         return self
 
     def _give_all(self) -> None:

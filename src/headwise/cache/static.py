@@ -109,7 +109,7 @@ class StaticCache(KVCache):
 
     @override
     def truncate(self: StaticT, lengths: int | Sequence[int]) -> StaticT:
-        self._shorten(check_truncate(self.lengths, lengths))
+        self.set_lengths(check_truncate(self.lengths, lengths))
         return self
 
     @override
@@ -118,7 +118,7 @@ class StaticCache(KVCache):
         if wanted != list(range(self.batch)):
             index = torch.tensor(wanted, device=self._store.key.device)
             self._store = self._store.map(lambda x: x.index_select(0, index))
-        self._take_rows(wanted)
+        self.set_rows(wanted)
         return self
 
     @override

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
 from headwise.extras import MissingExtra
 
+from . import several
+
+T = TypeVar("T")
 DEFECT, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK = "HEADWISE_DEBUG"
 
@@ -61,6 +65,23 @@ def message_of(error: BaseException) -> tuple[str, int]:
     return f"a defect: {type(error).__name__}: {first[:200]}; {TRACEBACK}=1 shows where", DEFECT
 
 
+def together(work: Callable[[], T]) -> T:
+    """What `work` gives here, once all processes have done theirs; where one fails, all do, in the same words."""
+    if several.started() < 2:
+        return work()
+
+    def told() -> T:
+        try:
+            return work()
+        except Exception as error:
+            message, code = message_of(error)
+            if code != BAD_INPUT:
+                raise
+            raise ValueError(message) from error
+
+    return several.processes().together(told)
+
+
 def _out_of_memory(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}  # torch is not imported for this
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
@@ -69,8 +90,9 @@ def _out_of_memory(error: BaseException) -> bool:
 def _fail(message: str, code: int) -> NoReturn:
     from headwise.report.escape import visible
 
-    with contextlib.suppress(OSError):  # a full or closed stderr leaves the exit code to tell
-        print(f"headwise: {visible(message.strip(), limit=600)}", file=sys.stderr)
+    with several.said_once(message) as first, contextlib.suppress(OSError):  # where stderr is full or closed,
+        if first:  # the exit code tells
+            print(f"headwise: {visible(message.strip(), limit=600)}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -103,6 +125,7 @@ def leave(end: SystemExit) -> NoReturn:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    several.end(end.code)
     if end.code == INTERRUPTED:
         # An interrupt that fell into an exec() of a library makes Python kill itself at its end, handled or not.
         os._exit(INTERRUPTED)

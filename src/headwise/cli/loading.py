@@ -9,14 +9,23 @@ from typing import Any
 from headwise.extras import missing_extra
 
 
-def load(model: str | None, device: str, dtype: str | None, show: Callable[[str], object], command: str) -> Any:
+def load(
+    model: str | None,
+    device: str,
+    dtype: str | None,
+    show: Callable[[str], object],
+    command: str,
+    *,
+    any_input: bool = False,
+) -> Any:
     """The model of a folder or name, or the one in the package; `show` is told what is being done."""
     show("loading the libraries")
     quiet(command)
     from headwise import hf, models
 
     show("reading the model")
-    return hf.load(model if model is not None else models.tiny_path(), device=device, dtype=dtype)
+    where = model if model is not None else models.tiny_path()
+    return hf.load(where, device=device, dtype=dtype, any_input=any_input)
 
 
 def quiet(command: str) -> None:

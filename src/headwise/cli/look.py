@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import reading, writing
+from . import guard, media, reading, several, writing
 from .against import either, read_plan
 from .loading import load
 from .output import console, progress
@@ -19,6 +19,10 @@ def _look(  # private, for a command has as many options as its users need, and 
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")] = None,
     file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
+    image: media.Image = None,
+    audio: media.Audio = None,
+    target: media.Target = None,
+    pair: media.Pair = None,
     corpus: Annotated[
         str | None,
         typer.Option(help="Many texts instead: a text file, a folder of *.txt and *.jsonl, or JSON Lines."),
@@ -70,37 +74,56 @@ def _look(  # private, for a command has as many options as its users need, and 
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """See what each attention head of a model does on a text: a table here, and a report to open in a browser."""
-    more = reading.checked(reading.More(corpus, length, state, sentences, needles, importance), text, file)
-    content = read_text(text, file) if corpus is None else ""
-    names = writing.destinations(out, as_json, against)
-    plan = read_plan(kept, against)
+    """See what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
+    beside = (image, audio, target, pair)
+    asked = reading.More(corpus, length, state, sentences, needles, importance, *beside)
+    more, content = guard.together(lambda: _reading(asked, text, file))
+    names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
+    plan = guard.together(lambda: read_plan(kept, against))
     result = either(model, lambda name: look_at(name, content, device, dtype, more))
     if against is not None:
         from headwise.look import compare
 
         result = compare(result, either(against, lambda name: look_at(name, content, device, dtype, more)), kept=plan)
+    if not several.speaks():
+        return
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json())
-        return
-    if against is None:
-        _print_heads(result)
     else:
+        _print_table(result, lines, compared=against is not None)
+
+
+def _print_table(result: Any, lines: list[str], *, compared: bool) -> None:
+    """The table, and below it what was written."""
+    if compared:
         console().print(result.table())
+    else:
+        _print_heads(result)
     print(*lines, sep="\n", end="\n" * bool(lines))
 
 
-def look_at(model: str | None, text: str, device: str, dtype: str | None, more: reading.More) -> Any:
+def _reading(more: reading.More, text: str | None, file: str | None) -> tuple[reading.More, str | None]:
+    """What is read, checked: the options, and the text where it is one."""
+    more = reading.checked(more, text, file)
+    return more, read_text(text, file) if reading.reads_text(more, text, file) else None
+
+
+def look_at(model: str | None, text: str | None, device: str, dtype: str | None, more: reading.More) -> Any:
     """What the heads of the model do on the text, or on a corpus."""
+    beside = reading.opened(more)
     with progress() as show:
-        loaded = load(model, device, dtype, show, "headwise look")
+        where = several.own_device(device)
+        one = more.corpus is None
+        loaded = guard.together(lambda: load(model, where, dtype, show, "headwise look", any_input=one))
         from headwise import look as looking
 
         name = loaded.name if model is not None else "headwise tiny"
         show("looking")
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)
+        if more.beside or text is None or loaded.tokenizer is None or loaded.model.main_input_name != "input_ids":
+            return reading.look_beside(loaded, text, more, beside, name, show)
         ids, tokens = loaded.encode(text)
         read = reading.readings(loaded, more, ids[0].tolist())
         result = looking.at(

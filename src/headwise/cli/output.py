@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .several import speaks
+
 if TYPE_CHECKING:
     import rich.console
 
@@ -29,7 +31,10 @@ def console() -> rich.console.Console:
 
 
 class Progress:
-    """A progress bar on stderr that appears once two seconds have passed; nothing where stderr is no terminal."""
+    """A progress bar on stderr that appears once two seconds have passed; nothing where stderr is no terminal.
+
+    Of several processes the one that speaks has it.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -44,7 +49,7 @@ class Progress:
             TimeRemainingColumn(),
         )
         console = Console(stderr=True, markup=False)
-        self.bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.bar = Bar(*columns, console=console, transient=True, disable=not (console.is_terminal and speaks()))
         self.task = self.bar.add_task("", total=None)
         self.timer = threading.Timer(2.0, self.bar.start)
         self.timer.daemon = True

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import typer
 
+from . import guard, several
+from .media import read_image, read_sound
+
 STATE = "headwise-look.state"
 AT_ONCE = 64
 """Documents that are tokenized together."""
@@ -23,11 +26,34 @@ class More(NamedTuple):
     sentences: str | None = None
     needles: bool = False
     importance: bool = False
+    image: str | None = None
+    audio: str | None = None
+    target: str | None = None
+    pair: str | None = None
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """The options that put something beside the text, with their values."""
+        named = (("image", self.image), ("audio", self.audio), ("target", self.target), ("pair", self.pair))
+        return {name: value for name, value in named if value is not None}
 
 
 def checked(more: More, text: str | None, file: str | None) -> More:
     """The options, once it is sure that they fit together."""
+    for name in more.beside:
+        others = (("corpus", more.corpus), ("sentences", more.sentences), ("needles", more.needles or None))
+        for other, there in (*others, ("importance", more.importance or None)):
+            if there is not None:
+                raise typer.BadParameter(f"--{other} is read as one text alone; give it without --{name}")
+    for name in ("target", "pair"):
+        if name in more.beside and not more.beside[name].strip():
+            raise typer.BadParameter(f"--{name}: the text is empty; give a few words at least")
     if more.corpus is None:
+        if several.started() > 1:
+            raise typer.BadParameter(
+                f"{several.started()} processes (WORLD_SIZE) share the texts of a --corpus; give one, or start "
+                "headwise without torchrun"
+            )
         for name, given in (("length", more.length), ("state", more.state)):
             if given is not None:
                 raise typer.BadParameter(f"--{name} is of a corpus; give it with --corpus")
@@ -60,6 +86,47 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
     return found
 
 
+def reads_text(more: More, text: str | None, file: str | None) -> bool:
+    """Whether there is one text to read: not with a corpus, nor with a picture or a sound alone."""
+    return more.corpus is None and (text is not None or file is not None or (more.image is None and more.audio is None))
+
+
+def opened(more: More) -> dict[str, Any]:
+    """The picture and the sound of the options, read before any model is."""
+    image = None if more.image is None else read_image(more.image)
+    return {"image": image, "sound": None if more.audio is None else read_sound(more.audio)}
+
+
+def look_beside(
+    loaded: Any, text: str | None, more: More, media: Mapping[str, Any], name: str, show: Callable[..., object]
+) -> Any:
+    """What the heads do on a picture, a sound, a pair of sentences, or beside a decoder's own text."""
+    from dataclasses import replace
+
+    from headwise.hf import prepared
+    from headwise.look import at
+
+    read = prepared(
+        loaded,
+        text,
+        **media,
+        target=more.target,
+        pair=more.pair,
+    )
+    seen = at(
+        loaded.model,
+        read.values,
+        tokens=read.tokens,
+        delimiters=loaded.delimiters if loaded.tokenizer is not None else None,
+        name=name,
+        progress=show,
+    )
+    if read.seconds is None:
+        return seen
+    pictures = (replace(one, seconds=read.seconds) if one.kind == "sound" else one for one in seen.pictures)
+    return replace(seen, pictures=tuple(pictures))
+
+
 def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -> Any:
     """What the heads do on a corpus."""
     from headwise.look import Vocabulary, documents, over
@@ -76,19 +143,26 @@ def look_over(loaded: Any, more: More, name: str, show: Callable[..., object]) -
         return text
 
     rows = _rows(loaded, map(bytes_read, documents(more.corpus)), most)
-    first = next(rows, None)
-    if first is None:
-        raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+
+    def begin() -> tuple[list[int], dict[str, Any]]:
+        first = next(rows, None)
+        if first is None:
+            raise typer.BadParameter(f"--corpus {more.corpus}: holds no text; give files with a few words at least")
+        return first, readings(loaded, more, first)
+
+    first, read = guard.together(begin)
     result = over(
         loaded.model,
         chain([first], rows),
         words=words,
         name=name,
-        readings=readings(loaded, more, first),
+        readings=read,
         state=more.state,
         progress=lambda texts, _: show(min(done[0], size), size),
+        group=several.processes().group,
     )
-    Path(more.state or STATE).unlink(missing_ok=True)
+    if several.speaks():
+        Path(more.state or STATE).unlink(missing_ok=True)
     return result
 
 

@@ -5,7 +5,8 @@
 >>> config = GPT2Config(n_embd=24, n_head=4, n_layer=1, vocab_size=11, n_positions=13)
 >>> model = GPT2LMHeadModel._from_config(config, attn_implementation="headwise")
 
-Every model on transformers' attention interface runs, without code that knows it: masks arrive as structural masks
+Every model on transformers' attention interface runs, without code that knows it, and so do the models of
+`architectures.SEAMS`, whose attention is code of their own: masks arrive as structural masks
 (causal, windows, chunks, padding, packed sequences), with caches, softcaps, sinks and position biases. What cannot be
 honoured raises. The only room of the package that imports transformers.
 """
@@ -29,6 +30,7 @@ from .layouts import layouts
 from .loading import Loaded, load
 from .masks import StructuralMask, headwise_mask
 from .probing import probe
+from .senses import Prepared, prepared
 from .splitting import Shards, context_parallel
 from .tensor import tensor_parallel, tensor_parallel_config
 from .watching import WatchCallback
@@ -43,6 +45,7 @@ __all__ = [
     "Checkpoint",
     "Loaded",
     "ModelError",
+    "Prepared",
     "Shards",
     "StructuralMask",
     "WatchCallback",
@@ -51,6 +54,7 @@ __all__ = [
     "layouts",
     "load",
     "make_cache",
+    "prepared",
     "probe",
     "serving",
     "tensor_parallel",

@@ -20,7 +20,7 @@ from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
-from .probing import record, watched
+from .sessions import record, watched
 from .tensor import heads_here, own_keys, own_part, together
 from .whole import Whole, whole_batch
 
@@ -32,6 +32,8 @@ HARMLESS = frozenset(
         "deterministic",  # asks flash attention for a reproducible backward pass
         "encoder_attention_mask",  # for the cross-attention beside this call, which gets it as its attention_mask
         "encoder_hidden_states",
+        "grid_thw",  # of images: the sequences of a packed batch say it, too
+        "input_ids",
         "logits_to_keep",
         "max_length_k",  # restate cu_seq_lens_k, cu_seq_lens_q
         "max_length_q",
@@ -39,6 +41,7 @@ HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "past_key_values",  # key and value already hold what is cached
+        "pixel_values",
         "position_ids",  # query and key are rotated already
         "return_dict",
         "shift_labels",
@@ -80,9 +83,9 @@ def headwise_attention(
     if batch is not None and sharded is not None:
         mask = _mask_of_whole(module, attention_mask, batch, is_causal)
         _check_split(module, query, key, position_bias, output_attentions, kwargs, here is not None)
-        assert isinstance(key, Tensor) and isinstance(value, Tensor)
-        split: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout": dropout}
-        return sharded.attend(query, key, value, mask=mask, **split).transpose(1, 2).contiguous(), None
+        pair = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+        split = sharded.attend(query, *pair, mask=mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+        return split.transpose(1, 2).contiguous(), None
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
     if here is not None:
@@ -125,10 +128,30 @@ def headwise_attention(
     if out is None:
         out = attention(query, key, value, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
-    if not (output_attentions or _attentions_are_collected()):
+    if not (output_attentions or attentions_are_collected()):
         return out, None
     matrix = weights(query, in_one_piece(key, query.dtype), **options).to(query.dtype)
     return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Keys,
+    value: Keys,
+    dropout: float,
+    backend: str = "auto",
+    **options: Any,
+) -> Tensor:
+    """Attention that a module's own code asks for, (B, H, T, V), as the probes that are open on its model have it."""
+    key, value = _stored(key, value, query.dtype)
+    answer = None
+    if watched(module):
+        pair = {"key": in_one_piece(key, query.dtype), "value": in_one_piece(value, query.dtype)}
+        answer = record(module, query=query, dropout=dropout, **pair, **options)
+    if answer is not None:
+        return answer
+    return attention(query, key, value, dropout=dropout, backend=backend, **options)
 
 
 def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: Whole, is_causal: bool | None) -> Mask:
@@ -151,9 +174,9 @@ def _check_split(
     wrong = [name for name in sorted(_SEQUENCES) if kwargs.get(name) is not None]
     wrong += ["heads split as well (tensor parallel)"] if dealt else []
     wrong += ["position_bias"] if position_bias is not None else []
-    wrong += ["output_attentions"] if attentions or _attentions_are_collected() else []
+    wrong += ["output_attentions"] if attentions or attentions_are_collected() else []
     wrong += ["a probe"] if watched(module) else []
-    wrong += ["a cache that holds tokens"] if not isinstance(key, Tensor) or key.shape[2] != query.shape[2] else []
+    wrong += ["a cache that holds tokens"] if key.shape[2] != query.shape[2] else []
     if wrong:
         raise ModelError(
             f"{type(module).__name__} runs on tokens split over processes, which does not go with {', '.join(wrong)}; "
@@ -217,8 +240,10 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
     """What transformers, or its user, passes as a mask of T queries and S keys; bool tensors keep, floats are added."""
     if attention_mask is None:
         return Mask(())
+    if isinstance(attention_mask, StructuralMask) and attention_mask.shape[2:] == (1, S) and T > 1:
+        attention_mask = attention_mask.plain().expand(-1, -1, T, -1)  # one row for all queries, as eager adds it
     if isinstance(attention_mask, StructuralMask):
-        if attention_mask.shape[2:] != (T, S):
+        if attention_mask.shape[2:] != (T, S) and attention_mask.mask.parts:
             # Attention checks a tensor's sizes; rules have no sizes, and would count positions from another place.
             T_made, S_made = attention_mask.shape[2:]
             raise ModelError(
@@ -243,9 +268,16 @@ def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) ->
             f"{type(module).__name__} passes a 4-D attention mask of {attention_mask.dtype}; a bool tensor says what "
             "may be attended, a float tensor is added to the scores: convert it with .bool()"
         )
-    # Models write "may not be attended" as the lowest finite number. As -inf, a row without keys gives 0, not a mean.
-    lowest = torch.finfo(attention_mask.dtype).min
-    return bias(attention_mask.masked_fill(attention_mask <= lowest, -torch.inf))
+    return bias(without_lowest(attention_mask))
+
+
+def without_lowest(added: Tensor) -> Tensor:
+    """What a model adds to its scores, with -inf where it writes "may not be attended" as the lowest finite number.
+
+    As -inf, a row without keys gives 0, not a mean.
+    """
+    lowest = torch.finfo(added.dtype).min
+    return added.masked_fill(added <= lowest, -torch.inf)
 
 
 def _without_expired(mask: Mask, expired: int, query: Tensor, key: Keys) -> Mask:
@@ -287,7 +319,7 @@ def _sequence_of(ends: Any, length: int, query: Tensor) -> Tensor:
     return torch.searchsorted(ends[1:].to(at), at, right=True)
 
 
-def _attentions_are_collected() -> bool:
+def attentions_are_collected() -> bool:
     """Whether a caller up the stack asked for attentions; most models pass that on through this collector only."""
     try:
         from transformers.utils.output_capturing import _active_collector

@@ -25,7 +25,7 @@ from ..ops.masks.make import causal, lengths, window
 from ..ops.storage.paged import PAGE, Paged
 from .attention import check_heads, headwise_attention, refuse_unknown
 from .errors import ModelError
-from .interface import attention_modules, configs, require_interface, title
+from .interface import attention_modules, configs, refuse_own_code, require_interface, title
 from .masks import StructuralMask
 
 NAME = "headwise_flash"
@@ -94,6 +94,7 @@ def _require_served(model: object) -> None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             require_interface(type(part), part.config.model_type)
+    refuse_own_code(model, "headwise.hf.serving")
     if not hasattr(model, "generate_batch") or model.config.is_encoder_decoder or not attention_modules(model):
         raise ModelError(
             f"{title(model)} has no continuous batching in transformers, which is for decoders with a head that "

@@ -12,7 +12,8 @@ import ast
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextvars import ContextVar
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import ModelError
 from .interface import NAME, outside_text, require_interface, title, unseen_modules
+from .seams import family_of, is_seam, is_switched
+from .switching import switch
 
+_switching: ContextVar[bool] = ContextVar("headwise_switching", default=False)
+_BACK = {"eager", "sdpa"}
+"""The names under which code of a model's own runs as it is."""
 _OURS = "_checks_for_headwise"
 """The mark of our function in the place of transformers'."""
 
@@ -32,6 +38,7 @@ def check_what_is_built() -> None:
     theirs, finished = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
     if hasattr(theirs, _OURS):
         return
+    check_what_is_switched()
 
     @wraps(theirs)
     def get_correct_attn_implementation(
@@ -46,6 +53,7 @@ def check_what_is_built() -> None:
     @wraps(finished)
     def post_init(self: PreTrainedModel) -> None:
         if self.config._attn_implementation == NAME:
+            switch(self, NAME)
             warn_of_own_attention(self)
         finished(self)
 
@@ -88,6 +96,49 @@ def _explained(theirs: Callable[..., None]) -> Callable[..., None]:
     return explained
 
 
+def check_what_is_switched() -> None:
+    """From here on, a model with attention in code of its own may be switched to ours and back, where a seam is known.
+
+    transformers refuses to switch such a model, and so it still does between its own names.
+    """
+    theirs, can_set = PreTrainedModel.set_attn_implementation, PreTrainedModel._can_set_attn_implementation.__func__
+
+    @wraps(theirs)
+    def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        names = {attn_implementation} if isinstance(attn_implementation, str) else set(_leaves(attn_implementation))
+        before = _switching.get()
+        _switching.set(NAME in names or (bool(names & _BACK) and is_switched(self.config)))
+        if _switching.get() and isinstance(attn_implementation, str):
+            for part in _configs_without_a_model(self):  # or transformers warns that it sets what nothing reads
+                part._attn_implementation_internal = attn_implementation
+        try:
+            theirs(self, attn_implementation, *args, **kwargs)
+        finally:
+            _switching.set(before)
+        switch(self, NAME)
+
+    @wraps(can_set)
+    def _can_set_attn_implementation(cls: type[PreTrainedModel]) -> bool:
+        return bool(can_set(cls)) or (_switching.get() and family_of(cls) is not None)
+
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
+    PreTrainedModel._can_set_attn_implementation = classmethod(_can_set_attn_implementation)
+
+
+def _configs_without_a_model(model: PreTrainedModel) -> Iterator[Any]:
+    """Of models in the table, the configs within a config that are of no model: of attention itself, say."""
+    if family_of(type(model)) is not None:
+        owned = {id(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
+        within = (getattr(model.config, key, None) for key in model.config.sub_configs)
+        yield from (config for config in within if config is not None and id(config) not in owned)
+
+
+def _leaves(names: Any) -> Iterator[Any]:
+    """The names in what transformers takes as a dict of sub-models."""
+    for name in names.values() if isinstance(names, Mapping) else [names]:
+        yield from _leaves(name) if isinstance(name, Mapping) else [name]
+
+
 def warn_of_own_attention(model: PreTrainedModel) -> None:
     """UserWarning where some attention of a model on the interface is in code of its own (a pooling head, say)."""
     whole = [name for name, part in model.named_modules() if name and isinstance(part, PreTrainedModel)]
@@ -107,13 +158,18 @@ def warn_of_own_attention(model: PreTrainedModel) -> None:
 def require_no_table(model: type[PreTrainedModel], model_type: str) -> None:
     """Raise ModelError where a part of the model picks its class of attention by the implementation's name.
 
-    Such a model has no class for ours, and would die of a KeyError while it is built.
+    Such a model has no class for ours, and would die of a KeyError while it is built. Where the class for "eager" is
+    one that headwise runs, it is entered for ours.
     """
     for part in module_classes(model):
-        names = _table_names(part)
-        if names is not None and NAME not in names:
-            reason = f"{part.__name__} picks its attention from a table of its own, of {', '.join(map(repr, names))}"
-            raise ModelError(outside_text(model.__name__, model_type, reason))
+        table = _table(part)
+        if table is None or NAME in table:
+            continue
+        if is_seam(table.get("eager", nn.Module)) and isinstance(table, MutableMapping):
+            table[NAME] = table["eager"]
+            continue
+        reason = f"{part.__name__} picks its attention from a table of its own, of {', '.join(map(repr, table))}"
+        raise ModelError(outside_text(model.__name__, model_type, reason))
 
 
 def module_classes(model: type[nn.Module]) -> set[type[nn.Module]]:
@@ -138,15 +194,15 @@ def _is_part(x: Any) -> bool:
     return isinstance(x, type) and issubclass(x, nn.Module) and not issubclass(x, PreTrainedModel)
 
 
-def _table_names(part: type[nn.Module]) -> list[str] | None:
-    """The implementations in the table of classes from which a part takes its attention; None where it has no table."""
+def _table(part: type[nn.Module]) -> Mapping[str, Any] | None:
+    """The table of classes by implementation from which a part takes its attention; None where it has none."""
     for file, written in _written(part):
         for init in _constructors(written):
             for x in ast.walk(init):
                 picks = isinstance(x, ast.Subscript) and ast.unparse(x.slice).endswith("attn_implementation")
                 table = getattr(file, ast.unparse(x.value), None) if picks else None  # type: ignore[attr-defined]
                 if isinstance(table, Mapping):
-                    return list(table)
+                    return table
     return None
 
 

@@ -20,7 +20,7 @@ from .lazy import to_model
 
 KINDS = ("static", "paged")
 KEPT = (DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer))  # 5.20 has none
-LENGTHS = ("max_position_embeddings", "max_target_positions")  # what a config calls the longest text
+LENGTHS = ("max_position_embeddings", "max_target_positions", "max_seq_len")  # what a config calls the longest text
 
 
 class FullLayer(CacheLayerMixin):

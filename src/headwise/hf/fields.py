@@ -11,6 +11,7 @@ import transformers
 from transformers import PreTrainedConfig, modeling_rope_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .architectures import UNDECLARED
 from .errors import ModelError
 from .folder import check_numbers
 
@@ -42,6 +43,7 @@ def known_keys(config_class: type[PreTrainedConfig]) -> set[str]:
     declared = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
     source = inspect.getsource(inspect.getmodule(config_class) or config_class) + inspect.getsource(modeling_rope_utils)
     read = {"head_dim", *re.findall(r'"([a-z][a-z0-9_]*)"', source)}  # models read head_dim, declared or not
+    read |= UNDECLARED.get(getattr(config_class, "model_type", ""), frozenset())
     return {key for key in declared | read if not chooses(key)} - {*DROPPED}
 
 

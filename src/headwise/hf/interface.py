@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import OUTSIDE, SPARSE, SUPPORTED_EXAMPLES
 from .errors import ModelError
+from .seams import family_of, is_seam, is_switched
 
 NAME = "headwise"
 """The name under which `headwise.hf` registers: `attn_implementation="headwise"`."""
@@ -24,11 +25,11 @@ _OWN = "its attention is code of its own"
 
 
 def require_interface(model: type[PreTrainedModel], model_type: str) -> None:
-    """Raise ModelError unless this class of model hands its attention to transformers' attention interface."""
+    """Raise ModelError unless this class of model hands its attention to transformers' interface, or runs without."""
     reason = OUTSIDE.get(model_type) or SPARSE.get(model_type)
     # A private method, and the only one that says it; under a version without it the calls are checked instead.
     can_set = getattr(model, "_can_set_attn_implementation", lambda: True)
-    if reason is None and can_set():
+    if reason is None and (can_set() or family_of(model) is not None):
         return
     raise ModelError(outside_text(model.__name__, model_type, reason or _OWN))
 
@@ -39,8 +40,13 @@ def require_consulted(config: Any) -> None:
     A model that got the name past transformers' own ways (by writing to its config) comes here with its first
     mask.
     """
-    if not _consults(type(config).__module__):
+    if not (_consults(type(config).__module__) or is_switched(config)):
         name, model_type = type(config).__name__.removesuffix("Config"), config.model_type
+        if family_of(type(config)) is not None:
+            raise ModelError(
+                f"{name} (model_type {model_type!r}): {NAME!r} stands in its config, and its attention was not switched"
+                f' with it; call model.set_attn_implementation("{NAME}")'
+            )
         raise ModelError(outside_text(name, model_type, OUTSIDE.get(model_type, _OWN)))
 
 
@@ -93,8 +99,22 @@ def dispatches(cls: type[nn.Module]) -> bool:
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Qualified name -> each module of the model that calls the attention interface."""
-    return {name: module for name, module in model.named_modules() if dispatches(module.__class__)}
+    """Qualified name -> each module of the model whose attention headwise runs: by the interface, or as a seam."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if dispatches(module.__class__) or is_seam(module.__class__)
+    }
+
+
+def refuse_own_code(model: PreTrainedModel, what: str) -> None:
+    """ModelError where a module computes attention in code of its own, which `what` does not reach."""
+    own = next((type(module).__name__ for module in model.modules() if is_seam(type(module))), None)
+    if own is not None:
+        raise ModelError(
+            f"{title(model)}: {own} computes attention in code of its own, and {what} is for models that call "
+            f"transformers' attention interface, such as {SUPPORTED_EXAMPLES}"
+        )
 
 
 def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -108,7 +128,7 @@ def unseen_modules(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in model.named_modules()
         if name
-        and "Attention" in type(module).__name__
+        and re.search(r"Attention(?!\w*Output)", type(module).__name__)  # and not what follows attention
         and not related(name)
         and any(True for _ in module.parameters())
     }

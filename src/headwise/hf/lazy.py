@@ -15,6 +15,7 @@ from ..ops.storage.int8 import Quantized
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import Paged
 
+_NOTHING = torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full()
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
@@ -56,7 +57,7 @@ class Lazy(Tensor):
     def plain(self) -> Tensor:
         """The tensor itself, made at the first call and then kept."""
         if self._source.tensor is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with _as_outside_of_dispatch(), torch.inference_mode(False), torch.no_grad():
                 self._source.tensor = (
                     self._source.make().contiguous()
                 )  # contiguous, as a wrapper without strides must be
@@ -84,6 +85,14 @@ class Lazy(Tensor):
         return function(*args, **kwargs)
 
 
+def _as_outside_of_dispatch() -> Any:
+    """Lets operations take all their steps: inside of `__torch_dispatch__` torch leaves out those of torch.vmap.
+
+    A mask function of one pair is evaluated by that.
+    """
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NOTHING)
+
+
 class LazyKeys(Lazy):
     """Keys or values (B, K, S, n) of a cache that stores them in int8, in pages, or in both."""
 
@@ -100,6 +109,27 @@ class LazyKeys(Lazy):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyKeys({type(self.stored).__name__}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class LazyView(Lazy):
+    """Keys or values of a cache as a model's own code turns them to multiply: (.., n, S), heads beside the batch."""
+
+    keys: LazyKeys
+    turned: bool
+    flat: bool
+
+    def __new__(cls, keys: LazyKeys, turned: bool, flat: bool) -> LazyView:
+        """`turned`: the last two axes are exchanged; `flat`: the first two are one."""
+        B, K, S, n = keys.shape
+        shape = ((B * K,) if flat else (B, K)) + ((n, S) if turned else (S, n))
+
+        def make() -> Tensor:
+            x = keys.plain().flatten(0, 1) if flat else keys.plain()
+            return x.transpose(-1, -2) if turned else x
+
+        view: LazyView = cls._of(make, shape, keys.dtype, keys.device)
+        view.keys, view.turned, view.flat = keys, turned, flat
+        return view
 
 
 def to_model(x: Tensor | Quantized | Paged, dtype: torch.dtype, expired: int = 0) -> Tensor:

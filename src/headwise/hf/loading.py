@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .architectures import BOTH_WAYS
 from .errors import ModelError, one_line
-from .fields import class_of_config, known_keys
+from .fields import class_of_config, known_keys, taken
 from .folder import Weights, check_numbers, find_weights, folder_config
 from .hub import find_folder
 from .interface import attention_modules, require_interface
+from .seams import is_seam
 from .tokens import bos_id, delimiters, encode, encode_all, load_tokenizer
 
-TEXT_MODELS = "headwise look reads text models that are decoder-only or encoder-only"
+TEXT_MODELS = "text models that are decoder-only or encoder-only are read here"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +36,7 @@ class Loaded:
 
     `kind` is "decoder" (each token sees those before it) or "encoder". `max_positions`: how many tokens it takes, None
     where it does not say. `delimiters`: ids of punctuation, line ends and separators. `bos_id`: what begins a text, if
-    anything does.
+    anything does. `folder`: where its files are. Of a model without a text, `tokenizer` is None.
     """
 
     model: PreTrainedModel
@@ -43,6 +46,7 @@ class Loaded:
     kind: str
     delimiters: tuple[int, ...]
     bos_id: int | None
+    folder: Path | None = None
 
     def encode(self, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
         """The ids of a text, long (1, T), and the piece of the text that each stands for.
@@ -76,7 +80,11 @@ class Loaded:
 
 
 def load(
-    name_or_path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | str | None = None
+    name_or_path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+    any_input: bool = False,
 ) -> Loaded:
     """Load a text model and its tokenizer, in eval mode.
 
@@ -86,6 +94,8 @@ def load(
         device: Where to put it, as torch names devices.
         dtype: The dtype of the weights, as torch.float32 or "float32". None: float32 on the CPU, where statistics gain
             from it and half precision is slow; elsewhere that of the files.
+        any_input: Take models of pictures and sound, encoder-decoders and those made of several, too; what they read
+            is made by `headwise.hf.prepared`.
 
     Raises:
         ModelError: one line with the rule, the values and a way out: no such folder or name; weights as pickle, or
@@ -94,25 +104,28 @@ def load(
             (`auto_map`) is never run, and fields of config.json that choose code are not read.
     """
     where, kind_of_number = _device(device), _dtype(dtype)
-    folder, name = find_folder(name_or_path, describe)
-    config, cls = describe(folder)
+    check = partial(describe, any_input=any_input)
+    folder, name = find_folder(name_or_path, check)
+    config, cls = check(folder)
     weights = find_weights(folder)
     _check_size(cls, config, weights, folder)
     if kind_of_number is None:
         kind_of_number = torch.float32 if where.type == "cpu" else _dtype_of(weights)
-    tokenizer = load_tokenizer(folder, config)
+    needs_text = not any_input or cls.main_input_name == "input_ids" or config.is_encoder_decoder
+    tokenizer = load_tokenizer(folder, config) if needs_text else None
     state = _read(weights, folder)
     model = _fill(cls, config, state, kind_of_number, str(folder)).to(where).eval()
     model.config.name_or_path = name
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = 0 if tokenizer is None else _vocabulary(model)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
         name=name,
         max_positions=_max_positions(model),
         kind=_kind(model),
-        delimiters=delimiters(tokenizer, vocabulary),
-        bos_id=bos_id(tokenizer, vocabulary),
+        delimiters=() if tokenizer is None else delimiters(tokenizer, vocabulary),
+        bos_id=None if tokenizer is None else bos_id(tokenizer, vocabulary),
+        folder=folder,
     )
 
 
@@ -141,11 +154,21 @@ def _dtype_of(weights: Weights) -> torch.dtype:
 # -- what is in the folder --------------------------------------------------------------------------------------------
 
 
-def describe(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """The config and the class of the model; refuses what headwise cannot see before any weight is read."""
     raw = folder_config(folder)
     model_type, where = raw["model_type"], f"{folder}/config.json"
     config_class = class_of_config(model_type, where)
+    if any_input:
+        try:
+            config = config_class.from_dict(taken(raw, where))
+        except ModelError:
+            raise
+        except Exception as error:  # as below
+            raise _no_config(where, config_class, error) from None
+        cls = _class_of(raw, config)
+        require_interface(cls, model_type)
+        return config, cls
     if config_class.sub_configs_defaults or raw.get("is_encoder_decoder") is True:
         raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
     names = config_class.attribute_map
@@ -153,9 +176,7 @@ def describe(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     try:
         config = config_class(**{key: raw[key] for key in known_keys(config_class) & raw.keys()})
     except Exception as error:  # transformers' validation raises many kinds, one a field
-        raise ModelError(
-            f"{where}: no valid {config_class.__name__} ({one_line(error)}); correct it or download it anew"
-        ) from None
+        raise _no_config(where, config_class, error) from None
     cls = _class_of(raw, config)
     require_interface(cls, model_type)
     if config.is_encoder_decoder:
@@ -165,10 +186,14 @@ def describe(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     return config, cls
 
 
+def _no_config(where: str, config_class: type[PreTrainedConfig], error: Exception) -> ModelError:
+    return ModelError(f"{where}: no valid {config_class.__name__} ({one_line(error)}); correct it or download it anew")
+
+
 def _no_text_model(model_type: str, why: str) -> ModelError:
     return ModelError(
-        f"{TEXT_MODELS}; this one (model_type {model_type!r}) is not: {why}; load it with transformers and use "
-        "headwise.hf.probe(model) in Python"
+        f"{TEXT_MODELS}; this one (model_type {model_type!r}) is not: {why}; `headwise look` takes it, or load it with "
+        "transformers and use headwise.hf.probe(model) in Python"
     )
 
 
@@ -190,11 +215,11 @@ def _class_of(raw: dict[str, Any], config: PreTrainedConfig) -> type[PreTrainedM
 
 def _check_size(cls: type[PreTrainedModel], config: PreTrainedConfig, weights: Weights, folder: Path) -> None:
     """Compare what config.json wants allocated with what the files hold, before allocating it."""
-    experts = max(getattr(config, key, 0) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if config.num_hidden_layers * experts > 2_000_000:
-        raise ModelError(
-            f"{folder}: {config.num_hidden_layers} layers of {experts} experts; such a model does not exist"
-        )
+    text = config.get_text_config()
+    experts = max(getattr(text, key, 0) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    layers = getattr(text, "num_hidden_layers", 0)
+    if layers * experts > 2_000_000:
+        raise ModelError(f"{folder}: {layers} layers of {experts} experts; such a model does not exist")
     try:
         with torch.device("meta"):
             empty = cls(config)
@@ -268,13 +293,34 @@ def _quietly() -> Iterator[None]:
 
 
 def _kind(model: PreTrainedModel) -> str:
-    causal = [bool(getattr(module, "is_causal", True)) for module in attention_modules(model).values()]
+    default = not any(is_seam(type(module)) for module in model.modules()) or _writes(model.config)
+    causal = [bool(getattr(module, "is_causal", default)) for module in attention_modules(model).values()]
     return "decoder" if any(causal) and getattr(model.config, "is_causal", True) else "encoder"
+
+
+def _writes(config: PreTrainedConfig) -> bool:
+    """Whether models of a config write text, by the kinds of heads that transformers has for them."""
+    if config.model_type in BOTH_WAYS:
+        return False
+    if config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return bool(getattr(config, "is_decoder", False))
+    return config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    """How many ids the text part knows."""
+    try:
+        table: Any = model.get_input_embeddings()
+    except NotImplementedError:  # a model of two towers
+        table = None
+    rows = getattr(table, "num_embeddings", None)
+    return rows if isinstance(rows, int) else int(model.config.get_text_config().vocab_size)
 
 
 def _max_positions(model: PreTrainedModel) -> int | None:
     """How many tokens fit. Tables that begin to count after the padding id hold that many rows fewer."""
-    declared = getattr(model.config, "max_position_embeddings", None)
+    names, text = ("max_position_embeddings", "max_seq_len"), model.config.get_text_config()
+    declared = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
             declared = module.num_embeddings - module.padding_idx - 1

@@ -11,11 +11,13 @@ from torch import Tensor
 from transformers import masking_utils as theirs
 
 from ..ops.masks.compose import Mask
+from ..ops.masks.make import bias
 from .architectures import FLOAT_MASKS
 from .closures import Frame, MaskFunction, dense_mask, read_mask, read_padding
 from .functions import function_mask
 from .interface import require_consulted
 from .lazy import Lazy
+from .seams import is_switched
 from .whole import whole_batch
 
 
@@ -53,26 +55,64 @@ class StructuralMask(Lazy):
         return _additive(self.mask, self.shape, self.dtype, self.device, slice(*rows.indices(self.shape[2])))
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As of any tensor; on another device it is still a structural mask."""
+        """As of any tensor; on another device it is still a structural mask, and as bools says what it hides."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype == torch.bool and not self.exposed:
+            return Hidden(self.mask if device is None else self.mask.to(device), self.shape, device or self.device)
         if device in (None, self.device) or dtype not in (None, self.dtype) or self.exposed:
             return super().to(*args, **kwargs)
         return StructuralMask(self.mask.to(device), self.shape, self.dtype, device)
+
+    def __lt__(self, other: Any) -> Tensor:
+        """As of any tensor: where the mask is below zero, it hides."""
+        if self.exposed or not isinstance(other, (int, float)) or not torch.finfo(self.dtype).min < other <= 0:
+            return super().__lt__(other)
+        return self.to(torch.bool)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StructuralMask({self.mask}, shape={tuple(self.shape)})"
 
 
+class Hidden(Lazy):
+    """What a structural mask hides, where a model asks for that as a bool tensor (B, 1, T, S): True = hidden."""
+
+    mask: Mask
+
+    def __new__(cls, mask: Mask, shape: Sequence[int], device: torch.device | str) -> Hidden:
+        """Of the same mask and shape."""
+        carrier: Hidden = cls._of(partial(_hidden, mask, shape, torch.device(device)), shape, torch.bool, device)
+        carrier.mask = mask
+        return carrier
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation leaves out the function
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """A bias that is filled with the lowest number where this hides is a mask of rules with a bias."""
+        if function is torch.ops.aten.masked_fill.Scalar and isinstance(args[1], Hidden) and not args[1].exposed:
+            x, hidden, value = args
+            if x.ndim == 4 and x.is_floating_point() and value <= torch.finfo(x.dtype).min:
+                shape = torch.broadcast_shapes(x.shape, hidden.shape)
+                return StructuralMask(hidden.mask & bias(x), shape, x.dtype, x.device)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def _hidden(mask: Mask, shape: Sequence[int], device: torch.device) -> Tensor:
+    allowed = mask.allowed(*shape[2:], device=device)
+    hidden = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device) if allowed is None else ~allowed
+    return hidden.expand(*shape)
+
+
 def _additive(
     mask: Mask, shape: Sequence[int], dtype: torch.dtype, device: torch.device, rows: slice | None = None
 ) -> Tensor:
-    """(B, 1, T, S) of 0 and the lowest number, as transformers' eager attention adds it; or some rows T of it."""
-    B, _, T, S = shape
-    allowed = mask.allowed(T, S, rows=rows, device=device)
-    if allowed is None:
-        return torch.zeros(B, 1, len(range(T)[rows or slice(None)]), S, dtype=dtype, device=device)
-    zero = torch.zeros((), dtype=dtype, device=device)
-    return torch.where(allowed, zero, torch.finfo(dtype).min).expand(B, -1, -1, -1).contiguous()
+    """(B, 1|H, T, S) of 0 or a bias and the lowest number, as transformers' eager adds it; or some rows T of it."""
+    B, H, T, S = shape
+    added, allowed = (of(T, S, rows=rows, device=device) for of in (mask.added, mask.allowed))
+    full = torch.zeros((), dtype=dtype, device=device) if added is None else added.to(dtype)
+    if allowed is not None:
+        full = torch.where(allowed, full, torch.finfo(dtype).min)
+    return full.expand(B, H, len(range(T)[rows or slice(None)]), S).contiguous()
 
 
 def headwise_mask(
@@ -100,7 +140,7 @@ def headwise_mask(
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     step = isinstance(q_offset, Tensor) and q_length == 1
     if traced or step:
-        is_float = not traced or getattr(config, "model_type", "") in FLOAT_MASKS
+        is_float = not traced or getattr(config, "model_type", "") in FLOAT_MASKS or is_switched(config)
         if step or is_float:  # in a single step, most of a static cache's keys are not there yet
             options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return (theirs.eager_mask if is_float else theirs.sdpa_mask)(

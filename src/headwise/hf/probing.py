@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..nn.probe import Each, Probe
@@ -17,13 +17,16 @@ from ..nn.unwrap import unwrap
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .interface import NAME, attention_modules, configs, outside_text, require_interface, title, unseen_modules
+from .sessions import Session, closed, opened
+from .switching import switch
 
 
-class _Session:
-    """One open probe: which modules are watched, and what ran."""
+class _Session(Session):
+    """An open probe of a transformers model: which of its modules ran, too."""
 
     def __init__(self, model: PreTrainedModel, seen: Probe, names: dict[nn.Module, str]) -> None:
-        self.model, self.seen, self.names = model, seen, names
+        super().__init__(seen, names)
+        self.model = model
         self.ran: set[nn.Module] = set()
         self.before: dict[nn.Module, int] = {}
 
@@ -58,23 +61,6 @@ class _Session:
         return ModelError(f"{title(self.model)}: module {names[0]!r}{more} {what}")
 
 
-_sessions: tuple[_Session, ...] = ()
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether a probe of this module's model is open."""
-    return any(module in session.names for session in _sessions)
-
-
-def record(module: nn.Module, **fields: Any) -> Tensor | None:
-    """Show an attention call of this module to every probe that is open on its model.
-
-    Returns what the call is to give instead, (B, H, T, V): the answer of the last opened of those that answer.
-    """
-    answers = [session.seen.record(session.names[module], **fields) for session in _sessions if module in session.names]
-    return next((answer for answer in reversed(answers) if answer is not None), None)
-
-
 @contextmanager
 def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     """Watch every attention call of a transformers model while the with block runs.
@@ -84,7 +70,7 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     bit-identical, also after an exception; a compiled model runs uncompiled inside the block.
 
     Args:
-        model: Any model on transformers' attention interface, in any mode and dtype; of a wrapper (see
+        model: Any model that runs on headwise, in any mode and dtype; of a wrapper (see
             `headwise.nn.unwrap`) what it wraps is watched. In one that tensor parallelism splits, each process runs
             the probe, and sees the heads of all.
         each: Called at once with every `headwise.nn.AttentionCall`; the calls are then not kept. What it returns, a
@@ -124,8 +110,9 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
         for config in configs(model):
             undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = NAME
-        _open(session)
-        undo.callback(_close, session)
+        switch(model, NAME)
+        opened(session)
+        undo.callback(closed, session)
         yield seen
     session.check_complete()
 
@@ -170,14 +157,5 @@ def _owner(model: PreTrainedModel, name: str) -> nn.Module:
 
 
 def _is_cross(name: str) -> bool:
-    return CROSS_ATTENTION.search(name.rpartition(".")[2]) is not None
-
-
-def _open(session: _Session) -> None:
-    global _sessions
-    _sessions = (*_sessions, session)
-
-
-def _close(session: _Session) -> None:
-    global _sessions
-    _sessions = tuple(other for other in _sessions if other is not session)
+    """By its own name; where that is "self", as within BERT's two kinds of attention, by that around it."""
+    return CROSS_ATTENTION.search(name.removesuffix(".self").rpartition(".")[2]) is not None

@@ -20,7 +20,7 @@ from ..parallel.attention import Layout
 from ..parallel.options import digest
 from ..plan.places import Order
 from .errors import ModelError
-from .interface import NAME, attention_modules, title
+from .interface import NAME, attention_modules, refuse_own_code, title
 from .whole import Whole, of
 
 SPLIT = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "token_type_ids")
@@ -204,6 +204,7 @@ def _check_model(model: Any) -> None:
     """ModelError for a model that cannot be split."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"context_parallel takes a transformers model; got {type(model).__name__}")
+    refuse_own_code(model, "context_parallel")
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != NAME:
         raise ModelError(

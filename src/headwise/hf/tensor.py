@@ -17,7 +17,7 @@ from ..nn.dealt import Dealt, as_replica
 from ..ops.spread import Group, Share, as_dtensor, pick_heads
 from ..shapes.kinds import check_counts, shown
 from .errors import ModelError
-from .interface import title
+from .interface import refuse_own_code, title
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
 KEYS = ("k_proj", "v_proj")
@@ -154,6 +154,7 @@ def tensor_parallel(model: PreTrainedModel, mesh: Any) -> PreTrainedModel:
 
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise TypeError(f"mesh is a torch.distributed DeviceMesh of one dimension; got {shown(mesh)}")
+    refuse_own_code(model, "tensor_parallel")
     apply = _transformers("tensor_parallel").apply_tensor_parallelism
     model.tp_plan = _plan(model.tp_plan, model.config, mesh.size(), title(model))
     apply(model, mesh, model._expand_parallel_plan(model.tp_plan))
@@ -245,10 +246,10 @@ def _register(name: str, num_heads: int, num_kv_heads: int) -> None:
         def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
             from torch.distributed.tensor import Replicate, distribute_tensor
 
-            old = module._parameters.get(param)
+            old = getattr(module, param, None)
             if old is not None:
                 whole = distribute_tensor(old.detach(), mesh, [Replicate()], src_data_rank=None)
-                module._parameters[param] = nn.Parameter(whole, requires_grad=old.requires_grad)
+                setattr(module, param, nn.Parameter(whole, requires_grad=old.requires_grad))
 
         def install_forward(self, module: Any, mesh: Any) -> nn.Module:
             group = Group(mesh)

@@ -7,6 +7,7 @@ tell what heads are worth and what they write.
 
 from . import annotate
 from .ablation import Ablation, ablate
+from .axes import Axis
 from .circuits import Circuits, Composition, circuits
 from .collect import at
 from .compare import Comparison, HeadChange, compare
@@ -16,6 +17,7 @@ from .figures import plot_formation, plot_importance
 from .files import read, write
 from .importance import HeadImportance, Importance, importance
 from .needles import needles
+from .pictures import Picture
 from .records import HeadMap, HeadRecord, Look
 from .redundancy import Redundancy, Twin, redundancy
 from .repeats import Repeats
@@ -28,6 +30,7 @@ from .writes import HeadWrites
 __all__ = [
     "ROLES",
     "Ablation",
+    "Axis",
     "Circuits",
     "Comparison",
     "Composition",
@@ -41,6 +44,7 @@ __all__ = [
     "Importance",
     "Look",
     "Passage",
+    "Picture",
     "Point",
     "Redundancy",
     "Repeats",

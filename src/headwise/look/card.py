@@ -182,11 +182,12 @@ def _methods(look: Look, names: list[str], played: list[str]) -> list[str]:
         apart.append(f"{len(relations)} relations of grammar")
     bootstrap = any(score.low is not None for head in look.heads for score in head.scores.values())
     interval = " The interval is a bootstrap over texts." if bootstrap else " With one text there is no interval."
+    read = [_looked_at(look) if one == TEXT else _READINGS[one] for one in readings]
     return [
         "## How it was measured",
         "",
-        f"The model read {', '.join(_READINGS[one] for one in readings) or 'the text'}; every attention call was "
-        "reduced to sums as it ran, and the numbers are exact. A head plays a role where its score exceeds the "
+        f"The model read {', '.join(read) or 'the text'}; every attention call was reduced to sums as it ran, and the "
+        "numbers are exact. A head plays a role where its score exceeds the "
         f"threshold and what chance gives by the role's control.{interval}",
         "",
         *([f"Measured, and played by no head: {', '.join(others)}.", ""] if others else []),
@@ -209,3 +210,10 @@ def _number(value: float | None) -> str:
 
 def _interval(score: Score) -> str | None:
     return None if score.low is None or score.high is None else f"{score.low:.2f} to {score.high:.2f}"
+
+
+def _looked_at(look: Look) -> str:
+    """What the main pass read."""
+    kinds = {kind for axis in look.axes for kind in axis.kind.split(" and ")}
+    named = [f"the {kind}" for kind in ("picture", "sound", "text") if kind in kinds]
+    return " and ".join(named) or "the text"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Any, TypeAlias
@@ -17,13 +17,18 @@ from .excerpts import around
 from .finish import records
 from .measure import Sizes
 from .passes import Progress, Reader, Steps, batches, numbered, random_copies, resting
+from .processed import source_of
 from .records import Look
 from .repeats import Repeats
 from .roles import COPIES, ROLES, TEXT
 from .scene import Passage, usual_distances
+from .sources import Source
 
 LARGE_MAP = 128
 """Most cells a side of the large maps."""
+
+LARGE_PICTURE = 320
+"""The same where there are pictures or sound: 16 x 16 patches and some tokens are a cell each."""
 
 BATCH = 4096
 """Most tokens of one forward pass over several passages."""
@@ -36,9 +41,9 @@ REPEATS = Repeats()
 
 def at(
     model: nn.Module,
-    ids: Ids,
+    ids: Ids | Mapping[str, Any],
     *,
-    tokens: Sequence[str] | None = None,
+    tokens: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     delimiters: Collection[int] | None = None,
     name: str | None = None,
     map_size: int = 32,
@@ -56,8 +61,11 @@ def at(
     Args:
         model: any module made of `headwise.MultiHeadAttention`, called as ``model(ids)``; or a transformers model, once
             `headwise.hf` is imported. Wrapped ones (adapters, data parallelism, compiled) are read as what they wrap.
-        ids: (T,) or (1, T), integers, in a tensor, an array or a list: one text, special tokens included.
-        tokens: the T tokens as text; the ids' digits by default.
+        ids: (T,) or (1, T), integers, in a tensor, an array or a list: one text, special tokens included. Or what a
+            processor or tokenizer gives, a mapping of tensors by name: ``pixel_values``, ``input_features``,
+            ``input_values``, ``input_ids``, ``token_type_ids``, ``decoder_input_ids`` or ``labels``, and what else the
+            model takes.
+        tokens: the T tokens as text; the ids' digits by default. Of two texts a mapping, by the names of the ids.
         delimiters: ids that count as delimiters; by default those whose token is one of ``. , ; : ! ?`` or a line end.
         name: of the model, for the table; what the model calls itself by default.
         map_size: most cells a side of the map in each record.
@@ -70,8 +78,9 @@ def at(
 
     Raises:
         TypeError: `model` holds no attention that headwise can see, or ids that are no integers.
-        ValueError: the model reads no text, or is split over processes; no token, several texts, ids the model does not
-            know, more tokens than it has positions, or scores that are not finite.
+        ValueError: ids for a model that reads no text, or one split over processes; no token, several texts, padding,
+            ids the model does not know, more tokens than it has positions, an input it does not take, layers that
+            attend within windows of a picture, or scores that are not finite.
 
     Example:
         >>> import torch, headwise
@@ -87,23 +96,42 @@ def at(
     """
     started = time.perf_counter()
     model = unwrap(model)
-    inputs.check_reads_text(model)
-    row = inputs.as_row(ids)
-    facts = inputs.IdFacts.of(model, row)
-    inputs.check_fits(row, facts.vocabulary, facts.positions)
-    named = inputs.as_tokens(row, tokens)
     inputs.check_options(name, map_size, full_maps, repeats, progress)
+    if isinstance(ids, Mapping):
+        source, rows = source_of(model, ids, tokens)
+    else:
+        inputs.check_reads_text(model)
+        rows = (inputs.as_row(ids), [])
+        source = None
+    row = rows[0] or rows[1]
+    facts = inputs.IdFacts.of(model, row or [0])
+    if source is None:
+        inputs.check_fits(row, facts.vocabulary, facts.positions)
+    named = inputs.as_tokens(row, tokens) if source is None else tuple(source.names[0] or source.names[1])
     words = inputs.vocabulary(row, named, delimiters, facts)
     others = inputs.checked_readings(readings, facts)
-    sizes = Sizes(map_size, map_size * max(1, LARGE_MAP // map_size) if full_maps else 0)
-    reader = Reader(model, facts, words, ROLES, sizes, Steps(progress, passes=1 + (repeats is not None) + len(others)))
+    if not rows[0]:  # nothing but what it looks at, or listens to, tells the model what to read
+        repeats = None
+    passes = 1 + (repeats is not None) + len(others)
+    reader = Reader(
+        model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
+    )
     with resting(model):
-        reader.read([Passage(row)], TEXT)
+        reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
         maps, neurons = reader.maps, reader.neurons
         copies = read_more(reader, repeats, others)
-    seen = look_of(reader, name, started, length=len(row), tokens=named, maps=tuple(maps), neurons=tuple(neurons))
+    length = len(row) or max(tally.widest[0] for tally in reader.tallies)
+    seen = look_of(reader, name, started, length=length, tokens=named, maps=tuple(maps), neurons=tuple(neurons))
+    if source is not None:
+        seen = replace(seen, pictures=source.pictures())
     spelt = dict(zip(row, named, strict=True))
     return replace(seen, excerpts=around(seen.heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")))
+
+
+def _sizes(source: Source | None, map_size: int, full_maps: bool) -> Sizes:
+    """Of the maps: those over patches keep a cell a patch, as far as there are not too many."""
+    large = LARGE_MAP if source is None or not source.beside() else LARGE_PICTURE
+    return Sizes(map_size, map_size * max(1, large // map_size) if full_maps else 0)
 
 
 def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Look:
@@ -112,25 +140,35 @@ def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Lo
         model=name or inputs.model_name(reader.model),
         num_layers=len(reader.tallies),
         num_heads=max(tally.heads for tally in reader.tallies),
-        heads=records(reader.tallies, reader.roles),
+        heads=records(reader.tallies, reader.roles, reader.axes),
         kind=reader.kind,
+        axes=reader.axes,
         seconds=round(time.perf_counter() - started, 3),
         version=version(),
         **rest,
     )
 
 
-def read_more(reader: Reader, repeats: Repeats | None, readings: Mapping[str, Sequence[Passage]]) -> Sequence[Passage]:
-    """What the roles read beside the texts: random tokens repeated (returned), and passages by the kind of reading."""
+def read_more(
+    reader: Reader,
+    repeats: Repeats | None,
+    readings: Mapping[str, Sequence[Passage]],
+    mine: Callable[[Sequence[Passage]], bool] = bool,
+) -> Sequence[Passage]:
+    """What the roles read beside the texts: random tokens repeated (returned), and passages by the kind of reading.
+
+    Of several processes each reads the batches that are `mine`.
+    """
     drawn: Sequence[Passage] = ()
     if repeats is not None:
         drawn = random_copies(repeats, reader.facts, reader.words, ahead=reader.kind == "encoder")
-        if drawn:
+        if drawn and mine(drawn):
             reader.read(drawn, COPIES)
     for reads, passages in readings.items():
         usual = usual_distances(passages)
         for batch in batches(numbered(passages), BATCH):
-            reader.read(batch, reads, usual)
+            if mine(batch):
+                reader.read(batch, reads, usual)
     return drawn
 
 

@@ -10,19 +10,21 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 
 from ..nn.unwrap import unwrap
+from ..processes import Processes
 from ..shapes.kinds import check_counts, check_paths, shown
 from . import inputs
 from .collect import BATCH, REPEATS, Ids, look_of, read_more, version
 from .measure import Sizes
-from .passes import Progress, Reader, Steps, batches, resting
+from .passes import Progress, Reader, Steps, resting
 from .records import Look
 from .repeats import Repeats
-from .roles import ROLES, TEXT
+from .roles import ROLES
 from .scene import Passage, Vocabulary
-from .state import load, save
+from .sharing import Shared, check_whole
 
 BLOCK = 256
 """Texts read between two savings; those of one length go through the model together."""
@@ -39,6 +41,7 @@ def over(
     readings: Mapping[str, Sequence[Passage]] | None = None,
     state: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Look:
     """Look at every attention head of a model over many texts, as `at` does over one.
 
@@ -57,9 +60,16 @@ def over(
         state: a file that keeps the sums after each 256 texts. Where it exists, its texts are skipped: after an
             interrupt, call again with the same texts. It is removed by nobody.
         progress: called as ``progress(done, 0)`` with the number of texts read.
+        group: processes that share the texts, such as ``torch.distributed.group.WORLD``: each calls this with the same
+            model, texts and options, and gets the same look, to the last bit that of one process. The first of them
+            alone reads and writes `state`, of whatever number of processes, and calls `progress`. None: this process
+            reads all by itself, whatever groups there are. Processes that have a model only together (tensor
+            parallelism) read the same: the group is the other dimension of their mesh.
 
     Raises:
-        TypeError, ValueError: as `at`; also no text at all, or a state of another model or other options.
+        TypeError, ValueError: as `at`; also no text at all, a state of another model or other options, or processes
+            that were called with different things. What one process raises, all do.
+        ConnectionError: a process of the group has ended, or does not answer within the group's timeout.
 
     Example:
         >>> import torch, headwise
@@ -75,50 +85,40 @@ def over(
     """
     started = time.perf_counter()
     model = unwrap(model)
-    inputs.check_reads_text(model)
-    inputs.check_options(name, 1, False, repeats, progress)
-    check_counts(1, batch=batch)
-    if words is not None and not isinstance(words, Vocabulary):
-        raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
-    if state is not None:
-        check_paths(state=state)
-    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
-        raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
-    stream = iter(texts)
-    first = next(stream, None)
-    if first is None:
-        raise ValueError("look.over needs at least one text; got none")
-    facts = inputs.IdFacts.of(model, inputs.as_row(first))
-    words = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
-    others = inputs.checked_readings(readings, facts)
-    reader = Reader(model, facts, words, ROLES, Sizes(32, 0), Steps(None, 1))
-    about = fingerprint(name or inputs.model_name(model), repeats, words, others, inputs.as_row(first))
-    done = length = 0
-    if state is not None and Path(state).exists():
-        reader.tallies, done, length = load(state, about)
-    stream = itertools.islice(itertools.chain([first], stream), done, None)
+    processes = Processes.of(group)
+
+    def begin() -> tuple[Reader, Iterator[Ids], Mapping[str, Sequence[Passage]], str]:
+        inputs.check_reads_text(model)
+        inputs.check_options(name, 1, False, repeats, progress)
+        check_counts(1, batch=batch)
+        check_whole(model, processes)
+        if words is not None and not isinstance(words, Vocabulary):
+            raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
+        if state is not None:
+            check_paths(state=state)
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
+            raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
+        stream = iter(texts)
+        first = next(stream, None)
+        if first is None:
+            raise ValueError("look.over needs at least one text; got none")
+        row = inputs.as_row(first)
+        facts = inputs.IdFacts.of(model, row)
+        known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
+        others = inputs.checked_readings(readings, facts)
+        reader = Reader(model, facts, known, ROLES, Sizes(32, 0), Steps(None, 1))
+        about = fingerprint(name or inputs.model_name(model), repeats, known, others, row)
+        return reader, itertools.chain([first], stream), others, about
+
+    reader, stream, others, about = processes.together(begin)
+    shared = Shared(reader, processes, about, state, progress)
+    shared.begin()
+    stream = itertools.islice(stream, shared.done, None)
     with resting(model):
-        for rows in _read(reader, stream, done, batch):
-            done += len(rows)
-            length += sum(map(len, rows))
-            if state is not None:
-                save(state, about, reader.tallies, done, length)
-            if progress is not None:
-                progress(done, 0)
-        read_more(reader, repeats, others)
-    return look_of(reader, name, started, length=length, tokens=(), texts=done)
-
-
-def _read(reader: Reader, texts: Iterator[Ids], done: int, batch: int) -> Iterator[list[list[int]]]:
-    """Read the texts, a block at a time; each block once it is summed."""
-    while block := list(itertools.islice(texts, BLOCK)):
-        rows = [inputs.as_row(ids) for ids in block]
-        for row in rows:
-            inputs.check_fits(row, reader.facts.vocabulary, reader.facts.positions)
-        for some in batches((Passage(row, text=done + n) for n, row in enumerate(rows)), batch):
-            reader.read(some, TEXT)
-        done += len(rows)
-        yield rows
+        while shared.block(lambda: [inputs.as_row(ids) for ids in itertools.islice(stream, BLOCK)], batch):
+            pass
+        shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
+    return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
 
 
 def fingerprint(

@@ -6,19 +6,20 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from .axes import Axis
 from .records import HeadRecord
 from .roles import Role
 from .scores import Evidence, Score
-from .tally import Floats, LayerTally
+from .tally import ON_PICTURE, Floats, LayerTally
 
 
-def records(tallies: Sequence[LayerTally], roles: Iterable[Role]) -> tuple[HeadRecord, ...]:
-    """A record a head, by layer, then head."""
+def records(tallies: Sequence[LayerTally], roles: Iterable[Role], axes: Sequence[Axis] = ()) -> tuple[HeadRecord, ...]:
+    """A record a head, by layer, then head; `axes` are what queries and keys ran over, where a look tells them."""
     listed = tuple(roles)
-    return tuple(record for layer, tally in enumerate(tallies) for record in _layer(layer, tally, listed))
+    return tuple(record for layer, tally in enumerate(tallies) for record in _layer(layer, tally, listed, axes))
 
 
-def _layer(layer: int, tally: LayerTally, roles: Sequence[Role]) -> list[HeadRecord]:
+def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[Axis]) -> list[HeadRecord]:
     count = np.maximum(tally.numbers["rows"], 1)
     means = {name: tally.numbers[name] / count for name in ("entropy", "largest", "distance")}
     able = tally.numbers["offset rows"]
@@ -45,6 +46,8 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role]) -> list[HeadRec
             map=tuple(tuple(round(float(x), 5) for x in row) for row in maps[h]),
             queries=queries,
             keys=keys,
+            extras=_extras(tally, h),
+            over=() if tally.over is None or not axes else tally.over,
         )
         for h in range(tally.heads)
     ]
@@ -67,6 +70,14 @@ def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
         evidence = [Evidence(t, i, j, -w) for w, t, i, j in tally.shown.get((role.name, h), ())] if plays else []
         detail = tally.detail(role.name, h) if plays else ""
         yield h, Score(role.name, value, null, role.threshold, count, low, high, plays, tuple(evidence), detail)
+
+
+def _extras(tally: LayerTally, h: int) -> dict[str, float]:
+    """Numbers that not every call has."""
+    if ON_PICTURE not in tally.numbers:
+        return {}
+    rows = tally.numbers[f"{ON_PICTURE}, rows"]
+    return {ON_PICTURE: round(float(tally.numbers[ON_PICTURE][h] / max(int(rows[h]), 1)), 6)}
 
 
 def _maps(tally: LayerTally) -> Floats:

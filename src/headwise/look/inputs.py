@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..nn.probe import AttentionCall
 from ..shapes.kinds import check_counts, check_dense, check_flags, check_texts, shown, whole_numbers
 from .repeats import Repeats
-from .scene import MARKS, Passage, Vocabulary, is_punctuation
+from .scene import BLANKS, MARKS, Passage, Vocabulary, is_punctuation
 
 SPECIAL = ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "decoder_start")
 EXTRA_READINGS = ("sentences", "needles")
@@ -47,9 +47,8 @@ def check_reads_nothing_else(model: nn.Module, error: Exception) -> None:
 
 def _no_text(model: nn.Module, what: str) -> str:
     return (
-        f"look reads models of text alone for now; {type(model).__name__} {what}; look at its text part, if it has "
-        "one, or measure its calls: headwise.nn.probe(model), then headwise.statistics(call.query, call.key, "
-        "mask=call.mask)"
+        f"ids are a text, and {type(model).__name__} {what}; give look.at what its processor gives, such as "
+        "processor(images=image, return_tensors='pt'), or look at its text part"
     )
 
 
@@ -171,6 +170,7 @@ class IdFacts:
         special: the ids its config names, by ``bos``, ``eos``, ``pad``, ...
         first: what the text began with.
         last: what the text ended with.
+        apart: further ids that its config names: places of pictures and the like, which no random text may hold.
     """
 
     vocabulary: int | None
@@ -178,6 +178,7 @@ class IdFacts:
     special: dict[str, int]
     first: int
     last: int
+    apart: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module, ids: Sequence[int]) -> IdFacts:
@@ -194,10 +195,12 @@ class IdFacts:
         for name in SPECIAL:
             value = getattr(config, f"{name}_token_id", None)
             value = value[0] if isinstance(value, (list, tuple)) and value else value
-            if isinstance(value, int) and value >= 0:
+            if isinstance(value, int) and 0 <= value < (vocabulary or value + 1):
                 special[name] = value
         limit = positions if isinstance(positions, int) and positions > 0 else None
-        return cls(vocabulary, limit, special, ids[0], ids[-1])
+        named = getattr(getattr(model, "config", None), "__dict__", {}).items()
+        apart = [i for name, i in named if isinstance(i, int) and name.endswith(("_token_id", "_token_index"))]
+        return cls(vocabulary, limit, special, ids[0], ids[-1], frozenset(apart))
 
     @property
     def opener(self) -> int:
@@ -216,7 +219,7 @@ def model_name(model: nn.Module) -> str:
     return name if isinstance(name, str) and name else type(model).__name__
 
 
-def as_tokens(ids: Sequence[int], tokens: Sequence[str] | None) -> tuple[str, ...]:
+def as_tokens(ids: Sequence[int], tokens: object) -> tuple[str, ...]:
     """The tokens as text, one an id; the ids' digits where the caller names none."""
     if tokens is None:
         return tuple(str(i) for i in ids)
@@ -237,7 +240,16 @@ def vocabulary(
     else:
         chosen = frozenset(i for i, token in pairs if token.strip(" ") in MARKS)
     special = frozenset(facts.special.values())
-    return Vocabulary(chosen, frozenset(i for i, token in pairs if i not in special and is_punctuation(token)), special)
+    marks = frozenset(i for i, token in pairs if i not in special and is_punctuation(token))
+    closers = {facts.special.get("sep")} | (chosen & special) | {i for i, token in pairs if token == "[SEP]"}
+    return Vocabulary(
+        chosen,
+        marks,
+        special,
+        stops=frozenset(i for i, token in pairs if token.strip(BLANKS) == "."),
+        commas=frozenset(i for i, token in pairs if token.strip(BLANKS) == ","),
+        separators=frozenset(i for i in closers if i is not None),
+    )
 
 
 def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:
@@ -251,11 +263,16 @@ def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]
     return ids_BT, torch.cat([start, ids_BT[:, : max(ids_BT.shape[1] - 2, 0)]], dim=1)
 
 
-def run(model: nn.Module, rows: tuple[Tensor, ...]) -> None:
-    """One lean forward pass: where the model lets us, no cache is filled and only the last token's logits are made."""
+def lean(model: nn.Module) -> dict[str, Any]:
+    """Options of a lean forward: where the model lets us, no cache is filled and only the last logits are made."""
     wanted: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
     named = inspect.signature(model.forward).parameters
-    options = {name: value for name, value in wanted.items() if name in named}
+    return {name: value for name, value in wanted.items() if name in named}
+
+
+def run(model: nn.Module, rows: tuple[Tensor, ...]) -> None:
+    """One lean forward pass over texts."""
+    options = lean(model)
     if len(rows) > 1:
         options["decoder_input_ids"] = rows[1]
     model(rows[0], **options)

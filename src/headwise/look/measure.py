@@ -30,17 +30,19 @@ class Sizes:
 class Uniform:
     """What uniform attention would get under a mask: measured once for each mask that holds no tensor.
 
-    One instance serves one batch, so features and targets are the same wherever lengths are.
+    One instance serves one pass; features and targets are those of a scene.
     """
 
-    made: dict[tuple[str, int, int, int], RowStatistics] = field(default_factory=dict)
+    made: dict[tuple[int, str, int, int, int], RowStatistics] = field(default_factory=dict)
 
-    def of(self, call: AttentionCall, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> RowStatistics:
+    def of(
+        self, call: AttentionCall, scene: Scene, features: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+    ) -> RowStatistics:
         """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
         mask = None if call.mask is None else call.mask.sized(B, call.query.shape[1]).forbids()
         constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
-        about = (repr(mask), B, T, S)
+        about = (id(scene), repr(mask), B, T, S)
         if about in self.made:
             return self.made[about]
         zero = torch.zeros(B, 1, max(T, S), 1, device=call.query.device)
@@ -94,7 +96,7 @@ def measure(
             f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
             f"{str(call.query.dtype).removeprefix('torch.')}; load the model in a wider dtype, such as float32"
         )
-    return out, Got(call, scene, rows, uniform.of(call, features, targets))
+    return out, Got(call, scene, rows, uniform.of(call, scene, features, targets))
 
 
 def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:

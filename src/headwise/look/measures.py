@@ -156,7 +156,8 @@ def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
     column = OFFSETS.index(offset)
     mass, level = (s.offsets[..., column].double().cpu() for s in (got.rows, got.uniform))
     T = got.rows.entropy.shape[2]
-    return mass, level, (level > 0).double() * max(T - abs(offset), 0)
+    able = max(T - abs(offset), 0) if got.scene.among is None else got.scene.count(torch.ones(1, T, dtype=torch.bool))
+    return mass, level, (level > 0).double() * able
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,9 @@ class OnKeys:
         rows, keys = got.rows.rows.double().cpu(), self._keys(name, got.scene)
         before = keys.double().argmax(-1, keepdim=True) if got.scene.ahead is False else 0  # queries that see none
         count = torch.where(keys.any(-1, keepdim=True), (rows - before).clamp(min=0), 0.0)
+        if got.scene.among is not None:
+            seeing = torch.arange(got.scene.among.shape[1]) >= before
+            count = got.scene.count(seeing) * keys.any(-1, keepdim=True)
         return Sums(mass * rows, count, level * rows)
 
     def hits(self, name: str, got: Got) -> Tensor:
@@ -231,7 +235,7 @@ class OnLinks:
         mass, level = (s.targets[name].double().cpu() for s in (got.rows, got.uniform))
         links = self._links(name, got.scene)
         assert links is not None
-        count = (links >= 0).any(-1).sum(-1, keepdim=True).double() * (level > 0)
+        count = got.scene.count((links >= 0).any(-1)) * (level > 0)
         other = got.rows.targets.get(_against(name))
         return Sums(mass * count, count, level * count, None if other is None else other.double().cpu() * count)
 

@@ -52,6 +52,21 @@ _LOOKS = {
     "retrieval": ("T", 11),
     "alignment": ("A", 10),
     "alignment, next": ("a", 10),
+    "[SEP]": ("]", 4),
+    "full stop": ("f", 4),
+    "comma": ("m", 4),
+    "first to second": (">", 10),
+    "second to first": ("<", 10),
+    "left neighbour": ("\u2190", 0),
+    "right neighbour": ("\u2192", 6),
+    "upper neighbour": ("\u2191", 2),
+    "lower neighbour": ("\u2193", 1),
+    "surroundings": ("o", 8),
+    "same row": ("-", 7),
+    "same column": ("|", 9),
+    "[CLS] sink": ("c", 3),
+    "register sink": ("g", 3),
+    "patch sink": ("p", 3),
 }
 
 

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
-from . import inputs
+from ..ops.masks import keep
+from . import axes, inputs
+from .axes import MIXED, NOWHERE, Axis
 from .inputs import IdFacts
 from .measure import Sizes, Uniform, add_numbers, add_roles, looks_ahead, measure, quantised
 from .neurons import Neurons, vectors_of
+from .placed import only
 from .records import HeadMap
 from .repeats import Repeated, Repeats, draw
 from .roles import TEXT, Role
 from .scene import Passage, Scene, Vocabulary
-from .tally import LayerTally
+from .sources import Source, View, part_of
+from .tally import ON_PICTURE, LayerTally
 
 Progress = Callable[[int, int], object]
 
@@ -79,6 +83,7 @@ class Reader:
         tallies: what was summed so far, by attention call.
         maps: the large maps of the last text.
         neurons: queries, keys and values of its first tokens, kept with the large maps where it is short.
+        source: what the main pass reads, where that is more than one text.
     """
 
     model: nn.Module
@@ -90,38 +95,60 @@ class Reader:
     tallies: list[LayerTally] = field(default_factory=list)
     maps: list[HeadMap] = field(default_factory=list)
     neurons: list[Neurons] = field(default_factory=list)
+    source: Source | None = None
 
     @property
     def kind(self) -> str:
         """What the model is, by where its queries may look."""
         parts = {tally.place["part"] for tally in self.tallies}
-        return "encoder-decoder" if "cross" in parts else "encoder" if "encoder" in parts else "decoder"
+        if "cross" in parts:
+            return "encoder-decoder"
+        if len(parts) > 1 and self.source is not None and self.source.call:
+            return "encoder and decoder"
+        return "encoder" if "encoder" in parts else "decoder"
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """What the calls on the main text, pictures and sound ran over; none where that is one text alone."""
+        plain = self.source is None or not (self.source.call or self.source.own)
+        return () if plain or self.source is None else tuple(self.source.axes)
 
     def read(self, passages: Sequence[Passage], reads: str, usual: Mapping[str, int] | None = None) -> None:
         """One forward pass over passages of one length, for the roles that read such."""
+        self.pass_over(Source.of_rows(self.model, passages, self.facts, self.source), reads, usual)
+
+    def pass_over(self, source: Source, reads: str, usual: Mapping[str, int] | None = None) -> None:
+        """One forward pass over what a source reads."""
         roles = [role for role in self.roles if role.reads == reads]
-        tensors = inputs.rows(self.model, _as_ids(self.model, [passage.ids for passage in passages]), self.facts)
-        scenes: dict[tuple[int, int, bool | None], Scene] = {}
+        scenes: dict[object, Scene] = {}
         uniform, again = Uniform(), Counter[str]()
         self.maps, self.neurons = [], []
 
         def each(call: AttentionCall) -> Tensor | None:
             inputs.check_heads(self.model.get_submodule(call.module), call)
-            _check_rows(call, len(passages))
-            ahead = looks_ahead(call)
-            shape = (call.query.shape[2], call.key.shape[2], ahead)
-            if shape not in scenes:
-                scenes[shape] = _scene(tensors, shape, self.words, passages, usual or {})
-            pool = max(self.sizes.small, self.sizes.large) if reads == TEXT else 1
-            out, got = measure(call, scenes[shape], roles, pool, uniform)
-            tally = self._tally(call, again[call.module], ahead)
+            part = part_of(self.model, call)
+            view = source.view(call, part, again[call.module])
             again[call.module] += 1
-            add_roles(got, roles, tally)
+            ahead = None if part == "cross" else looks_ahead(call)
+            about = (view.over, ahead, view.moved, len(view.passages), view.passages[0].text)
+            if about not in scenes:
+                scenes[about] = _scene(view, ahead, self.words, usual or {})
+            scene = scenes[about]
+            pool = max(self.sizes.small, self.sizes.large) if reads == TEXT else 1
+            here = [role for role in roles if scene.kinds & role.over]
+            tally, first = self._tally(call, view, part, reads)
+            if MIXED in scene.kinds:
+                here = [role for role in here if MIXED in role.over]
+                self._of_text(call, scene, [role for role in roles if MIXED not in role.over], tally)
+            else:
+                here = [role for role in here if scene.kinds <= role.over]
+            out, got = measure(call, scene, here, pool, uniform)
+            add_roles(got, here, tally)
             if reads == TEXT:
                 add_numbers(got, tally, self.sizes.small)
-                if self.sizes.large:
+                if self.sizes.large and first:
                     self.maps += [quantised(one) for one in got.rows.pooled[0]]
-                    if shape[0] <= SHORT:
+                    if call.query.shape[2] <= SHORT:
                         self.neurons.append(vectors_of(call))
             self.steps.step()
             return out
@@ -129,51 +156,47 @@ class Reader:
         with probe(self.model, each) as seen:
             self.steps.expect(len(seen.expected))
             try:
-                inputs.run(self.model, tensors)
+                source.run()
             except Exception as error:
-                if seen.seen == 0:  # not even one call: the fault is none of what was measured
+                if seen.seen == 0 and not source.call:  # not one call: the fault is none of what was measured
                     inputs.check_reads_nothing_else(self.model, error)
                 raise
 
-    def _tally(self, call: AttentionCall, again: int, ahead: bool | None) -> LayerTally:
-        """The sums of a call, by its order in the forward."""
-        if call.order == len(self.tallies):
-            part = "cross" if ahead is None else "encoder" if ahead else "decoder"
-            place = {"module": call.module, "call": again, "part": part}
-            self.tallies.append(LayerTally(place, call.query.shape[1]))
-        return self.tallies[call.order]
+    def _of_text(self, call: AttentionCall, scene: Scene, roles: Sequence[Role], tally: LayerTally) -> None:
+        """The roles of a text, where a text holds pictures: of the queries that are no patches."""
+        words = torch.tensor([cell == NOWHERE for cell in scene.axes[0].cells])[None]
+        among = keep(words[:, None, :, None].to(call.query.device))
+        alone = replace(call, value=None, mask=among if call.mask is None else call.mask & among)
+        roles = [role for role in roles if axes.TEXT in role.over]
+        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1, Uniform())
+        add_roles(got, roles, tally)
+        mass, count = only(got, words.expand(call.query.shape[0], -1), ~words.expand(call.query.shape[0], -1))
+        tally.add({ON_PICTURE: (mass * count).sum(0), f"{ON_PICTURE}, rows": count.sum(0)})
+
+    def _tally(self, call: AttentionCall, view: View, part: str, reads: str) -> tuple[LayerTally, bool]:
+        """The sums of a module's call, and whether the pass over the main text comes to it for the first time."""
+        about = (call.module, view.again)
+        tally = next((one for one in self.tallies if (one.place["module"], one.place["call"]) == about), None)
+        if tally is None:
+            place = {"module": call.module, "call": view.again, "part": part}
+            tally = LayerTally(place, call.query.shape[1])
+            self.tallies.append(tally)
+        tally.is_of(part)
+        first = tally.over is None
+        if reads == TEXT and first:
+            tally.over = view.over
+        return tally, first
 
 
-def _check_rows(call: AttentionCall, texts: int) -> None:
-    if call.query.shape[0] != texts:
-        raise ValueError(
-            f"module {call.module!r} made {call.query.shape[0]} rows of {texts} text{'s' * (texts > 1)}; look reads "
-            "models that keep a text in one row"
-        )
-
-
-def _scene(
-    tensors: tuple[Tensor, ...],
-    shape: tuple[int, int, bool | None],
-    words: Vocabulary,
-    passages: Sequence[Passage],
-    usual: Mapping[str, int],
-) -> Scene:
-    """What stands behind a call's queries and keys: told by their number, which differs between encoder and decoder."""
-    T, S, ahead = shape
-    by_length = {ids.shape[1]: (ids.cpu(), place) for place, ids in reversed(list(enumerate(tensors)))}
-    known = T in by_length and S in by_length
-    blank = [torch.full((len(passages), n), -1) for n in (T, S)]
-    queries, moved = by_length[T] if known else (blank[0], 0)
-    keys, before = by_length[S] if known else (blank[1], 0)
-    return Scene(queries, keys, ahead, words, tuple(passages), (moved, before), known, usual)
+def _scene(view: View, ahead: bool | None, words: Vocabulary, usual: Mapping[str, int]) -> Scene:
+    return Scene(view.queries, view.keys, ahead, words, view.passages, view.moved, view.known, usual, view.axes)
 
 
 def random_copies(repeats: Repeats, facts: IdFacts, words: Vocabulary, *, ahead: bool) -> list[Passage]:
     """Random tokens repeated, begun (and, where the model looks ahead, ended) as the text was."""
     if repeats.vocabulary is not None:
         inputs.check_fits(repeats.vocabulary, facts.vocabulary, None)
-    marks = {*facts.special.values(), *words.delimiters}
+    marks = {*facts.special.values(), *facts.apart, *words.delimiters}
     every = range(facts.vocabulary or 0) if repeats.vocabulary is None else repeats.vocabulary
     avoided = {*marks, facts.first} if repeats.vocabulary is None else set()
     vocabulary = [i for i in every if i not in avoided]
@@ -207,9 +230,3 @@ def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
 def numbered(passages: Iterable[Passage]) -> Iterator[Passage]:
     """The passages, each with its number."""
     return (replace(passage, text=n) for n, passage in enumerate(passages))
-
-
-def _as_ids(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    """(B, T) long on the model's device."""
-    weight = next(model.parameters(), None)
-    return torch.tensor([list(row) for row in rows], dtype=torch.long, device=None if weight is None else weight.device)

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..shapes.kinds import MOST, check_counts, check_flags, check_numbers, check_texts, shown
 from . import card, figures, notebook, tables
+from .axes import Axis
 from .legacy import upgraded
 from .neurons import Neurons
+from .pictures import Picture
 from .scores import Score
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class HeadRecord:
         queries: number of queries of the call, of the longest text.
         keys: number of keys of the call, of the longest text.
         extras: further numbers by name, such as importance by a criterion; see `Look.with_extras`.
+        over: which of the look's `axes` its queries and its keys run over; empty where the look has one text alone.
     """
 
     module: str
@@ -73,6 +76,7 @@ class HeadRecord:
     queries: int = 0
     keys: int = 0
     extras: Mapping[str, float] = field(default_factory=dict)
+    over: tuple[int, ...] = ()
 
     @property
     def roles(self) -> tuple[Score, ...]:
@@ -120,6 +124,7 @@ class HeadRecord:
         values["offsets"], values["ahead"] = tuple(data["offsets"]), tuple(data["ahead"])
         values["scores"] = {name: Score.from_list(name, row) for name, row in data["scores"].items()}
         values["map"] = tuple(tuple(row) for row in data["map"])
+        values["over"] = tuple(data.get("over", ()))
         return cls(**values)
 
 
@@ -185,6 +190,8 @@ class Look:
         texts: number of texts.
         neurons: queries, keys and values of the first tokens, a call each; empty where the look kept none.
         excerpts: tokens of what else was read, by ``"sentences 3"`` and position, around the evidence; may be empty.
+        axes: what queries and keys run over, where that is more than one text: patches, frames, the decoder's text.
+        pictures: what is behind the patches and the frames, as the model got it.
     """
 
     model: str
@@ -200,6 +207,8 @@ class Look:
     texts: int = 1
     neurons: tuple[Neurons, ...] = ()
     excerpts: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    axes: tuple[Axis, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         if self.maps and len(self.maps) != len(self.heads):
@@ -262,11 +271,13 @@ class Look:
         check_flags(maps=maps)
         data: dict[str, Any] = {"format": FORMAT}
         for one in fields(self):
-            if one.name not in ("heads", "maps", "neurons", "tokens"):
+            if one.name not in ("heads", "maps", "neurons", "tokens", "axes", "pictures"):
                 data[one.name] = getattr(self, one.name)
         data["tokens"] = list(self.tokens)
         data["heads"] = [head.to_dict() for head in self.heads]
+        data["axes"] = [axis.to_dict() for axis in self.axes]
         if maps:
+            data["pictures"] = [one.to_dict() for one in self.pictures]
             data["maps"] = [{"rows": m.rows, "columns": m.columns, "data": m.base64()} for m in self.maps]
             data["neurons"] = [one.to_dict() for one in self.neurons]
         return data
@@ -304,6 +315,8 @@ class Look:
         excerpts = data.get("excerpts", {})
         values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
         values["neurons"] = tuple(Neurons.from_dict(one) for one in data.get("neurons", ()))
+        values["axes"] = tuple(Axis.from_dict(one) for one in data.get("axes", ()))
+        values["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
         return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:

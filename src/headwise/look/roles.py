@@ -14,27 +14,25 @@ A[i, j] below is the weight of query i on key j; means are over the queries that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from .measures import FAR, Argmax, AtOffset, Band, Got, Measure, OfRows, OnKeys, OnLinks, Sums
-from .repeats import as_tensors
-from .scene import Scene
+from . import axes, links, placed
+from .links import CLARK_KEYS, FEW_KEYS
+from .measures import FAR, Argmax, AtOffset, Band, Measure, OfRows, OnKeys, OnLinks
+from .scene import FIRST, SECOND
 
 TIMES_CHANCE = 2.0
 """How many times the control's value a role must exceed, unless it says otherwise."""
 
-FEW_KEYS = 8
-"""Rows with fewer keys say nothing of broadness: two keys at 0.7 and 0.3 are already "88 % even"."""
-
-CLARK_KEYS = 128
-"""Length of the texts on which Clark et al. called an entropy above 3.8 nats broad."""
-
 TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
 """What the model reads: the texts; random tokens repeated; annotated sentences; texts with a needle in them."""
+
+WORDS = frozenset({axes.TEXT})
+LINE = WORDS | {axes.SOUND}
+"""What has one order of places: tokens, and the frames of a sound."""
+
+PATCHES = frozenset({axes.PICTURE, axes.MIXED})
+ALL = frozenset(axes.KINDS)
 
 _CLARK = "Clark et al. 2019, arXiv 1906.04341"
 _IOI = "Wang et al. 2022, arXiv 2211.00593, appendix H"
@@ -57,6 +55,8 @@ class Role:
         times: how many times the null the value must exceed.
         plus: by how much beyond that.
         least: how many queries must have been scored.
+        over: what queries and keys have to be: kinds of `headwise.look.Axis`. Of an axis of text and pictures, the
+            queries that are text count for a role of text.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Role:
     times: float = TIMES_CHANCE
     plus: float = 0.0
     least: int = 1
+    over: frozenset[str] = WORDS
 
     def plays(self, value: float, null: float | None, count: int, low: float | None = None) -> bool:
         """Whether these numbers make a head play the role.
@@ -88,101 +89,68 @@ _UNIFORM = "uniform attention under the same mask"
 def _at(offset: int, name: str, source: str) -> Role:
     """The role of attending one place, seen from the query."""
     place = f"i{offset:+}" if offset else "i"
-    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset))
+    over = LINE if offset else LINE | {axes.PICTURE}
+    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), over=over)
 
 
-# -- measures of single roles -----------------------------------------------------------------------------------------
+def _neighbour(name: str, rows: int, columns: int) -> Role:
+    """The role of attending the next patch in one direction."""
+    formula = f"pictures: mean_i A[i, j] on the patch {_SHIFTS[rows, columns]} of patch i"
+    control = f"{_UNIFORM}; the same head on shuffled links"
+    measure = OnLinks(placed.shifted((rows, columns)))
+    return Role(name, formula, 0.5, _CORDONNIER + _OURS, control, measure, over=PATCHES)
 
 
-def _first(scene: Scene) -> Tensor:
-    """(1, T, 1): key 0 for every query but the first, which in self-attention has no choice."""
-    links = torch.zeros(1, scene.queries.shape[1], 1, dtype=torch.long)
-    links[:, 0] = -1
-    return links
+_SHIFTS = {(0, -1): "to the left", (0, 1): "to the right", (-1, 0): "above", (1, 0): "below"}
+_CORDONNIER = "Cordonnier et al. 2020, arXiv 1911.03584 (heads that attend at a fixed shift of pixels)"
 
 
-def _copies(name: str) -> Callable[[Scene], Tensor | None]:
-    """Links to earlier copies of a token, or to what followed them, by `repeats.targets`."""
-
-    def links(scene: Scene) -> Tensor | None:
-        copies = [passage.copies for passage in scene.passages]
-        if scene.ahead is None or not scene.known or None in copies:
-            return None
-        rows = [replace(one, ids=ids) for one, ids in zip(copies, scene.queries.tolist(), strict=True) if one]
-        return as_tensors(rows, ahead=scene.ahead)[name]
-
-    return links
-
-
-def _aligned(shift: int) -> Callable[[Scene], Tensor | None]:
-    """Links of a decoder's query to the encoder's key of the same token, or `shift` tokens on."""
-
-    def links(scene: Scene) -> Tensor | None:
-        if not scene.cross or not scene.known or scene.moved != (1, 0):
-            return None
-        T, S = scene.queries.shape[1], scene.keys.shape[1]
-        keys = torch.arange(T) - 1 + shift
-        return torch.where((keys >= 0) & (keys < S), keys, -1)[None, :, None]
-
-    return links
+def _line(name: str, which: int) -> Role:
+    return Role(
+        name,
+        f"pictures: mean_i sum of A[i, j] over the patches j in the {name[5:]} of patch i, more than one away",
+        0.5,
+        f"Ho et al. 2019, arXiv 1912.12180 (attention along an axis){_OURS}",
+        f"{_UNIFORM}; the same head on shuffled links",
+        OnLinks(placed.in_line(which)),
+        over=PATCHES,
+    )
 
 
-def _broad(got: Got) -> Sums:
-    """Entropy over the logarithm of the number of choices, at most 128, over rows of 8 keys and more."""
-    rows = got.rows
-    choices = (rows.keys + int(got.call.sinks is not None)).clamp(max=CLARK_KEYS)
-    enough = rows.keys >= FEW_KEYS
-    ratio = (rows.entropy / choices.log()).clamp(max=1.0)
-    return Sums(torch.where(enough, ratio, 0.0).double().sum(-1).cpu(), enough.double().sum(-1).cpu(), None)
+def _apart(name: str, places: str, source: str) -> Role:
+    return Role(
+        name,
+        f"pictures: mean_i sum of A[i, j] over {places}, of the patches i",
+        0.6,
+        source,
+        _UNIFORM,
+        OnLinks(placed.to_apart(places), against=None),
+        over=PATCHES,
+    )
 
 
-def _far_offset(got: Got) -> Sums | None:
-    """The offset beyond those with roles of their own at which most rows have their largest weight."""
-    if got.scene.cross:
-        return None
-    filled = got.largest_key >= 0
-    far = torch.where(filled & (got.distance.abs() > FAR), got.distance, 0)
-    B, H, T = far.shape
-    counts = torch.zeros(B, H, 2 * T, dtype=torch.long).scatter_add(2, far + T, (far != 0).long())
-    most, place = counts.max(-1)
-    drawn = got.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T))]
-    chance = (torch.arange(T) - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
-
-    def detail(b: int, h: int) -> str:
-        return f"{T - int(place[b, h]):+}"
-
-    return Sums(most.double(), filled.double().sum(-1), chance.double().sum(-1), detail=detail)
+def _mark(name: str, what: str, ids: str) -> Role:
+    return Role(
+        name,
+        f"mean_i sum of A[i, j] over j > 0 that {what}, of the i from the first of them on",
+        0.6,
+        f"{_CLARK}: section 3.2, [SEP], full stops and commas apart; threshold as for special tokens",
+        _UNIFORM,
+        OnKeys(lambda scene: scene.keys_in(getattr(scene.words, ids))),
+    )
 
 
-LEAST_ROWS = 16
-"""Queries that a text must have before one of its keys counts as a sink."""
-
-
-def _other_sink(got: Got) -> Sums | None:
-    """alpha_k of the key k > 0 on which most weight lies, from the rows whose largest weight it has.
-
-    Keys in the first half alone: of a late key few queries decide, and they are its neighbours.
-    """
-    if got.scene.cross:
-        return None
-    keys, T = got.largest_key, got.rows.entropy.shape[2]
-    rows = torch.arange(T)
-    if T <= LEAST_ROWS:
-        return None
-    behind = (keys > 0) & (keys <= rows)
-    largest = torch.where(behind, got.rows.largest.double().cpu(), 0.0)
-    level = (1 / got.rows.keys.double().cpu().clamp(min=1)).flip(-1).cumsum(-1).flip(-1)
-    alpha = torch.zeros_like(largest).scatter_add(2, keys.clamp(min=0), largest)
-    queries = (T - rows).double()
-    alpha = torch.where(2 * queries >= T, alpha / queries, 0.0)
-    value, place = alpha.max(-1)
-    chance = level.gather(2, place[..., None])[..., 0] / queries[place]
-    count = torch.full_like(value, T - 1)
-
-    def detail(b: int, h: int) -> str:
-        return f"key {int(place[b, h])}"
-
-    return Sums(value * count, count, chance * count, detail=detail)
+def _across(name: str, queries: str, keys: str) -> Role:
+    return Role(
+        name,
+        f"pairs of sentences: mean_i sum of A[i, j] over the tokens j of the {keys}, of the i of the {queries}",
+        0.5,
+        f"Vig 2019, arXiv 1906.05714 (attention between the sentences of a pair){_OURS}",
+        _UNIFORM,
+        placed.FromTo(lambda scene: scene.of_class(queries), lambda scene: scene.of_class(keys)),
+        times=1.5,
+        least=4,
+    )
 
 
 _RELATIONS = """
@@ -220,7 +188,8 @@ ROLES: tuple[Role, ...] = (
         0.9,
         f"{_VOITA}: positional heads",
         "the same keys, dealt out to other queries",
-        OfRows(_far_offset, lambda got: got.distance.abs() > FAR),
+        OfRows(links.far_offset, lambda got: got.distance.abs() > FAR),
+        over=LINE,
     ),
     Role(
         "local band",
@@ -229,6 +198,7 @@ ROLES: tuple[Role, ...] = (
         f"Voita et al. 2019 and Child et al. 2019 (arXiv 1904.10509) describe such heads{_OURS}",
         _UNIFORM,
         Band(FAR),
+        over=LINE,
     ),
     Role(
         "first-token sink",
@@ -236,7 +206,7 @@ ROLES: tuple[Role, ...] = (
         0.3,
         "Gu et al. 2024, arXiv 2410.10781: alpha_1 > 0.3 (here without query 0, which has no choice)",
         _UNIFORM,
-        OnLinks(_first, against=None),
+        OnLinks(links.first, against=None),
         least=24,
     ),
     Role(
@@ -246,7 +216,8 @@ ROLES: tuple[Role, ...] = (
         "Gu et al. 2024, arXiv 2410.10781: alpha_k, from below (other rows' weights on k are not counted); the "
         "threshold is ours: 0.3 is passed by the first delimiter under a head that attends all delimiters alike",
         _UNIFORM,
-        OfRows(_other_sink, lambda got: got.largest_key > 0),
+        OfRows(links.other_sink, lambda got: got.largest_key > 0),
+        over=LINE,
     ),
     Role(
         "delimiter",
@@ -272,21 +243,53 @@ ROLES: tuple[Role, ...] = (
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(scene.words.special)),
     ),
+    _mark("[SEP]", "are the separator", "separators"),
+    _mark("full stop", "are '.'", "stops"),
+    _mark("comma", "are ','", "commas"),
     Role(
         "broad",
         f"mean_i entropy(A[i]) / ln(min(n_i, {CLARK_KEYS})) over queries with n_i >= {FEW_KEYS} keys",
         3.8 / math.log(CLARK_KEYS),
         f"{_CLARK}: entropy above 3.8 nats, at {CLARK_KEYS} tokens; relative to ln n for shorter texts",
         "none: uniform attention plays it",
-        OfRows(_broad),
+        OfRows(links.broad),
+        over=ALL,
     ),
+    _neighbour("left neighbour", 0, -1),
+    _neighbour("right neighbour", 0, 1),
+    _neighbour("upper neighbour", -1, 0),
+    _neighbour("lower neighbour", 1, 0),
+    Role(
+        "surroundings",
+        "pictures: mean_i sum of A[i, j] over patch i and the eight around it, where no single one exceeds 0.5",
+        0.6,
+        f"Cordonnier et al. 2020, arXiv 1911.03584 (heads as small convolutions){_OURS}",
+        _UNIFORM,
+        placed.Spread(),
+        over=PATCHES,
+    ),
+    _line("same row", 0),
+    _line("same column", 1),
+    _apart("[CLS] sink", axes.CLS, f"{_CLARK}: special tokens above 0.6"),
+    _apart("register sink", axes.REGISTERS, f"Darcet et al. 2023, arXiv 2309.16588 (registers){_OURS}"),
+    Role(
+        "patch sink",
+        "pictures: max over patches k of mean_i A[i, k] of the other patches i, where A[i, k] is the row's largest",
+        0.5,
+        f"Darcet et al. 2023, arXiv 2309.16588 (patches that serve as registers){_OURS}",
+        _UNIFORM,
+        OfRows(placed.patch_sink, placed.on_patches),
+        over=PATCHES,
+    ),
+    _across("first to second", FIRST, SECOND),
+    _across("second to first", SECOND, FIRST),
     Role(
         "alignment",
         "cross-attention: mean_i A[i, j] on the encoder's key j of the token that the decoder reads at i",
         0.4,
         f"Bahdanau et al. 2014, arXiv 1409.0473 (soft alignment), on a decoder that reads the encoder's text{_OURS}",
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(_aligned(0)),
+        OnLinks(links.aligned(0)),
     ),
     Role(
         "alignment, next",
@@ -294,7 +297,7 @@ ROLES: tuple[Role, ...] = (
         0.4,
         f"as alignment{_OURS}",
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(_aligned(1)),
+        OnLinks(links.aligned(1)),
     ),
     Role(
         "duplicate-token",
@@ -302,7 +305,7 @@ ROLES: tuple[Role, ...] = (
         0.4,
         _IOI + _OURS,
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(_copies("duplicate")),
+        OnLinks(links.copies("duplicate")),
         reads=COPIES,
     ),
     Role(
@@ -311,7 +314,7 @@ ROLES: tuple[Role, ...] = (
         0.4,
         "Olsson et al. 2022, arXiv 2209.11895 (prefix matching)" + _OURS,
         f"{_UNIFORM}; the same head on shuffled links",
-        OnLinks(_copies("induction")),
+        OnLinks(links.copies("induction")),
         reads=COPIES,
     ),
     Role(
@@ -320,7 +323,7 @@ ROLES: tuple[Role, ...] = (
         0.5,
         f"Vig & Belinkov 2019, arXiv 1906.04284 (attention by part of speech){_OURS}",
         f"{_UNIFORM}; the same head on copies of the word",
-        OnLinks(lambda scene: scene.links("same word class"), against=lambda links, scene: _same_token(links, scene)),
+        OnLinks(lambda scene: scene.links("same word class"), against=links.same_token),
         reads=SENTENCES,
         least=8,
     ),
@@ -344,7 +347,7 @@ ROLES: tuple[Role, ...] = (
         0.3,
         f"Wang et al. 2022, arXiv 2211.00593, section 3.1{_OURS}",
         f"{_UNIFORM}; the same head on the other name",
-        OnLinks(lambda scene: scene.links("name mover"), against=lambda links, scene: _other(scene)),
+        OnLinks(lambda scene: scene.links("name mover"), against=lambda _, scene: links.other(scene)),
         reads=SENTENCES,
         least=8,
     ),
@@ -360,15 +363,3 @@ ROLES: tuple[Role, ...] = (
         least=8,
     ),
 )
-
-
-def _same_token(links: Tensor, scene: Scene) -> Tensor:
-    """The links to copies of the query's own token."""
-    keys = scene.keys[:, None].expand(-1, links.shape[1], -1).gather(2, links.clamp(min=0))
-    return torch.where((keys == scene.queries[..., None]) & (links >= 0), links, -1)
-
-
-def _other(scene: Scene) -> Tensor:
-    """Links to the name that does not come next."""
-    links = scene.links("other name")
-    return torch.full((*scene.queries.shape, 1), -1) if links is None else links

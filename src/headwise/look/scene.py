@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..shapes.kinds import shown, whole_numbers
+from .axes import TEXT, Axis
 from .repeats import Repeated
 
 T = TypeVar("T")
@@ -47,11 +48,17 @@ class Vocabulary:
         delimiters: ids that separate clauses: ``. , ; : ! ?`` and line ends, or what the caller named.
         punctuation: ids whose text is punctuation alone.
         special: ids the model's configuration or tokenizer names: [CLS], [SEP], <s>, ...
+        stops: ids whose text is ``.``.
+        commas: ids whose text is ``,``.
+        separators: what ends a sentence for the model: [SEP].
     """
 
     delimiters: frozenset[int] = frozenset()
     punctuation: frozenset[int] = frozenset()
     special: frozenset[int] = frozenset()
+    stops: frozenset[int] = field(default=frozenset(), repr=False)
+    commas: frozenset[int] = field(default=frozenset(), repr=False)
+    separators: frozenset[int] = field(default=frozenset(), repr=False)
 
     @classmethod
     def of(
@@ -73,13 +80,22 @@ class Vocabulary:
         if delimiters is None:
             delimiters = [i for i, name in enumerate(names) if name.strip(BLANKS) in MARKS]
         marks = (i for i, name in enumerate(names) if i not in apart and is_punctuation(name))
-        return cls(_ids("delimiters", delimiters), frozenset(marks), apart)
+        chosen = _ids("delimiters", delimiters)
+        stops, commas = (frozenset(i for i, name in enumerate(names) if name.strip(BLANKS) == mark) for mark in ".,")
+        named = frozenset(i for i, name in enumerate(names) if name == "[SEP]")
+        return cls(chosen, frozenset(marks), apart, stops, commas, (chosen & apart) | named)
 
 
 def _ids(name: str, ids: Collection[int]) -> frozenset[int]:
     """A collection of ids, whichever it is."""
     return frozenset(whole_numbers(name, [*ids] if isinstance(ids, Set) else ids))
 
+
+TEXTS = Axis(TEXT, 0)
+"""The axis of any text."""
+
+FIRST, SECOND = "first sentence", "second sentence"
+"""Classes of the tokens of a pair of sentences."""
 
 MARKS = frozenset(".,;:!?\n")
 BLANKS = " \u0120\u2581"
@@ -110,6 +126,8 @@ class Scene:
             encoder, which begins with a start token of its own.
         known: whether the queries and keys are the passages' tokens; a model may attend to something else.
         usual: by link, how far before a query its links lie most often, over all passages (`usual_distance`).
+        axes: what stands at the places of queries and keys.
+        among: (B, T) bool, the queries that count; None for all of them.
     """
 
     queries: Tensor
@@ -120,6 +138,8 @@ class Scene:
     moved: tuple[int, int] = (0, 0)
     known: bool = True
     usual: Mapping[str, int] = field(default_factory=dict)
+    axes: tuple[Axis, Axis] = (TEXTS, TEXTS)
+    among: Tensor | None = None
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, name: object, make: Callable[[], T]) -> T:
@@ -128,6 +148,22 @@ class Scene:
             self.kept[name] = make()
         found: T = self.kept[name]
         return found
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What queries and keys are."""
+        return frozenset(axis.kind for axis in self.axes)
+
+    def count(self, rows: Tensor) -> Tensor:
+        """(B, 1): how many of these queries, (B, T) bool, count."""
+        return (rows if self.among is None else rows & self.among).sum(-1, keepdim=True).double()
+
+    def of_class(self, name: str) -> Tensor:
+        """(B, S) bool: the places of a class, where the queries are the passages' tokens."""
+        chosen = torch.zeros(self.queries.shape, dtype=torch.bool)
+        for b, passage in enumerate(self.passages if self.known else ()):
+            chosen[b, [*passage.classes.get(name, ())]] = True
+        return chosen
 
     @property
     def cross(self) -> bool:

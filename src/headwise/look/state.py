@@ -20,6 +20,11 @@ FORMAT = 1
 
 def save(path: str | os.PathLike[str], about: str, tallies: Sequence[LayerTally], done: int, length: int) -> None:
     """Write the sums of `done` texts; what stood there before stays until the new file is whole."""
+    put(pack(about, tallies, done, length, write=np.savez_compressed), path)
+
+
+def pack(about: str, tallies: Sequence[LayerTally], done: int = 0, length: int = 0, *, write: Any = np.savez) -> bytes:
+    """The sums as bytes, for a file or for another process."""
     arrays: dict[str, Any] = {}
     layers = []
     for number, tally in enumerate(tallies):
@@ -39,8 +44,8 @@ def save(path: str | os.PathLike[str], about: str, tallies: Sequence[LayerTally]
         )
     head = {"format": FORMAT, "about": about, "done": done, "length": length, "layers": layers}
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays)
-    put(buffer.getvalue(), path)
+    write(buffer, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays)
+    return buffer.getvalue()
 
 
 def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], int, int]:
@@ -53,18 +58,23 @@ def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], in
     try:
         if not where.is_file():
             raise ValueError("it is no regular file")
-        with np.load(io.BytesIO(where.read_bytes()), allow_pickle=False) as arrays:
-            head = json.loads(bytes(arrays["head"]))
-            if head["format"] != FORMAT:
-                raise ValueError(f"format {head['format']}")
-            if head["about"] != about:
-                raise ValueError("another model, version, or other options")
-            tallies = [_tally(number, layer, arrays) for number, layer in enumerate(head["layers"])]
-            return tallies, int(head["done"]), int(head["length"])
+        return unpack(where.read_bytes(), about)
     except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile, EOFError) as error:
         raise ValueError(
             f"{where}: not the state of this look ({error or type(error).__name__}); remove it to begin anew"
         ) from None
+
+
+def unpack(content: bytes, about: str) -> tuple[list[LayerTally], int, int]:
+    """What `pack` was given; raises one of several errors where the bytes are no such sums."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        head = json.loads(bytes(arrays["head"]))
+        if head["format"] != FORMAT:
+            raise ValueError(f"format {head['format']}")
+        if head["about"] != about:
+            raise ValueError("another model, version, or other options")
+        tallies = [_tally(number, layer, arrays) for number, layer in enumerate(head["layers"])]
+        return tallies, int(head["done"]), int(head["length"])
 
 
 def _tally(number: int, layer: dict[str, Any], arrays: Any) -> LayerTally:

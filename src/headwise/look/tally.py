@@ -22,6 +22,9 @@ GROUPS = 64
 DRAWS = 400
 """Resamples of the bootstrap."""
 
+ON_PICTURE = "mass on the picture"
+"""What the tokens of a text give to the patches that stand in it, a mean over those tokens."""
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -81,6 +84,10 @@ Shown = tuple[float, int, int, int]
 
 MOST_SHOWN = 3
 
+PARTS = ("decoder", "encoder", "cross")
+"""What a call may be of. A short text does not show that its queries may look ahead, or are another text's than its
+keys: so of several texts the last word in this order counts."""
+
 
 @dataclass
 class LayerTally:
@@ -94,6 +101,7 @@ class LayerTally:
         shown: by role and head, the best evidence so far.
         details: by role and head, what the role left open, and how many queries said so.
         widest: queries and keys of the longest text.
+        over: the axes of its queries and keys, by number, in the pass over the main text.
     """
 
     place: dict[str, Any]
@@ -103,6 +111,7 @@ class LayerTally:
     shown: dict[tuple[str, int], list[Shown]] = field(default_factory=dict)
     details: dict[tuple[str, int], dict[str, int]] = field(default_factory=dict)
     widest: tuple[int, int] = (0, 0)
+    over: tuple[int, int] | None = None
 
     def add(self, sums: Mapping[str, Any]) -> None:
         """Sums of one text by name."""
@@ -131,9 +140,15 @@ class LayerTally:
         said = self.details.get((role, head), {})
         return min(said, key=lambda text: (-said[text], text)) if said else ""
 
+    def is_of(self, part: str) -> None:
+        """What a text shows of the part that the call is of."""
+        if PARTS.index(part) > PARTS.index(self.place["part"]):
+            self.place = {**self.place, "part": part}
+
     def merge(self, other: LayerTally) -> None:
         """Other texts' sums of the same call."""
-        if self.place != other.place or self.heads != other.heads:
+        self.is_of(other.place["part"])
+        if self.place != {**other.place, "part": self.place["part"]} or self.heads != other.heads:
             raise ValueError(
                 f"looks merge call by call; got {other.place} with {other.heads} heads where {self.place} with "
                 f"{self.heads} stands: merge looks of one model alone"

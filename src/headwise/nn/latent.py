@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep
 from ..shapes import check_options
-from ..shapes.kinds import check_counts, check_flags, whole_numbers
+from ..shapes.kinds import check_counts, check_flags, check_span, whole_numbers
 from .cached import ModuleCache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .dealt import Dealt, dealt
@@ -222,7 +222,7 @@ class LatentAttention(nn.Module):
         check_vectors("key", key, 1, self.kv_lora_rank + self.rope_dim)
         latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
         check_taken("key", latent, self.kv_b_proj)
-        first, last = heads or (0, self.heads_here)
+        first, last = (0, self.heads_here) if heads is None else check_span("heads", heads, self.heads_here)
         width = self.nope_dim + self.value_dim
         if self.dealt is None and last - first == self.num_heads:
             fused = self.kv_b_proj(latent[:, 0])

@@ -95,8 +95,7 @@ class MultiHeadAttention(nn.Module):
             memory_dim, d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, bias=bias
         )
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, shape.num_kv_heads
-        self.head_dim, self.value_dim = shape.head_dim, shape.value_dim
-        self.memory_dim = memory_dim
+        self.head_dim, self.value_dim, self.memory_dim = shape.head_dim, shape.value_dim, memory_dim
         key_width, value_width = self.memory_widths
         self.q_proj = nn.Linear(d_model, num_heads * self.head_dim, bias=bool(bias))
         self.k_proj = nn.Linear(key_width, self.num_kv_heads * self.head_dim, bias=bool(bias))
@@ -242,6 +241,7 @@ class MultiHeadAttention(nn.Module):
 
     def rotate(self, query: Tensor, key: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """The rotary part, where the module has one."""
+        check_vectors("query", query, size=self.head_dim)
         if self.rotary is not None:
             return self.rotary(query, key, placed(positions, query.shape[2], query.device))
         if positions is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shapes import check_head_counts
+from ..shapes import DTYPES, check_head_counts
 
 
 def as_dtensor(x: object) -> Any:
@@ -67,6 +67,7 @@ class Group:
         """The sum over the processes, without a gradient."""
         import torch.distributed as dist
 
+        self.agree("sum", x)
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.processes)
         return total
@@ -75,15 +76,43 @@ class Group:
         """The parts of all processes, of equal shapes, without a gradient."""
         import torch.distributed as dist
 
+        self.agree("gather", x)
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.processes)
         return torch.cat(parts, axis)
 
+    def agree(self, what: str, x: Tensor) -> None:
+        """Raise on every process where they have tensors of unlike shapes or dtypes: backends end that by an abort.
+
+        Only on the CPU: elsewhere the answer would have to wait for the device.
+        """
+        if x.device.type != "cpu" or self.size == 1:
+            return
+        import torch.distributed as dist
+
+        mine = torch.tensor([DTYPES.index(x.dtype), *x.shape, *[-1] * (AXES - x.ndim)])
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(theirs, mine, group=self.processes)
+        for rank, other in enumerate(theirs):
+            if not torch.equal(other, theirs[0]):
+                raise ValueError(
+                    f"the processes {what} tensors of one shape and dtype; rank 0 has {_described(theirs[0])}, rank "
+                    f"{rank} {_described(other)}; give every process the same input"
+                )
+
     def part_of(self, x: Tensor, axis: int) -> Tensor:
         """This process's part, without a gradient."""
         size = x.shape[axis] // self.size
         return x.narrow(axis, self.rank * size, size)
+
+
+AXES = 7  # the most that are compared
+
+
+def _described(told: Tensor) -> str:
+    dtype, *shape = told.tolist()
+    return f"{str(DTYPES[dtype]).removeprefix('torch.')} {tuple(size for size in shape if size >= 0)}"
 
 
 class _Shared(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Attention on more than one process or machine, with `torch.distributed`: applied from outside to what is there."""
 
 from .attention import context_parallel
+from .cache import ShardedCache
 from .comm import Comm
 from .errors import RankError, RankMismatch
 from .job import Expansion
@@ -16,6 +17,7 @@ __all__ = [
     "Expansion",
     "RankError",
     "RankMismatch",
+    "ShardedCache",
     "context",
     "context_parallel",
     "explain",

@@ -179,7 +179,7 @@ def _whole_norm(norm: nn.RMSNorm) -> WholeNorm:
 def _replicate(part: nn.Module, group: Group) -> None:
     """The parameters of a part that every process has."""
     for inside in part.modules():
-        for name in list(inside._parameters):
+        for name, _ in list(inside.named_parameters(recurse=False)):
             _place(inside, name, group, Replicate())
 
 

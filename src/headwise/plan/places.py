@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .shape import check_size
 
@@ -174,8 +174,7 @@ def held(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
     return tuple(sum(b - a for a, b in own[r]) + old[r] for r in range(ranks))
 
 
-@dataclass(frozen=True)
-class HeadShare:
+class HeadShare(NamedTuple):
     """The heads of one rank: query heads and the key-value heads they read, as (start, stop)."""
 
     query: Stretch

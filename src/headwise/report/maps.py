@@ -19,6 +19,9 @@ STEPS = (
 )
 """Cells a side and levels a weight, from fine to coarse: the first that fits the budget is taken."""
 
+WHOLE = tuple((10_000, levels) for levels in (256, 64, 16, 8))
+"""Before these, for maps over patches, which are larger: as many cells as they have."""
+
 
 def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
     """The maps within so many characters; 144 incompressible ones of 128 x 128 cells take 1.6 million.
@@ -27,7 +30,8 @@ def packed(maps: Sequence[HeadMap], budget: int) -> dict[str, Any]:
     """
     side, text = 0, None
     small: Sequence[HeadMap] = maps
-    for step_side, levels in STEPS:
+    large = max((max(m.rows, m.columns) for m in maps), default=0) > STEPS[0][0]
+    for step_side, levels in (*WHOLE, *STEPS) if large else STEPS:
         if step_side != side:
             side = step_side
             small = [pooled(m, side) for m in maps]

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from headwise.look.axes import TEXT as WORDS
+from headwise.look.axes import Axis
+from headwise.look.pictures import Picture
 from headwise.look.records import HeadRecord, Look
 from headwise.look.roles import ROLES, TEXT
 
@@ -17,6 +20,9 @@ BUDGET = 1_700_000
 
 NUMBERS_BUDGET = 700_000
 """Most characters of the numbers."""
+
+MOST_PICTURES = 4
+"""Pictures that the page holds."""
 
 AROUND = 6
 """Tokens shown before a piece of evidence, and after it."""
@@ -32,12 +38,15 @@ def page_data(look: Look) -> dict[str, Any]:
     """Everything the page shows, JSON-able; what is large is squeezed: see `numbers.packed` and `maps.packed`."""
     heads = look.heads
     figures = numbers.packed(heads, NUMBERS_BUDGET)
-    left = BUDGET - len(figures["data"])
+    left = BUDGET - len(figures["data"]) - sum(len(one.data) * 4 // 3 for one in look.pictures[:MOST_PICTURES])
     pictures = maps.packed(look.maps or tuple(maps.coarse(head) for head in heads), left)
-    cells = _cells(look.tokens, _side(heads, pictures["columns"], len(look.tokens)))
+    axes, over = _axes(look)
+    main = next((n for n, axis in enumerate(axes) if axis.names and axis.names == look.tokens), -1)
+    cells = _cells(look.tokens, _side(heads, pictures["columns"], [pair[1] == main for pair in over], look))
     pooled = any(cell["count"] > 1 for cell in cells)
     inner = vectors.packed(look.neurons, heads, left - len(pictures["data"]), weights=pooled or not look.maps)
-    places = list(dict.fromkeys(map(_place, heads)))
+    each = [_place(head, pair) for head, pair in zip(heads, over, strict=True)]
+    places = list(dict.fromkeys(each))
     index = {place: i for i, place in enumerate(places)}
     return {
         "model": cut(look.model, 300),
@@ -49,22 +58,54 @@ def page_data(look: Look) -> dict[str, Any]:
         "seconds": numbers.rounded(look.seconds),
         "version": cut(look.version, 100),
         "cells": cells,
+        "axes": [_axis(axis, n == main) for n, axis in enumerate(axes)],
+        "pictures": [_picture(one) for one in look.pictures[:MOST_PICTURES]],
         "excerpts": _excerpts(look),
         "tokens": _tokens(look, inner["tokens"] if inner["data"] else 0) if pooled else [],
         "places": [
-            dict(zip(("module", "call", "layer", "part", "queries", "keys"), (cut(p[0], 300), *p[1:]), strict=True))
-            for p in places
+            dict(zip(("module", "call", "layer", "part", "queries", "keys", "over"), p, strict=True)) for p in places
         ],
-        "heads": {"place": [index[_place(h)] for h in heads], "head": [h.head for h in heads]},
+        "heads": {"place": [index[place] for place in each], "head": [h.head for h in heads]},
         "numbers": figures,
         "maps": pictures,
         "vectors": inner,
     }
 
 
-def _place(head: HeadRecord) -> tuple[str, int, int, str, int, int]:
+def _place(head: HeadRecord, over: tuple[int, int]) -> tuple[Any, ...]:
     """What the heads of a layer share."""
-    return head.module, head.call, head.layer, cut(head.part), head.queries, head.keys
+    return cut(head.module, 300), head.call, head.layer, cut(head.part), head.queries, head.keys, over
+
+
+def _axes(look: Look) -> tuple[list[Axis], list[tuple[int, int]]]:
+    """The axes of a look, and of each head those of its queries and keys, by number; -1 where none is known.
+
+    A look at one text alone tells them by their length: the text, and beside an encoder the text behind a start token.
+    """
+    if look.axes:
+        return list(look.axes), [(h.over[0], h.over[1]) if len(h.over) == 2 else (-1, -1) for h in look.heads]
+    if not look.tokens:
+        return [], [(-1, -1)] * len(look.heads)
+    axes = [Axis(WORDS, len(look.tokens), names=look.tokens)]
+    by_length = {0: 0, len(look.tokens): 0}
+    if look.kind == "encoder-decoder":
+        names = ("(start)", *look.tokens)[: len(look.tokens) - 1]
+        axes.append(Axis(WORDS, len(names), names=names))
+        by_length.setdefault(len(names), 1)
+    return axes, [(by_length.get(h.queries, -1), by_length.get(h.keys, -1)) for h in look.heads]
+
+
+def _axis(axis: Axis, main: bool) -> dict[str, Any]:
+    """An axis as the page holds it; the tokens of the main text are in its cells."""
+    names = [] if main else [cut(name, 60) for name in axis.names[:MOST_TOKENS]]
+    at = [number for cell in axis.cells for number in cell]
+    apart = {cut(name, 60): list(places) for name, places in axis.apart.items()}
+    about = {"kind": axis.kind, "total": axis.length, "main": main, "names": names}
+    return {**about, "at": at, "grids": [list(grid) for grid in axis.grids], "apart": apart}
+
+
+def _picture(one: Picture) -> dict[str, Any]:
+    return {**one.to_dict(), "kind": cut(one.kind, 20)}
 
 
 def _tokens(look: Look, first: int) -> list[tuple[int, str]]:
@@ -91,9 +132,10 @@ def _excerpts(look: Look) -> list[tuple[str, list[tuple[int, str]]]]:
     return [one for one in listed if one[1]]
 
 
-def _side(heads: Sequence[HeadRecord], columns: Sequence[int], tokens: int) -> int:
+def _side(heads: Sequence[HeadRecord], columns: Sequence[int], over_text: Sequence[bool], look: Look) -> int:
     """Cells of an axis that runs over the text: as many as the maps have over it."""
-    return max((c for h, c in zip(heads, columns, strict=True) if h.keys in (0, tokens)), default=min(tokens, 128))
+    sides = [c for _, c, there in zip(heads, columns, over_text, strict=True) if there]
+    return max(sides, default=min(len(look.tokens), 128))
 
 
 def _cells(tokens: Sequence[str], side: int) -> list[dict[str, Any]]:

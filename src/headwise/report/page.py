@@ -17,7 +17,20 @@ if TYPE_CHECKING:
 _SCRIPTS = tuple(
     f"{name}.js"
     for name in (
-        *("data", "text", "heat", "vectors", "overview", "filter", "chart", "map", "arcs", "sum", "evidence"),
+        *(
+            "data",
+            "text",
+            "heat",
+            "vectors",
+            "overview",
+            "filter",
+            "chart",
+            "map",
+            "arcs",
+            "sum",
+            "evidence",
+            "picture",
+        ),
         *("tokens", "table", "keys", "main"),
     )
 )

@@ -7,13 +7,13 @@
 [4, 4, 4, 4]
 """
 
+from ..processes import Processes
 from .heal import Curve, Recipe, heal
 from .healed import facts_of, write_healed
 from .memory import prune_module
 from .mend import mend
 from .migrate import Migration, migrate, plan_migrate
 from .pair import Projections
-from .processes import Processes
 from .proof import Proof
 from .prune import Pruning, plan_prune, prune, write_pruned
 from .recover import Repaired, recover

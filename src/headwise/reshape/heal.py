@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..processes import Processes
 from ..shapes import INTEGERS, describe
 from ..shapes.kinds import check_counts, check_functions, check_numbers, check_paths, check_tensor, shown
 from .arguments import check_kind, check_models, check_rows
 from .pair import resting
-from .processes import Processes
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 

@@ -128,7 +128,7 @@ def family_of(config: Mapping[str, Any], names: Iterable[str], layouts: Mapping[
     outer = None
     known = about.get("fields") or architectures()[model_type]
     if "text" in known:
-        part, text_type = known["text"]
+        part, text_type = known["text"]["key"], known["text"]["type"]
         inner = config.get(part)
         if not isinstance(inner, Mapping):
             raise ValueError(f"has no {part}, where the text model's sizes are")

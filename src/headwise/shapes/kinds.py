@@ -87,6 +87,14 @@ def check_counts(least: int = 0, most: int = MOST, /, **counts: Any) -> None:
             raise ValueError(f"{name} is at most {most}; got {shown(count)}")
 
 
+def check_span(name: str, span: Any, size: int) -> tuple[int, int]:
+    """(start, stop) with 0 <= start <= stop <= size."""
+    numbers = list(span) if isinstance(span, tuple | list) else []
+    if len(numbers) != 2 or not all(_is_whole(n) for n in numbers) or not 0 <= numbers[0] <= numbers[1] <= size:
+        raise ValueError(f"{name} is (start, stop) with 0 <= start <= stop <= {size}; got {shown(span)}")
+    return int(numbers[0]), int(numbers[1])
+
+
 def is_finite(number: Any) -> bool:
     """Whether a real number is one that float64 holds; symbols of torch.compile are taken to be."""
     try:

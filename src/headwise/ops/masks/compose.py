@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...shapes import MASK_RULE, check_integers, check_made
-from ...shapes.kinds import check_counts, check_device, check_dtype
+from ...shapes.kinds import MOST, check_counts, check_device, check_dtype, check_span
 from ..symbols import known
 from .algebra import both, either, neither
 from .places import Part, Rows, check_asked, checked_at, full_rank, wide
@@ -252,10 +252,15 @@ class Mask:
         ■ ■ ·
         ■ ■ ■
         """
-        return Mask(tuple(rule.part(Part(rows, cols, heads), T, S) for rule in self.parts))
+        check_counts(T=T, S=S)
+        some = None if heads is None else check_span("heads", heads, MOST)
+        part = Part(check_span("rows", rows, T), check_span("cols", cols, S), some)
+        return Mask(tuple(rule.part(part, T, S) for rule in self.parts))
 
     def meets(self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int) -> bool:
         """Whether some of these queries may attend some of these keys; True where the rules do not plainly tell."""
+        check_counts(T=T, S=S)
+        rows, cols = check_span("rows", rows, T), check_span("cols", cols, S)
         part = Part(rows, cols)
         if rows[0] >= rows[1] or cols[0] >= cols[1]:
             return False

@@ -24,6 +24,7 @@ async function loadNumbers() {
     const head = { index, ...at, head: look.heads.head[index], name: `${at.layer}.${look.heads.head[index]}` };
     head.rows = look.maps.rows[index];
     head.columns = look.maps.columns[index];
+    head.sides = [sideOf(head.rows, at.queries, at.over[0]), sideOf(head.columns, at.keys, at.over[1])];
     head.values = numbers.values.map((column) => column[index]);
     head.offsets = numbers.offsets[index];
     head.ahead = numbers.ahead[index];

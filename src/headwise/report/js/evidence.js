@@ -62,13 +62,13 @@ function otherScore(score) {
 // A query whose largest weight lies where the role says, each token in its context.
 function piece([textNumber, query, key, weight], role, head) {
   const { reads } = look.roles[role];
-  const own = reads === "text" && look.texts === 1;
+  const own = reads === "text" && look.texts === 1 && textNumber === 0;
   const tokens = excerpts.get(`${reads} ${textNumber}`);
   // A decoder beside an encoder reads the same tokens behind its start: each stands one place later there.
   const behind = look.kind === "encoder-decoder" && head.part !== "encoder";
-  const textOf = (total, late) => (own ? (place) => axisText(place, total) : (place) => tokens?.get(place - late) ?? null);
-  const queryText = textOf(head.queries, Number(behind));
-  const keyText = textOf(head.keys, Number(behind && head.part !== "cross"));
+  const textOf = (side, late) => (own ? (place) => axisText(place, side) : (place) => tokens?.get(place - late) ?? null);
+  const queryText = textOf(head.sides[0], Number(behind));
+  const keyText = textOf(head.sides[1], Number(behind && head.part !== "cross"));
   const where = own ? "" : { copies: `random tokens, row ${textNumber}: `, text: `text ${textNumber}: ` }[reads] ?? `${plainText(reads, 20)} ${textNumber}: `;
   const line = el("li", {}, el("span", { className: "where" }, where, `query ${query} \u2192 key ${key} `), el("b", {}, number(weight, 2)));
   if (own && overText(head)) {
@@ -77,7 +77,7 @@ function piece([textNumber, query, key, weight], role, head) {
     line.append(" ", open);
   }
   const [at, from] = [queryText(query) !== null, keyText(key) !== null];
-  if (at && from && head.queries === head.keys) line.append(el("div", { className: "context" }, ...context(query, key, queryText)));
+  if (at && from && head.queries === head.keys && head.sides[0].axis === head.sides[1].axis) line.append(el("div", { className: "context" }, ...context(query, key, queryText)));
   else {
     if (at) line.append(el("div", { className: "context" }, ...context(query, null, queryText)));
     if (from) line.append(el("div", { className: "context" }, ...context(null, key, keyText)));

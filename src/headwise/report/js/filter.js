@@ -96,7 +96,7 @@ function headLink(head) {
 
 // Mean mass of a query on the chosen keys, over the queries that may look back at one.
 function massOn(head, keys) {
-  if (head.columns !== look.cells.length || head.keys !== look.length) return null;
+  if (head.columns !== look.cells.length || !head.sides[1].axis?.main) return null;
   const first = head.causal ? keys[0] : 0;
   let sum = 0;
   for (let i = first; i < head.rows; i++) for (const j of keys) sum += weightAt(head, i, j);

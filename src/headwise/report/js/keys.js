@@ -1,6 +1,6 @@
 // Keys that work everywhere, the help that lists them, light and dark.
 
-const PANES = ["map", "arcs", "sum", "evidence"];
+const PANES = ["map", "arcs", "sum", "evidence", "picture"];
 const THEMES = { auto: "as the system", light: "light", dark: "dark" };
 
 function choosePane(name, focus = false) {
@@ -16,12 +16,12 @@ function choosePane(name, focus = false) {
 }
 
 function drawPane(head) {
-  const draw = { map: drawLarge, arcs: drawArcs, sum: drawSum, evidence: drawEvidence }[state.pane];
+  const draw = { map: drawLarge, arcs: drawArcs, sum: drawSum, evidence: drawEvidence, picture: drawPicture }[state.pane];
   draw(head);
 }
 
 function focusPane() {
-  const target = { map: "map", arcs: "arcs", sum: "sum", evidence: "pane-evidence" }[state.pane];
+  const target = { map: "map", arcs: "arcs", sum: "sum", evidence: "pane-evidence", picture: "scene" }[state.pane];
   byId(target).focus();
 }
 
@@ -31,7 +31,8 @@ function buildPanes() {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
     event.preventDefault();
-    choosePane(PANES[(PANES.indexOf(state.pane) + step + PANES.length) % PANES.length], true);
+    const panes = PANES.filter((pane) => !byId(`tab-${pane}`).hidden);
+    choosePane(panes[(panes.indexOf(state.pane) + step + panes.length) % panes.length], true);
   });
   byId("arcs").addEventListener("keydown", moveInArcs);
   byId("sum").addEventListener("keydown", moveInSum);
@@ -75,7 +76,7 @@ const KEYS = {
   t: nextTheme,
   Escape: leave,
 };
-PANES.forEach((pane, i) => (KEYS[String(i + 1)] = () => choosePane(pane)));
+PANES.forEach((pane, i) => (KEYS[String(i + 1)] = () => byId(`tab-${pane}`).hidden || choosePane(pane)));
 
 function buildKeys() {
   setTheme("auto");

@@ -5,7 +5,8 @@ function fillHeader() {
   appendText(byId("model"), look.model);
   const shape = `${plural(look.layers, "layer")} \u00d7 ${plural(look.width, "head")}`;
   const facts = [shape, plainText(look.kind, 40), `${look.texts > 1 ? `${plural(look.texts, "text")}, ` : ""}${plural(look.length, "token")}`, `looked at in ${number(look.seconds, 1)} s`, `headwise ${plainText(look.version, 40)}`];
-  if (!look.cells.length) byId("what").textContent = "What each attention head of this model does while it reads.";
+  const doing = look.pictures.length ? (heard ? "listens" : "sees the picture") : "reads";
+  if (!look.cells.length || look.pictures.length) byId("what").textContent = `What each attention head of this model does while it ${doing}.`;
   byId("facts").replaceChildren(...facts.map((fact) => el("span", {}, fact)));
 }
 
@@ -62,6 +63,7 @@ function listen() {
       if (source && head.rows === source.queries) showSentence(query, source);
       drawArcs(head);
     } else if (state.pane === "sum") drawSum(head);
+    else if (state.pane === "picture") drawPicture(head);
     tint(query);
   });
   on("preview", (query) => tint(query ?? state.query));
@@ -85,7 +87,7 @@ function listen() {
 
 // The head that is open at first: the best-known role of any head, at its strongest.
 function firstHead() {
-  for (const name of ["induction", "previous-token", "next-token"]) {
+  for (const name of ["induction", "right neighbour", "upper neighbour", "same row", "patch sink", "previous-token", "next-token"]) {
     const role = look.roles.findIndex((r) => r.label === name);
     const score = (head) => head.roles.find((r) => r.role === role)?.value ?? 0;
     const best = role < 0 ? null : heads.reduce((a, b) => (score(b) > score(a) ? b : a));
@@ -118,6 +120,7 @@ async function main() {
   buildMap();
   buildArcs();
   buildSum();
+  buildPicture();
   buildPanes();
   buildKeys();
   for (const id of ["overview", "detail", "running", "charts", "all", "about", "controls"]) byId(id).hidden = false;
@@ -126,8 +129,9 @@ async function main() {
   listen();
   drawChart();
   emit("filter");
-  choosePane("map");
-  selectHead(firstHead());
+  const first = firstHead();
+  choosePane(onPicture(heads[first]) ? "picture" : "map");
+  selectHead(first);
   document.documentElement.dataset.ready = "true";
 }
 

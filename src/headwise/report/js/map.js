@@ -45,10 +45,9 @@ function labelled(size, cell) {
 
 // As wide as the longest label; 6.1 is the width of a letter of the axes' font.
 function setMargins(head) {
-  const longest = (size, total, limit) =>
-    Math.max(4, ...d3range(size).map((i) => cellLabel(i, size, total, limit).length));
-  MARGIN.left = Math.max(58, 6.1 * longest(head.rows, head.queries, 13) + 14);
-  MARGIN.top = Math.max(44, 6.1 * longest(head.columns, head.keys, 11) + 14);
+  const longest = (side, limit) => Math.max(4, ...d3range(side.size).map((i) => cellLabel(i, side, limit).length));
+  MARGIN.left = Math.max(58, 6.1 * longest(head.sides[0], 13) + 14);
+  MARGIN.top = Math.max(44, 6.1 * longest(head.sides[1], 11) + 14);
 }
 
 function drawLarge(head) {
@@ -81,7 +80,7 @@ function cornerOf() {
 function keyAxis(head, width, cell) {
   const band = d3.scaleBand(d3range(head.columns), [0, width]);
   const axis = d3.axisTop(band).tickValues(labelled(head.columns, cell)).tickSize(3).tickPadding(3);
-  axis.tickFormat((i) => cellLabel(i, head.columns, head.keys, 11));
+  axis.tickFormat((i) => cellLabel(i, head.sides[1], 11));
   const svg = drawing(width + EDGE, MARGIN.top).attr("class", "keys");
   const group = svg.append("g").attr("transform", `translate(${EDGE},${MARGIN.top})`).call(axis);
   group.selectAll("text").attr("transform", "rotate(-90)").attr("text-anchor", "start").attr("x", 7).attr("y", 0).attr("dy", "0.32em");
@@ -91,7 +90,7 @@ function keyAxis(head, width, cell) {
 function queryAxis(head, height, cell) {
   const band = d3.scaleBand(d3range(head.rows), [0, height]);
   const axis = d3.axisLeft(band).tickValues(labelled(head.rows, cell)).tickSize(3).tickPadding(4);
-  axis.tickFormat((i) => cellLabel(i, head.rows, head.queries, 13));
+  axis.tickFormat((i) => cellLabel(i, head.sides[0], 13));
   const svg = drawing(MARGIN.left, height + EDGE).attr("class", "queries");
   svg.append("g").attr("transform", `translate(${MARGIN.left},${EDGE})`).call(axis);
   return svg.node();
@@ -135,8 +134,8 @@ function sentence(head, row, column) {
   const shown = head.causal && key > row ? "not allowed" : number(weight, 3) + (error > 0.0045 ? ` \u00b1 ${number(error, 2)}` : "");
   const lead = column === null ? "strongest key " : "key ";
   return [
-    "query ", el("bdi", {}, cellSentence(row, head.rows, head.queries)), ` \u00b7 ${lead}`,
-    el("bdi", {}, cellSentence(key, head.columns, head.keys)), " \u00b7 weight ", el("b", {}, shown),
+    "query ", el("bdi", {}, cellSentence(row, head.sides[0])), ` \u00b7 ${lead}`,
+    el("bdi", {}, cellSentence(key, head.sides[1])), " \u00b7 weight ", el("b", {}, shown),
   ];
 }
 

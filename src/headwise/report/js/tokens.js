@@ -41,7 +41,7 @@ function moveInText(event) {
 // Does this head run over the shown text on both axes? (Cross-attention does not.)
 function overText(head) {
   const size = look.cells.length;
-  return head.rows === size && head.columns === size && size > 0 && head.part !== "cross";
+  return size > 0 && head.part !== "cross" && head.sides.every((side) => side.axis?.main && side.size === size);
 }
 
 function tint(chosen) {
@@ -65,13 +65,13 @@ function tint(chosen) {
 
 function listStrongest(head, chosen, weights) {
   const title = byId("strongest-title");
-  const of = el("bdi", {}, cellSentence(chosen, head.rows, head.queries));
+  const of = el("bdi", {}, cellSentence(chosen, head.sides[0]));
   title.replaceChildren(...(text.attends ? ["Query ", of, " attends most to"] : ["Key ", of, " is attended most by"]));
   const order = weights.map((_, i) => i).sort((a, b) => weights[b] - weights[a] || a - b);
   for (const i of order.slice(0, 5).filter((j) => weights[j] >= 0.005)) {
     const bar = el("span", { className: "bar-of" });
     bar.style.setProperty("--weight", `${100 * weights[i]}%`);
-    const name = el("bdi", {}, cellSentence(i, head.columns, head.keys));
+    const name = el("bdi", {}, cellSentence(i, head.sides[1]));
     byId("strongest").append(el("li", {}, el("span", { className: "who" }, name), bar, el("b", {}, number(weights[i], 2))));
   }
 }
@@ -79,6 +79,7 @@ function listStrongest(head, chosen, weights) {
 // The query that shows a head best: the strongest weight on a key that is not the first, nor the query itself.
 function tellingQuery(head) {
   let [best, query] = [-1, head.rows - 1];
+  if (head.sides[0].axis?.kind === "text and picture") return Math.max(query, 0); // what the text makes of the picture
   for (let i = Math.floor(head.rows / 3); i < head.rows; i++) {
     for (let j = 1; j < head.columns; j++) {
       if (i !== j && codeAt(head, i, j) > best) [best, query] = [codeAt(head, i, j), i];

@@ -45,9 +45,10 @@ async function loadVectors() {
 // `same`: queries and keys are the same tokens.
 function tokenWeights(head) {
   const whole = head.rows === head.queries && head.columns === head.keys;
-  const same = head.queries === head.keys;
-  const name = (total) => (place, limit) => axisName(place, total, limit);
-  const names = { same, queryName: name(head.queries), keyName: name(head.keys), queryText: (place) => axisText(place, head.queries) };
+  const [queries, keys] = head.sides;
+  const same = head.queries === head.keys && queries.axis === keys.axis;
+  const name = (side) => (place, limit) => axisName(place, side, limit);
+  const names = { same, queryName: name(queries), keyName: name(keys), queryText: (place) => axisText(place, queries) };
   if (whole && head.rows) return { ...names, queries: head.rows, keys: head.columns, weight: (i, j) => weightAt(head, i, j) };
   const inner = vectors.get(head.index);
   if (!inner?.weight) return null;

@@ -1,0 +1,121 @@
+"""Pictures and sound from files of strangers: read within bounds, or refused in one line."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+import wave
+from typing import Annotated, Any
+
+import typer
+
+from headwise.extras import missing_extra
+
+Image = Annotated[
+    str | None, typer.Option(help="A picture to look at (PNG, JPEG, ...), beside the text where the model reads one.")
+]
+Audio = Annotated[str | None, typer.Option(help="A sound to listen to (WAV).")]
+Target = Annotated[
+    str | None,
+    typer.Option(help="What the decoder of an encoder-decoder reads.", show_default="the encoder's text"),
+]
+Pair = Annotated[str | None, typer.Option(help="A second sentence, behind the first: a pair.")]
+"""The options of `headwise look` that put something beside its text."""
+
+MAX_FILE = 64_000_000
+MAX_PIXELS = 50_000_000
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+LEAST_SOUND = 400
+"""Fewest numbers of a sound: a window of a spectrogram."""
+
+
+def read_image(path: str) -> Any:
+    """The picture of a file, as PIL has it, in red, green and blue."""
+    try:
+        from PIL import Image as pil
+        from PIL import ImageOps
+    except ImportError as error:
+        raise missing_extra("--image", "look", error) from None
+    content = _content(path, "--image")
+    where = f"--image {path}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a large picture PIL warns; here it is refused
+            image: Any = pil.open(io.BytesIO(content), formats=FORMATS)
+            if image.width * image.height > MAX_PIXELS:
+                raise typer.BadParameter(
+                    f"{where}: {image.width:,} x {image.height:,} pixels, and at most {MAX_PIXELS // 10**6} million "
+                    "are read; make it smaller"
+                )
+            image.load()
+            return (ImageOps.exif_transpose(image) or image).convert("RGB")
+    except typer.BadParameter:
+        raise
+    except MemoryError:
+        raise
+    except Exception as error:  # a decoder of a hostile file may raise anything
+        raise typer.BadParameter(
+            f"{where}: no picture that can be read ({_short(error)}); give a whole {', '.join(FORMATS)} file"
+        ) from None
+
+
+def read_sound(path: str) -> tuple[Any, int]:
+    """The sound of a WAV file as float32 (N,), its channels' mean from -1 to 1, and how many numbers are a second."""
+    import numpy as np
+
+    content = _content(path, "--audio")
+    where = f"--audio {path}"
+    try:
+        with wave.open(io.BytesIO(content)) as file:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            data = file.readframes(len(content))
+        whole = len(data) // (width * channels) * (width * channels)
+        numbers = _numbers(data[:whole], width).reshape(-1, channels).mean(axis=1, dtype=np.float64)
+    except Exception as error:  # wave.Error, EOFError, and what odd headers make of arithmetic
+        raise typer.BadParameter(
+            f"{where}: no sound that can be read ({_short(error)}); give a WAV file of 8, 16, 24 or 32 bit PCM: "
+            "ffmpeg -i FILE -ac 1 -ar 16000 out.wav"
+        ) from None
+    if not 1000 <= rate <= 400_000:
+        raise typer.BadParameter(f"{where}: {rate:,} numbers a second, which is no sound; convert it to 16,000")
+    if len(numbers) < LEAST_SOUND:
+        raise typer.BadParameter(
+            f"{where}: {len(numbers)} numbers are too few for a sound; give {LEAST_SOUND} at least"
+        )
+    return numbers.astype(np.float32), rate
+
+
+def _numbers(data: bytes, width: int) -> Any:
+    """PCM as numbers from -1 to 1; of 8 bits without a sign, else with one."""
+    import numpy as np
+
+    if width == 1:
+        return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
+    if width == 3:
+        triples = np.frombuffer(data, np.uint8).reshape(-1, 3)
+        wide = np.zeros((len(triples), 4), np.uint8)
+        wide[:, 1:] = triples
+        return wide.view("<i4")[:, 0] / 2.0**31
+    if width in (2, 4):
+        return np.frombuffer(data, f"<i{width}") / math.ldexp(1.0, 8 * width - 1)
+    raise ValueError(f"{8 * width} bits a number")
+
+
+def _content(path: str, option: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE + 1)
+    except OSError as error:
+        raise typer.BadParameter(f"{option} {path}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:  # a NUL in the name
+        raise typer.BadParameter(f"{option}: no file name ({error})") from None
+    if len(content) > MAX_FILE:
+        raise typer.BadParameter(f"{option} {path}: more than {MAX_FILE // 10**6} MB; give a smaller file")
+    return content
+
+
+def _short(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).partition(" <_io")[0].splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:120])

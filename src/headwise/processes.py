@@ -1,0 +1,277 @@
+"""Several processes that do one work, those that torchrun started or those of a process group: each knows its share.
+
+Imports nothing of headwise: every room whose work can be shared may import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+SLACK = 5.0
+"""Seconds that one process may wait longer than another for the same."""
+
+
+class LostProcess(ConnectionError):
+    """A process of the group ended, or did not answer within the group's timeout."""
+
+
+_LOST, _CONTENT = b"l", b"c"
+_KINDS: dict[bytes, type[Exception]] = {
+    _LOST: LostProcess,
+    b"t": TypeError,
+    b"v": ValueError,
+    b"o": OSError,
+    b"r": RuntimeError,
+}
+"""What a message begins with, and the error that it is; `_CONTENT` is none."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which of how many processes this is, and their group; one alone by default."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def here(cls) -> Processes:
+        """Those of the default process group, which is made where torchrun says that there are several."""
+        if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        if dist.is_available() and dist.is_initialized():
+            return cls.of(dist.group.WORLD)
+        return cls()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Processes:
+        """Those of a process group; this one alone where there is none.
+
+        Raises:
+            TypeError: no process group.
+            ValueError: one that this process is not of.
+        """
+        if group is None:
+            return cls()
+        if not isinstance(group, dist.ProcessGroup):
+            got = "that of a process which is not in it" if isinstance(group, int) else type(group).__name__
+            raise TypeError(f"group is a torch.distributed process group that this process is in, or None; got {got}")
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and prints for all."""
+        return self.rank == 0
+
+    def share(self, rows: Tensor) -> Tensor:
+        """This process's rows of a batch."""
+        return rows[self.rank :: self.size]
+
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Each gradient becomes the sum of all processes'."""
+        if self.size > 1:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=self.group)
+
+    def add(self, number: Tensor) -> Tensor:
+        """The sum of all processes' numbers."""
+        if self.size > 1:
+            dist.all_reduce(number, group=self.group)
+        return number
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` gives in this process, once all have done theirs; where it raises in one, it does in all."""
+        done: list[T] = []
+
+        def part() -> bytes:
+            done.append(work())
+            return b""
+
+        self.exchange(part, lambda parts: b"".join(parts))
+        return done[0]
+
+    def exchange(self, work: Callable[[], bytes], join: Callable[[Iterator[bytes]], bytes]) -> bytes:
+        """Each process works; the first joins what all made, and every process gets what that gives.
+
+        The one place where processes wait for each other: an error of any one, in its work or in the joining, is
+        raised in all, so that none waits for a process that has given up.
+
+        Args:
+            work: what this process does; not called by another.
+            join: called by the first process with what each made, in their order, one at a time.
+
+        Raises:
+            LostProcess: a process ended, or is not heard of within the group's timeout.
+            TypeError, ValueError, OSError, RuntimeError: what `work` raised here; or in another process, whose number
+                the text then begins with.
+        """
+        if self.size == 1:
+            return join(iter([work()]))
+        failed: Exception | None = None
+        try:
+            made = _CONTENT + work()
+        except LostProcess:
+            raise
+        except Exception as error:
+            failed, made = error, _as_bytes(error)
+        if not self.first:
+            self._send(made, 0)
+            answer = self._receive(0)
+        else:
+            lost: set[int] = set()
+            answer, failed = self._joined(made, failed, join, lost)
+            for rank in {*range(1, self.size)} - lost:
+                with contextlib.suppress(LostProcess):  # the others shall know of it
+                    self._send(answer, rank)
+        if answer[:1] == _CONTENT:
+            return answer[1:]
+        if failed is not None and answer == _as_bytes(failed):
+            raise failed
+        raise _KINDS[answer[:1]](answer[1:].decode()) from failed
+
+    def _joined(
+        self, made: bytes, failed: Exception | None, join: Callable[[Iterator[bytes]], bytes], lost: set[int]
+    ) -> tuple[bytes, Exception | None]:
+        """What the first process answers all but those that are `lost`: what `join` makes, or the first's error."""
+        errors: dict[int, bytes] = {} if failed is None else {0: made}
+
+        def contents() -> Iterator[bytes]:
+            if failed is None:
+                yield made[1:]
+            for rank in range(1, self.size):
+                try:
+                    part = self._receive(rank)
+                except LostProcess as error:
+                    part = _as_bytes(error)
+                    lost.add(rank)
+                if part[:1] != _CONTENT:
+                    errors[rank] = part
+                elif not errors:
+                    yield part[1:]
+
+        parts = contents()
+        answer = b""
+        if failed is None:
+            try:
+                answer = _CONTENT + join(parts)
+            except Exception as error:
+                failed, answer = error, _as_bytes(error)
+        for _ in parts:  # who has not been heard yet
+            pass
+        if not errors:
+            return answer, failed
+        rank, text = min(errors.items())
+        if lost:
+            return errors[min(lost)], failed
+        alike = len(errors) == self.size and len({*errors.values()}) == 1
+        return (text if alike else text[:1] + f"rank {rank}: ".encode() + text[1:]), failed
+
+    # --- bytes from one process to another ----------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        """Where bytes travel from: the CPU, unless the group knows GPUs alone."""
+        assert self.group is not None
+        on_cpu = any(part.split(":")[0] == "cpu" for part in dist.get_backend_config(self.group).split(","))
+        return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+    def _send(self, content: bytes, rank: int) -> None:
+        """Bytes for a process; their number goes ahead, for a message of another length is no error to gloo."""
+        size = torch.tensor([len(content)], dtype=torch.int64, device=self._device)
+        body = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+        with self._naming(rank):
+            dist.send(size, group=self.group, group_dst=rank)
+            dist.send(body, group=self.group, group_dst=rank)
+
+    def _receive(self, rank: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        with self._naming(rank):
+            dist.recv(size, group=self.group, group_src=rank)
+            body = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            dist.recv(body, group=self.group, group_src=rank)
+        return bytes(body.cpu().numpy())
+
+    @contextlib.contextmanager
+    def _naming(self, rank: int) -> Iterator[None]:
+        """Raise LostProcess where a process cannot be reached.
+
+        While the first waits in vain for one, the others wait for the first, as long; it says in the store which it is.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            late = "timed out" in str(error).lower()
+            said = f"rank {rank} of {self.size} {'does not answer' if late else 'has ended'}"
+            if late:
+                with contextlib.suppress(Exception):  # no store, or one that has gone, or nothing in it
+                    store = dist.distributed_c10d._get_default_store()
+                    key = f"headwise/lost/{dist.get_process_group_ranks(self.group)}"
+                    if self.first:
+                        store.set(key, said)
+                    else:
+                        store.wait([key], timedelta(seconds=SLACK))
+                        said = store.get(key).decode()
+            raise LostProcess(f"{said}; what was saved is not lost: start all processes anew") from error
+
+
+def _as_bytes(error: Exception) -> bytes:
+    """An error as a message: its kind, its text."""
+    kind = next((kind for kind, one in _KINDS.items() if isinstance(error, one)), b"r")
+    plain = any(isinstance(error, one) for one in _KINDS.values()) and str(error)
+    return kind + (str(error) if plain else f"{type(error).__name__}: {error}").encode()
+
+
+# --- a command that torchrun started several times -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def said_once(text: str, patience: float = SLACK) -> Iterator[bool]:
+    """Whether this process is the first of torchrun's to say this, and may say it; none goes on before all are here.
+
+    So what all have to say is said once, and none ends while others are on their way to the same end: torchrun would
+    kill them. It waits `patience` seconds at most. Without torchrun's store every process speaks.
+    """
+    store = _agents_store(patience)
+    if store is None:
+        yield True
+        return
+    yield store.add(hashlib.sha256(text.encode()).hexdigest(), 1) == 1
+    until = time.monotonic() + patience
+    here = store.add("ended", 1)
+    while here < int(os.environ["WORLD_SIZE"]) and time.monotonic() < until:
+        time.sleep(0.02)
+        here = store.add("ended", 0)
+
+
+def _agents_store(patience: float) -> dist.Store | None:
+    """What torchrun keeps for the processes of this start; it outlives each of them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    run = f"headwise/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=patience))
+        return dist.PrefixStore(run, store)
+    except (KeyError, ValueError, RuntimeError):
+        return None
+
+
+def leave() -> None:
+    """Close the default process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
