@@ -17,7 +17,7 @@ from .comm import Comm
 from .errors import RankMismatch
 
 ORDERS: tuple[Order, ...] = get_args(Order)
-STRIPS = 16  # of a rank's queries, whose work is added up
+STRIPS = 32  # of a rank's queries, whose work is added up
 
 
 def check_order(order: object) -> None:
@@ -62,16 +62,18 @@ def order_for(mask: Mask | Tensor | None, length: int, ranks: int) -> Order:
     mask = as_mask(mask)
 
     def busiest(order: Order) -> int:
-        return max(sum(_work(mask, rows, length) for rows in own) for own in places(length, ranks, order))
+        return max(
+            sum(_work(mask, rows, length, STRIPS // len(own)) for rows in own) for own in places(length, ranks, order)
+        )
 
     if length < 2 * ranks:
         return "contiguous"
     return "zigzag" if busiest("contiguous") > 1.1 * busiest("zigzag") else "contiguous"
 
 
-def _work(mask: Mask, rows: Stretch, length: int) -> int:
+def _work(mask: Mask, rows: Stretch, length: int, strips: int) -> int:
     total = 0
-    for a, b in stretches(rows[1] - rows[0], STRIPS):
+    for a, b in stretches(rows[1] - rows[0], strips):
         low, high = mask.reach(rows[0] + a, rows[0] + b, length, length)
         total += (high - low) * (b - a) if b > a else 0
     return total

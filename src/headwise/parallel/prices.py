@@ -119,7 +119,7 @@ def explain(
     4 ranks; bytes and time of the rank that has most; `auto` takes ring
       ring            4,186,112 bytes in 1 messages, 0.0857 ms (contiguous, 33,554,432 pairs of a query head and a key)
       gather         50,331,648 bytes in 2 messages, 1.01 ms (contiguous, 33,554,432 pairs of a query head and a key)
-      ulysses        62,914,560 bytes in 2 messages, 1.26 ms (contiguous, 33,488,896 pairs of a query head and a key)
+      ulysses        62,914,560 bytes in 2 messages, 1.26 ms (contiguous, 32,507,904 pairs of a query head and a key)
     """
     check_attention(query, key, value)
     (B, H, T, D), (K, S), V = query.shape, key.shape[1:3], value.shape[3]
