@@ -48,6 +48,7 @@ def share_of_mask(mask: Mask, rows: slice, heads: slice) -> Mask:
     Raises:
         TypeError: a rule with tensors of which it is not known which axis is which.
 
+    >>> import torch
     >>> from headwise import alibi
     >>> share_of_mask(alibi(torch.tensor([0.5, 0.25, 0.125])), slice(0, 2), slice(1, 3)).parts[0].slopes
     tensor([0.2500, 0.1250])
