@@ -212,7 +212,7 @@ def command(folder: str, *arguments: str) -> tuple[int, str, str]:
 
     os.chdir(folder)
     corpus.BLOCK = BLOCK
-    load, cli.look.load = cli.look.load, lambda *_: Loaded()
+    load, cli.look.load = cli.look.load, lambda *_, **__: Loaded()
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several:
         agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None

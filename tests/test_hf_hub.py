@@ -45,8 +45,10 @@ def test_of_a_hub_only_what_is_read_is_fetched(hub: list[Any]) -> None:
 
 
 def test_a_model_that_cannot_be_seen_is_not_fetched(hub: list[Any], model_folder: Path) -> None:
-    change(model_folder, model_type="bloom", architectures=["BloomForCausalLM"])
-    refused("someone/small", "BloomForCausalLM (model_type 'bloom') is not on transformers' attention interface")
+    change(model_folder, model_type="openai-gpt", architectures=["OpenAIGPTLMHeadModel"])
+    refused(
+        "someone/small", "OpenAIGPTLMHeadModel (model_type 'openai-gpt') is not on transformers' attention interface"
+    )
     assert hub == [("someone/small", "config.json")]
 
 

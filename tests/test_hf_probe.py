@@ -331,7 +331,7 @@ def test_the_refusal_does_not_hang_on_the_table_of_names(monkeypatch: pytest.Mon
 
 
 def test_the_table_of_names_names_what_is_outside() -> None:
-    """Every model_type in it exists, and transformers itself says that it cannot be switched."""
+    """Every model_type in it exists, and transformers itself says that it cannot be switched; of two it says so wrongly."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
@@ -342,7 +342,8 @@ def test_the_table_of_names_names_what_is_outside() -> None:
         assert model_type in CONFIG_MAPPING_NAMES, model_type
         name = MODEL_MAPPING_NAMES.get(model_type)
         if isinstance(name, str) and hasattr(transformers, name):
-            assert not getattr(transformers, name)._can_set_attn_implementation(), model_type
+            can_be = getattr(transformers, name)._can_set_attn_implementation()
+            assert can_be == (model_type in ("bridgetower", "informer")), model_type
     assert not NAMES.keys() & SPARSE.keys()
 
 

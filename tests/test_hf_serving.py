@@ -169,12 +169,12 @@ def error_of(model: Any) -> str:
 
 @pytest.mark.unchecked
 def test_what_cannot_be_served_is_refused_in_one_line() -> None:
-    bloom = OUTSIDE["bloom"]
+    gpt = OUTSIDE["openai-gpt"]
     cases: list[tuple[Any, str]] = [
         (torch.nn.Linear(2, 3), "takes a transformers PreTrainedModel; got Linear"),
         (BY_NAME["BERT"].build(), r"(model_type 'bert') has no continuous batching in transformers"),
         (BY_NAME["T5"].build(), "load it with AutoModelForCausalLM, or call generate()"),
-        (Row("Bloom", bloom[0], bloom[1], 0, sizes=bloom[2]).build(), "is not on transformers' attention interface"),
+        (Row("GPT", gpt[0], gpt[1], 0, sizes=gpt[2]).build(), "is not on transformers' attention interface"),
         (BY_NAME["Llama GQA"].build().to("meta"), "is on meta; headwise.hf.serving is for the CPU"),
     ]
     for model, words in cases:

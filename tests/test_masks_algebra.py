@@ -47,7 +47,9 @@ def test_what_is_simplified() -> None:
 
 
 def test_the_reach_of_a_union_holds_both() -> None:
-    assert (window(2) | prefix(3)).reach(10, 12, 20, 20) == (0, 20)  # a prefix names no keys without a look at tensors
+    assert (window(2) | prefix(3)).reach(10, 12, 20, 20) == (0, 12)
+    some = prefix(torch.tensor([3, 15]))  # names no keys without a look at the tensor
+    assert (window(2) | some).reach(10, 12, 20, 20) == (0, 20)
     assert (window(2) | window(5)).reach(10, 12, 20, 20) == (6, 12)
     assert (window(2) | window(3, offset=-4)).reach(10, 12, 20, 20) == (4, 12)
     assert (~window(2)).reach(10, 12, 20, 20) == (0, 20)

@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reshape.md"
 def told(name: str, about: Mapping[str, Any]) -> str:
     fields = about.get("fields") or architectures()[name]
     if "text" in fields:
-        inner = fields["text"][1]
+        inner = fields["text"]["type"]
         return told(inner, {**layouts()["families"][inner], **about})
     if "inexact" in about:
         return f"zeros only: {about['inexact']}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from ..ops.storage.int8 import Quantized
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import Paged
 
-_NOTHING = torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full()
+_AUTOCAST = reduce(
+    or_,
+    (
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        for name in dir(torch._C.DispatchKey)
+        if name.startswith("Autocast")
+    ),
+)
+"""Steps that stay left out where they are: not left out, they would compute in half precision."""
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
@@ -90,7 +99,8 @@ def _as_outside_of_dispatch() -> Any:
 
     A mask function of one pair is evaluated by that.
     """
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _NOTHING)
+    left_out = torch._C._dispatch_tls_local_exclude_set() & _AUTOCAST
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out)
 
 
 class LazyKeys(Lazy):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +24,12 @@ class Whole:
     padding: Tensor | None = None
 
 
-_whole: ContextVar[Whole | None] = ContextVar("headwise whole batch", default=None)
+_whole: list[Whole] = []  # no context variable, which torch.compile does not trace; a process is one rank
 
 
 def whole_batch() -> Whole | None:
     """Of the forward that runs; None where its tokens are all here."""
-    return _whole.get()
+    return _whole[-1] if _whole else None
 
 
 @contextmanager
@@ -44,7 +43,8 @@ def of(batch: Whole, positions: Tensor, documents: Tensor | None) -> Iterator[No
     join = getattr(masking_utils, "packed_sequence_compatibility_function", None)
     if join is not None:  # newer transformers: what it wraps counts places within documents
         theirs["packed_sequence_compatibility_function"] = lambda function, *_: join(function, positions, documents)
-    token, found = _whole.set(batch), {name: getattr(masking_utils, name) for name in theirs}
+    found = {name: getattr(masking_utils, name) for name in theirs}
+    _whole.append(batch)
     for name, function in theirs.items():
         setattr(masking_utils, name, function)
     try:
@@ -52,4 +52,4 @@ def of(batch: Whole, positions: Tensor, documents: Tensor | None) -> Iterator[No
     finally:
         for name, function in found.items():
             setattr(masking_utils, name, function)
-        _whole.reset(token)
+        _whole.remove(batch)
