@@ -331,7 +331,7 @@ def test_the_refusal_does_not_hang_on_the_table_of_names(monkeypatch: pytest.Mon
 
 
 def test_the_table_of_names_names_what_is_outside() -> None:
-    """Every model_type in it exists, and transformers itself says that it cannot be switched; of two it says so wrongly."""
+    """Every model_type in it exists, and transformers says that it cannot be switched; of two it says so wrongly."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
