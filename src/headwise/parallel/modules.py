@@ -89,7 +89,9 @@ def context(
         timeout: seconds to wait for another rank.
 
     Raises:
-        as `context_parallel`, from the modules; ValueError for a cache, or an inner part that cannot.
+        ValueError: from the modules, a cache, or an inner part that cannot; and what `context_parallel` raises.
+
+    Example::
 
         with headwise.parallel.context(group, order="zigzag"):
             out = mha(headwise.parallel.split_sequence(x, group, order="zigzag"), mask=headwise.causal())
