@@ -4,8 +4,8 @@
 
 - time: two processes of one thread each, in each layout, against one of two threads: causal, forward and backward. The
   work of the ranks is that of one process; what is lost is what is sent, merged, and waited for.
-- memory: what a rank holds at N = 1, 2, 4 (queries, keys, values, outputs, their gradients, and what comes by), counted
-  as peak bytes of live tensors, and the slope of log(memory) on log(N): -1 is memory that falls as 1 / N.
+- memory: what a rank holds at N = 1, 2, 4, 8 (queries, keys, values, outputs, their gradients, and what comes by),
+  counted as peak bytes of live tensors, and the slope of log(memory) on log(N): -1 is memory that falls as 1 / N.
 - torch: `torch.distributed.tensor.experimental.context_parallel` on the same causal call, on the CPU.
 
 Processes are spawned, with gloo over the loopback. On a machine that does other work as well the ratios are lower.
@@ -39,6 +39,7 @@ except ImportError:  # run as a script
 
 H, K, D = 8, 4, 64
 LAYOUTS = ("ring", "gather", "ulysses")
+WORLDS = (1, 2, 4, 8)
 
 
 def inputs(tokens: int) -> list[Tensor]:
@@ -109,7 +110,7 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
             found[layout] = [statistics.median(map(max, *(one[way] for one in told))) for way in (0, 1)]
         found["torch"] = pool.run(torch_says, 512)[0]
     found["memory"] = {}
-    for world in (1, 2, 4):
+    for world in WORLDS:
         with ranks.Pool(world) as pool:
             for layout in LAYOUTS:
                 found["memory"].setdefault(layout, []).append(max(pool.run(split_memory, tokens, layout)))
@@ -117,8 +118,8 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def slope(bytes_: list[int]) -> float:
-    """Of log(memory) on log(N), N = 1, 2, 4."""
-    x, y = [math.log(n) for n in (1, 2, 4)], [math.log(n) for n in bytes_]
+    """Of log(memory) on log(N)."""
+    x, y = [math.log(n) for n in WORLDS], [math.log(n) for n in bytes_]
     return statistics.linear_regression(x, y).slope
 
 
@@ -144,7 +145,7 @@ def main() -> None:
         )
     for layout, sizes in found["memory"].items():
         mib = ", ".join(f"{n / 2**20:.1f}" for n in sizes)
-        print(f"memory a rank, {layout:<8} {mib} MiB at N = 1, 2, 4; slope {slope(sizes):.2f}")
+        print(f"memory a rank, {layout:<8} {mib} MiB at N = 1, 2, 4, 8; slope {slope(sizes):.2f}")
     print(f"torch's context_parallel, causal, on the CPU: {found['torch']}")
 
 
