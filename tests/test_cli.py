@@ -280,3 +280,11 @@ def test_hostile_arguments_are_told_harmlessly(payload: str, here: Path) -> None
     refused("look", "--file", f"none/{payload}")
     refused(f"--{payload or 'x'}")
     refused("trace", "--config", f"none/{payload}")
+
+
+def test_an_interrupt_that_python_wraps_is_one() -> None:
+    """In the making of a class, while a library is imported, it comes out as the cause of a RuntimeError."""
+    error = RuntimeError("Error calling __set_name__ on 'Field' instance")
+    error.__cause__ = KeyboardInterrupt()
+    assert cli.guard.message_of(error) == ("interrupted", cli.guard.INTERRUPTED)
+    assert cli.guard.message_of(RuntimeError("x"))[1] == cli.guard.DEFECT

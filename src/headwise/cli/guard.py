@@ -53,7 +53,8 @@ def message_of(error: BaseException) -> tuple[str, int]:
     """What the user is told of an exception, and the exit code."""
     if isinstance(error, ClickException):
         return error.format_message(), BAD_INPUT
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
+    if isinstance(error, KeyboardInterrupt | typer.Abort) or isinstance(error.__cause__, KeyboardInterrupt):
+        # Python itself raises a RuntimeError from what falls into the making of a class (__set_name__).
         return "interrupted", INTERRUPTED
     if isinstance(error, MissingExtra):
         return str(error), BAD_INPUT
