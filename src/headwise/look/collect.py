@@ -97,17 +97,8 @@ def at(
     started = time.perf_counter()
     model = unwrap(model)
     inputs.check_options(name, map_size, full_maps, repeats, progress)
-    if isinstance(ids, Mapping):
-        source, rows = source_of(model, ids, tokens)
-    else:
-        inputs.check_reads_text(model)
-        rows = (inputs.as_row(ids), [])
-        source = None
+    source, rows, named, facts = _read(model, ids, tokens)
     row = rows[0] or rows[1]
-    facts = inputs.IdFacts.of(model, row or [0])
-    if source is None:
-        inputs.check_fits(row, facts.vocabulary, facts.positions)
-    named = inputs.as_tokens(row, tokens) if source is None else tuple(source.names[0] or source.names[1])
     words = inputs.vocabulary(row, named, delimiters, facts)
     others = inputs.checked_readings(readings, facts)
     if not rows[0]:  # nothing but what it looks at, or listens to, tells the model what to read
@@ -126,6 +117,21 @@ def at(
         seen = replace(seen, pictures=source.pictures())
     spelt = dict(zip(row, named, strict=True))
     return replace(seen, excerpts=around(seen.heads, {COPIES: copies}, lambda one: spelt.get(one, f" {one}")))
+
+
+def _read(
+    model: nn.Module, ids: Ids | Mapping[str, Any], tokens: Any
+) -> tuple[Source | None, tuple[list[int], list[int]], tuple[str, ...], inputs.IdFacts]:
+    """Of one text no source, but its row; of what a processor gives a source, and the rows of its texts."""
+    if isinstance(ids, Mapping):
+        source, rows = source_of(model, ids, tokens)
+        facts = inputs.IdFacts.of(model, rows[0] or rows[1] or [0])
+        return source, rows, tuple(source.names[0] or source.names[1]), facts
+    inputs.check_reads_text(model)
+    row = inputs.as_row(ids)
+    facts = inputs.IdFacts.of(model, row)
+    inputs.check_fits(row, facts.vocabulary, facts.positions)
+    return None, (row, []), inputs.as_tokens(row, tokens), facts
 
 
 def _sizes(source: Source | None, map_size: int, full_maps: bool) -> Sizes:

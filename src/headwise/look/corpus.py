@@ -96,12 +96,7 @@ def over(
             raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
         if state is not None:
             check_paths(state=state)
-        if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
-            raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
-        stream = iter(texts)
-        first = next(stream, None)
-        if first is None:
-            raise ValueError("look.over needs at least one text; got none")
+        first, stream = _first_of(texts)
         row = inputs.as_row(first)
         facts = inputs.IdFacts.of(model, row)
         known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
@@ -119,6 +114,17 @@ def over(
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
     return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
+
+
+def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
+    """The first text, and those after it."""
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0:
+        raise TypeError(f"texts are token ids, a list for each text; got {shown(texts)}; look.at reads one text")
+    stream = iter(texts)
+    first = next(stream, None)
+    if first is None:
+        raise ValueError("look.over needs at least one text; got none")
+    return first, stream
 
 
 def fingerprint(

@@ -54,7 +54,7 @@ class SumOfHeads(nn.Linear):
         """(B, T, d_model) from this process's heads (B, T, n * size)."""
         spread: Any = self.weight
         out = self.group.summed(nn.functional.linear(heads, spread.to_local()))
-        return out if self.bias is None else out + whole(self.bias)
+        return out if self.bias is None else out + here_of(self.bias)
 
 
 class Whole(nn.Linear):
@@ -62,7 +62,7 @@ class Whole(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, n)."""
-        return nn.functional.linear(x, whole(self.weight), None if self.bias is None else whole(self.bias))
+        return nn.functional.linear(x, here_of(self.weight), None if self.bias is None else here_of(self.bias))
 
 
 class WholeNorm(nn.RMSNorm):
@@ -70,7 +70,7 @@ class WholeNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the shape of `x`."""
-        return nn.functional.rms_norm(x, self.normalized_shape, whole(self.weight), self.eps)
+        return nn.functional.rms_norm(x, self.normalized_shape, here_of(self.weight), self.eps)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Dealt:
 
     def queries(self, fused: Tensor, size: int) -> Tensor:
         """(B, T, H_here * size) -> (B, H_here, T, size)."""
-        fused = _local(fused)
+        fused = here_of(fused)
         if fused.shape[-1] != self.share.count * size:
             raise ValueError(
                 f"{self._rule()}: q_proj gives {self.share.count} x {size} = {self.share.count * size} numbers a token "
@@ -102,7 +102,7 @@ class Dealt:
 
         From keys of all heads, which every process has, it takes those; their gradients are summed.
         """
-        fused, K = _local(fused), self.share.num_kv_heads
+        fused, K = here_of(fused), self.share.num_kv_heads
         own = isinstance(projection, OwnHeads)
         here = len(self.share.keys) if own else K // self.group.size
         if fused.shape[-1] == here * size and (own or self.share.deals_keys):
@@ -209,20 +209,11 @@ def as_replica(x: Any, dim: int) -> Tensor:
     return local
 
 
-def whole(x: Tensor) -> Tensor:
-    """A parameter that every process has, its gradient being whole on each."""
+def here_of(x: Tensor) -> Tensor:
+    """This process's part as a plain tensor: all of a parameter that every process has, its gradient whole on each."""
     spread = as_dtensor(x)
     if spread is None:
         return x
-    local: Tensor = spread.to_local()
-    return local
-
-
-def _local(fused: Tensor) -> Tensor:
-    """What a projection gives, as a plain tensor."""
-    spread = as_dtensor(fused)
-    if spread is None:
-        return fused
     local: Tensor = spread.to_local()
     return local
 

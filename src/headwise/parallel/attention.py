@@ -57,8 +57,8 @@ def context_parallel(
     - ``"ring"``: keys go from rank to rank while others are attended; only those that the mask lets through travel, a
       halo for a window. Memory of one further rank's keys. Partial outputs are merged in float32.
     - ``"gather"``: all keys go to all ranks, one key-value head at a time. Out and lse have the bits of one process.
-    - ``"ulysses"``: each rank has all tokens of some heads. Out, lse and gradients have the bits of one process, but
-      for keys' and values' gradients where there are more ranks than key-value heads.
+    - ``"ulysses"``: each rank has all tokens of some heads. Out and lse have the bits of one process, and gradients too
+      where the ranks divide the key-value heads.
 
     The bits hold for any number of threads, in float32, bfloat16 and float16, where a stretch of a rank's queries has
     more than 192 rows (queries times H / K); with fewer, on a rank or in one process, sums have another order.
@@ -86,16 +86,8 @@ def context_parallel(
         RankError: a rank has ended, hangs, or has raised.
     """
     comm = Comm.of(group, timeout)
-    error: Exception | None = None
-    same: dict[str, Any] = {}
-    own: dict[str, int] = {}
-    try:
-        query, key, value = _autocast(query, key, value)
-        call = _Arguments(query, key, value, mask, layout, order, expansion, return_lse, options)
-        same, own = call.same, call.own
-    except (TypeError, ValueError) as wrong:
-        error = wrong
-    told = comm.agree("context_parallel", same, own, error=error)
+    call, told = _agreed(comm, query, key, value, mask, layout, order, expansion, return_lse, options)
+    query, key, value = call.tensors
     queries = held_places([one["T"] for one in told], order, "context_parallel", "queries")
     keys = held_places([one["S"] for one in told], order, "context_parallel", "keys")
     T, S = (sum(one[name] for one in told) for name in ("T", "S"))
@@ -109,6 +101,16 @@ def context_parallel(
         out, lse = run.apply(job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
     out = out if call.gate is None else out * call.gate.to(out.dtype)
     return (out, lse) if return_lse else out
+
+
+def _agreed(comm: Comm, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[_Arguments, Any]:
+    """This rank's arguments, checked, and what each rank says of its own; where one's are wrong, all raise."""
+    try:
+        call = _Arguments(*_autocast(query, key, value), *rest)
+    except (TypeError, ValueError) as wrong:
+        comm.agree("context_parallel", {}, {}, error=wrong)
+        raise  # `agree` has raised it already
+    return call, comm.agree("context_parallel", call.same, call.own)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -162,7 +164,7 @@ class _Arguments:
         gate = options.get("gate")
         self.gate = None if gate is None else check_gate(gate, (B, self.heads, T, self.value_dim), query.device)
         self.mask = as_mask(mask).sized(B, self.heads)
-        self.query, self.kv_heads = query, key.shape[1]
+        self.tensors, self.query, self.kv_heads = (query, key, value), query, key.shape[1]
         tensors = [query, key, *([] if value is None else [value])]
         learns = [x.requires_grad and torch.is_grad_enabled() for x in tensors]
         self.same = {

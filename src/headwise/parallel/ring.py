@@ -139,7 +139,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any
     sums = _Sums(job, query, held, tensors[:n])
     traffic = sums.traffic
     pending: Pending | None = None
-    home: list[tuple[int, Pending]] = []
+    home: Pending | None = None  # of the step before: with more of them in flight, a rank would hold all ranks' sums
     for step in range(job.comm.world):
         following = traffic.bring(step + 1, held) if step + 1 < job.comm.world else None
         parts = traffic.arrived(step, pending, held)
@@ -150,14 +150,10 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any
         if step == 0:
             sums.take(0, traffic.comes[0], grads)
         else:
-            home.append((step, traffic.send_home(step, grads, sums.wide)))
+            sums.take_home(step - 1, home)
+            home = traffic.send_home(step, grads, sums.wide)
         pending = following
-    for step, waiting in home:
-        if traffic.goes[step]:
-            flat = waiting.wait()[traffic.target(step)]
-            sums.take(step, traffic.goes[step], traffic.cut(flat, traffic.goes[step]))
-        else:
-            waiting.wait()
+    sums.take_home(job.comm.world - 1, home)
     of_sinks = None if sinks is None else sink_gradient(sinks, whole, grad_out, grad_lse)
     dk, dv = [*(x.to(key.dtype) for x in sums.held), None][:2]
     return None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
@@ -220,6 +216,13 @@ class _Sums:
         for part, one in zip(stretches, grads, strict=True):
             for total, grad in zip(self.held, one, strict=True):
                 total[:, :, self.job.mine(own, part)] += grad
+
+    def take_home(self, step: int, pending: Pending | None) -> None:
+        """Waits for what `send_home` of a step started, and adds what came for this rank's keys."""
+        came = {} if pending is None else pending.wait()
+        stretches, traffic = self.traffic.goes[step], self.traffic
+        if came and stretches:
+            self.take(step, stretches, traffic.cut(came[traffic.target(step)], stretches))
 
     def of_tensors(self) -> list[Tensor | None]:
         """The gradients of the mask's tensors and of those that an expansion reads, in their order."""
