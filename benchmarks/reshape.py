@@ -1,16 +1,19 @@
 """What the packaged model loses when its heads are reshaped, and what repair and healing win back.
 
-    python benchmarks/reshape.py [--only regroup heal prune choices] [--heal 150] [--json] [--out FILE]
+    python benchmarks/reshape.py [--only regroup heal prune choices] [--heal 200] [--json] [--out FILE]
+    python benchmarks/reshape.py --model runs/encoder --only prune
     python benchmarks/reshape.py --draw RESULTS.json ... --figures docs/images
 
 Losses are nats a token on 24 windows of 512 tokens of library modules that the model was never trained on. Calibration
-text is of the modules that it was trained on. Results are written as they come, so that a run that is stopped leaves
-what it has.
+text is of the modules that it was trained on. An encoder (``scripts/train_encoder.py``) has losses a masked word, on
+windows of 128 tokens; it is pruned in memory, for BERT's config cannot count fewer heads of the same size. Results are
+written as they come, so that a run that is stopped leaves what it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -28,50 +31,86 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: the scrip
 from benchmarks import clock, table
 from headwise import hf, look, reshape
 from headwise.models import tiny_path
+from headwise.reshape import Projections
 from headwise.reshape.calibrate import family_in_memory, loss_of, projections_of
 from headwise.reshape.heal import Recipe, heal
 from headwise.reshape.recover import recover
 from headwise.reshape.regroup import Regrouping, plan_regroup
-from scripts import tiny_data
+from scripts import tiny_data, train_encoder
 
 KV_HEADS = (4, 2, 1)
 METHODS = ("fitted", "aligned", "mean", "first")
 KEEP = (7, 6, 5, 4, 3)  # of 8 heads a layer
-CRITERIA = ("gradient", "zero", "contribution")
+CRITERIA = ("gradient", "zero", "contribution", "redundancy")
 SECTIONS = ("regroup", "heal", "prune", "choices")
 BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-COLOURS = ("#b51d14", "#4053d3", "#00b25d", "#ddb310")
+COLOURS = ("#b51d14", "#4053d3", "#00b25d", "#ddb310", "#00beff")
 HELD, CALIBRATION, LENGTH = 24, 64, 512
+ALONE = 8
+"""Rows of the calibration that heads are ranked on."""
 VALUE_STEPS = 12
+HEALED = ((4, "fitted", True), (1, "fitted", True), (4, "mean", False), (1, "mean", False))
 
 
 class Text:
-    """The streams, and windows of them."""
+    """The streams, and windows of them, for a decoder."""
 
-    def __init__(self, files: int = 60) -> None:
-        tokenizer = Tokenizer.from_file(str(tiny_path() / "tokenizer.json"))
+    mask_id: int | None = None
+
+    def __init__(self, model: Path, files: int = 60) -> None:
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        tokenizer.no_truncation()
         training, held = tiny_data.stdlib_files()
         self.training = tiny_data.encode(tokenizer, tiny_data.read(training[:: max(1, len(training) // files)]))
-        self.held = tiny_data.text_rows(tiny_data.encode(tokenizer, tiny_data.read(held)), HELD, LENGTH)
+        self.take(tiny_data.encode(tokenizer, tiny_data.read(held)))
+
+    def take(self, held: torch.Tensor) -> None:
+        """Windows to measure on, to fit to, and to rank heads on."""
+        self.held = tiny_data.text_rows(held, HELD, LENGTH)
         self.calibration = list(tiny_data.text_rows(self.training, CALIBRATION, LENGTH).split(2))
+        self.ranked = torch.cat(self.calibration)[:ALONE]
+        self.held_tokens, self.calibration_tokens = HELD * (LENGTH - 1), CALIBRATION * LENGTH
+
+    def loss(self, model: Any) -> float:
+        """Nats a token that was never trained on."""
+        return loss_of(model, list(self.held.split(2)))
+
+
+class Words(Text):
+    """The same for an encoder: words are hidden in all of them but those that heads are ranked on."""
+
+    mask_id = train_encoder.MASK_ID
+
+    def take(self, held: torch.Tensor) -> None:
+        width = train_encoder.LENGTH
+        rows = HELD * LENGTH // width
+        self.words = train_encoder.held_out(held, rows)
+        some = CALIBRATION * LENGTH // width
+        ids, read, _ = train_encoder.held_out(self.training, some)
+        self.calibration, self.ranked = list(read.split(min(8, some // 2))), ids[:: max(1, some // ALONE // 4)]
+        self.held_tokens, self.calibration_tokens = int(self.words[2].sum()), read.numel()
+
+    def loss(self, model: Any) -> float:
+        return train_encoder.masked_loss(model, *self.words)
 
 
 class Bench:
     """The model, its checkpoint, and the report that grows."""
 
-    def __init__(self, source: hf.Checkpoint, text: Text, keep: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, source: hf.Checkpoint, loaded: Any, text: Text, keep: Callable[[dict[str, Any]], None]) -> None:
         self.source, self.text, self.keep = source, text, keep
-        self.model = hf.load(tiny_path()).model
+        self.model = loaded.model
         self.report: dict[str, Any] = {
             "machine": clock.machine(),
-            "held_out_tokens": HELD * (LENGTH - 1),
-            "calibration_tokens": CALIBRATION * LENGTH,
+            "model": about(source.folder),
+            "held_out_tokens": text.held_tokens,
+            "calibration_tokens": text.calibration_tokens,
             "original": self.loss(self.model),
             "seconds": {},
         }
 
     def loss(self, model: Any) -> float:
-        return round(loss_of(model, list(self.text.held.split(2))), 4)
+        return round(self.text.loss(model), 4)
 
     def built(self, plan: Any) -> Any:
         """The model that a plan describes."""
@@ -105,7 +144,11 @@ class Bench:
 
     def recovered(self, changed: Any, **options: Any) -> float:
         """The loss after solving anew."""
-        layers = projections_of(family_in_memory(changed, hf.layouts()))
+        if self.text.mask_id is None:
+            layers = projections_of(family_in_memory(changed, hf.layouts()))
+        else:  # the sizes of its heads are not in its config any more; no value is solved, so none is needed
+            known = projections_of(family_in_memory(self.model, hf.layouts()))
+            layers = {name: Projections(where.output) for name, where in known.items()}
         recover(changed, self.model, self.text.calibration, layers, call=call, **options)
         return self.loss(changed)
 
@@ -122,23 +165,45 @@ class Bench:
         self.add("heal", row | {"after": self.loss(student), "curve": curve.steps})
 
     def prune(self) -> None:
-        """Fewer and fewer heads by each criterion, and the best criterion's with W_O solved anew."""
-        rows = [row.tolist() for row in torch.cat(self.text.calibration)[:8]]
-        found = look.importance(self.model, rows, by=list(CRITERIA))
-        scores: dict[str, list[Any]] = {name: [named(found.scores(name))] for name in CRITERIA}
-        scores["random"] = [reshape.random_scores(seed) for seed in range(3)]
+        """Fewer and fewer heads by each criterion, before and after W_O is solved anew."""
+        scores = self.scores()
         for keep in KEEP:
             row: dict[str, Any] = {"keep": keep}
             for name, some in scores.items():
                 plain, solved = [], []
                 for one in some:
-                    plan = reshape.plan_prune(self.source, keep_fraction=keep / 8, scores=one)
-                    small = self.built(plan)
+                    small = self.smaller(keep, one)
                     plain.append(self.loss(small))
                     solved.append(self.recovered(small, value_steps=0))
                 row[name] = round(statistics.mean(plain), 4)
                 row[f"{name}, W_O"] = round(statistics.mean(solved), 4)
             self.add("prune", row)
+
+    def scores(self) -> dict[str, list[Any]]:
+        """What each head is worth, by criterion; of chance three draws."""
+        rows = [row.tolist() for row in self.text.ranked]
+        measured = [name for name in CRITERIA if name != "redundancy"]
+        found = look.importance(self.model, rows, by=measured, mask_id=self.text.mask_id)
+        twins = look.redundancy(self.model, rows[0]).heads
+        values = {name: found.scores(name) for name in measured}
+        values["redundancy"] = reshape.by_twins(((t.layer, t.head), t.output, t.output_of) for t in twins)
+        self.report["rank correlation"] = [[a.first, a.second, a.rho] for a in found.agreements]
+        scores: dict[str, list[Any]] = {name: [reshape.by_call(values[name])] for name in CRITERIA}
+        return scores | {"random": [reshape.random_scores(seed) for seed in range(3)]}
+
+    def smaller(self, keep: int, scores: Any) -> Any:
+        """The model with so many heads a layer."""
+        if self.text.mask_id is None:
+            return self.built(reshape.plan_prune(self.source, keep_fraction=keep / 8, scores=scores))
+        plan = reshape.plan_prune(self.source, keep_fraction=keep / 8, scores=scores, zero=True)
+        return reshape.prune_module(copy.deepcopy(self.model), plan.gone, layouts=hf.layouts())
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """Which model it is: its kind, and what its record says of its training."""
+    config = json.loads((folder / "config.json").read_text())
+    record = json.loads((folder / "loss_curve.json").read_text())
+    return {"type": config["model_type"], **record.get("settings", {})}
 
 
 def call(model: Any, ids: torch.Tensor) -> Any:
@@ -148,10 +213,6 @@ def call(model: Any, ids: torch.Tensor) -> Any:
 def neighbours_of(kv_heads: int) -> list[list[int]]:
     size = 8 // kv_heads
     return [list(range(first, first + size)) for first in range(0, 8, size)]
-
-
-def named(layers: list[list[float]]) -> dict[tuple[str, int], float]:
-    return {(str(layer), head): value for layer, heads in enumerate(layers) for head, value in enumerate(heads)}
 
 
 def run(bench: Bench, sections: list[str], steps: int) -> None:
@@ -166,7 +227,7 @@ def run(bench: Bench, sections: list[str], steps: int) -> None:
             for method in METHODS[:2]:
                 bench.choices(KV_HEADS[0], method)
         elif section == "heal":
-            for kv_heads, method, recovered in ((4, "fitted", True), (4, "mean", False), (1, "fitted", True)):
+            for kv_heads, method, recovered in HEALED:
                 bench.heal(kv_heads, method, recovered, steps, lr=1e-3)
         else:
             bench.prune()
@@ -198,11 +259,12 @@ def draw(reports: list[dict[str, Any]], folder: Path) -> None:
                 figure = Figure(figsize=(8.4, 4.2), layout="constrained")
                 axes = figure.subplots()
                 panel(axes, report[section])
+                kind = "-encoder" if report.get("model", {}).get("type") == "bert" else ""
                 if section != "heal":
                     axes.axhline(report["original"], color="#777777", linewidth=1, linestyle=":", label="original")
-                    axes.set_ylabel("held-out loss, nats a token")
+                    axes.set_ylabel("held-out loss, nats a word" if kind else "held-out loss, nats a token")
                 axes.legend(fontsize=8, **({} if section == "heal" else BESIDE))
-                figure.savefig(folder / f"reshape-{section}.png", dpi=110, metadata={"Software": None})
+                figure.savefig(folder / f"reshape-{section}{kind}.png", dpi=110, metadata={"Software": None})
 
 
 def draw_prune(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -215,7 +277,7 @@ def draw_prune(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def draw_regroup(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for method, colour in zip(METHODS, COLOURS, strict=True):
+    for method, colour in zip(METHODS, COLOURS, strict=False):
         mine = [row for row in rows if row["method"] == method]
         places = [str(row["kv_heads"]) for row in mine]
         axes.plot(places, [row["loss"] for row in mine], color=colour, marker="o", label=method)
@@ -235,9 +297,10 @@ def draw_heal(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=tiny_path(), help="its folder; the packaged model by default")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument(
-        "--heal", type=int, default=150, metavar="STEPS", help="5 %% of the model's training by default"
+        "--heal", type=int, default=200, metavar="STEPS", help="5 %% of the model's training by default"
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--draw", type=Path, nargs="+", help="results to draw; nothing is measured")
@@ -252,8 +315,12 @@ def main() -> None:
         if options.out:
             table.deliver(report, lambda _: None, argparse.Namespace(json=False, out=options.out), "")
 
-    with hf.checkpoint(tiny_path()) as source:
-        bench = Bench(source, Text(), keep)
+    with hf.checkpoint(options.model) as source:
+        loaded = hf.load(options.model)
+        masked = loaded.mask_id is not None
+        if masked and options.only != ["prune"]:
+            parser.error("an encoder is pruned (--only prune): BERT's config has no number of key-value heads")
+        bench = Bench(source, loaded, (Words if masked else Text)(options.model), keep)
         run(bench, options.only, options.heal)
     table.deliver(bench.report, show, options, "reshape")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from benchmarks import (  # noqa: E402
     ways,
 )
 from benchmarks.registry import AVX2, CASES, FOLD, Case, Mark  # noqa: E402
+from scripts import train_encoder  # noqa: E402
 
 QUICK = ("flex", "onnxruntime", "openvino")  # compiling takes seconds a case; the others are looked at below
 
@@ -257,22 +259,78 @@ def test_every_token_of_the_masks_rows_has_a_document(length: int) -> None:
     assert len(masks.documents(length)) == length
 
 
+def small_reshape_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little text, so that the benchmark of reshaping runs within a test."""
+    for name, size in (("HELD", 1), ("CALIBRATION", 4), ("LENGTH", 17), ("ALONE", 1)):
+        monkeypatch.setattr(reshape, name, size)
+    monkeypatch.setattr(reshape.tiny_data, "read", lambda paths: [f"x = {path.name!r}\n" * 40 for path in paths[:2]])
+
+
 def test_reshaping_measures_a_row_and_draws_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headwise import hf
     from headwise.models import tiny_path
 
-    for name, size in (("HELD", 1), ("CALIBRATION", 4), ("LENGTH", 17)):
-        monkeypatch.setattr(reshape, name, size)
-    monkeypatch.setattr(reshape.tiny_data, "read", lambda paths: [f"x = {path.name!r}\n" * 40 for path in paths[:2]])
+    small_reshape_text(monkeypatch)
     kept: list[dict[str, Any]] = []
     with hf.checkpoint(tiny_path()) as source:
-        bench = reshape.Bench(source, reshape.Text(files=2), kept.append)
+        bench = reshape.Bench(source, hf.load(tiny_path()), reshape.Text(tiny_path(), files=2), kept.append)
         bench.regroup(1, "mean", values=False)
         bench.heal(1, "mean", recovered=False, steps=1, lr=1e-3)
     [row] = kept[-1]["regroup"]
     assert row["W_O"] > kept[-1]["original"] and row["loss"] > kept[-1]["original"]
+    assert kept[-1]["model"]["type"] == "llama" and kept[-1]["model"]["seed"] == 0
     pruned = {"keep": 7, **{f"{name}{end}": 3.0 for name in ("random", *reshape.CRITERIA) for end in ("", ", W_O")}}
     reshape.draw([kept[-1] | {"prune": [pruned]}], tmp_path)
+    reshape.draw([{"model": {"type": "bert"}, "original": 2.0, "prune": [pruned]}], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"reshape-{n}.png" for n in ("heal", "prune", "regroup")
+        f"reshape-{n}.png" for n in ("heal", "prune-encoder", "prune", "regroup")
     ]
+
+
+def test_an_encoder_is_trained_stopped_and_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import BertConfig
+
+    from headwise import hf
+
+    small_reshape_text(monkeypatch)
+    monkeypatch.setattr(train_encoder, "LENGTH", 17)
+    monkeypatch.setattr(reshape, "KEEP", (4,))
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 16}
+    monkeypatch.setattr(train_encoder, "BertConfig", lambda **sizes: BertConfig(**sizes | small))
+    options = {
+        "run": tmp_path,
+        "seed": 0,
+        "attention": "headwise",
+        "lr": 3e-3,
+        "rows": 2,
+        "threads": 1,
+        "measure_every": 2,
+    }
+    runs = {name: argparse.Namespace(**options, out=tmp_path / name, steps=3) for name in ("whole", "stopped")}
+    for args in runs.values():
+        args.out.mkdir()
+    stopped = train_encoder.Run(runs["stopped"])
+    stopped.train_step(), stopped.train_step(), stopped.measure(7.0)
+    for args in runs.values():
+        run = train_encoder.Run(args)
+        run.train()
+        run.export()
+    ends = [torch.load(args.out / "checkpoint.pt")["model"] for args in runs.values()]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    loaded = hf.load(tmp_path / "whole")
+    with hf.checkpoint(tmp_path / "whole") as source:
+        bench = reshape.Bench(source, loaded, reshape.Words(tmp_path / "whole", files=2), lambda report: None)
+        bench.prune()
+    [row] = bench.report["prune"]
+    assert row["random"] != bench.report["original"] and row["keep"] == 4 and set(reshape.CRITERIA) < row.keys()
+
+
+def test_words_to_tell_are_hidden_as_in_berts_paper() -> None:
+    ids = torch.randint(2, train_encoder.data.VOCAB_SIZE, (97, 128), generator=torch.Generator().manual_seed(0))
+    ids[:, 0], ids[:, -1] = train_encoder.data.BOS_ID, train_encoder.data.EOS_ID
+    read, places = train_encoder.hide(ids, torch.Generator().manual_seed(1))
+    hidden = places[:, 1:-1]
+    assert not places[:, [0, -1]].any() and torch.equal(read[~places], ids[~places])
+    assert abs(float(hidden.float().mean()) - train_encoder.HIDDEN_SHARE) < 0.02
+    masked, kept = (read == train_encoder.MASK_ID)[places], (read == ids)[places]
+    assert abs(float(masked.float().mean()) - 0.8) < 0.03 and abs(float(kept.float().mean()) - 0.1) < 0.02

@@ -33,10 +33,10 @@ class Clock:
         self.now = 100.0
         monkeypatch.setattr(watch.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(watch, "at", self.at)
-        self.seen, self.fault = seen, None
+        self.seen, self.fault, self.takes = seen, None, 1.0
 
     def at(self, *_: object, **__: object) -> Look:
-        self.now += 1.0
+        self.now += self.takes
         if self.fault is not None:
             raise self.fault
         return self.seen
@@ -181,6 +181,16 @@ def test_measurements_take_no_more_than_their_share(share: float, clock: Clock) 
         assert seen.spent <= max(1.0, share * trained), step
     assert times[0] == 0
     assert len(times) == math.floor(share * (0.37 * 500 + 0.11 * 499)), "nor less often than they may"
+
+
+def test_a_measurement_that_was_held_up_does_not_end_the_others(clock: Clock) -> None:
+    seen, times = Watch(Planted(), IDS, share=0.1), list[int]()
+    for step in range(100):
+        clock.takes = 3600.0 if len(times) == 4 else 1.0  # the machine slept
+        if seen.step(step):
+            times.append(step)
+        clock.now += 1.0
+    assert times == [0, *range(20, 100, 10)] and seen.spent == 8 + 3600
 
 
 def test_a_fault_in_the_midst_is_a_warning(clock: Clock, tmp_path: Path) -> None:

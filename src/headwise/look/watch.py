@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -49,7 +50,8 @@ class Watch:
         model: the model that trains.
         ids: the text to look at, as `headwise.look.at` takes it.
         every: measure at each step that is a multiple of it. By default as often as `share` allows.
-        share: of the time spent training, how much measurements may take; the first one is made at once.
+        share: of the time spent training, how much measurements may take; the first one is made at once. One that was
+            held up, by a machine that slept or was stopped, counts as the median does.
         path: a file of JSON Lines to which each measurement is appended. One that is there is continued, and of its
             points those from the first step on are dropped: a run that begins again at a checkpoint.
         tensorboard: a SummaryWriter, or the folder for one.
@@ -104,6 +106,7 @@ class Watch:
         self.path = None if path is None else os.fspath(check_destination(path))
         self.curve = _continued(self.path)
         self.spent = self.cost = 0.0
+        self.costs: list[float] = []
         self.started: float | None = None
         self.last = -1
         self._opened = isinstance(tensorboard, (str, os.PathLike))
@@ -123,9 +126,9 @@ class Watch:
         self.started = time.perf_counter() if self.started is None else self.started
         if self.every is not None:
             due = number % self.every == 0
-        else:  # what this one will cost, as the last one did, still fits into the share
+        else:  # this one and all before it fit into the share
             trained = time.perf_counter() - self.started - self.spent
-            due = self.cost == 0.0 or self.spent + self.cost <= self.share * trained
+            due = not self.costs or (len(self.costs) + 1) * self.cost <= self.share * trained
         return self._measure(number, numbers) if due else None
 
     def measure(self, step: int | None = None, **numbers: Any) -> Point | None:
@@ -152,7 +155,7 @@ class Watch:
 
     def _measure(self, step: int, numbers: Mapping[str, Any]) -> Point | None:
         kept = curve.finite(numbers)
-        first, began = self.cost == 0.0, time.perf_counter()
+        first, began = not self.costs, time.perf_counter()
         try:
             with undisturbed(self.model):
                 seen = at(self.model, self.ids, map_size=1, full_maps=False, **self.options)
@@ -163,8 +166,9 @@ class Watch:
                 raise
             warnings.warn(f"no measurement of heads at step {step}: {error}", RuntimeWarning, stacklevel=3)
             point = None
-        self.cost = time.perf_counter() - began
-        self.spent += self.cost
+        self.costs.append(time.perf_counter() - began)
+        self.spent += self.costs[-1]
+        self.cost = statistics.median(self.costs)  # not the mean: one may be held up for minutes
         return point
 
     def _keep(self, point: Point, seen: Look) -> None:
