@@ -73,7 +73,9 @@ class Text:
 
     def loss(self, model: Any) -> float:
         """Nats a token that was never trained on."""
-        return loss_of(model, list(self.held.split(2)))
+        found = loss_of(model, list(self.held.split(2)))
+        assert found is not None
+        return found
 
 
 class Words(Text):

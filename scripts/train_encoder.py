@@ -42,15 +42,16 @@ def text_rows(stream: Tensor, starts: Tensor) -> Tensor:
 
 
 def hide(ids: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """What the model reads, and which places it must tell, both ``(rows, length)``.
+    """What the model reads, and which places it must tell, both ``(rows, length)``: as many in every row.
 
     Of the places, eight in ten hold the mask, one in ten another token, one in ten its own, as in BERT's paper.
     """
-    draws = torch.rand(ids.shape, generator=rng) / HIDDEN_SHARE
-    draws[ids < data.NUM_SPECIAL] = 1.0
-    others = torch.randint(data.NUM_SPECIAL, data.VOCAB_SIZE, ids.shape, generator=rng)
-    read = torch.where(draws < 0.8, torch.tensor(MASK_ID), torch.where(draws < 0.9, others, ids))
-    return read, draws < 1.0
+    order = torch.rand(ids.shape, generator=rng).masked_fill(ids < data.NUM_SPECIAL, 1.0).argsort(dim=1)
+    hidden = order[:, : round(HIDDEN_SHARE * (ids.shape[1] - 2))]
+    masked, other, _ = hidden.tensor_split([round(0.8 * hidden.shape[1]), round(0.9 * hidden.shape[1])], dim=1)
+    others = torch.randint(data.NUM_SPECIAL, data.VOCAB_SIZE, other.shape, generator=rng)
+    read = ids.scatter(1, masked, MASK_ID).scatter(1, other, others)
+    return read, torch.zeros_like(ids, dtype=torch.bool).scatter(1, hidden, True)
 
 
 def held_out(stream: Tensor, rows: int, seed: int = 1234) -> tuple[Tensor, Tensor, Tensor]:

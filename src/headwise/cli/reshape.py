@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from . import media
 from .output import progress
 from .reshaped import (
     TOKENS,
     AsJson,
+    Beside,
     DryRun,
     Out,
     Roles,
@@ -51,6 +53,9 @@ def _prune(  # private, for a command has as many options as its users need, and
     corpus: Annotated[
         str | None, typer.Option(help=f"A file or folder of texts, or JSON Lines, instead; {TOKENS:,} tokens are read.")
     ] = None,
+    image: media.Image = None,
+    audio: media.Audio = None,
+    target: media.Target = None,
     seed: Annotated[int, typer.Option(help="For --by random.")] = 0,
     out: Out = None,
     zero: Annotated[
@@ -77,6 +82,7 @@ def _prune(  # private, for a command has as many options as its users need, and
     by = by if by is not None or heads is not None else "importance"
     if by is not None and by not in ("random", *MEASURED):
         raise typer.BadParameter(f"--by is {', '.join(MEASURED)} or random; got {by[:60]!r}")
+    beside = Beside.opened(image, audio, target, corpus=corpus, recover=recover)
     with progress() as show:
         show("loading the libraries")
         hf = libraries("headwise prune")
@@ -84,22 +90,22 @@ def _prune(  # private, for a command has as many options as its users need, and
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
-            texts = texts_of(text, file, corpus) if (text, file, corpus) != (None,) * 3 or by in MEASURED else None
-            loaded, rows, scores = _read(hf, folder, texts, by, seed, show)
+            reads = beside is not None or (text, file, corpus) != (None,) * 3 or by in MEASURED
+            texts = texts_of(text, file, corpus, beside) if reads else None
+            loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show)
             wish: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "scores": scores, "zero": zero}
             if budget_mb is not None:
                 wish["budget"] = reshape.Budget(budget_mb, context or 0)
             plan = reshape.plan_prune(source, **wish)
             if recover:
                 show("solving anew")
-                plan = reshape.mend(plan, loaded.model, tensors(rows), progress=show)
+                plan = reshape.mend(plan, loaded.model, tensors(rows), mask_id=loaded.mask_id, progress=show)
             if dry_run or out is None:
                 facts = plan.facts(context or 8192)
             else:
                 show("writing")
                 roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
-                mask_id = None if loaded is None else loaded.mask_id
-                proof = reshape.Proof(tuple(i for row in rows for i in row), mask_id) if verify else None
+                proof = _proof(reshape, loaded, rows) if verify else None
                 facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
                 facts |= {} if roles is None else {"roles": roles.told}
     print_facts(facts, None if dry_run else out, as_json)
@@ -129,21 +135,36 @@ def _migrate(
     print_facts(facts, None if dry_run else out, as_json)
 
 
+def _proof(reshape: Any, loaded: Any, rows: list[Any]) -> Any:
+    """The proof on the texts, where those are all that was read."""
+    texts = [row for row in rows if isinstance(row, list)]
+    return reshape.Proof(tuple(i for row in texts for i in row), loaded.mask_id if texts else None)
+
+
 def _read(
-    hf: Any, folder: Path, texts: Iterable[str] | None, by: str | None, seed: int, show: Any
-) -> tuple[Any, list[list[int]], Any]:
-    """The model and the texts' tokens in rows, where there are texts; and what each head is worth."""
+    hf: Any, folder: Path, texts: Iterable[str] | None, beside: Beside | None, by: str | None, seed: int, show: Any
+) -> tuple[Any, list[Any], Any]:
+    """The model and what it reads, where there is anything: the texts' tokens in rows, or what its processor makes.
+
+    And what each head is worth.
+    """
     from headwise import look, reshape
 
     scores: Any = reshape.random_scores(seed) if by == "random" else None
     if texts is None:
         return None, [], scores
     show("reading the model")
-    loaded = hf.load(folder)
-    rows = rows_of(hf, loaded, texts)
+    loaded = hf.load(folder, any_input=True)
+    if beside is None and loaded.model.main_input_name == "input_ids":
+        rows: list[Any] = rows_of(hf, loaded, texts)
+        read: Any = rows
+    else:
+        read = (beside or Beside()).values(hf, loaded, texts)
+        rows = [read]
     show(f"ranking heads by {by}")
     if by in CRITERIA:
-        found = look.importance(loaded.model, rows, by=CRITERIA[by], mask_id=loaded.mask_id, seed=seed, progress=show)
+        mask_id = None if loaded.tokenizer is None else loaded.mask_id
+        found = look.importance(loaded.model, read, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show)
         scores = reshape.by_call(found.scores(CRITERIA[by]))
     elif by == "redundancy":
         twins = look.redundancy(loaded.model, rows[0], progress=show).heads

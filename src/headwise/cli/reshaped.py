@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from .media import read_image, read_sound
 from .output import console
 from .texts import read_text
 
@@ -51,7 +52,7 @@ def tensors(rows: list[list[int]]) -> list[Any]:
 class Roles:
     """What each head does before and after, for the end of RESHAPE.md."""
 
-    def __init__(self, hf: Any, loaded: Any, row: list[int], show: Any) -> None:
+    def __init__(self, hf: Any, loaded: Any, row: Any, show: Any) -> None:
         self.hf, self.before, self.row, self.show = hf, loaded, row, show
         self.told: dict[str, Any] = {}
 
@@ -62,15 +63,48 @@ class Roles:
 
         plan = json.loads((folder / PLAN).read_bytes()) if (folder / PLAN).exists() else None
         self.show("comparing roles")
-        named = (("before", self.before), ("after", self.hf.load(folder)))
-        seen = [look.at(one.model, self.row, delimiters=one.delimiters, name=name) for name, one in named]
+        named = (("before", self.before), ("after", self.hf.load(folder, any_input=True)))
+        marks = None if self.before.tokenizer is None else self.before.delimiters
+        seen = [look.at(one.model, self.row, delimiters=marks, name=name) for name, one in named]
         compared = look.compare(seen[0], seen[1], kept=plan)
         self.told = compared.to_dict()
         return f"## What the heads do\n\n```text\n{compared}\n```"
 
 
-def texts_of(text: str | None, file: str | None, corpus: str | None) -> Iterable[str]:
-    """The texts of the options."""
+class Beside(NamedTuple):
+    """What a model reads beside texts, or in their place, opened."""
+
+    image: Any = None
+    sound: Any = None
+    target: str | None = None
+
+    @classmethod
+    def opened(
+        cls, image: str | None, audio: str | None, target: str | None, *, corpus: str | None, recover: bool
+    ) -> Beside | None:
+        """The files of the options; None where there are none."""
+        named = [("image", image), ("audio", audio), ("target", target)]
+        options = [f"--{name}" for name, value in named if value is not None]
+        if not options:
+            return None
+        for other, there in (("--corpus", corpus is not None), ("--recover", recover)):
+            if there:
+                raise typer.BadParameter(f"{other} is of texts alone; give it without {options[0]}")
+        if target is not None and not target.strip():
+            raise typer.BadParameter("--target: the text is empty; give a few words at least")
+        return cls(None if image is None else read_image(image), None if audio is None else read_sound(audio), target)
+
+    def values(self, hf: Any, loaded: Any, texts: Iterable[str]) -> dict[str, Any]:
+        """What the model's processor makes of it, and of the first text, if there is one."""
+        text = next(iter(texts), None)
+        read: dict[str, Any] = hf.prepared(loaded, text, image=self.image, sound=self.sound, target=self.target).values
+        return read
+
+
+def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Beside | None = None) -> Iterable[str]:
+    """The texts of the options; none where a picture or a sound is read, and no text is named."""
+    if (text, file, corpus) == (None,) * 3 and beside is not None and (beside.image, beside.sound) != (None, None):
+        return []
     if corpus is None:
         return [read_text(text, file)]
     if text is not None or file is not None:

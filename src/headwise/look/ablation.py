@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ..extras import missing_extra
 from ..nn.probe import probe
+from ..nn.resting import resting
 from ..nn.unwrap import unwrap
 from ..shapes.kinds import check_functions, shown
 from .inputs import check_told, model_name
-from .passes import resting
 from .reading import Loss, Reading, logits_of, readings, texts_of
 from .switching import WAYS, Head, Survey, gates_of, off, rises, survey
 

@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from ..nn.resting import resting
 from ..nn.unwrap import unwrap
 from . import inputs
 from .excerpts import around
 from .finish import records
 from .measure import Sizes
-from .passes import Progress, Reader, Steps, batches, numbered, random_copies, resting
+from .passes import Progress, Reader, Steps, batches, numbered, random_copies
 from .processed import source_of
 from .records import Look
 from .repeats import Repeats

@@ -13,13 +13,14 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
+from ..nn.resting import resting
 from ..nn.unwrap import unwrap
 from ..processes import Processes
 from ..shapes.kinds import check_counts, check_paths, shown
 from . import inputs
 from .collect import BATCH, REPEATS, Ids, look_of, read_more, version
 from .measure import Sizes
-from .passes import Progress, Reader, Steps, resting
+from .passes import Progress, Reader, Steps
 from .records import Look
 from .repeats import Repeats
 from .roles import ROLES

@@ -16,8 +16,9 @@ from ..nn.outputs import output_projections
 from ..nn.probe import AttentionCall, probe
 from ..nn.unwrap import unwrap
 from ..shapes.kinds import check_counts, check_texts, shown
+from .beside import all_readings
 from .inputs import check_told, model_name
-from .reading import Loss, Reading, readings, texts_of
+from .reading import Loss, Reading
 from .switching import Survey, learning, rises, survey
 
 if TYPE_CHECKING:
@@ -159,7 +160,9 @@ def importance(
 
     Args:
         model: What `headwise.nn.probe` takes and ``model(ids)`` runs, with logits of the next token as output.
-        ids: One text, (T,) or (1, T); or several, (N, T) or a list of texts.
+        ids: One text, (T,) or (1, T); or several, (N, T) or a list of texts. Or what a processor gives of a picture, a
+            sound, or two texts: a mapping of tensors by name. A decoder's loss is then on its text; of a model that
+            classifies, it is the cross entropy with what the whole model says itself.
         by: One or more of the criteria.
         loss: ``(output, ids) -> (B,)``, the loss of each row, instead of cross entropy with the next token.
         mask_id: For encoders: the id of the mask token. 15 % of the words are masked, and the loss is theirs.
@@ -188,7 +191,7 @@ def importance(
     names = _criteria(by)
     check_told(name, progress)
     model = unwrap(model)
-    texts = readings(model, texts_of(ids), loss=loss, mask_id=mask_id, seed=seed)
+    texts = all_readings(model, ids, loss=loss, mask_id=mask_id, seed=seed)
     found = _measured(model, texts, names, progress or (lambda done, total: None))
     base, columns = found
     heads = tuple(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,23 +49,6 @@ class Steps:
         self.total = max(self.total, self.done)
         if self.tell is not None:
             self.tell(self.done, self.total)
-
-
-@contextmanager
-def resting(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode and without gradients; each module's own mode is put back at the end.
-
-    Not `torch.inference_mode`: what a model keeps of its first forward (tables of rotary angles, say) would then be
-    inference tensors, and training it later would fail.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -22,41 +22,45 @@ Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 """(output of the model, ids (B, T)) -> (B,), the loss of each row."""
 
 IGNORED, FEW = -100, 8
+TEXTS = ("input_ids", "decoder_input_ids")
 MASKED = 0.15
 """Share of the words that are masked for an encoder, as in its training (Devlin et al. 2019)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One text for one model.
+    """One text for one model, or one picture or sound.
 
     Attributes:
-        inputs: (1, T) each: the ids, and for an encoder-decoder those of its decoder.
+        inputs: (1, T) each: the ids, and for an encoder-decoder those of its decoder; none where `call` has all.
         labels: (1, T') long: the id that the logits at each place ought to name; -100 where none is counted.
         vocabulary: how many ids the model knows, where it says so.
         loss: the user's, instead of cross entropy with the labels; or None.
+        call: what the model is called with, by name, where that is more than a text.
     """
 
     inputs: tuple[Tensor, ...]
     labels: Tensor
     vocabulary: int = 1
     loss: Loss | None = None
+    call: Mapping[str, Tensor] = field(default_factory=dict)
 
     def output(self, model: nn.Module, rows: int = 1) -> Any:
         """What the model gives for the text, read `rows` times side by side."""
         named = inspect.signature(model.forward).parameters
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
+        options |= {name: x.expand(rows, *x.shape[1:]) if rows > 1 else x for name, x in self.call.items()}
         read = [ids.expand(rows, -1) for ids in self.inputs]
         if len(read) > 1:
             options["decoder_input_ids"] = read[1]
-        return model(read[0], **options)
+        return model(*read[:1], **options)
 
     def losses(self, model: nn.Module, rows: int = 1) -> Tensor:
         """(rows,) float32: the mean loss of each row; gradients flow."""
         output = self.output(model, rows)
         if self.loss is not None:
             return checked_losses(self.loss(output, self.inputs[0].expand(rows, -1)), rows)
-        return self.cross_entropy(logits_of(output, self.labels.shape[1]))
+        return self.cross_entropy(logits_of(output, self.labels.shape[1], classes=bool(self.call)))
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         """(B,): mean over the places that count, nats a token; logits are (B, T', vocabulary)."""
@@ -66,18 +70,33 @@ class Reading:
 
     @property
     def width(self) -> int:
-        """How many tokens a row has."""
-        return max(ids.shape[1] for ids in self.inputs)
+        """How many tokens a row has; of a picture or a sound, how many numbers the longest axis of its tensor."""
+        return max([ids.shape[1] for ids in self.inputs] + [max(x.shape[1:], default=1) for x in self.call.values()])
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of text are read: the encoder's, or those of a decoder that has a text alone."""
+        ids = [*self.inputs, *(self.call[name] for name in TEXTS if name in self.call)]
+        return ids[0].shape[1] if ids else 0
+
+    @property
+    def many(self) -> bool:
+        """Whether copies of it can be read side by side."""
+        return all(x.shape[0] == 1 for x in self.call.values())
 
 
-def logits_of(output: Any, length: int) -> Tensor:
+def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
     """The logits (B, T, vocabulary) in what a model gives: itself, its ``logits``, or the first of a tuple.
+
+    With `classes` they may be (B, number of classes), one place for a whole picture or sound.
 
     Raises:
         ValueError: there are none.
     """
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     logits = logits[0] if isinstance(logits, tuple) and logits else logits
+    if classes and isinstance(logits, Tensor) and logits.ndim == 2:
+        logits = logits[:, None]
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != length:
         got = describe(logits) if isinstance(logits, Tensor) else type(output).__name__
         raise ValueError(

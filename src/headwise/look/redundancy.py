@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
+from ..nn.resting import resting
 from ..nn.unwrap import unwrap
 from ..ops.statistics.weights import weights
 from ..shapes.kinds import check_counts, check_numbers
+from .beside import all_readings
 from .inputs import check_told, model_name
-from .passes import resting
-from .reading import Reading, readings, texts_of
+from .reading import Reading, texts_of
 
 SMOOTHING = 0.999
 """What of a row is kept before rows are compared; the rest is spread over all keys (Clark et al. 2019)."""
@@ -103,7 +104,7 @@ def redundancy(
 
     Args:
         model: What `headwise.nn.probe` takes and ``model(ids)`` runs.
-        ids: One text, (T,) or (1, T).
+        ids: One text, (T,) or (1, T), or what a processor gives of a picture, a sound or two texts.
         threshold: From 0 (equal) to 1.
         rows: How many query rows the patterns are compared at, evenly spaced over the text; a short one has all.
         name: Of the model in the record.
@@ -119,10 +120,10 @@ def redundancy(
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold is a distance from 0 to 1; got {threshold}")
     model = unwrap(model)
-    texts = texts_of(ids)
-    if len(texts) != 1 or len(texts[0]) < 4:
+    texts = [] if isinstance(ids, Mapping) else texts_of(ids)
+    if not isinstance(ids, Mapping) and (len(texts) != 1 or len(texts[0]) < 4):
         raise ValueError(f"heads are compared on one text of at least 4 tokens; got {[len(text) for text in texts]}")
-    [text] = readings(model, texts, loss=_no_loss, mask_id=None, seed=0)
+    [text] = all_readings(model, ids, loss=_no_loss, mask_id=None, seed=0, labels=False)
     places: list[tuple[int, int]] = []
     found: dict[tuple[int, int], Twin] = {}
     clusters: tuple[list[Any], list[Any]] = ([], [])
@@ -142,7 +143,7 @@ def redundancy(
         tell(number + 1, len(kinds))
     return Redundancy(
         model=name or model_name(model),
-        tokens=len(texts[0]),
+        tokens=text.tokens,
         rows=most,
         threshold=threshold,
         heads=tuple(found[place] for place in sorted(places)),

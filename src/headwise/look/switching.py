@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
+from ..nn.resting import resting
 from ..shapes.kinds import shown, whole_numbers
-from .passes import resting
 from .reading import Reading
 
 ROWS, TOKENS, NUMBERS = 32, 8192, 1 << 26
@@ -118,7 +118,7 @@ def survey(
         for text in texts:
             with probe(model, each):
                 found.losses.append(float(text.losses(model)))
-            found.tokens += text.inputs[0].shape[1]
+            found.tokens += text.tokens
     if not torch.tensor(found.losses).isfinite().all():
         raise ValueError(f"the loss is {shown(found.losses)}; load the model in a wider dtype, such as float32")
     return found
@@ -164,6 +164,7 @@ def rises(
     with resting(model):
         for text, before in zip(texts, base.losses, strict=True):
             rows = max(1, min(ROWS, TOKENS // text.width, NUMBERS // (text.width * text.vocabulary)))
+            rows = rows if text.many else 1
             for first in range(0, len(groups), rows):
                 chunk = groups[first : first + rows]
                 with probe(model, off(gates_of(base, chunk), means)):

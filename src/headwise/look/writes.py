@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
+from ..nn.resting import resting
 from .matrices import Matrices, Sources, linear_part
-from .passes import resting
 from .reading import IGNORED, Reading
 from .switching import learning
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
+from ..nn.resting import resting
 from ..shapes.kinds import shown
 from .axes import Form, Sizes
 from .heads import HeadWeights
 from .layers import head_weights
 from .layout import Family, Layer, family_of
 from .moments import Moments
-from .pair import Projections, resting
+from .pair import Projections
 
 Told = Callable[[int, int], None] | None
+
+EACH = 7
+"""Of an encoder's words one in so many is masked, as the proof does."""
 
 
 def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
@@ -79,18 +85,33 @@ def read_moments(model: nn.Module, family: Family, rows: Sequence[Tensor], progr
 
     with resting(model), probe(model, count):
         for n, ids in enumerate(rows):
-            model(input_ids=ids, use_cache=False)
+            say(model, ids)
             if progress is not None:
                 progress(n + 1, len(rows))
     return made
 
 
-def loss_of(model: nn.Module, rows: Sequence[Tensor]) -> float:
-    """Nats a token, of each token after the first of its row."""
+def say(model: nn.Module, ids: Tensor) -> Any:
+    """What a model gives of texts; the decoder of an encoder-decoder reads the text that its encoder reads."""
+    takes = inspect.signature(model.forward).parameters
+    both = {"decoder_input_ids": ids} if "decoder_input_ids" in takes else {}
+    return model(input_ids=ids, use_cache=False, **both)
+
+
+def loss_of(model: nn.Module, rows: Sequence[Tensor], mask_id: int | None = None) -> float | None:
+    """Nats a token, of each token after the first of its row; with a `mask_id`, of each seventh, which is masked.
+
+    None where the model gives no logits of words.
+    """
     total, count = 0.0, 0
     with resting(model):
         for ids in rows:
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-            total += float(nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
-            count += ids[:, 1:].numel()
+            here = torch.arange(ids.shape[1]) % EACH == EACH // 2
+            read = ids if mask_id is None else ids.masked_fill(here.to(ids.device), mask_id)
+            logits = getattr(say(model, read), "logits", None)
+            if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape or logits.shape[-1] <= int(ids.max()):
+                return None
+            said, wanted = (logits[:, :-1], ids[:, 1:]) if mask_id is None else (logits[:, here], ids[:, here])
+            total += float(nn.functional.cross_entropy(said.flatten(0, 1).float(), wanted.flatten(), reduction="sum"))
+            count += wanted.numel()
     return total / max(count, 1)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..nn.resting import in_eval_mode, resting
 from ..processes import Processes
 from ..shapes import INTEGERS, describe
 from ..shapes.kinds import check_counts, check_functions, check_numbers, check_paths, check_tensor, shown
 from .arguments import check_kind, check_models, check_rows
-from .pair import resting
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 
@@ -148,7 +147,7 @@ def heal(
     _check_stream(stream, recipe, first)
     run = _Run(student, teacher, recipe, call or logits_of, accelerator, Path(state) if state is not None else None)
     run.begin()
-    with _without_dropout(run.student), _without_dropout(run.teacher):
+    with in_eval_mode(run.student, run.teacher):  # each step depends on its batch alone
         for step in range(run.step, recipe.steps):
             if held is not None and step % every == 0:
                 run.measure(held)
@@ -271,18 +270,6 @@ class _Run:
             os.replace(beside, self.state)
         finally:
             beside.unlink(missing_ok=True)
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """In eval mode, so that each step depends on its batch alone; afterwards each module is in the mode it was in."""
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _check_stream(stream: Tensor, recipe: Recipe, first: int | None) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
+from ..nn.resting import resting
 
 Batch = Tensor | Mapping[str, Any]
 Some = TypeVar("Some")
@@ -115,20 +116,6 @@ class Pair:
 
 class _Enough(Exception):
     """Ends a forward pass: all that was wanted was seen."""
-
-
-@contextmanager
-def resting(*models: nn.Module) -> Iterator[None]:
-    """Without gradients and in eval mode inside the with block; afterwards each module is in the mode it was in."""
-    training = [part for model in models for part in model.modules() if part.training]
-    try:
-        for part in training:
-            part.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def _part(model: nn.Module, name: str) -> nn.Module:

@@ -19,6 +19,7 @@ from .calibrate import (
     loss_of,
     projections_of,
     read_moments,
+    say,
     weights_in_memory,
 )
 from .classes import Target, target
@@ -264,7 +265,7 @@ def repair(
         projections_of(family),
         inputs=inputs,
         value_steps=value_steps,
-        call=lambda model, ids: model(input_ids=ids, use_cache=False),
+        call=say,
         progress=None if progress is None else lambda done, total: progress("repairing", done, total),
     )
     losses["recovered"] = loss_of(changed, check)
@@ -272,7 +273,8 @@ def repair(
     for layer in family.layers:
         parts = dict(weights_in_memory(changed, family, layer).tensors())
         repaired[layer.key] = {name: parts[name].clone() for name in REPAIRED if name in parts}
-    return replace(plan, repaired=repaired, measured=_measured(losses, check, done))
+    known = {name: loss for name, loss in losses.items() if loss is not None}
+    return replace(plan, repaired=repaired, measured=_measured(known, check, done))
 
 
 def _measured(losses: Mapping[str, float], check: Sequence[Tensor], done: Sequence[Repaired]) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""What a processor gives, as one reading: a picture, a sound, or two texts, with the labels that a loss needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.probe import AttentionCall, probe
+from ..nn.resting import resting
+from ..shapes.kinds import shown
+from .measure import looks_ahead
+from .reading import IGNORED, TEXTS, Loss, Reading, readings, texts_of
+
+
+def all_readings(
+    model: nn.Module, read: Any, *, loss: Loss | None, mask_id: int | None, seed: int, labels: bool = True
+) -> list[Reading]:
+    """Texts, or what a processor gives, as the model reads them.
+
+    Raises:
+        TypeError, ValueError: as `readings` and `reading_of` do.
+    """
+    if not isinstance(read, Mapping):
+        return readings(model, texts_of(read), loss=loss, mask_id=mask_id, seed=seed)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"look needs a torch.nn.Module, got {type(model).__name__}; load the model first")
+    if loss is not None and labels:
+        raise ValueError("loss is of texts, (output, ids) -> (B,); leave it out where a processor made what is read")
+    return [reading_of(model, read, labels=labels)]
+
+
+def reading_of(model: nn.Module, values: Mapping[str, Any], *, labels: bool = True) -> Reading:
+    """What a processor gives, in one batch row.
+
+    Where the logits name the next token of a text, that is what they ought to say. Anywhere else (the class of a
+    picture, the letters of a sound, the words of an encoder) it is what the whole model says itself.
+
+    Raises:
+        TypeError: values that are no tensors by name.
+        ValueError: several texts or sounds; a model without logits.
+    """
+    if not values or not all(isinstance(name, str) and isinstance(x, Tensor) and x.ndim for name, x in values.items()):
+        raise TypeError(f"what a processor gives are tensors by name, such as pixel_values; got {shown(values)}")
+    rows = {values[name].shape[0] for name in (*TEXTS, "input_features", "input_values") if name in values}
+    if rows - {1}:
+        raise ValueError(f"importance is measured on one text or sound at a time; got {shown(sorted(rows))} rows")
+    weight = next(model.parameters(), None)
+    call = {name: x if weight is None else x.to(weight.device) for name, x in values.items()}
+    reading = Reading((), torch.zeros(1, 0, dtype=torch.long), call=call)
+    return _labelled(model, reading) if labels else reading
+
+
+def _labelled(model: nn.Module, reading: Reading) -> Reading:
+    """The reading with its labels."""
+    ahead: list[bool] = []
+
+    def each(call: AttentionCall) -> None:
+        ahead.append(looks_ahead(call))
+
+    with resting(model), probe(model, each):
+        output = reading.output(model)
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or not logits.is_floating_point():
+        raise ValueError(
+            f"what {type(model).__name__} gives has no logits (B, T, vocabulary) or (B, classes) to measure a loss on; "
+            "load it with its head"
+        )
+    logits = logits[:, None] if logits.ndim == 2 else logits
+    text = reading.call.get(TEXTS[1], reading.call.get(TEXTS[0]))
+    decodes = TEXTS[1] in reading.call or not any(ahead)
+    if text is None or not decodes or text.shape[1] != logits.shape[1] or text.shape[1] < 2:
+        labels = logits.argmax(-1)
+    else:
+        labels = torch.full_like(text, IGNORED)
+        labels[:, :-1] = text[:, 1:]
+        labels[(labels < 0) | (labels >= logits.shape[-1])] = IGNORED
+        for name in ("image_token_id", "image_token_index", "audio_token_id"):
+            labels[labels == getattr(getattr(model, "config", None), name, None)] = IGNORED
+    return Reading((), labels, logits.shape[-1], call=reading.call)
