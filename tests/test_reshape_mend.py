@@ -14,6 +14,7 @@ from reshape_models import FAMILIES, decoder, saved
 from headwise import hf
 from headwise.hf import proving
 from headwise.reshape import Proof, mend, plan_prune, write_pruned
+from headwise.reshape.calibrate import loss_of
 
 
 def text(rows: int = 12, length: int = 60) -> list[torch.Tensor]:
@@ -62,6 +63,15 @@ def far(original: Any, other: Any) -> float:
             model(ids)
         hook.remove()
     return float((found[0] - found[1]).square().mean())
+
+
+def test_a_model_without_a_head_for_words_has_no_loss() -> None:
+    row = FAMILIES["llama odd"]
+    model = row.build()
+    assert loss_of(model.model, text(2)) is None
+    known = loss_of(model, text(2))
+    expected = [model(ids, labels=ids).loss.detach() for ids in text(2)]
+    assert known is not None and abs(known - float(sum(expected)) / 2) < 1e-5
 
 
 def test_what_cannot_be_solved_anew_is_refused() -> None:

@@ -99,7 +99,7 @@ def _prune(  # private, for a command has as many options as its users need, and
             plan = reshape.plan_prune(source, **wish)
             if recover:
                 show("solving anew")
-                plan = reshape.mend(plan, loaded.model, tensors(rows), mask_id=loaded.mask_id, progress=show)
+                plan = reshape.mend(plan, loaded.model, tensors(rows), progress=show)
             if dry_run or out is None:
                 facts = plan.facts(context or 8192)
             else:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
@@ -20,9 +19,6 @@ from .moments import Moments
 from .pair import Projections
 
 Told = Callable[[int, int], None] | None
-
-EACH = 7
-"""Of an encoder's words one in so many is masked, as the proof does."""
 
 
 def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
@@ -98,20 +94,15 @@ def say(model: nn.Module, ids: Tensor) -> Any:
     return model(input_ids=ids, use_cache=False, **both)
 
 
-def loss_of(model: nn.Module, rows: Sequence[Tensor], mask_id: int | None = None) -> float | None:
-    """Nats a token, of each token after the first of its row; with a `mask_id`, of each seventh, which is masked.
-
-    None where the model gives no logits of words.
-    """
+def loss_of(model: nn.Module, rows: Sequence[Tensor]) -> float | None:
+    """Nats a token, of each token after the first of its row; None where the model gives no logits of words."""
     total, count = 0.0, 0
     with resting(model):
         for ids in rows:
-            here = torch.arange(ids.shape[1]) % EACH == EACH // 2
-            read = ids if mask_id is None else ids.masked_fill(here.to(ids.device), mask_id)
-            logits = getattr(say(model, read), "logits", None)
+            logits = getattr(say(model, ids), "logits", None)
             if not isinstance(logits, Tensor) or logits.shape[:-1] != ids.shape or logits.shape[-1] <= int(ids.max()):
                 return None
-            said, wanted = (logits[:, :-1], ids[:, 1:]) if mask_id is None else (logits[:, here], ids[:, here])
-            total += float(nn.functional.cross_entropy(said.flatten(0, 1).float(), wanted.flatten(), reduction="sum"))
-            count += wanted.numel()
+            said = logits[:, :-1].flatten(0, 1).float()
+            total += float(nn.functional.cross_entropy(said, ids[:, 1:].flatten(), reduction="sum"))
+            count += ids[:, 1:].numel()
     return total / max(count, 1)

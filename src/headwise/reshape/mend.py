@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..shapes.kinds import check_counts
 from .arguments import check_kind, check_models, check_rows, check_writing
 from .calibrate import family_in_memory, loss_of, projections_of, say, weights_in_memory
 from .layers import layer_tensors
@@ -28,7 +27,6 @@ def mend(
     model: nn.Module,
     rows: Sequence[Tensor],
     *,
-    mask_id: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pruning:
     """The same pruning with output projections and values solved anew, so that attention gives out what it did.
@@ -39,7 +37,6 @@ def mend(
         plan: What `plan_prune` made.
         model: The original, loaded, in float32.
         rows: Text as ids, each (B, T), two at least; every fifth is left to measure the loss on.
-        mask_id: Of an encoder, the id of its mask: the loss is then of masked words.
         progress: Called with the batches done and the batches in all.
 
     Raises:
@@ -49,8 +46,6 @@ def mend(
     check_kind(Pruning, "plan_prune", plan=plan)
     check_models(model=model)
     check_writing("", None, progress=progress)
-    if mask_id is not None:
-        check_counts(mask_id=mask_id)
     source = plan.source
     if plan.zero:
         raise ValueError("zeroed heads stay 0, so nothing is solved anew for them; leave zero out, or do not recover")
@@ -62,9 +57,9 @@ def mend(
     changed = source.build(plan.target.config, {one.name: one.make() for one in plan.tensors()})
     pruned = family_in_memory(changed, source.layouts)
     _, check = batches_of(rows)
-    losses = {"original": loss_of(model, check, mask_id), "pruned": loss_of(changed, check, mask_id)}
+    losses = {"original": loss_of(model, check), "pruned": loss_of(changed, check)}
     recover(changed, model, rows, projections_of(pruned), call=say, progress=progress)
-    losses |= {"recovered": loss_of(changed, check, mask_id), "tokens": sum(ids[:, 1:].numel() for ids in check)}
+    losses |= {"recovered": loss_of(changed, check), "tokens": sum(ids[:, 1:].numel() for ids in check)}
     solved: dict[str, Tensor] = {}
     for layer in plan.family.layers:
         weights = weights_in_memory(changed, pruned, pruned.layer(layer.key))
