@@ -25,6 +25,7 @@ from headwise import cli, hf, look, reshape
 from headwise.cli import media
 from headwise.extras import MissingExtra
 from headwise.hf import senses, tokens
+from headwise.look import reading
 
 pytestmark = pytest.mark.unchecked
 
@@ -400,6 +401,22 @@ def test_heads_are_ranked_on_a_picture_a_sound_and_a_target(folder: Path, classi
     for name, by, options, criterion, read in cases:
         told = prune(str(folder / name), "--by", by, "--keep-fraction", "0.67", "--zero", "--dry-run", *options)
         assert told["gone"] == least(str(folder / name), criterion, **read), (name, by)
+
+
+def test_what_is_lost_is_the_next_word_or_what_the_model_says_itself(folder: Path, classifier: str) -> None:
+    loaded = hf.load(folder / "t5", any_input=True)
+    values = hf.prepared(loaded, "the cat sat on the mat", target="the dog lay by the door").values
+    found = look.importance(loaded.model, values, by="zero")
+    said, target = loaded.model(**values).logits.detach()[0, :-1], values["decoder_input_ids"][0, 1:]
+    assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(said, target)), rel=1e-5)
+    assert found.tokens == values["input_ids"].shape[1] and len(found.heads) == 9
+    loaded = hf.load(classifier, any_input=True)
+    values = hf.prepared(loaded, image=media.read_image(str(folder / "p.png"))).values
+    said = loaded.model(**values).logits.detach()
+    expected = float(torch.nn.functional.cross_entropy(said, said.argmax(-1)))
+    assert look.importance(loaded.model, values).loss == pytest.approx(expected, rel=1e-5)
+    patches = {"pixel_values": torch.zeros(6, 5)}  # as Qwen2-VL has them: rows are patches, and copies none
+    assert reading.Reading((), torch.zeros(1, 1), call=values).many and not reading.Reading((), said, call=patches).many
 
 
 def test_an_encoder_decoder_is_pruned_and_recovered_on_a_text(folder: Path, tmp_path: Path) -> None:
