@@ -30,17 +30,17 @@ struct DecodeScratch {
     const int64_t padded_D = round_up(p.D, kMaxStep), padded_V = round_up(p.V, kMaxStep);
     query = arena.take<float>(kDecodeRows * padded_D);
     sums = arena.take<float>(kDecodeRows * padded_V);
-    scores = arena.take<float>(kDecodeRows * kMaxDecodeTile);
-    key_copy = arena.take<char>(kMaxDecodeTile * padded_D * 4),
-    value_copy = arena.take<char>(kMaxDecodeTile * padded_V * 4);
+    scores = arena.take<float>(kDecodeRows * kInt8Tile);
+    key_copy = arena.take<char>(kInt8Tile * padded_D * 4), value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
     line = arena.take<float>(max(padded_D, padded_V));
     rows = arena.take<QueryRows>(1);
     query_digits = reinterpret_cast<int8_t*>(query);
-    weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kMaxDecodeTile * kDigitBytes : 0);
+    weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
   }
 };
 
-// A tile of keys or values that is read next: a few lines are prefetched beside each few products.
+// A tile of keys or values that is read next: a few lines are prefetched beside each few products, and, of tiles so
+// small that memory could not answer in time, those of the tile after it into the second cache.
 template <class T>
 class Ahead {
  public:
@@ -61,7 +61,10 @@ class Ahead {
   static constexpr int64_t kSize = sizeof(T);
   static constexpr bool kByRows = kSize == 4;
   HW_MEMBER void prefetch(int64_t bytes) const {
-    for (int64_t line = 0; line < 2 * W * kSize; line += 64) HW_PREFETCH_ONCE(offset(row_, bytes + line));
+    for (int64_t line = 0; line < 2 * W * kSize; line += 64) {
+      HW_PREFETCH_ONCE(offset(row_, bytes + line));
+      if constexpr (kSize == 2 && HW_ONCE != 0) HW_PREFETCH_NEAR(offset(row_, bytes + line + kDecodeTile * pitch_));
+    }
   }
   const char* row_;
   int64_t pitch_, width_, column_ = 0;  // in bytes

@@ -6,7 +6,9 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kMaxDecodeTile = 128;
+// Keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while its values
+// are: both fit into the L1 cache. In integer arithmetic a tile has a quarter of the bytes, and more to do for each.
+constexpr int kDecodeTile = 32, kInt8Tile = 128;
 
 struct ReadF32 {
   using T = float;
@@ -72,7 +74,7 @@ struct ReadInt8Dot : ReadInt8 {
   static constexpr int kDigits = Query, kWeightDigits = Weight;
   using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries that two digits do not hold
   static constexpr int64_t kStep = kBytes;
-  static constexpr int kTile = kMaxDecodeTile;  // it has more to do for a tile, and a quarter of the bytes
+  static constexpr int kTile = kInt8Tile;
   HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
 };
 
