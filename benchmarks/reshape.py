@@ -1,6 +1,6 @@
 """What the packaged model loses when its heads are reshaped, and what repair and healing win back.
 
-    python benchmarks/reshape.py [--only regroup heal prune choices] [--heal 200] [--json] [--out FILE]
+    python benchmarks/reshape.py [--only regroup heal prune choices] [--heal 150] [--json] [--out FILE]
     python benchmarks/reshape.py --model runs/encoder --only prune
     python benchmarks/reshape.py --draw RESULTS.json ... --figures docs/images
 
@@ -301,9 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=tiny_path(), help="its folder; the packaged model by default")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument(
-        "--heal", type=int, default=200, metavar="STEPS", help="5 %% of the model's training by default"
-    )
+    parser.add_argument("--heal", type=int, metavar="STEPS", help="5 %% of the model's training by default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--draw", type=Path, nargs="+", help="results to draw; nothing is measured")
     parser.add_argument("--figures", type=Path, default=Path("docs/images"), help="where pictures are written")
@@ -323,7 +321,7 @@ def main() -> None:
         if masked and options.only != ["prune"]:
             parser.error("an encoder is pruned (--only prune): BERT's config has no number of key-value heads")
         bench = Bench(source, loaded, (Words if masked else Text)(options.model), keep)
-        run(bench, options.only, options.heal)
+        run(bench, options.only, options.heal or bench.report["model"]["steps"] // 20)
     table.deliver(bench.report, show, options, "reshape")
 
 
