@@ -55,7 +55,7 @@ def reading_of(model: nn.Module, values: Mapping[str, Any], *, labels: bool = Tr
 
 def _labelled(model: nn.Module, reading: Reading) -> Reading:
     """The reading with its labels."""
-    ahead: list[bool] = []
+    ahead: list[bool | None] = []
 
     def each(call: AttentionCall) -> None:
         ahead.append(looks_ahead(call))

@@ -87,7 +87,7 @@ def read_moments(model: nn.Module, family: Family, rows: Sequence[Tensor], progr
     return made
 
 
-def say(model: nn.Module, ids: Tensor) -> Any:
+def say(model: nn.Module, ids: Any) -> Any:
     """What a model gives of texts; the decoder of an encoder-decoder reads the text that its encoder reads."""
     takes = inspect.signature(model.forward).parameters
     both = {"decoder_input_ids": ids} if "decoder_input_ids" in takes else {}
