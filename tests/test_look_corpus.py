@@ -109,7 +109,7 @@ def test_a_role_needs_its_interval_above_chance() -> None:
     """A head that plays a role in few of many texts does not play it."""
     sums = look.tally.RoleSums.empty(2)
     for n in range(40):
-        sums.add(n, [6.0, 10.0 * (n % 2)], 10, [4.9, 0.0])
+        sums.add([n], [[6.0, 10.0 * (n % 2)]], [[10, 10]], [[4.9, 0.0]])
     low, high = sums.interval() or pytest.fail("no interval")
     value, null, count = sums.means()
     assert value.tolist() == [0.6, 0.5] and null[0] == pytest.approx(0.49) and count.tolist() == [400, 400]
