@@ -44,23 +44,28 @@ SHORT = 3.0  # seconds: what takes less is run three times
 NUMBER = 4  # bytes of a weight in a tensor
 FLOAT = 32  # bytes of a Python float in a list
 
-Run = Callable[[], int]
+Run = Callable[[torch.Tensor], Callable[[], int]]
+"""Reads ids; what it returns tells the bytes of what is left, outside of the time."""
 
 
-def forward(model: Any, ids: torch.Tensor) -> Run:
-    def run() -> int:
+def forward(model: Any) -> Run:
+    def run(ids: torch.Tensor) -> Callable[[], int]:
         with torch.no_grad():
             logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=1).logits
-        return logits.nbytes
+        return lambda: logits.nbytes
 
     return run
 
 
-def headwise(model: Any, ids: torch.Tensor) -> Run:
+def headwise(model: Any) -> Run:
     import headwise.hf  # noqa: F401  registers attn_implementation="headwise"
     from headwise import look
 
-    return lambda: len(json.dumps(look.at(model, ids).to_dict()))
+    def run(ids: torch.Tensor) -> Callable[[], int]:
+        seen = look.at(model, ids)
+        return lambda: len(json.dumps(seen.to_dict()))
+
+    return run
 
 
 def _matrices(model: Any, ids: torch.Tensor) -> Any:
@@ -69,11 +74,15 @@ def _matrices(model: Any, ids: torch.Tensor) -> Any:
         return model(ids, use_cache=False, logits_to_keep=1, output_attentions=True).attentions
 
 
-def eager(model: Any, ids: torch.Tensor) -> Run:
-    return lambda: sum(one.nbytes for one in _matrices(model, ids))
+def eager(model: Any) -> Run:
+    def run(ids: torch.Tensor) -> Callable[[], int]:
+        matrices = _matrices(model, ids)
+        return lambda: sum(one.nbytes for one in matrices)
+
+    return run
 
 
-def transformer_lens(model: Any, ids: torch.Tensor) -> Run:
+def transformer_lens(model: Any) -> Run:
     from transformer_lens.model_bridge import TransformerBridge
     from transformers import AutoTokenizer
 
@@ -82,30 +91,29 @@ def transformer_lens(model: Any, ids: torch.Tensor) -> Run:
     words = AutoTokenizer.from_pretrained(models.tiny_path())  # it asks for one, and reads ids here
     bridge = TransformerBridge.boot_transformers("gpt2", hf_model=model, tokenizer=words)
 
-    def run() -> int:
+    def run(ids: torch.Tensor) -> Callable[[], int]:
         with torch.no_grad():
             _, cache = bridge.run_with_cache(ids, names_filter=lambda name: name.endswith("hook_pattern"))
-        kept = [x for x in cache.values() if isinstance(x, torch.Tensor)]
-        if len(kept) != LAYERS:
-            raise RuntimeError(f"the cache has {len(kept)} patterns of {LAYERS} layers")
-        return sum(x.nbytes for x in kept)
+        patterns = [cache[name] for name in cache if name.endswith("hook_pattern")]
+        if len(patterns) != LAYERS:
+            raise RuntimeError(f"the cache has {len(patterns)} patterns of {LAYERS} layers: {list(cache)[:9]}")
+        return lambda: sum(one.nbytes for one in patterns)
 
     return run
 
 
-def bertviz(model: Any, ids: torch.Tensor) -> Run:
+def bertviz(model: Any) -> Run:
     from bertviz import model_view
 
-    words = [str(i) for i in ids[0].tolist()]
-
-    def run() -> int:
+    def run(ids: torch.Tensor) -> Callable[[], int]:
+        words = [str(i) for i in ids[0].tolist()]
         page = model_view(list(_matrices(model, ids)), words, html_action="return")
-        return len(page.data)
+        return lambda: len(page.data)
 
     return run
 
 
-WAYS: dict[str, Callable[[Any, torch.Tensor], Run]] = {
+WAYS: dict[str, Callable[[Any], Run]] = {
     "forward": forward,
     "headwise": headwise,
     "eager": eager,
@@ -125,20 +133,21 @@ def one(way: str, length: int, limit: float) -> dict[str, Any]:
     """A row, in this process."""
     model = model_of(max(length, 128))
     ids = torch.randint(50000, (1, length), generator=torch.Generator().manual_seed(1))
-    run, small = WAYS[way](model, ids), WAYS[way](model, ids[:, :17])
+    run = WAYS[way](model)
     resource.setrlimit(resource.RLIMIT_AS, (int(limit * 2**30), resource.getrlimit(resource.RLIMIT_AS)[1]))
-    small()
+    run(ids[:, :17])
     peak, seconds = Peak(), []
     try:
         while len(seconds) < (3 if not seconds or seconds[0] < SHORT else 1):
             start = time.perf_counter()
-            size = run()
+            left = run(ids)
             seconds.append(time.perf_counter() - start)
+        mib = peak.added()
     except (MemoryError, RuntimeError) as error:
         if "memory" not in str(error) and not isinstance(error, MemoryError):
             raise
         return {"failed": f"out of memory under {limit:g} GiB"}
-    return {"seconds": statistics.median(seconds), "mib": peak.added(), "bytes": size}
+    return {"seconds": statistics.median(seconds), "mib": mib, "bytes": left()}
 
 
 def row(way: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +167,7 @@ def row(way: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {**about, "failed": f"not done after {options.seconds:g} s"}
     if done.returncode:
-        raise RuntimeError(f"{way} at {length} tokens: {done.stderr[-2000:]}")
+        return {**about, "failed": done.stderr.strip().splitlines()[-1][:200]}
     return {**about, **json.loads(done.stdout.splitlines()[-1])}
 
 
