@@ -226,14 +226,10 @@ std::string check_statistics(const Case& k, const Tensors& dirty, const Tensors&
     const char* what;
     std::vector<double> x;
     const Expected& expected;
-  } all[] = {{"entropy", part(kNumbers, 0), truth.entropy},
-             {"distance", distance, truth.distance},
-             {"largest", part(kNumbers, 5), truth.largest},
-             {"keys", part(kPlaces, 1), truth.keys},
-             {"sums", one.all[kSums], truth.sums},
-             {"map", map, truth.map},
-             {"received", one.all[kMass], truth.mass},
-             {"rows", one.all[kRows], truth.rows}};
+  } all[] = {{"entropy", part(kNumbers, 0), truth.entropy}, {"distance", distance, truth.distance},
+             {"largest", part(kNumbers, 5), truth.largest}, {"keys", part(kPlaces, 1), truth.keys},
+             {"sums", one.all[kSums], truth.sums},          {"map", map, truth.map},
+             {"received", one.all[kMass], truth.mass},      {"rows", one.all[kRows], truth.rows}};
   for (const auto& each : all) {
     if (each.x.size() != each.expected.x.size()) return std::string(each.what) + ": another size";
     const std::string wrong = compare(each.what, each.x, each.expected.x, each.expected.error, k, isa);
