@@ -62,6 +62,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "sums": 2,
         "features": torch.randn(B, S, 3),
         "bins": 4,
+        "query_bins": 3,
     }
     ends = {"top": torch.zeros(B, H, T), "largest": torch.ones(B, H, T)}
     return {

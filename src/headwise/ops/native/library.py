@@ -120,14 +120,15 @@ def _empty_kept(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Ten
 
 def _empty_statistics(query: Tensor, key: Tensor, value: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     B, H, T, _D = query.shape
-    *_, sums, features, bins = args
+    *_, sums, features, bins, query_bins = args
     columns = 0 if features is None else features.shape[-1]
     out = query.new_empty(B, T, H, 0 if value is None else value.shape[3]).transpose(1, 2)
-    lse, numbers, *lists = (
-        query.new_empty(shape, dtype=torch.float32)
-        for shape in ((B, H, T), (6, B, H, T), (B, H, T, sums), (B, H, T, bins), (B, H, T, columns))
+    lse, numbers = (query.new_empty(shape, dtype=torch.float32) for shape in ((B, H, T), (6, B, H, T)))
+    totals = (
+        query.new_empty((B, H, *shape), dtype=torch.float64)
+        for shape in ((2 * sums + columns,), (query_bins, bins + 1))
     )
-    return out, lse, numbers, query.new_empty((2, B, H, T), dtype=torch.int64), *lists
+    return out, lse, numbers, query.new_empty((2, B, H, T), dtype=torch.int64), *totals
 
 
 def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
