@@ -58,6 +58,7 @@ struct BackwardPlan {
 
 struct Statistics;
 struct Received;
+struct Step;
 
 // Items that need no merge, and a thread's scratch.
 struct ItemPlan {
@@ -85,6 +86,9 @@ struct Kernels {
   void (*run_statistics)(const Problem&, const Plan&, const Statistics&, int64_t group, char* scratch);
   ItemPlan (*plan_received)(const Problem&);
   void (*run_received)(const Problem&, const Received&, int64_t item, char* scratch);
+  // A decode step (step_call.h): one row of the batch. The scratch is for heads of so many numbers.
+  int64_t (*step_scratch_bytes)(int64_t width);
+  void (*place_row)(const Problem&, const Step&, int64_t b, char* scratch);
 };
 
 const Kernels* baseline_kernels();

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
@@ -102,6 +103,14 @@ class StaticCache(KVCache):
         for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True)):
             part = (b, slice(None), slice(start, start + n))
             self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
+
+    @override
+    def _held(self) -> Held | None:
+        store, longest = self._store, max(self.lengths)
+        if longest >= self.capacity or self.dtype == torch.int8 or not store.key.is_cpu:
+            return None
+        places = [longest] if min(self.lengths) == longest else self.lengths
+        return Held(store.key, store.value, None, places, self.value_dim)
 
     @override
     def view(self) -> tuple[Stored, Stored]:

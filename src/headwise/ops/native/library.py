@@ -1,7 +1,8 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
 `headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward`, `attend_part_backward` (the same for
-keys that are some of those whose results it gets) and `dropout_keep` are the library's own (csrc/torch/bind*.cpp).
+keys that are some of those whose results it gets), `decode_step` (which writes to a cache, and is not for those who
+trace) and `dropout_keep` are the library's own (csrc/torch/bind*.cpp).
 `attend_train` is `attend_kept` with `attend_backward` as its gradient.
 """
 
@@ -22,7 +23,7 @@ from .lowering import Rules
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
     "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_part_backward",
-    "attend_statistics", "attend_received", "dropout_keep", "isa", "isas", "use_isa",
+    "attend_statistics", "attend_received", "decode_step", "dropout_keep", "isa", "isas", "use_isa",
 )  # fmt: skip
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
@@ -34,6 +35,7 @@ ARGUMENTS = (
 attend: Any = None
 attend_full: Any = None
 attend_held: Any = None
+decode_step: Any = None
 
 _NOT_LOADED = "not loaded yet"
 _trouble: str | None = _NOT_LOADED
@@ -47,7 +49,7 @@ def trouble() -> str | None:
 
     A constant to torch.compile, which asks while it traces: the loading is no part of the graph.
     """
-    global _trouble, attend, attend_full, attend_held
+    global _trouble, attend, attend_full, attend_held, decode_step
     if _trouble is _NOT_LOADED:
         with _lock:
             if _trouble is _NOT_LOADED:
@@ -55,7 +57,7 @@ def trouble() -> str | None:
                 if problem is None:
                     ops = torch.ops.headwise
                     attend, attend_full = ops.attend.default, ops.attend_full.default
-                    attend_held = ops.attend_held.default
+                    attend_held, decode_step = ops.attend_held.default, ops.decode_step.default
                 _trouble = problem
     return _trouble
 
