@@ -58,6 +58,8 @@ struct BackwardPlan {
 
 struct Statistics;
 struct Received;
+struct Append;
+struct AppendSpan;
 
 // Items that need no merge, and a thread's scratch.
 struct ItemPlan {
@@ -85,6 +87,8 @@ struct Kernels {
   void (*run_statistics)(const Problem&, const Plan&, const Statistics&, int64_t group, char* scratch);
   ItemPlan (*plan_received)(const Problem&);
   void (*run_received)(const Problem&, const Received&, int64_t item, char* scratch);
+  // Of an append in int8 (append_call.h): one head of a span. `row` has room for the wider of a key and a value.
+  void (*append)(const Append&, const AppendSpan&, int64_t head, float* row);
 };
 
 const Kernels* baseline_kernels();

@@ -2,6 +2,7 @@
 // this.
 #pragma once
 
+#include "kernels/append.h"
 #include "kernels/backward.h"
 #include "kernels/decode.h"
 #include "kernels/prefill.h"
@@ -99,7 +100,7 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
 
 static const Kernels kernels = {HW_NAME,        make_plan,      run_item,          merge_rows,   plan_backward,
                                 run_backward,   merge_backward, run_backward_bias, round_floats, plan_statistics,
-                                run_statistics, plan_received,  run_received};
+                                run_statistics, plan_received,  run_received,      append_span};
 
 }  // namespace HW_ISA
 }  // namespace headwise
