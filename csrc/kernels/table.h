@@ -94,6 +94,9 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
   if (plan.by_row) {
     with_reader(p, [&](auto read) { run_decode_rows<decltype(read)>(p, plan, group, split, scratch); });
   } else {
+    if constexpr (kHasBf16) {
+      if (p.bytes() && p.dtype() == Dtype::bf16) return run_prefill<Int8AsBfloat16>(p, plan, group, split, scratch);
+    }
     with_format(p, [&](auto format) { run_prefill<decltype(format)>(p, plan, group, split, scratch); });
   }
 }
