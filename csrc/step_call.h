@@ -26,7 +26,8 @@ struct Step {
   const int64_t* places = nullptr;  // (B): the number of the new key among those of its row
 };
 
-// Writes the keys and values of the call, whose key and value are the whole cache, and the turned queries.
+// Writes the keys and values of the call, whose key and value are the whole cache, and the turned queries. Into int8 they
+// are quantised, as kernels/append.h does it.
 void place_step(const Problem& cache, const Step& step);
 
 }  // namespace headwise

@@ -2,7 +2,7 @@
 // FlushDenormals: torch keeps denormals.
 #pragma once
 
-#include "simd/numeric.h"
+#include "kernels/append.h"
 #include "step_call.h"
 
 namespace headwise {
@@ -74,15 +74,18 @@ static void place_row(const Problem& cache, const Step& step, int64_t b, char* s
   const int64_t place = step.places[b], page = cache.table == nullptr ? 0 : place / cache.page;
   const int64_t to_row = cache.table == nullptr ? b : cache.table[b * cache.table_stride + page];
   const int64_t to_place = cache.table == nullptr ? place : place % cache.page;
-  const auto write = [&](const Tensor4& to, int64_t head, int64_t n) {
-    write_floats(const_cast<char*>(at(to, to_row, head, to_place)), dtype, s.x, n);
+  const auto write = [&](const Tensor4& to, const Tensor4& scale, int64_t head, int64_t n) {
+    char* data = const_cast<char*>(at(to, to_row, head, to_place));
+    if (to.dtype != Dtype::i8) return write_floats(data, dtype, s.x, n);
+    const char* of = at(scale, to_row, head, to_place);
+    *reinterpret_cast<float*>(const_cast<char*>(of)) = quantize_floats(s.x, n, reinterpret_cast<int8_t*>(data));
   };
   for (int64_t head = 0; head < cache.K; ++head) {
     turn_row(step.turn, at(step.key, b, head, 0), dtype, step.key.stride[3], D, s);
-    write(cache.key, head, D);
+    write(cache.key, cache.key_scale, head, D);
     if (step.value.data == nullptr) continue;
     copy_floats(s.x, at(step.value, b, head, 0), dtype, step.value.stride[3], V, round_up(V, W));
-    write(cache.value, head, V);
+    write(cache.value, cache.value_scale, head, V);
   }
 }
 

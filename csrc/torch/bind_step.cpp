@@ -131,7 +131,6 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Handle &values = call.values ? call.values : call.keys,
                &scale = call.values ? call.value_scale : call.key_scale;
   fill_cache_problem(p, query, {call.keys, call.key_scale}, {values, scale}, call.table, length);
-  if (p.bytes()) fail("a step writes no int8");
   p.S = length;
   if (call.values ? call.value_dim != p.V : call.value_dim < 1 || call.value_dim > p.D) {
     fail("value_dim must be that of the values, or of the keys' columns that are values; got " +
@@ -149,6 +148,10 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   take_turn(step.turn, call, B, p.D, query.torch_dtype);
   require_rows(p.key, p.D, "keys"), require_rows(p.value, p.V, "values");
   p.key.data = written(call.keys), p.value.data = call.values ? written(call.values) : p.key.data;
+  if (p.bytes()) {
+    p.key_scale.data = written(call.key_scale);
+    p.value_scale.data = call.values ? written(call.value_scale) : p.key_scale.data;
+  }
   const int64_t size = p.dtype() == Dtype::f32 ? 4 : 2;
   const std::unique_ptr<char[]> turned(new char[static_cast<size_t>(multiply(multiply(B * size, p.H), p.D))]);
   step.turned = turned.get();

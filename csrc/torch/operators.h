@@ -13,7 +13,7 @@ struct Operator {
 };
 
 extern const Operator kBackward[3];    // bind_backward.cpp
-extern const Operator kCacheOperator;  // bind_cache.cpp
+extern const Operator kCache[2];       // bind_cache.cpp
 extern const Operator kStatistics[2];  // bind_statistics.cpp
 extern const Operator kStep;           // bind_step.cpp
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..ops.native.append import Span
 from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
 from .base import KVCache, Stored
@@ -96,6 +97,9 @@ class StaticCache(KVCache):
 
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
+        spans = (Span(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True)))
+        if self._store.quantize(key, value, spans):
+            return
         if len(set(self.lengths)) == 1 and all(n == key.shape[2] for n in counts):
             at = self.lengths[0]
             self._store.put((slice(None), slice(None), slice(at, at + counts[0])), key, value)
