@@ -22,6 +22,8 @@ from ..shapes.kinds import FAR, check_tensor, shown, whole_numbers
 
 Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
+SERVED = {torch.float32, torch.bfloat16, torch.float16}
+"""What queries of a step may be."""
 Stored: TypeAlias = Tensor | Quantized | Paged
 """Keys or values (B, K, S, n) in the form that a cache stores them in."""
 
@@ -206,54 +208,67 @@ class KVCache(ABC):
 
         Returns:
             (B, H, 1, V), its memory in the order (B, 1, H, V). None where the kernel does not take the call: a gradient,
-            autocast, tracing, int8, other sizes or dtypes, a cache of another kind. Then nothing was added, and `append`
-            and `attend` do it, or say what is wrong.
+            autocast, tracing, other sizes or dtypes, a cache of another kind. Then nothing was added, and `append` and
+            `attend` do it, or say what is wrong.
         """
-        if not (runs_plain() and self.causal and self._takes(query, key, value, scores.sinks)):
+        mask = Mask(()) if mask is None else mask
+        if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
             return None
         held = self._held()
-        seen = None if held is None else self._seen(held.places, Mask(()) if mask is None else mask)
-        if held is None or seen is None:
-            return None
-        out = decode_step(query, key, value, turn, held, scores, seen)
+        out = decode_step(query, key, value, turn, held, scores, self._seen(held.places, mask))
         if out is not None:
             self.lengths = [n + 1 for n in self.lengths]
             self._last, self._input_dtype = _Append(1, [1] * self.batch, "right"), key.dtype
         return out
 
-    def _takes(self, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None) -> bool:
-        """Whether the tensors of a step are plain ones that fit; a class that does not say how it goes has none."""
-        if "_held" not in vars(type(self)) or (value is None) != self.shared or not type(query) is type(key) is Tensor:
-            return False
-        B, K, dtype = self.batch, self.num_kv_heads, self.dtype
-        H = query.shape[1] if query.ndim == 4 else 0
-        fits = query.shape == (B, H, 1, self.head_dim) and key.shape == (B, K, 1, self.head_dim)
-        if not fits or H % K or dtype == torch.float64 or not (query.is_cpu and key.is_cpu):
-            return False
-        if not query.dtype == key.dtype == dtype:
-            return False
-        if sinks is not None and not (sinks.is_cpu and sinks.shape == (H,) and sinks.is_floating_point()):
-            return False
-        if value is None:
-            return True
+    def takes_steps(self, mask: Mask | None = None) -> bool:
+        """Whether `step` is worth trying now: asked by modules before they compute anything.
+
+        A class that does not say itself where a token goes, as one derived from these, has none.
+        """
+        ragged = len(set(self.lengths)) > 1
         return (
-            type(value) is Tensor and value.is_cpu and value.dtype == dtype and value.shape == (B, K, 1, self.value_dim)
+            runs_plain()
+            and self.causal
+            and "_held" in vars(type(self))
+            and self.device.type == "cpu"
+            and not (ragged and ((mask is not None and mask.parts) or self._sight()[1]))
+            and self._has_room()
         )
 
-    def _held(self) -> Held | None:
-        """Where one token more of each row goes, with its room made; None where a step is not for this cache."""
-        return None
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None) -> bool:
+        """Whether the tensors of a step are plain ones of the right sizes and one dtype, which the kernel has."""
+        tensors = (query, key) if value is None else (query, key, value)
+        if (value is None) != self.shared or not all(type(x) is Tensor and x.is_cpu for x in tensors):
+            return False
+        B, K, dtype = self.batch, self.num_kv_heads, query.dtype
+        H = query.shape[1] if query.ndim == 4 else 0
+        return (
+            query.shape == (B, H, 1, self.head_dim)
+            and H % K == 0
+            and key.shape == (B, K, 1, self.head_dim)
+            and (value is None or value.shape == (B, K, 1, self.value_dim))
+            and all(x.dtype == dtype for x in tensors)
+            and dtype in (SERVED if self.dtype == torch.int8 else {self.dtype} & SERVED)
+            and (sinks is None or (sinks.is_cpu and sinks.shape == (H,) and sinks.is_floating_point()))
+        )
+
+    def _held(self) -> Held:
+        """Where one token more of each row goes, with its room made."""
+        raise NotImplementedError
+
+    def _has_room(self) -> bool:
+        """Whether each row has room for one token more; False also where `append` is to say so."""
+        return False
 
     def _sight(self) -> tuple[int | None, int]:
         """How many keys a query sees, self included (None for all), and how many of the first ones besides."""
         return None, 0
 
-    def _seen(self, places: list[int], mask: Mask) -> Seen | None:
+    def _seen(self, places: list[int], mask: Mask) -> Seen:
         """What the queries of the tokens at these columns see, by the cache's rule and the caller's."""
         window, first = self._sight()
         if len(places) > 1:
-            if mask.parts or first:
-                return None
             rows = [[-FAR if window is None else n + 1 - window, n + 1, 0, n + 1] for n in places]
             return Seen(bounds=torch.tensor(rows, device="cpu"))
         band = mask.simple_band

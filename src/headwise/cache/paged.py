@@ -254,15 +254,15 @@ class PagedCache(KVCache):
                 done += n
 
     @override
-    def _held(self) -> Held | None:
-        if self.dtype == torch.int8 or not self.pool.store.key.is_cpu:
-            return None
-        self._make_room([1] * self.batch)
+    def _has_room(self) -> bool:
+        return sum(self._lacking(b, 1) for b in range(self.batch)) <= self.pool.free
+
+    @override
+    def _held(self) -> Held:
         for b in range(self.batch):
             self._prepare(b, 1)
-        store, columns = self.pool.store, self.columns
-        places = columns[:1] if len(set(columns)) == 1 else columns
-        return Held(store.key, store.value, self._table_of_rows(), places, self.value_dim)
+        columns = self.columns
+        return self.pool.store.held(self._table_of_rows(), columns[:1] if len(set(columns)) == 1 else columns)
 
     def _table_of_rows(self) -> Tensor:
         """int64 (B, N): the pages of each row; kept until one changes."""

@@ -129,8 +129,12 @@ class RollingCache(PagedCache):
         return window(self.window, offset=offset, first=self.first)
 
     @override
-    def _held(self) -> Held | None:
+    def _held(self) -> Held:
         return super()._held()
+
+    @override
+    def _has_room(self) -> bool:
+        return True  # the pool has all pages that rows can hold
 
     @override
     def _sight(self) -> tuple[int | None, int]:

@@ -97,7 +97,9 @@ class StaticCache(KVCache):
 
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
-        spans = (Span(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True)))
+        spans = (
+            Span(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True))
+        )
         if self._store.quantize(key, value, spans):
             return
         if len(set(self.lengths)) == 1 and all(n == key.shape[2] for n in counts):
@@ -109,12 +111,14 @@ class StaticCache(KVCache):
             self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
 
     @override
-    def _held(self) -> Held | None:
-        store, longest = self._store, max(self.lengths)
-        if longest >= self.capacity or self.dtype == torch.int8 or not store.key.is_cpu:
-            return None
+    def _has_room(self) -> bool:
+        return max(self.lengths) < self.capacity
+
+    @override
+    def _held(self) -> Held:
+        longest = max(self.lengths)
         places = [longest] if min(self.lengths) == longest else self.lengths
-        return Held(store.key, store.value, None, places, self.value_dim)
+        return self._store.held(None, places)
 
     @override
     def view(self) -> tuple[Stored, Stored]:

@@ -165,7 +165,7 @@ def _step(
         return None
     mask = _mask_of(attention_mask, layer.columns[0] + 1)
     turn = _turn_of(position_embeddings, hidden_states, module.head_dim, turning)
-    if mask is None or turn is None:
+    if mask is None or turn is None or not layer.takes_steps(mask):
         return None
     D, B = module.head_dim, hidden_states.shape[0]
     heads = []

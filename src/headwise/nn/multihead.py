@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -354,6 +353,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``.
 
     Example:
+        >>> import torch
         >>> theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True)
         >>> ours = from_torch(theirs)
         >>> x = torch.randn(2, 5, 12)
@@ -373,6 +373,7 @@ def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
             value dim, softcap, sinks, a scale of its own, or an inner part that is no `InnerAttention`.
 
     Example:
+        >>> import torch
         >>> ours = MultiHeadAttention(12, 6, num_kv_heads=2)
         >>> x = torch.randn(2, 5, 12)
         >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)

@@ -28,7 +28,6 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and x.ndim == 3
         and x.shape[1] == 1
         and x.shape[2] == module.d_model
-        and hasattr(cache, "step")
         and (mask is None or type(mask) is Mask)
         and type(weight) is nn.Parameter  # no part of heads that are dealt out to processes
         and type(projection) is nn.Linear
@@ -39,6 +38,8 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and not (inner.training and inner.dropout)
         and _is_itself(inner)
         and (rotary is None or (type(rotary) is Rotary and _is_itself(rotary)))
+        and hasattr(cache, "takes_steps")
+        and cache.takes_steps(mask)
     )
 
 

@@ -45,6 +45,8 @@ class Held(NamedTuple):
 
     key: Tensor  # (B, K, capacity, D), or in pages (P, K, size, D)
     value: Tensor | None  # None: the first `value_dim` columns of the keys
+    key_scale: Tensor | None  # of int8
+    value_scale: Tensor | None
     table: Tensor | None  # int64 (B, N)
     places: list[int]  # the column of each row's new key; one for all that are alike
     value_dim: int
@@ -101,11 +103,12 @@ def decode_step(
             rules = lowered(Scoring(sized, scale, softcap, sinks), 1, max(held.places) + 1)
         except (NoForm, RuntimeError):
             return None
-    turned = (None, None, 0, 0, False) if turn is None else (turn.cos, turn.sin, turn.first, turn.size, turn.interleaved)
-    at = (held.key, held.value, None, None, held.table, held.places, held.value_dim)
+    turned = (
+        (None, None, 0, 0, False) if turn is None else (turn.cos, turn.sin, turn.first, turn.size, turn.interleaved)
+    )
     try:
-        out: Tensor = native_library.decode_step(query, key, value, *turned, *at, *rules)
+        out: Tensor = native_library.decode_step(query, key, value, *turned, *held, *rules)
     except RuntimeError as error:
         return refused(error)
-    increment_version((held.key,) if held.value is None else (held.key, held.value))
+    increment_version([x for x in held[:4] if x is not None])
     return out
