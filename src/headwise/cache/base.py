@@ -196,7 +196,7 @@ class KVCache(ABC):
         mask: Mask | None = None,
         scores: Scores = Scores(),  # noqa: B008  # immutable
     ) -> Tensor | None:
-        """One token more for each row in one call of the native kernel: what `append` and then `attend` give, bit by bit.
+        """One token more for each row in one call of the native kernel, with the bits of `append` and then `attend`.
 
         Args:
             query: (B, H, 1, D).
@@ -207,9 +207,9 @@ class KVCache(ABC):
             scores: scale, softcap and sinks.
 
         Returns:
-            (B, H, 1, V), its memory in the order (B, 1, H, V). None where the kernel does not take the call: a gradient,
-            autocast, tracing, other sizes or dtypes, a cache of another kind. Then nothing was added, and `append` and
-            `attend` do it, or say what is wrong.
+            (B, H, 1, V), its memory in the order (B, 1, H, V). None where the kernel does not take the call: a
+            gradient, autocast, tracing, other sizes or dtypes, a cache of another kind. Then nothing was added, and
+            `append` and `attend` do it, or say what is wrong.
         """
         mask = Mask(()) if mask is None else mask
         if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
