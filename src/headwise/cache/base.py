@@ -215,7 +215,7 @@ class KVCache(ABC):
         if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
             return None
         held = self._held()
-        out = decode_step(query, key, value, turn, held, scores, self._seen(held.places, mask))
+        out = decode_step(query, key, value, turn, held, scores, self._in_sight(held.places, mask))
         if out is not None:
             self.lengths = [n + 1 for n in self.lengths]
             self._last, self._input_dtype = _Append(1, [1] * self.batch, "right"), key.dtype
@@ -265,7 +265,7 @@ class KVCache(ABC):
         """How many keys a query sees, self included (None for all), and how many of the first ones besides."""
         return None, 0
 
-    def _seen(self, places: list[int], mask: Mask) -> Seen:
+    def _in_sight(self, places: list[int], mask: Mask) -> Seen:
         """What the queries of the tokens at these columns see, by the cache's rule and the caller's."""
         window, first = self._sight()
         if len(places) > 1:

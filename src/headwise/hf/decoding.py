@@ -131,7 +131,7 @@ def _prepare(owner: type[nn.Module]) -> None:
                 return self.o_proj(heads), None
         return theirs(self, *args, **kwargs)
 
-    owner.forward = forward  # type: ignore[method-assign]
+    owner.forward = forward
 
 
 def _form_of(forward: Any) -> tuple[Form | None, Rotation | None]:

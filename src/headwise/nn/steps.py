@@ -72,7 +72,7 @@ def turn_of(rotary: Rotary | None, cache: Any) -> Turn | None:
     return None if rotary is None else rotary.turn(cache.lengths)
 
 
-def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | None) -> Tensor | None:
+def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) -> Tensor | None:
     """The heads side by side (B, 1, H * V) of `MultiHeadAttention`; None where the usual way has to be taken."""
     if not is_step(mha, x, cache, mask, mha.q_proj) or mha.memory_dim is not None:
         return None
@@ -89,7 +89,7 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | None) -> Tensor
     return None if out is None else out.view(x.shape[0], 1, -1)
 
 
-def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | None, form: str) -> Tensor | None:
+def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, form: str) -> Tensor | None:
     """Weighted sums of latents (B, H, 1, C) of `LatentAttention`; None where the usual way has to be taken."""
     rotary, C, R = mla.rotary, mla.kv_lora_rank, mla.rope_dim
     if not is_step(mla, x, cache, mask, mla.kv_a_proj_with_mqa) or rotary is None or rotary.head_dim != R:

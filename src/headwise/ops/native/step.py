@@ -109,6 +109,7 @@ def decode_step(
     try:
         out: Tensor = native_library.decode_step(query, key, value, *turned, *held, *rules)
     except RuntimeError as error:
-        return refused(error)
+        refused(error)
+        return None
     increment_version([x for x in held[:4] if x is not None])
     return out
