@@ -96,7 +96,9 @@ class StaticCache(KVCache):
 
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
-        spans = (Span(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True)))
+        spans = (
+            Span(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True))
+        )
         if self._store.quantize(key, value, spans):
             return
         if len(set(self.lengths)) == 1 and all(n == key.shape[2] for n in counts):

@@ -29,7 +29,7 @@ def append_int8(
     held: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     spans: Iterable[Span],
 ) -> bool:
-    """Writes spans of key (B, K, T, D) and value (B, K, T, V) as `cache.quantize` makes them; False: nothing is written.
+    """Writes spans of key (B, K, T, D) and value (B, K, T, V) as `cache.quantize` makes them. False: writes nothing.
 
     It is for the CPU's plain tensors and where there is a native library; else the caller quantises in Python.
 
