@@ -14,13 +14,13 @@ from .library import trouble
 
 
 class Span(NamedTuple):
-    """Tokens next to each other: `count` of a batch row from a place on, to a row (or page) of the cache and there."""
+    """So many tokens of a batch row from a place on, and the row (or page) and the place of the cache where they go."""
 
     row: int
     place: int
     to_row: int
     to_place: int
-    count: int
+    tokens: int
 
 
 def append_int8(
