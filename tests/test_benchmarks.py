@@ -96,7 +96,7 @@ def test_work_is_counted_as_the_mask_allows_it(case: Case) -> None:
     if case.T == 1:
         of_key = short.K * (short.D if case.V else 2 * short.D)
         wanted = of_key * getattr(torch, case.dtype).itemsize
-        if case.regime == "int8 decode":  # and two scales
+        if case.int8:  # and two scales
             wanted = of_key + short.K * 2 * 4
         assert short.bytes_read() == seen.sum().item() * wanted
 

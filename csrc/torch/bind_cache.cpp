@@ -30,14 +30,17 @@ void attend_held_boxed(StableIValue* stack, uint64_t, uint64_t) {
   attend(p, query_view.torch_dtype, stack);
 }
 
-// The bytes of a tensor, from the first to behind the last.
+// The bytes of a tensor, from the first to behind the last; none where it has no element.
 struct Range {
-  uintptr_t first, end;
-  const char* name;
+  uintptr_t first = 0, end = 0;
+  const char* name = "";
 };
+
+bool is_empty(const View& view) { return *std::min_element(view.sizes, view.sizes + view.axes) < 1; }
 
 Range range_of(const Tensor4& x, const View& view, const char* name) {
   const int64_t size = x.dtype == Dtype::f32 ? 4 : x.dtype == Dtype::f64 ? 8 : x.dtype == Dtype::i8 ? 1 : 2;
+  if (is_empty(view)) return {};  // nothing is known of its strides
   int64_t last = 0;
   for (int axis = 0; axis < view.axes; ++axis) last += (view.sizes[axis] - 1) * view.strides[axis];
   const auto first = reinterpret_cast<uintptr_t>(x.data);
@@ -47,7 +50,7 @@ Range range_of(const Tensor4& x, const View& view, const char* name) {
 // Refuses two elements at one address. An axis may interleave with another one: that is refused too.
 void require_own_places(const View& view, const char* name) {
   int axes[4], count = 0;
-  for (int axis = 0; axis < view.axes; ++axis) {
+  for (int axis = 0; axis < view.axes && !is_empty(view); ++axis) {
     if (view.sizes[axis] > 1) axes[count++] = axis;
   }
   std::sort(axes, axes + count, [&](int a, int b) { return view.strides[a] < view.strides[b]; });

@@ -14,13 +14,13 @@ from .library import trouble
 
 
 class Span(NamedTuple):
-    """Tokens next to each other: `count` of a batch row from a place on, to a row (or page) of the cache and there."""
+    """So many tokens of a batch row from a place on, and the row (or page) and the place of the cache where they go."""
 
     row: int
     place: int
     to_row: int
     to_place: int
-    count: int
+    tokens: int
 
 
 def append_int8(
@@ -29,7 +29,7 @@ def append_int8(
     held: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     spans: Iterable[Span],
 ) -> bool:
-    """Writes spans of key (B, K, T, D) and value (B, K, T, V) as `cache.quantize` makes them; False: nothing is written.
+    """Writes spans of key (B, K, T, D) and value (B, K, T, V) as `cache.quantize` makes them. False: writes nothing.
 
     It is for the CPU's plain tensors and where there is a native library; else the caller quantises in Python.
 
