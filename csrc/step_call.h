@@ -20,14 +20,14 @@ struct Turn {
 
 struct Step {
   Turn turn;
-  Tensor4 query, key, value;  // (B, H, 1, D), (B, K, 1, D), (B, K, 1, V); value data null = values are keys
-  int64_t value_width = 0;    // of `value`
-  char* turned = nullptr;     // (B, H, D) contiguous in the query's dtype: where the queries go
+  Tensor4 query, key, value;        // (B, H, 1, D), (B, K, 1, D), (B, K, 1, V); value data null = values are keys
+  int64_t value_width = 0;          // of `value`
+  char* turned = nullptr;           // (B, H, D) contiguous in the query's dtype: where the queries go
   const int64_t* places = nullptr;  // (B): the number of the new key among those of its row
 };
 
-// Writes the keys and values of the call, whose key and value are the whole cache, and the turned queries. Into int8 they
-// are quantised, as kernels/append.h does it.
+// Writes the keys and values of the call, whose key and value are the whole cache, and the turned queries. Into int8
+// they are quantised, as kernels/append.h does it.
 void place_step(const Problem& cache, const Step& step);
 
 }  // namespace headwise

@@ -91,12 +91,12 @@ def decode_step(
     None where the kernel does not take the call; nothing has changed then. Sizes and dtypes it checks itself.
     """
     scale, softcap, sinks = scores
-    scale = default_scale(query.shape[3]) if scale is None else scale
+    scale = default_scale(query.shape[3]) if scale is None else float(scale)
     low, high, bounds, mask = seen
     rules: tuple[Any, ...]
     if mask is None:
         sinks = None if sinks is None else sinks.float().contiguous()
-        rules = (scale, softcap or 0.0, sinks, low, high, bounds, None, None, None, None, None)
+        rules = (scale, float(softcap or 0.0), sinks, low, high, bounds, None, None, None, None, None)
     else:
         sized = mask.sized(query.shape[0], query.shape[1])
         try:
