@@ -55,8 +55,8 @@ def a_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def generated(model: PreTrainedModel, cache: Any, **inputs: Any) -> tuple[Any, ...]:
-    """The tokens, and the logits of each, of twelve steps."""
-    given = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    """Eight tokens, and the logits of each."""
+    given = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **given, **inputs)
     return out.sequences, *out.logits
 
@@ -106,9 +106,10 @@ def test_the_logits_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None
             model = a_model(name, dtype)
 
             def check(model: PreTrainedModel, **call: Any) -> None:
-                assert steps(monkeypatch, model, **call) == 2 * 11  # two layers; the first token is the prompt's
+                assert steps(monkeypatch, model, **call) == 2 * 7  # two layers; the first token is the prompt's
 
-            attempt((dtype, kind), check, model, inputs=prompt(2), kind=kind, dtype=small)
+            if kind == "static":
+                attempt((dtype, kind), check, model, inputs=prompt(2), kind=kind, dtype=small)
             attempt((dtype, kind, "padded"), check, model, inputs=prompt(3, True), kind=kind, dtype=small)
 
 
@@ -119,7 +120,7 @@ def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = prompt(1)
     with torch.no_grad():
         assert steps(monkeypatch, a_model("Phi-3"), inputs) == 0
-        assert steps(monkeypatch, model, inputs) == 22
+        assert steps(monkeypatch, model, inputs) == 14
         assert steps(monkeypatch, model.train(), inputs) == 0
         model.eval()
         with headwise.hf.probe(model):

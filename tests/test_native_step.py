@@ -140,7 +140,7 @@ def test_what_an_argument_may_not_be(kind: str) -> None:
             if not isinstance(x, Tensor):
                 continue
             for how, bad in (
-                *of_other_dtypes(what, x, False), *of_other_sizes("decode_step", what, x), *of_other_storage(x),
+                *of_other_dtypes("decode_step", what, x), *of_other_sizes("decode_step", what, x), *of_other_storage(x),
             ):  # fmt: skip
                 if what == "query" and how in map(str, (torch.float32, torch.float16)):
                     assert bad.dtype != arguments["key"].dtype
