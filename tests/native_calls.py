@@ -62,6 +62,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "sums": 2,
         "features": torch.randn(B, S, 3),
         "bins": 4,
+        "query_bins": 3,
     }
     tokens = torch.randn(B, K, T, D), torch.randn(B, K, T, V)
     bytes_of = [torch.full((H, K, S, n), 3, dtype=torch.int8) for n in (D, V)]

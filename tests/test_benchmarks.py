@@ -207,6 +207,8 @@ def test_without_a_compiler_the_table_has_no_limits(monkeypatch: pytest.MonkeyPa
 def test_call_overhead_is_told_for_each_way() -> None:
     told = overhead.measured(rounds=1, calls=3)
     assert {"headwise", "torch"} <= set(told["full"]) and all(us > 0 for us in told["full"].values())
+    step = told["step, latent, static int8"]
+    assert set(step) == {"in one call", "in several", "linears and attention"} and all(us > 0 for us in step.values())
 
 
 def test_a_model_runs_end_to_end_with_each_attention() -> None:

@@ -7,6 +7,7 @@
 #include "kernels/decode.h"
 #include "kernels/prefill.h"
 #include "kernels/received.h"
+#include "kernels/rotary.h"
 #include "kernels/statistics.h"
 
 namespace headwise {
@@ -101,9 +102,10 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
   }
 }
 
-static const Kernels kernels = {HW_NAME,        make_plan,      run_item,          merge_rows,   plan_backward,
-                                run_backward,   merge_backward, run_backward_bias, round_floats, plan_statistics,
-                                run_statistics, plan_received,  run_received,      append_span};
+static const Kernels kernels = {HW_NAME,       make_plan,       run_item,           merge_rows,
+                                plan_backward, run_backward,    merge_backward,     run_backward_bias,
+                                round_floats,  plan_statistics, run_statistics,     plan_received,
+                                run_received,  append_span,     step_scratch_bytes, place_row};
 
 }  // namespace HW_ISA
 }  // namespace headwise

@@ -110,6 +110,7 @@ bool register_operators() {
   for (const Operator& op : kCache) good = good && define(definitions, op);
   for (const Operator& op : kBackward) good = good && define(definitions, op);
   for (const Operator& op : kStatistics) good = good && define(definitions, op);
+  good = good && define(definitions, kStep);
   return good;
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..ops.native.append import Span
+from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
 from ..shapes.kinds import check_counts, check_flags, shown
@@ -253,14 +254,30 @@ class PagedCache(KVCache):
                 done += n
 
     @override
-    def view(self) -> tuple[Stored, Stored]:
+    def _has_room(self) -> bool:
+        return sum(self._lacking(b, 1) for b in range(self.batch)) <= self.pool.free
+
+    @override
+    def _held(self) -> Held:
+        for b in range(self.batch):
+            self._prepare(b, 1)
+        columns = self.columns
+        return self.pool.store.held(self._table_of_rows(), columns[:1] if len(set(columns)) == 1 else columns)
+
+    def _table_of_rows(self) -> Tensor:
+        """int64 (B, N): the pages of each row; kept until one changes."""
         if self._table is None:
             widest = max(len(table) for table in self.tables)
             rows = [table + [0] * (widest - len(table)) for table in self.tables]
             self._table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        return self._table
+
+    @override
+    def view(self) -> tuple[Stored, Stored]:
+        table = self._table_of_rows()
         key, value = self.pool.store.view()
         length = max(self.columns)
-        return Paged(key, self._table, length), Paged(value, self._table, length)
+        return Paged(key, table, length), Paged(value, table, length)
 
     @override
     def truncate(self: PagedT, lengths: int | Sequence[int]) -> PagedT:

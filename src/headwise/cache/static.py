@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..ops.native.append import Span
+from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
@@ -108,6 +109,16 @@ class StaticCache(KVCache):
         for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True)):
             part = (b, slice(None), slice(start, start + n))
             self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
+
+    @override
+    def _has_room(self) -> bool:
+        return max(self.lengths) < self.capacity
+
+    @override
+    def _held(self) -> Held:
+        longest = max(self.lengths)
+        places = [longest] if min(self.lengths) == longest else self.lengths
+        return self._store.held(None, places)
 
     @override
     def view(self) -> tuple[Stored, Stored]:

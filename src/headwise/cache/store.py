@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.native.append import Span, append_int8
+from ..ops.native.step import Held
 from ..ops.storage.int8 import Quantized
 from .quantize import rounded
 
@@ -50,6 +51,10 @@ class Store:
         if self.key_scale is None:
             return False
         return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
+
+    def held(self, table: Tensor | None, places: list[int]) -> Held:
+        """The same for a decode step, whose tokens go to these columns."""
+        return Held(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
 
     def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
         """Writes at an index of (N, K, L)."""
