@@ -49,15 +49,15 @@ Range range_of(const Tensor4& x, const View& view, const char* name) {
 
 // Refuses two elements at one address. An axis may interleave with another one: that is refused too.
 void require_own_places(const View& view, const char* name) {
-  int axes[4], count = 0;
+  std::vector<int> axes;
   for (int axis = 0; axis < view.axes && !is_empty(view); ++axis) {
-    if (view.sizes[axis] > 1) axes[count++] = axis;
+    if (view.sizes[axis] > 1) axes.push_back(axis);
   }
-  std::sort(axes, axes + count, [&](int a, int b) { return view.strides[a] < view.strides[b]; });
+  std::sort(axes.begin(), axes.end(), [&](int a, int b) { return view.strides[a] < view.strides[b]; });
   int64_t reach = 0;  // of the axes so far
-  for (int n = 0; n < count; ++n) {
-    if (view.strides[axes[n]] <= reach) fail(std::string(name) + ": elements overlap, and cannot be written");
-    reach += (view.sizes[axes[n]] - 1) * view.strides[axes[n]];
+  for (const int axis : axes) {
+    if (view.strides[axis] <= reach) fail(std::string(name) + ": elements overlap, and cannot be written");
+    reach += (view.sizes[axis] - 1) * view.strides[axis];
   }
 }
 
