@@ -188,8 +188,9 @@ def test_avx512_without_bfloat16_is_the_same_code(dtype: torch.dtype) -> None:
     def calls(backend: str, n: Sizes, mask: Mask | None) -> list[Tensor]:
         leaves = [x.requires_grad_() for x in make_qkv(*n, dtype=dtype)]
         outs = run(backend, n, mask, *leaves)
-        grads = torch.autograd.grad([outs[1], outs[3]], leaves, [torch.ones_like(outs[1]), torch.ones_like(outs[3])])
         with instructions(backend):
+            ends = [outs[1], outs[3]]
+            grads = torch.autograd.grad(ends, leaves, [torch.ones_like(x) for x in ends])
             found = statistics(*(x.detach() for x in leaves[:2]), mask=mask, sinks=torch.linspace(-1, 1, n.H))
         told = [found.entropy, found.largest, found.distance, found.sink, found.pooled, found.received]
         return [*outs, *grads, *told]
@@ -258,9 +259,7 @@ def test_a_forked_child_does_not_hang(backend: str, story: str, tmp_path: Path) 
     # Errors go to a file: a child that hangs would hold a pipe open. Its session of its own lets all of it be killed.
     errors = tmp_path / "errors"
     with errors.open("w") as file:
-        parent = subprocess.Popen(
-            [sys.executable, "-c", FORK + CHILD + GRANDCHILD + POOL], stderr=file, start_new_session=True
-        )
+        parent = subprocess.Popen([sys.executable, "-c", FORK + story], stderr=file, start_new_session=True)
         try:
             code = parent.wait(timeout=120)
         finally:
