@@ -31,11 +31,11 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
 
 
 def is_twin(backend: str, dtype: torch.dtype) -> bool:
-    """Whether this is the code of another instruction set: avx512_bf16 is avx512 but for products of bfloat16 and int8.
+    """Whether this is the code of another instruction set: avx512_bf16 is avx512_vnni but for bfloat16.
 
     test_native_bits.py holds the two to the same bits; all other tests of float32 and float16 need one of them.
     """
-    return backend == "native-avx512" and dtype != torch.bfloat16 and "native-avx512_bf16" in NATIVE
+    return backend == "native-avx512_bf16" and dtype != torch.bfloat16 and "native-avx512_vnni" in NATIVE
 
 
 PAIRS = [

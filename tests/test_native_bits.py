@@ -43,7 +43,7 @@ FORMS = {
     "MLA": Sizes(1, 16, 1, 1, 1100, 576, 512),
     "MLA, many rows": Sizes(1, 16, 1, 3, 1100, 576, 512),
 }
-TWINS = {"native-avx512", "native-avx512_bf16"}
+TWINS = {"native-avx512_vnni", "native-avx512_bf16"}
 HEAVY = ("none", "lengths")  # masks enough where a call lasts
 forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
 MASKS: dict[str, Callable[[Sizes], Mask | None]] = {
