@@ -17,6 +17,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -c constraints.txt --disable-pip-version-check
 # Two test processes, one thread each: on two cores faster than one process with two. PYTEST_ARGS="-x tests/test_masks.py" runs what you name.
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# One thread a process. Compiled Python is kept, whatever the shell says: tests start over a hundred interpreters.
+PYTEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -35,7 +37,7 @@ CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention 
          mask_tiles masks_algebra meaning native_binding native_gradients native_maps native_refusals nn_cache nn_errors \
          nn_multihead plan plan_heads report_disk statistics testing weights
 check: lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(PYTEST_ARGS) $(CHECK:%=tests/test_%.py)
+	$(PYTEST_ENV) $(BIN)/pytest -q $(PYTEST_ARGS) $(CHECK:%=tests/test_%.py)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -59,7 +61,7 @@ mutants: $(VENV)/.test
 	$(BIN)/python scripts/mutants.py $(MUTANTS_ARGS)
 
 pytest: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_ARGS)
+	$(PYTEST_ENV) $(BIN)/pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/attention.py

@@ -47,16 +47,20 @@ def checked(what: Any) -> Any:
         if dataclasses.is_dataclass(what) and "__init__" in vars(what):
             setattr(what, "__init__", checked(what.__init__))  # noqa: B010
         return what
-    checks = _checks(what.__code__, what)
-    if checks is None:
+    if not what.__annotations__:
         return what
-    arguments, result, scope = checks
 
     @functools.wraps(what)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if not ON:
             return what(*args, **kwargs)
+        checks = _known.get(what.__code__, MISSING)
+        if checks is MISSING:  # made at the first call: a process calls few of the functions that it imports
+            checks = _checks(what.__code__, what)
+        if checks is None:
+            return what(*args, **kwargs)
+        arguments, result, scope = checks
         with scope:
             arguments(*args, **kwargs)
             return result(what(*args, **kwargs))
@@ -66,6 +70,7 @@ def checked(what: Any) -> Any:
 
 Checks = tuple[Callable[..., Any], Callable[[Any], Any], AbstractContextManager[None]]
 _known: dict[CodeType, Checks | None] = {}
+MISSING: Any = object()
 
 
 def _checks(code: CodeType, function: Callable[..., Any]) -> Checks | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import attend
+from backends import NATIVE, attend, needs_native
 from mask_cases import MASKS, Sizes
 from torch import Tensor
 
@@ -26,7 +26,28 @@ from headwise.ops.scoring import Scoring
 from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, ulp
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+NAMES = ("fp32", "bf16", "fp16")
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+
+
+def is_twin(backend: str, dtype: torch.dtype) -> bool:
+    """Whether this is the code of another instruction set: avx512_bf16 is avx512_vnni but for bfloat16.
+
+    test_native_bits.py holds the two to the same bits; all other tests of float32 and float16 need one of them.
+    """
+    return backend == "native-avx512_bf16" and dtype != torch.bfloat16 and "native-avx512_vnni" in NATIVE
+
+
+PAIRS = [
+    pytest.param(dtype, backend, id=f"{name}-{backend}")
+    for dtype, name in zip(DTYPES, NAMES, strict=True)
+    for backend in NATIVE
+    if not is_twin(backend, dtype)
+]
+# `@natives` and `@dtypes` in one.
+native_dtypes = pytest.mark.parametrize(
+    ("dtype", "backend"), PAIRS or [pytest.param(torch.float32, "native", marks=needs_native)]
+)
 
 
 def rules_of(mask: Mask, T: int, S: int) -> Rules:

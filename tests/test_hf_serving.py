@@ -63,7 +63,7 @@ def served(model: PreTrainedModel, plan: Schedule) -> tuple[list[list[int]], lis
 
         names = add(0, plan.at_first)
         while len(done) < len(plan.requests):
-            result = manager.get_result(timeout=5)
+            result = manager.get_result(timeout=60)  # a machine may be busy
             assert result is not None and result.error is None, result and result.error
             done[result.request_id] = result
             if len(names) < len(plan.requests):

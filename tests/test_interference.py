@@ -21,6 +21,9 @@ from torch import Tensor
 import headwise
 from headwise.testing import POISONS, STRIDES, assert_same_bits, make_qkv, poison, strided
 
+# The shape checker takes a third of the time of thousands of calls; it sees their kind in test_meaning.py.
+pytestmark = pytest.mark.unchecked
+
 each = pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *NATIVE])  # auto is one of these
 each_poison = pytest.mark.parametrize("what", POISONS, ids=["NaN", "Inf", "-Inf", "1e30"])
 # NaN everywhere; the other poisons each at one shape

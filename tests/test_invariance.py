@@ -15,6 +15,9 @@ from torch import Tensor
 import headwise
 from headwise.testing import assert_same_bits, make_qkv
 
+# The shape checker takes a third of the time of thousands of calls; it sees their kind in test_meaning.py.
+pytestmark = pytest.mark.unchecked
+
 every = pytest.mark.parametrize("backend", [*MUST, "sdpa", *NATIVE])
 # Decoding steps (torch's fused kernel rounds by thread count below four rows a key head), a short text, an odd middle
 # length, one head, a length of many blocks.

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from backends import NATIVE, attend, natives
+from backends import NATIVE, attend
 from mask_cases import Sizes
-from native_cases import DTYPES, dtypes, exact
+from native_cases import DTYPES, exact, native_dtypes
 from torch import Tensor
 
 import headwise
@@ -142,8 +142,7 @@ def check_lse(lse: Error, floats: Error, lses: list[Tensor], dtype: torch.dtype)
     assert lse.rms <= 1.5 * floats.rms + slack and lse.most <= 1.5 * floats.most + step + slack, told
 
 
-@natives
-@dtypes
+@native_dtypes
 @regimes
 def test_forward(backend: str, dtype: torch.dtype, name: str) -> None:
     _, outs, lses, rough, floor, float_lse = answers(name, dtype)

@@ -17,15 +17,19 @@ from typing import Any
 
 import pytest
 import torch
-from backends import BEST, attend, natives
+from backends import BEST, NATIVE, attend, instructions, natives
 from mask_cases import Sizes
-from native_cases import collected, dtypes
+from native_cases import collected, native_dtypes
 from test_invariance import threads
 from torch import Tensor
 
 import headwise
 from headwise import Mask
+from headwise.ops.statistics import statistics
 from headwise.testing import assert_same_bits, make_qkv
+
+# The shape checker takes a third of the time of thousands of calls; it sees their kind in test_meaning.py.
+pytestmark = pytest.mark.unchecked
 
 THREADS = (1, 2, 3, 4, 8)
 # Large enough that threads are woken, where the name does not say otherwise.
@@ -39,6 +43,7 @@ FORMS = {
     "MLA": Sizes(1, 16, 1, 1, 1100, 576, 512),
     "MLA, many rows": Sizes(1, 16, 1, 3, 1100, 576, 512),
 }
+TWINS = {"native-avx512_vnni", "native-avx512_bf16"}
 HEAVY = ("none", "lengths")  # masks enough where a call lasts
 forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
 MASKS: dict[str, Callable[[Sizes], Mask | None]] = {
@@ -68,8 +73,7 @@ def compare(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert_same_bits(x, y, what=what)
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_any_number_of_threads(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     qkv = make_qkv(*n, dtype=dtype)
@@ -83,8 +87,7 @@ def test_any_number_of_threads(backend: str, dtype: torch.dtype, n: Sizes) -> No
                     attempt(f"{name}, {count} threads", compare, run(backend, n, mask, *qkv), one)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("n", [n for n in FORMS.values() if n.B > 1], ids=[k for k, n in FORMS.items() if n.B > 1])
 def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Dropout draws by the place in the batch, so it is left out here."""
@@ -111,8 +114,7 @@ def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, n: Sizes) ->
                     attempt(f"lengths, row {b}", same, slice(b, b + 1), headwise.lengths(lengths[b : b + 1]), whole)
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     q, k, v = make_qkv(*n, dtype=dtype)
@@ -127,9 +129,7 @@ def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, n: Sizes) -> N
         assert_same_bits(its, lse[:, heads])
 
 
-@natives
-@dtypes
-@pytest.mark.unchecked
+@native_dtypes
 def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
     small, split = Sizes(1, 4, 2, 7, 31, 11, 13), Sizes(1, 4, 2, 1, 2100, 64, 64)
     with threads(2):
@@ -168,8 +168,7 @@ def test_two_python_threads_at_once(backend: str) -> None:
         torch.ops.headwise.use_isa(before)
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_the_company_in_the_buffer(backend: str, dtype: torch.dtype) -> None:
     """Alignment of the data changes no bit: the same tensors at every offset of a vector."""
     for n in (Sizes(1, 4, 2, 1, 131, 40, 24), Sizes(1, 4, 2, 23, 67, 40, 24)):
@@ -179,6 +178,29 @@ def test_the_company_in_the_buffer(backend: str, dtype: torch.dtype) -> None:
             moved = [torch.empty(x.numel() + offset, dtype=dtype)[offset:].view(x.shape).copy_(x) for x in qkv]
             for x, y in zip(attend(backend, *moved, mask=headwise.causal(), return_lse=True), plain, strict=True):
                 assert_same_bits(x, y, what=f"offset {offset}")
+
+
+@pytest.mark.skipif(len({*NATIVE} & TWINS) < 2, reason="needs a CPU with AVX-512 and its bfloat16 instructions")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_avx512_without_bfloat16_is_the_same_code(dtype: torch.dtype) -> None:
+    """All options and masks, gradients, statistics: why other tests of these dtypes run on one of the two alone."""
+
+    def calls(backend: str, n: Sizes, mask: Mask | None) -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in make_qkv(*n, dtype=dtype)]
+        outs = run(backend, n, mask, *leaves)
+        with instructions(backend):
+            ends = [outs[1], outs[3]]
+            grads = torch.autograd.grad(ends, leaves, [torch.ones_like(x) for x in ends])
+            found = statistics(*(x.detach() for x in leaves[:2]), mask=mask, sinks=torch.linspace(-1, 1, n.H))
+        told = [found.entropy, found.largest, found.distance, found.sink, found.pooled, found.received]
+        return [*outs, *grads, *told]
+
+    with collected() as attempt:
+        for form, n in FORMS.items():
+            for name in MASKS if n.D <= 64 else HEAVY:
+                ours, theirs = (calls(backend, n, MASKS[name](n)) for backend in sorted(TWINS))
+                for number, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+                    attempt(f"{form}, {name}, {number}", assert_same_bits, x, y)
 
 
 # -- forks, in a process of their own ----------------------------------------------------------------------------------

@@ -9,12 +9,15 @@ import pytest
 import torch
 from backends import NATIVE, attend, natives, needs_native
 from mask_cases import Sizes
-from native_cases import collected, dtypes
+from native_cases import collected, native_dtypes
 from test_invariance import threads
 from torch import Tensor
 
 import headwise
 from headwise.testing import assert_same_bits, make_qkv
+
+# The shape checker takes a third of the time of thousands of calls; it sees their kind in test_meaning.py.
+pytestmark = pytest.mark.unchecked
 
 FORMS = {
     "decoding": Sizes(3, 4, 2, 1, 300, 8, 300),
@@ -37,8 +40,7 @@ def weights(
     return out
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
 def test_a_fraction_is_dropped_and_the_rest_scaled(backend: str, dtype: torch.dtype, n: Sizes, p: float) -> None:
@@ -70,8 +72,7 @@ def test_no_row_head_batch_or_column_is_like_another(backend: str, n: Sizes) -> 
         assert abs(float(agree.mean()) - 0.5) < 5 * 0.5 / agree.numel() ** 0.5
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_a_seed_decides(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Again and on any threads the same bits; with another seed others; without dropout no seed is drawn."""
@@ -97,8 +98,7 @@ def test_every_instruction_set_drops_the_same(n: Sizes) -> None:
         assert torch.equal(other, places[0])
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_the_operator_that_tells_what_is_kept(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """`dropout_keep`, all rows or some, is what `attend_full` drops for that seed; whatever the mask skips."""
@@ -161,8 +161,7 @@ def test_lse_sinks_and_gate_are_not_dropped(backend: str, n: Sizes) -> None:
     assert bool((out == 0).all()) and bool((lse == -math.inf).all())
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_the_backward_drops_what_the_forward_dropped(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """With an identity as values, out is the dropped weights P, and the gradient of the values is P^T dO."""

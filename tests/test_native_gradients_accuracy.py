@@ -16,10 +16,10 @@ from functools import cache
 
 import pytest
 import torch
-from backends import NATIVE, instructions, natives
+from backends import NATIVE, instructions
 from gradient_cases import Case, Leaves, answer, gradients, written_out
 from mask_cases import Sizes
-from native_cases import DTYPES, dtypes
+from native_cases import DTYPES, dtypes, native_dtypes
 from test_native_accuracy import Error, error
 from torch import Tensor
 
@@ -87,8 +87,7 @@ def faults(ours: dict[str, Error], name: str, dtype: torch.dtype) -> list[str]:
     return found
 
 
-@natives
-@dtypes
+@native_dtypes
 @regimes
 def test_gradients(backend: str, dtype: torch.dtype, name: str) -> None:
     found = faults(measured(backend, name, dtype), name, dtype)
@@ -129,8 +128,7 @@ def naive_gradients(qkv: Sequence[Tensor], grad_out: Tensor, scale: float, order
     return torch.autograd.grad(torch.softmax(scores, -1) @ v, leaves, grad_out)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("height", HEIGHTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_of_any_size(backend: str, dtype: torch.dtype, name: str, height: float) -> None:

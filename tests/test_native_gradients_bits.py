@@ -11,7 +11,7 @@ import torch
 from backends import BEST, instructions, natives
 from gradient_cases import Case, Leaves, gradients, of_case
 from mask_cases import Sizes
-from native_cases import collected, dtypes
+from native_cases import collected, native_dtypes
 from test_invariance import threads
 
 import headwise
@@ -42,8 +42,7 @@ def same(ours: Leaves, theirs: Leaves) -> None:
         assert_same_bits(x, theirs[name], what=f"gradient of {name}")
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_any_number_of_threads(backend: str, dtype: torch.dtype, form: str) -> None:
     with collected() as attempt:
@@ -56,8 +55,7 @@ def test_any_number_of_threads(backend: str, dtype: torch.dtype, form: str) -> N
                     attempt(f"{mask}, {count} threads", same, of_case(backend, case), one)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("form", [name for name, case in FORMS.items() if case.n.B > 1 and not case.dropout])
 def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, form: str) -> None:
     """Also where the rows differ in length. What all rows share, a bias or sinks, is a sum over them: left out."""
@@ -81,8 +79,7 @@ def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, form: str) -
                     attempt(f"lengths {lengths}, row {b}", assert_same_bits, ours[name], whole[name][row])
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, form: str) -> None:
     case = replace(FORMS[form], dtype=dtype, mask="causal", bias=None, slopes=None, dropout=0.0)
@@ -102,8 +99,7 @@ def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, form: str) -> 
                 attempt(f"group {g}, sinks", assert_same_bits, ours["sinks"], whole["sinks"][heads])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
     small = Case(Sizes(1, 4, 2, 7, 31, 11, 13), dtype, "causal", sinks=True, bias=(7, 31), dropout=0.25)
     chunks = Case(Sizes(1, 4, 1, 700, 67, 16, 16), dtype, "causal", sinks=True, bias=(67,), dropout=0.25)
@@ -135,8 +131,7 @@ def test_two_python_threads_at_once(backend: str) -> None:
                 assert sum(pool.map(work, range(3), timeout=120)) == 36
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_where_the_data_lie(backend: str, dtype: torch.dtype) -> None:
     """Alignment changes no bit: the same tensors at every offset of a vector."""
     case = Case(Sizes(1, 4, 2, 23, 67, 40, 24), dtype, "causal")

@@ -12,7 +12,7 @@ import torch
 from backends import NATIVE, instructions, natives, needs_native
 from gradient_cases import Case, Leaves, answer, check, compare, gradients, of_case, textbook, written_out
 from mask_cases import FEW, LONG, MASKS, SHORT, SQUARE, TILED, Sizes, as_tensor
-from native_cases import collected, dtypes
+from native_cases import collected, dtypes, native_dtypes
 from torch import Tensor
 
 import headwise
@@ -42,23 +42,20 @@ def run(backend: str, cases: dict[str, Case]) -> None:
             attempt(name, check, backend, case)
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_masks(backend: str, dtype: torch.dtype) -> None:
     sizes = (SHORT, LONG, SQUARE, TILED)
     run(backend, {f"{name} {n}": Case(n, dtype, name) for name in (None, *MASKS) for n in sizes})
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_options(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     masks = (None, "causal", "window 3", "all kinds")
     run(backend, {f"{name}, {m}": Case(n, dtype, m, **OPTIONS[name]) for name in OPTIONS for m in masks})
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_a_bias_of_every_broadcast_form(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Summed over the axes along which it is broadcast; beside masks, dropout and a softcap."""
@@ -93,8 +90,7 @@ def _near(x: Tensor, exact: Tensor, budget: float) -> None:
     assert error <= budget, f"error {error:.3e}, budget {budget:.3e}"
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_slopes(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Of one row for all or of each row of the batch, from any offset; beside a bias that learns."""
@@ -134,8 +130,7 @@ def gradients_through(backend: str, case: Case, mask: headwise.Mask, dtype: torc
         return headwise.attention(*(x.to(dtype) for x in list(case.leaves().values())[:3]), mask=mask, backend=name)
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_a_forbidden_entry_of_a_bias_gets_exactly_nothing(backend: str, dtype: torch.dtype) -> None:
     """Where it is -inf, and where another rule forbids; also where all that share the entry are forbidden."""
     for n in (SHORT, TILED):
@@ -153,8 +148,7 @@ def test_a_forbidden_entry_of_a_bias_gets_exactly_nothing(backend: str, dtype: t
         assert bool((ours[~seen] == 0).all()) and bool(ours[seen].any())
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_groups_and_unlike_head_dims(backend: str, dtype: torch.dtype) -> None:
     """One key head for several query heads sums their gradients; values wider and narrower than keys."""
     cases = {}
@@ -164,8 +158,7 @@ def test_groups_and_unlike_head_dims(backend: str, dtype: torch.dtype) -> None:
     run(backend, cases)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("dropout", [0.125, 0.5, 0.9375])
 def test_dropout(backend: str, dtype: torch.dtype, dropout: float) -> None:
     """What the forward dropped, by the seed: the gradient is that of these very weights."""
@@ -179,22 +172,19 @@ def test_dropout(backend: str, dtype: torch.dtype, dropout: float) -> None:
     run(backend, cases)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("kind", ["outlier", "sink", "duplicates"])
 def test_inputs_like_real_ones(backend: str, dtype: torch.dtype, kind: str) -> None:
     run(backend, {f"{n} {m}": Case(n, dtype, m, kind=kind) for n in (TILED, ROWS) for m in (None, "causal")})
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("size", [0.1, 4.0, 10.0])
 def test_small_and_large_scores(backend: str, dtype: torch.dtype, size: float) -> None:
     run(backend, {f"{n}": Case(n, dtype, "causal", size=size) for n in (SHORT, TILED, ROWS)})
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("name", ["LONG", "bound to nothing"])
 def test_rows_that_may_attend_nothing(backend: str, dtype: torch.dtype, name: str) -> None:
     """They give and get exactly nothing, whatever comes from behind; no other gradient changes a bit."""

@@ -10,10 +10,10 @@ import math
 
 import pytest
 import torch
-from backends import instructions, natives
+from backends import instructions
 from gradient_cases import Case, Leaves
 from mask_cases import Sizes
-from native_cases import collected, dtypes
+from native_cases import collected, native_dtypes
 from test_interference import split_rows
 from test_native_poison import MASKS, POISONS, made, source
 from torch import Tensor
@@ -71,8 +71,7 @@ def check(backend: str, n: Sizes, name: str, given: dict[str, Tensor], clean: Le
             assert not bool(shown.isfinite().any()), f"it does not show in the gradient of {leaf}"
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_keys_and_values_that_no_row_attends(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Beyond all lengths, in everyone's future: the bits of the run with zeros there, and a gradient of exactly 0."""
@@ -98,8 +97,7 @@ def _is_zero(x: Tensor) -> None:
     assert bool((x == 0).all()), f"{int((x != 0).sum())} of {x.numel()} entries are not 0"
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 @pytest.mark.parametrize("leaf", ["key", "value", "query", "gradient"])
 def test_what_some_rows_attend(backend: str, dtype: torch.dtype, n: Sizes, leaf: str) -> None:
@@ -120,8 +118,7 @@ def test_what_some_rows_attend(backend: str, dtype: torch.dtype, n: Sizes, leaf:
                 attempt(f"{name}, {what}", check, backend, n, name, spoiled, clean, bad, str(what))
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("leaf", ["key", "value", "query", "gradient"])
 def test_one_entry_is_enough(backend: str, dtype: torch.dtype, leaf: str) -> None:
     """NaN in the first or the last entry of one row of a tensor."""
@@ -142,8 +139,7 @@ def test_one_entry_is_enough(backend: str, dtype: torch.dtype, leaf: str) -> Non
             attempt(f"entry {entry}", check, backend, n, name, {**given, leaf: x}, clean, bad, "nan")
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """A bias there is never met, and gets a gradient of 0; where nothing forbids, a NaN shows."""
@@ -163,8 +159,7 @@ def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: 
             attempt(f"{name}, seen", check, backend, n, name, bad, clean, (spots & sees).any(-1), "nan")
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_around_and_between(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Before, after and in the gaps of every buffer: the bits of the run with zeros there."""

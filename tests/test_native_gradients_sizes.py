@@ -11,7 +11,7 @@ import torch
 from backends import NATIVE, natives
 from gradient_cases import Case, Leaves, check, gradients
 from mask_cases import Sizes
-from native_cases import DTYPES, collected, dtypes
+from native_cases import DTYPES, collected, native_dtypes
 from test_native_sizes import far_apart
 from torch import Tensor
 
@@ -35,8 +35,7 @@ def run(backend: str, cases: list[Case]) -> None:
             attempt(f"{case.n}, {case.mask}", check, backend, case)
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_number_of_keys(backend: str, dtype: torch.dtype) -> None:
     forms = [(1, None), (50, "causal")]
     run(
@@ -45,8 +44,7 @@ def test_every_number_of_keys(backend: str, dtype: torch.dtype) -> None:
     )
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_number_of_queries(backend: str, dtype: torch.dtype) -> None:
     forms = [(1, 70, None), (3, 33, "causal")]
     run(
@@ -55,14 +53,12 @@ def test_every_number_of_queries(backend: str, dtype: torch.dtype) -> None:
     )
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_square_length(backend: str, dtype: torch.dtype) -> None:
     run(backend, [Case(Sizes(1, 1, 1, n, n, 8, 8), dtype, "causal") for n in some(LENGTHS, backend, dtype)])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
     """1 to 320, for keys and values alike and unlike; a query, and several."""
     sizes = []
@@ -71,8 +67,7 @@ def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
     run(backend, [Case(n, dtype) for n in sizes])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_multi_head_latent_attention(backend: str, dtype: torch.dtype) -> None:
     """Head dims 576 and 512, one key head for all; and other tall ones."""
     sizes = [Sizes(1, G, 1, T, 131, 576, 512) for G, T in ((128, 1), (7, 1), (16, 5), (1, 1), (1, 67))]
@@ -80,8 +75,7 @@ def test_multi_head_latent_attention(backend: str, dtype: torch.dtype) -> None:
     run(backend, [Case(n, dtype, mask) for n in sizes for mask in (None, "causal")])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_rows_and_keys_on_both_sides_of_every_block(backend: str, dtype: torch.dtype) -> None:
     """G heads of T queries are T * G rows of one tile; blocks of 16, 32, 48, 64 and 128, and several of them."""
     edges = (
@@ -116,8 +110,7 @@ def test_rows_and_keys_on_both_sides_of_every_block(backend: str, dtype: torch.d
     run(backend, [Case(n, dtype, mask) for n in sizes for mask in (None, "causal")])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_few_keys_on_both_sides_of_a_tile(backend: str, dtype: torch.dtype) -> None:
     """Rows that reach 16 keys and fewer, in one tile of 64, have a way of their own; here some reach the next."""
     masks = ("window 3", "window 3 2")
@@ -125,8 +118,7 @@ def test_few_keys_on_both_sides_of_a_tile(backend: str, dtype: torch.dtype) -> N
     run(backend, [Case(n, dtype, mask) for n in sizes for mask in masks])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_primes(backend: str, dtype: torch.dtype) -> None:
     sizes = [
         Sizes(3, 35, 7, 67, 131, 59, 37),

@@ -15,7 +15,7 @@ import torch
 from backends import instructions, natives
 from gradient_cases import Case, Leaves, gradients
 from mask_cases import Sizes
-from native_cases import collected, dtypes
+from native_cases import collected, native_dtypes
 from test_native_strides import LAST, lay, layouts
 from torch import Tensor
 
@@ -52,8 +52,7 @@ def caller(backend: str, case: Case) -> Callable[..., Leaves]:
     return call
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_query_key_value_and_what_comes_back(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     case = Case(n, dtype, "causal")
@@ -64,8 +63,7 @@ def test_query_key_value_and_what_comes_back(backend: str, dtype: torch.dtype, n
                 attempt(f"{name}, {pattern}", same, call, {name: odd})
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_all_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Each with a layout of its own, and 1e30 in the gaps; without a mask."""
@@ -82,8 +80,7 @@ def test_all_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
             attempt(f"{i}", same, caller(backend, case), odd)
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_biases(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """In every layout and in every broadcast form of one; its gradient is that of the contiguous copy."""
@@ -129,8 +126,7 @@ def operator(backend: str, given: dict[str, Tensor]) -> Leaves:
     return dict(zip(("query", "key", "value"), found, strict=True))
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_the_operator_takes_what_the_forward_gave_in_any_layout(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     case, far = Case(n, dtype), native.FAR
@@ -160,8 +156,7 @@ def test_the_operator_takes_what_the_forward_gave_in_any_layout(backend: str, dt
             call(ends=wrong)
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_gradients_lie_batch_time_head(backend: str, dtype: torch.dtype) -> None:
     """Their memory is (B, T, H, D), whatever the layout of what they belong to: a projection takes them as they are."""
     n = FORMS["many rows"]
@@ -172,8 +167,7 @@ def test_gradients_lie_batch_time_head(backend: str, dtype: torch.dtype) -> None
             assert grad.transpose(1, 2).is_contiguous() and grad.storage_offset() == 0, name
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_projections_as_they_come(backend: str, dtype: torch.dtype) -> None:
     """One projection (B, T, (H + K + K) * D), split and transposed: what a model hands over, and gets back."""
     n = Sizes(2, 6, 3, 53, 53, 24, 24)

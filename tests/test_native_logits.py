@@ -12,12 +12,15 @@ import pytest
 import torch
 from backends import attend, instructions, natives
 from mask_cases import Sizes
-from native_cases import answer_of, check, collected, dtypes
+from native_cases import answer_of, check, collected, native_dtypes
 from torch import Tensor
 
 import headwise
 from headwise.ops.reference import reference
 from headwise.testing import assert_same_bits, make_qkv
+
+# The shape checker takes a third of the time of thousands of calls; it sees their kind in test_meaning.py.
+pytestmark = pytest.mark.unchecked
 
 eps32 = torch.finfo(torch.float32).eps
 ROWS = {"decoding": 1, "a few rows": 3, "many rows": 37}
@@ -48,8 +51,7 @@ def close(ours: Tensor, right: Tensor, eps: float, floor: float) -> None:
     assert bool((error <= allowed).all()), f"entry {worst}: {ours.flatten()[worst]:.6e}, {right.flatten()[worst]:.6e}"
 
 
-@natives
-@dtypes
+@native_dtypes
 @rows
 def test_weights_fall_off_smoothly(backend: str, dtype: torch.dtype, T: int) -> None:
     """exp at every depth from 0 to -160, in steps of a quarter: relative to the weight itself, until it is denormal."""
@@ -63,8 +65,7 @@ def test_weights_fall_off_smoothly(backend: str, dtype: torch.dtype, T: int) -> 
         close(lse, torch.logsumexp(met, 0).expand(T), eps32, 1e-5)
 
 
-@natives
-@dtypes
+@native_dtypes
 @rows
 def test_logits_to_ten_thousand(backend: str, dtype: torch.dtype, T: int) -> None:
     """The top takes all; what ties shares; far below is 0, never NaN."""
@@ -81,8 +82,7 @@ def test_logits_to_ten_thousand(backend: str, dtype: torch.dtype, T: int) -> Non
                     attempt(f"{what}, lse", close, lse + 4 * top, most + 4 * top, 2e-7, 0.0)
 
 
-@natives
-@dtypes
+@native_dtypes
 @rows
 def test_masked_columns_are_exactly_zero(backend: str, dtype: torch.dtype, T: int) -> None:
     """By a bias of -inf, a finite one of -1e4 and the dtype's least: forbidden is 0; -1e4 is as good as."""
@@ -110,8 +110,7 @@ def test_a_finite_minus_infinity_everywhere_is_a_mean(backend: str, T: int) -> N
     assert bool((out == 0).all()) and bool((lse == -math.inf).all())
 
 
-@natives
-@dtypes
+@native_dtypes
 @rows
 def test_tiny_values_and_weights(backend: str, dtype: torch.dtype, T: int) -> None:
     """Values of 1e-30 come out right; below the normal numbers a result may be 0; no mode of the CPU stays changed."""
@@ -127,8 +126,7 @@ def test_tiny_values_and_weights(backend: str, dtype: torch.dtype, T: int) -> No
     assert float(torch.tensor(1e-40) * 0.5) != 0, "the call left a flush-to-zero mode behind"
 
 
-@natives
-@dtypes
+@native_dtypes
 @rows
 def test_any_scale(backend: str, dtype: torch.dtype, T: int) -> None:
     """0 and negative too, under a causal mask, where a kernel that masks before it scales goes wrong."""
@@ -271,8 +269,7 @@ def test_a_bias_is_rounded_to_float32(backend: str, T: int) -> None:
         assert_same_bits(one[1], other[1])
 
 
-@natives
-@dtypes
+@native_dtypes
 @rows
 def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: int) -> None:
     """A weight of 1 and weights of 1/2^n leave nothing to round, at any height of the logits and any scale."""
@@ -291,8 +288,7 @@ def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: i
                     attempt(f"{count} equal keys, {height}", assert_same_bits, ones, torch.ones_like(ones))
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_statistics_know_no_height(backend: str, dtype: torch.dtype) -> None:
     """Those of rows, and what keys receive in a second pass: weights are made of the greatest score, not of the lse."""
     n = Sizes(1, 2, 2, 37, 131, 8, 8)
@@ -328,8 +324,7 @@ def gradients_at(backend: str, height: float, T: int, S: int, dtype: torch.dtype
     return [found[0][..., 3], *found[1:]]
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("S", [7, 131, 1031])
 @pytest.mark.parametrize("T", [1, 3, 37])
 def test_gradients_know_no_height(backend: str, dtype: torch.dtype, T: int, S: int) -> None:
@@ -355,8 +350,7 @@ def test_gradients_of_few_rows_and_very_many_keys_know_no_height(backend: str) -
         assert_same_bits(x, y)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("T", [1, 3, 37])
 def test_one_key_with_all_the_weight_leaves_scores_no_gradient(backend: str, dtype: torch.dtype, T: int) -> None:
     """As softmax's own gradient has it: P (dP - delta) is 0 there, not a rounding of dP times a long key."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from backends import attend, natives
 from mask_cases import MASKS, Sizes
-from native_cases import DTYPES, Answer, answer_of, check, collected, dtypes
+from native_cases import DTYPES, Answer, answer_of, check, collected, native_dtypes
 from torch import Tensor
 
 import headwise
@@ -67,8 +67,7 @@ def wanted(form: str, name: str, dtype: torch.dtype) -> Answer:
     return answer_of(make_qkv(*n, dtype=dtype), mask=mask)
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_every_mask(backend: str, dtype: torch.dtype, form: str) -> None:
     with collected() as attempt:
@@ -89,8 +88,7 @@ def with_options(form: str, name: str | None, options: tuple[str, ...], dtype: t
     return answer_of(make_qkv(*n, dtype=dtype), **given, mask=None if name is None else MASKS[name](n).mask)
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_options_with_every_kind_of_mask(backend: str, dtype: torch.dtype, form: str) -> None:
     names = (None, "causal", "window 3 2", "lengths start", "segments (B,)", "keep BHTS", "bias BHTS", "alibi (B,)")
@@ -118,8 +116,7 @@ def dense_answers(form: str, dtype: torch.dtype) -> list[tuple[str, Answer]]:
     return answers
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_dense_masks_of_every_form(backend: str, dtype: torch.dtype, form: str) -> None:
     with collected() as attempt:
@@ -140,8 +137,7 @@ def alibi_answers(form: str, dtype: torch.dtype) -> list[Answer]:
     return [answer_of(make_qkv(*n, dtype=dtype), mask=mask) for mask in masks]
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_alibi(backend: str, dtype: torch.dtype, form: str) -> None:
     with collected() as attempt:
@@ -156,8 +152,7 @@ def check_relative(backend: str, wanted: Answer) -> None:
     check(backend, replace(wanted, tallest=tallest))
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_gates(backend: str, dtype: torch.dtype, form: str) -> None:
     """Of each rank and with axes of 1: the output times the gate, rounded once."""

@@ -13,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from backends import attend, natives
+from backends import attend
 from mask_cases import Sizes
-from native_cases import collected, dtypes
+from native_cases import collected, native_dtypes
 from test_interference import split_rows
 from torch import Tensor
 
 import headwise
 from headwise import Mask
 from headwise.testing import assert_same_bits, make_qkv, poison, strided
+
+# The shape checker takes a third of the time of thousands of calls; it sees their kind in test_meaning.py.
+pytestmark = pytest.mark.unchecked
 
 POISONS = (math.nan, math.inf, -math.inf, 1e4, 1e30)
 FORMS = {
@@ -92,8 +95,7 @@ def with_poison(backend: str, n: Sizes, name: str, dtype: torch.dtype, keys: Ten
                     assert bool(x[met].isnan().all()), f"{what} in {part} is attended and does not show"
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_keys_and_values_that_no_row_attends(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Beyond all lengths, in everyone's future, in other documents: the bits of the run with zeros there."""
@@ -112,8 +114,7 @@ def test_the_masks_leave_keys_unseen() -> None:
         assert sum(not bool(made(name, n)[1].any(-1).all()) for name in MASKS) >= 3, "rows that see nothing"
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_keys_and_values_that_some_rows_attend(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     keys = torch.rand(n.B, n.K, n.S, generator=source(n)) < 0.03
@@ -125,8 +126,7 @@ def test_keys_and_values_that_some_rows_attend(backend: str, dtype: torch.dtype,
             attempt(f"{name}, key 70", with_poison, backend, n, name, dtype, one, unseen=False)
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_one_entry_is_enough(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """NaN in a single entry of a key, a value or a query: the whole row shows it, with its lse; no other row does."""
@@ -153,8 +153,7 @@ def _is_nan(x: Tensor) -> None:
     assert bool(x.isnan().all()), f"{int((~x.isnan()).sum())} of {x.numel()} entries are no NaN"
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_query_rows(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """A bad query row spoils itself alone; one that may attend nothing stays 0, its lse -inf."""
@@ -179,8 +178,7 @@ def _is_zero(ours: Any, empty: Tensor) -> None:
     assert bool((ours[0][empty] == 0).all()) and bool((ours[1][empty] == -math.inf).all()), "a row attends nothing"
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """A bias there is never met, whatever the order of the rules; where nothing forbids, NaN shows."""
@@ -203,8 +201,7 @@ def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: 
                 attempt(f"{name} shows", _is_nan, x[met])
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_around_and_between(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Before, after and in the gaps of every buffer: the bits of the run with zeros there."""

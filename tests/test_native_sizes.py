@@ -14,7 +14,7 @@ import pytest
 import torch
 from backends import attend, natives
 from mask_cases import SHORT, Sizes, as_tensor
-from native_cases import answer, answer_of, check, check_out, collected, dtypes, exact
+from native_cases import answer, answer_of, check, check_out, collected, dtypes, exact, native_dtypes
 from torch import Tensor
 
 import headwise
@@ -45,8 +45,7 @@ def test_the_answers_are_the_oracles() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_number_of_keys(backend: str, dtype: torch.dtype) -> None:
     forms = [
         lambda S: (Sizes(2, 1, 1, 1, S, 16, 16), None),  # decoding, a key head each
@@ -56,15 +55,13 @@ def test_every_number_of_keys(backend: str, dtype: torch.dtype) -> None:
     run(backend, dtype, [form(S) for S in SPLITS for form in forms])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_number_of_keys_under_many_rows(backend: str, dtype: torch.dtype) -> None:
     forms = [lambda S: (Sizes(1, 2, 1, 11, S, 16, 16), None), lambda S: (Sizes(1, 1, 1, 50, S, 16, 16), "causal")]
     run(backend, dtype, [form(S) for S in LENGTHS for form in forms])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_number_of_queries(backend: str, dtype: torch.dtype) -> None:
     forms = [
         lambda T: (Sizes(1, 1, 1, T, 70, 16, 16), "causal"),
@@ -74,14 +71,12 @@ def test_every_number_of_queries(backend: str, dtype: torch.dtype) -> None:
     run(backend, dtype, [form(T) for T in LENGTHS for form in forms])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_square_length(backend: str, dtype: torch.dtype) -> None:
     run(backend, dtype, [(Sizes(1, 2, 1, n, n, 16, 16), "causal") for n in LENGTHS])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
     """1 to 320, for keys and values alike and unlike; decoding with every small group, and many rows."""
     sizes = []
@@ -96,8 +91,7 @@ def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
     run(backend, dtype, [(n, None) for n in sizes])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_multi_head_latent_attention(backend: str, dtype: torch.dtype) -> None:
     """Head dims 576 and 512, one key head for all; and other tall ones."""
     rows = [(128, 1), (16, 1), (7, 1), (16, 5), (1, 1), (1, 67)]
@@ -106,8 +100,7 @@ def test_multi_head_latent_attention(backend: str, dtype: torch.dtype) -> None:
     run(backend, dtype, [(n, mask) for n in sizes for mask in (None, "causal")])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_groups_on_both_sides_of_every_switch(backend: str, dtype: torch.dtype) -> None:
     """G heads of T queries are T * G rows of one tile: few rows take one kernel, many another, 48 fill a block."""
     groups = (*range(1, 10), 16, 32, 128)
@@ -118,8 +111,7 @@ def test_groups_on_both_sides_of_every_switch(backend: str, dtype: torch.dtype) 
     run(backend, dtype, [(n, "causal") for n in sizes])
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_primes(backend: str, dtype: torch.dtype) -> None:
     sizes = [
         Sizes(3, 35, 7, 67, 131, 59, 37),
@@ -156,8 +148,7 @@ def far_apart(x: Tensor, dim: int) -> Tensor:
     return memory.as_strided(x.shape, strides).copy_(x)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("T", [2, 13])
 def test_offsets_beyond_2_to_the_31(backend: str, dtype: torch.dtype, T: int) -> None:
     """Of any tensor along any of its axes: the same bits as near by."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from backends import BEST, instructions, natives, needs_native
 from mask_cases import FEW, MASKS, SIZES, TILED, Sizes, dense
-from native_cases import answer_of, check_out, collected, dtypes
+from native_cases import answer_of, check_out, collected, native_dtypes
 from statistics_cases import NUMBERS, TOLERANCE, Definitions, check, compare, definitions, inputs, seen
 from torch import Tensor
 
@@ -22,9 +22,9 @@ from headwise import Mask
 from headwise.ops.statistics import attention_statistics, row_statistics, statistics
 from headwise.testing import assert_same_bits, make_qkv
 
-pytestmark = needs_native
+# Thousands of calls, of which the shape checker would take a third of the time; it sees such in test_statistics.py.
+pytestmark = [needs_native, pytest.mark.unchecked]
 best = pytest.mark.parametrize("backend", BEST)
-unchecked = pytest.mark.unchecked  # hundreds of sizes: the shape checker would take a third of the time
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,8 @@ def right(n: Sizes, dtype: torch.dtype, mask: Mask | None, pool: int = 5, **opti
 # -- every size ------------------------------------------------------------------------------------------------------
 
 LENGTHS = (*range(1, 131), 255, 256, 257)
+# Of one alone, the other as long as two tiles: every length to the end of the first tile, then the ends of the others.
+EDGES = (*range(1, 67), 95, 96, 97, *range(126, 131), 255, 256, 257)
 
 
 @functools.lru_cache(maxsize=3 * len(LENGTHS))
@@ -55,20 +57,16 @@ def right_again(n: Sizes, dtype: torch.dtype, mask: Mask | None, pool: int) -> N
     compare(n, query, key, truth, TOLERANCE, pool, mask=mask)
 
 
-@unchecked
-@natives
-@dtypes
+@native_dtypes
 def test_every_length(backend: str, dtype: torch.dtype) -> None:
     """Of queries, of keys, of both: tiles, blocks of rows, pairs of keys and bins end everywhere."""
     with instructions(backend), collected() as attempt:
         for n in LENGTHS:
-            for T, S, pool in ((n, n, 7), (67, n, n), (n, 131, 32)):
+            for T, S, pool in ((n, n, 7), (67, n, n), (n, 131, 32))[: 3 if n in EDGES else 1]:
                 attempt((T, S, pool), right_again, Sizes(1, 2, 1, T, S, 5, 5), dtype, headwise.causal(), pool)
 
 
-@unchecked
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("S", [1023, 1024, 1025])
 def test_a_thousand_keys(backend: str, dtype: torch.dtype, S: int) -> None:
     with instructions(backend), collected() as attempt:
@@ -81,17 +79,14 @@ def test_a_thousand_keys(backend: str, dtype: torch.dtype, S: int) -> None:
             attempt(T, right_again, Sizes(1, 2, 1, T, S, 8, 8), dtype, mask, 32)
 
 
-@unchecked
-@natives
-@dtypes
+@native_dtypes
 def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
     with instructions(backend), collected() as attempt:
         for D in (*range(1, 34), 63, 64, 65, 80, 96, 127, 128, 129, 160, 256, 257, 320, 576):
             attempt(D, right, Sizes(1, 2, 2, 19, 37, D, D), dtype, headwise.causal())
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_primes_and_groups(backend: str, dtype: torch.dtype) -> None:
     sizes = [Sizes(3, 35, 7, 23, 61, 59, 3), Sizes(5, 3, 3, 47, 53, 11, 3), Sizes(2, 13, 1, 17, 257, 31, 3)]
     with instructions(backend), collected() as attempt:
@@ -100,9 +95,7 @@ def test_primes_and_groups(backend: str, dtype: torch.dtype) -> None:
                 attempt((n, mask), right, n, dtype, mask, 13)
 
 
-@unchecked
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("pool", [1, 2, 3, 31, 97, 130, 131, 200])
 def test_bins_of_any_number(backend: str, dtype: torch.dtype, pool: int) -> None:
     with instructions(backend), collected() as attempt:
@@ -121,8 +114,7 @@ def test_seventy_thousand_heads(backend: str) -> None:
         assert (found.received - weights.sum(2) / torch.tensor([2, 2, 1])).abs().max() <= TOLERANCE
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_more_rows_than_are_added_up_in_float32(backend: str, dtype: torch.dtype) -> None:
     """What a key receives from thousands of rows, most of which give it little."""
     query, key = inputs(Sizes(1, 2, 1, 7001, 600, 8, 8), dtype)
@@ -147,8 +139,7 @@ def test_every_mask(backend: str, name: str) -> None:
             attempt(n, check, n, query, key, dense(name, n)[0], mask=MASKS[name](n).mask)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("name", FEW)
 def test_all_options_at_once_across_tiles(backend: str, dtype: torch.dtype, name: str) -> None:
     query, key = inputs(TILED, dtype)
@@ -157,8 +148,7 @@ def test_all_options_at_once_across_tiles(backend: str, dtype: torch.dtype, name
         check(TILED, query, key, dense(name, TILED)[0], mask=MASKS[name](TILED).mask, **options)
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 30.0])
 def test_any_scale(backend: str, dtype: torch.dtype, scale: float) -> None:
     n = Sizes(1, 2, 1, 19, 131, 7, 7)
@@ -179,8 +169,7 @@ def test_first_keys_behind_the_end_are_not_counted(backend: str, left: int, firs
         check(n, *inputs(n), seen(mask, n), mask=mask)
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_the_first_of_equal_keys_is_the_largest(backend: str, dtype: torch.dtype) -> None:
     n = Sizes(1, 2, 1, 61, 391, 6, 6)
     query, key = inputs(n, dtype)
@@ -192,8 +181,7 @@ def test_the_first_of_equal_keys_is_the_largest(backend: str, dtype: torch.dtype
         assert torch.equal(statistics(0 * query, key).largest_key, torch.zeros_like(first))
 
 
-@natives
-@dtypes
+@native_dtypes
 @pytest.mark.parametrize("name", ["causal", "window 3", "keep BHTS", "bias BHTS", "all kinds"])
 def test_out_is_that_of_attention(backend: str, dtype: torch.dtype, name: str) -> None:
     """Within attention's own budget, and the statistics are those without a value, to the bit."""
@@ -238,8 +226,7 @@ def test_a_row_that_lost_all_its_scores_is_no_empty_one(backend: str, masked: bo
     assert bool((found.keys[0, 0, ::2] == 131).all())
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_scores_that_overflow_are_honest(backend: str, dtype: torch.dtype) -> None:
     """An infinite score makes its row NaN, one of -inf has no weight, and other rows are as ever."""
     query, key = torch.ones(1, 1, 3, 4), torch.randn(1, 1, 150, 4)

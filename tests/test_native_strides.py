@@ -13,11 +13,14 @@ import pytest
 import torch
 from backends import attend, natives
 from mask_cases import Sizes
-from native_cases import collected, dtypes
+from native_cases import collected, native_dtypes
 from torch import Tensor
 
 import headwise
 from headwise.testing import STRIDES, assert_same_bits, make_qkv, strided
+
+# The shape checker takes a third of the time of thousands of calls; it sees their kind in test_meaning.py.
+pytestmark = pytest.mark.unchecked
 
 LAST = ("expanded 3", "order 3012 and step 2")
 FORMS = {
@@ -67,8 +70,7 @@ def same(call: Callable[..., Any], odd: dict[str, Tensor], clean: Callable[..., 
         assert not bool(x.isnan().any()), f"{what}: a gap was read"
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_query_key_and_value(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     given = dict(zip(("query", "key", "value"), make_qkv(*n, dtype=dtype), strict=True))
@@ -83,8 +85,7 @@ def test_query_key_and_value(backend: str, dtype: torch.dtype, n: Sizes) -> None
                 attempt(f"{name}, {pattern}", same, call, {name: odd}, clean)
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_all_three_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Each with a layout of its own, and 1e30 in the gaps; also without lse, which is another operator."""
@@ -100,8 +101,7 @@ def test_all_three_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
             attempt(f"{i}", same, lambda **x: [attend(backend, **x)], odd)
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_projections_as_they_come(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """One projection (B, T, (H + K + K) * D), split and transposed: what a model hands over, nothing copied."""
@@ -113,8 +113,7 @@ def test_projections_as_they_come(backend: str, dtype: torch.dtype, n: Sizes) ->
     assert_same_bits(ours, attend(backend, q.contiguous(), k.contiguous(), v.contiguous(), mask=headwise.causal()))
 
 
-@natives
-@dtypes
+@native_dtypes
 @forms
 def test_dense_masks(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """keep and bias in every layout, and in every broadcast form of a layout."""
@@ -186,8 +185,7 @@ def test_masks_of_integers_sinks_gates_and_slopes(backend: str, n: Sizes) -> Non
                     attempt(f"{name}, {form}", assert_same_bits, x, y)
 
 
-@natives
-@dtypes
+@native_dtypes
 def test_out_lies_batch_time_head(backend: str, dtype: torch.dtype) -> None:
     """Its memory is (B, T, H, V), so that joining the heads copies nothing; the same for any strides in."""
     n = FORMS["many rows"]
