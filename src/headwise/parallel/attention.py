@@ -14,12 +14,13 @@ from ..plan.places import Order
 from ..shapes import check_attention, check_gate, check_options, check_query_key, check_sinks, compute_dtype
 from ..shapes.kinds import check_flags, shown
 from .comm import Comm
-from .gather import Gather
+from .gather import GATHER
 from .job import Expansion, Job, Numbers, leaves_of
 from .options import digest, mask_text
 from .order import check_order, held_places
 from .prices import cheapest
-from .ring import Ring
+from .ring import RING
+from .stay import Stay
 from .ulysses import ulysses
 
 Layout: TypeAlias = Literal["auto", "ring", "gather", "ulysses"]
@@ -96,9 +97,9 @@ def context_parallel(
     if chosen == "ulysses":
         out, lse = ulysses(job, query, key, value, call.sinks, return_lse)
     else:
-        run = Ring if chosen == "ring" else Gather
         leaves = leaves_of(job.mask)
-        out, lse = run.apply(job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
+        run = RING if chosen == "ring" else GATHER
+        out, lse = Stay.apply(run, job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
     out = out if call.gate is None else out * call.gate.to(out.dtype)
     return (out, lse) if return_lse else out
 
