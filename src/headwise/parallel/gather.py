@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..ops.comm import Block, Pending
 from ..plan.places import Stretch
 from ..shapes import compute_dtype
-from .comm import Block, Pending
 from .job import Job
 from .rectangle import Partial
 from .stay import Came, Layout, Sums, Travellers, attended, met
@@ -91,7 +91,7 @@ class Stages:
 def _from(x: Tensor, start: int, stop: int) -> Tensor:
     """The keys from `start` to `stop`; 0 for those that `x` has not."""
     n = x.shape[2]
-    if 0 <= start and stop <= n:
+    if start >= 0 and stop <= n:
         return x[:, :, start:stop]
     found, (low, high) = x.new_zeros((*x.shape[:2], stop - start, x.shape[3])), (max(start, 0), min(stop, n))
     if low < high:

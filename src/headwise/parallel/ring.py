@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.comm import Block, Pending
 from ..plan.places import Stretch, heads_at_once
-from .comm import Block, Pending
 from .job import Job
 from .merge import Merged
 from .rectangle import Partial

@@ -1,7 +1,7 @@
 """What the layouts share in which queries stay and keys travel: the autograd node, and how it meets what has come.
 
-Keys and values come by a few heads at a time. Whatever has come is attended by all of a rank's queries that may see it,
-and is let go: beside queries, keys, values, outputs and their gradients a rank holds a few heads of what is attended, of
+Keys and values come by a few heads at a time. What has come is attended by all of a rank's queries that may see it, and
+is let go: beside queries, keys, values, outputs and their gradients a rank holds a few heads of what is attended, of
 what is on its way, and of their gradients.
 """
 
@@ -152,8 +152,9 @@ class Sums:
             unfolded = Unfolded(self.job, [x[:, :, low - came.first : high - came.first] for x in came.keys], heads)
             pair: Travellers | None = None
             for one in spans:
-                some = self._of_rectangle(one, heads, [x[:, :, one.span[0] - low : one.span[1] - low] for x in unfolded.pair])
-                pair = _added(pair, some, one.span[0] - low, high - low, self.wide)
+                keys = slice(one.span[0] - low, one.span[1] - low)
+                some = self._of_rectangle(one, heads, [x[:, :, keys] for x in unfolded.pair])
+                pair = _added(pair, some, keys.start, high - low, self.wide)
             assert pair is not None
             grads, of_read = unfolded.folded(pair)
             self.add(self.job.read, of_read)

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.attention import attention
-from ..ops.native.library import attend_train
-from ..ops.native.lowering import lowered
+from ..ops.comm import Block, Pending
 from ..plan.places import HeadShare, Stretch, head_shares
 from ..shapes import compute_dtype
-from .comm import Block, Pending
 from .job import Job
-from .rectangle import Rectangle, is_native, refuse_dropout, scoring_of, seed_of
+from .rectangle import Rectangle, as_one, scoring_of
 
 Heads = tuple[Stretch, ...]
 """The heads of each rank."""
@@ -184,17 +181,5 @@ def _own_heads(
     at = Rectangle((0, job.T), (0, job.S), (first, last))
     job = job.with_leaves(query, [])
     scoring = scoring_of(job, at, None if sinks is None else sinks[first:last])
-    if job.numbers.dropout and is_native(query, scoring.mask):
-        rules = lowered(scoring, job.T, job.S)
-        return attend_train(query, key, value, *rules, job.numbers.dropout, seed_of(job, at))
-    refuse_dropout(job, query)
-    return attention(
-        query,
-        key,
-        value,
-        mask=scoring.mask,
-        scale=scoring.scale,
-        softcap=scoring.softcap,
-        sinks=scoring.sinks,
-        return_lse=True,
-    )
+    out, lse = as_one(job, at, scoring, query, key, value)
+    return out, lse

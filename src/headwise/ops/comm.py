@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..shapes.kinds import check_numbers, shown
-from .errors import RankError, RankMismatch
+from .rank_errors import RankError, RankMismatch
 
 TIMEOUT = 30.0
 """Seconds that a rank waits for another before it raises, unless told otherwise."""
