@@ -40,7 +40,7 @@ class Merged:
             return
         total = torch.logaddexp(lse, part.lse)
         old, new = (torch.exp(x - _finite(total)) for x in (lse, part.lse))
-        out.mul_(old[..., None]).add_(part.out * new[..., None])
+        out.mul_(old[..., None]).addcmul_(part.out.to(out.dtype), new[..., None])
         lse.copy_(total)
         if part.ends is not None:
             (top, weight), (other, its) = ends.unbind(0), part.ends.unbind(0)

@@ -2,14 +2,17 @@
 
 Ring Attention (Liu et al. 2023, arXiv 2310.01889): in step s rank r attends the keys of rank r - s. Here they go
 straight from their owner to those whose queries may see them, and only the part that they may: a window is a halo, what
-a mask rules out does not travel. A message has one stretch of some heads, so that little is held of what travels.
+a mask rules out does not travel. A message has some heads of what one rank needs of another: little is held of
+what travels, and ranks that are as busy as each other with a step are so with each of its messages.
 Backward the same once more, by the lse over all keys; gradients of keys and values are summed in float32 and go
 straight home.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -25,9 +28,9 @@ from .stay import Came, Layout, Met, Sums, Travellers, attended, met
 
 
 class Piece(NamedTuple):
-    """Some keys of some heads: what one message has."""
+    """Stretches of the keys of some heads: what one message has."""
 
-    cols: Stretch
+    parts: tuple[Stretch, ...]
     heads: Stretch
 
 
@@ -57,26 +60,24 @@ class Traffic:
 
     def pieces(self, parts: list[Stretch]) -> list[Piece]:
         """How keys are cut into messages: alike on the rank that sends them and on the one that gets them."""
-        found, K = [], self.job.kv_heads
-        for part in parts:
-            few = heads_at_once(K, self.numbers(Piece(part, (0, 1))) * self.dtype.itemsize)
-            found += [Piece(part, (h, min(h + few, K))) for h in range(0, K, few)]
-        return found
+        K, all_parts = self.job.kv_heads, tuple(parts)
+        few = heads_at_once(K, self.numbers(Piece(all_parts, (0, 1))) * self.dtype.itemsize)
+        return [Piece(all_parts, (h, min(h + few, K))) for h in range(0, K, few)] if parts else []
 
     def numbers(self, piece: Piece) -> int:
         """How many numbers it has."""
-        (a, b), (first, last) = piece
-        return (b - a) * (last - first) * self.batch * sum(self.widths)
+        first, last = piece.heads
+        return sum(b - a for a, b in piece.parts) * (last - first) * self.batch * sum(self.widths)
 
-    def own(self, piece: Piece, tensors: Travellers) -> Travellers:
-        """A piece of what this rank holds."""
-        at = self.job.mine(self.job.keys[self.job.comm.rank], piece.cols)
-        return [x[:, slice(*piece.heads), at] for x in tensors]
+    def own(self, piece: Piece, tensors: Travellers) -> list[Travellers]:
+        """A piece of what this rank holds, stretch by stretch."""
+        held = self.job.keys[self.job.comm.rank]
+        return [[x[:, slice(*piece.heads), self.job.mine(held, part)] for x in tensors] for part in piece.parts]
 
-    def coming(self) -> Iterator[tuple[Turn | None, Piece | None, Travellers]]:
+    def coming(self) -> Iterator[tuple[Turn | None, Piece | None, list[Travellers]]]:
         """This rank's own keys, then those of others, turn by turn: those of the next are on their way meanwhile.
 
-        Who takes them clears the list, and so lets go of them, before those after the next are on their way.
+        Who takes them empties the list, and so lets go of them, before those after the next are on their way.
         """
         following = self._bring(0)
         for piece in self.mine:
@@ -97,39 +98,40 @@ class Traffic:
         receives = {} if turn.comes is None else {turn.source: Block((self.numbers(turn.comes),), self.dtype)}
         return self.job.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
-    def home(self, turn: Turn, grads: Travellers, wide: torch.dtype) -> Pending:
+    def home(self, turn: Turn, grads: list[Travellers], wide: torch.dtype) -> Pending:
         """Starts the gradients of a turn's keys on their way to their owner; those of own keys come."""
         sends = {} if turn.comes is None else {turn.source: _row(grads)}
         receives = {} if turn.goes is None else {turn.target: Block((self.numbers(turn.goes),), wide)}
         return self.job.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
-    def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> Travellers:
+    def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> list[Travellers]:
         """A message of a rank as it was before it was sent."""
         if piece is None:
             return []
-        (a, b), (first, last) = piece
-        shapes = [(self.batch, last - first, b - a, width) for width in self.widths]
-        parts = heard[rank].split([self.numbers(piece) * width // sum(self.widths) for width in self.widths])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        heads = piece.heads[1] - piece.heads[0]
+        shapes = [[(self.batch, heads, b - a, width) for width in self.widths] for a, b in piece.parts]
+        flat = iter(heard[rank].split([math.prod(shape) for some in shapes for shape in some]))
+        return [[next(flat).view(shape) for shape in some] for some in shapes]
 
 
-def _row(tensors: Travellers) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors])
+def _row(parts: list[Travellers]) -> Tensor:
+    return torch.cat([x.reshape(-1) for part in parts for x in part])
 
 
-def _met(job: Job, piece: Piece) -> list[Met]:
-    return met(job, lambda rows: job.reach(rows, piece.cols))
+def _came(job: Job, piece: Piece | None, keys: list[Travellers]) -> Iterator[tuple[Came, list[Met]]]:
+    """What came, stretch by stretch, and who meets it; what has been attended is let go."""
+    if piece is not None:
+        for cols in piece.parts:
+            yield Came(keys.pop(0), piece.heads, cols[0]), met(job, partial(job.reach, cols=cols))
 
 
 def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) -> Partial:
     merged = Merged(query, job.value_dim)
     for _, piece, keys in Traffic(job, held).coming():
-        if piece is not None:
-            came = Came(keys, piece.heads, piece.cols[0])
-            for heads, rows, part in attended(job, query, came, _met(job, piece)):
+        for came, spans in _came(job, piece, keys):
+            for heads, rows, part in attended(job, query, came, spans):
                 merged.add(rows, part, heads)
-            del came
-        keys.clear()
+            came.keys.clear()
     merged.finish(sinks)
     return merged.result(query.dtype)
 
@@ -139,9 +141,10 @@ def _backward(sums: Sums, held: Travellers) -> Travellers:
     total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
     home: tuple[Piece | None, int, Pending] | None = None  # of the turn before: with more, a rank would hold all sums
 
-    def add(piece: Piece, grads: Travellers) -> None:
-        for x, grad in zip(traffic.own(piece, total), grads, strict=True):
-            x += grad
+    def add(piece: Piece, grads: list[Travellers]) -> None:
+        for to, part in zip(traffic.own(piece, total), grads, strict=True):
+            for x, grad in zip(to, part, strict=True):
+                x += grad
 
     def take_home() -> None:
         if home is not None:
@@ -151,10 +154,10 @@ def _backward(sums: Sums, held: Travellers) -> Travellers:
                 add(piece, came)
 
     for turn, piece, keys in traffic.coming():
-        grads: Travellers = []
-        if piece is not None:
-            _, grads = sums.of_keys(Came(keys, piece.heads, piece.cols[0]), _met(sums.job, piece))
-        keys.clear()
+        grads: list[Travellers] = []
+        for came, spans in _came(sums.job, piece, keys):
+            grads.append(sums.of_keys(came, spans)[1])
+            came.keys.clear()
         if turn is None:
             assert piece is not None
             add(piece, grads)
