@@ -42,8 +42,9 @@ def build(kind: str, K: int = 2, dropout: float = 0.0) -> Any:
     torch.manual_seed(3)
     inner = InnerAttention(softcap=9.0, sinks=torch.randn(6), dropout=dropout)
     if kind == "mla":
-        inner = InnerAttention(dropout=dropout)
-        return LatentAttention(WIDTH, 6, kv_lora_rank=7, nope_dim=5, rope_dim=4, value_dim=3, inner=inner)
+        latent = LatentAttention(WIDTH, 6, kv_lora_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
+        latent.inner.dropout = dropout
+        return latent
     return MultiHeadAttention(WIDTH, 6, num_kv_heads=K, head_dim=8, rotary=Rotary(8), inner=inner)
 
 
