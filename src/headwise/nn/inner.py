@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ..ops.attention import attention, attention_of_part
 from ..ops.masks.compose import Mask
-from ..ops.spread import seed_of_part
 from ..ops.storage.layout import Cache
 from ..shapes import check_gate, check_options, check_sinks
 from ..shapes.kinds import check_texts
@@ -91,7 +90,7 @@ class InnerAttention(Inner):
         if sharded is not None and isinstance(key, Tensor) and value is not None:
             return sharded.attend(query, key, value, mask=mask, gate=gate, some=some, **options)
         if some is not None and options["dropout"]:
-            options["seed"] = seed_of_part(some.seed(), some.total, some.first)
+            options["seed"] = some.of_part()
             return attention_of_part(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
         return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ..ops.spread import Group, drawn
+from ..ops.spread import Group, drawn, seed_of_part
 from .rotary import Positions
 
 Make = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
@@ -91,8 +91,12 @@ class Some(NamedTuple):
     group: Group
 
     def seed(self) -> int:
-        """What dropout is drawn from, the same on all of those processes."""
+        """What dropout of all heads is drawn from, the same on all of those processes."""
         return self.group.first_of(drawn())
+
+    def of_part(self) -> Tensor:
+        """What dropout of these heads is drawn from."""
+        return seed_of_part(self.seed(), self.total, self.first)
 
 
 _some: list[Some] = []
