@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,3 +184,17 @@ def model_together() -> dict[str, float]:
     for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
         found[name] = off(plain(p.grad), q.grad)
     return found
+
+
+def peak(layout: Any, tokens: int) -> int:
+    """The most bytes of this rank's tensors in a forward and backward of so many tokens in all."""
+    path = Path(__file__).parents[1] / "benchmarks" / "statistics_memory.py"
+    spec = importlib.util.spec_from_file_location("statistics_memory", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    own = [torch.randn(1, heads, tokens // dist.get_world_size(), 64).requires_grad_() for heads in (8, 4, 4)]
+    with module.LiveBytes(*own) as live:
+        parallel.context_parallel(
+            own[0], own[1], own[2], mask=headwise.causal(), layout=layout, order="zigzag"
+        ).sum().backward()
+    return int(live.peak)

@@ -49,3 +49,10 @@ def test_decoding_with_heads_and_tokens_split() -> None:
 def test_a_model_with_heads_and_tokens_split_trains_as_in_one_process() -> None:
     for told in ranks.pool(4).run(grid_cases.model_together):
         assert max(told.values()) <= 3e-5, told
+
+
+@pytest.mark.parametrize(("layout", "most"), [("ring", 1.15), ("ulysses", 1.08), ("gather", 1.4)])
+def test_what_a_rank_holds_falls_with_their_number(layout: str, most: float) -> None:
+    """Of two ranks and four, bytes of all together: as many, but for messages; and a head of all keys of a gather."""
+    two, four = (world * max(ranks.pool(world).run(grid_cases.peak, layout, 2048)) for world in (2, 4))
+    assert four <= most * two
