@@ -41,13 +41,13 @@ def fail(how: str, where: str) -> tuple[str, float]:
     names = {"within": "attend", "backward": "gradient"}
     kept = {name: getattr(stay, name) for name in names.values()}
 
-    def act(*arguments: Any) -> Any:
+    def act(*arguments: Any, **options: Any) -> Any:
         if how == "dies":
             os._exit(7)
         if how == "raises":
             raise MemoryError("planted: no memory")
         time.sleep(HANGS)
-        return kept[names[where]](*arguments) if where in names else None
+        return kept[names[where]](*arguments, **options) if where in names else None
 
     if dist.get_rank() == 1:
         if where == "before":
