@@ -129,7 +129,8 @@ def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | Non
     if value is None:
         raise ValueError(f"{BY_PLACE}; a cache is not drawn for; pass dropout=0")
     k, v, layout = parts_of(key, value)
-    call = _checked(*_autocast(query, k, v), return_lse=with_lse, layout=layout, **options)
+    query, k, v = _autocast(query, k, v)
+    call = _checked(query, k, v, return_lse=with_lse, layout=layout, **options)
     why_not = refusal(native.LIMITS, call) if backend in ("auto", "native") else f"backend {shown(backend)} does not"
     if why_not is not None:
         raise ValueError(f"{BY_PLACE}, which does not serve this call: {why_not}; pass dropout=0")

@@ -91,13 +91,19 @@ def attend(job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, s
             rules = lowered(scoring, query.shape[2], key.shape[2])
             more = (job.numbers.dropout, seed_of(job, at))
             return Partial(*torch.ops.headwise.attend_kept.default(query, key, value, *rules, *more))
-        return Partial(*as_one(job, at, scoring, query, key, value), None)
+        out, lse = as_one(job, at, scoring, query, key, value)
+        return Partial(out, lse, None)
 
 
 def as_one(job: Job, at: Rectangle, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Any:
     """out and lse of a rectangle by `headwise.attention`, with the dropout of the whole."""
-    rules = {"mask": scoring.mask, "scale": scoring.scale, "softcap": scoring.softcap, "sinks": scoring.sinks}
-    more = {"dropout": job.numbers.dropout, "seed": seed_of(job, at), "return_lse": True}
+    rules: dict[str, Any] = {
+        "mask": scoring.mask,
+        "scale": scoring.scale,
+        "softcap": scoring.softcap,
+        "sinks": scoring.sinks,
+    }
+    more: dict[str, Any] = {"dropout": job.numbers.dropout, "seed": seed_of(job, at), "return_lse": True}
     return attention_of_part(query, key, value, **rules, **more)
 
 

@@ -93,7 +93,7 @@ class Move(NamedTuple):
     """A tensor on its way: how it is cut for each rank, and what comes from each."""
 
     cut: Callable[[], list[Tensor]]
-    shapes: list[tuple[int, ...]]
+    shapes: Sequence[tuple[int, ...]]
 
 
 class ToHeads(torch.autograd.Function):
