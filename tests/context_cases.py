@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 import headwise
 from headwise import parallel
 from headwise.ops.masks import Mask
-from headwise.parallel import context_parallel
-from headwise.parallel.comm import Comm
+from headwise.parallel import Comm, context_parallel
 from headwise.plan import links
 from headwise.plan.places import Call, order_of, places
 

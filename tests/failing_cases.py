@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import headwise
-from headwise.parallel import Comm, context_parallel, join_sequence, ring, split_sequence
+from headwise.parallel import Comm, context_parallel, join_sequence, split_sequence, stay
 
 TIMEOUT = 4.0  # seconds; who hangs does so for longer, and is back for the next case
 HANGS = 7.0
@@ -39,26 +39,26 @@ def fail(how: str, where: str) -> tuple[str, float]:
     group = dist.new_group()  # of no use afterwards
     call(group=group, timeout=30.0)
     names = {"within": "attend", "backward": "gradient"}
-    kept = {name: getattr(ring, name) for name in names.values()}
+    kept = {name: getattr(stay, name) for name in names.values()}
 
-    def act(*arguments: Any) -> Any:
+    def act(*arguments: Any, **options: Any) -> Any:
         if how == "dies":
             os._exit(7)
         if how == "raises":
             raise MemoryError("planted: no memory")
         time.sleep(HANGS)
-        return kept[names[where]](*arguments) if where in names else None
+        return kept[names[where]](*arguments, **options) if where in names else None
 
     if dist.get_rank() == 1:
         if where == "before":
             last_words(act)
         else:
-            setattr(ring, names[where], act)
+            setattr(stay, names[where], act)
     try:
         return last_words(lambda: call(group=group))
     finally:
         for name, function in kept.items():
-            setattr(ring, name, function)
+            setattr(stay, name, function)
 
 
 def die(where: str) -> None:

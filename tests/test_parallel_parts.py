@@ -7,7 +7,7 @@ from torch import Tensor
 
 import headwise
 from headwise.ops.native.library import trouble
-from headwise.parallel.comm import Comm
+from headwise.parallel import Comm
 from headwise.parallel.job import Job, Numbers
 from headwise.parallel.merge import Merged, sink_gradient
 from headwise.parallel.rectangle import Partial, Rectangle, attend, gradient

@@ -142,7 +142,6 @@ REFUSED = {
     "two dimensions": r"ValueError: heads are dealt out along one dimension; the mesh has 2 \('dp', 'tp'\); take one",
     "twice": r"ValueError: this MultiHeadAttention is split over processes already; split a module once",
     "uneven heads": r"ValueError: .* 5 heads do not divide over 2 processes; take one of 1, 5, or split the tokens",
-    "dropout": r"ValueError: dropout = 0.5 draws by the number of a head within its process",
     "adapters": r"TypeError: tensor_parallel splits plain torch.nn.Linear projections; q_proj is Sequential; merge",
     "parameters": r"TypeError: the inner part Linear has parameters of its own",
     "a gate of the own heads": r"ValueError: gate has a number for each of all 6 heads, also where this process",
@@ -154,7 +153,7 @@ REFUSED = {
     "keys elsewhere": r"ValueError: 6 query heads and 3 key-value heads cut over 2 processes part queries from",
     "keys by batch": r"ValueError: key and value are cut as the query is, .*; key is \(Shard\(dim=0\),\)",
     "no heads": r"ValueError: 1 heads cut over 2 processes leave one without any; take a number that divides them",
-    "dropout of the op": r"ValueError: dropout draws by the number of a row and head within its process",
+    "dropout of the op": r"ValueError: over processes dropout is drawn by headwise's own kernel, .*; pass dropout=0",
     "what heads write": r"ValueError: Reader is split over 2 processes by tensor parallelism, and what reads its heads",
     "sinks of the own heads": r"ValueError: sinks are float logits, one a query head: \(H,\) = \(6,\)",
 }
@@ -170,9 +169,9 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
 def test_ranks_that_disagree_are_all_told() -> None:
     """Before anything is summed, which gloo would end by an abort; and what comes next is in step."""
     texts = alike(ranks.pool(2).run(tp_refusals.unlike_inputs))
-    rule = "ValueError: the processes sum tensors of one shape and dtype; "
-    assert texts["length"].startswith(rule + "rank 0 has float32 (2, 5, 12), rank 1 float32 (2, 6, 12)")
-    assert texts["dtype"].startswith(rule + "rank 0 has float32 (2, 5, 12), rank 1 float64 (2, 5, 12)")
+    rule = "RankMismatch: a sum over heads: rank 1 does not agree with rank 0 on the "
+    assert texts["length"].startswith(rule + "shape: rank 1 has (2, 6, 12), rank 0 has (2, 5, 12)")
+    assert texts["dtype"].startswith(rule + "dtype: rank 1 has torch.float64, rank 0 has torch.float32")
     assert texts["after all"] == "nothing"
 
 

@@ -1,6 +1,10 @@
 """Several processes that do one work, those that torchrun started or those of a process group: each knows its share.
 
 Imports nothing of headwise: every room whose work can be shared may import it.
+
+Attention over ranks has messages of its own (`headwise.ops.comm`), on which this does not stand: there all ranks know
+all sizes before, wait half a minute, and a group that has failed is of no use; here one process gathers messages of any
+length, one at a time, for as long as the group waits, and tells an error of one to all, who go on.
 """
 
 from __future__ import annotations

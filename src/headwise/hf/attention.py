@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.sharded import current
-from ..ops.attention import attention
+from ..ops.attention import attention, attention_of_part
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias, causal, keep, lengths, segments
 from ..ops.masks.rules import Band, Segments
@@ -82,10 +82,13 @@ def headwise_attention(
     batch, sharded = whole_batch(), current()
     if batch is not None and sharded is not None:
         mask = _mask_of_whole(module, attention_mask, batch, is_causal)
-        _check_split(module, query, key, position_bias, output_attentions, kwargs, here is not None)
+        _check_split(module, query, key, position_bias, output_attentions, kwargs)
         pair = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
-        split = sharded.attend(query, *pair, mask=mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
-        return split.transpose(1, 2).contiguous(), None
+        split: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout, "sinks": s_aux}
+        if heads is not None and here is not None:
+            pair = own_keys(module, here, *pair) if heads.gathered else pair
+            split |= {"sinks": own_part(here, s_aux), "some": here.some}
+        return sharded.attend(query, *pair, **split).transpose(1, 2).contiguous(), None
     keys_passed, expired = key.shape[2], key.expired if isinstance(key, LazyKeys) else 0
     key, value = _stored(key, value, query.dtype)
     if here is not None:
@@ -126,7 +129,8 @@ def headwise_attention(
             answer = record(module, dropout=dropout, **(options | whole | {"mask": without}))
             out = None if answer is None else here.group.parted(answer, 1)
     if out is None:
-        out = attention(query, key, value, dropout=dropout, **options)
+        seed = None if here is None or not dropout else here.some.of_part()
+        out = attention_of_part(query, key, value, seed=seed, dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
     if not (output_attentions or attentions_are_collected()):
         return out, None
@@ -168,11 +172,9 @@ def _check_split(
     position_bias: Tensor | None,
     attentions: Any,
     kwargs: dict[str, Any],
-    dealt: bool,
 ) -> None:
     """ModelError for what an attention function cannot do with some of the tokens."""
     wrong = [name for name in sorted(_SEQUENCES) if kwargs.get(name) is not None]
-    wrong += ["heads split as well (tensor parallel)"] if dealt else []
     wrong += ["position_bias"] if position_bias is not None else []
     wrong += ["output_attentions"] if attentions or attentions_are_collected() else []
     wrong += ["a probe"] if watched(module) else []

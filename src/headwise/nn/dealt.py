@@ -17,6 +17,7 @@ from ..ops.shares import mapped, share_of_mask
 from ..ops.spread import Group, Share, as_dtensor, pick_heads
 from ..shapes import describe
 from ..shapes.kinds import check_tensor
+from .sharded import Some, having
 
 
 class OwnHeads(nn.Linear):
@@ -135,7 +136,13 @@ class Dealt:
     def call(self, part: nn.Module, *args: Any, **options: Any) -> Any:
         """What a part of the module (a norm, what attends) gives with its parameters for the heads here."""
         mine = {name: self.parameter(x) for name, x in part.named_parameters()}
-        return torch.func.functional_call(part, mine, args, options) if mine else part(*args, **options)
+        with having(self.some):
+            return torch.func.functional_call(part, mine, args, options) if mine else part(*args, **options)
+
+    @property
+    def some(self) -> Some:
+        """The heads here, among all."""
+        return Some(self.share.num_heads, self.share.heads.start, self.group)
 
     def parameter(self, x: Tensor) -> Tensor:
         """A parameter as the heads here use it: cut where it has one number a head, the same for all otherwise."""

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ops.attention import attention
+from ..ops.attention import attention, attention_of_part
 from ..ops.masks.compose import Mask
 from ..ops.storage.layout import Cache
 from ..shapes import check_gate, check_options, check_sinks
 from ..shapes.kinds import check_texts
-from .sharded import current
+from .sharded import current, heads_here
 
 
 class Inner(nn.Module):
@@ -86,10 +86,13 @@ class InnerAttention(Inner):
 
         See `headwise.attention`.
         """
-        sharded = current()
+        sharded, some, options = current(), heads_here(), self.options()
         if sharded is not None and isinstance(key, Tensor) and value is not None:
-            return sharded.attend(query, key, value, mask=mask, gate=gate, **self.options())
-        return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **self.options())
+            return sharded.attend(query, key, value, mask=mask, gate=gate, some=some, **options)
+        if some is not None and options["dropout"]:
+            options["seed"] = some.of_part()
+            return attention_of_part(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
+        return attention(query, key, value, mask=mask, gate=gate, backend=self.backend, **options)
 
     def options(self) -> dict[str, Any]:
         """The keywords of the call as it would run now; dropout is 0 in eval."""

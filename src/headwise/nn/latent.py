@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -225,14 +226,19 @@ class LatentAttention(nn.Module):
     ) -> tuple[Float[Tensor, "B h S D"], Float[Tensor, "B h S V"]]:
         """The keys (B, H, S, nope_dim + rope_dim) and values (B, H, S, value_dim) of every head, or of `heads`."""
         check_vectors("key", key, 1, self.kv_lora_rank + self.rope_dim)
-        latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
-        check_taken("key", latent, self.kv_b_proj)
+        check_taken("key", key[..., : self.kv_lora_rank], self.kv_b_proj)
         first, last = (0, self.heads_here) if heads is None else check_span("heads", heads, self.heads_here)
-        width = self.nope_dim + self.value_dim
-        if self.dealt is None and last - first == self.num_heads:
+        if self.dealt is not None or last - first < self.num_heads:
+            return self._expand(key, (first, last), self._up())
+        return self._expand(key, (first, last), None)
+
+    def _expand(self, key: Tensor, heads: tuple[int, int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`expand`, by the rows of a weight, or by the projection itself."""
+        latent, rope = key.split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        first, last, width = *heads, self.nope_dim + self.value_dim
+        if weight is None:
             fused = self.kv_b_proj(latent[:, 0])
         else:
-            weight = self.kv_b_proj.weight if self.dealt is None else self._up()
             fused = nn.functional.linear(latent[:, 0], weight[first * width : last * width])
         both = MultiHeadAttention.split(fused, last - first, width)
         nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
@@ -240,17 +246,21 @@ class LatentAttention(nn.Module):
 
     def _attend_all(self, query: Tensor, key: Tensor, mask: Any, *, absorbed: bool) -> Tensor:
         """Attention to latents (B, 1, S, E), or to the keys and values made of them; over processes, latents travel."""
-        C, sharded = self.kv_lora_rank, current()
+        C, sharded, here = self.kv_lora_rank, current(), self.dealt
         if sharded is None:
             keys = (key, key[..., :C]) if absorbed else self.expand(key)
-            return self.inner(query, *keys, mask=mask)
-        check_splits(self.inner, self.dealt)
+            inner = self.inner if here is None else partial(here.call, self.inner)
+            return inner(query, *keys, mask=mask)
+        check_splits(self.inner)
         options = {"mask": mask, **self.inner.options()}
+        if here is not None:
+            sinks = options.get("sinks")
+            options |= {"some": here.some, "sinks": None if sinks is None else here.parameter(sinks)}
         if absorbed:
             return sharded.attend_made(query, key, lambda made, *_: (made, made[..., :C]), (), C, **options)
-        weights = (self.kv_b_proj.weight,)
+        weight = self._up()
         return sharded.attend_made(
-            query, key, lambda made, *heads: self.expand(made, heads), weights, self.value_dim, **options
+            query, key, lambda made, *heads: self._expand(made, heads, weight), (weight,), self.value_dim, **options
         )
 
     def to_latent(self, nope: Float[Tensor, "B H T N"]) -> Float[Tensor, "B H T C"]:

@@ -146,7 +146,7 @@ class MultiHeadAttention(nn.Module):
             if heads is not None:
                 return self.o_proj(heads), cache
         check_input(x, self.d_model, self.q_proj)
-        check_splits(self.inner, self.dealt)
+        check_splits(self.inner)
         lengths = check_cache(x, cache, lengths)
         if cache is not None:
             heads_BHTV = self._cached(x, memory, cache, mask=mask, positions=positions, gate=gate, lengths=lengths)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from ..ops.spread import Group, drawn, seed_of_part
 from .rotary import Positions
 
 Make = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
@@ -67,15 +68,50 @@ def check_uncached(cache: object) -> None:
         )
 
 
-def check_splits(inner: nn.Module, dealt: object) -> None:
-    """ValueError for an inner part that knows nothing of split tokens, or a module whose heads are split."""
-    if current() is not None and dealt is not None:
-        raise ValueError(
-            "within headwise.parallel.context a module has all its heads; this one's are dealt out by tensor_parallel: "
-            "take a module that is not, or leave the context"
-        )
+def check_splits(inner: nn.Module) -> None:
+    """ValueError for an inner part that knows nothing of split tokens."""
     if current() is not None and not getattr(inner, "splits_tokens", False):
         raise ValueError(
             f"the inner part {type(inner).__name__} attends the tokens of this process alone; within "
             "headwise.parallel.context take headwise.nn.InnerAttention(...), or leave the context"
         )
+
+
+class Some(NamedTuple):
+    """Some of a module's heads: those that this process has.
+
+    Attributes:
+        total: all query heads of the module.
+        first: the first that is here.
+        group: the processes that have the others.
+    """
+
+    total: int
+    first: int
+    group: Group
+
+    def seed(self) -> int:
+        """What dropout of all heads is drawn from, the same on all of those processes."""
+        return self.group.first_of(drawn())
+
+    def of_part(self) -> Tensor:
+        """What dropout of these heads is drawn from."""
+        return seed_of_part(self.seed(), self.total, self.first)
+
+
+_some: list[Some] = []
+
+
+@contextmanager
+def having(some: Some) -> Iterator[None]:
+    """Within, inner parts attend some heads of a module."""
+    _some.append(some)
+    try:
+        yield
+    finally:
+        _some.pop()
+
+
+def heads_here() -> Some | None:
+    """The heads that an inner part attends; None for all of its module's."""
+    return _some[-1] if _some else None

@@ -1,7 +1,7 @@
 """The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, overload
 
 import torch
@@ -28,6 +28,7 @@ Keys: TypeAlias = Float[Tensor, "B K S D"] | Quantized | Paged | Cache
 Values: TypeAlias = Float[Tensor, "B K S V"] | Quantized | Paged | None
 Out: TypeAlias = Float[Tensor, "B H T V"]
 Lse: TypeAlias = Float[Tensor, "B H T"]
+BY_PLACE = "over processes dropout is drawn by headwise's own kernel, from a weight's place among all heads and tokens"
 
 
 @overload
@@ -101,7 +102,7 @@ def attention(
             return result
     if any_dtensor(query, k, v):
         rest = {"scale": scale, "softcap": softcap, "dropout": dropout, "return_lse": return_lse, "backend": backend}
-        return attend_parts(attention, (query, k, v), mask, sinks, gate, **rest)
+        return attend_parts(attention_of_part, (query, k, v), mask, sinks, gate, **rest)
     query, k, v = _autocast(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     with without_autocast(call.device_type):
@@ -110,6 +111,32 @@ def attention(
         return out
     assert lse is not None
     return out, lse
+
+
+def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | None = None, **options: Any) -> Any:
+    """`attention` of some rows, heads and tokens of a call, whose dropout keeps the weights that the whole call keeps.
+
+    Args:
+        query: as `attention`, as key and value and the options.
+        seed: what dropout is drawn from, of `seed_of_part`; None where nothing is dropped.
+
+    Raises:
+        ValueError: as `attention`; and a call that headwise's own kernel does not serve: no other draws by place.
+    """
+    if seed is None or query.numel() == 0:
+        return attention(query, key, value, **options)
+    backend, with_lse = options.pop("backend", "auto"), options.pop("return_lse", False)
+    if value is None:
+        raise ValueError(f"{BY_PLACE}; a cache is not drawn for; pass dropout=0")
+    k, v, layout = parts_of(key, value)
+    query, k, v = _autocast(query, k, v)
+    call = _checked(query, k, v, return_lse=with_lse, layout=layout, **options)
+    why_not = refusal(native.LIMITS, call) if backend in ("auto", "native") else f"backend {shown(backend)} does not"
+    if why_not is not None:
+        raise ValueError(f"{BY_PLACE}, which does not serve this call: {why_not}; pass dropout=0")
+    with without_autocast(call.device_type):
+        out, lse = native.run(replace(call, seed=seed))
+    return (out, lse) if with_lse else out
 
 
 def _of_cache(key: Any) -> Any:

@@ -26,6 +26,7 @@ class Call:
     return_lse: bool = False
     gate: Tensor | None = None  # four axes, each 1 or the output's
     layout: Layout | None = None  # where key and value are int8 or lie in pages
+    seed: Tensor | None = None  # what dropout is drawn from where the call is a part of one: `seed_of_part`
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

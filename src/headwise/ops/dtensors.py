@@ -16,7 +16,7 @@ from torch import Tensor
 from ..shapes import check_attention, check_gate, check_options
 from .masks.compose import Mask, as_mask
 from .shares import cut, mapped, share_of_mask
-from .spread import Group, as_dtensor, keys_read, pick_heads
+from .spread import Group, as_dtensor, drawn, keys_read, pick_heads, seed_of_part
 
 RULE = "attention of DTensors takes query, key and value cut by batch, Shard(0), or by head, Shard(1), or Replicate()"
 
@@ -64,15 +64,16 @@ def attend_parts(
 
     Raises:
         ValueError: tensors that are not all DTensors of one mesh, or are cut by token, within heads, or otherwise than
-            the query; a process without heads; dropout.
+            the query; a process without heads; dropout that headwise's own kernel does not draw.
     """
     query, key, value = tensors
     placed = _checked(query, key, value)
+    seed = None
     if check_options(None, None, None, None, options.get("dropout", 0.0))[2]:
-        raise ValueError(
-            "dropout draws by the number of a row and head within its process, so parts on several processes would "
-            "drop alike; dropout = 0 with DTensors"
-        )
+        number, heads = drawn(), query.shape[1]
+        for dim in range(placed.mesh.ndim):
+            number = Group(placed.mesh, dim).first_of(number)
+        seed = seed_of_part(number, heads, (placed.rows.start or 0) * heads + placed.heads.start)
     keys = keys_read(placed.heads, query.shape[1] // key.shape[1])
     q, k, v = query.to_local(), _here(key, placed, keys), _here(value, placed, keys)
     mask = mapped(as_mask(mask), placed.plain)
@@ -85,7 +86,7 @@ def attend_parts(
         gate = check_gate(placed.plain(gate), (*query.shape[:3], value.shape[3]), q.device)
         gate = cut(cut(gate, placed.rows, 0), placed.heads, 1)
     mask = share_of_mask(mask, placed.rows, placed.heads)
-    out = attend(q, k, v, mask=mask, sinks=sinks, gate=gate, **options)
+    out = attend(q, k, v, seed=seed, mask=mask, sinks=sinks, gate=gate, **options)
     shape = query.shape[:3]
     if isinstance(out, tuple):
         return _spread(out[0], (*shape, value.shape[3]), placed), _spread(out[1], shape, placed)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shapes import DTYPES, check_head_counts
+from ..shapes import check_head_counts
 
 
 def as_dtensor(x: object) -> Any:
@@ -63,56 +63,41 @@ class Group:
         """This process's part of what all have alike."""
         return _Parted.apply(x, self, axis)
 
-    def sum_of(self, x: Tensor) -> Tensor:
-        """The sum over the processes, without a gradient."""
-        import torch.distributed as dist
+    @cached_property
+    def comm(self) -> Any:
+        """What these processes send each other: agreed on first, and counted."""
+        from .comm import Comm
 
-        self.agree("sum", x)
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.processes)
+        return Comm.of(self.processes)
+
+    def sum_of(self, x: Tensor) -> Tensor:
+        """The sum over the processes, without a gradient: the same bits on each."""
+        self.agree("a sum over heads", x)
+        total: Tensor = self.comm.all_reduce("heads", x)
         return total
 
     def all_of(self, x: Tensor, axis: int) -> Tensor:
         """The parts of all processes, of equal shapes, without a gradient."""
-        import torch.distributed as dist
-
-        self.agree("gather", x)
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self.processes)
-        return torch.cat(parts, axis)
+        self.agree("a gathering of heads", x)
+        return torch.cat(self.comm.gather("heads", x, [tuple(x.shape)] * self.size), axis)
 
     def agree(self, what: str, x: Tensor) -> None:
         """Raise on every process where they have tensors of unlike shapes or dtypes: backends end that by an abort.
 
         Only on the CPU: elsewhere the answer would have to wait for the device.
         """
-        if x.device.type != "cpu" or self.size == 1:
-            return
-        import torch.distributed as dist
+        if x.device.type == "cpu" and self.size > 1:
+            self.comm.agree(what, {"dtype": x.dtype, "shape": tuple(x.shape)})
 
-        mine = torch.tensor([DTYPES.index(x.dtype), *x.shape, *[-1] * (AXES - x.ndim)])
-        theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(theirs, mine, group=self.processes)
-        for rank, other in enumerate(theirs):
-            if not torch.equal(other, theirs[0]):
-                raise ValueError(
-                    f"the processes {what} tensors of one shape and dtype; rank 0 has {_described(theirs[0])}, rank "
-                    f"{rank} {_described(other)}; give every process the same input"
-                )
+    def first_of(self, number: int) -> int:
+        """The first process's number, on each."""
+        told = self.comm.agree("dropout", {}, {"seed": number})
+        return int(told[0]["seed"])
 
     def part_of(self, x: Tensor, axis: int) -> Tensor:
         """This process's part, without a gradient."""
         size = x.shape[axis] // self.size
         return x.narrow(axis, self.rank * size, size)
-
-
-AXES = 7  # the most that are compared
-
-
-def _described(told: Tensor) -> str:
-    dtype, *shape = told.tolist()
-    return f"{str(DTYPES[dtype]).removeprefix('torch.')} {tuple(size for size in shape if size >= 0)}"
 
 
 class _Shared(torch.autograd.Function):
@@ -243,3 +228,21 @@ def pick_heads(x: Tensor, keys: tuple[int, ...], axis: int = 1) -> Tensor:
     if keys == tuple(range(keys[0], keys[0] + len(keys))):
         return x.narrow(axis, keys[0], len(keys))
     return x.index_select(axis, torch.tensor(keys, device=x.device))
+
+
+def seed_of_part(seed: int, heads: int, first: int, query: int = 0, key: int = 0) -> Tensor:
+    """What the native kernel draws dropout from, so that each weight is kept as in a call of all heads and tokens.
+
+    Args:
+        seed: of that call.
+        heads: all of its query heads.
+        first: the first head of the part; of a part of the batch that starts at row b, that and b times all heads.
+        query: the part's first query.
+        key: its first key.
+    """
+    return torch.tensor([seed, heads, first, query, key], dtype=torch.int64, device="cpu")
+
+
+def drawn() -> int:
+    """A seed, from torch's own generator: what one process would draw."""
+    return int(torch.randint(1 << 62, (1,), device="cpu"))

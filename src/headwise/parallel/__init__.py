@@ -1,9 +1,9 @@
 """Attention on more than one process or machine, with `torch.distributed`: applied from outside to what is there."""
 
+from ..ops.comm import Comm
+from ..ops.rank_errors import RankError, RankMismatch
 from .attention import context_parallel
 from .cache import ShardedCache
-from .comm import Comm
-from .errors import RankError, RankMismatch
 from .job import Expansion
 from .modules import Context, context, sum_gradients
 from .order import join_sequence, order_for, positions, split_sequence

@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from ..nn.sharded import Some
+from ..ops.comm import Comm
 from ..ops.masks.compose import as_mask
 from ..ops.scores import autocasts
+from ..ops.spread import drawn
 from ..plan.places import Order
 from ..shapes import check_attention, check_gate, check_options, check_query_key, check_sinks, compute_dtype
 from ..shapes.kinds import check_flags, shown
-from .comm import Comm
-from .gather import Gather
+from .gather import GATHER
 from .job import Expansion, Job, Numbers, leaves_of
 from .options import digest, mask_text
 from .order import check_order, held_places
 from .prices import cheapest
-from .ring import Ring
+from .ring import RING
+from .stay import Stay
 from .ulysses import ulysses
 
 Layout: TypeAlias = Literal["auto", "ring", "gather", "ulysses"]
@@ -75,7 +78,8 @@ def context_parallel(
         timeout: seconds to wait for another rank, for this group from now on; 30 at first.
         return_lse: also return lse.
         options: `scale`, `softcap`, `sinks`, `dropout`, `gate` of `headwise.attention`. A gate is this rank's where
-            it has an axis of queries. Dropout keeps the weights that one process keeps: its seed is rank 0's.
+            it has an axis of queries. Dropout keeps the weights that one process keeps: its seed is rank 0's. `some`:
+            where these are some of a module's heads, `headwise.nn.sharded.Some`, for the dropout of all.
 
     Returns:
         (B, H, T_r, V); with `return_lse` the pair with (B, H, T_r).
@@ -96,9 +100,9 @@ def context_parallel(
     if chosen == "ulysses":
         out, lse = ulysses(job, query, key, value, call.sinks, return_lse)
     else:
-        run = Ring if chosen == "ring" else Gather
         leaves = leaves_of(job.mask)
-        out, lse = run.apply(job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
+        run = RING if chosen == "ring" else GATHER
+        out, lse = Stay.apply(run, job, query, key, value, call.sinks, len(leaves), *leaves, *job.read)
     out = out if call.gate is None else out * call.gate.to(out.dtype)
     return (out, lse) if return_lse else out
 
@@ -137,7 +141,7 @@ class _Arguments:
         return_lse: bool,
         options: dict[str, Any],
     ) -> None:
-        unknown = options.keys() - {"scale", "softcap", "sinks", "dropout", "gate"}
+        unknown = options.keys() - {"scale", "softcap", "sinks", "dropout", "gate", "some"}
         if unknown:
             raise TypeError(f"context_parallel() has no option {', '.join(sorted(unknown))}")
         if not isinstance(layout, str) or layout not in LAYOUTS:
@@ -179,7 +183,10 @@ class _Arguments:
             "gradients": f"{learns}, {self.mask.learns}, {self.sinks is not None and self.sinks.requires_grad}",
             "expansion": expansion is not None,
         }
-        seed = int(torch.randint(1 << 62, (1,), device="cpu")) if self.dropout else 0
+        self.some: Some | None = options.get("some")
+        seed = 0
+        if self.dropout:
+            seed = drawn() if self.some is None else self.some.seed()
         self.own = {"T": T, "S": key.shape[2], "seed": seed}
 
     def job(self, comm: Comm, queries: Any, keys: Any, T: int, S: int, seed: int) -> Job:
@@ -187,7 +194,8 @@ class _Arguments:
         self.mask.check(self.query.shape[0], self.heads, T, S, self.query.device)
         with torch.enable_grad():
             mask = self.mask.computed_in(compute_dtype(self.query))
-        numbers = Numbers(self.scale, self.softcap, self.dropout, seed)
+        some = None if self.some is None else (self.some.total, self.some.first)
+        numbers = Numbers(self.scale, self.softcap, self.dropout, seed, some)
         name = f"context_parallel, operation {comm.count}"
         return Job(comm, queries, keys, mask, numbers, self.heads, self.kv_heads, self.value_dim, self.expansion, name)
 

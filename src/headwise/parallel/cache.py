@@ -16,6 +16,7 @@ from ..cache.paged import PagedCache
 from ..cache.rolling import RollingCache
 from ..cache.static import StaticCache
 from ..ops.attention import attention
+from ..ops.comm import Comm
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import window
 from ..ops.masks.rules import Band
@@ -23,7 +24,6 @@ from ..ops.spread import Share
 from ..ops.storage.paged import PAGE
 from ..shapes import check_gate, check_options, check_sinks, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown, whole_numbers
-from .comm import Comm
 from .deal import Deal, owned, picked, picks
 from .options import digest, mask_text
 from .parts import Heads, merged

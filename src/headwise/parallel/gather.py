@@ -3,23 +3,24 @@
 All-gather context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Nothing is merged: a row meets all
 its keys in one call, as in one process, and has the same bits for any number of ranks. The next head is on its way
 while one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32.
+
+A rank holds two heads of all keys (the one that is attended, where it came, and the next), and backward the gradients
+of one, and of another stretch of queries: that part of its memory does not fall with the number of ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..ops.comm import Block, Pending
 from ..plan.places import Stretch
 from ..shapes import compute_dtype
-from .comm import Block, Pending
 from .job import Job
-from .merge import sink_gradient
-from .rectangle import Partial, Rectangle, attend, gradient
-from .ring import Travellers, Unfolded, expanded
+from .rectangle import Partial
+from .stay import Came, Layout, Sums, Travellers, attended, met
 
 SPLIT = 1024
 """Keys that the native kernel sums on their own where rows are few: cut there, the sums are those of one process."""
@@ -30,227 +31,100 @@ class Stages:
 
     def __init__(self, job: Job, held: Travellers) -> None:
         self.job, self.held = job, held
-        self.lengths = [sum(b - a for a, b in own) for own in job.keys]
-        self.count = job.kv_heads
+        self.widths, self.batch = [x.shape[3] for x in held], held[0].shape[0]
         self.others = [rank for rank in range(job.comm.world) if rank != job.comm.rank]
+        self.strips = max(map(len, job.keys))  # stretches of a rank: a message has one
+        self.spans = met(job, self._span)
 
-    def post(self, stage: int) -> Pending:
-        """Starts the messages of a head."""
-        own = torch.cat([x[:, stage].reshape(-1) for x in self.held])
-        sends = dict.fromkeys(self.others, own)
-        receives = {rank: Block((self._numbers(rank),), own.dtype) for rank in self.others}
-        return self.job.comm.exchange("gather", sends, receives, step=stage)
+    def _span(self, rows: Stretch) -> Stretch | None:
+        """The keys that these queries are attended to."""
+        span = self.job.reach(rows, (0, self.job.S))
+        return None if span is None else (span[0] // SPLIT * SPLIT, span[1])
 
-    def _numbers(self, rank: int) -> int:
-        return self.held[0].shape[0] * self.lengths[rank] * sum(x.shape[3] for x in self.held)
+    def coming(self) -> Iterator[Came]:
+        """All keys, head by head: the next is on its way meanwhile. Who takes a head clears its list."""
+        following = self._bring(0)
+        for stage in range(self.job.kv_heads):
+            (whole, pending), following = following, self._bring(stage + 1)
+            for one in pending:
+                one.wait()
+            keys = [x.permute(1, 2, 0, 3) for x in whole[:, :, None].split(self.widths, dim=3)]
+            del whole, pending, one
+            yield Came(keys, (stage, stage + 1), 0)
 
-    def whole(self, stage: int, pending: Pending) -> Travellers:
-        """A head over all keys, in their order: (B, 1, S, width) each."""
-        heard, S = pending.wait(), sum(self.lengths)
-        found = [x.new_empty((x.shape[0], 1, S, x.shape[3])) for x in self.held]
-        for rank, own in enumerate(self.job.keys):
-            parts = [x[:, stage : stage + 1] for x in self.held] if rank not in heard else self.cut(heard[rank], rank)
-            for (a, b), at in self.job.local(own):
-                for to, x in zip(found, parts, strict=True):
-                    to[:, :, a:b] = x[:, :, at]
-        return found
+    def _bring(self, stage: int) -> tuple[Tensor, list[Pending]]:
+        """Starts the messages of a head, to where all its keys lie: (S, B, widths), those of a stretch in a row."""
+        if stage >= self.job.kv_heads:
+            return self.held[0].new_empty(0), []
+        whole, keys = self.held[0].new_empty((self.job.S, self.batch, sum(self.widths))), self.job.keys
+        for (a, b), at in self.job.local(keys[self.job.comm.rank]):
+            for part, x in zip(whole[a:b].split(self.widths, dim=2), self.held, strict=True):
+                part.copy_(x[:, stage, at].transpose(0, 1))
+        pending = []
+        for n in range(self.strips):
+            parts = {rank: whole[slice(*own[n])] for rank, own in enumerate(keys) if n < len(own)}
+            mine = parts.pop(self.job.comm.rank, None)
+            sends = {} if mine is None else dict.fromkeys(self.others, mine)
+            pending.append(self.job.comm.exchange("gather", sends, parts, step=stage * self.strips + n))
+        return whole, pending
 
-    def cut(self, flat: Tensor, rank: int) -> Travellers:
-        """A rank's message as it was before it was sent."""
-        B, found, at = self.held[0].shape[0], [], 0
-        for x in self.held:
-            count = B * self.lengths[rank] * x.shape[3]
-            found.append(flat[at : at + count].view(B, 1, self.lengths[rank], x.shape[3]))
-            at += count
-        return found
+    def reduce(self, stage: int, low: int, grads: Travellers, total: Travellers) -> None:
+        """Writes the gradients of a head of this rank's keys: of all ranks, added up in their order."""
+        comm, me = self.job.comm, self.job.comm.rank
+        own = self._share(me, low, grads)
+        sends = {rank: torch.cat([x.reshape(-1) for x in self._share(rank, low, grads)]) for rank in self.others}
+        receives = dict.fromkeys(self.others, Block((sum(x.numel() for x in own),), own[0].dtype))
+        step = self.strips * self.job.kv_heads + stage
+        heard = comm.exchange("gather backward", sends, receives, step=step).wait()
+        for rank in range(comm.world):
+            flat = [] if rank == me else heard[rank].split([x.numel() for x in own])
+            parts = own if rank == me else [part.view_as(x) for part, x in zip(flat, own, strict=True)]
+            for x, part in zip(total, parts, strict=True):
+                to = x[:, stage : stage + 1]
+                to.copy_(part) if rank == 0 else to.add_(part)
 
-    def send_home(self, stage: int, grads: Travellers) -> Pending:
-        """Starts each rank's share of the gradients of a head over all keys on its way."""
-        sends = {}
-        for rank in self.others:
-            pieces = [x[:, :, a:b] for x in grads for a, b in self.job.keys[rank]]
-            sends[rank] = torch.cat([x.reshape(-1) for x in pieces])
-        block = Block((self._numbers(self.job.comm.rank),), grads[0].dtype)
-        receives = dict.fromkeys(self.others, block)
-        return self.job.comm.exchange("gather backward", sends, receives, step=self.count + stage)
-
-    def summed(self, stage: int, pending: Pending, grads: Travellers) -> Travellers:
-        """The gradients of this rank's keys of a head: of all ranks, added up in their order."""
-        heard, me = pending.wait(), self.job.comm.rank
-        total: Travellers | None = None
-        for rank in range(self.job.comm.world):
-            if rank == me:
-                parts = [torch.cat([x[:, :, a:b] for a, b in self.job.keys[me]], dim=2) for x in grads]
-            else:
-                parts = self._as_cut(heard[rank])
-            total = parts if total is None else [x + y for x, y in zip(total, parts, strict=True)]
-        assert total is not None
-        return total
-
-    def _as_cut(self, flat: Tensor) -> Travellers:
-        """A message of gradients of this rank's keys: stretch after stretch of each part."""
-        me, B, found, at = self.job.comm.rank, self.held[0].shape[0], [], 0
-        for x in self.held:
-            pieces = []
-            for a, b in self.job.keys[me]:
-                count = B * (b - a) * x.shape[3]
-                pieces.append(flat[at : at + count].view(B, 1, b - a, x.shape[3]))
-                at += count
-            found.append(torch.cat(pieces, dim=2))
-        return found
-
-    def groups(self, stage: int) -> list[Stretch]:
-        """The query heads that are attended together in a stage: those of the head; of what expands, a few a time."""
-        if self.job.expansion is None:
-            G = self.job.heads // self.job.kv_heads
-            return [(stage * G, (stage + 1) * G)]
-        few = max(1, self.held[0].shape[3] // self.job.value_dim)
-        return [(h, min(h + few, self.job.heads)) for h in range(0, self.job.heads, few)]
+    def _share(self, rank: int, low: int, grads: Travellers) -> Travellers:
+        """What of the gradients of keys, from place `low` on, is of those that a rank holds."""
+        return [torch.cat([_from(x, a - low, b - low) for a, b in self.job.keys[rank]], dim=2) for x in grads]
 
 
-def span_of(job: Job, rows: Stretch) -> Stretch | None:
-    """The keys that these queries are attended to."""
-    span = job.reach(rows, (0, job.S))
-    return None if span is None else (span[0] // SPLIT * SPLIT, span[1])
+def _from(x: Tensor, start: int, stop: int) -> Tensor:
+    """The keys from `start` to `stop`; 0 for those that `x` has not."""
+    n = x.shape[2]
+    if start >= 0 and stop <= n:
+        return x[:, :, start:stop]
+    found, (low, high) = x.new_zeros((*x.shape[:2], stop - start, x.shape[3])), (max(start, 0), min(stop, n))
+    if low < high:
+        found[:, :, low - start : high - start] = x[:, :, low:high]
+    return found
 
 
-class Gather(torch.autograd.Function):
-    """out and lse of this rank's queries over all ranks' keys."""
-
-    @staticmethod
-    def forward(ctx: Any, job: Job, *tensors: Any) -> Any:
-        """out and lse."""
-        with job.comm.telling():
-            return _forward(ctx, job, *tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        """The gradients of what `forward` took."""
-        with ctx.job.comm.telling():
-            return _backward(ctx, grad_out, grad_lse)
-
-
-def _forward(ctx: Any, job: Job, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> Any:
-    sinks, n, *tensors = rest
-    stages = Stages(job, [key] if value is None else [key, value])
-    here = job.with_leaves(query, [x.detach() for x in tensors[:n]])
+def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) -> Partial:
     B, H, T, _ = query.shape
-    wide = compute_dtype(query)
     out = query.new_zeros((B, T, H, job.value_dim)).transpose(1, 2)
-    lse = query.new_full((B, H, T), -torch.inf, dtype=wide)
+    lse = query.new_full((B, H, T), -torch.inf, dtype=compute_dtype(query))
     ends = torch.stack([lse, torch.zeros_like(lse)])
-    native = True
-    pending = stages.post(0)
-    for stage in range(stages.count):
-        following = stages.post(stage + 1) if stage + 1 < stages.count else None
-        one = stages.whole(stage, pending)
-        for heads in stages.groups(stage):
-            k, v = expanded(here, one, heads)
-            few, logits = slice(*heads), None if sinks is None else sinks.detach()[slice(*heads)]
-            for rows, at in here.local(here.queries[here.comm.rank]):
-                span = span_of(here, rows)
-                if span is None:
-                    continue
-                place, keys = Rectangle(rows, span, heads), slice(*span)
-                part = attend(here, place, query[:, few, at], k[:, :, keys], v[:, :, keys], logits)
-                out[:, few, at], lse[:, few, at] = part.out, part.lse
-                if part.ends is None:
-                    native = False
-                else:
-                    ends[:, :, few, at] = part.ends
-        pending = following  # type: ignore[assignment]
-    ctx.job, ctx.n = job, n
-    ctx.save_for_backward(query, key, value, sinks, out, lse, ends if native else None, *tensors)
-    ctx.set_materialize_grads(False)
-    return out, lse
+    stages, native = Stages(job, held), True
+    for came in stages.coming():
+        for heads, rows, part in attended(job, query, came, stages.spans, sinks):
+            out[:, heads, rows], lse[:, heads, rows] = part.out, part.lse
+            native = native and part.ends is not None
+            if part.ends is not None:
+                ends[:, :, heads, rows] = part.ends
+        came.keys.clear()
+    return Partial(out, lse, ends if native else None)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-    query, key, value, sinks, out, lse, ends, *tensors = ctx.saved_tensors
-    job, whole = ctx.job, Partial(out, lse, ends)
-    job.comm.agree(f"backward of {job.name}", {})
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    stages = Stages(job, [key] if value is None else [key, value])
-    sums = _Sums(job, query, tensors[: ctx.n], sinks)
-    found: list[Travellers] = []
-    waiting: tuple[int, Pending, Travellers] | None = None
-    pending = stages.post(0)
-    for stage in range(stages.count):
-        following = stages.post(stage + 1) if stage + 1 < stages.count else None
-        grads = sums.of_stage(stages, stage, stages.whole(stage, pending), whole, grad_out, grad_lse)
-        if waiting is not None:
-            found.append(stages.summed(*waiting))
-        waiting = (stage, stages.send_home(stage, grads), grads)
-        pending = following  # type: ignore[assignment]
-    if waiting is not None:
-        found.append(stages.summed(*waiting))
-    dk, dv = [*(torch.cat(x, dim=1).to(key.dtype) for x in zip(*found, strict=True)), None][:2]
-    of_sinks = None if sinks is None else sink_gradient(sinks, whole, grad_out, grad_lse)
-    return None, sums.query, dk, dv, of_sinks, None, *sums.of_tensors()
+def _backward(sums: Sums, held: Travellers) -> Travellers:
+    stages = Stages(sums.job, held)
+    total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
+    for stage, came in enumerate(stages.coming()):
+        low, grads = 0, [x[:, :, :0].to(sums.wide) for x in came.keys]
+        if stages.spans:
+            low, grads = sums.of_keys(came, stages.spans)
+        came.keys.clear()
+        stages.reduce(stage, low, grads, total)
+    return total
 
 
-class _Sums:
-    """What a rank's queries add to gradients, stage by stage."""
-
-    def __init__(self, job: Job, query: Tensor, leaves: list[Tensor], sinks: Tensor | None) -> None:
-        self.sinks = None if sinks is None else sinks.detach()
-        self.leaves = [x.detach().requires_grad_(x.requires_grad) for x in leaves]
-        with torch.enable_grad():
-            self.job = job.with_leaves(query, self.leaves)
-        self.inputs, self.query = query, torch.zeros_like(query)
-        self.learning = [x for x in self.leaves if x.requires_grad]
-        self.sums: dict[int, Tensor] = {}
-
-    def of_stage(
-        self,
-        stages: Stages,
-        stage: int,
-        one: Travellers,
-        whole: Partial,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-    ) -> Travellers:
-        """The gradient of what travelled, over all keys, in float32; the queries' is kept here."""
-        job, wide = self.job, compute_dtype(self.inputs)
-        total = [torch.zeros_like(x, dtype=wide) for x in one]
-        for heads in stages.groups(stage):
-            unfolded = Unfolded(job, one, heads)
-            k, v = unfolded.pair
-            dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-            few = slice(*heads)
-            for rows, at in job.local(job.queries[job.comm.rank]):
-                span = span_of(job, rows)
-                if span is None:
-                    continue
-                keys = slice(*span)
-                some = gradient(
-                    job,
-                    Rectangle(rows, span, heads),
-                    (self.inputs[:, few, at], k[:, :, keys], v[:, :, keys]),
-                    whole.of(at, few),
-                    grad_out[:, few, at],
-                    None if grad_lse is None else grad_lse[:, few, at],
-                    self.learning,
-                    has_all=True,
-                    sinks=None if self.sinks is None else self.sinks[few],
-                )
-                self.query[:, few, at] = some.query
-                dk[:, :, keys] += some.key
-                dv[:, :, keys] += some.value
-                self.add(self.learning, some.leaves)
-            grads, of_read = unfolded.folded(dk, dv)
-            self.add(job.read, of_read)
-            for x, grad in zip(total, grads, strict=True):
-                x += grad
-        return total
-
-    def add(self, tensors: Any, grads: Any) -> None:
-        """Adds to the gradients of tensors that all ranks have."""
-        for x, grad in zip(tensors, grads, strict=True):
-            if grad is not None:
-                self.sums[id(x)] = self.sums[id(x)] + grad if id(x) in self.sums else grad
-
-    def of_tensors(self) -> list[Tensor | None]:
-        """The gradients of the mask's tensors and of those that an expansion reads, in their order."""
-        return [self.sums.get(id(x)) for x in (*self.leaves, *self.job.read)]
+GATHER = Layout(_forward, _backward, has_all=True)

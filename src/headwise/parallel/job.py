@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..ops.comm import Comm
 from ..ops.masks.compose import Mask
 from ..ops.scoring import Scoring
 from ..plan.places import Stretch
 from ..shapes import compute_dtype
-from .comm import Comm
 
 Expand = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 
@@ -44,6 +44,8 @@ class Numbers(NamedTuple):
     softcap: float | None
     dropout: float
     seed: int
+    some: tuple[int, int] | None = None
+    """Of a module whose heads are dealt out as well: all of its heads, and the first of these."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,12 +23,12 @@ class Merged:
         self.lse = query.new_full((B, H, T), -torch.inf, dtype=dtype)
         self.ends = torch.stack([self.lse, torch.zeros_like(self.lse)])
         self.native = True
-        self._touched: set[tuple[int, int]] = set()
+        self._touched: set[tuple[int | None, ...]] = set()
 
-    def add(self, rows: slice, part: Partial) -> None:
-        """Adds what these queries get from further keys."""
-        place = (rows.start, rows.stop)
-        out, lse = self.out[:, :, rows], self.lse[:, :, rows]
+    def add(self, rows: slice, part: Partial, heads: slice = slice(None)) -> None:
+        """Adds what these queries of these heads get from further keys."""
+        place = (rows.start, rows.stop, heads.start, heads.stop)
+        out, lse, ends = self.out[:, heads, rows], self.lse[:, heads, rows], self.ends[:, :, heads, rows]
         if part.ends is None:
             self.native = False
         if place not in self._touched:
@@ -36,14 +36,14 @@ class Merged:
             out.copy_(part.out)
             lse.copy_(part.lse)
             if part.ends is not None:
-                self.ends[..., rows].copy_(part.ends)
+                ends.copy_(part.ends)
             return
         total = torch.logaddexp(lse, part.lse)
         old, new = (torch.exp(x - _finite(total)) for x in (lse, part.lse))
-        out.mul_(old[..., None]).add_(part.out * new[..., None])
+        out.mul_(old[..., None]).addcmul_(part.out.to(out.dtype), new[..., None])
         lse.copy_(total)
         if part.ends is not None:
-            (top, weight), (other, its) = self.ends[..., rows].unbind(0), part.ends.unbind(0)
+            (top, weight), (other, its) = ends.unbind(0), part.ends.unbind(0)
             weight.copy_(torch.where(other > top, its * new, weight * old))
             top.copy_(torch.maximum(other, top))
 

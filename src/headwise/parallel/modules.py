@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..nn.sharded import Make, entered
+from ..ops.comm import Comm
+from ..ops.spread import as_dtensor
 from ..plan.places import Order
 from ..shapes.kinds import check_counts
 from .attention import Layout, context_parallel
-from .comm import Comm
 from .job import Expansion
 from .order import check_order, held_places, positions
 
@@ -109,7 +110,8 @@ def sum_gradients(
 ) -> None:
     """Adds up, in place, what each rank found of the gradients of parameters that all ranks have.
 
-    One whose gradient is None counts as 0. All ranks get the same bits.
+    One whose gradient is None counts as 0. All ranks get the same bits. Of a DTensor (heads dealt out as well) the part
+    that is here is summed, over the ranks of this group.
 
     Args:
         parameters: a module, or tensors in the same order on every rank.
@@ -121,8 +123,18 @@ def sum_gradients(
     sizes = f"{len(wanted)} parameters of {sum(x.numel() for x in wanted)} numbers"
     comm.agree("sum_gradients", {"parameters": sizes, "dtypes": sorted({str(x.dtype) for x in wanted})})
     for step, dtype in enumerate(sorted({x.dtype for x in wanted}, key=str)):
-        some = [x for x in wanted if x.dtype == dtype]
-        flat = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).reshape(-1) for x in some])
-        total = comm.all_reduce("gradients", flat, step=step)
-        for x, part in zip(some, total.split([x.numel() for x in some]), strict=True):
-            x.grad = part.view_as(x).clone()
+        some = [(x, _found(x)) for x in wanted if x.dtype == dtype]
+        total = comm.all_reduce("gradients", torch.cat([grad.reshape(-1) for _, grad in some]), step=step)
+        for (x, grad), part in zip(some, total.split([grad.numel() for _, grad in some]), strict=True):
+            if as_dtensor(x) is None:
+                x.grad = part.view_as(grad).clone()
+            else:
+                grad.copy_(part.view_as(grad))
+
+
+def _found(x: Tensor) -> Tensor:
+    """A parameter's gradient; of a DTensor what of it is here."""
+    if x.grad is None:
+        x.grad = torch.zeros_like(x)
+    spread = as_dtensor(x.grad)
+    return x.grad if spread is None else spread.to_local()

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from ..ops.comm import Comm
 from ..ops.masks.compose import Mask, as_mask
+from ..ops.rank_errors import RankMismatch
 from ..plan.places import Order, Stretch, places, stretches
 from ..shapes.kinds import check_counts, check_tensor, shown
-from .comm import Comm
-from .errors import RankMismatch
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 STRIPS = 32  # of a rank's queries, whose work is added up

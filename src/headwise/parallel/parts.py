@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..ops.comm import Block, Comm
 from ..ops.spread import Share
 from ..shapes import compute_dtype
-from .comm import Block, Comm
 from .deal import picked
 from .merge import Merged
 from .rectangle import Partial

@@ -13,17 +13,18 @@ d out_c = w_c dO, d lse_c = w_c (dO . (out_c - O) + dL).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.attention import attention
+from ..ops.attention import attention, attention_of_part
 from ..ops.masks.compose import Mask
 from ..ops.native.gradient import Training, leaves_of
 from ..ops.native.library import trouble
 from ..ops.native.lowering import lowered, trouble_with
 from ..ops.scoring import Scoring
+from ..ops.spread import seed_of_part
 from ..plan.places import Stretch
 from .job import Job
 
@@ -78,8 +79,8 @@ def seed_of(job: Job, at: Rectangle) -> Tensor | None:
     """What the native kernel draws dropout from, so that a weight is kept as in one process; None for no dropout."""
     if not job.numbers.dropout:
         return None
-    places = [job.numbers.seed, job.heads, at.heads[0], at.rows[0], at.cols[0]]
-    return torch.tensor(places, dtype=torch.int64, device="cpu")
+    total, first = job.numbers.some or (job.heads, 0)
+    return seed_of_part(job.numbers.seed, total, first + at.heads[0], at.rows[0], at.cols[0])
 
 
 def attend(job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Partial:
@@ -90,27 +91,20 @@ def attend(job: Job, at: Rectangle, query: Tensor, key: Tensor, value: Tensor, s
             rules = lowered(scoring, query.shape[2], key.shape[2])
             more = (job.numbers.dropout, seed_of(job, at))
             return Partial(*torch.ops.headwise.attend_kept.default(query, key, value, *rules, *more))
-        refuse_dropout(job, query)
-        out, lse = attention(
-            query,
-            key,
-            value,
-            mask=scoring.mask,
-            scale=scoring.scale,
-            softcap=scoring.softcap,
-            sinks=sinks,
-            return_lse=True,
-        )
+        out, lse = as_one(job, at, scoring, query, key, value)
         return Partial(out, lse, None)
 
 
-def refuse_dropout(job: Job, query: Tensor) -> None:
-    """ValueError for a call with dropout that the native kernel does not serve."""
-    if job.numbers.dropout:
-        raise ValueError(
-            "dropout over ranks is drawn by headwise's own kernel, from each weight's place in the whole; it does not "
-            f"serve this call ({query.dtype} on {query.device.type}, {trouble() or 'or its mask'}); pass dropout=0"
-        )
+def as_one(job: Job, at: Rectangle, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """out and lse of a rectangle by `headwise.attention`, with the dropout of the whole."""
+    rules: dict[str, Any] = {
+        "mask": scoring.mask,
+        "scale": scoring.scale,
+        "softcap": scoring.softcap,
+        "sinks": scoring.sinks,
+    }
+    more: dict[str, Any] = {"dropout": job.numbers.dropout, "seed": seed_of(job, at), "return_lse": True}
+    return attention_of_part(query, key, value, **rules, **more)
 
 
 def gradient(

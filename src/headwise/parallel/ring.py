@@ -1,262 +1,171 @@
-"""Layout `ring`: queries stay, keys and values come by, a stretch at a time, while what is there is attended.
+"""Layout `ring`: queries stay, keys and values come by, a piece at a time, while what is there is attended.
 
-Ring Attention (Liu et al. 2023, arXiv 2310.01889): in step s rank r attends the keys of rank r - s. Here a stretch goes
-straight from its owner to those whose queries may see it, and only the part that they may: a window is a halo, what a
-mask rules out does not travel. Backward the same once more, by the lse over all keys; gradients of keys and values are
-summed in float32 and go straight home.
+Ring Attention (Liu et al. 2023, arXiv 2310.01889): in step s rank r attends the keys of rank r - s. Here they go
+straight from their owner to those whose queries may see them, and only the part that they may: a window is a halo, what
+a mask rules out does not travel. A message has some heads of what one rank needs of another: little is held of
+what travels, and ranks that are as busy as each other with a step are so with each of its messages.
+Backward the same once more, by the lse over all keys; gradients of keys and values are summed in float32 and go
+straight home.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterator
+from functools import partial
+from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..plan.places import Stretch
-from ..shapes import compute_dtype
-from .comm import Block, Pending
+from ..ops.comm import Block, Pending
+from ..plan.places import Stretch, heads_at_once
 from .job import Job
-from .merge import Merged, sink_gradient
-from .rectangle import Partial, Rectangle, attend, gradient
+from .merge import Merged
+from .rectangle import Partial
+from .stay import Came, Layout, Met, Sums, Travellers, attended, met
 
-Travellers = list[Tensor]
-"""Keys and values (B, K, n, width), or the vectors that they are made of: what goes from rank to rank."""
+
+class Piece(NamedTuple):
+    """Stretches of the keys of some heads: what one message has."""
+
+    parts: tuple[Stretch, ...]
+    heads: Stretch
+
+
+class Turn(NamedTuple):
+    """What comes and what goes at the same time; None for nothing. `number` counts within a pair of ranks."""
+
+    number: int
+    source: int
+    target: int
+    comes: Piece | None
+    goes: Piece | None
 
 
 class Traffic:
-    """Who sends which keys to whom in which step, for one rank of a job."""
+    """Who sends which keys to whom in which order, for one rank of a job."""
 
-    def __init__(self, job: Job, widths: Sequence[int], batch: int, dtype: torch.dtype) -> None:
-        self.job, self.widths, self.batch, self.dtype = job, widths, batch, dtype
+    def __init__(self, job: Job, held: Travellers) -> None:
+        self.job, self.held = job, held
+        self.widths, self.batch, self.dtype = [x.shape[3] for x in held], held[0].shape[0], held[0].dtype
         me, N = job.comm.rank, job.comm.world
-        self.comes = [job.needed(me, (me - s) % N) for s in range(N)]
-        self.goes = [job.needed((me + s) % N, me) for s in range(N)]
+        self.mine = self.pieces(job.needed(me, me))
+        self.turns: list[Turn] = []
+        for step in range(1, N):
+            source, target = (me - step) % N, (me + step) % N
+            both = zip_longest(self.pieces(job.needed(me, source)), self.pieces(job.needed(target, me)))
+            self.turns += [Turn(n, source, target, *pair) for n, pair in enumerate(both)]
 
-    def source(self, step: int) -> int:
-        """Whose keys are attended in a step."""
-        return (self.job.comm.rank - step) % self.job.comm.world
+    def pieces(self, parts: list[Stretch]) -> list[Piece]:
+        """How keys are cut into messages: alike on the rank that sends them and on the one that gets them."""
+        K, all_parts = self.job.kv_heads, tuple(parts)
+        few = heads_at_once(K, self.numbers(Piece(all_parts, (0, 1))) * self.dtype.itemsize)
+        return [Piece(all_parts, (h, min(h + few, K))) for h in range(0, K, few)] if parts else []
 
-    def target(self, step: int) -> int:
-        """Who attends this rank's keys in a step."""
-        return (self.job.comm.rank + step) % self.job.comm.world
+    def numbers(self, piece: Piece) -> int:
+        """How many numbers it has."""
+        first, last = piece.heads
+        return sum(b - a for a, b in piece.parts) * (last - first) * self.batch * sum(self.widths)
 
-    def numbers(self, stretches: Sequence[Stretch]) -> int:
-        """How many numbers so many keys take."""
-        return sum(b - a for a, b in stretches) * self.batch * self.job.kv_heads * sum(self.widths)
+    def own(self, piece: Piece, tensors: Travellers) -> list[Travellers]:
+        """A piece of what this rank holds, stretch by stretch."""
+        held = self.job.keys[self.job.comm.rank]
+        return [[x[:, slice(*piece.heads), self.job.mine(held, part)] for x in tensors] for part in piece.parts]
 
-    def bring(self, step: int, held: Travellers) -> Pending:
-        """Starts the messages of a step: its keys come, own ones go."""
-        own = self.job.keys[self.job.comm.rank]
-        parts = [x[:, :, self.job.mine(own, part)] for part in self.goes[step] for x in held]
-        block = Block((self.numbers(self.comes[step]),), self.dtype)
-        sends = {self.target(step): torch.cat([x.reshape(-1) for x in parts])} if parts else {}
-        receives = {self.source(step): block} if self.comes[step] else {}
-        return self.job.comm.exchange("ring", sends, receives, step=step)
+    def coming(self) -> Iterator[tuple[Turn | None, Piece | None, list[Travellers]]]:
+        """This rank's own keys, then those of others, turn by turn: those of the next are on their way meanwhile.
 
-    def arrived(self, step: int, pending: Pending | None, held: Travellers) -> list[Travellers]:
-        """The keys of a step, stretch by stretch."""
-        me = self.job.comm.rank
-        if step == 0:
-            return [[x[:, :, self.job.mine(self.job.keys[me], part)] for x in held] for part in self.comes[0]]
-        assert pending is not None
-        heard = pending.wait()
-        return self.cut(heard[self.source(step)], self.comes[step]) if self.comes[step] else []
+        Who takes them empties the list, and so lets go of them, before those after the next are on their way.
+        """
+        following = self._bring(0)
+        for piece in self.mine:
+            yield None, piece, self.own(piece, self.held)
+        for n, turn in enumerate(self.turns):
+            pending, following = following, self._bring(n + 1)
+            assert pending is not None
+            came = self.cut(pending.wait(), turn.source, turn.comes)
+            pending = None  # nothing but `came` holds what came
+            yield turn, turn.comes, came
 
-    def cut(self, flat: Tensor, stretches: Sequence[Stretch]) -> list[Travellers]:
-        """A message as it was before it was sent."""
-        found, at = [], 0
-        for a, b in stretches:
-            one = []
-            for width in self.widths:
-                shape = (self.batch, self.job.kv_heads, b - a, width)
-                count = self.numbers([(a, b)]) * width // sum(self.widths)
-                one.append(flat[at : at + count].view(shape))
-                at += count
-            found.append(one)
-        return found
+    def _bring(self, number: int) -> Pending | None:
+        """Starts the messages of a turn: its keys come, own ones go."""
+        if number >= len(self.turns):
+            return None
+        turn = self.turns[number]
+        sends = {} if turn.goes is None else {turn.target: _row(self.own(turn.goes, self.held))}
+        receives = {} if turn.comes is None else {turn.source: Block((self.numbers(turn.comes),), self.dtype)}
+        return self.job.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
-    def send_home(self, step: int, grads: list[Travellers], wide: torch.dtype) -> Pending:
-        """Starts the gradients of a step's keys on their way to their owner; those of own keys come."""
-        sends = {self.source(step): torch.cat([x.reshape(-1) for one in grads for x in one])} if grads else {}
-        block = Block((self.numbers(self.goes[step]),), wide)
-        receives = {self.target(step): block} if self.goes[step] else {}
-        return self.job.comm.exchange("ring backward", sends, receives, step=self.job.comm.world + step)
+    def home(self, turn: Turn, grads: list[Travellers], wide: torch.dtype) -> Pending:
+        """Starts the gradients of a turn's keys on their way to their owner; those of own keys come."""
+        sends = {} if turn.comes is None else {turn.source: _row(grads)}
+        receives = {} if turn.goes is None else {turn.target: Block((self.numbers(turn.goes),), wide)}
+        return self.job.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
-
-class Ring(torch.autograd.Function):
-    """out and lse of this rank's queries over all ranks' keys."""
-
-    @staticmethod
-    def forward(ctx: Any, job: Job, *tensors: Any) -> Any:
-        """out and lse."""
-        with job.comm.telling():
-            return _forward(ctx, job, *tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        """The gradients of what `forward` took."""
-        with ctx.job.comm.telling():
-            return _backward(ctx, grad_out, grad_lse)
+    def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> list[Travellers]:
+        """A message of a rank as it was before it was sent."""
+        if piece is None:
+            return []
+        heads = piece.heads[1] - piece.heads[0]
+        shapes = [[(self.batch, heads, b - a, width) for width in self.widths] for a, b in piece.parts]
+        flat = iter(heard[rank].split([math.prod(shape) for some in shapes for shape in some]))
+        return [[next(flat).view(shape) for shape in some] for some in shapes]
 
 
-def _forward(ctx: Any, job: Job, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> Any:
-    sinks, n, *tensors = rest
-    held = [key] if value is None else [key, value]
-    traffic = Traffic(job, [x.shape[3] for x in held], key.shape[0], key.dtype)
-    here = job.with_leaves(query, [x.detach() for x in tensors[:n]])
+def _row(parts: list[Travellers]) -> Tensor:
+    return torch.cat([x.reshape(-1) for part in parts for x in part])
+
+
+def _came(job: Job, piece: Piece | None, keys: list[Travellers]) -> Iterator[tuple[Came, list[Met]]]:
+    """What came, stretch by stretch, and who meets it; what has been attended is let go."""
+    if piece is not None:
+        for cols in piece.parts:
+            yield Came(keys.pop(0), piece.heads, cols[0]), met(job, partial(job.reach, cols=cols))
+
+
+def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) -> Partial:
     merged = Merged(query, job.value_dim)
-    pending = None
-    for step in range(job.comm.world):
-        following = traffic.bring(step + 1, held) if step + 1 < job.comm.world else None
-        for cols, part in zip(traffic.comes[step], traffic.arrived(step, pending, held), strict=True):
-            k, v = expanded(here, part)
-            for rows, at in here.local(here.queries[here.comm.rank]):
-                span = here.reach(rows, cols)
-                if span is not None:
-                    keys = slice(span[0] - cols[0], span[1] - cols[0])
-                    place = Rectangle(rows, span, (0, job.heads))
-                    merged.add(at, attend(here, place, query[:, :, at], k[:, :, keys], v[:, :, keys]))
-        pending = following
+    for _, piece, keys in Traffic(job, held).coming():
+        for came, spans in _came(job, piece, keys):
+            for heads, rows, part in attended(job, query, came, spans):
+                merged.add(rows, part, heads)
+            came.keys.clear()
     merged.finish(sinks)
-    whole = merged.result(query.dtype)
-    ctx.job, ctx.n = job, n
-    ctx.save_for_backward(query, key, value, sinks, *whole, *tensors)
-    ctx.set_materialize_grads(False)
-    return whole.out, whole.lse
+    return merged.result(query.dtype)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-    job, n = ctx.job, ctx.n
-    query, key, value, sinks, out, lse, ends, *tensors = ctx.saved_tensors
-    whole = Partial(out, lse, ends)
-    job.comm.agree(f"backward of {job.name}", {})
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    held = [key] if value is None else [key, value]
-    sums = _Sums(job, query, held, tensors[:n])
-    traffic = sums.traffic
-    pending: Pending | None = None
-    home: Pending | None = None  # of the step before: with more of them in flight, a rank would hold all ranks' sums
-    for step in range(job.comm.world):
-        following = traffic.bring(step + 1, held) if step + 1 < job.comm.world else None
-        parts = traffic.arrived(step, pending, held)
-        grads = [
-            sums.of_stretch(cols, part, whole, grad_out, grad_lse)
-            for cols, part in zip(traffic.comes[step], parts, strict=True)
-        ]
-        if step == 0:
-            sums.take(0, traffic.comes[0], grads)
-        else:
-            sums.take_home(step - 1, home)
-            home = traffic.send_home(step, grads, sums.wide)
-        pending = following
-    sums.take_home(job.comm.world - 1, home)
-    of_sinks = None if sinks is None else sink_gradient(sinks, whole, grad_out, grad_lse)
-    dk, dv = [*(x.to(key.dtype) for x in sums.held), None][:2]
-    return None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
+def _backward(sums: Sums, held: Travellers) -> Travellers:
+    traffic = Traffic(sums.job, held)
+    total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
+    home: tuple[Piece | None, int, Pending] | None = None  # of the turn before: with more, a rank would hold all sums
+
+    def add(piece: Piece, grads: list[Travellers]) -> None:
+        for to, part in zip(traffic.own(piece, total), grads, strict=True):
+            for x, grad in zip(to, part, strict=True):
+                x += grad
+
+    def take_home() -> None:
+        if home is not None:
+            piece, source, pending = home
+            came = traffic.cut(pending.wait(), source, piece)
+            if piece is not None:
+                add(piece, came)
+
+    for turn, piece, keys in traffic.coming():
+        grads: list[Travellers] = []
+        for came, spans in _came(sums.job, piece, keys):
+            grads.append(sums.of_keys(came, spans)[1])
+            came.keys.clear()
+        if turn is None:
+            assert piece is not None
+            add(piece, grads)
+            continue
+        take_home()
+        home = turn.goes, turn.target, traffic.home(turn, grads, sums.wide)
+    take_home()
+    return total
 
 
-class _Sums:
-    """The gradients of what a rank holds, summed over steps in float32."""
-
-    def __init__(self, job: Job, query: Tensor, held: Travellers, leaves: Sequence[Tensor]) -> None:
-        self.wide = compute_dtype(query)
-        self.leaves = [x.detach().requires_grad_(x.requires_grad) for x in leaves]
-        with torch.enable_grad():
-            self.job = job.with_leaves(query, self.leaves)
-        self.inputs = query
-        self.traffic = Traffic(job, [x.shape[3] for x in held], held[0].shape[0], held[0].dtype)
-        self.query = torch.zeros_like(query, dtype=self.wide)
-        self.held = [torch.zeros_like(x, dtype=self.wide) for x in held]
-        self.learning = [x for x in self.leaves if x.requires_grad]
-        self.sums: dict[int, Tensor] = {}
-
-    def of_stretch(
-        self, cols: Stretch, part: Travellers, whole: Partial, grad_out: Tensor, grad_lse: Tensor | None
-    ) -> Travellers:
-        """What this rank's queries add to the gradient of a stretch of keys; their own is added here."""
-        job = self.job
-        unfolded = Unfolded(job, part)
-        k, v = unfolded.pair
-        dk, dv = (torch.zeros_like(x, dtype=self.wide) for x in (k, v))
-        for rows, at in job.local(job.queries[job.comm.rank]):
-            span = job.reach(rows, cols)
-            if span is None:
-                continue
-            keys = slice(span[0] - cols[0], span[1] - cols[0])
-            some = gradient(
-                job,
-                Rectangle(rows, span, (0, job.heads)),
-                (self.inputs[:, :, at], k[:, :, keys], v[:, :, keys]),
-                whole.of(at),
-                grad_out[:, :, at],
-                None if grad_lse is None else grad_lse[:, :, at],
-                self.learning,
-            )
-            self.query[:, :, at] += some.query
-            dk[:, :, keys] += some.key
-            dv[:, :, keys] += some.value
-            self.add(self.learning, some.leaves)
-        grads, of_read = unfolded.folded(dk, dv)
-        self.add(job.read, of_read)
-        return grads
-
-    def add(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Adds to the gradients of tensors that all ranks have."""
-        for x, grad in zip(tensors, grads, strict=True):
-            if grad is not None:
-                self.sums[id(x)] = self.sums[id(x)] + grad if id(x) in self.sums else grad
-
-    def take(self, step: int, stretches: Sequence[Stretch], grads: list[Travellers]) -> None:
-        """Adds the gradients of stretches of this rank's keys."""
-        own = self.job.keys[self.job.comm.rank]
-        for part, one in zip(stretches, grads, strict=True):
-            for total, grad in zip(self.held, one, strict=True):
-                total[:, :, self.job.mine(own, part)] += grad
-
-    def take_home(self, step: int, pending: Pending | None) -> None:
-        """Waits for what `send_home` of a step started, and adds what came for this rank's keys."""
-        came = {} if pending is None else pending.wait()
-        stretches, traffic = self.traffic.goes[step], self.traffic
-        if came and stretches:
-            self.take(step, stretches, traffic.cut(came[traffic.target(step)], stretches))
-
-    def of_tensors(self) -> list[Tensor | None]:
-        """The gradients of the mask's tensors and of those that an expansion reads, in their order."""
-        return [self.sums.get(id(x)) for x in (*self.leaves, *self.job.read)]
-
-
-class Unfolded:
-    """Keys and values of what travelled, with a graph back to it where they are made of it."""
-
-    def __init__(self, job: Job, part: Travellers, heads: Stretch | None = None) -> None:
-        self.expansion, self.read = job.expansion, job.read
-        if self.expansion is None:
-            self.pair = (part[0], part[1])
-            return
-        with torch.enable_grad():
-            self.source = part[0].detach().requires_grad_()
-            self.made = self.expansion.function(self.source, *(heads or (0, job.heads)))
-        self.pair = (self.made[0].detach(), self.made[1].detach())
-
-    def folded(self, dk: Tensor, dv: Tensor) -> tuple[Travellers, list[Tensor | None]]:
-        """The gradients of what travelled, and of the tensors that the expansion reads."""
-        if self.expansion is None:
-            return [dk, dv], []
-        wanted = [x for x in self.read if x.requires_grad]
-        grads = torch.autograd.grad(
-            self.made, [self.source, *wanted], [dk.to(self.made[0].dtype), dv.to(self.made[1].dtype)], allow_unused=True
-        )
-        of = {id(x): grad for x, grad in zip(wanted, grads[1:], strict=True)}
-        return [grads[0].to(dk.dtype)], [of.get(id(x)) for x in self.read]
-
-
-def expanded(job: Job, part: Travellers, heads: Stretch | None = None) -> tuple[Tensor, Tensor]:
-    """Keys and values of what travelled; without a graph."""
-    if job.expansion is None:
-        return part[0], part[1]
-    with torch.no_grad():
-        return job.expansion.function(part[0], *(heads or (0, job.heads)))
+RING = Layout(_forward, _backward, has_all=False)

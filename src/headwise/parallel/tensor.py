@@ -47,8 +47,8 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
 
     Raises:
         TypeError: another kind of module, or projections that are no plain linear layers.
-        ValueError: heads that do not divide over the processes, a mesh of several dimensions, a module that is dealt
-            out already, or dropout.
+        ValueError: heads that do not divide over the processes, a mesh of several dimensions, or a module that is dealt
+            out already.
 
     Example:
         >>> import headwise
@@ -90,17 +90,11 @@ def _check_parts(module: nn.Module) -> None:
                     f"tensor_parallel splits plain torch.nn.Linear projections; {name} is {type(part).__name__}; merge "
                     "adapters and undo quantisation first"
                 )
-        elif name == "inner":
-            if not isinstance(part, InnerAttention) and next(part.parameters(), None) is not None:
-                raise TypeError(
-                    f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head "
-                    "is not known; tensor_parallel knows those of headwise.nn.InnerAttention"
-                )
-            if getattr(part, "dropout", 0.0):
-                raise ValueError(
-                    f"dropout = {part.dropout} draws by the number of a head within its process, so heads of several "
-                    "would drop alike; set module.inner.dropout = 0"
-                )
+        elif name == "inner" and not isinstance(part, InnerAttention) and next(part.parameters(), None) is not None:
+            raise TypeError(
+                f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head is "
+                "not known; tensor_parallel knows those of headwise.nn.InnerAttention"
+            )
 
 
 def _deal_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:

@@ -8,21 +8,18 @@ read goes to each; its gradients are added up in float32, in the order of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.attention import attention
-from ..ops.native.library import attend_train
-from ..ops.native.lowering import lowered
+from ..ops.comm import Block, Pending
 from ..plan.places import HeadShare, Stretch, head_shares
 from ..shapes import compute_dtype
-from .comm import Block
 from .job import Job
-from .rectangle import Rectangle, is_native, refuse_dropout, scoring_of, seed_of
+from .rectangle import Rectangle, as_one, scoring_of
 
 Heads = tuple[Stretch, ...]
 """The heads of each rank."""
@@ -40,21 +37,15 @@ class Deal:
         me = job.comm.rank
         self.own, self.mine = self.lengths[me], heads[me]
 
-    def shapes_in(self, batch: int, width: int) -> list[tuple[int, ...]]:
-        """What comes from each rank when tokens are dealt out by heads."""
-        return [(batch, self.mine[1] - self.mine[0], n, width) for n in self.lengths]
+    def to_heads(self, x: Tensor) -> Move:
+        """Own tokens of all heads go to the ranks of their heads."""
+        shapes = [(x.shape[0], self.mine[1] - self.mine[0], n, x.shape[3]) for n in self.lengths]
+        return Move(lambda: [x[:, a:b] for a, b in self.heads], shapes)
 
-    def shapes_out(self, batch: int, width: int) -> list[tuple[int, ...]]:
-        """What comes from each rank when heads come back to their tokens."""
-        return [(batch, b - a, self.own, width) for a, b in self.heads]
-
-    def parts_by_heads(self, x: Tensor) -> list[Tensor]:
-        """Own tokens of all heads, cut for each rank."""
-        return [x[:, a:b] for a, b in self.heads]
-
-    def parts_by_tokens(self, x: Tensor) -> list[Tensor]:
-        """All tokens of own heads, cut for each rank."""
-        return [torch.cat([x[:, :, a:b] for a, b in own], dim=2) for own in self.held]
+    def to_tokens(self, x: Tensor, wide: torch.dtype) -> Move:
+        """All tokens of own heads go to the ranks of their tokens, as numbers of that dtype."""
+        shapes = [(x.shape[0], b - a, self.own, x.shape[3]) for a, b in self.heads]
+        return Move(lambda: [torch.cat([x[:, :, a:b].to(wide) for a, b in own], dim=2) for own in self.held], shapes)
 
     def all_tokens(self, parts: Sequence[Tensor]) -> Tensor:
         """Own heads of all tokens, in their order."""
@@ -74,32 +65,35 @@ class Deal:
         return whole
 
 
-def swap(job: Job, kind: str, step: int, parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> Any:
-    """An all-to-all of several tensors at once, in one message a rank: from each rank a list of them."""
-    comm, dtypes = job.comm, [x[0].dtype for x in parts]
-    me = comm.rank
-    others = [rank for rank in range(comm.world) if rank != me]
-    sends = {rank: torch.cat([as_bytes(x[rank]) for x in parts]) for rank in others}
-    sizes = {rank: [Block(s[rank], dtype).nbytes for s, dtype in zip(shapes, dtypes, strict=True)] for rank in others}
-    receives = {rank: Block((sum(sizes[rank]),), torch.uint8) for rank in others}
-    heard = comm.exchange(kind, sends, receives, step=step).wait()
-    found = []
-    for n, dtype in enumerate(dtypes):
-        column = []
-        for rank in range(comm.world):
-            if rank == me:
-                column.append(parts[n][me])
-                continue
-            at = sum(sizes[rank][:n])
-            flat = heard[rank][at : at + sizes[rank][n]].clone()  # a copy lies where any dtype may
-            column.append(flat.view(dtype).view(shapes[n][rank]))
-        found.append(column)
-    return found
+def swap(job: Job, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list[Tensor]]:
+    """All-to-alls of several tensors: of each what every rank has sent. The next is on its way meanwhile, but no more
+    than that: a rank holds two tensors twice, not all of them.
+    """
+    comm = job.comm
+
+    def post(n: int) -> tuple[list[Tensor], Pending | None]:
+        if n == len(moves):
+            return [], None
+        parts, shapes = moves[n].cut(), moves[n].shapes
+        others = [rank for rank in range(comm.world) if rank != comm.rank]
+        receives = {rank: Block(shapes[rank], parts[rank].dtype) for rank in others}
+        return parts[comm.rank : comm.rank + 1], comm.exchange(
+            kind, {rank: parts[rank] for rank in others}, receives, step=4 * step + n
+        )
+
+    following = post(0)
+    for n in range(len(moves)):
+        (own, pending), following = following, post(n + 1)
+        assert pending is not None
+        heard = pending.wait()
+        yield [own[0] if rank == comm.rank else heard.pop(rank) for rank in range(comm.world)]
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """The numbers of a tensor in a row, as bytes."""
-    return x.detach().contiguous().view(-1).view(torch.uint8)
+class Move(NamedTuple):
+    """A tensor on its way: how it is cut for each rank, and what comes from each."""
+
+    cut: Callable[[], list[Tensor]]
+    shapes: Sequence[tuple[int, ...]]
 
 
 class ToHeads(torch.autograd.Function):
@@ -108,10 +102,9 @@ class ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
         """Each tensor, dealt anew."""
-        parts = [deal.parts_by_heads(x) for deal, x in zip(deals, tensors, strict=True)]
-        shapes = [deal.shapes_in(x.shape[0], x.shape[3]) for deal, x in zip(deals, tensors, strict=True)]
-        found = swap(job, "ulysses", 0, parts, shapes)
-        ctx.job, ctx.deals, ctx.dtypes = job, deals, [x.dtype for x in tensors]
+        ctx.job, ctx.deals = job, deals
+        moves = [deal.to_heads(x) for deal, x in zip(deals, tensors, strict=True)]
+        found = swap(job, "ulysses", 0, moves)
         return tuple(deal.all_tokens(x) for deal, x in zip(deals, found, strict=True))
 
     @staticmethod
@@ -120,12 +113,9 @@ class ToHeads(torch.autograd.Function):
         """Gradients go the way back."""
         job, deals = ctx.job, ctx.deals
         wide = [compute_dtype(x) if deal.shared else x.dtype for deal, x in zip(deals, grads, strict=True)]
-        parts = [deal.parts_by_tokens(x.to(w)) for deal, x, w in zip(deals, grads, wide, strict=True)]
-        shapes = [deal.shapes_out(x.shape[0], x.shape[3]) for deal, x in zip(deals, grads, strict=True)]
-        found = swap(job, "ulysses backward", 2, parts, shapes)
-        back = [
-            deal.all_heads(x, w).to(dtype) for deal, x, w, dtype in zip(deals, found, wide, ctx.dtypes, strict=True)
-        ]
+        moves = [deal.to_tokens(x, w) for deal, x, w in zip(deals, grads, wide, strict=True)]
+        found = swap(job, "ulysses backward", 2, moves)
+        back = [deal.all_heads(x, w).to(g.dtype) for deal, x, w, g in zip(deals, found, wide, grads, strict=True)]
         return None, None, *back
 
 
@@ -135,10 +125,9 @@ class ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
         """Each tensor, dealt anew."""
-        parts = [deal.parts_by_tokens(x) for deal, x in zip(deals, tensors, strict=True)]
-        shapes = [deal.shapes_out(x.shape[0], x.shape[3]) for deal, x in zip(deals, tensors, strict=True)]
-        found = swap(job, "ulysses", 1, parts, shapes)
         ctx.job, ctx.deals = job, deals
+        moves = [deal.to_tokens(x, x.dtype) for deal, x in zip(deals, tensors, strict=True)]
+        found = swap(job, "ulysses", 1, moves)
         return tuple(deal.all_heads(x, x[0].dtype) for deal, x in zip(deals, found, strict=True))
 
     @staticmethod
@@ -147,9 +136,8 @@ class ToTokens(torch.autograd.Function):
         """Gradients go the way back."""
         job, deals = ctx.job, ctx.deals
         job.comm.agree(f"backward of {job.name}", {})
-        parts = [deal.parts_by_heads(x) for deal, x in zip(deals, grads, strict=True)]
-        shapes = [deal.shapes_in(x.shape[0], x.shape[3]) for deal, x in zip(deals, grads, strict=True)]
-        found = swap(job, "ulysses backward", 1, parts, shapes)
+        moves = [deal.to_heads(x) for deal, x in zip(deals, grads, strict=True)]
+        found = swap(job, "ulysses backward", 1, moves)
         return None, None, *(deal.all_tokens(x) for deal, x in zip(deals, found, strict=True))
 
 
@@ -193,17 +181,5 @@ def _own_heads(
     at = Rectangle((0, job.T), (0, job.S), (first, last))
     job = job.with_leaves(query, [])
     scoring = scoring_of(job, at, None if sinks is None else sinks[first:last])
-    if job.numbers.dropout and is_native(query, scoring.mask):
-        rules = lowered(scoring, job.T, job.S)
-        return attend_train(query, key, value, *rules, job.numbers.dropout, seed_of(job, at))
-    refuse_dropout(job, query)
-    return attention(
-        query,
-        key,
-        value,
-        mask=scoring.mask,
-        scale=scoring.scale,
-        softcap=scoring.softcap,
-        sinks=scoring.sinks,
-        return_lse=True,
-    )
+    out, lse = as_one(job, at, scoring, query, key, value)
+    return out, lse

@@ -17,7 +17,7 @@ from .layer import AttentionLayer
 from .links import Cost, Link
 from .model import Model
 from .parts import Part
-from .places import Call, held, needed, shares
+from .places import Call, heads_at_once, held, needed, shares
 
 WHOLE = {"router", "shared_gate"}  # of the feed-forward layers: on every rank
 
@@ -256,13 +256,20 @@ def _steps(ranks: int) -> int:
 
 
 def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: Call, cost: Cost) -> int:
-    """Bytes at once: the stream and what is added to it, and attention or feed-forward, whichever is more."""
+    """Bytes at once: the stream and what is added to it, and attention or feed-forward, whichever is more.
+
+    Of keys that travel a rank holds a few heads: in a ring three messages (attended, coming, going), in a gather two
+    heads of all keys, which is the part that more ranks do not make smaller.
+    """
     n, width = grid.context, mine.d_model
     tokens = max(held(call, n, cost.order))
     heads = mine.num_heads * (mine.head_dim + mine.value_dim)
+    kv_heads = 1 if call.latent else call.kv_heads
+    one = call.kv_numbers // kv_heads  # of a token, of one head
+    few = heads_at_once(kv_heads, call.batch * tokens * one * call.number_bytes)
     extra = {
-        "ring": (max(needed(call, n, cost.order)) if call.bounded else 2 * tokens * (n > 1)) * call.kv_numbers,
-        "gather": call.keys * call.kv_numbers * (n > 1),
+        "ring": 3 * few * one * (max(needed(call, n, cost.order)) if call.bounded else tokens * (n > 1)),
+        "gather": min(2, kv_heads) * one * call.keys * (n > 1),
         "ulysses": (heads * call.queries + call.kv_numbers * call.keys) // n * (n > 1),
         "pass_q": 2 * tokens * heads * (n > 1),
     }[cost.layout]

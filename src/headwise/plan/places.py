@@ -13,6 +13,8 @@ from .shape import check_size
 Order = Literal["contiguous", "zigzag"]
 Stretch = tuple[int, int]
 FLOAT32 = 4
+MESSAGE = 1 << 18
+"""Bytes below which a message costs by its number rather than by its length; above, keys travel head by head."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,16 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
         for a, b in stretches(group, count):
             found.append(HeadShare((kv * group + a, kv * group + b), (kv, kv + 1) if b > a else (kv, kv)))
     return tuple(found)
+
+
+def heads_at_once(heads: int, head_bytes: int) -> int:
+    """How many of the key-value heads one message of keys has: one, or as many as take `MESSAGE` bytes together.
+
+    Example:
+        >>> heads_at_once(8, 100 << 10), heads_at_once(8, 1 << 20), heads_at_once(8, 100)
+        (3, 1, 8)
+    """
+    return max(1, min(heads, -(-MESSAGE // max(1, head_bytes))))
 
 
 # --- keys that others see ---------------------------------------------------------------------------------------------

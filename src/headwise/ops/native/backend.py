@@ -50,7 +50,9 @@ def run(call: Call) -> Result:
 
 
 def _dropout(call: Call) -> tuple[float, Tensor | None]:
-    return (call.dropout, torch.randint(1 << 62, (1,), device="cpu")) if call.dropout > 0 else (0.0, None)
+    if not call.dropout > 0:
+        return 0.0, None
+    return call.dropout, torch.randint(1 << 62, (1,), device="cpu") if call.seed is None else call.seed
 
 
 @gated

@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..shapes.kinds import check_numbers, shown
-from .errors import RankError, RankMismatch
+from .rank_errors import RankError, RankMismatch
 
 TIMEOUT = 30.0
 """Seconds that a rank waits for another before it raises, unless told otherwise."""
 HEADER = 4096  # bytes of what is agreed on before an operation
 _HEADER_TAG = 7_000_000
-_TAGS = 1 << 20  # after so many operations their tags come again
+_TAGS = 1 << 16  # after so many operations their tags come again; a tag has room for 30,000 steps
 _DATA_TAG = 8_000_000
 _LONGEST_TEXT = 240  # of a fact, and of the text of an error, in a header
 
@@ -177,9 +177,9 @@ class Comm:
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block], *, step: int = 0
+        self, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block | Tensor], *, step: int = 0
     ) -> Pending:
-        """Starts to send a tensor to each rank of `sends` and to take a block from each of `receives`.
+        """Starts to send a tensor to each rank of `sends` and to take a block, or what fills a tensor, from others.
 
         Both sides know the sizes by what was agreed on. What is empty is not sent. Runs on while the caller computes.
 
@@ -226,18 +226,18 @@ class Comm:
     # -- failure -------------------------------------------------------------------------------------------------------
 
     def _post(
-        self, operation: str, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block], tag: int
+        self, operation: str, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block | Tensor], tag: int
     ) -> Pending:
         pending = Pending(self, operation)
         try:
             for rank, block in receives.items():
-                if block.nbytes:
-                    buffer = torch.empty(block.nbytes, dtype=torch.uint8, device=self._device(sends))
-                    work = dist.irecv(buffer, group=self.group, group_src=rank, tag=tag)
-                    pending.works.append((rank, work, buffer))
-                    pending.heard[rank] = buffer.view(block.dtype).view(block.shape)
-                else:
-                    pending.heard[rank] = torch.empty(block.shape, dtype=block.dtype, device=self._device(sends))
+                to = block
+                if isinstance(to, Block):
+                    to = torch.empty(to.shape, dtype=to.dtype, device=self._device(sends))
+                if to.numel():
+                    wire = to.view(-1).view(torch.uint8)
+                    pending.works.append((rank, dist.irecv(wire, group=self.group, group_src=rank, tag=tag), wire))
+                pending.heard[rank] = to
             for rank, x in sends.items():
                 if x.numel():
                     wire = x.detach().contiguous().view(-1).view(torch.uint8)

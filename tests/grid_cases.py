@@ -1,0 +1,200 @@
+"""Heads dealt out with dropout, counted, and together with tokens, against one process; in those of `ranks.py`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from context_cases import off
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import headwise
+from headwise import parallel
+from headwise.cache import StaticCache
+from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary
+from headwise.parallel import Comm, ShardedCache, tensor_parallel
+from headwise.plan import links
+from headwise.plan.places import Call
+
+WIDTH, TOKENS = 12, 23
+
+
+@functools.cache
+def row() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@functools.cache
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "tokens"))
+
+
+def plain(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def build(kind: str, K: int = 2, dropout: float = 0.0) -> Any:
+    torch.manual_seed(3)
+    inner = InnerAttention(softcap=9.0, sinks=torch.randn(6), dropout=dropout)
+    if kind == "mla":
+        latent = LatentAttention(WIDTH, 6, kv_lora_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
+        latent.inner.dropout = dropout
+        return latent
+    return MultiHeadAttention(WIDTH, 6, num_kv_heads=K, head_dim=8, rotary=Rotary(8), inner=inner)
+
+
+def trained(
+    module: Any, x: Tensor, weight: Tensor, seed: int = 11, **options: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, gradient of the input, gradients of the parameters."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(seed)
+    module.zero_grad()
+    out = module(x, **options)
+    (out * weight).sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad, {name: p.grad for name, p in module.named_parameters()}
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    make = torch.Generator().manual_seed(5)
+    return torch.randn(2, TOKENS, WIDTH, generator=make), torch.randn(2, TOKENS, WIDTH, generator=make)
+
+
+def dropped(cases: list[tuple[str, int]]) -> dict[Any, float]:
+    """Modules in training that drop weights: the largest difference from one process. Ranks have seeds of their own."""
+    found = {}
+    x, weight = inputs()
+    for kind, K in cases:
+        mask = headwise.causal()
+        want, dx, grads = trained(build(kind, K, 0.4), x, weight, mask=mask)
+        split = tensor_parallel(build(kind, K, 0.4), row())
+        out, ours, of = trained(split, x, weight, seed=11 + dist.get_rank(), mask=mask)
+        far = {"out": off(out, want) / 1e-6, "dx": off(ours, dx) / 5e-6}
+        far |= {name: off(plain(of[name]), grad) / 5e-6 for name, grad in grads.items()}
+        found[kind, K] = max(far.values())
+        assert not torch.equal(want, build(kind, K, 0.0)(x, mask=mask)), "nothing was dropped"
+    return found
+
+
+def dropped_op() -> dict[str, float]:
+    """The op on DTensors that are cut by batch, and by head."""
+    make, found = torch.Generator().manual_seed(5), {}
+    q, k, v = (torch.randn(4, heads, 7, 5, generator=make) for heads in (6, 2, 2))
+    torch.manual_seed(11)
+    want = headwise.attention(q, k, v, dropout=0.4)
+    for name, of_query, of_key in (("batch", Shard(0), Shard(0)), ("heads", Shard(1), Replicate())):
+        spread = [distribute_tensor(x, row(), [place]) for x, place in ((q, of_query), (k, of_key), (v, of_key))]
+        torch.manual_seed(11 + dist.get_rank())
+        found[name] = off(plain(headwise.attention(*spread, dropout=0.4)), want)
+    return found
+
+
+def counted() -> list[tuple[int, int]]:
+    """Bytes of a module's forward and backward: predicted, and counted."""
+    comm, (x, weight), found = Comm.of(row()), inputs(), []
+    split = tensor_parallel(build("mha"), row())
+    x = x.requires_grad_()
+    for run in (lambda: split(x), lambda: (split(x) * weight).sum().backward()):
+        before = comm.sent["heads"]
+        run()
+        found.append(comm.sent["heads"] - before)
+    predicted = links.all_reduce(x.numel(), comm.world)[comm.rank] * x.itemsize
+    return [(predicted, found[0]), (2 * predicted, found[1])]
+
+
+def together(kind: str, layout: Any, K: int, dropout: float) -> tuple[dict[str, float], tuple[int, int]]:
+    """A module whose heads and tokens are split, two by two: what is off, as parts of the budgets; and bytes."""
+    x, weight = inputs()
+    mask = headwise.causal() & headwise.alibi(headwise.alibi_slopes(6))
+    want, dx, grads = trained(build(kind, K, dropout), x, weight, mask=mask)
+    tokens = grid()["tokens"]
+    module = tensor_parallel(build(kind, K, dropout), grid()["heads"])
+    own, part = (parallel.split_sequence(one, tokens, order="zigzag") for one in (x, weight))
+    before = Comm.of(tokens).sent.copy()
+    with parallel.context(tokens, order="zigzag", layout=layout, length=TOKENS):
+        out, ours, _ = trained(module, own, part, mask=mask)
+    sent = sum((Comm.of(tokens).sent - before)[kind] for kind in (layout, f"{layout} backward"))
+    parallel.sum_gradients(module, tokens)
+    far = {"out": off(parallel.join_sequence(out, tokens, order="zigzag"), want) / 1e-6}
+    far["dx"] = off(parallel.join_sequence(ours, tokens, order="zigzag"), dx) / 5e-6
+    far |= {name: off(plain(p.grad), grads[name]) / 5e-6 for name, p in module.named_parameters()}
+    predicted = sent
+    if kind == "mha":
+        call = Call(TOKENS, TOKENS, 3, len(module.dealt.share.keys), 8, 8, 4, 2)
+        predicted = sum(
+            links.sent(call, layout, 2, order="zigzag", backward=way)[Comm.of(tokens).rank] for way in (False, True)
+        )
+    return far, (predicted, sent)
+
+
+def all_together(cases: list[tuple[str, Any, int, float]]) -> dict[Any, Any]:
+    """What is off of each, and bytes that are not those predicted."""
+    found: dict[Any, Any] = {}
+    for case in cases:
+        far, (predicted, sent) = together(*case)
+        bad = {name: x for name, x in far.items() if not x <= 1}
+        if bad or predicted != sent:
+            found[case] = bad, predicted, sent
+    return found
+
+
+@torch.no_grad()
+def decoded(K: int) -> float:
+    """Steps with a cache whose heads lie along one dimension and whose tokens along the other."""
+    one, tokens = build("mha", K).eval(), grid()["tokens"]
+    split = tensor_parallel(build("mha", K).eval(), grid()["heads"])
+    heads, x, far = len(split.dealt.share.keys), inputs()[0], 0.0
+    whole, cache = StaticCache(2, K, 8, capacity=40), ShardedCache(StaticCache, 2, heads, 8, capacity=40, group=tokens)
+    for part in x.split((17, 1, 1, 4), dim=1):
+        want, _ = one(part, cache=whole)
+        out, _ = split(part, cache=cache)
+        far = max(far, off(out, want))
+    return far
+
+
+def model_together() -> dict[str, float]:
+    """A transformers decoder, its heads split and its sequences as well."""
+    from context_models import inputs as batches
+    from hf_models import BY_NAME
+
+    import headwise.hf
+
+    found, batch = {}, batches("padded")
+    one, model = (BY_NAME["Llama GQA"].build() for _ in range(2))
+    model.load_state_dict(one.state_dict())
+    for each in (one, model):
+        each.set_attn_implementation("headwise")
+    want = one(**batch, use_cache=False)
+    want.loss.backward()
+    model = headwise.hf.tensor_parallel(model, grid()["heads"])
+    with headwise.hf.context_parallel(model, grid()["tokens"]) as shards:
+        out = model(**batch)
+        out.loss.backward()
+        found["logits"] = off(plain(shards.join(plain(out.logits).detach())), want.logits.detach())
+        shards.sum_gradients()
+    found["loss"] = off(plain(out.loss.detach()), want.loss.detach())
+    for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
+        found[name] = off(plain(p.grad), q.grad)
+    return found
+
+
+def peak(layout: Any, tokens: int) -> int:
+    """The most bytes of this rank's tensors in a forward and backward of so many tokens in all."""
+    path = Path(__file__).parents[1] / "benchmarks" / "statistics_memory.py"
+    spec = importlib.util.spec_from_file_location("statistics_memory", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    own = [torch.randn(1, heads, tokens // dist.get_world_size(), 64).requires_grad_() for heads in (8, 4, 4)]
+    with module.LiveBytes(*own) as live:
+        parallel.context_parallel(
+            own[0], own[1], own[2], mask=headwise.causal(), layout=layout, order="zigzag"
+        ).sum().backward()
+    return int(live.peak)
