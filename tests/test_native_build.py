@@ -144,15 +144,32 @@ def test_declarations_agree_with_torch(tmp_path: Path) -> None:
 # Drawn cases
 
 
+def has_sanitizer(name: str, folder: Path) -> bool:
+    """Whether a program under this sanitizer is compiled, and starts."""
+    (folder / "empty.cpp").write_text("int main() {}\n")
+    made = run(str(COMPILER), f"-fsanitize={name}", folder / "empty.cpp", "-o", folder / "empty").returncode == 0
+    return made and run(folder / "empty").returncode == 0
+
+
 @needs_compiler
 def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     """`make fuzz` for six seconds: no report of AddressSanitizer or UBSan, no wrong result, no leak."""
-    (tmp_path / "empty.cpp").write_text("int main() {}\n")
-    if run(str(COMPILER), "-fsanitize=address,undefined", tmp_path / "empty.cpp", "-o", tmp_path / "empty").returncode:
+    if not has_sanitizer("address,undefined", tmp_path):
         pytest.skip("this compiler has no AddressSanitizer")
     fuzzer = configure("asan", "-DHEADWISE_SANITIZE=ON") / "headwise_fuzz"
     told = ok(fuzzer, "6", "1", UBSAN_OPTIONS="print_stacktrace=1")
     assert int(re.match(r"(\d+) cases", told).group(1)) > 20  # type: ignore[union-attr]
+
+
+@needs_compiler
+def test_many_threads(tmp_path: Path) -> None:
+    """`make tsan` for five seconds: on 64 threads no race and the bits of one; and 2 to 256 of them get even shares."""
+    if not has_sanitizer("thread", tmp_path):
+        pytest.skip("this compiler has no ThreadSanitizer")
+    fuzzer = configure("tsan", "-DHEADWISE_TSAN=ON") / "headwise_fuzz"
+    told = ok(fuzzer, "threads", "5", "1")
+    assert int(re.match(r"(\d+) cases", told).group(1)) > 3  # type: ignore[union-attr]
+    assert "64:" in ok(fuzzer, "shares")
 
 
 @needs_compiler
