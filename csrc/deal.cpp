@@ -24,14 +24,14 @@ struct Order {
 
 // Items by the power of two of their cost, the longest first; those of one power stay as they are, so that neighbours
 // share keys in a cache. Where items are few, all are in the order of their costs.
-Order longest_first(const std::vector<float>& costs, int64_t workers) {
+Order longest_first(const std::vector<float>& costs, int64_t workers, bool timed = true) {
   Order order;
   double sum = 0.0;
   float largest = 0.0f;
   for (const float cost : costs) sum += static_cast<double>(cost), largest = std::max(largest, cost);
   order.places.resize(costs.size());
   const double mean = sum / static_cast<double>(workers);
-  if (mean < static_cast<double>(largest) * static_cast<double>(kEnoughItems)) {
+  if (timed && mean < static_cast<double>(largest) * static_cast<double>(kEnoughItems)) {
     std::iota(order.places.begin(), order.places.end(), 0);
     const auto cost = [&](int32_t place) { return costs[static_cast<size_t>(place)]; };
     std::stable_sort(order.places.begin(), order.places.end(), [&](int32_t a, int32_t b) { return cost(a) > cost(b); });
@@ -264,11 +264,16 @@ double largest_share(const std::vector<float>& costs, int64_t workers) {
 
 Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers) {
   Deal best(plan);
-  if (workers <= 1) return best;
+  // A call of few rows lasts so short that a model of its threads would take a part of its time.
+  if (workers <= 1 || (plan.by_row && p.bounds == nullptr)) return best;
+  if (plan.by_row) {
+    best.order = longest_first(costs_of(p, plan), workers, false).places;
+    return best;
+  }
   double least = HUGE_VAL;
-  for (int64_t blocks = plan.by_row ? 1 : plan.rows_per_item / plan.rows_per_block;; blocks = (blocks + 1) / 2) {
+  for (int64_t blocks = plan.rows_per_item / plan.rows_per_block;; blocks = (blocks + 1) / 2) {
     Deal deal(plan);
-    if (!plan.by_row) deal.plan.cut(blocks * plan.rows_per_block);
+    deal.plan.cut(blocks * plan.rows_per_block);
     Order order = longest_first(costs_of(p, deal.plan), workers);
     // Blocks that share a tile of keys read it once.
     const double time = order.time * (1.0 + 0.06 / static_cast<double>(blocks));
