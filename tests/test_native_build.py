@@ -159,17 +159,17 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     fuzzer = configure("asan", "-DHEADWISE_SANITIZE=ON") / "headwise_fuzz"
     told = ok(fuzzer, "6", "1", UBSAN_OPTIONS="print_stacktrace=1")
     assert int(re.match(r"(\d+) cases", told).group(1)) > 20  # type: ignore[union-attr]
+    assert "256:" in ok(fuzzer, "shares")  # 2 to 256 threads get even shares of the work
 
 
 @needs_compiler
 def test_many_threads(tmp_path: Path) -> None:
-    """`make tsan` for five seconds: on 64 threads no race and the bits of one; and 2 to 256 of them get even shares."""
+    """`make tsan` for five seconds: on 64 threads no race, and the bits of one."""
     if not has_sanitizer("thread", tmp_path):
         pytest.skip("this compiler has no ThreadSanitizer")
     fuzzer = configure("tsan", "-DHEADWISE_TSAN=ON") / "headwise_fuzz"
     told = ok(fuzzer, "threads", "5", "1")
-    assert int(re.match(r"(\d+) cases", told).group(1)) > 3  # type: ignore[union-attr]
-    assert "64:" in ok(fuzzer, "shares")
+    assert " 0 failures" in told
 
 
 @needs_compiler

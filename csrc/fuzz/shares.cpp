@@ -222,14 +222,14 @@ void check(const char* what, const Kind& kind, const Shape& shape, const std::ve
     const double least = static_cast<double>(dealt.finest) * static_cast<double>(headwise::kEnoughItems * workers);
     const double share = headwise::largest_share(dealt.costs, workers);
     const bool enough = sum >= least || std::count(wanted.begin(), wanted.end(), workers) > 0;
-    const bool slower = share * sum > dealt.otherwise;
-    const bool wrong = enough && slower && share > headwise::kEvenShare;
+    const bool uneven = share > headwise::kEvenShare, slower = share * sum > dealt.otherwise;
+    const bool wrong = enough && uneven && slower;
     faults += wrong;
     char text[40];
     snprintf(text, sizeof(text), " %d:%.2f%s", static_cast<int>(workers), share,
              wrong     ? "!"
              : !enough ? "~"
-             : !slower ? "-"
+             : uneven  ? "-"
                        : "");
     line += text;
   }
