@@ -42,13 +42,14 @@ def compiled() -> ctypes.CDLL | None:
     return lib
 
 
+@cache
 def operation(dtype: str) -> str:
-    """The instruction that bounds arithmetic in this dtype: bf16's own where the CPU has it, else float32's."""
+    """The instruction that bounds arithmetic in this dtype: bf16's own where it has the higher rate, else float32's."""
     if os.environ.get("HEADWISE_ISA") == "avx2":
         return "fma_avx2_rate"
     lib = compiled()
-    has_bf16 = lib is not None and lib.bf16_rate(1, 0.001) > 0
-    return "bf16_rate" if dtype == "bfloat16" and has_bf16 else "fma_rate"
+    pairs = dtype == "bfloat16" and lib is not None and lib.bf16_rate(1, SECONDS) > lib.fma_rate(1, SECONDS)
+    return "bf16_rate" if pairs else "fma_rate"
 
 
 def arithmetic(dtype: str, seconds: float = SECONDS) -> float | None:

@@ -178,6 +178,7 @@ def _decode() -> list[Case]:
             Case("decode", 1, 32, 8, 1, 4096, 128, dtype),
             Case("decode", 1, 32, 8, 1, 32768, 128, dtype, marks=grouped),
             Case("decode", 8, 32, 8, 1, 4096, 128, dtype),
+            Case("decode", 1, 32, 8, 1, 131072, 128, dtype),
             Case("decode", 8, 32, 8, 1, 2048, 64, dtype, "padded"),
             Case("decode", 1, 32, 1, 1, 32768, 128, dtype, marks=shared),
             Case("decode", 1, 128, 1, 1, 4096, 576, dtype, V=512, marks=latent),

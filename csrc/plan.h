@@ -128,6 +128,7 @@ struct Kernels {
 const Kernels* baseline_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512_vnni_kernels();
 const Kernels* avx512_bf16_kernels();
 const Kernels* neon_kernels();
 const Kernels* neon_bf16_kernels();

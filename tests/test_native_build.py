@@ -66,7 +66,13 @@ def objects() -> dict[str, Path]:
 
 
 # What a file of an instruction set may not hold: by mnemonic or by register. All AVX mnemonics begin with v.
-FOREIGN = {"": r"\t(v\w+)", "isa/avx2": r"(%zmm\d+|\{%k\d\})", "isa/avx512": r"\t(vdpbf16ps|vcvtne\w*bf16\w*|vpdpbusd)"}
+PAIRS = r"vdpbf16ps|vcvtne\w*bf16\w*"
+FOREIGN = {
+    "": r"\t(v\w+)",
+    "isa/avx2": r"(%zmm\d+|\{%k\d\})",
+    "isa/avx512": rf"\t({PAIRS}|vpdpbusd)",
+    "isa/avx512_vnni": rf"\t({PAIRS})",
+}
 
 
 def foreign_instructions(path: Path, name: str) -> set[str]:
@@ -88,7 +94,8 @@ def test_no_instruction_outside_its_file(objects: dict[str, Path]) -> None:
 def test_a_foreign_instruction_is_found(objects: dict[str, Path]) -> None:
     assert foreign_instructions(objects["isa/avx2"], "driver")
     assert foreign_instructions(objects["isa/avx512"], "isa/avx2")
-    assert foreign_instructions(objects["isa/avx512_bf16"], "isa/avx512")
+    assert foreign_instructions(objects["isa/avx512_vnni"], "isa/avx512")
+    assert foreign_instructions(objects["isa/avx512_bf16"], "isa/avx512_vnni")
 
 
 def weak_symbols(path: Path) -> set[str]:
@@ -195,7 +202,7 @@ def sources(tmp_path: Path) -> Path:
     for name in ("hatch_build.py", "pyproject.toml", "README.md", "LICENSE", "LICENSE-python.txt", "CMakeLists.txt"):
         shutil.copy(ROOT / name, tree / name)
     shutil.copytree(CSRC, tree / "csrc", ignore=shutil.ignore_patterns("isa", "fuzz"))
-    sets = ("baseline", "avx2", "avx512", "avx512_bf16")
+    sets = ("baseline", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
     (tree / "csrc" / "none.cpp").write_text(
         '#include "plan.h"\nnamespace headwise {\nstatic Kernels none;\n'
         'static const Kernels* named() {\n  none.name = "baseline";\n  return &none;\n}\n'

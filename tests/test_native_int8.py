@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import BEST, attend, natives
+from backends import BEST, ISAS, NATIVE, attend, natives
 from mask_cases import MASKS, Sizes
 from native_cases import Answer, check_lse, check_out, collected, dtypes, exact, weights_of
 from test_interference import split_rows
@@ -123,7 +123,7 @@ def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
             attempt(n, check, backend, *case(n, dtype))
 
 
-@natives
+@pytest.mark.parametrize("backend", sorted({*NATIVE, *(f"native-{isa}" for isa in ISAS)}))
 @dtypes
 @pytest.mark.parametrize("T", [1, 40])
 def test_numbers_of_every_size(backend: str, dtype: torch.dtype, T: int) -> None:

@@ -11,13 +11,12 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kDecodeTile = 128;             // keys of a tile: one stream of memory runs so long before the other
 constexpr int kDecodeRows = W < 16 ? 4 : 8;  // the most rows: W sums and their operands fit into the registers
 
 struct DecodeScratch {
   float* query;   // [row][D up to a step]
   float* sums;    // [row][V up to a step], in the reader's order
-  float* scores;  // [row][kDecodeTile], then weights
+  float* scores;  // [row][key of the tile], then weights
   char *key_copy, *value_copy;
   float* line;  // a row as floats
   QueryRows* rows;
@@ -31,27 +30,50 @@ struct DecodeScratch {
     const int64_t padded_D = round_up(p.D, kMaxStep), padded_V = round_up(p.V, kMaxStep);
     query = arena.take<float>(kDecodeRows * padded_D);
     sums = arena.take<float>(kDecodeRows * padded_V);
-    scores = arena.take<float>(kDecodeRows * kDecodeTile);
-    key_copy = arena.take<char>(kDecodeTile * padded_D * 4), value_copy = arena.take<char>(kDecodeTile * padded_V * 4);
+    scores = arena.take<float>(kDecodeRows * kInt8Tile);
+    key_copy = arena.take<char>(kInt8Tile * padded_D * 4), value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
     line = arena.take<float>(max(padded_D, padded_V));
     rows = arena.take<QueryRows>(1);
     query_digits = reinterpret_cast<int8_t*>(query);
-    weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kDecodeTile * kDigitBytes : 0);
+    weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
   }
 };
 
-// Prefetches the 2 W elements 4 KiB behind p: far enough for memory to answer in time, near enough to stay in the
-// cache.
+// A tile of keys or values that is read next: a few lines are prefetched beside each few products, and, of tiles so
+// small that memory could not answer in time, those of the tile after it into the second cache.
 template <class T>
-HW_INLINE void prefetch(const T* p) {
-  const char* next = offset(reinterpret_cast<const char*>(p), 4096);
-  for (size_t line = 0; line < 2 * W * sizeof(T); line += 64) HW_PREFETCH_ONCE(next + line);
-}
+class Ahead {
+ public:
+  Ahead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t width)
+      : row_(at(x, b, kv_head, j)), pitch_(x.stride[2] * kSize), width_(width * kSize) {}
+  // The next 2 W elements, in the order of memory.
+  HW_MEMBER void step() {
+    prefetch(column_);
+    column_ += 2 * W * kSize;
+    if (column_ >= width_) column_ = 0, row_ = offset(row_, pitch_);
+  }
+  // The 2 W elements from column d, of the u-th of the next few rows; then those rows are done. Memory serves floats
+  // faster from a few rows at a time, and halves, of which 2 W are one line, in order.
+  HW_MEMBER void beside(int64_t u, int64_t d) { kByRows ? prefetch(u * pitch_ + d * kSize) : step(); }
+  HW_MEMBER void pass(int64_t rows) { row_ = offset(row_, kByRows ? rows * pitch_ : 0); }
+
+ private:
+  static constexpr int64_t kSize = sizeof(T);
+  static constexpr bool kByRows = kSize == 4;
+  HW_MEMBER void prefetch(int64_t bytes) const {
+    for (int64_t line = 0; line < 2 * W * kSize; line += 64) {
+      HW_PREFETCH_ONCE(offset(row_, bytes + line));
+      if constexpr (kSize == 2 && HW_ONCE != 0) HW_PREFETCH_NEAR(offset(row_, bytes + line + kDecodeTile * pitch_));
+    }
+  }
+  const char* row_;
+  int64_t pitch_, width_, column_ = 0;  // in bytes
+};
 
 // Scores of U keys and R rows, U R = W sums: side by side in `out`, row by row.
 template <class Read, int R>
 static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, const typename Read::T* HW_RESTRICT key,
-                            int64_t stride, float* HW_RESTRICT out) {
+                            int64_t stride, Ahead<typename Read::T>& ahead, float* HW_RESTRICT out) {
   constexpr int U = W / R;
   F acc[W];
   HW_UNROLL
@@ -66,7 +88,7 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
     for (int u = 0; u < U; ++u) {
       F a, b;
       Read::load_key(key + u * stride + d, a, b);
-      prefetch(key + u * stride + d);
+      ahead.beside(u, d);
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
         if constexpr (R > U) Read::load_query(query, r * padded_D + d, qa[r], qb[r]);
@@ -74,13 +96,15 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
       }
     }
   }
+  ahead.pass(U);
   store(out, reduce_each(acc));
 }
 
 // sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
 template <class Read, int R, int X>
 static inline void value_columns(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                                 int64_t stride, const float* rescale, float* HW_RESTRICT sums, int64_t padded_V) {
+                                 int64_t stride, Ahead<typename Read::T>& ahead, const float* rescale,
+                                 float* HW_RESTRICT sums, int64_t padded_V) {
   F acc[R][2 * X];
   HW_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -95,10 +119,10 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
       for (int x = 0; x < X; ++x) {
         F a, b;
         load_pairs(first + x * 2 * W, second + x * 2 * W, a, b);
-        prefetch(first + x * 2 * W), prefetch(second + x * 2 * W);
+        ahead.step(), ahead.step();
         HW_UNROLL
         for (int r = 0; r < R; ++r) {
-          const F w = set1(weights[r * kDecodeTile + j]);
+          const F w = set1(weights[r * Read::kTile + j]);
           acc[r][2 * x] = dot_pairs(acc[r][2 * x], w, a);
           acc[r][2 * x + 1] = dot_pairs(acc[r][2 * x + 1], w, b);
         }
@@ -110,10 +134,10 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
       for (int x = 0; x < X; ++x) {
         F a, b;
         Read::load2(value + j * stride + x * 2 * W, a, b);
-        prefetch(value + j * stride + x * 2 * W);
+        ahead.step();
         HW_UNROLL
         for (int r = 0; r < R; ++r) {
-          const F w = set1(weights[r * kDecodeTile + j]);
+          const F w = set1(weights[r * Read::kTile + j]);
           acc[r][2 * x] = fma(w, a, acc[r][2 * x]);
           acc[r][2 * x + 1] = fma(w, b, acc[r][2 * x + 1]);
         }
@@ -132,18 +156,18 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
 }
 
 // The online softmax along the keys of R rows. The rows are interleaved, so that one fills the latency of another.
-template <int R>
+template <int R, int Tile>
 static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_RESTRICT row_max,
                                 float* HW_RESTRICT row_sum, float* HW_RESTRICT rescale) {
   const int padded = static_cast<int>(round_up(n, W));
   F peak[R], sum[R];
   for (int r = 0; r < R; ++r) {
-    for (int j = n; j < padded; ++j) x[r * kDecodeTile + j] = -kInf;
-    peak[r] = load(x + r * kDecodeTile), sum[r] = zero();
+    for (int j = n; j < padded; ++j) x[r * Tile + j] = -kInf;
+    peak[r] = load(x + r * Tile), sum[r] = zero();
   }
   for (int j = W; j < padded; j += W) {
     HW_UNROLL
-    for (int r = 0; r < R; ++r) peak[r] = max(peak[r], load(x + r * kDecodeTile + j));
+    for (int r = 0; r < R; ++r) peak[r] = max(peak[r], load(x + r * Tile + j));
   }
   const F scale = set1(c);
   float shift[W] = {0};  // a lane for each row
@@ -157,9 +181,9 @@ static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_
   for (int j = 0; j < padded; j += W) {
     HW_UNROLL
     for (int r = 0; r < R; ++r) {
-      const F w = exp2<6>(mul(sub(load(x + r * kDecodeTile + j), set1(shift[r])), scale));
+      const F w = exp2<6>(mul(sub(load(x + r * Tile + j), set1(shift[r])), scale));
       sum[r] = add(sum[r], w);
-      store(x + r * kDecodeTile + j, w);
+      store(x + r * Tile + j, w);
     }
   }
   HW_UNROLL
@@ -201,26 +225,27 @@ static inline void prefetch_first(const Problem& p, int64_t b, int64_t kv_head, 
 
 // Q K^T of R rows and n keys in float arithmetic.
 template <class Read, int R>
-static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n) {
+static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
+                                   Ahead<typename Read::T> ahead) {
   constexpr int U = W / R;
   const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
   float out[W];
   for (int j = 0; j < n; j += U) {
     if (j + U <= n) {
-      key_dots<Read, R>(s.query, padded_D, k + j * key.stride, key.stride, out);
+      key_dots<Read, R>(s.query, padded_D, k + j * key.stride, key.stride, ahead, out);
     } else {  // the last keys one at a time, as U times the same one
       for (int i = j; i < n; ++i) {
-        key_dots<Read, R>(s.query, padded_D, k + i * key.stride, 0, out);
-        for (int r = 0; r < R; ++r) s.scores[r * kDecodeTile + i] = out[r * U];
+        key_dots<Read, R>(s.query, padded_D, k + i * key.stride, 0, ahead, out);
+        for (int r = 0; r < R; ++r) s.scores[r * Read::kTile + i] = out[r * U];
       }
       return;
     }
-    for (int r = 0; r < R; ++r) memcpy(s.scores + r * kDecodeTile + j, out + r * U, U * sizeof(float));
+    for (int r = 0; r < R; ++r) memcpy(s.scores + r * Read::kTile + j, out + r * U, U * sizeof(float));
   }
 }
 
 // The same in integer arithmetic, times the keys' scales. Prefetches the rows of `next`.
-template <int Digits, int R>
+template <class Read, int R>
 static inline void decode_products_int8(const DecodeScratch& s, int64_t padded_D, int64_t D, const KeyRows& key, int n,
                                         const float* scales, NextRows next) {
   constexpr int Some = R < 4 ? R : 4;  // the registers hold no more rows
@@ -229,18 +254,19 @@ static inline void decode_products_int8(const DecodeScratch& s, int64_t padded_D
   for (int j = 0; j < n; j += W) {
     const NextRows next_keys = {next.rows + j * next.stride, next.stride};
     for (int r = 0; r < R; r += Some) {
-      products_int8<Digits, Some, kDecodeTile>(s.query_digits + r * pitch, s.query_bias + r * 4, s.query_unit + r,
-                                               pitch, D, k + j * key.stride, key.stride, n - j, scales + j, next_keys,
-                                               s.scores + r * kDecodeTile + j);
+      products_int8<Read::kDigits, Some, Read::kTile>(s.query_digits + r * pitch, s.query_bias + r * 4,
+                                                      s.query_unit + r, pitch, D, k + j * key.stride, key.stride, n - j,
+                                                      scales + j, next_keys, s.scores + r * Read::kTile + j);
     }
   }
 }
 
 // Whether the scores of R rows and n keys are all finite.
+template <int Tile>
 HW_INLINE bool scores_are_finite(const float* x, int R, int n) {
   bool good = true;
   for (int r = 0; r < R; ++r) {
-    const float* row = x + r * kDecodeTile;
+    const float* row = x + r * Tile;
     good &= floats_are_finite(row, n / W * W);
     for (int i = n / W * W; i < n; ++i) good &= row[i] - row[i] == 0.0f;
   }
@@ -254,8 +280,8 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
   constexpr int N = Read::kWeightDigits;
   const auto* v = reinterpret_cast<const int8_t*>(value.data);
   for (int r = 0; r < R; ++r) {
-    s.weight_unit[r] = quantize_weights<N>(s.weight_digits + r * kDecodeTile * kDigitBytes, s.weight_bias + r * 4,
-                                           s.scores + r * kDecodeTile, n);
+    s.weight_unit[r] = quantize_weights<N>(s.weight_digits + r * Read::kTile * kDigitBytes, s.weight_bias + r * 4,
+                                           s.scores + r * Read::kTile, n);
   }
   for (int64_t d = 0; d < padded_V; d += kBytes) {
     const auto some = [&](auto values) {
@@ -264,32 +290,33 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
              padded_V);
     };
     if constexpr (R <= 2) {
-      some(values_int8<N, R, 0, 4, kDecodeTile>);
+      some(values_int8<N, R, 0, 4, Read::kTile>);
     } else if constexpr (R == 4) {
-      some(values_int8<N, R, 0, 2, kDecodeTile>), some(values_int8<N, R, 2, 2, kDecodeTile>);
+      some(values_int8<N, R, 0, 2, Read::kTile>), some(values_int8<N, R, 2, 2, Read::kTile>);
     } else {
-      some(values_int8<N, R, 0, 1, kDecodeTile>), some(values_int8<N, R, 1, 1, kDecodeTile>);
-      some(values_int8<N, R, 2, 1, kDecodeTile>), some(values_int8<N, R, 3, 1, kDecodeTile>);
+      some(values_int8<N, R, 0, 1, Read::kTile>), some(values_int8<N, R, 1, 1, Read::kTile>);
+      some(values_int8<N, R, 2, 1, Read::kTile>), some(values_int8<N, R, 3, 1, Read::kTile>);
     }
   }
 }
 
 // The same in float arithmetic.
 template <class Read, int R>
-static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V) {
+static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
+                                 Ahead<typename Read::T> ahead) {
   const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
   constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
   int64_t d = 0;
   for (; d + 2 * W * X <= padded_V; d += 2 * W * X) {
-    value_columns<Read, R, X>(s.scores, n, v + d, value.stride, s.rescale, s.sums + d, padded_V);
+    value_columns<Read, R, X>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
   }
   if constexpr (X == 4) {
     for (; d + 4 * W <= padded_V; d += 4 * W) {
-      value_columns<Read, R, 2>(s.scores, n, v + d, value.stride, s.rescale, s.sums + d, padded_V);
+      value_columns<Read, R, 2>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
     }
   }
   for (; d < padded_V; d += 2 * W) {
-    value_columns<Read, R, 1>(s.scores, n, v + d, value.stride, s.rescale, s.sums + d, padded_V);
+    value_columns<Read, R, 1>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
   }
 }
 
@@ -303,46 +330,47 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
   for (int r = 0; r < R; ++r) s.row_max[r] = -kInf, s.row_sum[r] = 0.0f;
   BadKeys bad;
   PageTable pages(call), next_pages(call);
-  [[maybe_unused]] float scales[kDecodeTile];
+  [[maybe_unused]] float scales[Read::kTile];
   if (Read::kDigits != 0 && reach.from < reach.to) {
-    prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + kDecodeTile, reach.to));
+    prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + Read::kTile, reach.to));
   }
   bool finite = true;
-  walk_tiles<kDecodeTile, 1>(reach, [&](int64_t j0, int n) {
+  walk_tiles<Read::kTile, 1>(reach, [&](int64_t j0, int n) {
     const KeySpan span = {j0, n, tile_kind(call, b, *s.rows, j0, j0 + n)};
     if (span.kind == TileKind::empty || !finite) return;
     const Problem& p = pages.tile(b, j0);
     if (careful) bad.find(p, b, kv_head, j0, n);
     const KeyRows key = decode_rows(p.key, b, kv_head, j0, n, p.D, bad, s.key_copy, Read::kStep);
     if constexpr (Read::kScaled) load_key_scales(p.key_scale, b, kv_head, j0, n, bad.from(0), scales);
-    tile_scores<ScoreLayout<kDecodeTile, 1>>(p, b, *s.rows, span, bad.from(0), s.scores, R * kDecodeTile, nullptr, [&] {
+    tile_scores<ScoreLayout<Read::kTile, 1>>(p, b, *s.rows, span, bad.from(0), s.scores, R * Read::kTile, nullptr, [&] {
       if constexpr (Read::kDigits != 0) {
-        decode_products_int8<Read::kDigits, R>(s, padded_D, p.D, key, n, scales, next_rows(p.value, b, kv_head, j0));
+        decode_products_int8<Read, R>(s, padded_D, p.D, key, n, scales, next_rows(p.value, b, kv_head, j0));
       } else {
-        decode_products<Read, R>(s, padded_D, key, n);
-        if constexpr (Read::kScaled) scale_keys<R, kDecodeTile>(s.scores, scales, n);
+        decode_products<Read, R>(s, padded_D, key, n, {p.value, b, kv_head, j0, p.V});
+        if constexpr (Read::kScaled) scale_keys<R, Read::kTile>(s.scores, scales, n);
       }
-      finite = careful || scores_are_finite(s.scores, R, n);
+      finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
     });
     if (!finite) return;
-    softmax_rows<R>(s.scores, n, c, s.row_max, s.row_sum, s.rescale);
-    if (p.dropout > 0.0f) drop_tile<kDecodeTile, 1>(p, b, *s.rows, j0, n, s.scores);
+    softmax_rows<R, Read::kTile>(s.scores, n, c, s.row_max, s.row_sum, s.rescale);
+    if (p.dropout > 0.0f) drop_tile<Read::kTile, 1>(p, b, *s.rows, j0, n, s.scores);
     if constexpr (Read::kScaled) {
       load_key_scales(p.value_scale, b, kv_head, j0, n, bad.from(0), scales);
-      scale_keys<R, kDecodeTile>(s.scores, scales, n);
+      scale_keys<R, Read::kTile>(s.scores, scales, n);
     }
     const KeyRows value = decode_rows(p.value, b, kv_head, j0, n, p.V, bad, s.value_copy, Read::kStep);
+    const int64_t next = j0 + n < reach.to ? j0 + n : j0;
+    const Problem& then = next_pages.tile(b, next);
     if constexpr (Read::kDigits != 0) {
-      finite = careful || scores_are_finite(s.scores, R, n);
+      finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
       if (!finite) return;
-      const int64_t next = j0 + n < reach.to ? j0 + n : j0;
-      const NextRows next_keys = next_rows(next_pages.tile(b, next).key, b, kv_head, next);
+      const NextRows next_keys = next_rows(then.key, b, kv_head, next);
       decode_values_int8<Read, R>(s, n, value, p.V, padded_V, next_keys);
     } else {
       if constexpr (Read::kPairs) {
-        for (int i = 0; i < R * kDecodeTile; i += W) pair_neighbours(s.scores + i);
+        for (int i = 0; i < R * Read::kTile; i += W) pair_neighbours(s.scores + i);
       }
-      decode_values<Read, R>(s, n, value, padded_V);
+      decode_values<Read, R>(s, n, value, padded_V, {then.key, b, kv_head, next, p.D});
     }
   });
   return finite && (careful || floats_are_finite(s.sums, R * padded_V));

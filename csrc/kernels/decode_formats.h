@@ -6,12 +6,19 @@
 namespace headwise {
 namespace HW_ISA {
 
+// Keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while its values
+// are: both fit into the L1 cache. In integer arithmetic a tile has a quarter of the bytes, and more to do for each.
+constexpr int kDecodeTile = 32, kInt8Tile = 128;
+
 struct ReadF32 {
   using T = float;
   static constexpr bool kPairs = false;    // values are multiplied as pairs of keys
   static constexpr bool kScaled = false;   // a token has a scale
   static constexpr int kDigits = 0;        // of a query in integer arithmetic; 0 for float arithmetic
   static constexpr int64_t kStep = 2 * W;  // elements at a time
+  // Keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while its
+  // values are: both fit into the L1 cache.
+  static constexpr int kTile = 32;
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
   // The index of element i of a row among the elements that `load2` gives.
   HW_INLINE int64_t place(int64_t i) { return i; }
@@ -67,6 +74,7 @@ struct ReadInt8Dot : ReadInt8 {
   static constexpr int kDigits = Query, kWeightDigits = Weight;
   using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries that two digits do not hold
   static constexpr int64_t kStep = kBytes;
+  static constexpr int kTile = kInt8Tile;
   HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
 };
 

@@ -1,0 +1,14 @@
+// The kernels for avx512_vnni: compiled with its flags, called only where the CPU has it. bfloat16 is computed in
+// float32: of CPUs without products of bfloat16 pairs, and of those where these take more time.
+#define HW_ISA isa_avx512_vnni
+#define HW_NAME "avx512_vnni"
+// clang-format off: each header needs those above it.
+#include "simd/vec_avx512.h"
+#include "simd/bf16_none.h"
+#include "simd/vnni_avx512.h"
+#include "kernels/table.h"
+// clang-format on
+
+namespace headwise {
+const Kernels* avx512_vnni_kernels() { return &HW_ISA::kernels; }
+}  // namespace headwise
