@@ -27,9 +27,7 @@ FORMS = {
     "many rows": Case(Sizes(2, 6, 2, 211, 307, 40, 24), sinks=True),
     "several chunks": Case(Sizes(1, 4, 1, 1100, 130, 16, 16), sinks=True, slopes=(4,)),
     "long": Case(Sizes(1, 1, 1, 4200, 150, 16, 16), sinks=True),
-    "in two passes": Case(
-        Sizes(1, 3, 3, 4200, 150, 16, 16)
-    ),  # too few chunks
+    "in two passes": Case(Sizes(1, 3, 3, 4200, 150, 16, 16)),  # too few chunks
     "a bias of all": Case(Sizes(2, 4, 2, 97, 131, 24, 24), bias=(97, 131), slopes=(2, 4)),
     "a bias a head": Case(Sizes(2, 4, 2, 97, 131, 24, 24), bias=(4, 97, 131), dropout=0.25),
     "a bias a key": Case(Sizes(3, 4, 2, 97, 131, 24, 24), bias=(131,), softcap=2.0),

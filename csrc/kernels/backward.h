@@ -242,6 +242,7 @@ static void round_floats(const float* x, int64_t n, Dtype dtype, void* out) {
 
 static void merge_backward(const Problem& p, const Gradients& g, const BackwardPlan& plan, int64_t b, int64_t kv_head,
                            int64_t first, int64_t last) {
+  const FlushDenormals flush;  // as where an item writes its sums itself
   float* partial = plan.partial + (b * p.K + kv_head) * plan.chunks * plan.partial_floats(p);
   const auto merge = [&](int64_t at, int64_t width) {  // into the first chunk's sums
     for (int64_t chunk = 1; chunk < plan.chunks; ++chunk) {
