@@ -175,7 +175,7 @@ def test_many_threads(tmp_path: Path) -> None:
     if not has_sanitizer("thread", tmp_path):
         pytest.skip("this compiler has no ThreadSanitizer")
     fuzzer = configure("tsan", "-DHEADWISE_TSAN=ON") / "headwise_fuzz"
-    told = ok(fuzzer, "threads", "5", "1")
+    told = ok(fuzzer, "threads", "5", "1183")  # begins with sums of a gradient that are denormal
     assert " 0 failures" in told
 
 
