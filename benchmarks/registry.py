@@ -60,6 +60,11 @@ class Case:
     def value_dim(self) -> int:
         return self.V or self.D
 
+    @property
+    def int8(self) -> bool:
+        """Keys and values are in int8."""
+        return self.regime.startswith("int8")
+
     def short(self) -> Case:
         """The same case at a length that a test can afford."""
         T = min(self.T, 9)
@@ -116,7 +121,7 @@ class Case:
         """Bytes of keys and values that are attended, each once; values that are columns of the keys do not count."""
         columns = self.D + (0 if self.V else self.D)
         rows = float(self.lengths().sum()) if self.kind == "padded" else float(self.B * self.S)
-        if self.regime == "int8 decode":  # a byte an element, and two scales
+        if self.int8:  # a byte an element, and two scales
             return rows * self.K * (columns + 8)
         return rows * self.K * columns * getattr(torch, self.dtype).itemsize
 
@@ -185,6 +190,10 @@ def _decode() -> list[Case]:
         ]
     for (H, K, D), marks in (((32, 8, 128), (Mark("as-bf16", 1.9, 2.0),)), ((12, 12, 64), ())):
         cases.append(Case("int8 decode", 1, H, K, 1, 32768, D, "bfloat16", marks=marks, without=("flex", *PEERS)))
+    many = (Mark("as-bf16", 0.9),)
+    for H, K, T, S, D in ((12, 12, 2048, 2048, 64), (32, 8, 2048, 2048, 128), (32, 8, 256, 8192, 128)):
+        kind = FULL if T == S else "causal"
+        cases.append(Case("int8 prefill", 1, H, K, T, S, D, "bfloat16", kind, marks=many, without=("flex", *PEERS)))
     return cases
 
 

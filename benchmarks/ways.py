@@ -56,8 +56,8 @@ def lineup(case: Case) -> Lineup:
             line.runs["near"] = headwise_way(near, near.inputs())
         if case.regime == "statistics":
             line.runs["alone"] = headwise_way(replace(case, regime="prefill"), inputs)
-        if case.regime == "int8 decode":
-            line.runs["as-bf16"] = headwise_way(replace(case, regime="decode"), inputs)
+        if case.int8:
+            line.runs["as-bf16"] = headwise_way(replace(case, regime=case.regime.removeprefix("int8 ")), inputs)
         if case.dtype == "float16":
             line.runs["as-fp32"] = headwise_way(replace(case, dtype="float32"), tuple(x.float() for x in inputs))
         if case.backward:
@@ -107,7 +107,7 @@ def headwise_way(case: Case, inputs: Inputs) -> Run:
     mask = case.mask()
     if case.regime == "statistics":
         return lambda: headwise.attention_statistics(q, k, v, mask=mask)[0]
-    if case.regime == "int8 decode":
+    if case.int8:
         k8, v8 = quantize(k), quantize(v)
         return lambda: headwise.attention(q, k8, v8, mask=mask)
     return lambda: headwise.attention(q, k, v, mask=mask)

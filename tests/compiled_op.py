@@ -13,9 +13,11 @@ from functorch.compile import make_boxed_func
 from mask_cases import MASKS, SHORT
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import headwise
 from headwise.cache import Quantized, quantize
+from headwise.ops.native.append import Span, append_int8
 from headwise.ops.native.library import isas
 from headwise.testing import assert_same_bits, make_qkv
 
@@ -161,6 +163,28 @@ def test_int8() -> None:
     compiled(q, k8, v8)
     if isas():
         assert operators(graphs[0]) == ["headwise.attend_held"], operators(graphs[0])
+
+
+@pytest.mark.skipif(not isas(), reason="the native library is not built: make native")
+def test_appending_int8() -> None:
+    """One graph writes a token to a cache and reads it; with dynamic shapes another place compiles nothing new."""
+    q, k, v = make_qkv(1, 4, 2, 1, 1, 16, 8)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, held: list[Tensor], place: int) -> Tensor:
+        assert append_int8(k, v, tuple(held), [Span(0, 0, 0, place, 1)])
+        return headwise.attention(q, Quantized(*held[:2]), Quantized(*held[2:]))
+
+    def empty() -> list[Tensor]:
+        data = (torch.zeros(1, 2, 9, n, dtype=torch.int8) for n in (16, 8))
+        return [x for part in data for x in (part, torch.zeros(part.shape[:3]))]
+
+    count = CompileCounterWithBackend("aot_eager")
+    compiled, ours, plain = torch.compile(step, fullgraph=True, dynamic=True, backend=count), empty(), empty()
+    for place in (2, 3, 5, 8):
+        assert_same_bits(compiled(q, k, v, ours, place), step(q, k, v, plain, place))
+    for x, y in zip(ours, plain, strict=True):
+        assert_same_bits(x, y)
+    assert count.frame_count <= 2  # the first place is a number to the compiler, the others a symbol
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

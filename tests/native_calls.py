@@ -62,7 +62,13 @@ def calls() -> dict[str, dict[str, Any]]:
         "sums": 2,
         "features": torch.randn(B, S, 3),
         "bins": 4,
+        "query_bins": 3,
     }
+    tokens = torch.randn(B, K, T, D), torch.randn(B, K, T, V)
+    bytes_of = [torch.full((H, K, S, n), 3, dtype=torch.int8) for n in (D, V)]
+    scales = torch.rand(H, K, S), torch.rand(H, K, S)
+    append = dict(zip(("key", "value", "key_data", "key_scale", "value_data", "value_scale"), (
+        *tokens, bytes_of[0], scales[0], bytes_of[1], scales[1]), strict=True))  # fmt: skip
     ends = {"top": torch.zeros(B, H, T), "largest": torch.ones(B, H, T)}
     return {
         "attend": {**qkv, "scale": 0.25, "low": -FAR, "high": FAR},
@@ -75,13 +81,14 @@ def calls() -> dict[str, dict[str, Any]]:
         },
         "attend_statistics": {**qkv, **every, **asked},
         "attend_received": {"query": query, "key": key, **ends, **every},
+        "append_int8": append | {"spans": [0, 0, 2, 1, T, B - 1, 1, H - 1, 0, 2]},
         "dropout_keep": {"seed": seed, "dropout": 0.3, "B": B, "H": H, "first": 0, "rows": T, "S": S},
     }  # fmt: skip
 
 
 NAMES = (
     "attend", "attend_full", "attend_held", "attend_held, pages", "attend_backward", "attend_statistics",
-    "attend_received", "dropout_keep",
+    "attend_received", "append_int8", "dropout_keep",
 )  # fmt: skip
 
 
@@ -90,11 +97,13 @@ def tensors(arguments: dict[str, Any]) -> Iterator[tuple[str, Tensor, Callable[[
     for name, x in arguments.items():
         if isinstance(x, Tensor):
             yield name, x, lambda y, name=name: arguments | {name: y}
-        for n, one in enumerate(x if isinstance(x, list) else []):
+        for n, one in enumerate(x if isinstance(x, list) and not isinstance(x[0], int) else []):
             yield f"{name} {n}", one, lambda y, name=name, n=n, x=x: arguments | {name: [*x[:n], y, *x[n + 1 :]]}
 
 
 def results(name: str, arguments: dict[str, Any]) -> list[Tensor]:
-    """What the operator gives, as a list."""
+    """What the operator gives, as a list; what it has written, where it writes."""
     found = getattr(torch.ops.headwise, name.split(",")[0])(**arguments)
+    if found is None:
+        return [x.clone() for what, x in arguments.items() if what.endswith(("_data", "_scale"))]
     return [found] if isinstance(found, Tensor) else list(found)

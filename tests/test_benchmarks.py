@@ -96,7 +96,7 @@ def test_work_is_counted_as_the_mask_allows_it(case: Case) -> None:
     if case.T == 1:
         of_key = short.K * (short.D if case.V else 2 * short.D)
         wanted = of_key * getattr(torch, case.dtype).itemsize
-        if case.regime == "int8 decode":  # and two scales
+        if case.int8:  # and two scales
             wanted = of_key + short.K * 2 * 4
         assert short.bytes_read() == seen.sum().item() * wanted
 
@@ -207,6 +207,8 @@ def test_without_a_compiler_the_table_has_no_limits(monkeypatch: pytest.MonkeyPa
 def test_call_overhead_is_told_for_each_way() -> None:
     told = overhead.measured(rounds=1, calls=3)
     assert {"headwise", "torch"} <= set(told["full"]) and all(us > 0 for us in told["full"].values())
+    step = told["step, latent, static int8"]
+    assert set(step) == {"in one call", "in several", "linears and attention"} and all(us > 0 for us in step.values())
 
 
 def test_a_model_runs_end_to_end_with_each_attention() -> None:

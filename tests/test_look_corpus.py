@@ -109,11 +109,19 @@ def test_a_role_needs_its_interval_above_chance() -> None:
     """A head that plays a role in few of many texts does not play it."""
     sums = look.tally.RoleSums.empty(2)
     for n in range(40):
-        sums.add(n, [6.0, 10.0 * (n % 2)], 10, [4.9, 0.0])
+        sums.add([n], [[6.0, 10.0 * (n % 2)]], [[10, 10]], [[4.9, 0.0]])
     low, high = sums.interval() or pytest.fail("no interval")
     value, null, count = sums.means()
     assert value.tolist() == [0.6, 0.5] and null[0] == pytest.approx(0.49) and count.tolist() == [400, 400]
     assert low[0] == high[0] == pytest.approx(0.6) and low[1] == pytest.approx(0.35, abs=0.05)
+
+
+def test_texts_of_one_group_that_come_together_all_count() -> None:
+    sums = look.tally.RoleSums.empty(2)
+    sums.add([5, 6, 5 + look.tally.GROUPS], [[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]], [[2, 3], [5, 7], [11, 13]], None)
+    one = look.tally.UNIT
+    assert (sums.ints[:2, 5] / one).tolist() == [[8.0, 13.0], [13.0, 16.0]] and not sums.has_null
+    assert (sums.ints[:2, 6] / one).tolist() == [[3.0, 5.0], [5.0, 7.0]] and not sums.ints[2:].any()
 
 
 def test_what_a_call_is_of_does_not_depend_on_the_text_that_was_first() -> None:

@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from planted import DELIMITERS, NAMES, Planted, numbers, played, text
 
 from headwise import look
 from headwise.look import HeadMap, Look, Score
+from headwise.look.finish import rounded
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +161,12 @@ def test_maps_are_checked(planted: Look) -> None:
         HeadMap(2, 3, bytes(5))
     with pytest.raises(ValueError, match=re.escape("got 1 maps for 8 heads; give one map a head, or none")):
         replace(planted, maps=planted.maps[:1])
+
+
+@pytest.mark.parametrize("digits", [5, 6])
+def test_arrays_are_rounded_as_numbers_are(digits: int) -> None:
+    """The middles between two roundings, too, which no float hits: a product of one with 10**digits may."""
+    make = np.random.default_rng(0)
+    middles = (2 * make.integers(0, 10**digits, 3001) + 1) / (2 * 10**digits)
+    numbers = np.concatenate([middles, make.normal(size=3001), [0.0, -1e-9, 1e12 + 0.1, 1e300]]).reshape(6, -1)
+    assert rounded(numbers, digits) == [[round(x, digits) for x in row] for row in numbers.tolist()]

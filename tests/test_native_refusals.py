@@ -35,6 +35,8 @@ CONTIGUOUS = {
     "bounds": 1,
     "table": 1,
     "slots": 0,
+    "key_data": 3,
+    "value_data": 3,
     "features": 2,
     "top": 0,
     "largest": 0,
@@ -57,10 +59,12 @@ def refused(name: str, arguments: dict[str, Any]) -> None:
     raise AssertionError("taken")
 
 
-def of_other_dtypes(what: str, x: Tensor, held: bool) -> Iterator[tuple[str, Tensor]]:
+def of_other_dtypes(name: str, what: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
     allowed = OTHER_DTYPES.get(what, set()) | {x.dtype}
-    if what == "query" and held:  # beside int8 any that is served
+    if what == "query" and name.startswith("attend_held"):  # beside int8 any that is served
         allowed |= {torch.float32, torch.bfloat16, torch.float16}
+    if what in ("key", "value") and name == "append_int8":
+        allowed |= ANY_FLOAT
     for dtype in DTYPES:
         if dtype not in allowed:
             yield f"{dtype}", x.to(dtype)
@@ -108,7 +112,7 @@ def test_what_an_argument_may_not_be(name: str) -> None:
     with collected() as attempt:
         for what, x, put in tensors(arguments):
             for how, bad in (
-                *of_other_dtypes(what, x, name.startswith("attend_held")),
+                *of_other_dtypes(name, what, x),
                 *(of_other_sizes(name, what, x) if what != "seed" else [("two of it", x.repeat(2))]),
                 *of_other_storage(x),
                 *([("on no device", x.to("meta"))] if " " in what else []),  # else torch asks for no numbers
@@ -149,7 +153,7 @@ def test_any_layout_is_read_or_refused(name: str) -> None:
                 attempt(f"{what}, turned", same, put(turned))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("attend", "dropout_keep")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("attend", "append_int8", "dropout_keep")])
 def test_how_many_there_may_be(name: str) -> None:
     """Of masks, segments and slopes; and with which others an argument goes."""
     arguments = calls()[name]
@@ -226,8 +230,8 @@ def test_an_axis_of_one_has_no_steps() -> None:
     results("attend_received", {"query": query, "key": one, "top": ends, "largest": ends, **plain})
     empty = {"picks": torch.zeros(1, T, 0, dtype=torch.int64), "slots": torch.zeros(0, dtype=torch.int64), "sums": 0}
     columns = {"features": torch.zeros(B, S, 0), "bins": 0}
-    sizes = [list(x.shape[3:]) for x in results("attend_statistics", calls()["attend_statistics"] | empty | columns)]
-    assert sizes[-3:] == [[0], [0], [0]]
+    *_, sums, pooled = results("attend_statistics", calls()["attend_statistics"] | empty | columns)
+    assert sums.shape == (B, H, 0) and pooled.shape == (B, H, 3, 1)
 
 
 UNGATED = {"gate": None, "dropout": 0.0, "seed": None}

@@ -19,7 +19,6 @@ from torch import Tensor
 import headwise
 from headwise import Mask
 from headwise.ops.statistics import RowStatistics, attention_statistics, row_statistics, statistics
-from headwise.ops.statistics import native as statistics_native
 from headwise.testing import STRIDES, assert_same_bits, make_qkv, poison, strided
 
 pytestmark = needs_native
@@ -232,7 +231,7 @@ def rows_op(**given: Any) -> Any:
     arguments: dict[str, Any] = {
         "query": torch.randn(2, 4, 5, 16), "key": torch.randn(2, 2, 7, 16), "value": torch.randn(2, 2, 7, 8),
         "picks": torch.zeros(1, 5, 3, dtype=torch.long), "slots": torch.tensor([0, 1, 1]), "sums": 2,
-        "features": torch.randn(2, 7, 3), "bins": 4,
+        "features": torch.randn(2, 7, 3), "bins": 4, "query_bins": 3,
     }  # fmt: skip
     assert set(given) <= set(arguments)
     query, key, value, *rest = (arguments | given).values()
@@ -268,6 +267,8 @@ def keys_op(**given: Any) -> Any:
         ({"features": torch.randn(2, 3, 7).mT}, "rows of features must be contiguous"),
         ({"bins": -1}, "bins must lie between 0 and the number of keys"),
         ({"bins": 8}, "bins must lie between 0 and the number of keys"),
+        ({"query_bins": 0}, "query_bins must lie between 1 and the number of queries"),
+        ({"query_bins": 6}, "query_bins must lie between 1 and the number of queries"),
         ({"key": torch.randn(2, 2, 7, 15)}, "do not fit"),
         ({"key": torch.randn(2, 2, 7, 16).half(), "value": None}, "one dtype"),
     ],
@@ -296,7 +297,7 @@ def test_refused_by_the_pass_over_keys(given: dict[str, Any], why: str) -> None:
 
 def test_picks_beyond_the_keys_are_nobodys() -> None:
     picks = torch.tensor([[-1, 99, -(1 << 62)]] * 5)[None]
-    assert rows_op(picks=picks)[4].eq(statistics_native.UNSEEN).all()
+    assert rows_op(picks=picks, features=None)[4].eq(0).all()
 
 
 def test_picks_beside_those_that_are_nobodys() -> None:
@@ -304,15 +305,13 @@ def test_picks_beside_those_that_are_nobodys() -> None:
     query, key, _ = make_qkv(2, 4, 2, 5, 300, 16, 8)
     picks = torch.tensor([7, 130, 200, 299, 1])[None, :, None].expand(1, 5, 3).contiguous()
     given = {"query": query, "key": key, "value": None, "features": None, "slots": torch.tensor([0, 0, 1])}
-    wanted = rows_op(picks=picks, **given)[4]
-    assert wanted.gt(0).all()
     for far in (1 << 32, (1 << 32) + 150, (1 << 31) - 1, 1 << 31, -(1 << 32), 300, -1):
         for row in range(5):
-            other = picks.clone()
-            other[:, row] = far
-            found = rows_op(picks=other, **given)[4]
-            assert_same_bits(found[:, :, torch.arange(5) != row], wanted[:, :, torch.arange(5) != row], what=f"{far}")
-            assert found[:, :, row].eq(statistics_native.UNSEEN).all()
+            other, none = picks.clone(), picks.clone()
+            other[:, row], none[:, row] = far, -1
+            found, wanted = rows_op(picks=other, **given)[4], rows_op(picks=none, **given)[4]
+            assert_same_bits(found, wanted, what=f"{far}")
+            assert found[..., :2].gt(0).all() and found[..., 2:].eq(4).all()
 
 
 def test_torch_knows_the_operators() -> None:
@@ -321,7 +320,7 @@ def test_torch_knows_the_operators() -> None:
     picks, slots = torch.zeros(1, 5, 3, dtype=torch.long), torch.tensor([0, 1, 1])
     utils = ("test_schema", "test_faketensor")
     for value in (v, None):
-        arguments = (q, k, value, *RULES, picks, slots, 2, torch.randn(1, 7, 3), 4)
+        arguments = (q, k, value, *RULES, picks, slots, 2, torch.randn(1, 7, 3), 4, 3)
         torch.library.opcheck(torch.ops.headwise.attend_statistics.default, arguments, test_utils=utils)
     ends = torch.zeros(2, 4, 5), torch.ones(2, 4, 5)
     torch.library.opcheck(torch.ops.headwise.attend_received.default, (q, k, *ends, *RULES), test_utils=utils)

@@ -221,6 +221,13 @@ def test_bars_are_those_of_the_batch() -> None:
     assert least.count("#") == 1, "a little is drawn, too"
 
 
+@pytest.mark.parametrize("dtype", costs.KV_BYTES)
+def test_bars_count_the_scales(dtype: str) -> None:
+    found = plan.of(SMALL, context=2048, kv_dtype=dtype, batch=3)
+    assert chart.cache_at(found, 2048) == found.contexts[0].cache_bytes
+    assert chart.bars(found).endswith(units.show_bytes(found.contexts[0].cache_bytes))
+
+
 def points(drawing: str) -> list[list[tuple[float, float]]]:
     lines = [element for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("polyline")]
     return [[tuple(map(float, p.split(","))) for p in line.get("points", "").split()] for line in lines]  # type: ignore

@@ -57,4 +57,10 @@ std::string check_backward(const Case& k, const Tensors& dirty, const Tensors& c
 std::string check_statistics(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa);
 std::string corrupt_statistics(const Case& k, const Tensors& t);  // the error of the calls, or empty
 
+std::vector<std::string> isas();  // of this CPU
+void use(const std::string& isa);
+void corrupt(Draw& draw, AtenTensorOpaque& tensor);
+std::string check_append(uint64_t seed);
+std::string corrupt_append(uint64_t seed);  // the error of the call, or empty
+
 }  // namespace fuzz

@@ -113,6 +113,13 @@ StableIValue give_number(double value) {
   return bits;
 }
 
+StableIValue give_integers(const std::vector<int64_t>& numbers) {
+  auto* list = new StableListOpaque;
+  ++live_handles;
+  for (const int64_t number : numbers) list->items.push_back(static_cast<StableIValue>(number));
+  return reinterpret_cast<StableIValue>(list);
+}
+
 std::string call(const char* name, std::vector<StableIValue>& stack, uint64_t outputs) {
   const auto op = operators().find(name);
   if (op == operators().end()) return std::string("no operator ") + name;

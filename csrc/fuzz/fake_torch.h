@@ -47,6 +47,7 @@ StableIValue give(const Tensor& tensor);
 StableIValue give_optional(const Tensor& tensor);            // null = None
 StableIValue give_list(const std::vector<Tensor>* tensors);  // null = None, boxed as Tensor[]?
 StableIValue give_number(double value);
+StableIValue give_integers(const std::vector<int64_t>& numbers);
 std::string call(const char* name, std::vector<StableIValue>& stack, uint64_t outputs);  // the error, or empty
 Tensor take(StableIValue value);
 std::vector<Tensor> take_list(StableIValue value);

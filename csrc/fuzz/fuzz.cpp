@@ -1,5 +1,5 @@
-// The fuzzer: random calls of the boxed operators, forward, backward and statistics, on every instruction set of this
-// CPU.
+// The fuzzer: random calls of the boxed operators, forward, backward, statistics and appends, on every instruction set
+// of this CPU.
 //
 //   headwise_fuzz SECONDS [FIRST_SEED]     many cases; the seed that fails is printed
 //   headwise_fuzz case SEED                one case
@@ -21,9 +21,6 @@
 #include "fuzz/shares.h"
 
 namespace fuzz {
-namespace {
-
-int64_t refused = 0, corrupted = 0;
 
 std::vector<std::string> isas() {
   std::vector<StableIValue> stack(1);
@@ -47,6 +44,10 @@ void use(const std::string& isa) {
   std::vector<StableIValue> stack = {reinterpret_cast<StableIValue>(name)};
   fake::call("use_isa", stack, 1);
 }
+
+namespace {
+
+int64_t refused = 0, corrupted = 0;
 
 std::vector<char> keep_of(const Case& k, const Tensors& t) {
   const naive::Call& c = k.call;
@@ -100,7 +101,9 @@ std::string check_gradients(Case& k) {
   return "";
 }
 
-// Corrupts a tensor. Huge sizes are ones that must be refused, not computed.
+}  // namespace
+
+// Huge sizes are ones that must be refused, not computed.
 void corrupt(Draw& draw, AtenTensorOpaque& t) {
   const size_t axes = t.sizes.size();
   if (axes == 0) return;
@@ -120,6 +123,8 @@ void corrupt(Draw& draw, AtenTensorOpaque& t) {
     default: t.layout = 1;
   }
 }
+
+namespace {
 
 std::string check_corrupt(Case& k) {
   Draw draw(k.seed + 77);
@@ -157,6 +162,8 @@ bool one_case(uint64_t seed) {
   if (wrong.empty()) wrong = check_gradients(k);
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked";
   if (wrong.empty()) wrong = check_corrupt(k);
+  if (wrong.empty()) wrong = check_append(seed);
+  if (wrong.empty()) ++corrupted, refused += !corrupt_append(seed).empty();
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked from a refused call";
   if (wrong.empty()) return true;
   fprintf(stderr, "%s\n%s\n", k.describe().c_str(), wrong.c_str());

@@ -12,7 +12,7 @@ constexpr double kUnit = 0x1p-24;
 
 // The options of statistics, random from the seed of the case.
 struct Options {
-  int64_t bins, sums, columns;
+  int64_t bins, query_bins, sums, columns;
   std::vector<int64_t> picks, slots;  // (T, n), (n)
   std::vector<double> features;       // (S, columns)
   bool with_value;
@@ -21,6 +21,7 @@ struct Options {
     Draw draw(k.seed + 5);
     const naive::Call& c = k.call;
     bins = draw.one_of<int64_t>({0, 1, draw.between(1, c.S), std::min<int64_t>(c.S, 32), c.S});
+    query_bins = draw.one_of<int64_t>({1, draw.between(1, c.T), std::min<int64_t>(c.T, 32), c.T});
     sums = draw.between(1, 3), columns = draw.between(0, 3);
     slots.resize(static_cast<size_t>(draw.between(0, 5)));
     for (int64_t& slot : slots) slot = draw.below(sums);
@@ -30,6 +31,8 @@ struct Options {
     for (double& x : features) x = static_cast<float>(draw.normal());
     with_value = draw.once_in(2);
   }
+
+  int64_t width() const { return 2 * sums + columns; }  // of the sums of a head
 };
 
 fake::Tensor tensor_of(int32_t dtype, std::vector<int64_t> sizes, const std::vector<double>& x) {
@@ -50,13 +53,14 @@ void push_rules(std::vector<StableIValue>& stack, const Case& k, const Tensors& 
                 give_list(&t.alibi), give_list(&t.maps), give_list(&t.relative)});
 }
 
-// numbers (6, B, H, T), places (2, B, H, T), picked, binned, featured, out; then mass and rows of (B, H, S).
+// numbers (6, B, H, T), places (2, B, H, T), sums (B, H, width), map (B, H, query_bins, bins + 1), out; then mass and
+// rows of (B, H, S).
 struct Results {
   std::string error;
   std::vector<std::vector<double>> all;
 };
 
-enum { kNumbers, kPlaces, kPicked, kBinned, kFeatured, kOut, kMass, kRows };
+enum { kNumbers, kPlaces, kSums, kMap, kOut, kMass, kRows };
 
 Results call_statistics(const Case& k, const Tensors& t, const Options& a) {
   const naive::Call& c = k.call;
@@ -70,12 +74,13 @@ Results call_statistics(const Case& k, const Tensors& t, const Options& a) {
   stack.push_back(static_cast<StableIValue>(a.sums));
   stack.push_back(fake::give_optional(a.columns > 0 ? tensor_of(kFloat, {1, c.S, a.columns}, a.features) : nullptr));
   stack.push_back(static_cast<StableIValue>(a.bins));
+  stack.push_back(static_cast<StableIValue>(a.query_bins));
   Results results;
-  results.error = fake::call("attend_statistics", stack, 7);
+  results.error = fake::call("attend_statistics", stack, 6);
   if (!results.error.empty()) return results;
   std::vector<fake::Tensor> tensors;
-  for (int i = 0; i < 7; ++i) tensors.push_back(fake::take(stack[static_cast<size_t>(i)]));
-  for (const int i : {2, 3, 4, 5, 6, 0}) results.all.push_back(numbers(tensors[static_cast<size_t>(i)]));
+  for (int i = 0; i < 6; ++i) tensors.push_back(fake::take(stack[static_cast<size_t>(i)]));
+  for (const int i : {2, 3, 4, 5, 0}) results.all.push_back(numbers(tensors[static_cast<size_t>(i)]));
   const size_t rows = static_cast<size_t>(c.B * c.H * c.T);
   if (results.all[kNumbers].size() != 6 * rows) return results;  // a corrupt call with other sizes
   const auto plane = [&](size_t which) {
@@ -102,7 +107,7 @@ struct Expected {
 };
 
 struct Truth {
-  Expected entropy, distance, largest, keys, picked, binned, featured, mass, rows;
+  Expected entropy, distance, largest, keys, sums, map, mass, rows;
 };
 
 bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
@@ -114,7 +119,8 @@ bool finite(const std::vector<double>& x, int64_t row, int64_t width) {
 void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
   const naive::Call& c = k.call;
   const int64_t i = row % c.T, h = row / c.T % c.H, b = row / c.T / c.H, head = b * c.K + h / (c.H / c.K);
-  const int64_t pos = i + c.S - c.T, keys_at = (b * c.H + h) * c.S;
+  const int64_t pos = i + c.S - c.T, plane = b * c.H + h, keys_at = plane * c.S;
+  const int64_t sums_at = plane * a.width(), map_at = (plane * a.query_bins + i * a.query_bins / c.T) * (a.bins + 1);
   std::vector<naive::Score> scores;
   double top = -HUGE_VAL, error = 0, tall = 0, count = 0;
   bool bad = !finite(c.query, row, c.D);
@@ -126,7 +132,6 @@ void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
     top = std::max(top, s.value), error = std::max(error, s.error), tall = std::max(tall, fabs(s.value)), ++count;
   }
   truth.keys.set(row, count, 0);
-  for (int64_t n = 0; n < a.sums; ++n) truth.picked.set(row * a.sums + n, -1, 0);
   if (count == 0) return;
   const double sink = c.sinks.empty() ? -HUGE_VAL : c.sinks[static_cast<size_t>(h)];
   const double peak = std::max(top, sink), escaped = sink == -HUGE_VAL ? 0 : exp(sink - peak);
@@ -137,6 +142,7 @@ void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
   const double terms = 4 * kUnit * static_cast<double>(c.S + 64);
   const double off = expm1(2 * error) + 4 * rounding(k.query.dtype).exponential + terms;
   const auto surprise = [](double p) { return p > 0 ? -p * log(p) : 0; };
+  std::vector<bool> aimed(static_cast<size_t>(a.sums), false);
   double entropy = surprise(escaped / whole), entropy_off = off * (1 + entropy), away = 0, largest = 0;
   for (int64_t j = 0; j < c.S; ++j) {
     const naive::Score& s = scores[static_cast<size_t>(j)];
@@ -146,21 +152,22 @@ void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
     away += p * fabs(static_cast<double>(pos - j)), largest = bad ? NAN : std::max(largest, p);
     truth.mass.add(keys_at + j, p, p_off + kUnit * static_cast<double>(c.T + 64) * p);
     truth.rows.add(keys_at + j, 1, 0);
-    if (a.bins > 0) truth.binned.add(row * a.bins + j * a.bins / c.S, p / mass, 2 * off * p / mass);
+    if (a.bins > 0) truth.map.add(map_at + j * a.bins / c.S, p / mass, 2 * off * p / mass);
     for (int64_t f = 0; f < a.columns; ++f) {
       const double x = a.features[static_cast<size_t>(j * a.columns + f)];
-      truth.featured.add(row * a.columns + f, p * x, p_off * fabs(x));
+      truth.sums.add(sums_at + 2 * a.sums + f, p * x, p_off * fabs(x));
     }
     for (size_t n = 0; n < a.slots.size(); ++n) {
       if (a.picks[static_cast<size_t>(i) * a.slots.size() + n] != j) continue;
-      const int64_t at = row * a.sums + a.slots[n];
-      if (truth.picked.x[static_cast<size_t>(at)] == -1) truth.picked.set(at, 0, 0);
-      truth.picked.add(at, p, p_off);
+      truth.sums.add(sums_at + a.slots[n], p, p_off);
+      aimed[static_cast<size_t>(a.slots[n])] = true;
     }
   }
   if (bad) {  // in every bin, whether or not it holds one of the row's keys
-    for (int64_t n = 0; n < a.bins; ++n) truth.binned.set(row * a.bins + n, NAN, 0);
+    for (int64_t n = 0; n < a.bins; ++n) truth.map.add(map_at + n, NAN, 0);
   }
+  for (int64_t n = 0; n < a.sums; ++n) truth.sums.add(sums_at + a.sums + n, aimed[static_cast<size_t>(n)] ? 1 : 0, 0);
+  truth.map.add(map_at + a.bins, mass > 0 ? 1 : 0, 0);
   truth.entropy.set(row, entropy, entropy_off + terms * (1 + fabs(log(whole))));
   truth.distance.set(row, away / mass, 2 * off * away / mass);
   truth.largest.set(row, largest, off * largest);
@@ -171,7 +178,7 @@ Truth define(const Case& k, const Options& a) {
   const int64_t rows = c.B * c.H * c.T;
   Truth truth;
   for (Expected* x : {&truth.entropy, &truth.distance, &truth.largest, &truth.keys}) x->resize(rows);
-  truth.picked.resize(rows * a.sums), truth.binned.resize(rows * a.bins), truth.featured.resize(rows * a.columns);
+  truth.sums.resize(c.B * c.H * a.width()), truth.map.resize(c.B * c.H * a.query_bins * (a.bins + 1));
   truth.mass.resize(c.B * c.H * c.S), truth.rows.resize(c.B * c.H * c.S);
   for (int64_t row = 0; row < rows; ++row) define_row(k, a, row, truth);
   return truth;
@@ -204,29 +211,25 @@ std::string check_statistics(const Case& k, const Tensors& dirty, const Tensors&
     const auto from = one.all[static_cast<size_t>(which)].begin() + static_cast<int64_t>(plane * rows);
     return std::vector<double>(from, from + static_cast<int64_t>(rows));
   };
-  // Where the sink has all weight but what is too small for float32, distance and bins have no meaning.
-  std::vector<double> distance = part(kNumbers, 1), binned = one.all[kBinned];
+  // Where the sink has all weight but what is too small for float32, distance and map have no meaning.
+  std::vector<double> distance = part(kNumbers, 1), map = one.all[kMap];
   const std::vector<double> mass = part(kNumbers, 3);
   for (size_t row = 0; row < rows; ++row) {
     if (!(mass[row] < 0x1p-60)) continue;
     distance[row] = truth.distance.x[row];
-    const auto bins = static_cast<size_t>(options.bins);
-    if (bins == 0) continue;
-    std::copy_n(&truth.binned.x[row * bins], bins, &binned[row * bins]);
+    const auto T = static_cast<size_t>(k.call.T), query_bins = static_cast<size_t>(options.query_bins);
+    const size_t width = static_cast<size_t>(options.bins) + 1;
+    const size_t at = (row / T * query_bins + row % T * query_bins / T) * width;
+    if (map.size() == truth.map.x.size()) std::copy_n(&truth.map.x[at], width, &map[at]);
   }
   const struct {
     const char* what;
     std::vector<double> x;
     const Expected& expected;
-  } all[] = {{"entropy", part(kNumbers, 0), truth.entropy},
-             {"distance", distance, truth.distance},
-             {"largest", part(kNumbers, 5), truth.largest},
-             {"keys", part(kPlaces, 1), truth.keys},
-             {"picked", one.all[kPicked], truth.picked},
-             {"binned", binned, truth.binned},
-             {"features", one.all[kFeatured], truth.featured},
-             {"received", one.all[kMass], truth.mass},
-             {"rows", one.all[kRows], truth.rows}};
+  } all[] = {{"entropy", part(kNumbers, 0), truth.entropy}, {"distance", distance, truth.distance},
+             {"largest", part(kNumbers, 5), truth.largest}, {"keys", part(kPlaces, 1), truth.keys},
+             {"sums", one.all[kSums], truth.sums},          {"map", map, truth.map},
+             {"received", one.all[kMass], truth.mass},      {"rows", one.all[kRows], truth.rows}};
   for (const auto& each : all) {
     if (each.x.size() != each.expected.x.size()) return std::string(each.what) + ": another size";
     const std::string wrong = compare(each.what, each.x, each.expected.x, each.expected.error, k, isa);

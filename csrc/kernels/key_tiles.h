@@ -1,8 +1,7 @@
 // Scratch memory of a thread, and the keys and values of a tile in the layout that the micro-kernels read.
 #pragma once
 
-#include "kernels/int8.h"
-#include "kernels/micro.h"
+#include "kernels/int8_tiles.h"
 
 namespace headwise {
 namespace HW_ISA {
@@ -142,6 +141,7 @@ struct KeyTile {
   int n;
   KeyRows key, value;
   BadKeys bad;
+  const float *key_scale = nullptr, *value_scale = nullptr;  // where `kScaled`
 };
 
 // The keys or values of a tile, a row each, in the format N.

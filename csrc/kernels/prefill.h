@@ -18,6 +18,7 @@ struct PrefillScratch {
   float* rescale;            // [row]
   float* scores;             // [key][row], then weights
   float *key_copy, *value_copy;
+  float *key_scale, *value_scale;  // [key], where `kScaled`
   char* spare;
   float* out_rows;  // W rows of O
   QueryRows* rows;
@@ -33,6 +34,7 @@ struct PrefillScratch {
     rescale = arena.take<float>(kRows);
     scores = arena.take<float>(kTile * kRows);
     key_copy = arena.take<float>(kTile * pitch_of(p.D)), value_copy = arena.take<float>(kTile * pitch_of(p.V));
+    key_scale = arena.take<float>(kTile), value_scale = arena.take<float>(kTile);
     spare = reinterpret_cast<char*>(arena.take<float>(max(W * round_up(p.D, W), W * padded_V)));
     out_rows = arena.take<float>(W * padded_V);
     rows = arena.take<QueryRows>(kMaxBlocks);
@@ -40,11 +42,28 @@ struct PrefillScratch {
   }
 };
 
+// Bytes as bfloat16, and their scales; those of bad keys are 0.
+template <class N>
+static inline void load_byte_tile(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
+  const int64_t j0 = tile.j0, pitch = pitch_of(p.V);
+  uint16_t* keys = reinterpret_cast<uint16_t*>(s.key_copy);
+  tile.key = {reinterpret_cast<const char*>(keys), bytes_to_rows(p.key, b, kv_head, j0, tile.n, p.D, keys, s.spare)};
+  bytes_to_pairs(p.value, b, kv_head, j0, tile.n, p.V, reinterpret_cast<uint32_t*>(s.value_copy), pitch, s.spare);
+  tile.value = {reinterpret_cast<const char*>(s.value_copy), pitch};
+  load_key_scales(p.key_scale, b, kv_head, j0, tile.n, tile.bad.from(0), s.key_scale);
+  load_key_scales(p.value_scale, b, kv_head, j0, tile.n, tile.bad.from(0), s.value_scale);
+  tile.key_scale = s.key_scale, tile.value_scale = s.value_scale;
+}
+
 template <class N>
 static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n, PrefillScratch<N>& s,
                              KeyTile& tile) {
   tile.j0 = j0, tile.n = n;
   tile.bad.find(p, b, kv_head, j0, n);
+  if constexpr (kScaled<N>) {
+    load_byte_tile(p, b, kv_head, s, tile);
+    return;
+  }
   tile.key = tile_rows<N>(p.key, b, kv_head, tile, p.D, tile.bad, true, s.key_copy);
   tile.value = tile_pairs<N>(p.value, b, kv_head, tile, p.V, !(s.shared && collides(p.value)), s.value_copy, s.spare);
   if (p.bytes()) {
@@ -71,9 +90,11 @@ static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile
   block_scores<N, NV>(p, b, tile, span, s.query[block], rows, true, s.scores);
   const bool drops = p.dropout > 0.0f;
   softmax_tile<N, NV>(s.scores, span.n, softmax_scale(p) * kLog2e, s.row_max + block * kRows, s.row_sum + block * kRows,
-                      s.rescale, !drops);
-  if (drops) {
-    drop_tile<1, NV * W>(p, b, rows, span.j0, span.n, s.scores);
+                      s.rescale, !drops && !kScaled<N>);
+  if (drops) drop_tile<1, NV * W>(p, b, rows, span.j0, span.n, s.scores);
+  if constexpr (kScaled<N>) {
+    pack_scaled_weights<NV>(s.scores, tile.value_scale + (span.j0 - tile.j0), span.n);
+  } else if (drops) {
     pack_weights<N, NV>(s.scores, span.n);
   }
   block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block]);

@@ -2,7 +2,7 @@
 // merged.
 #pragma once
 
-#include "kernels/statistics_sums.h"
+#include "kernels/statistics_totals.h"
 
 namespace headwise {
 namespace HW_ISA {
@@ -13,9 +13,11 @@ template <class N>
 struct StatisticsScratch {
   PrefillScratch<N> block;
   RowSums* sums;
+  float* slots;  // [sum of weights of each slot, then whether it has any][row]
 
   StatisticsScratch(Arena& arena, const Problem& p, const Statistics& s, int blocks) : block(arena, p, blocks) {
     sums = arena.take<RowSums>(kMaxBlocks);
+    slots = arena.take<float>(2 * s.n_slots * kRows);
     const bool counts_only = arena.base == nullptr;
     RowSums unused;
     for (int i = 0; i < blocks; ++i) {
@@ -192,21 +194,6 @@ static inline void write_numbers(const Problem& p, const Statistics& s, int64_t 
   s.lse[at] = peak + log_whole;
 }
 
-static inline void write_lists(const Statistics& s, int64_t at, int r, int R, float largest, float share,
-                               const RowSums& t) {
-  float* picked = s.picked + at * s.n_slots;
-  for (int64_t i = 0; i < s.n_slots; ++i) picked[i] = kNoWeight;
-  for (int64_t i = 0; i < s.n_picks; ++i) {
-    const float weight = t.picked[i * kRows + r];
-    float& slot = picked[s.slots[i]];
-    if (weight != kNoWeight) slot = (slot == kNoWeight ? 0.0f : slot) + weight * largest;
-  }
-  float* binned = s.binned + at * s.bins;
-  for (int64_t i = 0; i < s.bins; ++i) binned[i] = t.bin[i * kRows + r] * share;
-  float* featured = s.featured + at * s.F;
-  for (int64_t i = 0; i < s.F; ++i) featured[i] = t.features[i * R + r] * largest;
-}
-
 // How many keys the bounds allow row r.
 static inline int64_t keys_of(const QueryRows& rows, int r) {
   const int64_t prefix = min(min(rows.first_max, rows.hi[r]), rows.lo[r]) - rows.first_min;
@@ -215,11 +202,13 @@ static inline int64_t keys_of(const QueryRows& rows, int r) {
 
 template <class N, int NV>
 static inline void finish_statistics(const Problem& p, const Plan& plan, const Statistics& s, const Item& item,
-                                     int block, const Reach& reach, StatisticsScratch<N>& scratch) {
+                                     int block, const Reach& reach, const Totals& totals,
+                                     StatisticsScratch<N>& scratch) {
   const QueryRows& rows = scratch.block.rows[block];
   RowSums& t = scratch.sums[block];
   const float* row_max = scratch.block.row_max + block * kRows;
   finish_sums<NV>(s, softmax_scale(p) * kLog2e, row_max, t);
+  RowFactors factors;
   for (int r = 0; r < rows.n; ++r) {
     const float row_sum = scratch.block.row_sum[block * kRows + r];
     RowState row = row_state(p, item.b, rows, r, row_max[r], row_sum, reach.from, reach.to);
@@ -231,8 +220,11 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
     const int64_t keys = only_bounds(p) ? keys_of(rows, r) : t.keys[r];
     s.places[at] = empty ? -1 : max(t.largest_key[r], 0);
     s.places[plane + at] = empty ? 0 : max(keys, 1);
-    write_lists(s, at, r, NV * W, largest, empty || mass == 0.0f ? 0.0f : mass != mass ? NAN : 1.0f / row_sum, t);
+    factors.largest[r] = largest;
+    factors.share[r] = empty || mass == 0.0f ? 0.0f : mass != mass ? NAN : 1.0f / row_sum;
+    factors.on_keys[r] = !empty && mass > 0.0f;
   }
+  add_to_totals<NV>(p, s, rows, factors, t, scratch.slots, totals);
   if (p.V == 0) return;
   finish_block<N, NV>(p, plan, item.b, item.kv_head, item.first + block * kRows, 0, block, reach, scratch.block);
 }
@@ -244,6 +236,8 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
   const int64_t b = item.b, kv_head = item.kv_head;
   StatisticsScratch<N> scratch(arena, p, s, static_cast<int>(plan.rows_per_item / kRows));
   PrefillScratch<N>& own = scratch.block;
+  const Totals totals(p, plan, s, group);
+  totals.clear(s);
   Reach reach(p);
   for (int i = 0; i < item.blocks; ++i) {
     start_block<N>(p, b, kv_head, item.first + i * kRows, item.rows_of(i), i, own);
@@ -263,7 +257,7 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
         HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch);
       });
   for (int i = 0; i < item.blocks; ++i) {
-    HW_BY_VECTORS(own.rows[i].n, finish_statistics, p, plan, s, item, i, reach, scratch);
+    HW_BY_VECTORS(own.rows[i].n, finish_statistics, p, plan, s, item, i, reach, totals, scratch);
   }
 }
 

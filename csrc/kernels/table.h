@@ -2,10 +2,12 @@
 // this.
 #pragma once
 
+#include "kernels/append.h"
 #include "kernels/backward.h"
 #include "kernels/decode.h"
 #include "kernels/prefill.h"
 #include "kernels/received.h"
+#include "kernels/rotary.h"
 #include "kernels/statistics.h"
 
 namespace headwise {
@@ -102,13 +104,17 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
   if (plan.by_row) {
     with_reader(p, [&](auto read) { run_decode_rows<decltype(read)>(p, plan, group, split, scratch); });
   } else {
+    if constexpr (kHasBf16) {
+      if (p.bytes() && p.dtype() == Dtype::bf16) return run_prefill<Int8AsBfloat16>(p, plan, group, split, scratch);
+    }
     with_format(p, [&](auto format) { run_prefill<decltype(format)>(p, plan, group, split, scratch); });
   }
 }
 
-static const Kernels kernels = {HW_NAME,        make_plan,      run_item,          merge_rows,   plan_backward,
-                                run_backward,   merge_backward, run_backward_bias, round_floats, plan_statistics,
-                                run_statistics, plan_received,  run_received};
+static const Kernels kernels = {HW_NAME,       make_plan,       run_item,           merge_rows,
+                                plan_backward, run_backward,    merge_backward,     run_backward_bias,
+                                round_floats,  plan_statistics, run_statistics,     plan_received,
+                                run_received,  append_span,     step_scratch_bytes, place_row};
 
 }  // namespace HW_ISA
 }  // namespace headwise

@@ -107,9 +107,10 @@ bool register_operators() {
   if (aoti_torch_library_init_def("headwise", __FILE__, __LINE__, &definitions) != 0) return false;
   bool good = true;
   for (const Operator& op : kAttend) good = good && define(definitions, op);
-  good = good && define(definitions, kCacheOperator);
+  for (const Operator& op : kCache) good = good && define(definitions, op);
   for (const Operator& op : kBackward) good = good && define(definitions, op);
   for (const Operator& op : kStatistics) good = good && define(definitions, op);
+  good = good && define(definitions, kStep);
   return good;
 }
 

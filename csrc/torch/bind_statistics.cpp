@@ -89,20 +89,20 @@ void attend_statistics_boxed(StableIValue* stack, uint64_t, uint64_t) {
   s.bins = static_cast<int64_t>(rest[4]);
   if (s.bins < 0 || s.bins > std::min(p.S, kMaxPicks)) fail("bins must lie between 0 and the number of keys");
 
-  const int32_t f32 = aoti_torch_dtype_float32(), int64 = aoti_torch_dtype_int64();
-  const auto of_rows = [&](int64_t last, float*& data) {
-    const int64_t sizes[4] = {p.B, p.H, p.T, last};
-    return results(4, sizes, f32, data);
-  };
+  s.query_bins = static_cast<int64_t>(rest[5]);
+  if (s.query_bins < 1 || s.query_bins > p.T) fail("query_bins must lie between 1 and the number of queries");
+
+  const int32_t f32 = aoti_torch_dtype_float32(), f64 = aoti_torch_dtype_float64();
   Handle out = empty_heads(p.B, p.H, p.T, p.V, query_view.torch_dtype, p.out);
   p.out.dtype = p.query.dtype;
   const int64_t rows[3] = {p.B, p.H, p.T}, numbers[4] = {kNumbers, p.B, p.H, p.T}, places[4] = {2, p.B, p.H, p.T};
-  Handle tensors[6] = {results(3, rows, f32, s.lse),        results(4, numbers, f32, s.numbers),
-                       results(4, places, int64, s.places), of_rows(s.n_slots, s.picked),
-                       of_rows(s.bins, s.binned),           of_rows(s.F, s.featured)};
+  const int64_t sums[3] = {p.B, p.H, s.sums_of_head()}, map[4] = {p.B, p.H, s.query_bins, s.map_sums()};
+  Handle tensors[5] = {results(3, rows, f32, s.lse), results(4, numbers, f32, s.numbers),
+                       results(4, places, aoti_torch_dtype_int64(), s.places), results(3, sums, f64, s.sums),
+                       results(4, map, f64, s.map)};
   attend_statistics(p, s);
   stack[0] = out.release();
-  for (int n = 0; n < 6; ++n) stack[1 + n] = tensors[n].release();
+  for (int n = 0; n < 5; ++n) stack[1 + n] = tensors[n].release();
 }
 
 void attend_received_boxed(StableIValue* stack, uint64_t, uint64_t) {
@@ -138,8 +138,8 @@ void attend_received_boxed(StableIValue* stack, uint64_t, uint64_t) {
 extern const Operator kStatistics[2] = {
     {"attend_statistics",
      "attend_statistics(Tensor query, Tensor key, Tensor? value, " HEADWISE_RULES
-     ", Tensor? picks, Tensor? slots, SymInt sums, Tensor? features, SymInt bins) -> "
-     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+     ", Tensor? picks, Tensor? slots, SymInt sums, Tensor? features, SymInt bins, SymInt query_bins) -> "
+     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
      "CPU", attend_statistics_boxed},
     {"attend_received",
      "attend_received(Tensor query, Tensor key, Tensor top, Tensor largest, " HEADWISE_RULES ") -> (Tensor, Tensor)",

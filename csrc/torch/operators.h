@@ -13,8 +13,9 @@ struct Operator {
 };
 
 extern const Operator kBackward[3];    // bind_backward.cpp
-extern const Operator kCacheOperator;  // bind_cache.cpp
+extern const Operator kCache[2];       // bind_cache.cpp
 extern const Operator kStatistics[2];  // bind_statistics.cpp
+extern const Operator kStep;           // bind_step.cpp
 
 // Runs the call. The results out and lse go to the first two places of the stack.
 void attend(Problem& p, int32_t torch_dtype, StableIValue* stack);

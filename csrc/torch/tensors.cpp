@@ -101,6 +101,21 @@ StableIValue list(std::vector<Handle>& tensors) {
   return reinterpret_cast<StableIValue>(handle);
 }
 
+std::vector<int64_t> take_integers(StableIValue value) {
+  const auto list = reinterpret_cast<StableListHandle>(value);
+  size_t size = 0;
+  AOTITorchError error = torch_list_size(list, &size);
+  std::vector<int64_t> numbers(size);
+  for (size_t n = 0; n < size && error == 0; ++n) {
+    StableIValue item = 0;
+    error = torch_list_get_item(list, n, &item);
+    numbers[n] = static_cast<int64_t>(item);
+  }
+  torch_delete_list(list);
+  check(error, "read a list of integers");
+  return numbers;
+}
+
 StableIValue optional(StableIValue value) {
   const auto box = reinterpret_cast<StableIValue*>(value);
   if (!box) return 0;
@@ -160,6 +175,12 @@ View read_view(const Handle& tensor, const char* name, bool bytes) {
   read_dtype(view, name, bytes);
   check_storage(view, handle, name);
   return view;
+}
+
+void* written(const Handle& tensor) {
+  void* data = nullptr;
+  check(torch_get_mutable_data_ptr(tensor.get(), &data), "write to a tensor");
+  return data;
 }
 
 std::string shape(const View& view) {

@@ -51,6 +51,7 @@ class Tensors {
 };
 
 StableIValue list(std::vector<Handle>& tensors);  // moves the tensors into a list
+std::vector<int64_t> take_integers(StableIValue list);
 StableIValue optional(StableIValue value);        // the handle in a Tensor? or Tensor[]?, or 0
 double number(StableIValue value);
 StableIValue text(const std::string& value);
@@ -71,6 +72,7 @@ struct View {
 // Refuses more than 4 axes, other devices than the CPU, dtypes other than int64 and those of `Dtype`, and int8 unless
 // `bytes` is set.
 View read_view(const Handle& tensor, const char* name, bool bytes = false);
+void* written(const Handle& tensor);  // its address, to write to
 std::string shape(const View& view);
 void require_axes(const View& view, const char* name, int axes);
 void require_dtype(const View& view, const char* name, Dtype dtype);

@@ -14,13 +14,16 @@ from torch import Tensor
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep, lengths
+from ..ops.native.step import Held, Scores, Seen, Turn, decode_step, runs_plain
 from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
 from ..shapes import DTYPES, describe
-from ..shapes.kinds import check_tensor, shown, whole_numbers
+from ..shapes.kinds import FAR, check_tensor, shown, whole_numbers
 
 Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
+SERVED = {torch.float32, torch.bfloat16, torch.float16}
+"""What queries of a step may be."""
 Stored: TypeAlias = Tensor | Quantized | Paged
 """Keys or values (B, K, S, n) in the form that a cache stores them in."""
 
@@ -40,7 +43,8 @@ class KVCache(ABC):
     refused, nothing has changed.
 
     Other rooms use what is public here. The op calls `attend`; a module reads `lengths`, `causal` and `chunk`, calls
-    `append` and `attend`, and latent attention reads `keys`; whoever attends by itself takes `view` and `columns`.
+    `append` and `attend` or `step`, and latent attention reads `keys`; whoever attends by itself takes `view` and
+    `columns`.
     A cache whose tokens lie elsewhere (`headwise.parallel.ShardedCache`) reads `check_query` and `rules`, and tells by
     `set_lengths` and `set_rows` what has become of its rows.
 
@@ -181,6 +185,99 @@ class KVCache(ABC):
         key, value = self.view()
         rules = self.rules(T, columns, as_mask(mask), query.device)
         return attention(query, key, value, mask=rules, **options)
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        turn: Turn | None = None,
+        mask: Mask | None = None,
+        scores: Scores = Scores(),  # noqa: B008  # immutable
+    ) -> Tensor | None:
+        """One token more for each row in one call of the native kernel, with the bits of `append` and then `attend`.
+
+        Args:
+            query: (B, H, 1, D).
+            key: (B, K, 1, D), in the cache's dtype, as all three.
+            value: (B, K, 1, V); None where values are shared with the keys.
+            turn: how query and key turn first.
+            mask: a further rule, as for `attend`.
+            scores: scale, softcap and sinks.
+
+        Returns:
+            (B, H, 1, V), its memory in the order (B, 1, H, V). None where the kernel does not take the call: a
+            gradient, autocast, tracing, other sizes or dtypes, a cache of another kind. Then nothing was added, and
+            `append` and `attend` do it, or say what is wrong.
+        """
+        mask = Mask(()) if mask is None else mask
+        if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
+            return None
+        held = self._held()
+        out = decode_step(query, key, value, turn, held, scores, self._in_sight(held.places, mask))
+        if out is not None:
+            self.lengths = [n + 1 for n in self.lengths]
+            self._last, self._input_dtype = _Append(1, [1] * self.batch, "right"), key.dtype
+        return out
+
+    def takes_steps(self, mask: Mask | None = None) -> bool:
+        """Whether `step` is worth trying now: asked by modules before they compute anything.
+
+        A class that does not say itself where a token goes, as one derived from these, has none.
+        """
+        ragged = len(set(self.lengths)) > 1
+        return (
+            runs_plain()
+            and self.causal
+            and "_held" in vars(type(self))
+            and self.device.type == "cpu"
+            and not (ragged and ((mask is not None and mask.parts) or self._sight()[1]))
+            and self._has_room()
+        )
+
+    def _fits(self, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None) -> bool:
+        """Whether the tensors of a step are plain ones of the right sizes and one dtype, which the kernel has."""
+        tensors = (query, key) if value is None else (query, key, value)
+        if (value is None) != self.shared or not all(type(x) is Tensor and x.is_cpu for x in tensors):
+            return False
+        B, K, dtype = self.batch, self.num_kv_heads, query.dtype
+        H = query.shape[1] if query.ndim == 4 else 0
+        return (
+            query.shape == (B, H, 1, self.head_dim)
+            and H % K == 0
+            and key.shape == (B, K, 1, self.head_dim)
+            and (value is None or value.shape == (B, K, 1, self.value_dim))
+            and all(x.dtype == dtype for x in tensors)
+            and dtype in (SERVED if self.dtype == torch.int8 else {self.dtype} & SERVED)
+            and (sinks is None or (sinks.is_cpu and sinks.shape == (H,) and sinks.is_floating_point()))
+        )
+
+    def _held(self) -> Held:
+        """Where one token more of each row goes, with its room made."""
+        raise NotImplementedError
+
+    def _has_room(self) -> bool:
+        """Whether each row has room for one token more; False also where `append` is to say so."""
+        return False
+
+    def _sight(self) -> tuple[int | None, int]:
+        """How many keys a query sees, self included (None for all), and how many of the first ones besides."""
+        return None, 0
+
+    def _in_sight(self, places: list[int], mask: Mask) -> Seen:
+        """What the queries of the tokens at these columns see, by the cache's rule and the caller's."""
+        window, first = self._sight()
+        if len(places) > 1:
+            rows = [[-FAR if window is None else n + 1 - window, n + 1, 0, n + 1] for n in places]
+            return Seen(bounds=torch.tensor(rows, device="cpu"))
+        band = mask.simple_band
+        if band is None or first:
+            return Seen(mask=self._rule(None) & mask)
+        low, high, at_end = band
+        shift = places[0] if at_end else 0
+        lows = [-FAR if low is None else low + shift, -FAR if window is None else places[0] + 1 - window]
+        return Seen(max(lows), FAR if high is None else high + shift)
 
     def check_query(self, query: Tensor) -> int:
         """T of queries that fit a cache which is not empty; raises TypeError or ValueError for others."""

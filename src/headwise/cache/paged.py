@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..ops.native.append import Span
+from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE, Paged
 from ..shapes.kinds import check_counts, check_flags, shown
@@ -228,32 +230,54 @@ class PagedCache(KVCache):
         for b, count in enumerate(counts):
             self._prepare(b, count)
         size, store, columns = self.pool.page_size, self.pool.store, self.columns
+        if store.quantize(key, value, self._spans(counts, starts)):
+            return
         if self.batch > 1 and key.shape[2] == 1 and all(n == 1 for n in counts):
             pages = [table[at // size] for table, at in zip(self.tables, columns, strict=True)]
             places = torch.tensor([pages, [at % size for at in columns]], device=store.key.device)
             where = places[0], slice(None), places[1]
             store.put(where, key[:, :, 0], None if value is None else value[:, :, 0])
             return
-        for b, (at, count, start) in enumerate(zip(columns, counts, starts, strict=True)):
+        for b, start, page, first, n in self._spans(counts, starts):
+            part = (b, slice(None), slice(start, start + n))
+            store.put((page, slice(None), slice(first, first + n)), key[part], None if value is None else value[part])
+
+    def _spans(self, counts: list[int], starts: list[int]) -> Iterator[Span]:
+        """Where tokens go: to the last pages of each row, page by page."""
+        size = self.pool.page_size
+        for b, (at, count, start) in enumerate(zip(self.columns, counts, starts, strict=True)):
             done = 0
             while done < count:
                 page, first = self.tables[b][(at + done) // size], (at + done) % size
                 n = min(size - first, count - done)
-                part = (b, slice(None), slice(start + done, start + done + n))
-                store.put(
-                    (page, slice(None), slice(first, first + n)), key[part], None if value is None else value[part]
-                )
+                yield Span(b, start + done, page, first, n)
                 done += n
 
     @override
-    def view(self) -> tuple[Stored, Stored]:
+    def _has_room(self) -> bool:
+        return sum(self._lacking(b, 1) for b in range(self.batch)) <= self.pool.free
+
+    @override
+    def _held(self) -> Held:
+        for b in range(self.batch):
+            self._prepare(b, 1)
+        columns = self.columns
+        return self.pool.store.held(self._table_of_rows(), columns[:1] if len(set(columns)) == 1 else columns)
+
+    def _table_of_rows(self) -> Tensor:
+        """int64 (B, N): the pages of each row; kept until one changes."""
         if self._table is None:
             widest = max(len(table) for table in self.tables)
             rows = [table + [0] * (widest - len(table)) for table in self.tables]
             self._table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        return self._table
+
+    @override
+    def view(self) -> tuple[Stored, Stored]:
+        table = self._table_of_rows()
         key, value = self.pool.store.view()
         length = max(self.columns)
-        return Paged(key, self._table, length), Paged(value, self._table, length)
+        return Paged(key, table, length), Paged(value, table, length)
 
     @override
     def truncate(self: PagedT, lengths: int | Sequence[int]) -> PagedT:

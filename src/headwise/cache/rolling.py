@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import window
+from ..ops.native.step import Held
 from ..ops.storage.paged import PAGE
 from ..shapes.kinds import check_counts
 from .checks import check_cache_sizes, check_rows, check_truncate
@@ -126,6 +127,18 @@ class RollingCache(PagedCache):
     @override
     def _rule(self, offset: Tensor | None) -> Mask:
         return window(self.window, offset=offset, first=self.first)
+
+    @override
+    def _held(self) -> Held:
+        return super()._held()
+
+    @override
+    def _has_room(self) -> bool:
+        return True  # the pool has all pages that rows can hold
+
+    @override
+    def _sight(self) -> tuple[int | None, int]:
+        return self.window, self.first
 
     @override
     def _make_room(self, counts: list[int]) -> None:

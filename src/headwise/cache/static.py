@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ..ops.native.append import Span
+from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
@@ -95,6 +97,11 @@ class StaticCache(KVCache):
 
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
+        spans = (
+            Span(b, start, b, at, n) for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True))
+        )
+        if self._store.quantize(key, value, spans):
+            return
         if len(set(self.lengths)) == 1 and all(n == key.shape[2] for n in counts):
             at = self.lengths[0]
             self._store.put((slice(None), slice(None), slice(at, at + counts[0])), key, value)
@@ -102,6 +109,16 @@ class StaticCache(KVCache):
         for b, (at, n, start) in enumerate(zip(self.lengths, counts, starts, strict=True)):
             part = (b, slice(None), slice(start, start + n))
             self._store.put((b, slice(None), slice(at, at + n)), key[part], None if value is None else value[part])
+
+    @override
+    def _has_room(self) -> bool:
+        return max(self.lengths) < self.capacity
+
+    @override
+    def _held(self) -> Held:
+        longest = max(self.lengths)
+        places = [longest] if min(self.lengths) == longest else self.lengths
+        return self._store.held(None, places)
 
     @override
     def view(self) -> tuple[Stored, Stored]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops.native.append import Span, append_int8
+from ..ops.native.step import Held
 from ..ops.storage.int8 import Quantized
 from .quantize import rounded
 
@@ -42,6 +45,16 @@ class Store:
     def nbytes(self) -> int:
         """Bytes that the numbers take, used or not."""
         return sum(x.nbytes for x in self._tensors().values())
+
+    def quantize(self, key: Tensor, value: Tensor | None, spans: Iterable[Span]) -> bool:
+        """Writes spans of (B, K, T, n) in one native call, where this is int8 and there is one; False: use `put`."""
+        if self.key_scale is None:
+            return False
+        return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
+
+    def held(self, table: Tensor | None, places: list[int]) -> Held:
+        """The same for a decode step, whose tokens go to these columns."""
+        return Held(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
 
     def put(self, where: Any, key: Tensor, value: Tensor | None) -> None:
         """Writes at an index of (N, K, L)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,9 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
     offsets = tally.numbers["offsets"] / np.maximum(able, 1)
     far = (offsets.shape[1] - 1) // 2
     ahead = bool(tally.numbers["ahead"] > 0)
-    maps = _maps(tally)
+    maps = rounded(_maps(tally), 5)
+    beside = rounded(offsets, 6)
+    numbers = {name: rounded(values, 6) for name, values in means.items()}
     scores: list[dict[str, Score]] = [{} for _ in range(tally.heads)]
     for role in roles:
         for h, score in _scores(role, tally):
@@ -37,13 +40,11 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
             **tally.place,
             layer=layer,
             head=h,
-            entropy=round(float(means["entropy"][h]), 6),
-            largest=round(float(means["largest"][h]), 6),
-            distance=round(float(means["distance"][h]), 6),
-            offsets=tuple(round(float(x), 6) for x in offsets[h, : far + 1]),
-            ahead=tuple(round(float(x), 6) for x in offsets[h, far + 1 :]) if ahead else (),
+            **{name: values[h] for name, values in numbers.items()},
+            offsets=tuple(beside[h][: far + 1]),
+            ahead=tuple(beside[h][far + 1 :]) if ahead else (),
             scores=scores[h],
-            map=tuple(tuple(round(float(x), 5) for x in row) for row in maps[h]),
+            map=tuple(map(tuple, maps[h])),
             queries=queries,
             keys=keys,
             extras=_extras(tally, h),
@@ -53,19 +54,35 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
     ]
 
 
+def rounded(numbers: Floats, digits: int) -> Any:
+    """Lists of Python's `round` of every number, a hundred times as fast.
+
+    A number that lies near the middle of two, where the last bit of a product could turn it, is left to `round` itself.
+
+    >>> rounded(np.array([[0.15, 2 / 3], [2.675, -1e-9]]), 2)
+    [[0.15, 0.67], [2.67, -0.0]]
+    """
+    scaled = numbers * 10.0**digits
+    out = np.rint(scaled) / 10.0**digits
+    clear = (np.abs(scaled) < 1e9) & (np.abs(scaled - np.floor(scaled) - 0.5) > 1e-6)
+    out[~clear] = [round(float(x), digits) for x in numbers[~clear]]
+    return out.tolist()
+
+
 def _scores(role: Role, tally: LayerTally) -> Iterable[tuple[int, Score]]:
     """The score of each head in a role; nothing where no query was scored."""
     sums = tally.roles.get(role.name)
     if sums is None:
         return
     values, nulls, counts = sums.means()
-    interval = sums.interval()
-    for h in range(tally.heads):
-        if counts[h] == 0:
+    ends = sums.interval()
+    tops = rounded(values, 6)
+    chance = rounded(nulls, 6) if sums.has_null else [None] * tally.heads
+    lows, highs = ([None] * tally.heads, [None] * tally.heads) if ends is None else (rounded(end, 6) for end in ends)
+    for h, count in enumerate(counts.tolist()):
+        if count == 0:
             continue
-        value, count = round(float(values[h]), 6), int(counts[h])
-        null = round(float(nulls[h]), 6) if sums.has_null else None
-        low, high = (None, None) if interval is None else (round(float(end[h]), 6) for end in interval)
+        value, null, low, high = tops[h], chance[h], lows[h], highs[h]
         plays = role.plays(value, null, count, low)
         evidence = [Evidence(t, i, j, -w) for w, t, i, j in tally.shown.get((role.name, h), ())] if plays else []
         detail = tally.detail(role.name, h) if plays else ""

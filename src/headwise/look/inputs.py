@@ -252,12 +252,17 @@ def vocabulary(
     )
 
 
+def is_pair(model: nn.Module) -> bool:
+    """Whether a model is an encoder-decoder, by what its forward takes."""
+    return "decoder_input_ids" in inspect.signature(model.forward).parameters
+
+
 def rows(model: nn.Module, ids_BT: Tensor, facts: IdFacts) -> tuple[Tensor, ...]:
     """What the model reads: the ids, and for an encoder-decoder those of its decoder.
 
     The decoder reads the same ids behind its start, one fewer than the encoder: so its length tells which is which.
     """
-    if "decoder_input_ids" not in inspect.signature(model.forward).parameters:
+    if not is_pair(model):
         return (ids_BT,)
     start = torch.full_like(ids_BT[:, :1], facts.start)
     return ids_BT, torch.cat([start, ids_BT[:, : max(ids_BT.shape[1] - 2, 0)]], dim=1)

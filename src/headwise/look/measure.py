@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
 from ..ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
-from .measures import FAR, OFFSETS, Got
+from .measures import FAR, OFFSETS, Asks, Got
 from .records import HeadMap
 from .roles import Role
 from .scene import Scene
@@ -75,9 +75,7 @@ def measure(
     Raises:
         ValueError: numbers that are not finite.
     """
-    asks = [role.measure.asks(role.name, scene) for role in roles]
-    features = {name: one for ask in asks for name, one in ask.features.items()}
-    targets = {name: one for ask in asks for name, one in ask.targets.items()}
+    features, targets = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
     options: StatisticsOptions = {
         **call.scoring,
         "offsets": OFFSETS,
@@ -99,6 +97,15 @@ def measure(
     return out, Got(call, scene, rows, uniform.of(call, scene, features, targets))
 
 
+def _asks(scene: Scene, roles: Sequence[Role]) -> Asks:
+    """What all roles together have the pass sum."""
+    asks = [role.measure.asks(role.name, scene) for role in roles]
+    return Asks(
+        {name: one for ask in asks for name, one in ask.features.items()},
+        {name: one for ask in asks for name, one in ask.targets.items()},
+    )
+
+
 def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:
     """The sums of each role, text by text, with the evidence of the heads that are above its threshold."""
     heads = tally.heads
@@ -108,9 +115,7 @@ def add_roles(got: Got, roles: Sequence[Role], tally: LayerTally) -> None:
             continue
         total, count = (x.expand(-1, heads) for x in (sums.total, sums.count))
         nulls = [None if x is None else x.expand(-1, heads) for x in (sums.null, sums.against)]
-        for b, passage in enumerate(got.scene.passages):
-            chance = (None if x is None else x[b] for x in nulls)
-            tally.role(role.name).add(passage.text, total[b], count[b], *chance)
+        tally.role(role.name).add([passage.text for passage in got.scene.passages], total, count, *nulls)
         above = total > role.threshold * count
         if bool(above.any()):
             _add_evidence(got, role, above, tally)
@@ -165,10 +170,10 @@ def pooled(rows: RowStatistics, b: int, size: int) -> tuple[Tensor, Tensor]:
     return down.mT @ (weight * large) @ across, down.mT @ weight
 
 
-def quantised(weights: Tensor) -> HeadMap:
-    """A byte a cell, as `HeadMap` defines it."""
-    levels = (255 * weights.clamp(0, 1).sqrt()).round().to(torch.uint8)
-    return HeadMap(levels.shape[0], levels.shape[1], bytes(levels.flatten().tolist()))
+def quantised(weights: Tensor) -> list[HeadMap]:
+    """The maps of heads (H, X, Y), a byte a cell, as `HeadMap` defines it."""
+    levels = (255 * weights.clamp(0, 1).sqrt()).round().to(torch.uint8).cpu()
+    return [HeadMap(one.shape[0], one.shape[1], one.numpy().tobytes()) for one in levels]
 
 
 def _bins(n: int, size: int, device: torch.device) -> Tensor:

@@ -27,6 +27,8 @@ FAR = 8
 
 OFFSETS = (*range(0, -FAR - 1, -1), *range(1, FAR + 1))
 
+_COLUMNS = {offset: column for column, offset in enumerate(OFFSETS)}
+
 
 class Asks(NamedTuple):
     """What a pass has to sum: features (B, S) of keys and targets (B, T, n) of queries, by name."""
@@ -60,6 +62,11 @@ class Got:
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
+
+    @cached_property
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """The masses at `OFFSETS`, (B, H, n), and those of uniform attention, (B, 1, n)."""
+        return self.rows.offsets.double().cpu(), self.uniform.offsets.double().cpu()
 
     @cached_property
     def distance(self) -> Tensor:
@@ -153,8 +160,7 @@ class Band:
 
 def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mass (B, H) at an offset, that of uniform attention (B, 1), and the number of queries (B, 1)."""
-    column = OFFSETS.index(offset)
-    mass, level = (s.offsets[..., column].double().cpu() for s in (got.rows, got.uniform))
+    mass, level = (masses[..., _COLUMNS[offset]] for masses in got.offsets)
     T = got.rows.entropy.shape[2]
     able = max(T - abs(offset), 0) if got.scene.among is None else got.scene.count(torch.ones(1, T, dtype=torch.bool))
     return mass, level, (level > 0).double() * able

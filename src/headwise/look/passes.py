@@ -121,12 +121,12 @@ class Reader:
         """One forward pass over what a source reads."""
         roles = [role for role in self.roles if role.reads == reads]
         scenes: dict[object, Scene] = {}
-        uniform, again = Uniform(), Counter[str]()
+        uniform, again, pair = Uniform(), Counter[str](), inputs.is_pair(self.model)
         self.maps, self.neurons = [], []
 
         def each(call: AttentionCall) -> Tensor | None:
             inputs.check_heads(self.model.get_submodule(call.module), call)
-            part = part_of(self.model, call)
+            part = part_of(call, pair=pair)
             view = source.view(call, part, again[call.module])
             again[call.module] += 1
             ahead = None if part == "cross" else looks_ahead(call)
@@ -147,7 +147,7 @@ class Reader:
             if reads == TEXT:
                 add_numbers(got, tally, self.sizes.small)
                 if self.sizes.large and first:
-                    self.maps += [quantised(one) for one in got.rows.pooled[0]]
+                    self.maps += quantised(got.rows.pooled[0])
                     if call.query.shape[2] <= SHORT:
                         self.neurons.append(vectors_of(call))
             self.steps.step()

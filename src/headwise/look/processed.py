@@ -111,7 +111,7 @@ def _target(model: nn.Module, values: dict[str, Any]) -> list[int]:
     labels = values.pop("labels", None)
     if "decoder_input_ids" in values:
         return inputs.as_row(values.pop("decoder_input_ids"))
-    if "decoder_input_ids" not in inspect.signature(model.forward).parameters:
+    if not inputs.is_pair(model):
         return []
     facts = IdFacts.of(model, [0])
     if labels is not None:

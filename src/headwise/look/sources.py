@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,16 +26,16 @@ SOUNDS = ("input_features", "input_values")
 GRIDS = "image_grid_thw"
 
 
-def part_of(model: nn.Module, call: AttentionCall) -> str:
+def part_of(call: AttentionCall, *, pair: bool) -> str:
     """``"encoder"``, ``"decoder"`` or ``"cross"``.
 
-    By name, where the model is an encoder-decoder: the last words of the module tell cross-attention, "decoder" or
-    "encoder" in its path the rest. Other models' parts are told by where their queries may look.
+    By name, where the model is a `pair`, an encoder-decoder: the last words of the module tell cross-attention,
+    "decoder" or "encoder" in its path the rest. Other models' parts are told by where their queries may look.
     """
     path = call.module.split(".")
     if CROSS.search(".".join(path[-2:])) or call.query.shape[2] != call.key.shape[2]:
         return "cross"
-    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+    if pair:
         for part in ("decoder", "encoder"):
             if any(part in word for word in path):
                 return part

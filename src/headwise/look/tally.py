@@ -6,8 +6,9 @@ addition. Texts fall into at most 64 groups, which is what the bootstrap draws: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ def units(sums: Any) -> Ints:
     return whole
 
 
+@lru_cache(maxsize=GROUPS)
+def _draws(number: int) -> Floats:
+    """(DRAWS, number): how often the bootstrap draws each of so many groups."""
+    return np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), size=DRAWS).astype(np.float64)
+
+
 @dataclass
 class RoleSums:
     """One role in one layer: total, count, and what two controls give, (4, GROUPS, H)."""
@@ -47,12 +54,13 @@ class RoleSums:
         """Nothing summed yet."""
         return cls(np.zeros((4, GROUPS, heads), np.int64))
 
-    def add(self, group: int, total: Any, count: Any, null: Any | None, against: Any | None = None) -> None:
-        """The sums of one text, each (H,) or one number for all heads; no null where chance has no say."""
+    def add(self, texts: Sequence[int], total: Any, count: Any, null: Any | None, against: Any | None = None) -> None:
+        """The sums of these texts, each (texts, H); no null where chance has no say."""
         self.has_null &= null is not None
+        groups = [text % GROUPS for text in texts]
         for row, sums in enumerate((total, count, null, against)):
             if sums is not None:
-                self.ints[row, group % GROUPS] += units(sums)
+                np.add.at(self.ints[row], groups, units(sums))
 
     def merge(self, other: RoleSums) -> None:
         """Other texts' sums."""
@@ -73,7 +81,7 @@ class RoleSums:
         if number < 2:
             return None
         total, count = total[filled], count[filled]
-        draws = np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), size=DRAWS).astype(np.float64)
+        draws = _draws(number)
         means = (draws @ total) / np.maximum(draws @ count, 1.0)
         low, high = np.percentile(means, (2.5, 97.5), axis=0)
         return low, high

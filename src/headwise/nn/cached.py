@@ -25,6 +25,8 @@ class ModuleCache(Cache, Protocol):
     - `keys`, (B, K, S, D), of which row b has its first ``lengths[b]``; None or missing where not all tokens are kept:
       then latent attention never takes its expanded form;
     - `value_dim`, V, so that another V than the module's is refused before anything is appended.
+
+    And where it has `takes_steps` and `step`, as `headwise.cache.KVCache`, a token a row is one call (`nn/steps.py`).
     """
 
     lengths: list[int]

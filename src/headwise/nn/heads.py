@@ -1,6 +1,6 @@
 """One head at a time: the textbook's small matrices, as views of the fused ones, and the way back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,3 +119,25 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one is other or torch.equal(one, other)
+
+
+@torch.no_grad()
+def fill_heads(mha: Any, heads: Sequence[Head], output_bias: Tensor | None) -> None:
+    """Give a module of the right sizes the numbers of `heads`; each group's first head stands for its K and V."""
+    like = heads[0].W_Q
+    mha.to(device=like.device, dtype=like.dtype)
+    owners = heads[:: len(heads) // mha.num_kv_heads]
+    mha.q_proj.weight.copy_(torch.cat([head.W_Q.T for head in heads]))
+    mha.k_proj.weight.copy_(torch.cat([head.W_K.T for head in owners]))
+    mha.v_proj.weight.copy_(torch.cat([head.W_V.T for head in owners]))
+    mha.o_proj.weight.copy_(torch.cat([head.W_O for head in heads]).T)
+    for projection, biases in (
+        (mha.q_proj, [head.b_Q for head in heads]),
+        (mha.k_proj, [head.b_K for head in owners]),
+        (mha.v_proj, [head.b_V for head in owners]),
+        (mha.o_proj, [output_bias]),
+    ):
+        if projection.bias is not None and biases[0] is not None:
+            projection.bias.copy_(torch.cat([bias for bias in biases if bias is not None]))
+        elif projection.bias is not None:
+            projection.bias.zero_()  # a bias that these heads lack

@@ -21,6 +21,7 @@ from .latent_form import Choice, Form, FormCosts, latent_layer
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
 from .sharded import check_splits, check_uncached, current, placed
+from .steps import latent_step
 
 Lengths = Sequence[int] | Tensor | None
 NORM_EPS = 1e-6  # of the norms on both latents, in every published model
@@ -165,6 +166,10 @@ class LatentAttention(nn.Module):
             TypeError: a cache without the methods of one.
             ValueError: wrong shapes, an unknown form, or a cache of another size.
         """
+        if cache is not None and type(self) is LatentAttention and positions is lengths is None:
+            mixed_BHTC = latent_step(self, x, cache, mask, form)
+            if mixed_BHTC is not None:
+                return self.o_proj(MultiHeadAttention.concatenate(self.from_latent(mixed_BHTC))), cache
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         lengths = check_latent_call(x, cache, lengths, form, mask)
         check_uncached(cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -84,6 +84,17 @@ class FormCosts:
             "expanded": self.expanded_key * keys + self.expanded_pair * pairs,
             "absorbed": self.absorbed_query * queries + self.absorbed_pair * pairs,
         }
+
+    def absorbs_token(self, held: Sequence[int]) -> bool:
+        """Whether `cheaper` is "absorbed" for one new token a row: asked at every step of decoding.
+
+        >>> costs = FormCosts(expanded_key=8, expanded_pair=3, absorbed_query=8, absorbed_pair=6)
+        >>> [costs.absorbs_token([n]) for n in (0, 1, 2)], [costs.cheaper(1, [n]) for n in (0, 1, 2)]
+        ([False, True, True], ['expanded', 'absorbed', 'absorbed'])
+        """
+        keys = sum(held) + len(held)
+        absorbed = self.absorbed_query * len(held) + self.absorbed_pair * keys
+        return absorbed < (self.expanded_key + self.expanded_pair) * keys
 
     def cheaper(self, queries: int, held: Iterable[int]) -> Form:
         """The form with fewer multiply-adds where each row has `held` tokens and appends `queries` more.

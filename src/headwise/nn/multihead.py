@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -22,10 +21,11 @@ from .checks import (
     check_width,
 )
 from .dealt import Dealt, dealt
-from .heads import Head, check_heads, rows_of
+from .heads import Head, check_heads, fill_heads, rows_of
 from .inner import as_inner
 from .rotary import Positions
 from .sharded import check_splits, placed
+from .steps import multihead_step
 from .torch_mha import converted_from_torch, converted_to_torch
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
@@ -141,6 +141,10 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: wrong shapes, a memory that is missing, or positions without a rotary part.
         """
+        if cache is not None and type(self) is MultiHeadAttention and memory is positions is gate is lengths is None:
+            heads = multihead_step(self, x, cache, mask)
+            if heads is not None:
+                return self.o_proj(heads), cache
         check_input(x, self.d_model, self.q_proj)
         check_splits(self.inner, self.dealt)
         lengths = check_cache(x, cache, lengths)
@@ -319,7 +323,7 @@ class MultiHeadAttention(nn.Module):
             bias=True if output_bias is not None else "qkv" if biased else False,
             **parts,
         )
-        _fill(mha, heads, output_bias)
+        fill_heads(mha, heads, output_bias)
         return mha
 
     @classmethod
@@ -338,28 +342,6 @@ class MultiHeadAttention(nn.Module):
         return sizes + ("" if self.memory_dim is None else f", memory_dim={self.memory_dim}")
 
 
-@torch.no_grad()
-def _fill(mha: MultiHeadAttention, heads: Sequence[Head], output_bias: Tensor | None) -> None:
-    """Give a module of the right sizes the numbers of `heads`; each group's first head stands for its K and V."""
-    like = heads[0].W_Q
-    mha.to(device=like.device, dtype=like.dtype)
-    owners = heads[:: len(heads) // mha.num_kv_heads]
-    mha.q_proj.weight.copy_(torch.cat([head.W_Q.T for head in heads]))
-    mha.k_proj.weight.copy_(torch.cat([head.W_K.T for head in owners]))
-    mha.v_proj.weight.copy_(torch.cat([head.W_V.T for head in owners]))
-    mha.o_proj.weight.copy_(torch.cat([head.W_O for head in heads]).T)
-    for projection, biases in (
-        (mha.q_proj, [head.b_Q for head in heads]),
-        (mha.k_proj, [head.b_K for head in owners]),
-        (mha.v_proj, [head.b_V for head in owners]),
-        (mha.o_proj, [output_bias]),
-    ):
-        if projection.bias is not None and biases[0] is not None:
-            projection.bias.copy_(torch.cat([bias for bias in biases if bias is not None]))
-        elif projection.bias is not None:
-            projection.bias.zero_()  # a bias that these heads lack
-
-
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     """The same attention as a `MultiHeadAttention`: equal outputs in train and in eval; the weights are copied.
 
@@ -371,6 +353,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
         ValueError: `module` has ``add_bias_kv`` or ``add_zero_attn``.
 
     Example:
+        >>> import torch
         >>> theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True)
         >>> ours = from_torch(theirs)
         >>> x = torch.randn(2, 5, 12)
@@ -390,6 +373,7 @@ def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
             value dim, softcap, sinks, a scale of its own, or an inner part that is no `InnerAttention`.
 
     Example:
+        >>> import torch
         >>> ours = MultiHeadAttention(12, 6, num_kv_heads=2)
         >>> x = torch.randn(2, 5, 12)
         >>> torch.allclose(to_torch(ours)(x, x, x)[0], ours(x), atol=1e-6)

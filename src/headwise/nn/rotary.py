@@ -5,11 +5,13 @@ positions only through their difference.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..ops.native.step import Turn
 from ..shapes import DTYPES, INTEGERS, describe
 from ..shapes.kinds import check_counts, check_dtype, check_flags, check_numbers, check_tensor, real_numbers
 
@@ -72,6 +74,24 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> int:
 
 def _broadcasts(sizes: Sequence[int], to: Sequence[int]) -> bool:
     return len(sizes) <= len(to) and all(n in (1, m) for n, m in zip(reversed(sizes), reversed(to), strict=False))
+
+
+def _made(
+    base: float,
+    rotary_dim: int,
+    given: tuple[float, ...] | None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Radians a position (rotary_dim / 2,), for each pair."""
+    if given is not None:
+        return torch.tensor(given, device=device, dtype=dtype)
+    pair = torch.arange(0, rotary_dim, 2, device=device, dtype=dtype)
+    frequencies: Tensor = base ** (-pair / rotary_dim)
+    return frequencies
+
+
+_frequencies = lru_cache(maxsize=64)(_made)  # for decode steps on the CPU, which ask at every token
 
 
 class Rotary(nn.Module):
@@ -178,13 +198,22 @@ class Rotary(nn.Module):
         check_dtype(dtype, (torch.float32, torch.float64))
         if positions.dtype not in (*INTEGERS, *DTYPES):
             raise TypeError(f"positions are integers or floats; got {describe(positions)}")
-        if self.frequencies is None:
-            pair = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=dtype)
-            frequencies = self.base ** (-pair / self.rotary_dim)
-        else:
-            frequencies = torch.tensor(self.frequencies, device=positions.device, dtype=dtype)
+        frequencies = _made(self.base, self.rotary_dim, self.frequencies, positions.device, dtype)
         angle = positions.to(dtype)[..., None] * frequencies
         return angle.cos(), angle.sin()
+
+    def turn(self, positions: Sequence[int]) -> Turn:
+        """How the one new token of each row turns, at its position, for `step` of a cache: the angles of `forward`.
+
+        Example:
+            >>> turn = Rotary(8).turn([5, 5, 5])
+            >>> turn.cos.shape, turn.size
+            (torch.Size([4]), 8)
+        """
+        frequencies = _frequencies(self.base, self.rotary_dim, self.frequencies)
+        alike = len(set(positions)) == 1
+        angle = frequencies * (float(positions[0]) if alike else torch.tensor(positions, device="cpu").float()[:, None])
+        return Turn(angle.cos(), angle.sin(), self.rotary_dim, interleaved=self.interleaved)
 
     def _turn(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
         check_tensor("positions", positions, "a tensor (T,) or (B, T), or a pair of them")

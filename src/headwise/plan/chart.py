@@ -35,9 +35,9 @@ def lengths(plans: Sequence[AttentionPlan]) -> list[int]:
 
 
 def cache_at(plan: AttentionPlan, context: int, *, windowed: bool = True) -> int:
-    """Bytes of the batch's cache."""
-    number = costs.KV_BYTES[plan.kv_dtype]
-    return costs.cache_bytes(plan.model, context, number, batch=plan.batch, windowed=windowed)
+    """Bytes of the batch's cache, scales included."""
+    number, scale = costs.bytes_of(plan.kv_dtype)
+    return costs.cache_bytes(plan.model, context, number, batch=plan.batch, windowed=windowed, scale_bytes=scale)
 
 
 def bars(plan: AttentionPlan) -> str:

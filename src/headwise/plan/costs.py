@@ -45,6 +45,11 @@ class Flops:
         return {**asdict(self), "total": self.total}
 
 
+def bytes_of(kv_dtype: str) -> tuple[int, int]:
+    """Bytes of a number in the cache, and of a vector's scale."""
+    return KV_BYTES[kv_dtype], SCALE_BYTES.get(kv_dtype, 0)
+
+
 def cache_bytes(
     model: Model, context: int, number_bytes: int, *, batch: int = 1, windowed: bool = True, scale_bytes: int = 0
 ) -> int:

@@ -93,7 +93,8 @@ def kv_bytes_per_token(
         head_dim: D; ``d_model / num_heads`` by default.
         value_dim: V; D by default.
         num_layers: Layers that keep a cache.
-        bytes_per_number: 2 for float16 and bfloat16, 4 for float32, 0.5 for 4-bit numbers.
+        bytes_per_number: 2 for float16 and bfloat16, 4 for float32, 0.5 for 4-bit numbers. Scales that belong to them
+            are not counted here; `headwise.plan.of` counts those of int8.
 
     Returns:
         Bytes; an int where `bytes_per_number` is one.

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from . import links
-from .costs import KV_BYTES, SCALE_BYTES, state_bytes
+from .costs import bytes_of, state_bytes
 from .layer import AttentionLayer
 from .links import Cost, Link
 from .model import Model
@@ -166,7 +166,7 @@ def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: s
         kinds[alike] = kinds.get(alike, 0) + 1
     layers = tuple(_layer(model, grid, layer, count, tokens, batch) for layer, count in kinds.items())
     weights = sum(_rank_bytes(model, part, whole) for part, whole in _parts(model, grid.tensor))
-    numbers = KV_BYTES[kv_dtype], SCALE_BYTES.get(kv_dtype, 0)
+    numbers = bytes_of(kv_dtype)
     cache = sum(count * _cached(layer, grid, tokens, numbers) for layer, count in kinds.items()) * batch
     cache += state_bytes(model, batch=batch)
     prefill = _prefill(model, grid, layers, tokens, batch, weights)

@@ -130,7 +130,7 @@ class AttentionPlan:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token of one text takes while no window is full."""
-        return costs.bytes_per_token(self.model, *_numbers(self.kv_dtype))
+        return costs.bytes_per_token(self.model, *costs.bytes_of(self.kv_dtype))
 
     @property
     def attention_computations(self) -> int:
@@ -156,7 +156,7 @@ class AttentionPlan:
         model = self.model
         if not model.further:
             return None
-        each = model.layers[-1].cached_bytes(*_numbers(self.kv_dtype))
+        each = model.layers[-1].cached_bytes(*costs.bytes_of(self.kv_dtype))
         return {
             "layers": model.further_layers,
             "parameters": parameters(model.further),
@@ -273,13 +273,8 @@ def of(
 def _priced(
     model: Model, lengths: tuple[int, ...], batch: int, kv_dtype: str, speeds: dict[str, float | None]
 ) -> AttentionPlan:
-    numbers = _numbers(kv_dtype)
+    numbers = costs.bytes_of(kv_dtype)
     return AttentionPlan(model, batch, kv_dtype, tuple(_cost(model, n, batch, numbers, speeds) for n in lengths))
-
-
-def _numbers(kv_dtype: str) -> tuple[int, int]:
-    """Bytes of a number in the cache, and of a vector's scale."""
-    return costs.KV_BYTES[kv_dtype], costs.SCALE_BYTES.get(kv_dtype, 0)
 
 
 def _cost(

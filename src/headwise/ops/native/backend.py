@@ -124,7 +124,7 @@ def at_once(
                     return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_NO_MORE)[0]
                 return native_library.attend(query, key, value, scale, *ends)
             except RuntimeError as error:
-                return _refused(error)
+                return refused(error)
     if learning:
         return None
     return _with_rules(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
@@ -135,7 +135,7 @@ _NO_BAND = (None, None, False)
 _NO_MORE = (None, None, None, None, None, None, 0.0, None)
 
 
-def _refused(error: RuntimeError) -> None:
+def refused(error: RuntimeError) -> None:
     """None, where the operator or torch's dispatcher has refused the arguments; any other error goes on."""
     if not (isinstance(error, NotImplementedError) or str(error).startswith("headwise: ")):
         raise error
@@ -182,5 +182,5 @@ def _with_rules(
             key_scale, value_scale, *pages = layout
             out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
     except RuntimeError as error:
-        return _refused(error)
+        return refused(error)
     return (out, lse) if return_lse else out

@@ -1,7 +1,8 @@
 """The library of the native kernel and its operators: loading, what they give on fake tensors, and their gradient.
 
 `headwise::attend`, `attend_full`, `attend_held`, `attend_kept`, `attend_backward`, `attend_part_backward` (the same for
-keys that are some of those whose results it gets) and `dropout_keep` are the library's own (csrc/torch/bind*.cpp).
+keys that are some of those whose results it gets), `append_int8` and `decode_step` (which write to a cache, and are not
+for those who trace) and `dropout_keep` are the library's own (csrc/torch/bind*.cpp).
 `attend_train` is `attend_kept` with `attend_backward` as its gradient.
 """
 
@@ -22,7 +23,7 @@ from .lowering import Rules
 LIBRARY = Path(__file__).parents[2] / "_native.so"
 OWN = (
     "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_part_backward",
-    "attend_statistics", "attend_received", "dropout_keep", "isa", "isas", "use_isa",
+    "attend_statistics", "attend_received", "append_int8", "decode_step", "dropout_keep", "isa", "isas", "use_isa",
 )  # fmt: skip
 ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, "
@@ -34,6 +35,8 @@ ARGUMENTS = (
 attend: Any = None
 attend_full: Any = None
 attend_held: Any = None
+append_int8: Any = None
+decode_step: Any = None
 
 _NOT_LOADED = "not loaded yet"
 _trouble: str | None = _NOT_LOADED
@@ -47,7 +50,7 @@ def trouble() -> str | None:
 
     A constant to torch.compile, which asks while it traces: the loading is no part of the graph.
     """
-    global _trouble, attend, attend_full, attend_held
+    global _trouble, attend, attend_full, attend_held, append_int8, decode_step
     if _trouble is _NOT_LOADED:
         with _lock:
             if _trouble is _NOT_LOADED:
@@ -55,7 +58,8 @@ def trouble() -> str | None:
                 if problem is None:
                     ops = torch.ops.headwise
                     attend, attend_full = ops.attend.default, ops.attend_full.default
-                    attend_held = ops.attend_held.default
+                    attend_held, append_int8 = ops.attend_held.default, ops.append_int8.default
+                    decode_step = ops.decode_step.default
                 _trouble = problem
     return _trouble
 
@@ -99,6 +103,7 @@ def _register() -> None:
         "attend_part_backward": _empty_gradients,
         "attend_statistics": _empty_statistics,
         "attend_received": _empty_received,
+        "append_int8": _nothing,
         "dropout_keep": lambda seed, dropout, B, H, first, rows, S: seed.new_empty((B, H, rows, S), dtype=torch.bool),
     }
     for name, fake in fakes.items():
@@ -120,19 +125,27 @@ def _empty_kept(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Ten
 
 def _empty_statistics(query: Tensor, key: Tensor, value: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     B, H, T, _D = query.shape
-    *_, sums, features, bins = args
+    *_, sums, features, bins, query_bins = args
     columns = 0 if features is None else features.shape[-1]
     out = query.new_empty(B, T, H, 0 if value is None else value.shape[3]).transpose(1, 2)
-    lse, numbers, *lists = (
-        query.new_empty(shape, dtype=torch.float32)
-        for shape in ((B, H, T), (6, B, H, T), (B, H, T, sums), (B, H, T, bins), (B, H, T, columns))
+    lse, numbers = (query.new_empty(shape, dtype=torch.float32) for shape in ((B, H, T), (6, B, H, T)))
+    totals = (
+        query.new_empty((B, H, *shape), dtype=torch.float64)
+        for shape in ((2 * sums + columns,), (query_bins, bins + 1))
     )
-    return out, lse, numbers, query.new_empty((2, B, H, T), dtype=torch.int64), *lists
+    return out, lse, numbers, query.new_empty((2, B, H, T), dtype=torch.int64), *totals
 
 
 def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     (B, H), S = query.shape[:2], key.shape[2]
     return query.new_empty((B, H, S), dtype=torch.float64), query.new_empty((B, H, S), dtype=torch.int64)
+
+
+def _nothing(*args: Any) -> None:
+    """Of an operator that writes: refuses a real tensor beside one without data, which would be left as it was."""
+    devices = {x.device.type for x in args if isinstance(x, Tensor)}
+    if len(devices) > 1:
+        raise RuntimeError(f"headwise: append_int8 takes tensors of one device, got {', '.join(sorted(devices))}")
 
 
 def _empty_gradients(

@@ -1,11 +1,10 @@
 """Statistics from the native kernel: each row's from the pass that makes the output, each key's from a second pass.
 
-Here they become means over rows, by sums in float64.
+The kernel sums over rows in float64; here the sums become means.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,15 +30,14 @@ def measure(request: Request, value: Tensor | None, *, received: bool) -> tuple[
     finite = all(not x.is_floating_point() or bool(x.isfinite().all()) for x in request.features.values())
     second = received or not finite  # 0 times NaN is NaN: there the masses that keys receive serve
     columns = None if second or not request.features else torch.stack([*request.features.values()], -1).float()
-    R, C = request.bins
-    out, _, numbers, places, picked, binned, featured = torch.ops.headwise.attend_statistics(
-        query, key, value, *rules, picks, slots, len(request.offsets) + len(targets), columns, C
+    n, sums = len(request.offsets), len(request.offsets) + len(targets)
+    out, _, numbers, places, totals, pooled = torch.ops.headwise.attend_statistics(
+        query, key, value, *rules, picks, slots, sums, columns, request.bins[1], request.bins[0]
     )
-    entropy, distance, sink, on_keys, top, largest = numbers
+    entropy, distance, sink, _, top, largest = numbers
     largest_key, keys = places
     alive = keys > 0
-    rows = alive.sum(-1)
-    beside, aimed = picked[..., : len(request.offsets)], picked[..., len(request.offsets) :]
+    rows, mass, seen = alive.sum(-1), totals[..., :sums], totals[..., sums : 2 * sums]
     fields: dict[str, Any] = dict(
         entropy=entropy,
         largest=largest,
@@ -47,26 +45,24 @@ def measure(request: Request, value: Tensor | None, *, received: bool) -> tuple[
         distance=distance,
         keys=keys,
         sink=sink,
-        offsets=_mean(_sum(beside, -2), (beside != UNSEEN).sum(-2)),
+        offsets=_mean(mass[..., :n], seen[..., :n]),
         targets={
-            name: _mean(_sum(aimed[..., n], -1), (alive & (x >= 0).any(-1)[:, None]).sum(-1))
-            for n, (name, x) in enumerate(targets.items())
+            name: _mean(mass[..., n + i], (alive & (x >= 0).any(-1)[:, None]).sum(-1))
+            for i, (name, x) in enumerate(targets.items())
         },
         rows=rows,
+        pooled=_mean(pooled[..., :-1], pooled[..., -1:]),
+        pooled_rows=pooled[..., -1].long(),
     )
-    fields["pooled"], fields["pooled_rows"] = _pooled(binned, alive & (on_keys > 0), R)
     if second:
         mass, seen = torch.ops.headwise.attend_received(query, key, top, largest, *rules)
         fields["features"] = {name: _mean(_feature(x, mass, seen), rows) for name, x in request.features.items()}
         if received:
             fields["received"] = _mean(mass, seen)
     else:
-        sums = featured.sum(-2, dtype=torch.float64).unbind(-1)
-        fields["features"] = {name: _mean(x, rows) for name, x in zip(request.features, sums, strict=True)}
+        featured = totals[..., 2 * sums :].unbind(-1)
+        fields["features"] = {name: _mean(x, rows) for name, x in zip(request.features, featured, strict=True)}
     return out, fields
-
-
-UNSEEN = -1.0  # in place of a weight: the row may attend none of the slot's keys
 
 
 def _picks(request: Request) -> tuple[Tensor, Tensor]:
@@ -83,21 +79,6 @@ def _picks(request: Request) -> tuple[Tensor, Tensor]:
         return beside[None], steps
     B = request.query.shape[0]
     return torch.cat([beside.expand(B, -1, -1), *request.targets.values()], -1), torch.cat(slots)
-
-
-def _sum(picked: Tensor, dim: int) -> Tensor:
-    """The sum of the weights along an axis, without those that stand for none."""
-    return picked.sum(dim, dtype=torch.float64) - UNSEEN * (picked == UNSEEN).sum(dim)
-
-
-def _pooled(binned: Tensor, counted: Tensor, R: int) -> tuple[Tensor, Tensor]:
-    """The map (B, H, R, C) from the rows' bins (B, H, T, C): means over the rows that count, and how many those are."""
-    T = binned.shape[2]
-    ends = [-(-i * T // R) for i in range(R + 1)]
-    pairs = list(pairwise(ends))
-    sums = torch.stack([binned[:, :, a:b].sum(2, dtype=torch.float64) for a, b in pairs], 2)
-    rows = torch.stack([counted[:, :, a:b].sum(2) for a, b in pairs], 2)
-    return _mean(sums, rows[..., None]), rows
 
 
 def _feature(x_BS: Tensor, mass_BHS: Tensor, seen_BHS: Tensor) -> Tensor:

@@ -58,10 +58,11 @@ def weights(
     row_index = chosen("rows", rows, T, query.device)
     head_index = chosen("heads", heads, H, query.device)
 
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    seen = slice(0, S) if learns or stage != "probabilities" else _reach(scoring.mask, row_index, T, S)
     # One group of heads after another would read each key once; the chosen few are simply picked.
     q_BhrD = query[:, head_index][:, :, row_index]
-    k_BhSD = key[:, head_index // (H // K)]
-    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    k_BhSD = key[:, :, seen][:, head_index // (H // K)]
     bad: Tensor | None = None
     if learns and stage in STAGES[2:] and not surely_tame(q_BhrD, k_BhSD):  # else 0 * NaN would be in the gradient
         q_BhrD, k_BhSD, bad = fence_pairs(q_BhrD, k_BhSD)
@@ -69,24 +70,32 @@ def weights(
         scores = score_rows(q_BhrD, k_BhSD, scoring.scale)
     if stage in ("raw", "softcapped"):
         return softcapped(scores, None if stage == "raw" else scoring.softcap)
-    allowed, added = mask_of_rows(scoring.mask, T, S, row_index, head_index)
+    allowed, added = mask_of_rows(scoring.mask, T, S, row_index, head_index, seen)
     scores = mask_scores(softcapped(scores, scoring.softcap, allowed), allowed, added)
     met = bad if bad is None or allowed is None else bad & allowed
     if stage == "biased":
         return scores if met is None else show(scores, met)
     probabilities = softmax_rows(scores, allowed, None if sinks is None else sinks[head_index])[0]
     if met is None:
-        return probabilities
+        beyond = (seen.start, S - seen.stop)
+        return torch.nn.functional.pad(probabilities, beyond) if any(beyond) else probabilities
     spoiled = met.any(-1, keepdim=True)
     return show(probabilities, spoiled if allowed is None else spoiled & allowed)
 
 
+def _reach(mask: Mask, row_index: Tensor, T: int, S: int) -> slice:
+    """The keys that the chosen rows may attend, and perhaps more: what lies beyond need not be scored."""
+    if torch.compiler.is_compiling() or not row_index.numel() or row_index.is_meta:
+        return slice(0, S)
+    return slice(*mask.reach(int(row_index.min()), int(row_index.max()) + 1, T, S))
+
+
 def mask_of_rows(
-    mask: Mask, T: int, S: int, row_index: Tensor, head_index: Tensor
+    mask: Mask, T: int, S: int, row_index: Tensor, head_index: Tensor, cols: slice | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What a mask allows and adds for the chosen rows and heads."""
-    allowed = mask.allowed(T, S, rows=row_index, device=row_index.device)
-    added = mask.added(T, S, rows=row_index, device=row_index.device)
+    """What a mask allows and adds for the chosen rows and heads, and keys (all by default)."""
+    allowed = mask.allowed(T, S, rows=row_index, cols=cols, device=row_index.device)
+    added = mask.added(T, S, rows=row_index, cols=cols, device=row_index.device)
     return _of_heads(allowed, head_index), _of_heads(added, head_index)
 
 

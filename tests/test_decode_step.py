@@ -1,0 +1,251 @@
+"""A layer's decode step in one call: caches, modules and outputs have the bits of rotating, appending and attending."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from backends import needs_native
+from native_cases import collected
+from torch import Tensor, nn
+
+import headwise
+from headwise.cache import PagedCache, PagePool, Quantized, RollingCache, StaticCache
+from headwise.cache.base import KVCache
+from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary, yarn_frequencies
+from headwise.ops.native.library import trouble
+from headwise.ops.storage.paged import Paged
+from headwise.testing import assert_same_bits
+
+pytestmark = needs_native
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ("static", "rolling", "rolling, first", "paged", "static int8", "rolling int8", "paged int8")
+
+
+@pytest.fixture(autouse=True)
+def loaded() -> None:
+    assert trouble() is None
+
+
+def a_cache(kind: str, B: int, K: int, D: int, V: int, dtype: torch.dtype, **shared: bool) -> Any:
+    dtype = torch.int8 if "int8" in kind else dtype
+    kind = kind.removesuffix(" int8")
+    if kind == "static":
+        return StaticCache(B, K, D, V, capacity=300, dtype=dtype, **shared)
+    if kind == "paged":
+        return PagedCache(PagePool(3 * B, K, D, V, dtype=dtype, **shared), B)
+    first = 3 if kind == "rolling, first" else 0
+    return RollingCache(B, K, D, V, window=29, first=first, dtype=dtype, **shared)
+
+
+def fill(cache: Any, lengths: list[int], dtype: torch.dtype) -> Any:
+    """Tokens enough that a step falls on the first place of a page, or the last, or within."""
+    sizes = cache.batch, cache.num_kv_heads
+    for first in range(0, max(lengths), 100):
+        part = [min(max(n - first, 0), 100) for n in lengths]
+        key, value = (torch.randn(*sizes, 100, n).to(dtype) for n in (cache.head_dim, cache.value_dim))
+        cache.append(key, None if cache.shared else value, lengths=part)
+    return cache
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every step from here on, whether the kernel took it."""
+    taken: list[bool] = []
+    step = KVCache.step
+
+    def watched(*args: Any, **options: Any) -> Any:
+        out = step(*args, **options)
+        taken.append(out is not None)
+        return out
+
+    monkeypatch.setattr(KVCache, "step", watched)
+    return taken
+
+
+def parts(x: Any) -> list[Tensor]:
+    """What a cache shows, as plain tensors."""
+    x = x.dense() if isinstance(x, Paged) else x
+    return [x.data, x.scale] if isinstance(x, Quantized) else [x]
+
+
+def same_steps(
+    monkeypatch: pytest.MonkeyPatch, module: Any, cache: Any, x: Tensor, taken: bool = True, **call: Any
+) -> None:
+    """The tokens of x, each in one call and otherwise, give outputs and caches of the same bits."""
+    ours, theirs = copy.deepcopy(cache), copy.deepcopy(cache)
+    for token in x.split(1, dim=1):
+        with monkeypatch.context() as patch:
+            steps = counted(patch)
+            out, _ = module(token, cache=ours, **call)
+        assert steps == [True] * taken, steps
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "step", lambda *_, **__: None)
+            expected, _ = module(token, cache=theirs, **call)
+        assert_same_bits(out, expected)
+        assert out.stride() == expected.stride() and ours.lengths == theirs.lengths
+        for mine, other in zip(ours.view(), theirs.view(), strict=True):
+            for a, b in zip(parts(mine), parts(other), strict=True):
+                assert_same_bits(a, b, what="cache")
+
+
+ROTARIES: dict[str, Callable[[int], Rotary | None]] = {
+    "none": lambda D: None,
+    "halves": lambda D: Rotary(D),
+    "neighbours, a part": lambda D: Rotary(D, rotary_dim=D // 4 * 2, interleaved=True),
+    "yarn": lambda D: Rotary(D, rotary_dim=6, frequencies=yarn_frequencies(6, factor=4.0, original_length=50)),
+}
+CASES = list(itertools.product(ROTARIES, ([126], [255, 3, 127]), (True, False)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_multihead_attention(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(rotary: str, lengths: list[int], bare: bool) -> None:
+        D, V = (14, 11) if rotary != "none" else (13, 17)
+        options: dict[str, Any] = {"inner": InnerAttention(softcap=3.0, sinks=torch.randn(6), scale=0.3)}
+        options |= {"qk_norm": nn.RMSNorm, "bias": "qkv"}
+        module = MultiHeadAttention(
+            31, 6, num_kv_heads=2, head_dim=D, value_dim=V, rotary=ROTARIES[rotary](D), **({} if bare else options)
+        )
+        module = module.to(dtype).eval()
+        cache = fill(a_cache(kind, len(lengths), 2, D, V, dtype), lengths, dtype)
+        x = torch.randn(len(lengths), 3, 31).to(dtype)
+        same_steps(monkeypatch, module, cache, x, taken=kind != "rolling, first" or len(lengths) == 1)
+
+    with torch.no_grad(), collected() as attempt:
+        for case in CASES:
+            attempt(case, check, *case)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_latent_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(dtype: torch.dtype, lengths: list[int], q_lora_rank: int | None, rotary: Rotary | None) -> None:
+        sizes = {"kv_lora_rank": 13, "nope_dim": 7, "rope_dim": 6, "value_dim": 5}
+        module = LatentAttention(31, 3, q_lora_rank=q_lora_rank, rotary=rotary, **sizes).to(dtype).eval()
+        cache = fill(a_cache(kind, len(lengths), 1, 19, 13, dtype, shared=True), lengths, dtype)
+        x = torch.randn(len(lengths), 2, 31).to(dtype)
+        same_steps(monkeypatch, module, cache, x, taken=kind != "rolling, first" or len(lengths) == 1)
+
+    with torch.no_grad(), collected() as attempt:
+        for case in itertools.product(FLOATS, ([126], [200, 7]), (None, 11), (None, Rotary(6))):
+            attempt(case, check, *case)
+
+
+def test_masks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules of the caller join the cache's own, in a band, as a map, or as a tensor."""
+    masks = {
+        "window": headwise.window(9),
+        "causal": headwise.causal(),
+        "at numbers": headwise.window(40, 60, offset=100),
+        "prefix": headwise.window(9) | headwise.prefix(5),
+        "segments": headwise.segments(torch.tensor([1]), torch.arange(131) // 70),
+        "alibi": headwise.alibi(torch.rand(6)),
+        "keep": headwise.keep(torch.rand(131) > 0.4),
+    }
+    module = MultiHeadAttention(31, 6, num_kv_heads=2, head_dim=14, rotary=Rotary(14)).eval()
+    with torch.no_grad(), collected() as attempt:
+        for (name, mask), kind in itertools.product(masks.items(), ("static", "paged", "rolling")):
+            cache = fill(a_cache(kind, 1, 2, 14, 14, torch.float32), [130], torch.float32)
+            attempt((name, kind), same_steps, monkeypatch, module, cache, torch.randn(1, 1, 31), mask=mask)
+
+
+def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, hooks, autocast, other classes and the like take the usual way, and give what it gives."""
+    module = MultiHeadAttention(31, 6, num_kv_heads=2, head_dim=14, rotary=Rotary(14), inner=InnerAttention()).eval()
+    token = torch.randn(1, 1, 31)
+
+    class Own(StaticCache):
+        pass
+
+    class Half(MultiHeadAttention):
+        pass
+
+    def steps(run: Callable[[Any], Any], cache: Any = None) -> list[bool]:
+        cache = fill(a_cache("static", 1, 2, 14, 14, torch.float32), [17], torch.float32) if cache is None else cache
+        with monkeypatch.context() as patch:
+            taken = counted(patch)
+            run(cache)
+        assert cache.lengths == [18]
+        return taken
+
+    def plain(cache: Any) -> Any:
+        return module(token, cache=cache)
+
+    def hooked(part: Any) -> Callable[[Any], None]:
+        def run(cache: Any) -> None:
+            seen: list[Any] = []
+            handle = part.register_forward_hook(lambda *args: seen.append(args))
+            module(token, cache=cache)
+            handle.remove()
+            assert len(seen) == 1
+
+        return run
+
+    assert plain(fill(a_cache("static", 1, 2, 14, 14, torch.float32), [17], torch.float32))[0].requires_grad
+    with torch.no_grad():
+        assert steps(plain) == [True]
+        assert steps(hooked(module.q_proj)) == [True]
+        assert steps(hooked(module.inner)) == steps(hooked(module.rotary)) == []
+        assert steps(plain, fill(Own(1, 2, 14, capacity=20), [17], torch.float32)) == []
+        half = Half(31, 6, num_kv_heads=2, head_dim=14)
+        assert steps(lambda cache: half(token, cache=cache)) == []
+        assert steps(lambda cache: module(token, cache=cache, gate=torch.ones(6))) == []
+        assert steps(lambda cache: module(token, cache=cache, positions=torch.tensor([3]))) == []
+        module.inner.dropout = 0.5
+        assert steps(plain) == [True]
+        module.train()
+        assert steps(plain) == []
+    assert steps(plain) == []
+
+
+def test_a_refused_step_changes_nothing() -> None:
+    """What does not fit is left to `append` and `attend`; a full cache says so in their words."""
+    with torch.no_grad():
+        cache = fill(StaticCache(2, 2, 14, 11, capacity=17), [17, 5], torch.float32)
+        query, key, value = torch.randn(2, 6, 1, 14), torch.randn(2, 2, 1, 14), torch.randn(2, 2, 1, 11)
+        assert cache.step(query, key, value) is None
+        cache = cache.truncate(5)
+        assert cache.step(query, key[..., :13], value) is None
+        assert cache.step(query, key) is None
+        assert cache.step(query.bfloat16(), key.bfloat16(), value.bfloat16()) is None
+        assert cache.step(query[:, :5], key, value) is None
+        assert cache.step(query.double(), key.double(), value.double()) is None
+        assert cache.lengths == [5, 5] and cache._last.tokens != 1
+        assert cache.step(query, key, value) is not None and cache.lengths == [6, 6]
+        module = MultiHeadAttention(31, 6, num_kv_heads=2, head_dim=14, value_dim=11).eval()
+        full = fill(StaticCache(1, 2, 14, 11, capacity=17), [17], torch.float32)
+        with pytest.raises(ValueError, match="capacity 17 has no room for 18 tokens"):
+            module(torch.randn(1, 1, 31), cache=full)
+
+
+def test_a_step_counts_as_a_write() -> None:
+    """Autograd sees that a cache was written to."""
+    cache = fill(StaticCache(1, 2, 14, capacity=20), [5], torch.float32)
+    before = cache.view()[0]._version
+    with torch.no_grad():
+        cache.step(torch.randn(1, 6, 1, 14), torch.randn(1, 2, 1, 14), torch.randn(1, 2, 1, 14))
+    assert cache.view()[0]._version > before
+
+
+def test_threads_change_no_bit() -> None:
+    """Many rows are dealt out to threads."""
+    threads, outs = torch.get_num_threads(), []
+    B, D = 67, 130
+    cache = fill(StaticCache(B, 2, D, capacity=9), [3] * B, torch.float32)
+    query, key, value = torch.randn(B, 6, 1, D), torch.randn(B, 2, 1, D), torch.randn(B, 2, 1, D)
+    turn = Rotary(D).turn(cache.lengths)
+    try:
+        for n in (1, 2, 5):
+            torch.set_num_threads(n)
+            mine = copy.deepcopy(cache)
+            with torch.no_grad():
+                outs.append((mine.step(query, key, value, turn=turn), *mine.view()))
+    finally:
+        torch.set_num_threads(threads)
+    for other in outs[1:]:
+        for a, b in zip(outs[0], other, strict=True):
+            assert_same_bits(a, b)
