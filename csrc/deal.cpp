@@ -262,7 +262,7 @@ double largest_share(const std::vector<float>& costs, int64_t workers) {
   return sum == 0.0 ? 1.0 : most * static_cast<double>(workers) / sum;
 }
 
-Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers) {
+Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer) {
   Deal best(plan);
   // A call of few rows lasts so short that a model of its threads would take a part of its time.
   if (workers <= 1 || (plan.by_row && p.bounds == nullptr)) return best;
@@ -283,7 +283,7 @@ Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers) {
       deal.order = std::move(order.places);
       best = std::move(deal);
     }
-    if (even || blocks == 1) return best;
+    if (even || blocks == 1 || !finer) return best;
   }
 }
 

@@ -125,16 +125,12 @@ struct Kernels {
   Plan (*plan_statistics)(const Problem&, const Statistics&);
   void (*run_statistics)(const Problem&, const Plan&, const Statistics&, int64_t group, char* scratch);
   ItemPlan (*plan_received)(const Problem&);
-<<<<<<< HEAD
   void (*run_received)(const Problem&, const Received&, const ItemPlan&, int64_t item, char* scratch);
-=======
-  void (*run_received)(const Problem&, const Received&, int64_t item, char* scratch);
   // Of an append in int8 (append_call.h): one head of a span. `row` has room for the wider of a key and a value.
   void (*append)(const Append&, const AppendSpan&, int64_t head, float* row);
   // A decode step (step_call.h): one row of the batch. The scratch is for heads of so many numbers.
   int64_t (*step_scratch_bytes)(int64_t width);
   void (*place_row)(const Problem&, const Step&, int64_t b, char* scratch);
->>>>>>> main
 };
 
 const Kernels* baseline_kernels();

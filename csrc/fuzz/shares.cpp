@@ -92,7 +92,7 @@ struct Dealt {
 };
 using Kind = std::function<Dealt(const Shape&, int64_t workers)>;
 
-Dealt rows_of(const Shape& shape, const headwise::Plan& plan, int64_t workers) {
+Dealt rows_of(const Shape& shape, const headwise::Plan& plan, int64_t workers, bool finer) {
   const headwise::Problem p = shape.problem();
   const auto cost = [&](const headwise::Plan& cut, int64_t item) {
     const int64_t group = item / cut.splits, from = item % cut.splits * cut.keys_per_split;
@@ -100,12 +100,12 @@ Dealt rows_of(const Shape& shape, const headwise::Plan& plan, int64_t workers) {
     return shape.cost(group / cut.row_items / p.K, {first, std::min(first + cut.rows_per_item, cut.rows)},
                       cut.rows_per_block, {from, from + cut.keys_per_split}, 1.0f, 16.0f);
   };
-  const headwise::Deal deal = headwise::deal_rows(p, plan, workers);
+  const headwise::Deal deal = headwise::deal_rows(p, plan, workers, finer);
   Dealt dealt;
   const int64_t items = deal.plan.groups(p) * deal.plan.splits;
   for (int64_t i = 0; i < items; ++i) dealt.costs.push_back(cost(deal.plan, deal.item(i, items)));
   headwise::Plan finest = plan;
-  finest.cut(plan.rows_per_block);
+  if (finer) finest.cut(plan.rows_per_block);
   const int64_t of_heads = finest.groups(p) * finest.splits;
   for (int64_t i = 0; i < of_heads; i += i / (finest.row_items * finest.splits) % p.K == 0 ? 1 : 7) {
     dealt.finest = std::max(dealt.finest, cost(finest, i));
@@ -114,11 +114,11 @@ Dealt rows_of(const Shape& shape, const headwise::Plan& plan, int64_t workers) {
 }
 
 Dealt forward(const Shape& shape, int64_t workers) {
-  return rows_of(shape, headwise::kernels().plan(shape.problem()), workers);
+  return rows_of(shape, headwise::kernels().plan(shape.problem()), workers, true);
 }
 
 Dealt statistics(const Shape& shape, int64_t workers) {
-  return rows_of(shape, headwise::kernels().plan_statistics(shape.problem(), headwise::Statistics()), workers);
+  return rows_of(shape, headwise::kernels().plan_statistics(shape.problem(), headwise::Statistics()), workers, false);
 }
 
 Dealt received(const Shape& shape, int64_t workers) {

@@ -1,12 +1,9 @@
 // Shares the items of a call for statistics among torch's threads, and adds up what they have in common.
 #include "statistics_call.h"
 
-<<<<<<< HEAD
-#include "deal.h"
-=======
 #include <memory>
 
->>>>>>> main
+#include "deal.h"
 #include "driver.h"
 
 namespace headwise {
@@ -41,25 +38,15 @@ void merge_parts(const Problem& p, const Plan& plan, const Statistics& s, int64_
 
 void attend_statistics(const Problem& p, Statistics s) {
   const Kernels& set = kernels();
-<<<<<<< HEAD
   const int64_t workers = workers_for(estimate(p));
-  const Deal deal = deal_rows(p, set.plan_statistics(p, statistics), workers);
-  const int64_t items = deal.plan.groups(p);
-  const auto item = [&](int64_t i, char* scratch) {
-    set.run_statistics(p, deal.plan, statistics, deal.item(i, items), scratch);
-  };
-  share(workers, items, deal.plan.scratch_bytes, item, scratch_of);
-=======
-  const Plan plan = set.plan_statistics(p, s);
+  const Deal deal = deal_rows(p, set.plan_statistics(p, s), workers, false);  // parts are summed by item
+  const Plan& plan = deal.plan;
   const int64_t items = plan.groups(p), heads = p.B * p.K;
   const std::unique_ptr<double[]> parts(new double[static_cast<size_t>(items * (p.H / p.K) * s.part_size())]);
   s.parts = parts.get();
-  const int64_t workers = workers_for(estimate(p));
-  // The last rows first: under a causal mask they have the most keys.
-  const auto item = [&](int64_t i, char* scratch) { set.run_statistics(p, plan, s, items - 1 - i, scratch); };
+  const auto item = [&](int64_t i, char* scratch) { set.run_statistics(p, plan, s, deal.item(i, items), scratch); };
   share(workers, items, plan.scratch_bytes, item, scratch_of);
   share(workers, heads, 0, [&](int64_t i, char*) { merge_parts(p, plan, s, i); }, scratch_of);
->>>>>>> main
 }
 
 void attend_received(const Problem& p, const Received& received) {
