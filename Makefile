@@ -5,6 +5,7 @@
 #   make bench           the benchmarks; rows land in benchmarks/results
 #   make native          compile the native kernel again (csrc), showing the compiler's words
 #   make fuzz            ten minutes of drawn cases through the native kernel, under AddressSanitizer and UBSan
+#   make tsan            larger cases on 64 threads, under ThreadSanitizer
 #   make arm             the kernels for 64-bit Arm: compiled here, a minute of drawn cases under emulation
 #   make mutants         every fault of tests/mutants.toml, each in a copy of the tree: do the tests notice?
 #   make docs            the documentation, in site/
@@ -22,10 +23,10 @@ PYTEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look test check lint types docs mutants-sample pytest bench native fuzz arm mutants clean
+.PHONY: help look test check lint types docs mutants-sample pytest bench native fuzz tsan arm mutants clean
 
 help:
-	@sed -n '2,11s/^# //p' Makefile
+	@sed -n '2,12s/^# //p' Makefile
 
 look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
@@ -77,7 +78,14 @@ FUZZ_SEED    ?= $$(date +%s)000
 fuzz:
 	@cmake -S . -B build/asan -DHEADWISE_SANITIZE=ON -DHEADWISE_FUZZ=ON >/dev/null
 	@cmake --build build/asan --target headwise_fuzz --parallel
+	build/asan/headwise_fuzz shares
 	UBSAN_OPTIONS=print_stacktrace=1 build/asan/headwise_fuzz $(FUZZ_SECONDS) $(FUZZ_SEED)
+
+TSAN_SECONDS ?= 60
+tsan:
+	@cmake -S . -B build/tsan -DHEADWISE_TSAN=ON -DHEADWISE_FUZZ=ON >/dev/null
+	@cmake --build build/tsan --target headwise_fuzz --parallel
+	build/tsan/headwise_fuzz threads $(TSAN_SECONDS) $(FUZZ_SEED)
 
 # Needs a cross compiler and an emulator: apt-get install g++-aarch64-linux-gnu qemu-user
 ARM_SECONDS ?= 60

@@ -1,8 +1,10 @@
 // Chooses the instruction set, runs the items of a call on torch's threads, and merges split rows.
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -15,6 +17,7 @@
 #include <sys/sysctl.h>
 #endif
 
+#include "deal.h"
 #include "driver.h"
 #include "simd/philox.h"
 
@@ -61,7 +64,7 @@ bool arm_has_bf16_and_i8mm() {
 #if defined(__x86_64__)
 // Whether products of bfloat16 pairs are the quickest. On Intel's CPUs one starts every other cycle, two float32
 // multiply-adds every cycle: pairs have half the arithmetic of float32 there (213 against 405 GF/s of two cores).
-bool pairs_are_quick() {
+[[maybe_unused]] bool pairs_are_quick() {
   __builtin_cpu_init();
   return !__builtin_cpu_is("intel");
 }
@@ -71,7 +74,9 @@ bool pairs_are_quick() {
 const std::vector<const Kernels*>& available() {
   static const std::vector<const Kernels*> sets = [] {
     std::vector<const Kernels*> all;
-#if defined(__x86_64__)
+#if defined(HEADWISE_BASELINE_ONLY)
+    const Kernels* const made[] = {baseline_kernels()};
+#elif defined(__x86_64__)
     const Kernels *bf16 = avx512_bf16_kernels(), *vnni = avx512_vnni_kernels();
     const bool pairs = pairs_are_quick();
     const Kernels* const made[] = {pairs ? bf16 : vnni, pairs ? vnni : bf16, avx512_kernels(), avx2_kernels()};
@@ -147,25 +152,35 @@ double estimate(const Problem& p) {
   return pairs * static_cast<double>(p.D + p.V) / 100.0 + read / 10.0;
 }
 
+Floats::Floats(int64_t n) : memory(new float[static_cast<size_t>(n) + 16]) {
+  const auto address = reinterpret_cast<uintptr_t>(memory.get());
+  data = reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
 void attend(const Problem& p) {
   const Kernels& set = kernels();
-  Plan plan = set.plan(p);
-  std::unique_ptr<float[]> partial;
+  const int64_t workers = workers_for(estimate(p));
+  Deal deal = deal_rows(p, set.plan(p), workers);
+  Plan& plan = deal.plan;
+  std::optional<Floats> partial;
   if (plan.splits > 1) {
-    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.rows * plan.splits * plan.partial_floats(p))]);
-    plan.partial = partial.get();
+    partial.emplace(p.B * p.K * plan.splits * plan.split_floats(p));
+    plan.partial = partial->data;
   }
   const int64_t items = plan.groups(p) * plan.splits;
-  const int64_t workers = workers_for(estimate(p));
-  // The last rows first: under a causal mask they have the most keys.
   const auto item = [&](int64_t i, char* scratch) {
-    const int64_t back = plan.groups(p) - 1 - i / plan.splits;
-    set.run(p, plan, back, i % plan.splits, scratch);
+    const int64_t at = deal.item(i, items);
+    set.run(p, plan, at / plan.splits, at % plan.splits, scratch);
   };
   share(workers, items, plan.scratch_bytes, item, scratch_of);
   if (plan.splits == 1) return;
-  share(
-      workers, p.B * p.K, 0, [&](int64_t i, char*) { set.merge(p, plan, i / p.K, i % p.K, 0, plan.rows); }, scratch_of);
+  constexpr int64_t kRows = 16;
+  const int64_t parts = (plan.rows + kRows - 1) / kRows;
+  const auto merge = [&](int64_t i, char*) {
+    const int64_t head = i / parts, first = i % parts * kRows;
+    set.merge(p, plan, head / p.K, head % p.K, first, std::min(first + kRows, plan.rows));
+  };
+  share(workers, p.B * p.K * parts, 0, merge, scratch_of);
 }
 
 void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,

@@ -1,6 +1,8 @@
 // The instruction set, the number of threads and the scratch memory: shared by all kinds of calls.
 #pragma once
 
+#include <memory>
+
 #include "plan.h"
 #include "threads.h"
 
@@ -14,6 +16,14 @@ int64_t workers_for(double nanoseconds);
 
 // The calling thread's scratch, aligned to 64 bytes. It stays allocated: fresh pages cost more than a decode step.
 char* scratch_of(int64_t bytes);
+
+// Memory for partial results, aligned to a cache line. A page is first touched, and so placed, by the thread that
+// writes there.
+struct Floats {
+  explicit Floats(int64_t n);
+  std::unique_ptr<float[]> memory;
+  float* data;
+};
 
 // A rough estimate, in nanoseconds on one thread, of a call with the bounds low and high alone.
 double estimate(const Problem& p);

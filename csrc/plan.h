@@ -5,20 +5,30 @@
 
 namespace headwise {
 
-// An item: one key-value head of one batch row, some of its query rows, some of the keys. The cut depends on lengths
-// and head dims alone, never on batch, heads or threads, so that a row has the same bits in any batch.
+// An item: one key-value head of one batch row, some of its query rows, some of the keys. The cut along the keys
+// depends on lengths and head dims alone, never on batch, heads or threads, so that a row has the same bits in any
+// batch. Along the rows an item is any number of blocks: a block has the same bits beside any others.
 struct Plan {
   int64_t rows = 0;  // T * H / K: the rows of a key-value head
+  int64_t rows_per_block = 0;
   int64_t rows_per_item = 0;
   int64_t row_items = 0;  // items along the rows
   int64_t keys_per_split = 0;
   int64_t splits = 0;         // items along the keys, merged afterwards
   int64_t scratch_bytes = 0;  // of a thread
   bool by_row = false;        // few rows: the decode kernel, whose lanes run along the head dim
-  float* partial = nullptr;   // (B, K, rows, splits): partial results, where splits > 1
+  float* partial = nullptr;   // (B, K, splits, rows): partial results, where splits > 1
+
+  void cut(int64_t rows_of_item) {
+    rows_per_item = rows_of_item;
+    row_items = (rows + rows_per_item - 1) / rows_per_item;
+  }
 
   // Of a partial result: the greatest score, scaled and not, the sum of the weights, and V sums.
   int64_t partial_floats(const Problem& p) const { return p.V + 3; }
+
+  // Of a split, in whole cache lines: no two items write to one.
+  int64_t split_floats(const Problem& p) const { return (rows * partial_floats(p) + 15) / 16 * 16; }
 
   int64_t groups(const Problem& p) const { return p.B * p.K * row_items; }
 };
@@ -32,12 +42,17 @@ struct SharedGradient {
   int64_t chunk = 0;
 };
 
-// How a gradient is cut. An item: a chunk of the query rows of one key-value head of one batch row. It writes the
-// gradients of its queries, and sums those of keys and values: in its thread's scratch where there is one chunk, else
-// in its part of `partial`, which is then added up in order.
+struct RowRange {
+  int64_t first, last;  // first <= r < last
+};
+
+constexpr int64_t kBackwardKeys = 64;  // keys of a tile: scores and their gradients stay in the L1 cache
+
+// How a gradient is cut: into chunks of the query rows of one key-value head of one batch row. The gradients of keys
+// and values are summed over the rows of a chunk in order, and over the chunks in order, whichever items compute them.
 struct BackwardPlan {
   int64_t rows = 0;  // of a key-value head, as in Plan
-  int64_t rows_per_chunk = 0;
+  int64_t rows_per_block = 0;
   int64_t chunks = 0;
   int64_t rows_per_step = 0;           // that share a tile of keys
   int64_t padded_D = 0, padded_V = 0;  // floats from row to row of the sums
@@ -45,6 +60,7 @@ struct BackwardPlan {
   bool by_row = false;          // few rows: the forward was `decode.h`, which sums in another order
   bool keeps_products = false;  // and the products with all keys fit into a thread's scratch
   bool has_partial = false;
+  bool splits = true;        // a head may be computed in two passes: no gradient that rows share is wanted
   float* partial = nullptr;  // (B, K, chunks): sums of (S, padded_D) and (S, padded_V)
   // A bias with queries and keys that is summed over batch or heads has items of its own, of `queries_per_bias_item`
   // queries and all of batch and heads.
@@ -54,6 +70,23 @@ struct BackwardPlan {
   bool summed[kMaxDense] = {false};  // the biases with items of their own
 
   int64_t partial_floats(const Problem& p) const { return p.S * (padded_D + padded_V); }
+
+  // A chunk has two ranges of whole blocks, one as far from the first row as the other from the last: under a causal
+  // mask, too, chunks have equally many keys.
+  RowRange range(int64_t chunk, int half) const {
+    if (chunks == 1) return {half == 0 ? 0 : rows, rows};
+    const int64_t blocks = (rows + rows_per_block - 1) / rows_per_block, ranges = 2 * chunks;
+    const int64_t i = half == 0 ? chunk : ranges - 1 - chunk, last = blocks * (i + 1) / ranges * rows_per_block;
+    return {blocks * i / ranges * rows_per_block, last < rows ? last : rows};
+  }
+};
+
+// Some of the work of a gradient. `chunk_rows`: all of a chunk's; it writes the gradients of its queries, and sums
+// those of keys and values, in its thread's scratch where there is no `partial`. `queries`: the gradients of the
+// queries first <= r < last alone. `keys`: the sums of a chunk for the keys first <= j < last alone.
+struct BackwardItem {
+  enum Kind { chunk_rows, queries, keys } kind;
+  int64_t head, chunk, first, last;  // head: b * K + key-value head
 };
 
 struct Statistics;
@@ -62,11 +95,16 @@ struct Append;
 struct AppendSpan;
 struct Step;
 
-// Items that need no merge, and a thread's scratch.
+// Items that need no merge, ranges of keys, and a thread's scratch.
 struct ItemPlan {
   int64_t items;
+  int64_t keys_per_item;
+  int64_t rows_per_block;
   int64_t scratch_bytes;
 };
+
+// Whether the rows first <= r < last of a key-value head reach any of the keys from <= j < to, by their bounds.
+bool reaches_any(const Problem& p, int64_t b, int64_t first, int64_t last, int64_t from, int64_t to);
 
 struct Kernels {
   const char* name;
@@ -76,18 +114,18 @@ struct Kernels {
   // Merges the splits of the rows first <= row < last of (batch, key-value head).
   void (*merge)(const Problem&, const Plan&, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
   BackwardPlan (*plan_backward)(const Problem&);
-  void (*backward)(const Problem&, const Gradients&, const BackwardPlan&, int64_t item, char* scratch);
+  void (*backward)(const Problem&, const Gradients&, const BackwardPlan&, const BackwardItem&, char* scratch);
   // Sums of the keys first <= j < last over the chunks, scaled, rounded and written.
   void (*merge_backward)(const Problem&, const Gradients&, const BackwardPlan&, int64_t batch, int64_t kv_head,
                          int64_t first, int64_t last);
   // An item of one of the biases with items of their own.
   void (*backward_bias)(const Problem&, const Gradients&, const BackwardPlan&, int dense, int64_t item, char* scratch);
   void (*round)(const float* x, int64_t n, Dtype dtype, void* out);  // to another float dtype
-  // Statistics (statistics_call.h): no splits, so an item is a group.
+  // Statistics (statistics_call.h): no splits, so an item is a group; of the second pass it is (batch, head, keys).
   Plan (*plan_statistics)(const Problem&, const Statistics&);
   void (*run_statistics)(const Problem&, const Plan&, const Statistics&, int64_t group, char* scratch);
   ItemPlan (*plan_received)(const Problem&);
-  void (*run_received)(const Problem&, const Received&, int64_t item, char* scratch);
+  void (*run_received)(const Problem&, const Received&, const ItemPlan&, int64_t item, char* scratch);
   // Of an append in int8 (append_call.h): one head of a span. `row` has room for the wider of a key and a value.
   void (*append)(const Append&, const AppendSpan&, int64_t head, float* row);
   // A decode step (step_call.h): one row of the batch. The scratch is for heads of so many numbers.

@@ -31,7 +31,7 @@ from headwise.testing import assert_same_bits, make_qkv
 # The shape checker takes a third of the time of thousands of calls; it sees their kind in test_meaning.py.
 pytestmark = pytest.mark.unchecked
 
-THREADS = (1, 2, 3, 4, 8)
+THREADS = (1, 2, 3, 64)
 # Large enough that threads are woken, where the name does not say otherwise.
 FORMS = {
     "tiny": Sizes(2, 2, 1, 3, 9, 8, 8),

@@ -161,6 +161,13 @@ def test_declarations_agree_with_torch(tmp_path: Path) -> None:
 # Drawn cases
 
 
+def has_sanitizer(name: str, folder: Path) -> bool:
+    """Whether a program under this sanitizer is compiled, and starts."""
+    (folder / "empty.cpp").write_text("int main() {}\n")
+    made = run(str(COMPILER), f"-fsanitize={name}", folder / "empty.cpp", "-o", folder / "empty").returncode == 0
+    return made and run(folder / "empty").returncode == 0
+
+
 @needs_compiler
 def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     """The first cases of `make fuzz`: no report of AddressSanitizer or UBSan, no wrong result, no leak.
@@ -168,13 +175,28 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     Compiled without optimisation: in a fifth of the time, and no check is optimised away. By number and not by seconds,
     so that every run draws the same: each dtype, int8, gradients, statistics, corrupted calls.
     """
-    (tmp_path / "empty.cpp").write_text("int main() {}\n")
-    if run(str(COMPILER), "-fsanitize=address,undefined", tmp_path / "empty.cpp", "-o", tmp_path / "empty").returncode:
+    if not has_sanitizer("address,undefined", tmp_path):
         pytest.skip("this compiler has no AddressSanitizer")
     options = ("-DHEADWISE_SANITIZE=ON", "-DHEADWISE_SANITIZE_FLAGS=-O0 -g1")
     fuzzer = configure("sanitized", *options) / "headwise_fuzz"
     for seed in range(1, 25):
         ok(fuzzer, "case", str(seed), UBSAN_OPTIONS="print_stacktrace=1")
+
+
+@needs_compiler
+def test_threads_get_even_shares(built: Path) -> None:
+    """2 to 256 threads, by the plan alone: at most 1.05 of the mean wherever there is enough work."""
+    assert "256:" in ok(configure(built.name) / "headwise_fuzz", "shares")
+
+
+@needs_compiler
+def test_many_threads(tmp_path: Path) -> None:
+    """`make tsan` for five seconds: on 64 threads no race, and the bits of one."""
+    if not has_sanitizer("thread", tmp_path):
+        pytest.skip("this compiler has no ThreadSanitizer")
+    fuzzer = configure("tsan", "-DHEADWISE_TSAN=ON") / "headwise_fuzz"
+    told = ok(fuzzer, "threads", "5", "1183")  # begins with sums of a gradient that are denormal
+    assert " 0 failures" in told
 
 
 @needs_compiler

@@ -19,7 +19,7 @@ from headwise.testing import assert_same_bits
 
 pytestmark = pytest.mark.unchecked
 
-THREADS = (1, 2, 3, 4, 8)
+THREADS = (1, 2, 3, 64)
 # Large enough that threads are woken, but for the first.
 FORMS = {
     "tiny": Case(Sizes(2, 2, 1, 3, 9, 8, 8), sinks=True),
@@ -27,6 +27,7 @@ FORMS = {
     "many rows": Case(Sizes(2, 6, 2, 211, 307, 40, 24), sinks=True),
     "several chunks": Case(Sizes(1, 4, 1, 1100, 130, 16, 16), sinks=True, slopes=(4,)),
     "long": Case(Sizes(1, 1, 1, 4200, 150, 16, 16), sinks=True),
+    "in two passes": Case(Sizes(1, 3, 3, 4200, 150, 16, 16)),  # too few chunks
     "a bias of all": Case(Sizes(2, 4, 2, 97, 131, 24, 24), bias=(97, 131), slopes=(2, 4)),
     "a bias a head": Case(Sizes(2, 4, 2, 97, 131, 24, 24), bias=(4, 97, 131), dropout=0.25),
     "a bias a key": Case(Sizes(3, 4, 2, 97, 131, 24, 24), bias=(131,), softcap=2.0),

@@ -98,7 +98,7 @@ bool same(const Back& a, const Back& b) {
 std::string check_backward(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa) {
   fake::set_threads(1);
   const Back one = run_backward(k, dirty, false), other = run_backward(k, clean, false);
-  fake::set_threads(static_cast<int>(2 + k.seed % 7));
+  fake::set_threads(threads_of(k));
   const Back many = run_backward(k, dirty, false);
   if (!one.error.empty()) return "refuses the backward: " + one.error;
   if (!same(one, many)) return "other bits of a gradient on more threads";

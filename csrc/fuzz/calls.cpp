@@ -6,6 +6,8 @@
 namespace fuzz {
 
 std::map<std::string, Worst> worst;
+int team = 0;
+int threads_of(const Case& k) { return team > 0 ? team : static_cast<int>(2 + k.seed % 7); }
 
 namespace {
 

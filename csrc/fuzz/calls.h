@@ -19,6 +19,9 @@ struct Worst {
 
 extern std::map<std::string, Worst> worst;
 
+extern int team;                // so many threads in each case, or 0: 2 to 8
+int threads_of(const Case& k);  // whose bits must be those of one thread
+
 // The tensors of one call. What must not change the result is filled with NaN if `dirty`, else with zeros. Tensors in
 // lists sometimes have the negative bit if `dirty`.
 struct Tensors {

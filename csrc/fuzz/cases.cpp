@@ -48,7 +48,7 @@ int64_t draw_length(Draw& draw, int64_t most) {
   return std::clamp<int64_t>(n, 1, most);
 }
 
-void draw_sizes(Draw& draw, naive::Call& c) {
+void draw_sizes(Draw& draw, naive::Call& c, double most) {
   const int64_t width = draw.one_of<int64_t>({1, 7, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 320});
   c.B = draw.between(1, 3), c.K = draw.between(1, 3);
   c.H = c.K * draw.one_of<int64_t>({1, 1, 2, 3, 4, 5, 8, 9, 16});
@@ -58,7 +58,8 @@ void draw_sizes(Draw& draw, naive::Call& c) {
   c.T = draw.once_in(3) ? draw.between(1, 3) : draw_length(draw, 300);
   c.S = draw_length(draw, 3000);
   // Few enough operations for many cases a second; sometimes enough for several threads.
-  const double most = draw.once_in(12) ? 6e6 : 4e5;
+  const double drawn = draw.once_in(12) ? 6e6 : 4e5;
+  if (most == 0) most = drawn;
   const auto work = [&] { return static_cast<double>(c.B * c.H * c.T) * static_cast<double>(c.S * (c.D + c.V)); };
   while (work() > most) {
     if (c.B > 1) --c.B;
@@ -281,12 +282,12 @@ void draw_overflow(Draw& draw, Case& k) {
   }
 }
 
-Case draw_case(uint64_t seed) {
+Case draw_case(uint64_t seed, double most) {
   Draw draw(seed * 0x2545f4914f6cdd1du + 1);
   Case k;
   k.seed = seed, k.plain = draw.once_in(3);
   naive::Call& c = k.call;
-  draw_sizes(draw, c);
+  draw_sizes(draw, c, most);
   draw_band(draw, k);
   const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});

@@ -75,6 +75,6 @@ struct Case {
   std::string describe() const;
 };
 
-Case draw_case(uint64_t seed);
+Case draw_case(uint64_t seed, double most = 0);  // `most` multiply-adds, or 0 for few enough to check
 
 }  // namespace fuzz

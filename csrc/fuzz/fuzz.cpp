@@ -3,6 +3,8 @@
 //
 //   headwise_fuzz SECONDS [FIRST_SEED]     many cases; the seed that fails is printed
 //   headwise_fuzz case SEED                one case
+//   headwise_fuzz threads SECONDS [SEED]   larger cases on 64 threads, for their bits alone: under ThreadSanitizer
+//   headwise_fuzz shares                   how evenly work spreads over 2 to 256 threads; computed, not measured
 //
 // Each case is compared with the definition in double, within an error bound from its own numbers (naive.cpp,
 // naive_backward.cpp). Its bits must not depend on the number of threads, nor on the contents of gaps, of memory behind
@@ -16,6 +18,7 @@
 #include <chrono>
 
 #include "fuzz/calls.h"
+#include "fuzz/shares.h"
 
 namespace fuzz {
 
@@ -66,7 +69,7 @@ std::string check(Case& k) {
     use(isa);
     fake::set_threads(1);
     const Output one = run(k, dirty), other = run(k, clean);
-    fake::set_threads(static_cast<int>(2 + k.seed % 7));
+    fake::set_threads(threads_of(k));
     const Output many = run(k, dirty);
     if (!one.error.empty()) return isa + " refuses: " + one.error;
     if (!same_bits(one.out, many.out) || !same_bits(one.lse, many.lse)) return isa + ": other bits on more threads";
@@ -152,7 +155,9 @@ std::string check_corrupt(Case& k) {
 }
 
 bool one_case(uint64_t seed) {
-  Case k = draw_case(seed);
+  constexpr double kLarge = 2.5e6;  // multiply-adds: threads are woken from 1.5e6 on
+  Case k = draw_case(seed, team > 0 ? kLarge : 0);
+  k.unchecked |= team > 0;
   std::string wrong = check(k);
   if (wrong.empty()) wrong = check_gradients(k);
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked";
@@ -185,6 +190,8 @@ int many(double seconds, uint64_t first) {
 }  // namespace fuzz
 
 int main(int argc, char** argv) {
+  if (argc == 2 && strcmp(argv[1], "shares") == 0) return fuzz::check_shares();
+  if (argc > 2 && strcmp(argv[1], "threads") == 0) fuzz::team = 64, --argc, ++argv;
   if (argc == 3 && strcmp(argv[1], "case") == 0) return fuzz::one_case(strtoull(argv[2], nullptr, 10)) ? 0 : 1;
   const double seconds = argc > 1 ? atof(argv[1]) : 600;
   return fuzz::many(seconds, argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);

@@ -199,7 +199,7 @@ std::string check_statistics(const Case& k, const Tensors& dirty, const Tensors&
   const Options options(k);
   fake::set_threads(1);
   const Results one = call_statistics(k, dirty, options), other = call_statistics(k, clean, options);
-  fake::set_threads(static_cast<int>(2 + k.seed % 7));
+  fake::set_threads(threads_of(k));
   const Results many = call_statistics(k, dirty, options);
   if (!one.error.empty()) return "refuses statistics: " + one.error;
   if (!same(one, many)) return "other bits of statistics on more threads";

@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "deal.h"
 #include "driver.h"
 
 namespace headwise {
@@ -16,21 +18,29 @@ struct ItemSums {
   SharedGradient<T> place;
 };
 
+// From row to row of sums of S numbers: whole cache lines, but for the rows of T, which one item has many of.
+template <class N>
+int64_t pitch_of_sums(int64_t T, int64_t S) {
+  constexpr int64_t line = 64 / sizeof(N);
+  return T > 1 && S == 1 ? 1 : (S + line - 1) / line * line;
+}
+
 // Sums of the shape (B, H, rows, S): `rows` are T where T > 1, else the chunks. T and S may be 1.
 template <class N>
 void allocate(ItemSums<N>& x, const Problem& p, int64_t chunks, int64_t T, int64_t S) {
-  const int64_t rows = T > 1 ? T : chunks;
-  x.sums.assign(static_cast<size_t>(p.B * p.H * rows * S), N{0});
-  x.place = {x.sums.data(), {p.H * rows * S, rows * S, T > 1 ? S : 0, S > 1 ? 1 : 0}, T > 1 ? 0 : S};
+  const int64_t rows = T > 1 ? T : chunks, pitch = pitch_of_sums<N>(T, S);
+  x.sums.assign(static_cast<size_t>(p.B * p.H * rows * pitch), N{0});
+  x.place = {x.sums.data(), {p.H * rows * pitch, rows * pitch, T > 1 ? pitch : 0, S > 1 ? 1 : 0}, T > 1 ? 0 : pitch};
 }
 
 // Adds sums of (B, H, rows, S) to a result with the strides `to`, 0 where it is broadcast.
 template <class N, class To>
-void reduce(const ItemSums<N>& x, const Problem& p, int64_t rows, int64_t S, To* out, const int64_t* to) {
+void reduce(const ItemSums<N>& x, const Problem& p, int64_t rows, int64_t S, int64_t pitch, To* out,
+            const int64_t* to) {
   const N* from = x.sums.data();
   for (int64_t b = 0; b < p.B; ++b) {
     for (int64_t h = 0; h < p.H; ++h) {
-      for (int64_t i = 0; i < rows; ++i, from += S) {
+      for (int64_t i = 0; i < rows; ++i, from += pitch) {
         To* row = out + b * to[0] + h * to[1] + i * to[2];
         for (int64_t j = 0; j < S; ++j) row[j * to[3]] += from[j];
       }
@@ -57,12 +67,12 @@ int64_t diagonals(const Problem& p) { return p.T + p.S - 1; }
 
 // A relative bias: rows of different chunks add to the same diagonals, so each chunk has sums of its own.
 void place_diagonals(const Problem& p, const Tensor4& to, BackwardPlan& plan, int i, BiasGradient& bias) {
-  const int64_t n = diagonals(p), of_head = plan.chunks * n;
+  const int64_t n = diagonals(p), pitch = pitch_of_sums<float>(1, n), of_head = plan.chunks * pitch;
   const int64_t floats = (to.stride[0] == 0 ? 1 : p.B) * (to.stride[1] == 0 ? 1 : p.H) * n;
   bias.out = static_cast<float*>(to.data);
   std::memset(to.data, 0, static_cast<size_t>(floats) * sizeof(float));
   bias.by_item.sums.assign(static_cast<size_t>(p.B * p.H * of_head), 0.0f);
-  plan.dense[i] = {bias.by_item.sums.data() + p.T - 1, {p.H * of_head, of_head, -1, 1}, n};
+  plan.dense[i] = {bias.by_item.sums.data() + p.T - 1, {p.H * of_head, of_head, -1, 1}, pitch};
 }
 
 // Sets where the items add the gradient of a bias.
@@ -92,10 +102,12 @@ void finish_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan,
   const Tensor4& to = g.dense[i];
   if (p.diagonal[i]) {
     const int64_t strides[4] = {to.stride[0], to.stride[1], 0, 1};
-    return reduce(bias.by_item, p, plan.chunks, diagonals(p), bias.out, strides);
+    const int64_t n = diagonals(p);
+    return reduce(bias.by_item, p, plan.chunks, n, pitch_of_sums<float>(1, n), bias.out, strides);
   }
   if (!bias.rows || !bias.keys) {
-    reduce(bias.by_item, p, bias.rows ? p.T : plan.chunks, bias.keys ? p.S : 1, bias.out, to.stride);
+    const int64_t T = bias.rows ? p.T : 1, S = bias.keys ? p.S : 1, rows = T > 1 ? T : plan.chunks;
+    reduce(bias.by_item, p, rows, S, pitch_of_sums<float>(T, S), bias.out, to.stride);
   }
   if (to.dtype != Dtype::f32) {
     kernels().round(bias.floats.data(), static_cast<int64_t>(bias.floats.size()), to.dtype, to.data);
@@ -106,22 +118,26 @@ void finish_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan,
 void finish_heads(const Problem& p, const BackwardPlan& plan, const ItemSums<double>& x, float* out, bool batched) {
   const int64_t n = (batched ? p.B : 1) * p.H, to[4] = {batched ? p.H : 0, 1, 0, 0};
   std::vector<double> sums(static_cast<size_t>(n), 0.0);
-  reduce(x, p, plan.chunks, 1, sums.data(), to);
+  reduce(x, p, plan.chunks, 1, pitch_of_sums<double>(1, 1), sums.data(), to);
   std::transform(sums.begin(), sums.end(), out, [](double sum) { return static_cast<float>(sum); });
 }
 
 // Runs the items of a plan, then the merge of chunks and the biases that are summed over batch or heads.
-void run_items(const Problem& p, const Gradients& g, const BackwardPlan& plan) {
+void run_items(const Problem& p, const Gradients& g, BackwardDeal& deal, int64_t workers) {
   const Kernels& set = kernels();
-  const int64_t workers = workers_for(2.5 * estimate(p));
+  BackwardPlan& plan = deal.plan;
+  std::optional<Floats> partial;
+  if (plan.has_partial) {
+    partial.emplace(p.B * p.K * plan.chunks * plan.partial_floats(p));
+    plan.partial = partial->data;
+  }
   const auto run = [&](int64_t items, const auto& item) {
     share(workers, items, plan.scratch_bytes, item, scratch_of);
   };
-  const int64_t items = p.B * p.K * plan.chunks;
-  // The last rows first: under a causal mask they have the most keys.
-  run(items, [&](int64_t i, char* scratch) { set.backward(p, g, plan, items - 1 - i, scratch); });
+  run(static_cast<int64_t>(deal.items.size()),
+      [&](int64_t i, char* scratch) { set.backward(p, g, plan, deal.items[static_cast<size_t>(i)], scratch); });
   if (plan.partial != nullptr) {
-    constexpr int64_t kKeys = 256;
+    constexpr int64_t kKeys = 64;
     const int64_t parts = (p.S + kKeys - 1) / kKeys;
     const auto merge = [&](int64_t i, char*) {
       const int64_t head = i / parts, first = i % parts * kKeys;
@@ -132,7 +148,8 @@ void run_items(const Problem& p, const Gradients& g, const BackwardPlan& plan) {
   for (int i = 0; i < p.n_dense; ++i) {
     if (!plan.summed[i]) continue;
     const int64_t parts = (p.T + plan.queries_per_bias_item - 1) / plan.queries_per_bias_item;
-    run(parts, [&](int64_t part, char* scratch) { set.backward_bias(p, g, plan, i, part, scratch); });
+    // The last rows first: under a causal mask they have the most keys.
+    run(parts, [&](int64_t part, char* scratch) { set.backward_bias(p, g, plan, i, parts - 1 - part, scratch); });
   }
 }
 
@@ -140,11 +157,6 @@ void run_items(const Problem& p, const Gradients& g, const BackwardPlan& plan) {
 
 void attend_backward(const Problem& p, const Gradients& g) {
   BackwardPlan plan = kernels().plan_backward(p);
-  std::unique_ptr<float[]> partial;
-  if (plan.has_partial) {
-    partial.reset(new float[static_cast<size_t>(p.B * p.K * plan.chunks * plan.partial_floats(p))]);
-    plan.partial = partial.get();
-  }
   ItemSums<double> sinks, slopes[kMaxAlibi];
   BiasGradient bias[kMaxDense];
   if (g.sinks != nullptr) {
@@ -159,7 +171,13 @@ void attend_backward(const Problem& p, const Gradients& g) {
   for (int i = 0; i < p.n_dense; ++i) {
     if (g.dense[i].data != nullptr) place_bias(p, g, plan, i, bias[i]);
   }
-  run_items(p, g, plan);
+  // Such gradients are summed by chunk.
+  plan.splits &= g.sinks == nullptr;
+  for (int i = 0; i < p.n_alibi; ++i) plan.splits &= g.slopes[i] == nullptr;
+  for (int i = 0; i < p.n_dense; ++i) plan.splits &= g.dense[i].data == nullptr;
+  const int64_t workers = workers_for(2.5 * estimate(p));
+  BackwardDeal deal = deal_backward(p, plan, workers);
+  run_items(p, g, deal, workers);
   if (g.sinks != nullptr) finish_heads(p, plan, sinks, g.sinks, false);
   for (int i = 0; i < p.n_alibi; ++i) {
     if (g.slopes[i] != nullptr) finish_heads(p, plan, slopes[i], g.slopes[i], g.slopes_batched[i]);

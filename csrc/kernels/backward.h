@@ -113,11 +113,13 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
   const typename N::Key *weight_rows = s.weight_rows, *score_rows = s.score_rows;
   const float* scores = reinterpret_cast<const float*>(s.scores);
   if constexpr (N::kPair == 1) weight_rows = products.x, score_rows = scores = products.y;
-  float* value_sums = to.value_sums + span.j0 * plan.padded_V;
-  float* key_sums = to.key_sums + span.j0 * plan.padded_D;
-  add_product<N>(weight_rows, R, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
-  add_product<N>(score_rows, R, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
-  block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
+  if (to.keys) {
+    float* value_sums = to.value_sums + (span.j0 - to.first) * plan.padded_V;
+    float* key_sums = to.key_sums + (span.j0 - to.first) * plan.padded_D;
+    add_product<N>(weight_rows, R, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
+    add_product<N>(score_rows, R, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
+  }
+  if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
 }
 
 // The first of two passes where rows are few: the softmax alone.
@@ -129,7 +131,7 @@ static inline void recompute_pass(const Problem& p, const BackwardPlan& plan, in
   recompute_tile<N, NV>(p, span, products, s);
 }
 
-// The rows first <= row < last, at most a step of them, against all keys that they may attend.
+// The rows first <= row < last, at most a step of them, against all keys of the target that they may attend.
 template <class N>
 static void backward_rows(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
                           int64_t first, int64_t last, BackwardScratch<N>& s) {
@@ -138,9 +140,11 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   for (int i = 0; i < blocks; ++i) {
     const int n = static_cast<int>(min(kRows, last - first - i * kRows));
     place_rows(p, to.b, to.kv_head, first + i * kRows, n, static_cast<int>(round_up(n, W)), s.rows[i]);
-    HW_BY_VECTORS(n, begin_block, p, g, plan, to.b, i, s);
     reach.add(s.rows[i]);
   }
+  reach = reach.within(to.first, to.last);
+  if (!to.queries && reach.from >= reach.to) return;
+  for (int i = 0; i < blocks; ++i) HW_BY_VECTORS(s.rows[i].n, begin_block, p, g, plan, to.b, i, s);
   BackwardTile tile;
   const auto load = [&](int64_t j0, int n) { load_tile<N>(p, to.b, to.kv_head, j0, n, s, tile); };
   const auto span_of = [&](int i, int64_t j0, int n) { return attended_span(p, to.b, s.rows[i], j0, n, N::kPair); };
@@ -154,7 +158,7 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   walk_blocks<kBackwardTile, N::kPair>(
       p, to.b, to.kv_head, reach, blocks, span_of, load,
       [&](int i, const KeySpan& span) { HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s); });
-  for (int i = 0; i < blocks && to.only < 0; ++i) HW_BY_VECTORS(s.rows[i].n, end_block, p, g, plan, to, i, s);
+  for (int i = 0; i < blocks && to.queries; ++i) HW_BY_VECTORS(s.rows[i].n, end_block, p, g, plan, to, i, s);
 }
 
 // Scales, rounds and writes a row of the gradient of a key or value.
@@ -167,20 +171,29 @@ static inline void write_sum(const Tensor4& to, int64_t b, int64_t kv_head, int6
 }
 
 template <class N>
-static void run_chunk(const Problem& p, const Gradients& g, const BackwardPlan& plan, int64_t item, char* scratch) {
+static void run_part(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardItem& item,
+                     char* scratch) {
   Arena arena{scratch};
   BackwardScratch<N> s(arena, p, plan);
-  const int64_t group = item / plan.chunks, chunk = item % plan.chunks;
-  BackwardTarget to = {group / p.K, group % p.K, chunk, s.key_sums, s.value_sums, -1};
-  if (plan.partial != nullptr) {
-    to.key_sums = plan.partial + item * plan.partial_floats(p);
-    to.value_sums = to.key_sums + p.S * plan.padded_D;
+  BackwardTarget to = {item.head / p.K, item.head % p.K, item.chunk, s.key_sums, s.value_sums, -1, true, true, 0, p.S};
+  if (item.kind == BackwardItem::queries) {
+    to.keys = false;
+    return backward_rows<N>(p, g, plan, to, item.first, item.last, s);
   }
-  memset(to.key_sums, 0, static_cast<size_t>(p.S * plan.padded_D) * sizeof(float));
-  memset(to.value_sums, 0, static_cast<size_t>(p.S * plan.padded_V) * sizeof(float));
-  const int64_t end = min((chunk + 1) * plan.rows_per_chunk, plan.rows);
-  for (int64_t row = chunk * plan.rows_per_chunk; row < end; row += plan.rows_per_step) {
-    backward_rows<N>(p, g, plan, to, row, min(row + plan.rows_per_step, end), s);
+  to.queries = item.kind == BackwardItem::chunk_rows;
+  to.first = item.first, to.last = item.last;
+  if (plan.partial != nullptr) {
+    float* sums = plan.partial + (item.head * plan.chunks + item.chunk) * plan.partial_floats(p);
+    to.key_sums = sums + to.first * plan.padded_D;
+    to.value_sums = sums + p.S * plan.padded_D + to.first * plan.padded_V;
+  }
+  memset(to.key_sums, 0, static_cast<size_t>((to.last - to.first) * plan.padded_D) * sizeof(float));
+  memset(to.value_sums, 0, static_cast<size_t>((to.last - to.first) * plan.padded_V) * sizeof(float));
+  for (int half = 0; half < 2; ++half) {
+    const RowRange rows = plan.range(item.chunk, half);
+    for (int64_t row = rows.first; row < rows.last; row += plan.rows_per_step) {
+      backward_rows<N>(p, g, plan, to, row, min(row + plan.rows_per_step, rows.last), s);
+    }
   }
   if (plan.partial != nullptr) return;
   for (int64_t j = 0; j < p.S; ++j) {
@@ -199,7 +212,7 @@ static void run_bias(const Problem& p, const Gradients& g, const BackwardPlan& p
   const int64_t last = min(first + plan.queries_per_bias_item, p.T);
   for (int64_t b = 0; b < p.B; ++b) {
     for (int64_t kv_head = 0; kv_head < p.K; ++kv_head) {
-      const BackwardTarget to = {b, kv_head, 0, nullptr, nullptr, dense};
+      const BackwardTarget to = {b, kv_head, 0, nullptr, nullptr, dense, false, false, 0, p.S};
       for (int64_t row = first * G; row < last * G; row += plan.rows_per_step) {
         backward_rows<N>(p, g, plan, to, row, min(row + plan.rows_per_step, last * G), s);
       }
@@ -207,9 +220,10 @@ static void run_bias(const Problem& p, const Gradients& g, const BackwardPlan& p
   }
 }
 
-static void run_backward(const Problem& p, const Gradients& g, const BackwardPlan& plan, int64_t item, char* scratch) {
+static void run_backward(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardItem& item,
+                         char* scratch) {
   const FlushDenormals flush;
-  with_format(p, [&](auto format) { run_chunk<decltype(format)>(p, g, plan, item, scratch); });
+  with_format(p, [&](auto format) { run_part<decltype(format)>(p, g, plan, item, scratch); });
 }
 
 static void run_backward_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan, int dense, int64_t item,
@@ -228,6 +242,7 @@ static void round_floats(const float* x, int64_t n, Dtype dtype, void* out) {
 
 static void merge_backward(const Problem& p, const Gradients& g, const BackwardPlan& plan, int64_t b, int64_t kv_head,
                            int64_t first, int64_t last) {
+  const FlushDenormals flush;  // as where an item writes its sums itself
   float* partial = plan.partial + (b * p.K + kv_head) * plan.chunks * plan.partial_floats(p);
   const auto merge = [&](int64_t at, int64_t width) {  // into the first chunk's sums
     for (int64_t chunk = 1; chunk < plan.chunks; ++chunk) {

@@ -16,7 +16,7 @@ constexpr float kAllWeight = 0.9999f;                // the least weight of a ke
 constexpr int64_t kProductBytes = int64_t{1} << 20;  // of the products of few rows, computed once and used twice
 constexpr int64_t kChunkRows = 2048;                 // rows of an item, unless that makes more chunks than 2 G
 constexpr int64_t kStepBytes = 400 * 1024;           // of the scratch of rows that share a tile
-constexpr int64_t kOwnBytes = int64_t{16} << 20;     // of sums in a thread's scratch
+constexpr int64_t kOwnBytes = int64_t{4} << 20;      // of sums in a thread's scratch, which it keeps
 
 // One block of rows.
 template <class N>
@@ -95,12 +95,13 @@ static BackwardPlan plan_backward(const Problem& p) {
   plan.padded_D = round_up(p.D, W), plan.padded_V = round_up(p.V, W);
   // Each chunk has a copy of the sums: together at most twice the memory of dQ in float32.
   plan.chunks = max(1, min((plan.rows + kChunkRows - 1) / kChunkRows, 2 * G));
-  plan.rows_per_chunk = (plan.rows + plan.chunks - 1) / plan.chunks;
+  plan.rows_per_block = kRows;
   const int64_t block_bytes = kRows * (3 * p.D + 2 * p.V) * (kHasBf16 && p.dtype() == Dtype::bf16 ? 3 : 4);
   const int64_t blocks = max(1, min(kMaxBlocks, kStepBytes / block_bytes));
-  plan.rows_per_step = min(blocks, (plan.rows_per_chunk + kRows - 1) / kRows) * kRows;
+  plan.rows_per_step = min(blocks, (plan.rows + kRows - 1) / kRows) * kRows;
   plan.by_row = plan.rows <= kDecodeRows && !p.is_part;
   plan.keeps_products = plan.by_row && p.S * W * 16 <= kProductBytes;
+  plan.splits = !plan.by_row;
   plan.has_partial = plan.chunks > 1 || plan.partial_floats(p) * 4 > kOwnBytes;
   plan.queries_per_bias_item = max(1, plan.rows_per_step / G);
   Arena count{nullptr};
@@ -113,7 +114,9 @@ static BackwardPlan plan_backward(const Problem& p) {
 struct BackwardTarget {
   int64_t b, kv_head, chunk;
   float *key_sums, *value_sums;
-  int only;  // the one bias whose gradient is computed, or -1 for all gradients
+  int only;             // the one bias whose gradient is computed, or -1 for all gradients
+  bool queries, keys;   // which are computed: dQ, dK and dV
+  int64_t first, last;  // keys
 };
 
 // Loads the greatest score of a row and its weight, which define all weights. A row with a NaN or Inf anywhere gets the

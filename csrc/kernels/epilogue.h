@@ -62,7 +62,17 @@ static inline void write_row(const Problem& p, int64_t b, int64_t h, int64_t t, 
 
 HW_INLINE float* partial_row(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
                              int64_t split) {
-  return plan.partial + (((b * p.K + kv_head) * plan.rows + row) * plan.splits + split) * plan.partial_floats(p);
+  return plan.partial + ((b * p.K + kv_head) * plan.splits + split) * plan.split_floats(p) +
+         row * plan.partial_floats(p);
+}
+
+// The partial result of rows that attend no key of a split: its V sums are not read.
+static inline void skip_split(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
+                              int64_t last, int64_t split) {
+  for (int64_t row = first; row < last; ++row) {
+    float* to = partial_row(p, plan, b, kv_head, row, split);
+    to[0] = -kInf, to[1] = 0.0f, to[2] = -kInf;
+  }
 }
 
 // Divides, gates, rounds and writes a row; x has its V sums.
@@ -106,6 +116,10 @@ static void merge_rows(const Problem& p, const Plan& plan, int64_t b, int64_t kv
       const float* from = partial_row(p, plan, b, kv_head, row, s);
       const float rescale = from[0] == -kInf ? 0.0f : expf(from[0] - state.row_max), sum = from[1] * rescale;
       state.row_sum = s == 0 ? sum : state.row_sum + sum;
+      if (from[0] == -kInf && from[1] == 0.0f) {  // no key
+        for (int64_t d = 0; d < p.V && s == 0; ++d) sums[d] = 0.0f;
+        continue;
+      }
       for (int64_t d = 0; d < p.V; ++d) sums[d] = s == 0 ? from[3 + d] * rescale : sums[d] + from[3 + d] * rescale;
     }
     write_result(p, b, kv_head, row, state, sums);

@@ -8,7 +8,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kRange = 4 * kTile;  // keys of an item; a packed block of rows is used for all of them
+constexpr int kRange = 4 * kTile;  // keys of an item at most; a packed block of rows is used for all of them
 constexpr int kFlush = 64;         // blocks of rows summed in float32 before they join the sums in float64
 
 template <class N>
@@ -111,12 +111,13 @@ static inline void flush_sums(int keys, float* sums, double* mass) {
 }
 
 template <class N>
-static void run_received_of(const Problem& p, const Received& received, int64_t item, char* scratch) {
+static void run_received_of(const Problem& p, const Received& received, const ItemPlan& plan, int64_t item,
+                            char* scratch) {
   Arena arena{scratch};
   ReceivedScratch<N> s(arena, p);
-  const int64_t ranges = (p.S + kRange - 1) / kRange, first = item % ranges * kRange;
+  const int64_t size = plan.keys_per_item, ranges = (p.S + size - 1) / size, first = item % ranges * size;
   const int64_t b = item / ranges / p.H, h = item / ranges % p.H, kv_head = h / (p.H / p.K);
-  const int keys = static_cast<int>(min(kRange, p.S - first));
+  const int keys = static_cast<int>(min(size, p.S - first));
   Problem own = p;
   own.K = p.H;  // each head is a group: all lanes of a block then belong to one head
 
@@ -129,8 +130,8 @@ static void run_received_of(const Problem& p, const Received& received, int64_t 
     tile.bad.find(p, b, kv_head, j0, n);
     tile.key = tile_rows<N>(p.key, b, kv_head, tile, p.D, tile.bad, true, s.key_copy[i]);
   });
-  int blocks = 0;
   for (int64_t t = 0; t < p.T; t += kRows) {
+    if (t % (kFlush * kRows) == 0) flush_sums(keys, s.sums, s.mass);
     const int n = static_cast<int>(min(kRows, p.T - t));
     place_rows(own, b, h, t, n, static_cast<int>(round_up(n, W)), *s.rows);
     Reach rows_reach(p);
@@ -152,22 +153,22 @@ static void run_received_of(const Problem& p, const Received& received, int64_t 
       const int64_t offset = (spans[i].j0 - first) / kTile * kTile;
       HW_BY_VECTORS(n, received_tile, own, received, b, spans[i], offset, bad, s);
     }
-    if (++blocks % kFlush == 0) flush_sums(keys, s.sums, s.mass);
   }
   flush_sums(keys, s.sums, s.mass);
   const int64_t at = (b * p.H + h) * p.S + first;
   for (int j = 0; j < keys; ++j) received.mass[at + j] = s.mass[j], received.rows[at + j] = s.count[j];
 }
 
-static void run_received(const Problem& p, const Received& received, int64_t item, char* scratch) {
+static void run_received(const Problem& p, const Received& received, const ItemPlan& plan, int64_t item,
+                         char* scratch) {
   const FlushDenormals flush;
-  with_format(p, [&](auto format) { run_received_of<decltype(format)>(p, received, item, scratch); });
+  with_format(p, [&](auto format) { run_received_of<decltype(format)>(p, received, plan, item, scratch); });
 }
 
 static ItemPlan plan_received(const Problem& p) {
   Arena count{nullptr};
   ReceivedScratch<Float32>(count, p);
-  return {p.B * p.H * ((p.S + kRange - 1) / kRange), count.used};
+  return {p.B * p.H * ((p.S + kRange - 1) / kRange), kRange, kRows, count.used};
 }
 
 }  // namespace HW_ISA

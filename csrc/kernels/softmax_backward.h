@@ -7,7 +7,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kBackwardTile = 64;                  // keys of a tile: scores and their gradients stay in the L1 cache
+constexpr int kBackwardTile = kBackwardKeys;
 constexpr int kBackwardColumns = W >= 16 ? 4 : 2;  // vectors of columns in the micro-kernel that sums over rows
 
 // Rows of x in memory order, for the products that sum over rows. Bad rows and those behind the last are zeros.

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "deal.h"
 #include "driver.h"
 
 namespace headwise {
@@ -37,22 +38,26 @@ void merge_parts(const Problem& p, const Plan& plan, const Statistics& s, int64_
 
 void attend_statistics(const Problem& p, Statistics s) {
   const Kernels& set = kernels();
-  const Plan plan = set.plan_statistics(p, s);
+  const int64_t workers = workers_for(estimate(p));
+  const Deal deal = deal_rows(p, set.plan_statistics(p, s), workers, false);  // parts are summed by item
+  const Plan& plan = deal.plan;
   const int64_t items = plan.groups(p), heads = p.B * p.K;
   const std::unique_ptr<double[]> parts(new double[static_cast<size_t>(items * (p.H / p.K) * s.part_size())]);
   s.parts = parts.get();
-  const int64_t workers = workers_for(estimate(p));
-  // The last rows first: under a causal mask they have the most keys.
-  const auto item = [&](int64_t i, char* scratch) { set.run_statistics(p, plan, s, items - 1 - i, scratch); };
+  const auto item = [&](int64_t i, char* scratch) { set.run_statistics(p, plan, s, deal.item(i, items), scratch); };
   share(workers, items, plan.scratch_bytes, item, scratch_of);
   share(workers, heads, 0, [&](int64_t i, char*) { merge_parts(p, plan, s, i); }, scratch_of);
 }
 
 void attend_received(const Problem& p, const Received& received) {
   const Kernels& set = kernels();
-  const ItemPlan plan = set.plan_received(p);
-  const auto item = [&](int64_t i, char* scratch) { set.run_received(p, received, i, scratch); };
-  share(workers_for(estimate(p)), plan.items, plan.scratch_bytes, item, scratch_of);
+  const int64_t workers = workers_for(estimate(p));
+  const ReceivedDeal deal = deal_received(p, set.plan_received(p), workers);
+  const auto item = [&](int64_t i, char* scratch) {
+    const int64_t at = deal.order.empty() ? i : deal.order[static_cast<size_t>(i)];
+    set.run_received(p, received, deal.plan, at, scratch);
+  };
+  share(workers, deal.plan.items, deal.plan.scratch_bytes, item, scratch_of);
 }
 
 }  // namespace headwise

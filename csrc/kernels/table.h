@@ -14,6 +14,7 @@ namespace headwise {
 namespace HW_ISA {
 
 constexpr int64_t kSplitKeys = 1024;        // keys of an item where a head has few rows
+constexpr int64_t kSplitRows = 4;           // an item has at least so many keys for each row of its head
 constexpr int64_t kItemBytes = 320 * 1024;  // of packed queries and sums, which stay in a core's L2 cache
 
 // Rows of an item of `run_prefill`.
@@ -27,12 +28,13 @@ static Plan make_plan(const Problem& p) {
   Plan plan;
   plan.rows = p.T * (p.H / p.K);
   plan.by_row = plan.rows <= kDecodeRows;
-  plan.rows_per_item = plan.by_row ? plan.rows : rows_per_item(p, plan.rows);
-  plan.row_items = (plan.rows + plan.rows_per_item - 1) / plan.rows_per_item;
-  // Many rows make enough items for the threads; few rows split the keys.
-  const bool split = plan.rows <= kMaxBlocks * kRows && p.S > kSplitKeys;
-  plan.splits = split ? (p.S + kSplitKeys - 1) / kSplitKeys : 1;
-  plan.keys_per_split = split ? kSplitKeys : p.S;
+  plan.rows_per_block = plan.by_row ? plan.rows : kRows;
+  plan.cut(plan.by_row ? plan.rows : rows_per_item(p, plan.rows));
+  // Many rows make enough items for the threads; few rows split the keys. Partial results then take at most a quarter
+  // of what the values take in float32.
+  const int64_t keys = round_up(plan.rows * kSplitRows, kSplitKeys);
+  plan.splits = (p.S + keys - 1) / keys;
+  plan.keys_per_split = plan.splits > 1 ? keys : p.S;
 
   Arena count{nullptr};
   if (plan.by_row) {
@@ -47,8 +49,8 @@ static Plan make_plan(const Problem& p) {
 static Plan plan_statistics(const Problem& p, const Statistics& statistics) {
   Plan plan;
   plan.rows = p.T * (p.H / p.K);
-  plan.rows_per_item = rows_per_item(p, plan.rows);
-  plan.row_items = (plan.rows + plan.rows_per_item - 1) / plan.rows_per_item;
+  plan.rows_per_block = kRows;
+  plan.cut(rows_per_item(p, plan.rows));
   plan.splits = 1, plan.keys_per_split = p.S;
   Arena count{nullptr};
   StatisticsScratch<Float32>(count, p, statistics, static_cast<int>(plan.rows_per_item / kRows));
@@ -92,6 +94,13 @@ static void run_decode_rows(const Problem& p, const Plan& plan, int64_t group, i
 
 static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
   const FlushDenormals flush;
+  if (plan.splits > 1) {
+    const Item item(p, plan, group);
+    const int64_t from = split * plan.keys_per_split, to = from + plan.keys_per_split;
+    if (!reaches_any(p, item.b, item.first, item.last, from, to)) {
+      return skip_split(p, plan, item.b, item.kv_head, item.first, item.last, split);
+    }
+  }
   if (plan.by_row) {
     with_reader(p, [&](auto read) { run_decode_rows<decltype(read)>(p, plan, group, split, scratch); });
   } else {
