@@ -6,6 +6,7 @@
   work of the ranks is that of one process; what is lost is what is sent, merged, and waited for.
 - memory: what a rank holds at N = 1, 2, 4, 8 (queries, keys, values, outputs, their gradients, and what comes by),
   counted as peak bytes of live tensors, and the slope of log(memory) on log(N): -1 is memory that falls as 1 / N.
+- DeepSpeed's Ulysses around torch's SDPA, where deepspeed is installed: the same call in two processes.
 - torch: `torch.distributed.tensor.experimental.context_parallel` on the same causal call, on the CPU.
 
 Processes are spawned, with gloo over the loopback. On a machine that does other work as well the ratios are lower.
@@ -98,6 +99,41 @@ def torch_says(tokens: int) -> str:
     return "served"
 
 
+def deepspeed_times(tokens: int, rounds: int) -> tuple[list[float], list[float]] | str:
+    """Of one rank: DeepSpeed's Ulysses around torch's SDPA, and its error on the first tokens; or why it does not run."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+        from deepspeed.sequence.layer import DistributedAttention
+    except Exception as error:
+        return f"not installed ({type(error).__name__}: {str(error)[:100]})"
+
+    def local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads_first = [x.transpose(1, 2) for x in (query, key, value)]
+        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+    try:
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        attend = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+        torch.manual_seed(0)
+        n, rank = tokens // dist.get_world_size(), dist.get_rank()
+        whole = inputs(tokens)
+        own = [x[:, :, rank * n : (rank + 1) * n].transpose(1, 2).detach().requires_grad_() for x in whole]
+
+        def run() -> Tensor:
+            out: Tensor = attend(*own, 0)
+            return out
+
+        right = headwise.attention(*whole, mask=headwise.causal())[:, :, rank * n : (rank + 1) * n].transpose(1, 2)
+        off = (run() - right).abs().max().item()
+        if not off < 1e-4:
+            return f"wrong: {off:.1e} off"
+        return timed(run, torch.ones(1, n, H, D), rounds)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+
+
 def measure(tokens: int, rounds: int) -> dict[str, Any]:
     """All of it."""
     torch.set_num_threads(2)
@@ -109,6 +145,9 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
             told = pool.run(split_times, tokens, layout, rounds, patience=500)
             found[layout] = [statistics.median(map(max, *(one[way] for one in told))) for way in (0, 1)]
         found["torch"] = pool.run(torch_says, 512)[0]
+        told = pool.run(deepspeed_times, tokens, rounds, patience=500)
+        failed = next((one for one in told if isinstance(one, str)), None)
+        found["deepspeed"] = failed or [statistics.median(map(max, *(one[way] for one in told))) for way in (0, 1)]
     found["memory"] = {}
     for world in WORLDS:
         with ranks.Pool(world) as pool:
@@ -146,6 +185,10 @@ def main() -> None:
     for layout, sizes in found["memory"].items():
         mib = ", ".join(f"{n / 2**20:.1f}" for n in sizes)
         print(f"memory a rank, {layout:<8} {mib} MiB at N = 1, 2, 4, 8; slope {slope(sizes):.2f}")
+    theirs = found["deepspeed"]
+    if not isinstance(theirs, str):
+        theirs = f"forward {1e3 * theirs[0]:.0f} ms, backward {1e3 * theirs[1]:.0f} ms"
+    print(f"two processes, DeepSpeed's Ulysses around torch's SDPA: {theirs}")
     print(f"torch's context_parallel, causal, on the CPU: {found['torch']}")
 
 

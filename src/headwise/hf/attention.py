@@ -129,8 +129,10 @@ def headwise_attention(
             answer = record(module, dropout=dropout, **(options | whole | {"mask": without}))
             out = None if answer is None else here.group.parted(answer, 1)
     if out is None:
-        seed = None if here is None or not dropout else here.some.of_part()
-        out = attention_of_part(query, key, value, seed=seed, dropout=dropout, **options)
+        if here is None or not dropout:
+            out = attention(query, key, value, dropout=dropout, **options)
+        else:
+            out = attention_of_part(query, key, value, seed=here.some.of_part(), dropout=dropout, **options)
     out = out.transpose(1, 2).contiguous()
     if not (output_attentions or attentions_are_collected()):
         return out, None
