@@ -100,7 +100,7 @@ def torch_says(tokens: int) -> str:
 
 
 def deepspeed_times(tokens: int, rounds: int) -> tuple[list[float], list[float]] | str:
-    """Of one rank: DeepSpeed's Ulysses around torch's SDPA, and its error on the first tokens; or why it does not run."""
+    """Of one rank: DeepSpeed's Ulysses around torch's SDPA; or why there is nothing to measure."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         import deepspeed

@@ -127,7 +127,7 @@ def regular(path: Any) -> bool:
     return isinstance(path, int) or not os.path.lexists(path) or os.path.isfile(path)
 
 
-@pytest.mark.unchecked  # the checker compiles what it wraps at the first call, and code that is run is what is looked for
+@pytest.mark.unchecked  # the checker runs code of its own at a first call, and such is looked for
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hostile_folders_are_inert(family: str, template: Path, tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()

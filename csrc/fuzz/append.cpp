@@ -64,8 +64,9 @@ struct Drawn {
 
   std::string run() const {
     using namespace fake;
-    std::vector<StableIValue> stack = {give(tokens[0]), give_optional(tokens[1]), give(data[0]), give(scale[0]),
-                                       give_optional(data[1]), give_optional(scale[1]), give_integers(spans)};
+    std::vector<StableIValue> stack = {give(tokens[0]),     give_optional(tokens[1]), give(data[0]),
+                                       give(scale[0]),      give_optional(data[1]),   give_optional(scale[1]),
+                                       give_integers(spans)};
     return call("append_int8", stack, 0);
   }
 };

@@ -52,7 +52,7 @@ class Tensors {
 
 StableIValue list(std::vector<Handle>& tensors);  // moves the tensors into a list
 std::vector<int64_t> take_integers(StableIValue list);
-StableIValue optional(StableIValue value);        // the handle in a Tensor? or Tensor[]?, or 0
+StableIValue optional(StableIValue value);  // the handle in a Tensor? or Tensor[]?, or 0
 double number(StableIValue value);
 StableIValue text(const std::string& value);
 std::string take_text(StableIValue value);
