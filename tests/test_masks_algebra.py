@@ -143,7 +143,8 @@ def test_a_rule_of_ones_own_goes_everywhere(name: str) -> None:
         for field in ("entropy", "largest", "keys", "received"):
             one, other = (getattr(statistics(q, k, mask=m), field) for m in (mask, keep(dense)))
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-        assert_same_bits(weights(q, k, rows=[3, 100], mask=mask), weights(q, k, rows=[3, 100], mask=keep(dense)))
+        some, same = (weights(q, k, rows=[3, 100], mask=m) for m in (mask, keep(dense)))
+        torch.testing.assert_close(some, same, rtol=1e-5, atol=1e-7)  # of fewer keys where a mask's reach is known
         cache = StaticCache(B, K, D, V, capacity=S).append(k, v)
         assert_same_bits(
             headwise.attention(q, cache, mask=mask), headwise.attention(q, k, v, mask=causal() & keep(dense))
