@@ -230,17 +230,10 @@ int64_t KeyReach::within(int64_t from, int64_t to) const {
 
 KeyReach reach_of(const Problem& p, int64_t b, int64_t first, int64_t last) {
   const int64_t G = p.H / p.K;
-  int64_t low = p.low, high = p.high, start = 0, stop = p.S, always = 0;
-  if (p.bounds != nullptr) {
-    const int64_t* of_batch = p.bounds + b * p.bounds_stride;
-    low = of_batch[0], high = of_batch[1], start = of_batch[2], stop = of_batch[3];
-    if (p.bounds_size > 4) always = of_batch[4];
-  }
-  const auto clamp = [](int64_t x, int64_t least, int64_t most) { return std::max(std::min(x, most), least); };
-  start = clamp(start, 0, p.S), stop = clamp(stop, 0, p.S);
+  const auto [low, high, start, stop, always] = bounds_of(p, b);
   KeyReach reach;
-  const int64_t end = std::min(stop, (last - 1) / G + clamp(high, -kFar, kFar));
-  reach.first = std::max(start, first / G + clamp(low, -kFar, kFar)), reach.last = std::max(end, reach.first);
+  const int64_t end = std::min(stop, (last - 1) / G + high);
+  reach.first = std::max(start, first / G + low), reach.last = std::max(end, reach.first);
   reach.prefix_first = start;
   reach.prefix_last = std::max(start, std::min(std::min(always, end), reach.first));
   return reach;

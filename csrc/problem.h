@@ -103,6 +103,24 @@ struct Problem {
   DropoutSeed seed;
 };
 
+// The five bounds of a batch row, none farther than any number that is added to them may be.
+struct RowBounds {
+  int64_t low, high, start, stop, always;
+};
+
+// Static, as all that instruction sets share: the linker must not keep one of them for every CPU.
+static inline RowBounds bounds_of(const Problem& p, int64_t b) {
+  const auto clamp = [](int64_t x, int64_t least, int64_t most) { return x < least ? least : x > most ? most : x; };
+  RowBounds row = {p.low, p.high, 0, p.S, 0};
+  if (p.bounds != nullptr) {
+    const int64_t* of_batch = p.bounds + b * p.bounds_stride;
+    row = {of_batch[0], of_batch[1], of_batch[2], of_batch[3], p.bounds_size > 4 ? of_batch[4] : 0};
+  }
+  row.low = clamp(row.low, -kFar, kFar), row.high = clamp(row.high, -kFar, kFar);
+  row.start = clamp(row.start, 0, p.S), row.stop = clamp(row.stop, 0, p.S);
+  return row;
+}
+
 // The gradient of a call, whose `out` and `ends` are those of the forward.
 struct Gradients {
   Tensor4 grad_out;           // (B, H, T, V) in the query's dtype, any strides
@@ -127,7 +145,7 @@ void attend_backward(const Problem& problem, const Gradients& gradients);
 void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,
                   const DropoutSeed& seed);
 
-// The name of the instruction set in use: avx512_bf16, avx512, avx2 or baseline.
+// The name of the instruction set in use, of those in isa/.
 const char* isa();
 
 // Names of those that this CPU can run, best first, terminated by null.

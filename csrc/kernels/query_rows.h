@@ -36,14 +36,7 @@ struct QueryRows {
 static inline void place_rows(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int n, int padded,
                               QueryRows& rows) {
   const int64_t G = p.H / p.K;
-  int64_t low = p.low, high = p.high, start = 0, stop = p.S, always = 0;
-  if (p.bounds != nullptr) {
-    const int64_t* of_batch = p.bounds + b * p.bounds_stride;
-    low = of_batch[0], high = of_batch[1], start = of_batch[2], stop = of_batch[3];
-    if (p.bounds_size > 4) always = of_batch[4];
-  }
-  low = max(min(low, kFar), -kFar), high = max(min(high, kFar), -kFar);
-  start = max(min(start, p.S), 0), stop = max(min(stop, p.S), 0);
+  const auto [low, high, start, stop, always] = bounds_of(p, b);
   rows.n = n, rows.padded = padded;
   rows.first_min = static_cast<int32_t>(start);
   rows.first_max = static_cast<int32_t>(max(min(always, stop), start));

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ..nn.dealt import Dealt
 from ..nn.sharded import current
 from ..ops.attention import attention, attention_of_part
 from ..ops.masks.compose import Mask
@@ -119,15 +120,8 @@ def headwise_attention(
     }
     out = None
     if watched(module):
-        k, v = in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
-        if here is None:
-            out = record(module, query=query, key=k, value=v, dropout=dropout, **options)
-        else:
-            whole = together(here, (query, k, v), sinks=s_aux, bias=position_bias)
-            if (added := whole.pop("bias")) is not None:
-                without = without & bias(added)
-            answer = record(module, dropout=dropout, **(options | whole | {"mask": without}))
-            out = None if answer is None else here.group.parted(answer, 1)
+        triple = query, in_one_piece(key, query.dtype), in_one_piece(value, query.dtype)
+        out = _recorded(module, here, triple, without, position_bias, options | {"dropout": dropout})
     if out is None:
         if here is None or not dropout:
             out = attention(query, key, value, dropout=dropout, **options)
@@ -138,6 +132,24 @@ def headwise_attention(
         return out, None
     matrix = weights(query, in_one_piece(key, query.dtype), **options).to(query.dtype)
     return out, nn.functional.pad(matrix, (0, keys_passed - key.shape[2]))
+
+
+def _recorded(
+    module: nn.Module,
+    here: Dealt | None,
+    triple: tuple[Tensor, Tensor, Tensor],
+    without: Mask,
+    position_bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor | None:
+    """What those who watch a module put in the place of its attention. They see all heads, though some are `here`."""
+    if here is None:
+        return record(module, **dict(zip(("query", "key", "value"), triple, strict=True)), **options)
+    whole = together(here, triple, sinks=options["sinks"], bias=position_bias)
+    if (added := whole.pop("bias")) is not None:
+        without = without & bias(added)
+    answer = record(module, **(options | whole | {"mask": without}))
+    return None if answer is None else here.group.parted(answer, 1)
 
 
 def attend(

@@ -91,12 +91,7 @@ def over(
     def begin() -> tuple[Reader, Iterator[Ids], Mapping[str, Sequence[Passage]], str]:
         inputs.check_reads_text(model)
         inputs.check_options(name, 1, False, repeats, progress)
-        check_counts(1, batch=batch)
-        check_whole(model, processes)
-        if words is not None and not isinstance(words, Vocabulary):
-            raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
-        if state is not None:
-            check_paths(state=state)
+        _check_sums(model, processes, batch, words, state)
         first, stream = _first_of(texts)
         row = inputs.as_row(first)
         facts = inputs.IdFacts.of(model, row)
@@ -115,6 +110,16 @@ def over(
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
     return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
+
+
+def _check_sums(model: nn.Module, processes: Processes, batch: object, words: object, state: object) -> None:
+    """Refuse what sums over texts are not made of or kept in."""
+    check_counts(1, batch=batch)
+    check_whole(model, processes)
+    if words is not None and not isinstance(words, Vocabulary):
+        raise TypeError(f"words is a headwise.look.Vocabulary or None; got {shown(words)}")
+    if state is not None:
+        check_paths(state=state)
 
 
 def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:

@@ -192,9 +192,22 @@ def importance(
     check_told(name, progress)
     model = unwrap(model)
     texts = all_readings(model, ids, loss=loss, mask_id=mask_id, seed=seed)
-    found = _measured(model, texts, names, progress or (lambda done, total: None))
-    base, columns = found
-    heads = tuple(
+    base, columns = _measured(model, texts, names, progress or (lambda done, total: None))
+    return Importance(
+        model=name or model_name(model),
+        texts=len(texts),
+        tokens=base.tokens,
+        loss=base.loss,
+        by=names,
+        heads=_records(base, columns),
+        agreements=agreements({name: [x for row in columns[name] for x in row] for name in names}),
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+def _records(base: Survey, columns: Columns) -> tuple[HeadImportance, ...]:
+    """A record of each head, layer by layer."""
+    return tuple(
         HeadImportance(
             site.module,
             site.call,
@@ -205,16 +218,6 @@ def importance(
         )
         for site in base.sites
         for head in range(site.num_heads)
-    )
-    return Importance(
-        model=name or model_name(model),
-        texts=len(texts),
-        tokens=base.tokens,
-        loss=base.loss,
-        by=names,
-        heads=heads,
-        agreements=agreements({name: [x for row in columns[name] for x in row] for name in names}),
-        seconds=round(time.perf_counter() - started, 3),
     )
 
 
