@@ -3,6 +3,7 @@
 import grid_cases
 import pytest
 import ranks
+from grid_cases import Together
 
 pytestmark = pytest.mark.unchecked
 
@@ -26,13 +27,15 @@ def test_sums_over_heads_send_the_bytes_that_are_predicted(world: int) -> None:
 
 
 TOGETHER = [
-    ("mha", "ring", 2, 0.0),
-    ("mha", "gather", 6, 0.0),
-    ("mha", "ulysses", 2, 0.0),
-    ("mha", "ring", 1, 0.3),
-    ("mha", "ulysses", 1, 0.3),
-    ("mla", "ring", 1, 0.3),
-    ("mla", "gather", 1, 0.0),
+    Together("mha", "ring", 2),
+    Together("mha", "gather", 6, mask="window"),
+    Together("mha", "ulysses", 2, mask="documents"),
+    Together("mha", "ring", 1, 0.3),
+    Together("mha", "ring", 2, mask="documents"),
+    Together("mha", "gather", 1, 0.3),
+    Together("mha", "ulysses", 1, 0.3, "window"),
+    Together("mla", "ring", 1, 0.3),
+    Together("mla", "gather", 1, mask="documents"),
 ]
 
 

@@ -228,11 +228,9 @@ def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: 
     costs = links.prices(call, n, link=grid.link, flop_rate=grid.flop_rate)
     most = shares(tokens, n)[0] * batch
     reduced = 2 * max(links.all_reduce(most * layer.d_model, grid.tensor)) * e
-    one = replace(call, queries=1, left=None, right=0, chunk=None)
-    owners = n if layer.window is None else max(1, -(-min(layer.window, tokens) // max(1, shares(tokens, n)[0])))
-    partial = max(links.decode_sent(one, n, owners=min(n, owners))) if n > 1 else 0
     token = 2 * max(links.all_reduce(batch * layer.d_model, grid.tensor)) * e
-    steps = 4 * _steps(grid.tensor) + _steps(n)
+    partial, steps = _merging(call, mine, n, tokens)
+    steps += 4 * _steps(grid.tensor)
     return LayerSpread(
         _kind(layer),
         count,
@@ -243,6 +241,19 @@ def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: 
         partial + token,
         steps,
     )
+
+
+def _merging(call: Call, mine: AttentionLayer, ranks: int, tokens: int) -> tuple[int, int]:
+    """Bytes and messages between the context ranks in a decoded token: partial outputs go, merged ones come.
+
+    Latent attention runs absorbed there: its outputs are in the space of the latents.
+    """
+    if ranks == 1:
+        return 0, 0
+    width = mine.value_dim if mine.latent is None else mine.latent.kv_rank
+    one = replace(call, queries=1, left=None, right=0, chunk=None, value_dim=width)
+    owners = min(ranks, tokens if mine.window is None else min(mine.window, tokens))
+    return max(links.decode_sent(one, ranks, owners=owners)), 1 + _steps(ranks)
 
 
 def _kind(layer: AttentionLayer) -> str:
@@ -291,9 +302,14 @@ def _inside(part: Part) -> int:
 
 
 def _parts(model: Model, tensor: int) -> Iterator[tuple[Part, Part]]:
-    """(a part as one tensor rank has it, the whole): attention, feed-forward, table and head are shared out."""
+    """(a part as one tensor rank has it, the whole): attention, feed-forward, table and head are shared out.
+
+    Where the ranks do not divide the key-value heads, each holds the projections to them whole, and computes its own.
+    """
     for layer in model.layers:
-        yield from zip(local(layer, tensor).parts(), layer.parts(), strict=True)
+        for part, whole in zip(local(layer, tensor).parts(), layer.parts(), strict=True):
+            on_all = layer.num_kv_heads % tensor and layer.latent is None and part.name in ("k_proj", "v_proj")
+            yield replace(part, parameters=whole.parameters) if on_all else part, whole
     for part in [*model.others, *(part for state in model.states for part in state.parts())]:
         yield _share(part, tensor), part
     for tower in model.towers:
@@ -331,9 +347,12 @@ def _rank_bytes(model: Model, part: Part, whole: Part) -> int:
 
 
 def _cached(layer: AttentionLayer, grid: Grid, tokens: int, numbers: tuple[int, int]) -> int:
-    most = shares(tokens, grid.context)[0]
-    mine = most if layer.window is None else min(most, layer.window)
-    return local(layer, grid.tensor).cached_bytes(*numbers) * mine
+    return local(layer, grid.tensor).cached_bytes(*numbers) * _kept(layer, grid, tokens)
+
+
+def _kept(layer: AttentionLayer, grid: Grid, tokens: int) -> int:
+    """Tokens of a text that a context rank keeps at most: of every N one, of a window as well."""
+    return shares(tokens if layer.window is None else min(tokens, layer.window), grid.context)[0]
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -382,8 +401,7 @@ def _decode(
             macs += part.macs * batch
             read += part.active * model.weight_bytes
     for layer, count in kinds.items():
-        mine, keys = local(layer, grid.tensor), shares(tokens, grid.context)[0]
-        keys = keys if layer.window is None else min(keys, layer.window)
+        mine, keys = local(layer, grid.tensor), _kept(layer, grid, tokens)
         each, pair = (0, mine.score_macs()) if mine.latent is None else mine.absorbed_macs()
         macs += count * batch * (each - (mine.expansion_macs() if mine.latent is not None else 0) + pair * keys)
     link = sum(

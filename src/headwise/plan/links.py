@@ -186,30 +186,44 @@ _SENT: dict[Layout, Callable[[Call, int, Order, bool], list[int]]] = {
 
 
 def decode_sent(call: Call, ranks: int, *, owners: int | None = None, everywhere: bool = True) -> tuple[int, ...]:
-    """Bytes that each rank sends in a step whose keys are cached on the ranks, a share of the tokens each.
+    """Bytes that each rank sends in a step whose keys are cached on the ranks, token n on rank n mod N.
 
-    `owners`: how many ranks, the first, hold keys that may be seen (a window's may lie on few); all by default.
-    `everywhere`: all ranks have all queries and shall have all outputs, so only partial outputs and lse travel, from
-    each owner to all; else rank r has and gets its heads alone (`head_shares`): queries go to the owners, and partial
-    outputs come back.
+    Rows (head, batch row, query) are dealt out to the ranks, each of which merges its own: partial outputs and lse go
+    there from the owners, and what is merged goes to all.
+
+    Args:
+        call: the new tokens are its queries, and the last of its keys.
+        ranks: N.
+        owners: how many ranks, the first, hold keys that may be seen (a short window's lie on few); all by default.
+        everywhere: all ranks have all heads and shall have all outputs; else rank r passes heads r H / N to (r + 1) H /
+            N and gets the outputs of these alone: queries go to all, new keys to the ranks of their tokens.
 
     Example:
         >>> call = Call(queries=1, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
         >>> decode_sent(call, 4), decode_sent(call, 4, everywhere=False)
-        ((1632, 1632, 1632, 1632), (600, 600, 600, 600))
+        ((600, 600, 600, 600), (664, 600, 664, 600))
     """
     check_size("ranks", ranks)
     owners = ranks if owners is None else owners
     check_size("owners", owners)
     if owners > ranks:
         raise ValueError(f"owners is at most ranks; got {owners} of {ranks}")
-    rows, partial = call.batch * call.queries, call.value_dim * call.partial_bytes + FLOAT32
+    rows, partial = call.batch * call.queries * call.heads, call.value_dim * call.partial_bytes + FLOAT32
     if everywhere:
-        return tuple((ranks - 1) * rows * call.heads * partial if r < owners else 0 for r in range(ranks))
-    found = []
-    for r, share in enumerate(head_shares(call.heads, call.kv_heads, ranks)):
-        queries = share.heads * call.head_dim * call.number_bytes * (owners - (r < owners))
-        found.append(rows * (queries + ((call.heads - share.heads) * partial if r < owners else 0)))
+        merged, e = shares(rows, ranks), call.value_dim * call.number_bytes
+        return tuple(
+            (rows - own) * partial * (r < owners) + (ranks - 1) * own * e for r, own in enumerate(merged)
+        )
+    if call.heads % ranks:
+        raise ValueError(f"ranks that pass their own heads divide the {call.heads} heads; got {ranks} ranks")
+    own, group, found = rows // ranks, call.heads // call.kv_heads, []
+    for r in range(ranks):
+        first, last = r * call.heads // ranks, (r + 1) * call.heads // ranks
+        keys = (last - 1) // group - (first - 1) // group  # those that no rank before has
+        others = sum(place % ranks != r for place in range(call.cached, call.keys))
+        new = call.batch * others * keys * (call.head_dim + call.value_dim)
+        going = new + (ranks - 1) * own * call.head_dim
+        found.append(going * call.number_bytes + (rows - own) * partial * (r < owners))
     return tuple(found)
 
 
