@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import headwise
 from headwise import parallel
-from headwise.cache import StaticCache
+from headwise.cache import RollingCache, StaticCache
 from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary
 from headwise.parallel import Comm, ShardedCache, tensor_parallel
 from headwise.plan import links
@@ -42,11 +42,12 @@ def plain(x: Tensor | None) -> Tensor:
 
 def build(kind: str, K: int = 2, dropout: float = 0.0) -> Any:
     torch.manual_seed(3)
-    inner = InnerAttention(softcap=9.0, sinks=torch.randn(6), dropout=dropout)
+    rules: dict[str, Any] = {"softcap": 9.0, "sinks": torch.randn(6), "dropout": dropout}
     if kind == "mla":
         latent = LatentAttention(WIDTH, 6, kv_lora_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
-        latent.inner.dropout = dropout
+        latent.inner = InnerAttention(scale=latent.scale, **rules)
         return latent
+    inner = InnerAttention(**rules)
     return MultiHeadAttention(WIDTH, 6, num_kv_heads=K, head_dim=8, rotary=Rotary(8), inner=inner)
 
 
@@ -180,12 +181,15 @@ def all_together(cases: list[Together]) -> dict[Any, Any]:
 
 
 @torch.no_grad()
-def decoded(K: int) -> float:
+def decoded(kind: str, K: int) -> float:
     """Steps with a cache whose heads lie along one dimension and whose tokens along the other."""
-    one, tokens = build("mha", K).eval(), grid()["tokens"]
-    split = tensor_parallel(build("mha", K).eval(), grid()["heads"])
+    one, tokens = build(kind, K).eval(), grid()["tokens"]
+    split = tensor_parallel(build(kind, K).eval(), grid()["heads"])
     heads, x, far = len(split.dealt.share.keys), inputs()[0], 0.0
-    whole, cache = StaticCache(2, K, 8, capacity=40), ShardedCache(StaticCache, 2, heads, 8, capacity=40, group=tokens)
+    rules: dict[str, Any] = {"capacity": 40} | ({"value_dim": 7, "shared": True} if kind == "mla" else {})
+    width, all_keys, keys = (11, 1, 1) if kind == "mla" else (8, K, heads)
+    whole = StaticCache(2, all_keys, width, **rules)
+    cache = ShardedCache(StaticCache, 2, keys, width, **rules, group=tokens)
     for part in x.split((17, 1, 1, 4), dim=1):
         want, _ = one(part, cache=whole)
         out, _ = split(part, cache=cache)
@@ -193,30 +197,124 @@ def decoded(K: int) -> float:
     return far
 
 
-def model_together() -> dict[str, float]:
-    """A transformers decoder, its heads split and its sequences as well."""
+def model_together(name: str, dropout: float = 0.0) -> dict[str, float]:
+    """A transformers decoder, its heads split and its sequences as well; "gathered" has keys of all heads everywhere."""
     from context_models import inputs as batches
     from hf_models import BY_NAME
+    from tp_hf_cases import gathered, with_torch
 
     import headwise.hf
 
     found, batch = {}, batches("padded")
-    one, model = (BY_NAME["Llama GQA"].build() for _ in range(2))
+    one, model = (BY_NAME[name].build() for _ in range(2))
     model.load_state_dict(one.state_dict())
     for each in (one, model):
         each.set_attn_implementation("headwise")
+        for part in each.modules():
+            if hasattr(part, "attention_dropout"):
+                part.attention_dropout = dropout
+        each.train(dropout > 0)
+    torch.manual_seed(11)
     want = one(**batch, use_cache=False)
     want.loss.backward()
-    model = headwise.hf.tensor_parallel(model, grid()["heads"])
+    if name == "gpt-oss sinks":  # which has no plan
+        model = with_torch(model, gathered, grid()["heads"])
+    else:
+        model = headwise.hf.tensor_parallel(model, grid()["heads"])
+    torch.manual_seed(11 + dist.get_rank())
     with headwise.hf.context_parallel(model, grid()["tokens"]) as shards:
         out = model(**batch)
         out.loss.backward()
         found["logits"] = off(plain(shards.join(plain(out.logits).detach())), want.logits.detach())
         shards.sum_gradients()
     found["loss"] = off(plain(out.loss.detach()), want.loss.detach())
-    for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
-        found[name] = off(plain(p.grad), q.grad)
+    for (part, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
+        found[part] = off(plain(p.grad), q.grad)
     return found
+
+
+class Planned(NamedTuple):
+    """Attention whose heads and tokens are split, two by two, and what a config calls its mask."""
+
+    kind: str
+    K: int = 6
+    window: int | None = None
+    chunk: int | None = None
+
+    def config(self) -> dict[str, Any]:
+        """Of a model with one layer of it."""
+        sizes = {"hidden_size": WIDTH, "num_attention_heads": 6, "num_key_value_heads": self.K, "num_hidden_layers": 1}
+        sizes |= {"vocab_size": 22, "intermediate_size": 10, "torch_dtype": "float32"}  # type: ignore[dict-item]
+        if self.kind == "mla":
+            ranks = {"kv_lora_rank": 7, "q_lora_rank": None, "first_k_dense_replace": 1}
+            heads = {"qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 3}
+            return {**sizes, **ranks, **heads, "model_type": "deepseek_v3"}
+        if self.chunk is not None:
+            more = {"num_local_experts": 2, "intermediate_size_mlp": 10, "no_rope_layers": [1]}
+            return {**sizes, **more, "head_dim": 8, "model_type": "llama4_text", "attention_chunk_size": self.chunk}
+        kind = "llama" if self.window is None else "mistral"
+        return {**sizes, "head_dim": 8, "model_type": kind, "sliding_window": self.window}
+
+    def mask(self) -> Any:
+        """The same for the modules."""
+        if self.chunk is not None:
+            return headwise.causal() & headwise.blocks(self.chunk)
+        return headwise.causal() & headwise.window(self.window) if self.window else headwise.causal()
+
+
+def sends(comms: tuple[Comm, Comm], run: Any) -> tuple[int, int]:
+    """Bytes of a call, headers apart: between ranks that share tokens, and between those that share heads."""
+    before = [sum(comm.sent.values()) - comm.sent["agree"] for comm in comms]
+    run()
+    after = [sum(comm.sent.values()) - comm.sent["agree"] for comm in comms]
+    return after[0] - before[0], after[1] - before[1]
+
+
+def planned(case: Planned) -> dict[str, Any]:
+    """What this rank sends in each layout, forward and backward, and in a step; its cache; and what `auto` takes."""
+    (x, _), tokens, heads = inputs(), grid()["tokens"], grid()["heads"]
+    module = tensor_parallel(build(case.kind, case.K), heads)
+    comms = Comm.of(tokens), Comm.of(heads)
+    order: Any = "zigzag" if case.window is None and case.chunk is None else "contiguous"
+    own = parallel.split_sequence(x, tokens, order=order).requires_grad_()
+    found: dict[str, Any] = {}
+    for layout in ("ring", "gather", "ulysses", "auto"):
+        out = []
+        with parallel.context(tokens, order=order, layout=layout, length=TOKENS):
+            forward = sends(comms, lambda: out.append(module(own, mask=case.mask())))  # noqa: B023 - run at once
+        backward = sends(comms, lambda: out[0].sum().backward())  # noqa: B023
+        found[layout] = forward[0], backward[0], forward[1], backward[1]
+    if case.chunk is None:
+        found |= steps(case, module, comms)
+    return found
+
+
+@torch.no_grad()
+def steps(case: Planned, module: Any, comms: tuple[Comm, Comm]) -> dict[str, Any]:
+    """The last token of a text by a sharded cache: bytes sent, and held."""
+    x, tokens = inputs()[0], grid()["tokens"]
+    sizes = (2, 1, 11) if case.kind == "mla" else (2, len(module.dealt.share.keys), 8)
+    rules: dict[str, Any] = {"value_dim": 7, "shared": True} if case.kind == "mla" else {}
+    kept = {"capacity": TOKENS} if case.window is None else {"window": case.window, "chunk": TOKENS}
+    kind = StaticCache if case.window is None else RollingCache
+    cache = ShardedCache(kind, *sizes, **rules, **kept, group=tokens)
+    module.eval()
+    module(x[:, : TOKENS - 1], cache=cache)
+    between, summed = sends(comms, lambda: module(x[:, TOKENS - 1 :], cache=cache))
+    return {"step": (between, summed), "cache": cache.nbytes, "tokens": cache.local.lengths[0]}
+
+
+def weights(K: int) -> tuple[dict[str, Any], int]:
+    """Of a model whose heads are split: its config, and bytes of the parameters that are here."""
+    import transformers
+
+    import headwise.hf
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": K, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=20, hidden_size=24, intermediate_size=12, **heads)
+    model = headwise.hf.tensor_parallel(transformers.LlamaForCausalLM(config), row())
+    here = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return config.to_dict() | {"dtype": "float32"}, sum(p.nbytes for p in here)
 
 
 def peak(layout: Any, tokens: int) -> int:

@@ -3,7 +3,11 @@
 import grid_cases
 import pytest
 import ranks
-from grid_cases import Together
+from grid_cases import Planned, Together
+
+from headwise.plan.grid import Grid, spread
+from headwise.plan.links import Link
+from headwise.plan.model import model_of
 
 pytestmark = pytest.mark.unchecked
 
@@ -32,7 +36,7 @@ TOGETHER = [
     Together("mha", "ulysses", 2, mask="documents"),
     Together("mha", "ring", 1, 0.3),
     Together("mha", "ring", 2, mask="documents"),
-    Together("mha", "gather", 1, 0.3),
+    Together("mha", "gather", 3, 0.3),
     Together("mha", "ulysses", 1, 0.3, "window"),
     Together("mla", "ring", 1, 0.3),
     Together("mla", "gather", 1, mask="documents"),
@@ -45,13 +49,52 @@ def test_heads_and_tokens_split_together_give_what_one_process_gives() -> None:
 
 
 def test_decoding_with_heads_and_tokens_split() -> None:
-    for K in (2, 1):
-        assert max(ranks.pool(4).run(grid_cases.decoded, K)) <= 2e-6
+    for kind, K in (("mha", 2), ("mha", 1), ("mla", 1)):
+        assert max(ranks.pool(4).run(grid_cases.decoded, kind, K)) <= 2e-6
 
 
-def test_a_model_with_heads_and_tokens_split_trains_as_in_one_process() -> None:
-    for told in ranks.pool(4).run(grid_cases.model_together):
+@pytest.mark.parametrize(("name", "dropout"), [("Llama GQA", 0.3), ("gpt-oss sinks", 0.0)])
+def test_a_model_with_heads_and_tokens_split_trains_as_in_one_process(name: str, dropout: float) -> None:
+    for told in ranks.pool(4).run(grid_cases.model_together, name, dropout):
         assert max(told.values()) <= 3e-5, told
+
+
+PLANS = [
+    Planned("mha", 6),
+    Planned("mha", 2),
+    Planned("mha", 1),
+    Planned("mha", 2, window=7),
+    Planned("mha", 2, chunk=8),
+    Planned("mla"),
+]
+
+
+@pytest.mark.parametrize("case", PLANS, ids=str)
+def test_a_plan_of_heads_and_tokens_is_what_ranks_send_and_hold(case: Planned) -> None:
+    told = ranks.pool(4).run(grid_cases.planned, case)
+    at = spread(model_of(case.config()), Grid(2, 2, Link(1e9)), grid_cases.TOKENS, batch=2, kv_dtype="fp32")
+    [layer] = at.layers
+    served = [cost for cost in layer.costs if cost.layout != "pass_q"]
+    assert len(served) == 3
+    for cost in served:
+        forward, backward, *sums = map(max, *(each[cost.layout] for each in told))
+        assert (cost.bytes, layer.backward[cost.layout]) == (forward, backward), cost.layout
+        assert sums[0] == layer.tensor_bytes // 2  # the other half is that of the feed-forward layers
+        assert sums[1] == sums[0] or case.kind == "mla"  # which sums the latents' gradients as well
+    assert [each["auto"] for each in told] == [each[layer.choose.layout] for each in told]
+    if case.chunk is None:
+        between, summed = map(max, *(each["step"] for each in told))
+        assert layer.decode_bytes == between + 2 * summed
+        assert max(each["tokens"] for each in told) == 12
+    if case.chunk is None and case.window is None:  # a rolling cache has room for whole pages
+        assert at.cache_bytes == max(each["cache"] for each in told)
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_a_plan_has_the_weights_that_a_rank_holds(K: int) -> None:
+    """The projections to two key-value heads lie whole on each of four ranks."""
+    for config, held in ranks.pool(4).run(grid_cases.weights, K):
+        assert spread(model_of(config), Grid(4, 1, Link(1e9)), 8).weight_bytes == held
 
 
 @pytest.mark.parametrize(("layout", "most"), [("ring", 1.15), ("ulysses", 1.08), ("gather", 1.4)])

@@ -104,11 +104,11 @@ def loaded(folder: str, H: int, K: int) -> dict[str, Any]:
     return wrong
 
 
-def with_torch(model: Any, keys: Callable[[], Any]) -> Any:
-    """The attention of a model split by torch's styles."""
+def with_torch(model: Any, keys: Callable[[], Any], over: Any = None) -> Any:
+    """The attention of a model split by torch's styles, over a mesh; over all ranks by default."""
     plan = {"q_proj": ColwiseParallel(), "k_proj": keys(), "v_proj": keys(), "o_proj": RowwiseParallel()}
     for layer in model.model.layers:
-        parallelize_module(layer.self_attn, mesh(), plan)
+        parallelize_module(layer.self_attn, mesh() if over is None else over, plan)
     return model
 
 

@@ -339,6 +339,8 @@ class LatentAttention(nn.Module):
         options = {name: option for name, option in self.inner.options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
+        if (here := self.dealt) is not None and "sinks" in options:
+            options["sinks"] = here.parameter(options["sinks"])
         check_latent_values(traits_of(cache).value_dim, self.kv_lora_rank)
         cache.append(new, lengths=lengths)
         mixed: Tensor = cache.attend(query, mask=mask, **options)

@@ -22,8 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..shapes.kinds import check_numbers, shown
+from .messages import Block, Pending, Shape, started
 from .rank_errors import RankError, RankMismatch
 
 TIMEOUT = 30.0
@@ -40,24 +40,6 @@ _HEADER_TAG = 7_000_000
 _TAGS = 1 << 16  # after so many operations their tags come again; a tag has room for 30,000 steps
 _DATA_TAG = 8_000_000
 _LONGEST_TEXT = 240  # of a fact, and of the text of an error, in a header
-
-Shape = tuple[int, ...]
-
-
-class Block(NamedTuple):
-    """What is to come from another rank."""
-
-    shape: Shape
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its numbers."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
-
 
 class Comm:
     """The ranks of a group. One for each group; see `of`.
@@ -165,14 +147,20 @@ class Comm:
         text = json.dumps(header).encode()
         if len(text) > HEADER:
             raise ValueError(f"{operation}: what ranks agree on takes {len(text)} bytes, at most {HEADER}")
-        buffer = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
+        buffer = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8).to(self._headers_lie)
         others = [rank for rank in range(self.world) if rank != self.rank]
-        block = Block((HEADER,), torch.uint8)
+        block = Block((HEADER,), torch.uint8, buffer.device)
         pending = self._post(
             operation, "agree", dict.fromkeys(others, buffer), dict.fromkeys(others, block), _HEADER_TAG
         )
         heard = pending.wait() | {self.rank: buffer}
-        return [json.loads(heard[rank].numpy().tobytes()) for rank in range(self.world)]
+        return [json.loads(heard[rank].cpu().numpy().tobytes()) for rank in range(self.world)]
+
+    @property
+    def _headers_lie(self) -> torch.device:
+        """The CPU, unless the group's backend sends from its own device alone, as NCCL does."""
+        kinds = {device.type for device in self.group._device_types}
+        return torch.device("cpu" if "cpu" in kinds or not kinds else min(kinds))
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
@@ -194,14 +182,14 @@ class Comm:
     def gather(self, kind: str, x: Tensor, shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
         """Every rank's `x`, in the order of ranks; they have these shapes and one dtype."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        receives = {rank: Block(tuple(shapes[rank]), x.dtype) for rank in others}
+        receives = {rank: Block(tuple(shapes[rank]), x.dtype, x.device) for rank in others}
         heard = self.exchange(kind, dict.fromkeys(others, x), receives, step=step).wait()
         return [x if rank == self.rank else heard[rank] for rank in range(self.world)]
 
     def scatter(self, kind: str, parts: Sequence[Tensor], shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
         """An all-to-all: part r goes to rank r; returns what each rank had for this one, of these shapes."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        receives = {rank: Block(tuple(shapes[rank]), parts[rank].dtype) for rank in others}
+        receives = {rank: Block(tuple(shapes[rank]), parts[rank].dtype, parts[rank].device) for rank in others}
         heard = self.exchange(kind, {rank: parts[rank] for rank in others}, receives, step=step).wait()
         return [parts[rank] if rank == self.rank else heard[rank] for rank in range(self.world)]
 
@@ -229,30 +217,20 @@ class Comm:
         self, operation: str, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block | Tensor], tag: int
     ) -> Pending:
         pending = Pending(self, operation)
-        try:
-            for rank, block in receives.items():
-                to = block
-                if isinstance(to, Block):
-                    to = torch.empty(to.shape, dtype=to.dtype, device=self._device(sends))
-                if to.numel():
-                    wire = to.view(-1).view(torch.uint8)
-                    pending.works.append((rank, dist.irecv(wire, group=self.group, group_src=rank, tag=tag), wire))
-                pending.heard[rank] = to
-            for rank, x in sends.items():
-                if x.numel():
-                    wire = x.detach().contiguous().view(-1).view(torch.uint8)
-                    pending.works.append((rank, dist.isend(wire, group=self.group, group_dst=rank, tag=tag), wire))
-                    self.sent[kind] += wire.numel()
-                    self.messages[kind] += 1
-        except RuntimeError as error:  # gloo: a connection that is closed already
-            peer = rank
-            raise self.failure(operation, peer, error) from error
+        ops: list[tuple[int, Any, Tensor]] = []
+        for rank, block in receives.items():
+            to = torch.empty(block.shape, dtype=block.dtype, device=block.device) if isinstance(block, Block) else block
+            if to.numel():
+                ops.append((rank, dist.irecv, to.view(-1).view(torch.uint8)))
+            pending.heard[rank] = to
+        for rank, x in sends.items():
+            if x.numel():
+                wire = x.detach().contiguous().view(-1).view(torch.uint8)
+                ops.append((rank, dist.isend, wire))
+                self.sent[kind] += wire.numel()
+                self.messages[kind] += 1
+        pending.works = started(self.group, ops, tag, lambda rank, error: self.failure(operation, rank, error))
         return pending
-
-    def _device(self, sends: Mapping[int, Tensor]) -> torch.device:
-        for x in sends.values():
-            return x.device
-        return torch.device("cpu")
 
     def _check_usable(self, operation: str) -> None:
         if self._broken is not None:
@@ -324,32 +302,6 @@ class Comm:
         except RuntimeError:
             pass
         return None
-
-
-class Pending:
-    """Messages on their way. `wait` gives what came: rank -> tensor."""
-
-    def __init__(self, comm: Comm, operation: str) -> None:
-        self.comm, self.operation = comm, operation
-        self.works: list[tuple[int, Any, Tensor]] = []
-        self.heard: dict[int, Tensor] = {}
-
-    def wait(self) -> dict[int, Tensor]:
-        """Everything has come and gone.
-
-        Raises:
-            RankError: a rank has ended, hangs or has raised.
-        """
-        until = time.monotonic() + self.comm.timeout - self.comm.grace
-        while self.works:
-            rank, work, _ = self.works[0]
-            left = max(until - time.monotonic(), 0.001)
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                raise self.comm.failure(self.operation, rank, error) from error
-            self.works.pop(0)
-        return self.heard
 
 
 def group_of(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:

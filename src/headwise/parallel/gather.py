@@ -2,20 +2,22 @@
 
 All-gather context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Nothing is merged: a row meets all
 its keys in one call, as in one process, and has the same bits for any number of ranks. The next head is on its way
-while one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32.
+while one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32; the next head
+comes while these go.
 
-A rank holds two heads of all keys (the one that is attended, where it came, and the next), and backward the gradients
-of one, and of another stretch of queries: that part of its memory does not fall with the number of ranks.
+A rank holds two heads of all keys (the one that is attended, where it came, and the next); backward one, its gradients
+and those of another stretch of queries. That part of its memory does not fall with the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.comm import Block, Pending
+from ..ops.messages import Block, Pending
 from ..plan.places import Stretch
 from ..shapes import compute_dtype
 from .job import Job
@@ -43,49 +45,65 @@ class Stages:
 
     def coming(self) -> Iterator[Came]:
         """All keys, head by head: the next is on its way meanwhile. Who takes a head clears its list."""
-        following = self._bring(0)
+        following = self.bring(0)
         for stage in range(self.job.kv_heads):
-            (whole, pending), following = following, self._bring(stage + 1)
-            for one in pending:
-                one.wait()
-            keys = [x.permute(1, 2, 0, 3) for x in whole[:, :, None].split(self.widths, dim=3)]
-            del whole, pending, one
-            yield Came(keys, (stage, stage + 1), 0)
+            came, following = following, self.bring(stage + 1)
+            yield self.taken(stage, came)
 
-    def _bring(self, stage: int) -> tuple[Tensor, list[Pending]]:
+    def taken(self, stage: int, came: list[Any]) -> Came:
+        """A head that has come; the list, which `bring` gave, is emptied, and nothing else keeps it."""
+        whole, pending = came
+        came.clear()
+        for one in pending:
+            one.wait()
+        return Came([x.permute(1, 2, 0, 3) for x in whole[:, :, None].split(self.widths, dim=3)], (stage, stage + 1), 0)
+
+    def bring(self, stage: int) -> list[Any]:
         """Starts the messages of a head, to where all its keys lie: (S, B, widths), those of a stretch in a row."""
         if stage >= self.job.kv_heads:
-            return self.held[0].new_empty(0), []
+            return []
         whole, keys = self.held[0].new_empty((self.job.S, self.batch, sum(self.widths))), self.job.keys
         for (a, b), at in self.job.local(keys[self.job.comm.rank]):
             for part, x in zip(whole[a:b].split(self.widths, dim=2), self.held, strict=True):
                 part.copy_(x[:, stage, at].transpose(0, 1))
-        pending = []
+        pending: list[Pending] = []
         for n in range(self.strips):
             parts = {rank: whole[slice(*own[n])] for rank, own in enumerate(keys) if n < len(own)}
             mine = parts.pop(self.job.comm.rank, None)
             sends = {} if mine is None else dict.fromkeys(self.others, mine)
             pending.append(self.job.comm.exchange("gather", sends, parts, step=stage * self.strips + n))
-        return whole, pending
+        return [whole, pending]
 
     def reduce(self, stage: int, low: int, grads: Travellers, total: Travellers) -> None:
-        """Writes the gradients of a head of this rank's keys: of all ranks, added up in their order."""
-        comm, me = self.job.comm, self.job.comm.rank
-        own = self._share(me, low, grads)
-        sends = {rank: torch.cat([x.reshape(-1) for x in self._share(rank, low, grads)]) for rank in self.others}
-        receives = dict.fromkeys(self.others, Block((sum(x.numel() for x in own),), own[0].dtype))
-        step = self.strips * self.job.kv_heads + stage
-        heard = comm.exchange("gather backward", sends, receives, step=step).wait()
-        for rank in range(comm.world):
-            flat = [] if rank == me else heard[rank].split([x.numel() for x in own])
-            parts = own if rank == me else [part.view_as(x) for part, x in zip(flat, own, strict=True)]
-            for x, part in zip(total, parts, strict=True):
-                to = x[:, stage : stage + 1]
-                to.copy_(part) if rank == 0 else to.add_(part)
+        """Writes the gradients of a head of this rank's keys: of all ranks, added up, its own first.
 
-    def _share(self, rank: int, low: int, grads: Travellers) -> Travellers:
-        """What of the gradients of keys, from place `low` on, is of those that a rank holds."""
-        return [torch.cat([_from(x, a - low, b - low) for a, b in self.job.keys[rank]], dim=2) for x in grads]
+        They go to one rank after another and come from one after another, the next on their way meanwhile: a rank
+        holds two others' parts, not all.
+        """
+        comm, me, N = self.job.comm, self.job.comm.rank, self.job.comm.world
+        own = self.job.local(self.job.keys[me])
+        to = [x[:, stage : stage + 1, at] for x in total for _, at in own]
+        counts, step = [x.numel() for x in to], self.strips * self.job.kv_heads + stage
+
+        def share(rank: int) -> Travellers:
+            return [_from(x, a - low, b - low) for x in grads for a, b in self.job.keys[rank]]
+
+        def start(away: int) -> tuple[int, Pending | None]:
+            if away == N:
+                return me, None
+            target, source = (me + away) % N, (me - away) % N
+            flat = torch.cat([x.reshape(-1) for x in share(target)])
+            block = Block((sum(counts),), flat.dtype, flat.device)
+            return source, comm.exchange("gather backward", {target: flat}, {source: block}, step=step)
+
+        following = start(1)
+        for x, part in zip(to, share(me), strict=True):
+            x.copy_(part)
+        for away in range(1, N):
+            (source, pending), following = following, start(away + 1)
+            assert pending is not None
+            for x, part in zip(to, pending.wait()[source].split(counts), strict=True):
+                x += part.view_as(x)
 
 
 def _from(x: Tensor, start: int, stop: int) -> Tensor:
@@ -118,11 +136,14 @@ def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) ->
 def _backward(sums: Sums, held: Travellers) -> Travellers:
     stages = Stages(sums.job, held)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
-    for stage, came in enumerate(stages.coming()):
+    following = stages.bring(0)
+    for stage in range(sums.job.kv_heads):
+        came = stages.taken(stage, following)
         low, grads = 0, [x[:, :, :0].to(sums.wide) for x in came.keys]
         if stages.spans:
             low, grads = sums.of_keys(came, stages.spans)
         came.keys.clear()
+        following = stages.bring(stage + 1)  # not before: a rank would hold two heads beside the gradients of one
         stages.reduce(stage, low, grads, total)
     return total
 

@@ -119,11 +119,11 @@ def sum_gradients(
     """
     comm = Comm.of(group)
     found = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-    wanted = [x for x in found if x.requires_grad]
-    sizes = f"{len(wanted)} parameters of {sum(x.numel() for x in wanted)} numbers"
-    comm.agree("sum_gradients", {"parameters": sizes, "dtypes": sorted({str(x.dtype) for x in wanted})})
-    for step, dtype in enumerate(sorted({x.dtype for x in wanted}, key=str)):
-        some = [(x, _found(x)) for x in wanted if x.dtype == dtype]
+    wanted = [(x, _found(x)) for x in found if x.requires_grad]
+    sizes = f"{len(wanted)} parameters of {sum(grad.numel() for _, grad in wanted)} numbers"
+    comm.agree("sum_gradients", {"parameters": sizes, "dtypes": sorted({str(grad.dtype) for _, grad in wanted})})
+    for step, dtype in enumerate(sorted({grad.dtype for _, grad in wanted}, key=str)):
+        some = [(x, grad) for x, grad in wanted if grad.dtype == dtype]
         total = comm.all_reduce("gradients", torch.cat([grad.reshape(-1) for _, grad in some]), step=step)
         for (x, grad), part in zip(some, total.split([grad.numel() for _, grad in some]), strict=True):
             if as_dtensor(x) is None:

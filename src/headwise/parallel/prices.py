@@ -9,12 +9,10 @@ from torch import Tensor
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.patterns import Blocks
 from ..ops.masks.rules import Band
-from ..plan.links import Cost, Link, price
+from ..plan.links import SERVED, Cost, Link, price
 from ..plan.places import Call
 from ..shapes import check_attention
 from .job import Job
-
-SERVED = ("ring", "gather", "ulysses")
 
 
 def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> Call:
@@ -60,7 +58,7 @@ def cheapest(job: Job, query: Tensor, order: str) -> str:
         batch=query.shape[0] or 1,
         latent=latent,
     )
-    costs = [price(call, layout, job.comm.world) for layout in SERVED]  # type: ignore[arg-type]
+    costs = [price(call, layout, job.comm.world) for layout in SERVED]
     return min(costs, key=lambda cost: cost.bytes).layout
 
 
@@ -125,5 +123,5 @@ def explain(
     (B, H, T, D), (K, S), V = query.shape, key.shape[1:3], value.shape[3]
     sizes = {"heads": H, "kv_heads": K, "head_dim": D, "value_dim": V, "number_bytes": query.itemsize, "batch": B}
     call = call_of(as_mask(mask), T, S, **sizes)
-    costs = [price(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in SERVED]  # type: ignore[arg-type]
+    costs = [price(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in SERVED]
     return Prices(ranks, tuple(sorted(costs, key=lambda cost: (cost.seconds or 0.0, cost.bytes))))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.comm import Block, Pending
+from ..ops.messages import Block, Pending
 from ..plan.places import Stretch, heads_at_once
 from .job import Job
 from .merge import Merged
@@ -50,13 +50,17 @@ class Traffic:
     def __init__(self, job: Job, held: Travellers) -> None:
         self.job, self.held = job, held
         self.widths, self.batch, self.dtype = [x.shape[3] for x in held], held[0].shape[0], held[0].dtype
+        self.device = held[0].device
         me, N = job.comm.rank, job.comm.world
         self.mine = self.pieces(job.needed(me, me))
+        # Backends without tags take messages in the order in which ranks start them: then turns are alike on all ranks.
+        least = job.kv_heads if self.device.type != "cpu" else 0
         self.turns: list[Turn] = []
         for step in range(1, N):
             source, target = (me - step) % N, (me + step) % N
-            both = zip_longest(self.pieces(job.needed(me, source)), self.pieces(job.needed(target, me)))
-            self.turns += [Turn(n, source, target, *pair) for n, pair in enumerate(both)]
+            parts = self.pieces(job.needed(me, source)), self.pieces(job.needed(target, me))
+            both = zip_longest(*parts, [None] * least)
+            self.turns += [Turn(n, source, target, comes, goes) for n, (comes, goes, *_) in enumerate(both)]
 
     def pieces(self, parts: list[Stretch]) -> list[Piece]:
         """How keys are cut into messages: alike on the rank that sends them and on the one that gets them."""
@@ -95,13 +99,13 @@ class Traffic:
             return None
         turn = self.turns[number]
         sends = {} if turn.goes is None else {turn.target: _row(self.own(turn.goes, self.held))}
-        receives = {} if turn.comes is None else {turn.source: Block((self.numbers(turn.comes),), self.dtype)}
+        receives = {} if turn.comes is None else {turn.source: Block((self.numbers(turn.comes),), self.dtype, self.device)}
         return self.job.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
     def home(self, turn: Turn, grads: list[Travellers], wide: torch.dtype) -> Pending:
         """Starts the gradients of a turn's keys on their way to their owner; those of own keys come."""
         sends = {} if turn.comes is None else {turn.source: _row(grads)}
-        receives = {} if turn.goes is None else {turn.target: Block((self.numbers(turn.goes),), wide)}
+        receives = {} if turn.goes is None else {turn.target: Block((self.numbers(turn.goes),), wide, self.device)}
         return self.job.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
     def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> list[Travellers]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.comm import Block, Pending
+from ..ops.messages import Block, Pending
 from ..plan.places import HeadShare, Stretch, head_shares
 from ..shapes import compute_dtype
 from .job import Job
@@ -76,7 +76,7 @@ def swap(job: Job, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list
             return [], None
         parts, shapes = moves[n].cut(), moves[n].shapes
         others = [rank for rank in range(comm.world) if rank != comm.rank]
-        receives = {rank: Block(shapes[rank], parts[rank].dtype) for rank in others}
+        receives = {rank: Block(shapes[rank], parts[rank].dtype, parts[rank].device) for rank in others}
         return parts[comm.rank : comm.rank + 1], comm.exchange(
             kind, {rank: parts[rank] for rank in others}, receives, step=4 * step + n
         )

@@ -72,8 +72,8 @@ class LayerSpread:
 
     @property
     def choose(self) -> Cost:
-        """The layout that costs least."""
-        return self.costs[0]
+        """The layout that costs least of those that `headwise.parallel` serves."""
+        return next(cost for cost in self.costs if cost.layout in links.SERVED)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

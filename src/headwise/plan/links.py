@@ -60,6 +60,7 @@ from .shape import check_size, short
 
 Layout = Literal["ring", "gather", "ulysses", "pass_q"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+SERVED: tuple[Layout, ...] = ("ring", "gather", "ulysses")  # by `headwise.parallel`; the other is there to compare
 OVERLAPS = ("ring", "gather")  # what they send can travel while they compute
 
 
