@@ -9,14 +9,12 @@
 #include "fuzz/calls.h"
 
 namespace fuzz {
-namespace {
 
-// A tensor in a drawn order of axes, with gaps; its last axis stays contiguous where `whole_rows`.
 fake::Tensor draw_laid(Draw& draw, int32_t dtype, const std::vector<int64_t>& sizes, bool whole_rows) {
   std::vector<size_t> order(sizes.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  if (draw.once_in(2)) std::swap(order[1], order[2]);
-  if (draw.once_in(4)) std::swap(order[0], order[1]);
+  if (sizes.size() > 2 && draw.once_in(2)) std::swap(order[1], order[2]);
+  if (sizes.size() > 1 && draw.once_in(4)) std::swap(order[0], order[1]);
   if (!whole_rows && draw.once_in(4)) std::swap(order.front(), order.back());
   std::vector<int64_t> strides(sizes.size());
   int64_t step = !whole_rows && draw.once_in(5) ? draw.between(2, 3) : 1;
@@ -26,6 +24,8 @@ fake::Tensor draw_laid(Draw& draw, int32_t dtype, const std::vector<int64_t>& si
   }
   return fake::make(dtype, sizes, strides, draw.once_in(2) ? draw.below(20) : 0, 0x5a);
 }
+
+namespace {
 
 struct Drawn {
   fake::Tensor tokens[2], data[2], scale[2];  // of keys and values
@@ -71,7 +71,8 @@ struct Drawn {
   }
 };
 
-// One token as the definition has it: float32, to nearest, ties to even; a NaN makes the unit 1, an Inf makes zeros.
+}  // namespace
+
 float quantise(const std::vector<float>& x, std::vector<double>& out) {
   float peak = 0;
   bool nan = false;
@@ -84,12 +85,14 @@ float quantise(const std::vector<float>& x, std::vector<double>& out) {
   return std::isfinite(scale) ? scale : NAN;
 }
 
-bool same(const std::vector<double>& a, const std::vector<double>& b) {
+bool same_numbers(const std::vector<double>& a, const std::vector<double>& b) {
   for (size_t n = 0; n < a.size(); ++n) {
     if (!(a[n] == b[n] || (std::isnan(a[n]) && std::isnan(b[n])))) return false;
   }
   return a.size() == b.size();
 }
+
+namespace {
 
 // What the cache holds afterwards by the definition, data and scales of one side.
 void expect(const Drawn& drawn, int side, std::vector<double>& data, std::vector<double>& scale) {
@@ -128,8 +131,8 @@ std::string check_append(uint64_t seed) {
       if (!error.empty()) return isa + " refuses an append: " + error;
       for (int side = 0; side < 2 && drawn.tokens[side] != nullptr; ++side) {
         const char* what = side == 0 ? " keys" : " values";
-        if (!same(numbers(drawn.data[side]), data[side])) return isa + ": other bytes of" + what;
-        if (!same(numbers(drawn.scale[side]), scale[side])) return isa + ": other scales of" + what;
+        if (!same_numbers(numbers(drawn.data[side]), data[side])) return isa + ": other bytes of" + what;
+        if (!same_numbers(numbers(drawn.scale[side]), scale[side])) return isa + ": other scales of" + what;
       }
     }
   }

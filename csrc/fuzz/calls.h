@@ -60,7 +60,17 @@ std::string corrupt_statistics(const Case& k, const Tensors& t);  // the error o
 std::vector<std::string> isas();  // of this CPU
 void use(const std::string& isa);
 void corrupt(Draw& draw, AtenTensorOpaque& tensor);
+
+// A tensor in a drawn order of axes, with gaps; its last axis stays contiguous where `whole_rows`.
+fake::Tensor draw_laid(Draw& draw, int32_t dtype, const std::vector<int64_t>& sizes, bool whole_rows);
+// One token as the definition has it: float32, to nearest, ties to even; a NaN makes the unit 1, an Inf makes zeros.
+// Appends the bytes, returns the scale.
+float quantise(const std::vector<float>& x, std::vector<double>& out);
+bool same_numbers(const std::vector<double>& a, const std::vector<double>& b);  // NaN equals NaN
+
 std::string check_append(uint64_t seed);
 std::string corrupt_append(uint64_t seed);  // the error of the call, or empty
+std::string check_step(uint64_t seed);
+std::string corrupt_step(uint64_t seed);  // likewise
 
 }  // namespace fuzz

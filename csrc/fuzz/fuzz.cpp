@@ -1,5 +1,5 @@
-// The fuzzer: random calls of the boxed operators, forward, backward, statistics and appends, on every instruction set
-// of this CPU.
+// The fuzzer: random calls of the boxed operators, forward, backward, statistics, appends and decode steps, on every
+// instruction set of this CPU.
 //
 //   headwise_fuzz SECONDS [FIRST_SEED]     many cases; the seed that fails is printed
 //   headwise_fuzz case SEED                one case
@@ -163,7 +163,9 @@ bool one_case(uint64_t seed) {
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked";
   if (wrong.empty()) wrong = check_corrupt(k);
   if (wrong.empty()) wrong = check_append(seed);
+  if (wrong.empty()) wrong = check_step(seed);
   if (wrong.empty()) ++corrupted, refused += !corrupt_append(seed).empty();
+  if (wrong.empty()) ++corrupted, refused += !corrupt_step(seed).empty();
   if (wrong.empty() && fake::live() != 0) wrong = "a handle leaked from a refused call";
   if (wrong.empty()) return true;
   fprintf(stderr, "%s\n%s\n", k.describe().c_str(), wrong.c_str());

@@ -59,6 +59,11 @@ class Pending:
         return self.heard
 
 
+def has_tags(device: torch.device) -> bool:
+    """Whether messages from there are told apart by their tags: gloo's are, NCCL's come in the order of their start."""
+    return device.type == "cpu"
+
+
 def started(
     group: ProcessGroup, ops: list[Op], tag: int, failure: Callable[[int, Exception], Exception]
 ) -> list[tuple[int, Any, Any]]:
@@ -71,7 +76,7 @@ def started(
     Args:
         failure: what to raise where a message cannot be started, from its rank and the error.
     """
-    if ops and ops[0][2].device.type != "cpu":
+    if ops and not has_tags(ops[0][2].device):
         try:
             works = dist.batch_isend_irecv([dist.P2POp(run, x, group=group, group_peer=rank) for rank, run, x in ops])
         except RuntimeError as error:

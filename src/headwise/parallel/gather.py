@@ -2,11 +2,12 @@
 
 All-gather context parallelism (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Nothing is merged: a row meets all
 its keys in one call, as in one process, and has the same bits for any number of ranks. The next head is on its way
-while one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32; the next head
-comes while these go.
+while one is attended. Backward: the keys once more, and a reduce-scatter of their gradients in float32.
 
 A rank holds two heads of all keys (the one that is attended, where it came, and the next); backward one, its gradients
-and those of another stretch of queries. That part of its memory does not fall with the number of ranks.
+and those of another stretch of queries. That part of its memory does not fall with the number of ranks: all keys of a
+head must be there at once for the bits of one process, and so must their gradients, which come from one call. So
+backward no head comes ahead of its time: what is sent grows with the length, what is computed with its square.
 """
 
 from __future__ import annotations
@@ -136,14 +137,12 @@ def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) ->
 def _backward(sums: Sums, held: Travellers) -> Travellers:
     stages = Stages(sums.job, held)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
-    following = stages.bring(0)
     for stage in range(sums.job.kv_heads):
-        came = stages.taken(stage, following)
+        came = stages.taken(stage, stages.bring(stage))  # none ahead: it would lie beside the gradients of this one
         low, grads = 0, [x[:, :, :0].to(sums.wide) for x in came.keys]
         if stages.spans:
             low, grads = sums.of_keys(came, stages.spans)
         came.keys.clear()
-        following = stages.bring(stage + 1)  # not before: a rank would hold two heads beside the gradients of one
         stages.reduce(stage, low, grads, total)
     return total
 

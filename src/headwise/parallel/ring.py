@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops import messages
 from ..ops.messages import Block, Pending
 from ..plan.places import Stretch, heads_at_once
 from .job import Job
@@ -53,8 +54,8 @@ class Traffic:
         self.device = held[0].device
         me, N = job.comm.rank, job.comm.world
         self.mine = self.pieces(job.needed(me, me))
-        # Backends without tags take messages in the order in which ranks start them: then turns are alike on all ranks.
-        least = job.kv_heads if self.device.type != "cpu" else 0
+        # Without tags messages are taken in the order in which ranks start them: all ranks have the same turns then.
+        least = 0 if messages.has_tags(self.device) else job.kv_heads
         self.turns: list[Turn] = []
         for step in range(1, N):
             source, target = (me - step) % N, (me + step) % N
