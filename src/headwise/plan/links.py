@@ -159,16 +159,16 @@ def _ulysses(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
     per_kv = [call.latent if call.latent and share.heads else share.kv_heads * (D + V) for share in heads]
     owners = ranks if call.latent else -(-ranks // call.kv_heads)
     grad_bytes = FLOAT32 if owners > 1 else e
-    found, all_kv = [], sum(per_kv)
+    per_rank, all_kv = [], sum(per_kv)
     for r, share in enumerate(heads):
         others, away = call.queries - own[r], call.keys - keys[r]
         if backward:
             there = own[r] * (call.heads - share.heads) * V
-            found.append((there + others * share.heads * D) * e + away * per_kv[r] * grad_bytes)
+            per_rank.append((there + others * share.heads * D) * e + away * per_kv[r] * grad_bytes)
         else:
             there = own[r] * (call.heads - share.heads) * D + keys[r] * (all_kv - per_kv[r])
-            found.append((there + others * share.heads * V) * e)
-    return found
+            per_rank.append((there + others * share.heads * V) * e)
+    return per_rank
 
 
 def _pass_q(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
@@ -217,15 +217,15 @@ def decode_sent(call: Call, ranks: int, *, owners: int | None = None, everywhere
         )
     if call.heads % ranks:
         raise ValueError(f"ranks that pass their own heads divide the {call.heads} heads; got {ranks} ranks")
-    own, group, found = rows // ranks, call.heads // call.kv_heads, []
+    own, group, per_rank = rows // ranks, call.heads // call.kv_heads, []
     for r in range(ranks):
         first, last = r * call.heads // ranks, (r + 1) * call.heads // ranks
         keys = (last - 1) // group - (first - 1) // group  # those that no rank before has
         others = sum(place % ranks != r for place in range(call.cached, call.keys))
         new = call.batch * others * keys * (call.head_dim + call.value_dim)
         going = new + (ranks - 1) * own * call.head_dim
-        found.append(going * call.number_bytes + (rows - own) * partial * (r < owners))
-    return tuple(found)
+        per_rank.append(going * call.number_bytes + (rows - own) * partial * (r < owners))
+    return tuple(per_rank)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
