@@ -198,7 +198,7 @@ def decoded(kind: str, K: int) -> float:
 
 
 def model_together(name: str, dropout: float = 0.0) -> dict[str, float]:
-    """A transformers decoder, its heads split and its sequences as well; "gathered" has keys of all heads everywhere."""
+    """A transformers decoder, its heads split and its sequences as well."""
     from context_models import inputs as batches
     from hf_models import BY_NAME
     from tp_hf_cases import gathered, with_torch

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import untagged_cases
 
 from headwise.ops import messages
-from headwise.parallel import Comm
 from headwise.ops.messages import Block
+from headwise.parallel import Comm
 
 pytestmark = pytest.mark.unchecked
 
@@ -51,7 +51,9 @@ def test_what_comes_lies_on_the_device_of_the_call_where_nothing_goes(monkeypatc
     """And is one batch, with what goes: a backend without tags would else take before it sends, on both sides."""
     seen: list[Any] = []
     monkeypatch.setattr(dist, "P2POp", lambda run, x, group, group_peer: (run, x, group_peer))
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: seen.append(ops) or [SimpleNamespace(wait=lambda _: None)])
+    monkeypatch.setattr(
+        dist, "batch_isend_irecv", lambda ops: seen.append(ops) or [SimpleNamespace(wait=lambda _: None)]
+    )
     group = SimpleNamespace(group_name="fake")
     comm = Comm.__new__(Comm)
     comm.rank, comm.world, comm.timeout, comm._broken, comm._count = 0, 3, 1.0, None, 0

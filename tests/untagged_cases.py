@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,9 @@ MASKS: dict[str, Any] = {
     "full": lambda: None,
     "documents": lambda: headwise.causal() & headwise.segments(torch.tensor([0] * 5 + [1] * 21 + [2] * 5)),
 }
-CASES = [
-    (layout, order, mask)
-    for layout in ("ring", "gather", "ulysses")
-    for order, mask in (("zigzag", "causal"), ("contiguous", "causal"), ("contiguous", "window"), ("zigzag", "documents"))
-]
+ORDERS = (("zigzag", "causal"), ("contiguous", "causal"), ("contiguous", "window"), ("zigzag", "documents"))
+CASES = [(layout, order, mask) for layout in ("ring", "gather", "ulysses") for order, mask in ORDERS]
+CASES.append(("ring", "uneven", "full"))  # few tokens, but for the last rank: messages of unlike numbers
 
 
 @contextmanager
@@ -60,7 +59,13 @@ def trained(layout: Any, order: Any, mask: str) -> list[Tensor]:
     make, few = torch.Generator().manual_seed(3), []
     for heads in (4, 2, 2):
         x = torch.randn(1, heads, 31, 8, generator=make)
-        few.append(parallel.split_sequence(x, order=order, dim=2).requires_grad_())
+        if order == "uneven":
+            last = dist.get_rank() == dist.get_world_size() - 1
+            part = x[:, :, 4 * dist.get_rank() : None if last else 4 * dist.get_rank() + 4]
+        else:
+            part = parallel.split_sequence(x, order=order, dim=2)
+        few.append(part.clone().requires_grad_())
+    order = "contiguous" if order == "uneven" else order
     out = parallel.context_parallel(few[0], few[1], few[2], mask=MASKS[mask](), layout=layout, order=order)
     out.sum().backward()
     return [out.detach(), *(x.grad for x in few if x.grad is not None)]
@@ -80,17 +85,17 @@ def stepped() -> list[Tensor]:
 
 def calls() -> dict[Any, Any]:
     """Name -> what runs, of each kind of call."""
-    return {case: lambda case=case: trained(*case) for case in CASES} | {"step": stepped}
+    return {case: partial(trained, *case) for case in CASES} | {"step": stepped}
 
 
 def recorded() -> dict[Any, list[Batch]]:
     """What this rank starts in each call, in its order."""
     found: dict[Any, list[Batch]] = {}
-    least = messages_of_one_head()
+    undo = messages_of_one_head()
     for name, run in calls().items():
         with untagged(found.setdefault(name, [])):
             run()
-    least()
+    undo()
     return found
 
 

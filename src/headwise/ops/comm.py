@@ -41,6 +41,7 @@ _TAGS = 1 << 16  # after so many operations their tags come again; a tag has roo
 _DATA_TAG = 8_000_000
 _LONGEST_TEXT = 240  # of a fact, and of the text of an error, in a header
 
+
 class Comm:
     """The ranks of a group. One for each group; see `of`.
 

@@ -100,7 +100,9 @@ class Traffic:
             return None
         turn = self.turns[number]
         sends = {} if turn.goes is None else {turn.target: _row(self.own(turn.goes, self.held))}
-        receives = {} if turn.comes is None else {turn.source: Block((self.numbers(turn.comes),), self.dtype, self.device)}
+        receives = (
+            {} if turn.comes is None else {turn.source: Block((self.numbers(turn.comes),), self.dtype, self.device)}
+        )
         return self.job.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
     def home(self, turn: Turn, grads: list[Travellers], wide: torch.dtype) -> Pending:

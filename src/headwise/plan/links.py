@@ -212,9 +212,7 @@ def decode_sent(call: Call, ranks: int, *, owners: int | None = None, everywhere
     rows, partial = call.batch * call.queries * call.heads, call.value_dim * call.partial_bytes + FLOAT32
     if everywhere:
         merged, e = shares(rows, ranks), call.value_dim * call.number_bytes
-        return tuple(
-            (rows - own) * partial * (r < owners) + (ranks - 1) * own * e for r, own in enumerate(merged)
-        )
+        return tuple((rows - own) * partial * (r < owners) + (ranks - 1) * own * e for r, own in enumerate(merged))
     if call.heads % ranks:
         raise ValueError(f"ranks that pass their own heads divide the {call.heads} heads; got {ranks} ranks")
     own, group, per_rank = rows // ranks, call.heads // call.kv_heads, []
