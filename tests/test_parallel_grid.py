@@ -69,7 +69,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("case", PLANS, ids=str)
+@pytest.mark.parametrize("case", PLANS, ids=["MHA", "GQA", "MQA", "window", "chunks", "latent"])
 def test_a_plan_of_heads_and_tokens_is_what_ranks_send_and_hold(case: Planned) -> None:
     told = ranks.pool(4).run(grid_cases.planned, case)
     at = spread(model_of(case.config()), Grid(2, 2, Link(1e9)), grid_cases.TOKENS, batch=2, kv_dtype="fp32")
