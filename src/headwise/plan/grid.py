@@ -6,7 +6,6 @@ is arithmetic on `links`; nothing is measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +17,8 @@ from .links import Cost, Link
 from .model import Model
 from .parts import Part
 from .places import Call, heads_at_once, held, needed, shares
-
-WHOLE = {"router", "shared_gate"}  # of the feed-forward layers: on every rank
+from .rank_parts import WHOLE, parts_of, rank_bytes
+from .rank_parts import local as local
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def spread(model: Model, grid: Grid, tokens: int, *, batch: int = 1, kv_dtype: s
         alike = replace(layer, index=0, window=None if far else layer.window, chunked=layer.chunked and not far)
         kinds[alike] = kinds.get(alike, 0) + 1
     layers = tuple(_layer(model, grid, layer, count, tokens, batch) for layer, count in kinds.items())
-    weights = sum(_rank_bytes(model, part, whole) for part, whole in _parts(model, grid.tensor))
+    weights = sum(rank_bytes(model, part, whole) for part, whole in parts_of(model, grid.tensor))
     numbers = bytes_of(kv_dtype)
     cache = sum(count * _cached(layer, grid, tokens, numbers) for layer, count in kinds.items()) * batch
     cache += state_bytes(model, batch=batch)
@@ -190,13 +189,6 @@ def check_grid(model: Model, grid: Grid) -> None:
         inner = part.matrices[0][1] if part.room == "mlp" and part.matrices and part.name not in WHOLE else n
         if inner % n:
             raise ValueError(f"tensor = {n} does not divide the width of the feed-forward layers, {inner}")
-
-
-def local(layer: AttentionLayer, tensor: int) -> AttentionLayer:
-    """The layer as one of the tensor ranks has it: its share of the heads, and of the key-value heads at least one."""
-    out = None if layer.out_width is None else layer.out_width // tensor
-    kv_heads = max(1, layer.num_kv_heads // tensor)
-    return replace(layer, num_heads=layer.num_heads // tensor, num_kv_heads=kv_heads, out_width=out)
 
 
 def call_of(layer: AttentionLayer, tokens: int, number_bytes: int, batch: int = 1) -> Call:
@@ -301,51 +293,6 @@ def _inside(part: Part) -> int:
 # --- a rank -----------------------------------------------------------------------------------------------------------
 
 
-def _parts(model: Model, tensor: int) -> Iterator[tuple[Part, Part]]:
-    """(a part as one tensor rank has it, the whole): attention, feed-forward, table and head are shared out.
-
-    Where the ranks do not divide the key-value heads, each holds the projections to them whole, and computes its own.
-    """
-    for layer in model.layers:
-        for part, whole in zip(local(layer, tensor).parts(), layer.parts(), strict=True):
-            on_all = layer.num_kv_heads % tensor and layer.latent is None and part.name in ("k_proj", "v_proj")
-            yield replace(part, parameters=whole.parameters) if on_all else part, whole
-    for part in [*model.others, *(part for state in model.states for part in state.parts())]:
-        yield _share(part, tensor), part
-    for tower in model.towers:
-        yield from ((part, part) for part in tower.parts())
-
-
-def _share(part: Part, tensor: int) -> Part:
-    if part.name in ("embeddings", "lm_head"):
-        return _divided(part, tensor, 0)
-    if part.room == "mlp" and part.name not in WHOLE and part.matrices:
-        inside = sum(inputs * outputs * copies for inputs, outputs, copies in part.matrices)
-        return _divided(part, tensor, part.parameters - inside)
-    return part
-
-
-def _divided(part: Part, tensor: int, whole: int) -> Part:
-    """The part with its numbers divided, up; `whole` of its parameters (biases) are on every rank."""
-
-    def share(number: int) -> int:
-        return -(-number // tensor)
-
-    return replace(
-        part,
-        parameters=share(part.parameters - whole) + whole if part.parameters else 0,
-        macs=share(part.macs),
-        active=share(part.active),
-    )
-
-
-def _rank_bytes(model: Model, part: Part, whole: Part) -> int:
-    """Bytes of a part on a rank: its share of what the whole takes, packed or not."""
-    if not whole.parameters:
-        return 0
-    return -(-model.part_bytes(whole) * part.parameters // whole.parameters)
-
-
 def _cached(layer: AttentionLayer, grid: Grid, tokens: int, numbers: tuple[int, int]) -> int:
     return local(layer, grid.tensor).cached_bytes(*numbers) * _kept(layer, grid, tokens)
 
@@ -365,7 +312,7 @@ def _prefill(
     stream = "encoder" if model.is_encoder else "decoder"
     most = shares(tokens, grid.context)[0]
     macs = 0
-    for part, _ in _parts(model, grid.tensor):
+    for part, _ in parts_of(model, grid.tensor):
         if part.stream == stream:
             macs += part.macs * (batch if part.name == "lm_head" and not model.is_encoder else most * batch)
     compute = None if grid.flop_rate is None else 2 * macs / grid.flop_rate
@@ -393,7 +340,7 @@ def _decode(
 ) -> Seconds:
     """Every context rank computes the dense layers of all texts; attention runs on its own keys."""
     macs = read = 0
-    for part, whole in _parts(model, grid.tensor):
+    for part, whole in parts_of(model, grid.tensor):
         if part.stream == "decoder" and whole.parameters:
             macs += part.macs * batch
             read += model.part_bytes(whole) * part.active // whole.parameters
