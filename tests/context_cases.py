@@ -366,3 +366,13 @@ def example() -> float:
     names["train"].__globals__["STEPS"] = 6
     split, whole = names["train"](split=True), names["train"](split=False)
     return max(abs(a - b) for a, b in zip(split, whole, strict=True))
+
+
+def far() -> float:
+    """Gradients of a gather whose first keys nobody here sees: 2,311 tokens under a window, against one process."""
+    make, mask = torch.Generator().manual_seed(3), headwise.causal() & headwise.window(53)
+    whole = [torch.randn(1, heads, 2311, 8, generator=make).requires_grad_() for heads in (2, 1, 1)]
+    headwise.attention(whole[0], whole[1], whole[2], mask=mask).square().sum().backward()
+    own = [parallel.split_sequence(x.detach(), dim=2).requires_grad_() for x in whole]
+    context_parallel(own[0], own[1], own[2], mask=mask, layout="gather").square().sum().backward()
+    return max(off(x.grad, parallel.split_sequence(y.grad, dim=2)) for x, y in zip(own, whole, strict=True))  # type: ignore[arg-type]

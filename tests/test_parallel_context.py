@@ -3,7 +3,7 @@
 import pytest
 import ranks
 import torch
-from context_cases import GRADIENT, LAYOUTS, all_modules, bits, bytes_sent, check, drawn, example, halves
+from context_cases import GRADIENT, LAYOUTS, all_modules, bits, bytes_sent, check, drawn, example, far, halves
 
 WORLDS = {2: 150, 3: 110, 4: 60, 8: 24}
 
@@ -37,6 +37,10 @@ def test_gather_and_ulysses_have_the_bits_of_one_process(dtype: torch.dtype, wor
             parted = layout == "ulysses" and world > 2  # two key-value heads: a group is on several ranks
             assert told["out"] and told["lse"] and (told["dq"] or parted), (layout, order, told)
             assert told["dk"] or layout == "gather" or parted, (layout, order, told)
+
+
+def test_a_gather_sends_home_the_gradients_of_keys_far_from_the_first() -> None:
+    assert max(ranks.pool(3).run(far)) <= GRADIENT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
