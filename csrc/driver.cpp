@@ -11,7 +11,13 @@
 #include <pthread.h>
 #endif
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -43,6 +49,27 @@ bool arm_has_bf16_and_i8mm() {
 }
 #endif
 
+#if defined(__x86_64__)
+// Whether the CPU has tiles of bfloat16 products, and the system lets this process use them: Linux wants to be asked,
+// for a thread's state grows by 8 KiB.
+bool amx_is_allowed() {
+#if defined(__linux__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, saved = 1u << 27;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & (bf16 | tile)) != (bf16 | tile)) return false;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & saved) == 0) return false;  // the system saves extended state
+  unsigned low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  constexpr unsigned states = 3u << 17;  // shapes and contents of tiles
+  if ((low & states) != states) return false;
+  constexpr long ask = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, of headers that may be older
+  return syscall(SYS_arch_prctl, ask, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 [[maybe_unused]] bool cpu_has(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -53,6 +80,7 @@ bool arm_has_bf16_and_i8mm() {
   if (std::strcmp(name, "avx512") == 0) return avx512;
   const bool bf16 = __builtin_cpu_supports("avx512bf16"), vnni = __builtin_cpu_supports("avx512vnni");
   if (std::strcmp(name, "avx512_vnni") == 0) return avx512 && vnni;
+  if (std::strcmp(name, "amx_bf16") == 0) return avx512 && bf16 && vnni && amx_is_allowed();
   if (std::strcmp(name, "avx512_bf16") == 0) return avx512 && bf16 && vnni;  // it includes vnni_avx512.h, too
 #elif defined(__aarch64__)
   if (std::strcmp(name, "neon") == 0) return true;
@@ -70,6 +98,17 @@ bool arm_has_bf16_and_i8mm() {
 }
 #endif
 
+#if defined(__x86_64__)
+// Null where the compiler does not know the instructions.
+[[maybe_unused]] const Kernels* amx_kernels() {
+#if defined(HEADWISE_NO_AMX)
+  return nullptr;
+#else
+  return amx_bf16_kernels();
+#endif
+}
+#endif
+
 // Best first.
 const std::vector<const Kernels*>& available() {
   static const std::vector<const Kernels*> sets = [] {
@@ -79,14 +118,15 @@ const std::vector<const Kernels*>& available() {
 #elif defined(__x86_64__)
     const Kernels *bf16 = avx512_bf16_kernels(), *vnni = avx512_vnni_kernels();
     const bool pairs = pairs_are_quick();
-    const Kernels* const made[] = {pairs ? bf16 : vnni, pairs ? vnni : bf16, avx512_kernels(), avx2_kernels()};
+    const Kernels* const made[] = {amx_kernels(), pairs ? bf16 : vnni, pairs ? vnni : bf16, avx512_kernels(),
+                                   avx2_kernels()};
 #elif defined(__aarch64__)
     const Kernels* const made[] = {neon_bf16_kernels(), neon_kernels()};
 #else
     const Kernels* const made[] = {baseline_kernels()};
 #endif
     for (const Kernels* set : made) {
-      if (set != baseline_kernels() && cpu_has(set->name)) all.push_back(set);
+      if (set != nullptr && set != baseline_kernels() && cpu_has(set->name)) all.push_back(set);
     }
     all.push_back(baseline_kernels());
     return all;

@@ -111,7 +111,7 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
   backward_scores<N, NV>(p, plan, to, span, block, products, s);
   if (to.only >= 0) return;
   const typename N::Key *weight_rows = s.weight_rows, *score_rows = s.score_rows;
-  const float* scores = reinterpret_cast<const float*>(s.scores);
+  float* scores = reinterpret_cast<float*>(s.scores);
   if constexpr (N::kPair == 1) weight_rows = products.x, score_rows = scores = products.y;
   if (to.keys) {
     float* value_sums = to.value_sums + (span.j0 - to.first) * plan.padded_V;
@@ -147,15 +147,15 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   for (int i = 0; i < blocks; ++i) HW_BY_VECTORS(s.rows[i].n, begin_block, p, g, plan, to.b, i, s);
   BackwardTile tile;
   const auto load = [&](int64_t j0, int n) { load_tile<N>(p, to.b, to.kv_head, j0, n, s, tile); };
-  const auto span_of = [&](int i, int64_t j0, int n) { return attended_span(p, to.b, s.rows[i], j0, n, N::kPair); };
+  const auto span_of = [&](int i, int64_t j0, int n) { return attended_span(p, to.b, s.rows[i], j0, n, N::kStep); };
   if (plan.by_row && !s.block[0].one_tile) {
     start_recompute(s);
-    walk_blocks<kBackwardTile, N::kPair>(p, to.b, to.kv_head, reach, 1, span_of, load, [&](int, const KeySpan& span) {
+    walk_blocks<kBackwardTile, N::kStep>(p, to.b, to.kv_head, reach, 1, span_of, load, [&](int, const KeySpan& span) {
       HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, span, s);
     });
     finish_recompute(p, 0, s);
   }
-  walk_blocks<kBackwardTile, N::kPair>(
+  walk_blocks<kBackwardTile, N::kStep>(
       p, to.b, to.kv_head, reach, blocks, span_of, load,
       [&](int i, const KeySpan& span) { HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s); });
   for (int i = 0; i < blocks && to.queries; ++i) HW_BY_VECTORS(s.rows[i].n, end_block, p, g, plan, to, i, s);

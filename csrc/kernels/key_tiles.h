@@ -144,6 +144,20 @@ struct KeyTile {
   const float *key_scale = nullptr, *value_scale = nullptr;  // where `kScaled`
 };
 
+// Columns of x by keys, [column][key]. `spare` has room for W rows of floats.
+static inline KeyRows key_columns(const Tensor4& x, int64_t b, int64_t kv_head, const KeyTile& tile, int64_t width,
+                                  uint16_t* copy, uint16_t* spare) {
+  const int64_t padded = round_up(width, W), pitch = column_pitch(tile.n);
+  columns_of_keys(tile.n, width, pitch, copy, [&](int j, int place) -> const uint16_t* {
+    if (tile.bad.any && tile.bad.is[j]) return nullptr;
+    const char* row = at(x, b, kv_head, tile.j0 + j);
+    if (x.stride[3] == 1) return reinterpret_cast<const uint16_t*>(row);
+    copy_halves(spare + place * padded, row, x.stride[3], width, width);
+    return spare + place * padded;
+  });
+  return {reinterpret_cast<const char*>(copy), pitch};
+}
+
 // The keys or values of a tile, a row each, in the format N.
 template <class N>
 static inline KeyRows tile_rows(const Tensor4& x, int64_t b, int64_t kv_head, const KeyTile& tile, int64_t width,
@@ -160,7 +174,10 @@ static inline KeyRows tile_rows(const Tensor4& x, int64_t b, int64_t kv_head, co
 template <class N>
 static inline KeyRows tile_pairs(const Tensor4& x, int64_t b, int64_t kv_head, const KeyTile& tile, int64_t width,
                                  bool in_place, float* copy, char* spare) {
-  if constexpr (N::kPair == 2) {
+  if constexpr (N::kTiles) {
+    return key_columns(x, b, kv_head, tile, width, reinterpret_cast<uint16_t*>(copy),
+                       reinterpret_cast<uint16_t*>(spare));
+  } else if constexpr (N::kPair == 2) {
     (void)in_place;
     return paired_rows(x, b, kv_head, tile.j0, tile.n, width, tile.bad, reinterpret_cast<uint32_t*>(copy),
                        reinterpret_cast<uint16_t*>(spare));

@@ -2,6 +2,7 @@
 // vertical, and nothing is summed across lanes. Elements of K and V are broadcast from memory.
 #pragma once
 
+#include "kernels/amx_tiles.h"
 #include "kernels/masks.h"
 
 namespace headwise {
@@ -14,6 +15,8 @@ struct Float32 {
   using Weight = float;
   using Value = float;
   static constexpr int kPair = 1;    // elements in a step of the depth
+  static constexpr int kStep = 1;    // keys are weighed in groups of so many, from multiples of it
+  static constexpr bool kTiles = false;  // products are those of micro_amx.h
   static constexpr int kDegree = 6;  // of the polynomial for 2^x
 
   HW_INLINE int64_t depth(int64_t D) { return D; }
@@ -29,6 +32,8 @@ struct Bfloat16 {
   using Weight = uint32_t;
   using Value = uint32_t;
   static constexpr int kPair = 2;
+  static constexpr int kStep = kHasAmx ? kTileStep : 2;
+  static constexpr bool kTiles = kHasAmx;
   static constexpr int kDegree = 4;
 
   HW_INLINE int64_t depth(int64_t D) { return (D + 1) / 2; }
@@ -40,7 +45,10 @@ struct Bfloat16 {
 template <class Run>
 static inline void with_format(const Problem& p, const Run& run) {
   if constexpr (kHasBf16) {
-    if (p.dtype() == Dtype::bf16 && !p.bytes()) return run(Bfloat16{});
+    if (p.dtype() == Dtype::bf16 && !p.bytes()) {
+      [[maybe_unused]] const TileUnit tiles;
+      return run(Bfloat16{});
+    }
   }
   run(Float32{});
 }
@@ -131,6 +139,7 @@ constexpr int64_t kPiece = 128;
 template <class N, int NV>
 static inline void key_products(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
                                 int64_t keys, float* x, int64_t piece = kPiece) {
+  if constexpr (N::kTiles) return tile_key_products<NV>(q, depth, k, stride, keys, x);
   products_of_piece<N, NV, true>(q, min(depth, piece), k, stride, keys, x);
   for (int64_t d = piece; d < depth; d += piece) {
     products_of_piece<N, NV, false>(q + d * NV * W, min(depth - d, piece), k + d * N::kPair, stride, keys, x);

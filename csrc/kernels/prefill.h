@@ -45,10 +45,14 @@ struct PrefillScratch {
 // Bytes as bfloat16, and their scales; those of bad keys are 0.
 template <class N>
 static inline void load_byte_tile(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
-  const int64_t j0 = tile.j0, pitch = pitch_of(p.V);
+  const int64_t j0 = tile.j0, pitch = N::kTiles ? column_pitch(tile.n) : pitch_of(p.V);
   uint16_t* keys = reinterpret_cast<uint16_t*>(s.key_copy);
   tile.key = {reinterpret_cast<const char*>(keys), bytes_to_rows(p.key, b, kv_head, j0, tile.n, p.D, keys, s.spare)};
-  bytes_to_pairs(p.value, b, kv_head, j0, tile.n, p.V, reinterpret_cast<uint32_t*>(s.value_copy), pitch, s.spare);
+  if constexpr (N::kTiles) {
+    bytes_to_columns(p.value, b, kv_head, j0, tile.n, p.V, pitch, reinterpret_cast<uint16_t*>(s.value_copy), s.spare);
+  } else {
+    bytes_to_pairs(p.value, b, kv_head, j0, tile.n, p.V, reinterpret_cast<uint32_t*>(s.value_copy), pitch, s.spare);
+  }
   tile.value = {reinterpret_cast<const char*>(s.value_copy), pitch};
   load_key_scales(p.key_scale, b, kv_head, j0, tile.n, tile.bad.from(0), s.key_scale);
   load_key_scales(p.value_scale, b, kv_head, j0, tile.n, tile.bad.from(0), s.value_scale);
@@ -130,9 +134,9 @@ static void run_prefill(const Problem& p, const Plan& plan, int64_t group, int64
   const Reach reach = all.within(split * plan.keys_per_split, (split + 1) * plan.keys_per_split);
   KeyTile tile;
   PageTable pages(p);
-  walk_blocks<kTile, N::kPair>(
+  walk_blocks<kTile, N::kStep>(
       p, b, kv_head, reach, item.blocks,
-      [&](int i, int64_t j0, int n) { return attended_span(p, b, s.rows[i], j0, n, N::kPair); },
+      [&](int i, int64_t j0, int n) { return attended_span(p, b, s.rows[i], j0, n, N::kStep); },
       [&](int64_t j0, int n) { load_tile<N>(pages.tile(b, j0), b, kv_head, j0, n, s, tile); },
       [&](int i, const KeySpan& span) { HW_BY_VECTORS(s.rows[i].n, prefill_tile, p, b, tile, span, i, s); });
   for (int i = 0; i < item.blocks; ++i) {

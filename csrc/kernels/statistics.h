@@ -246,9 +246,9 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
   }
   KeyTile tile;
   BadKeys bad_key;
-  walk_blocks<kTile, N::kPair>(
+  walk_blocks<kTile, N::kStep>(
       p, b, kv_head, reach, item.blocks,
-      [&](int i, int64_t j0, int n) { return key_span(p, b, own.rows[i], j0, n, N::kPair); },
+      [&](int i, int64_t j0, int n) { return key_span(p, b, own.rows[i], j0, n, N::kStep); },
       [&](int64_t j0, int n) {
         load_tile<N>(p, b, kv_head, j0, n, own, tile);
         if (tile.bad.any) reload_keys<N>(p, b, kv_head, own, tile, bad_key);

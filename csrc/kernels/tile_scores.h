@@ -125,10 +125,16 @@ static inline void block_scores(const Problem& p, int64_t b, const KeyTile& tile
                                  });
 }
 
-// out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V.
+// out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V. `weights` has room for
+// the keys up to a multiple of N::kStep.
 template <class N, int NV>
-static inline void block_values(const KeyTile& tile, const KeySpan& span, const KeyRows& value, const float* weights,
+static inline void block_values(const KeyTile& tile, const KeySpan& span, const KeyRows& value, float* weights,
                                 int64_t width, const float* rescale, float* out) {
+  if constexpr (N::kTiles) {
+    const auto* columns = reinterpret_cast<const uint16_t*>(value.data) + (span.j0 - tile.j0);
+    return tile_add_values<NV>(whole_steps<NV>(weights, span.n), (span.n + N::kStep - 1) / N::kStep, columns,
+                               value.stride, width, rescale, out);
+  }
   const int64_t skip = (span.j0 - tile.j0) / N::kPair;
   const auto* v = reinterpret_cast<const typename N::Value*>(value.data) + skip * value.stride;
   add_values<N, NV>(reinterpret_cast<const typename N::Weight*>(weights), (span.n + N::kPair - 1) / N::kPair, v,
