@@ -23,18 +23,18 @@ struct TileCopy {
 };
 
 // Sums U x NV: += U first factors, 16 rows of the stride behind one another, times NV second ones side by side.
-template <int U, int NV>
+template <int U, int NV, int A = kFirst, int B = kSecond>
 HW_INLINE void add_tiles(const uint16_t* first, int64_t stride, const uint32_t* second, int64_t pitch) {
   const int64_t rows = stride * 2, pairs = pitch * 4;
-  tile_load<kFirst>(first, rows);
-  tile_load<kSecond>(second, pairs), tile_times<0, kFirst, kSecond>();
-  if constexpr (NV > 1) tile_load<kSecond>(second + W, pairs), tile_times<1, kFirst, kSecond>();
-  if constexpr (NV > 2) tile_load<kSecond>(second + 2 * W, pairs), tile_times<2, kFirst, kSecond>();
+  tile_load<A>(first, rows);
+  tile_load<B>(second, pairs), tile_times<0, A, B>();
+  if constexpr (NV > 1) tile_load<B>(second + W, pairs), tile_times<1, A, B>();
+  if constexpr (NV > 2) tile_load<B>(second + 2 * W, pairs), tile_times<2, A, B>();
   if constexpr (U > 1) {
     static_assert(U == 2 && NV <= 2, "four registers hold sums");
-    tile_load<kFirst>(first + W * stride, rows);
-    tile_times<2 * NV - 1, kFirst, kSecond>();
-    if constexpr (NV > 1) tile_load<kSecond>(second, pairs), tile_times<2, kFirst, kSecond>();
+    tile_load<A>(first + W * stride, rows);
+    tile_times<2 * NV - 1, A, B>();
+    if constexpr (NV > 1) tile_load<B>(second, pairs), tile_times<2, A, B>();
   }
 }
 
@@ -125,6 +125,46 @@ static inline void tile_add_values(const uint32_t* weights, int64_t steps, const
       for (int v = 0; v < NV; ++v) {
         store(to + v * W, fma(load(to + v * W), load(rescale + v * W), load(sums + i * R + v * W)));
       }
+    }
+  }
+}
+
+// Two keys' tiles by two columns' of the product below, of 16 U keys and 16 NV columns.
+template <int U, int NV>
+static inline void tile_sums(const uint16_t* k, int64_t rows, const uint32_t* second, int64_t pitch, float* out,
+                             int64_t to) {
+  tile_load<0>(out, to * 4);
+  if constexpr (NV > 1) tile_load<1>(out + W, to * 4);
+  if constexpr (U > 1) tile_load<NV>(out + W * to, to * 4);
+  if constexpr (U * NV > 3) tile_load<3>(out + W * to + W, to * 4);
+  int64_t r = 0;
+  for (; r + kTileStep <= rows; r += kTileStep) add_tiles<U, NV>(k + r, rows, second + r / 2 * pitch, pitch);
+  if (r < rows) add_tiles<U, NV, kShortFirst, kShortSecond>(k + r, rows, second + r / 2 * pitch, pitch);
+  tile_store<0>(out, to * 4);
+  if constexpr (NV > 1) tile_store<1>(out + W, to * 4);
+  if constexpr (U > 1) tile_store<NV>(out + W * to, to * 4);
+  if constexpr (U * NV > 3) tile_store<3>(out + W * to + W, to * 4);
+}
+
+// out[key][column] += sum over rows of k[key][row] * second[row][column], for `pitch` columns. The rows are 16, 32 or
+// 48, and k has room for whole tiles of keys.
+static inline void tile_add_product(const uint16_t* k, int64_t rows, int64_t keys, const uint32_t* second,
+                                    int64_t pitch, float* out) {
+  int64_t j = 0;
+  for (; j + 2 * W <= keys; j += 2 * W) {
+    int64_t d = 0;
+    for (; d + 2 * W <= pitch; d += 2 * W) {
+      tile_sums<2, 2>(k + j * rows, rows, second + d, pitch, out + j * pitch + d, pitch);
+    }
+    if (d < pitch) tile_sums<2, 1>(k + j * rows, rows, second + d, pitch, out + j * pitch + d, pitch);
+  }
+  for (; j < keys; j += W) {
+    for (int64_t d = 0; d < pitch; d += W) {
+      alignas(64) float sums[W * W];
+      const int64_t n = min(W, keys - j);
+      for (int64_t i = 0; i < n; ++i) store(sums + i * W, load(out + (j + i) * pitch + d));
+      tile_sums<1, 1>(k + j * rows, rows, second + d, pitch, sums, W);
+      for (int64_t i = 0; i < n; ++i) store(out + (j + i) * pitch + d, load(sums + i * W));
     }
   }
 }

@@ -164,6 +164,7 @@ static inline void add_rows_of(const typename N::Key* k, int64_t stride, int key
 template <class N>
 static inline void add_product(const typename N::Key* k, int64_t stride, int keys, int64_t depth,
                                const typename N::Query* rows, int64_t pitch, float* out) {
+  if constexpr (N::kTiles) return tile_add_product(k, stride, keys, rows, pitch, out);
   int64_t d = 0;
   for (; d + kBackwardColumns * W <= pitch; d += kBackwardColumns * W) {
     add_rows_of<N, kBackwardColumns>(k, stride, keys, depth, rows + d, pitch, out + d);
