@@ -43,7 +43,7 @@ FORMS = {
     "MLA": Sizes(1, 16, 1, 1, 1100, 576, 512),
     "MLA, many rows": Sizes(1, 16, 1, 3, 1100, 576, 512),
 }
-TWINS = {"native-avx512_vnni", "native-avx512_bf16"}
+TWINS = [f"native-{isa}" for isa in ("avx512_vnni", "avx512_bf16", "amx_bf16") if f"native-{isa}" in NATIVE]
 HEAVY = ("none", "lengths")  # masks enough where a call lasts
 forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
 MASKS: dict[str, Callable[[Sizes], Mask | None]] = {
@@ -180,10 +180,10 @@ def test_the_company_in_the_buffer(backend: str, dtype: torch.dtype) -> None:
                 assert_same_bits(x, y, what=f"offset {offset}")
 
 
-@pytest.mark.skipif(len({*NATIVE} & TWINS) < 2, reason="needs a CPU with AVX-512 and its bfloat16 instructions")
+@pytest.mark.skipif(len(TWINS) < 2, reason="needs a CPU with AVX-512 and its bfloat16 instructions")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_avx512_without_bfloat16_is_the_same_code(dtype: torch.dtype) -> None:
-    """All options and masks, gradients, statistics: why other tests of these dtypes run on one of the two alone."""
+def test_sets_that_differ_in_bfloat16_alone_are_the_same_code(dtype: torch.dtype) -> None:
+    """All options and masks, gradients, statistics: why other tests of these dtypes run on the first of them alone."""
 
     def calls(backend: str, n: Sizes, mask: Mask | None) -> list[Tensor]:
         leaves = [x.requires_grad_() for x in make_qkv(*n, dtype=dtype)]
@@ -198,9 +198,10 @@ def test_avx512_without_bfloat16_is_the_same_code(dtype: torch.dtype) -> None:
     with collected() as attempt:
         for form, n in FORMS.items():
             for name in MASKS if n.D <= 64 else HEAVY:
-                ours, theirs = (calls(backend, n, MASKS[name](n)) for backend in sorted(TWINS))
-                for number, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-                    attempt(f"{form}, {name}, {number}", assert_same_bits, x, y)
+                ours, *others = (calls(backend, n, MASKS[name](n)) for backend in TWINS)
+                for backend, theirs in zip(TWINS[1:], others, strict=True):
+                    for number, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+                        attempt(f"{backend}, {form}, {name}, {number}", assert_same_bits, x, y)
 
 
 # -- forks, in a process of their own ----------------------------------------------------------------------------------

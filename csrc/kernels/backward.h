@@ -96,7 +96,7 @@ static inline void backward_scores(const Problem& p, const BackwardPlan& plan, c
 template <class N, int NV>
 static inline void backward_tile(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
                                  const BackwardTile& tile, const KeySpan& span, int block, BackwardScratch<N>& s) {
-  constexpr int R = NV * W;
+  constexpr int R = NV * W, pitch = row_pitch<N>(R);
   const int n = span.n;
   BackwardBlock<N>& own = s.block[block];
   const Products products = plan.keeps_products ? s.products.from(span.j0 * W) : s.products;
@@ -116,8 +116,8 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
   if (to.keys) {
     float* value_sums = to.value_sums + (span.j0 - to.first) * plan.padded_V;
     float* key_sums = to.key_sums + (span.j0 - to.first) * plan.padded_D;
-    add_product<N>(weight_rows, R, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
-    add_product<N>(score_rows, R, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
+    add_product<N>(weight_rows, pitch, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
+    add_product<N>(score_rows, pitch, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
   }
   if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
 }

@@ -14,10 +14,10 @@ struct Float32 {
   using Key = float;
   using Weight = float;
   using Value = float;
-  static constexpr int kPair = 1;    // elements in a step of the depth
-  static constexpr int kStep = 1;    // keys are weighed in groups of so many, from multiples of it
+  static constexpr int kPair = 1;        // elements in a step of the depth
+  static constexpr int kStep = 1;        // keys are weighed in groups of so many, from multiples of it
   static constexpr bool kTiles = false;  // products are those of micro_amx.h
-  static constexpr int kDegree = 6;  // of the polynomial for 2^x
+  static constexpr int kDegree = 6;      // of the polynomial for 2^x
 
   HW_INLINE int64_t depth(int64_t D) { return D; }
   HW_INLINE F times(F acc, const float* lanes, F b) { return fma(load(lanes), b, acc); }

@@ -7,7 +7,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kMaxBlocks = 4;  // of an item: they use a tile of keys while it is in the cache
+constexpr int kMaxBlocks = kHasAmx ? 8 : 4;  // of an item: they use a tile of keys while it is in the cache
 
 // The rows of an item: the blocks of one key-value head of one batch row.
 struct Item {

@@ -9,9 +9,6 @@ namespace HW_ISA {
 
 constexpr bool kHasAmx = true;
 
-// Registers 0 to 3 hold sums. The short factors have half a step: 16 numbers a row, 8 rows of pairs.
-constexpr int kFirst = 4, kSecond = 5, kShortFirst = 6, kShortSecond = 7;
-
 // The tile registers are in use during its lifetime. At its end they are clean, so that no switch of threads saves them
 // and other code may set them up.
 class TileUnit {
@@ -19,8 +16,8 @@ class TileUnit {
   TileUnit() {
     struct alignas(64) {
       uint8_t palette = 1, start = 0, unused[14] = {0};
-      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 32, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 8};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } shapes;
     asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
   }

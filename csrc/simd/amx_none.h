@@ -6,7 +6,6 @@ namespace headwise {
 namespace HW_ISA {
 
 constexpr bool kHasAmx = false;
-constexpr int kFirst = 0, kSecond = 0, kShortFirst = 0, kShortSecond = 0;
 
 class TileUnit {};
 
