@@ -101,7 +101,7 @@ bool amx_is_allowed() {
 #if defined(__x86_64__)
 // Null where the compiler does not know the instructions.
 [[maybe_unused]] const Kernels* amx_kernels() {
-#if defined(HEADWISE_NO_AMX)
+#if defined(HEADWISE_NO_AMX) || defined(HEADWISE_BASELINE_ONLY)
   return nullptr;
 #else
   return amx_bf16_kernels();
