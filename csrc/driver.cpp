@@ -11,13 +11,7 @@
 #include <pthread.h>
 #endif
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#elif defined(__aarch64__) && defined(__linux__)
+#if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -25,6 +19,7 @@
 
 #include "deal.h"
 #include "driver.h"
+#include "simd/cpu_amx.h"
 #include "simd/philox.h"
 
 namespace headwise {
@@ -43,27 +38,6 @@ bool arm_has_bf16_and_i8mm() {
     if (sysctlbyname(name, &has, &size, nullptr, 0) != 0 || has == 0) return false;
   }
   return true;
-#else
-  return false;
-#endif
-}
-#endif
-
-#if defined(__x86_64__)
-// Whether the CPU has tiles of bfloat16 products, and the system lets this process use them: Linux wants to be asked,
-// for a thread's state grows by 8 KiB.
-bool amx_is_allowed() {
-#if defined(__linux__)
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, saved = 1u << 27;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & (bf16 | tile)) != (bf16 | tile)) return false;
-  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & saved) == 0) return false;  // the system saves extended state
-  unsigned low = 0, high = 0;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  constexpr unsigned states = 3u << 17;  // shapes and contents of tiles
-  if ((low & states) != states) return false;
-  constexpr long ask = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, of headers that may be older
-  return syscall(SYS_arch_prctl, ask, tile_data) == 0;
 #else
   return false;
 #endif
