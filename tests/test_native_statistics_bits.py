@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, instructions, natives, needs_native
+from draw import drawn
 from mask_cases import MASKS, Sizes
 from native_cases import collected, native_dtypes
 from statistics_cases import NUMBERS, extras, inputs, seen
@@ -110,7 +111,7 @@ def test_any_strides(backend: str, dtype: torch.dtype) -> None:
     with instructions(backend), collected() as attempt:
         usual = results("query", plain["query"])  # most layouts keep the values, and so all results
         for name, x in plain.items():
-            for pattern in STRIDES:
+            for pattern in drawn(STRIDES):
                 odd = strided(x, pattern)
                 ours = results(name, odd)
                 theirs = usual if torch.equal(odd, x) else results(name, odd.contiguous())
@@ -151,6 +152,7 @@ HIDES: dict[str, Callable[[], Mask]] = {
 }
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("name", HIDES)
 def test_what_may_not_be_attended_changes_no_bit(backend: str, dtype: torch.dtype, name: str) -> None:
