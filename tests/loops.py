@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from draw import drawn
 from native_cases import collected
 
+Test = Callable[..., None]
 
-def inside(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The test with this argument going through the values, each from the same random state."""
+
+def inside(name: str, values: Iterable[Any], *, sweep: bool = False) -> Callable[[Test], Test]:
+    """The test with this argument going through the values, each from the same random state; of a sweep, a share."""
     values = list(values)
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+    def decorate(test: Test) -> Test:
         def one(value: Any, given: dict[str, Any]) -> None:
             torch.default_generator.manual_seed(20)  # as `seed` in conftest.py
             try:
@@ -33,7 +36,7 @@ def inside(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], 
         @functools.wraps(test)
         def each(**given: Any) -> None:
             with collected() as attempt:
-                for value in values:
+                for value in drawn(values) if sweep else values:
                     attempt(f"{name} {value!r}", one, value, given)
 
         signature = inspect.signature(test)

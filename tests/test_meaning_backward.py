@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, MUST, attend
+from draw import drawn
 from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, TILED, UNEQUAL, Sizes, as_tensor, dense
 from test_interference import SIZED_POISONS, split_rows
 from test_meaning import EMPTY_ROWS, EXTRAS, options_of
@@ -110,7 +111,7 @@ def check(
 @trains
 @pytest.mark.parametrize("mask", [None, *MASKS])
 def test_gradients_of_masks(backend: str, mask: str | None) -> None:
-    for n in (*SIZES, *UNEQUAL):
+    for n in drawn((*SIZES, *UNEQUAL), f"{mask}"):
         check(backend, mask, n)
 
 
