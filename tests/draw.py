@@ -61,4 +61,5 @@ def header() -> str | None:
     """What pytest prints first."""
     if SHARE == 1:
         return None
-    return f"sweeps: one case of {SHARE}, HEADWISE_DRAW={SHARE} HEADWISE_DRAW_SEED={SEED}; all of them: make test-all"
+    again = f"HEADWISE_DRAW={SHARE} HEADWISE_DRAW_SEED={SEED}"
+    return f"sweeps: one case of {SHARE}; again: {again}; all of them: make test-all"
