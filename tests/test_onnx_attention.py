@@ -67,7 +67,7 @@ def test_every_stage_is_covered() -> None:
     assert {case.stage for case in captured} == {"raw", "softcapped", "biased", "probabilities"}
 
 
-@ALL
+@inside("name", CASES)
 def test_present_is_past_and_new(name: str) -> None:
     case = CASES[name]
     (_, key, value), _ = case.call()
