@@ -46,7 +46,7 @@ def split(items: Sequence[Any], share: int = SHARE) -> tuple[list[Any], list[Any
         if item.get_closest_marker("sweep"):
             known = by_function.setdefault(re.sub(r"\[.*", "", item.nodeid, flags=re.S), {})
             known.setdefault(_rest(item), []).append(item)
-    out = set()
+    out: set[Any] = set()
     for name, known in by_function.items():
         out |= {item for rest in {*known} - {*_share(sorted(known), name, share)} for item in known[rest]}
     return [item for item in items if item not in out], [item for item in items if item in out]
