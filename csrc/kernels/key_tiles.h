@@ -141,6 +141,7 @@ struct KeyTile {
   int n;
   KeyRows key, value;
   BadKeys bad;
+  bool searched;  // for bad keys; else there seem to be none
   const float *key_scale = nullptr, *value_scale = nullptr;  // where `kScaled`
 };
 

@@ -45,6 +45,14 @@ static inline void with_format(const Problem& p, const Run& run) {
   run(Float32{});
 }
 
+// A number that a function takes as a type.
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
+constexpr int kSteps = 8;  // of the depth, in a loop: with fewer, Intel's CPUs do not foresee where it ends
+
 // acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
 template <class N, int NV, int U>
 HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes, int64_t pitch, int64_t depth,
@@ -54,20 +62,40 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
     HW_UNROLL
     for (int v = 0; v < NV; ++v) acc[u][v] = zero();
   }
-  for (int64_t d = 0; d < depth; ++d) {
+  const auto step = [&](int64_t d) HW_LAMBDA {
     HW_UNROLL
     for (int u = 0; u < U; ++u) {
       const F b = N::broadcast(k + u * stride + d * N::kPair);
       HW_UNROLL
       for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], lanes + d * pitch + v * W, b);
     }
+  };
+  int64_t d = 0;
+  for (; d + kSteps <= depth; d += kSteps) {
+    HW_UNROLL
+    for (int i = 0; i < kSteps; ++i) step(d + i);
   }
+  for (; d < depth; ++d) step(d);
 }
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x unless `First`.
-template <class N, int NV, int U, bool First>
+// What is noted of scores while they are in registers: the greatest of each row, and the sum over all keys of W rows,
+// which is not finite where a key is not.
+struct Noted {
+  alignas(64) float peak[kRows];
+  alignas(64) float sum[W];
+
+  Noted() {
+    for (int r = 0; r < kRows; ++r) peak[r] = -kInf;
+    for (int r = 0; r < W; ++r) sum[r] = 0.0f;
+  }
+  bool finite() const { return floats_are_finite(sum, W); }
+};
+
+// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x unless `First`. What
+// becomes of x is noted if `Notes`.
+template <class N, int NV, int U, bool First, bool Notes>
 static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
-                      int64_t stride, float* HW_RESTRICT x) {
+                      int64_t stride, float* HW_RESTRICT x, [[maybe_unused]] Noted* HW_RESTRICT noted) {
   constexpr int R = NV * W;
   F acc[U][NV];
   multiply<N, NV, U>(acc, q, R, depth, k, stride);
@@ -76,7 +104,21 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
       float* to = x + u * R + v * W;
-      store(to, First ? acc[u][v] : add(load(to), acc[u][v]));
+      if constexpr (!First) acc[u][v] = add(load(to), acc[u][v]);
+      store(to, acc[u][v]);
+    }
+  }
+  if constexpr (Notes) {
+    F sum = load(noted->sum);
+    HW_UNROLL
+    for (int u = 0; u < U; ++u) sum = add(sum, acc[u][0]);
+    store(noted->sum, sum);
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) {
+      F peak = load(noted->peak + v * W);
+      HW_UNROLL
+      for (int u = 0; u < U; ++u) peak = max(peak, acc[u][v]);
+      store(noted->peak + v * W, peak);
     }
   }
 }
@@ -112,17 +154,20 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
   }
 }
 
-template <class N, int NV, bool First>
+template <class N, int NV, bool First, bool Notes>
 static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
-                                     int64_t stride, int64_t keys, float* x) {
+                                     int64_t stride, int64_t keys, float* x, Noted* noted) {
   constexpr int R = NV * W;
+  const auto products = [&](auto u, int64_t j) {
+    qk<N, NV, decltype(u)::value, First, Notes>(q, depth, k + j * stride, stride, x + j * R, noted);
+  };
   int64_t j = 0;
-  for (; j + kUnroll <= keys; j += kUnroll) qk<N, NV, kUnroll, First>(q, depth, k + j * stride, stride, x + j * R);
+  for (; j + kUnroll <= keys; j += kUnroll) products(Number<kUnroll>{}, j);
   if constexpr (kUnroll > 4) {
-    for (; j + 4 <= keys; j += 4) qk<N, NV, 4, First>(q, depth, k + j * stride, stride, x + j * R);
+    for (; j + 4 <= keys; j += 4) products(Number<4>{}, j);
   }
-  for (; j + 2 <= keys; j += 2) qk<N, NV, 2, First>(q, depth, k + j * stride, stride, x + j * R);
-  if (j < keys) qk<N, NV, 1, First>(q, depth, k + j * stride, stride, x + j * R);
+  for (; j + 2 <= keys; j += 2) products(Number<2>{}, j);
+  if (j < keys) products(Number<1>{}, j);
 }
 
 // The head dim is summed in pieces: a long chain of additions rounds more, and a piece of Q^T stays in the L1 cache.
@@ -130,11 +175,18 @@ constexpr int64_t kPiece = 128;
 
 template <class N, int NV>
 static inline void key_products(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                                int64_t keys, float* x, int64_t piece = kPiece) {
-  products_of_piece<N, NV, true>(q, min(depth, piece), k, stride, keys, x);
-  for (int64_t d = piece; d < depth; d += piece) {
-    products_of_piece<N, NV, false>(q + d * NV * W, min(depth - d, piece), k + d * N::kPair, stride, keys, x);
-  }
+                                int64_t keys, float* x, int64_t piece = kPiece, Noted* noted = nullptr) {
+  const auto add_piece = [&](auto first, int64_t d) {
+    constexpr bool kFirst = decltype(first)::value == 0;
+    const int64_t n = min(depth - d, piece);
+    if (noted != nullptr && d + piece >= depth) {
+      products_of_piece<N, NV, kFirst, true>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, noted);
+    } else {
+      products_of_piece<N, NV, kFirst, false>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, nullptr);
+    }
+  };
+  add_piece(Number<0>{}, 0);
+  for (int64_t d = piece; d < depth; d += piece) add_piece(Number<1>{}, d);
 }
 
 template <class N, int NV>
@@ -152,16 +204,17 @@ static inline void add_values(const typename N::Weight* weights, int64_t keys, c
 
 // The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - row_max)). `row_max` is the
 // greatest x so far, `row_sum` the sum of weights; `rescale` is the factor from the old maximum to the new one. `c` > 0
-// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. The
-// difference is taken first, so that the greatest score has the weight 1 exactly.
+// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. `tile_max`
+// is the greatest x of each row in the tile, or null. The difference is taken first, so that the greatest score has the
+// weight 1 exactly.
 template <class N, int NV>
 static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTRICT row_max, float* HW_RESTRICT row_sum,
-                                float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs) {
+                                float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs, const float* tile_max) {
   constexpr int R = NV * W;
   F peak[NV], sum[NV];
   HW_UNROLL
-  for (int v = 0; v < NV; ++v) peak[v] = load(x + v * W), sum[v] = zero();
-  for (int64_t j = 1; j < keys; ++j) {
+  for (int v = 0; v < NV; ++v) peak[v] = load((tile_max != nullptr ? tile_max : x) + v * W), sum[v] = zero();
+  for (int64_t j = 1; j < keys && tile_max == nullptr; ++j) {
     HW_UNROLL
     for (int v = 0; v < NV; ++v) peak[v] = max(peak[v], load(x + j * R + v * W));
   }

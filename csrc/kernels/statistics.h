@@ -101,17 +101,18 @@ static inline void reload_keys(const Problem& p, int64_t b, int64_t kv_head, Pre
 }
 
 // One block of rows against one tile. `bad_key` is filled where the tile has a NaN or Inf.
-template <class N, int NV>
+template <class N, int NV, class Search>
 static inline void statistics_tile(const Problem& p, const Statistics& s, int64_t b, const KeyTile& tile,
                                    const BadKeys& bad_key, const KeySpan& span, int block,
-                                   StatisticsScratch<N>& scratch) {
+                                   StatisticsScratch<N>& scratch, const Search& search) {
   constexpr int R = NV * W;
   PrefillScratch<N>& own = scratch.block;
   QueryRows& rows = own.rows[block];
   RowSums& t = scratch.sums[block];
   const int n = span.n;
   float* x = own.scores;
-  block_scores<N, NV>(p, b, tile, span, own.query[block], rows, true, x);
+  Noted noted;
+  searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, search);
   for (int j = 0; tile.bad.any && j < n; ++j) {
     for (int r = 0; r < rows.n; ++r) t.key_bad[r] |= bad_key.is[span.j0 - tile.j0 + j] && x[j * R + r] != -kInf;
   }
@@ -229,8 +230,10 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
   finish_block<N, NV>(p, plan, item.b, item.kv_head, item.first + block * kRows, 0, block, reach, scratch.block);
 }
 
+// An item. Unless `careful`, false and no result where a value may be bad.
 template <class N>
-static void run_statistics_of(const Problem& p, const Plan& plan, const Statistics& s, int64_t group, char* memory) {
+static bool run_statistics_of(const Problem& p, const Plan& plan, const Statistics& s, int64_t group, char* memory,
+                              bool careful) {
   Arena arena{memory};
   const Item item(p, plan, group);
   const int64_t b = item.b, kv_head = item.kv_head;
@@ -250,20 +253,34 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
       p, b, kv_head, reach, item.blocks,
       [&](int i, int64_t j0, int n) { return key_span(p, b, own.rows[i], j0, n, N::kPair); },
       [&](int64_t j0, int n) {
-        load_tile<N>(p, b, kv_head, j0, n, own, tile);
+        load_tile<N>(p, b, kv_head, j0, n, careful, own, tile);
         if (tile.bad.any) reload_keys<N>(p, b, kv_head, own, tile, bad_key);
       },
       [&](int i, const KeySpan& span) {
-        HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch);
+        const auto search = [&] {
+          const bool changed = search_tile<N>(p, b, kv_head, own, tile);
+          if (changed) reload_keys<N>(p, b, kv_head, own, tile, bad_key);
+          return changed;
+        };
+        HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch, search);
       });
+  bool finite = true;
+  for (int i = 0; i < item.blocks && !careful; ++i) {
+    HW_BY_VECTORS(own.rows[i].n, look_at_sums, own.sums[i], p.V, finite);
+  }
+  if (!finite) return false;
   for (int i = 0; i < item.blocks; ++i) {
     HW_BY_VECTORS(own.rows[i].n, finish_statistics, p, plan, s, item, i, reach, totals, scratch);
   }
+  return true;
 }
 
 static void run_statistics(const Problem& p, const Plan& plan, const Statistics& s, int64_t group, char* scratch) {
   const FlushDenormals flush;
-  with_format(p, [&](auto format) { run_statistics_of<decltype(format)>(p, plan, s, group, scratch); });
+  with_format(p, [&](auto format) {
+    using N = decltype(format);
+    if (!run_statistics_of<N>(p, plan, s, group, scratch, false)) run_statistics_of<N>(p, plan, s, group, scratch, true);
+  });
 }
 
 }  // namespace HW_ISA
