@@ -171,15 +171,6 @@ static inline KeyRows tile_pairs(const Tensor4& x, int64_t b, int64_t kv_head, c
   }
 }
 
-// Prefetches the rows j0 <= j < j1 of x.
-static inline void prefetch_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int64_t j1, int64_t width) {
-  const int64_t bytes = x.stride[3] == 1 ? width * size_of(x.dtype) : 0;
-  for (int64_t j = j0; j < j1; ++j) {
-    const char* row = at(x, b, kv_head, j);
-    for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_NEAR(row + line);
-  }
-}
-
 // Marks the rows of a block that have a NaN or Inf in x.
 static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_t width) {
   for (int r = 0; r < rows.padded; ++r) {

@@ -78,13 +78,39 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
   for (; d < depth; ++d) step(d);
 }
 
+// Rows that are read next: a few lines are prefetched beside each few products. Many at once would wait for one another.
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+  // The rows from <= j < to of x, in so many steps.
+  RowsAhead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t from, int64_t to, int64_t width, int64_t steps)
+      : row_(at(x, b, kv_head, from)), pitch_(x.stride[2] * size_of(x.dtype)) {
+    lines_ = x.stride[3] == 1 ? (width * size_of(x.dtype) + 63) / 64 : 0;
+    left_ = lines_ * max(to - from, 0), each_ = (left_ + steps - 1) / steps;
+  }
+  HW_MEMBER void step() { prefetch(min(each_, left_)); }
+  void rest() { prefetch(left_); }
+
+ private:
+  HW_MEMBER void prefetch(int64_t n) {
+    left_ -= n;
+    for (; n > 0; --n) {
+      HW_PREFETCH_NEAR(row_ + line_ * 64);
+      if (++line_ == lines_) line_ = 0, row_ = offset(row_, pitch_);
+    }
+  }
+  const char* row_ = nullptr;
+  int64_t pitch_ = 0, lines_ = 0, line_ = 0, left_ = 0, each_ = 0;
+};
+
 // What is noted of scores while they are in registers: the greatest of each row, and the sum over all keys of W rows,
 // which is not finite where a key is not.
 struct Noted {
   alignas(64) float peak[kRows];
   alignas(64) float sum[W];
+  RowsAhead next;  // keys
 
-  Noted() {
+  explicit Noted(const RowsAhead& keys) : next(keys) {
     for (int r = 0; r < kRows; ++r) peak[r] = -kInf;
     for (int r = 0; r < W; ++r) sum[r] = 0.0f;
   }
@@ -159,6 +185,7 @@ static inline void products_of_piece(const typename N::Query* q, int64_t depth, 
                                      int64_t stride, int64_t keys, float* x, Noted* noted) {
   constexpr int R = NV * W;
   const auto products = [&](auto u, int64_t j) {
+    if constexpr (Notes) noted->next.step();
     qk<N, NV, decltype(u)::value, First, Notes>(q, depth, k + j * stride, stride, x + j * R, noted);
   };
   int64_t j = 0;
@@ -191,10 +218,13 @@ static inline void key_products(const typename N::Query* q, int64_t depth, const
 
 template <class N, int NV>
 static inline void add_values(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
-                              int64_t stride, int64_t V, const float* rescale, float* out) {
+                              int64_t stride, int64_t V, const float* rescale, float* out, RowsAhead* next = nullptr) {
   constexpr int R = NV * W;
   int64_t u = 0;
-  for (; u + kUnroll <= V; u += kUnroll) pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
+  for (; u + kUnroll <= V; u += kUnroll) {
+    if (next != nullptr) next->step();
+    pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
+  }
   if constexpr (kUnroll > 4) {
     for (; u + 4 <= V; u += 4) pv<N, NV, 4>(weights, keys, value + u, stride, rescale, out + u * R);
   }

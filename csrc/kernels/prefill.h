@@ -99,7 +99,7 @@ static inline const float* searched_scores(const Problem& p, int64_t b, const Ke
                                            const Search& search) {
   block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted);
   if (!noted.finite() && search()) {
-    noted = Noted();
+    noted = Noted(noted.next);
     block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted);
   }
   return span.kind == TileKind::full && !scales_first(p) && !kScaled<N> ? noted.peak : nullptr;
@@ -129,9 +129,9 @@ static inline void start_block(const Problem& p, int64_t b, int64_t kv_head, int
 // One block of rows against one tile.
 template <class N, int NV, class Search>
 static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span, int block,
-                                PrefillScratch<N>& s, const Search& search) {
+                                PrefillScratch<N>& s, NextTile& next, const Search& search) {
   QueryRows& rows = s.rows[block];
-  Noted noted;
+  Noted noted(next.key);
   const float* peak = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, noted, search);
   const bool drops = p.dropout > 0.0f;
   softmax_tile<N, NV>(s.scores, span.n, softmax_scale(p) * kLog2e, s.row_max + block * kRows, s.row_sum + block * kRows,
@@ -142,7 +142,8 @@ static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile
   } else if (drops) {
     pack_weights<N, NV>(s.scores, span.n);
   }
-  block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block]);
+  next.key = noted.next;
+  block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block], &next.value);
 }
 
 template <class N, int NV>
@@ -180,9 +181,9 @@ static bool attend_item(const Problem& p, const Plan& plan, int64_t group, int64
       p, b, kv_head, reach, item.blocks,
       [&](int i, int64_t j0, int n) { return attended_span(p, b, s.rows[i], j0, n, N::kPair); },
       [&](int64_t j0, int n) { load_tile<N>(pages.tile(b, j0), b, kv_head, j0, n, careful, s, tile); },
-      [&](int i, const KeySpan& span) {
+      [&](int i, const KeySpan& span, NextTile& next) {
         const auto search = [&] { return search_tile<N>(pages.tile(b, tile.j0), b, kv_head, s, tile); };
-        HW_BY_VECTORS(s.rows[i].n, prefill_tile, p, b, tile, span, i, s, search);
+        HW_BY_VECTORS(s.rows[i].n, prefill_tile, p, b, tile, span, i, s, next, search);
       });
   bool finite = true;
   for (int i = 0; i < item.blocks && !careful; ++i) {

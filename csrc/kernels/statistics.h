@@ -104,14 +104,14 @@ static inline void reload_keys(const Problem& p, int64_t b, int64_t kv_head, Pre
 template <class N, int NV, class Search>
 static inline void statistics_tile(const Problem& p, const Statistics& s, int64_t b, const KeyTile& tile,
                                    const BadKeys& bad_key, const KeySpan& span, int block,
-                                   StatisticsScratch<N>& scratch, const Search& search) {
+                                   StatisticsScratch<N>& scratch, NextTile& next, const Search& search) {
   constexpr int R = NV * W;
   PrefillScratch<N>& own = scratch.block;
   QueryRows& rows = own.rows[block];
   RowSums& t = scratch.sums[block];
   const int n = span.n;
   float* x = own.scores;
-  Noted noted;
+  Noted noted(next.key);
   searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, search);
   for (int j = 0; tile.bad.any && j < n; ++j) {
     for (int r = 0; r < rows.n; ++r) t.key_bad[r] |= bad_key.is[span.j0 - tile.j0 + j] && x[j * R + r] != -kInf;
@@ -137,7 +137,8 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
     add_values<Float32, NV>(x, n, features, s.features_stride[1], s.F, own.rescale, t.features);
     pack_weights<N, NV>(x, n);
   }
-  if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.rescale, own.sums[block]);
+  next.key = noted.next;
+  if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.rescale, own.sums[block], &next.value);
 }
 
 // Rescales the bins to the last maximum, and turns the scores of picks into weights relative to it.
@@ -256,13 +257,13 @@ static bool run_statistics_of(const Problem& p, const Plan& plan, const Statisti
         load_tile<N>(p, b, kv_head, j0, n, careful, own, tile);
         if (tile.bad.any) reload_keys<N>(p, b, kv_head, own, tile, bad_key);
       },
-      [&](int i, const KeySpan& span) {
+      [&](int i, const KeySpan& span, NextTile& next) {
         const auto search = [&] {
           const bool changed = search_tile<N>(p, b, kv_head, own, tile);
           if (changed) reload_keys<N>(p, b, kv_head, own, tile, bad_key);
           return changed;
         };
-        HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch, search);
+        HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch, next, search);
       });
   bool finite = true;
   for (int i = 0; i < item.blocks && !careful; ++i) {
