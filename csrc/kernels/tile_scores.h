@@ -82,7 +82,6 @@ static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, con
         const int64_t first = next->j0 + i * next->n / blocks, last = next->j0 + (i + 1) * next->n / blocks;
         share.key = RowsAhead(p.key, b, kv_head, first, last, p.D, max(tile.block[i].n / kUnroll, 1));
         share.value = RowsAhead(p.value, b, kv_head, first, last, p.V, max(p.V / kUnroll, 1));
-        if (blocks == 1) share.rest();  // memory is the limit, not the products
       }
       if (tile.block[i].kind != TileKind::empty) visit(i, tile.block[i], share);
       share.rest();
