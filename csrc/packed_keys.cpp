@@ -36,16 +36,16 @@ bool pays(const Problem& p) {
   return rows >= static_cast<double>(kManyRows);
 }
 
-// A copy of x in `to`, of `width` columns. It reads all heads of a key before the next key, as they lie in memory.
+// A copy of x in `to`, of `width` columns. It takes some keys of all heads before the next, which share pages.
 Tensor4 copied(const Problem& p, const Tensor4& x, int64_t width, char* to, int64_t workers) {
   const int64_t size = bytes_of(x.dtype), pitch = pitch_of(width, x.dtype), parts = (p.S + kKeys - 1) / kKeys;
   const auto copy = [&](int64_t i, char*) {
     const int64_t b = i / parts, first = i % parts * kKeys, last = std::min(first + kKeys, p.S);
-    for (int64_t j = first; j < last; ++j) {
-      const char* from = static_cast<const char*>(x.data) + (b * x.stride[0] + j * x.stride[2]) * size;
-      for (int64_t k = 0; k < p.K; ++k) {
-        char* row = to + ((b * p.K + k) * p.S + j) * pitch;
-        std::memcpy(row, from + k * x.stride[1] * size, static_cast<size_t>(width * size));
+    for (int64_t k = 0; k < p.K; ++k) {
+      const char* from = static_cast<const char*>(x.data) + (b * x.stride[0] + k * x.stride[1]) * size;
+      char* rows = to + (b * p.K + k) * p.S * pitch;
+      for (int64_t j = first; j < last; ++j) {
+        std::memcpy(rows + j * pitch, from + j * x.stride[2] * size, static_cast<size_t>(width * size));
       }
     }
   };

@@ -70,12 +70,12 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
       for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], lanes + d * pitch + v * W, b);
     }
   };
-  int64_t d = 0;
-  for (; d + kSteps <= depth; d += kSteps) {
+  const int64_t whole = depth / kSteps * kSteps;
+  for (int64_t d = 0; d < whole; d += kSteps) {
     HW_UNROLL
     for (int i = 0; i < kSteps; ++i) step(d + i);
   }
-  for (; d < depth; ++d) step(d);
+  for (int64_t d = whole; d < depth; ++d) step(d);
 }
 
 // Rows that are read next: a few lines are prefetched beside each few products. Many at once would wait for one another.
@@ -103,25 +103,43 @@ class RowsAhead {
   int64_t pitch_ = 0, lines_ = 0, line_ = 0, left_ = 0, each_ = 0;
 };
 
-// What is noted of scores while they are in registers: the greatest of each row, and the sum over all keys of W rows,
-// which is not finite where a key is not.
+constexpr int kGroup = 8;  // keys whose greatest score is noted
+
+// What is noted of a tile's scores while they are in registers: each row's greatest of a group of keys, and the sum over
+// all keys of W rows, which is not finite where a key is not.
 struct Noted {
-  alignas(64) float peak[kRows];
+  alignas(64) float top[kTile / kGroup * kRows];  // [group][row]
   alignas(64) float sum[W];
   RowsAhead next;  // keys
 
   explicit Noted(const RowsAhead& keys) : next(keys) {
-    for (int r = 0; r < kRows; ++r) peak[r] = -kInf;
     for (int r = 0; r < W; ++r) sum[r] = 0.0f;
   }
   bool finite() const { return floats_are_finite(sum, W); }
+  // Of the scores of U keys from the j-th on, all in one group.
+  template <int NV, int U>
+  HW_MEMBER void add(int64_t j, const F (*x)[NV]) {
+    F all = load(sum);
+    HW_UNROLL
+    for (int u = 0; u < U; ++u) all = headwise::HW_ISA::add(all, x[u][0]);
+    store(sum, all);
+    float* to = top + j / kGroup * (NV * W);
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) {
+      F best = j % kGroup == 0 ? x[0][v] : max(load(to + v * W), x[0][v]);
+      HW_UNROLL
+      for (int u = 1; u < U; ++u) best = max(best, x[u][v]);
+      store(to + v * W, best);
+    }
+  }
 };
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x unless `First`. What
-// becomes of x is noted if `Notes`.
+// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys from the j-th on and NV vectors of rows; added to x unless
+// `First`. What becomes of x is noted if `Notes`.
 template <class N, int NV, int U, bool First, bool Notes>
 static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
-                      int64_t stride, float* HW_RESTRICT x, [[maybe_unused]] Noted* HW_RESTRICT noted) {
+                      int64_t stride, float* HW_RESTRICT x, [[maybe_unused]] int64_t j,
+                      [[maybe_unused]] Noted* HW_RESTRICT noted) {
   constexpr int R = NV * W;
   F acc[U][NV];
   multiply<N, NV, U>(acc, q, R, depth, k, stride);
@@ -134,19 +152,7 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
       store(to, acc[u][v]);
     }
   }
-  if constexpr (Notes) {
-    F sum = load(noted->sum);
-    HW_UNROLL
-    for (int u = 0; u < U; ++u) sum = add(sum, acc[u][0]);
-    store(noted->sum, sum);
-    HW_UNROLL
-    for (int v = 0; v < NV; ++v) {
-      F peak = load(noted->peak + v * W);
-      HW_UNROLL
-      for (int u = 0; u < U; ++u) peak = max(peak, acc[u][v]);
-      store(noted->peak + v * W, peak);
-    }
-  }
+  if constexpr (Notes) noted->template add<NV, U>(j, acc);
 }
 
 // O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * v[key][u], for U columns.
@@ -186,7 +192,7 @@ static inline void products_of_piece(const typename N::Query* q, int64_t depth, 
   constexpr int R = NV * W;
   const auto products = [&](auto u, int64_t j) {
     if constexpr (Notes) noted->next.step();
-    qk<N, NV, decltype(u)::value, First, Notes>(q, depth, k + j * stride, stride, x + j * R, noted);
+    qk<N, NV, decltype(u)::value, First, Notes>(q, depth, k + j * stride, stride, x + j * R, j, noted);
   };
   int64_t j = 0;
   for (; j + kUnroll <= keys; j += kUnroll) products(Number<kUnroll>{}, j);
@@ -234,19 +240,21 @@ static inline void add_values(const typename N::Weight* weights, int64_t keys, c
 
 // The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - row_max)). `row_max` is the
 // greatest x so far, `row_sum` the sum of weights; `rescale` is the factor from the old maximum to the new one. `c` > 0
-// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. `tile_max`
-// is the greatest x of each row in the tile, or null. The difference is taken first, so that the greatest score has the
-// weight 1 exactly.
+// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. `top`,
+// unless null, has the greatest x of each group of keys. The difference is taken first, so that the greatest score has
+// the weight 1 exactly.
 template <class N, int NV>
 static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTRICT row_max, float* HW_RESTRICT row_sum,
-                                float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs, const float* tile_max) {
+                                float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs, const float* top) {
   constexpr int R = NV * W;
   F peak[NV], sum[NV];
+  const float* of = top != nullptr ? top : x;
+  const int64_t n = top != nullptr ? (keys + kGroup - 1) / kGroup : keys;
   HW_UNROLL
-  for (int v = 0; v < NV; ++v) peak[v] = load((tile_max != nullptr ? tile_max : x) + v * W), sum[v] = zero();
-  for (int64_t j = 1; j < keys && tile_max == nullptr; ++j) {
+  for (int v = 0; v < NV; ++v) peak[v] = load(of + v * W), sum[v] = zero();
+  for (int64_t j = 1; j < n; ++j) {
     HW_UNROLL
-    for (int v = 0; v < NV; ++v) peak[v] = max(peak[v], load(x + j * R + v * W));
+    for (int v = 0; v < NV; ++v) peak[v] = max(peak[v], load(of + j * R + v * W));
   }
   const F scale = set1(c), none = set1(-kInf);
   HW_UNROLL

@@ -92,7 +92,8 @@ static inline bool search_tile(const Problem& p, int64_t b, int64_t kv_head, Pre
 }
 
 // The scores of a block of rows, as the softmax takes them. Where they are not finite, search() looks for bad keys and
-// says whether the tile has changed. Gives the greatest score of each row, or null where more was done to them.
+// says whether the tile has changed. Gives the greatest score of each group of keys, or null where more was done to
+// them than products.
 template <class N, int NV, class Search>
 static inline const float* searched_scores(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span,
                                            const typename N::Query* query, QueryRows& rows, float* x, Noted& noted,
@@ -102,7 +103,7 @@ static inline const float* searched_scores(const Problem& p, int64_t b, const Ke
     noted = Noted(noted.next);
     block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted);
   }
-  return span.kind == TileKind::full && !scales_first(p) && !kScaled<N> ? noted.peak : nullptr;
+  return span.kind == TileKind::full && !scales_first(p) && !kScaled<N> ? noted.top : nullptr;
 }
 
 // Whether W rows of a block have finite sums: all have where no value is bad, and none where a row's value was, because
@@ -132,10 +133,10 @@ static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile
                                 PrefillScratch<N>& s, NextTile& next, const Search& search) {
   QueryRows& rows = s.rows[block];
   Noted noted(next.key);
-  const float* peak = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, noted, search);
+  const float* top = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, noted, search);
   const bool drops = p.dropout > 0.0f;
   softmax_tile<N, NV>(s.scores, span.n, softmax_scale(p) * kLog2e, s.row_max + block * kRows, s.row_sum + block * kRows,
-                      s.rescale, !drops && !kScaled<N>, peak);
+                      s.rescale, !drops && !kScaled<N>, top);
   if (drops) drop_tile<1, NV * W>(p, b, rows, span.j0, span.n, s.scores);
   if constexpr (kScaled<N>) {
     pack_scaled_weights<NV>(s.scores, tile.value_scale + (span.j0 - tile.j0), span.n);

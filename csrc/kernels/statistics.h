@@ -112,7 +112,7 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
   const int n = span.n;
   float* x = own.scores;
   Noted noted(next.key);
-  searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, search);
+  const float* top = searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, search);
   for (int j = 0; tile.bad.any && j < n; ++j) {
     for (int r = 0; r < rows.n; ++r) t.key_bad[r] |= bad_key.is[span.j0 - tile.j0 + j] && x[j * R + r] != -kInf;
   }
@@ -126,7 +126,7 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
   const TileDistances to_keys(t, rows, span.j0, n);
   Bins bins{s.bins, p.S, span.j0, n, 0, 0};
   bins.enter(span.j0 * s.bins / p.S);
-  update_maxima<NV>(x, n, c, span.j0, row_max, row_sum, own.rescale, rows, t);
+  update_maxima<NV>(x, n, top, c, span.j0, row_max, row_sum, own.rescale, rows, t);
   if (to_keys.across) {
     sum_weights<N, NV, true>(x, n, c, as_pairs, row_max, row_sum, own.rescale, to_keys, bins, t);
   } else {

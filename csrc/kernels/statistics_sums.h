@@ -9,7 +9,6 @@ namespace headwise {
 namespace HW_ISA {
 
 constexpr float kMinLog2 = -200.0f;  // log2 of a weight that is 0: 0 times it is 0, where -inf would give NaN
-constexpr int kGroup = 8;            // keys of a group whose maximum is taken at once
 constexpr float kNoWeight = -1.0f;   // of a pick that no row may attend
 
 // Running sums of a block's rows. The weights are relative to the greatest score so far, as those of O^T.
@@ -46,23 +45,24 @@ struct TileDistances {
   }
 };
 
-// The greatest score of each row, and the group of keys that has it first.
+// The greatest score of each row, and the group of keys that has it first. `top`, unless null, has the greatest of each
+// group.
 template <int NV>
-static inline void group_maxima(const float* x, int n, F* peak, F* group) {
+static inline void group_maxima(const float* x, int n, const float* top, F* peak, F* group) {
   constexpr int R = NV * W;
   HW_UNROLL
   for (int v = 0; v < NV; ++v) peak[v] = set1(-kInf), group[v] = zero();
   for (int g = 0; g < n; g += kGroup) {
     F best[NV];
     HW_UNROLL
-    for (int v = 0; v < NV; ++v) best[v] = load(x + g * R + v * W);
-    if (g + kGroup <= n) {
+    for (int v = 0; v < NV; ++v) best[v] = load(top != nullptr ? top + g / kGroup * R + v * W : x + g * R + v * W);
+    if (top == nullptr && g + kGroup <= n) {
       HW_UNROLL
       for (int j = 1; j < kGroup; ++j) {
         HW_UNROLL
         for (int v = 0; v < NV; ++v) best[v] = max(best[v], load(x + (g + j) * R + v * W));
       }
-    } else {
+    } else if (top == nullptr) {
       for (int j = g + 1; j < n; ++j) {
         for (int v = 0; v < NV; ++v) best[v] = max(best[v], load(x + j * R + v * W));
       }
@@ -80,12 +80,12 @@ static inline void group_maxima(const float* x, int n, F* peak, F* group) {
 // Rescales the sums to the new maximum, all but the bins. The key is searched in one group alone, to cost one compare
 // in kGroup.
 template <int NV>
-static inline void update_maxima(const float* x, int n, float c, int64_t j0, float* HW_RESTRICT row_max,
+static inline void update_maxima(const float* x, int n, const float* top, float c, int64_t j0, float* HW_RESTRICT row_max,
                                  const float* HW_RESTRICT row_sum, float* HW_RESTRICT rescale, const QueryRows& rows,
                                  RowSums& t) {
   constexpr int R = NV * W;
   F peak[NV], group[NV];
-  group_maxima<NV>(x, n, peak, group);
+  group_maxima<NV>(x, n, top, peak, group);
   float old_max[R], from[R];
   const F scale = set1(c), none = set1(-kInf), min_log = set1(kMinLog2);
   HW_UNROLL
