@@ -178,18 +178,23 @@ static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_
   }
 }
 
-// X^T of a block's rows of x: W rows at a time are copied side by side, then transposed. Bad rows become zeros.
+// X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors of floats as they lie, others from a
+// copy. Bad rows become zeros.
 template <class N, int NV>
 static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
                                    typename N::Query* out, char* spare) {
   constexpr int R = NV * W;
   const int64_t depth = N::depth(width), padded = round_up(depth, W);
+  const bool in_place = N::kPair == 1 && x.dtype == Dtype::f32 && x.stride[3] == 1 && width % W == 0;
   float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` elements of 32 bits
   for (int v = 0; v < NV; ++v) {
+    const float* from[W];
     for (int i = 0; i < W; ++i) {
       const int r = v * W + i;
       const char* row = at(x, b, rows.h[r], rows.t[r]);
       const int64_t copied = r >= rows.n || rows.query_bad[r] ? 0 : width;
+      from[i] = in_place && copied > 0 ? reinterpret_cast<const float*>(row) : lanes + i * padded;
+      if (in_place && copied > 0) continue;
       if constexpr (N::kPair == 2) {
         copy_halves(reinterpret_cast<uint16_t*>(lanes + i * padded), row, x.stride[3], copied, 2 * padded);
       } else {
@@ -199,7 +204,7 @@ static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
     for (int64_t d = 0; d < depth; d += W) {
       F y[W];
       HW_UNROLL
-      for (int i = 0; i < W; ++i) y[i] = load(lanes + i * padded + d);
+      for (int i = 0; i < W; ++i) y[i] = load(from[i] + d);
       transpose(y);
       const int64_t last = min(W, depth - d);
       float* to = reinterpret_cast<float*>(out) + d * R + v * W;

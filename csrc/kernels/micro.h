@@ -264,35 +264,39 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
     peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
     store(rescale + v * W, exp2<6>(mul(sub(before, peak[v]), scale)));
   }
-  const auto weight = [&](int64_t j, int v) {
-    return exp2<N::kDegree>(mul(sub(load(x + j * R + v * W), peak[v]), scale));
+  const auto weigh = [&](int64_t j, F* w) HW_LAMBDA {
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) w[v] = mul(sub(load(x + j * R + v * W), peak[v]), scale);
+    exp2_each<N::kDegree, NV>(w);
   };
   int64_t j = 0;
   if constexpr (N::kPair == 2) {
     if (as_pairs) {
       uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // pair j is stored below the scores still to be read
-      for (; j + 1 < keys; j += 2) {
+      for (; j < keys; j += 2) {
+        F a[NV], b[NV];
+        weigh(j, a);
+        if (j + 1 < keys) {
+          weigh(j + 1, b);
+        } else {
+          HW_UNROLL
+          for (int v = 0; v < NV; ++v) b[v] = zero();
+        }
         HW_UNROLL
         for (int v = 0; v < NV; ++v) {
-          const F a = weight(j, v), b = weight(j + 1, v);
-          sum[v] = add(sum[v], add(a, b));
-          store_pairs(pairs + j / 2 * R + v * W, a, b);
+          sum[v] = add(sum[v], add(a[v], b[v]));
+          store_pairs(pairs + j / 2 * R + v * W, a[v], b[v]);
         }
       }
-      for (int v = 0; v < NV && j < keys; ++v) {
-        const F a = weight(j, v);
-        sum[v] = add(sum[v], a);
-        store_pairs(pairs + j / 2 * R + v * W, a, zero());
-      }
-      j = keys;
     }
   }
   for (; j < keys; ++j) {
+    F a[NV];
+    weigh(j, a);
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
-      const F a = weight(j, v);
-      sum[v] = add(sum[v], a);
-      store(x + j * R + v * W, a);
+      sum[v] = add(sum[v], a[v]);
+      store(x + j * R + v * W, a[v]);
     }
   }
   HW_UNROLL

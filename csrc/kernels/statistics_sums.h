@@ -131,29 +131,33 @@ static inline void weigh_keys(float* x, int from, int to, float c, const float* 
     peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
     sum[v] = zero(), log[v] = load(part.log + v * W), distance[v] = load(part.distance + v * W);
   }
-  const auto weight = [&](int j, int v, F step) {
-    const F z = max(min_log, mul(sub(load(x + j * R + v * W), peak[v]), scale));
-    const F w = exp2<N::kDegree>(z);
-    sum[v] = add(sum[v], w);
-    log[v] = fma(w, z, log[v]);
-    distance[v] = fma(w, Across ? abs(sub(load(to_keys.edge + v * W), step)) : step, distance[v]);
-    return w;
+  const auto weigh = [&](int j, F* w) HW_LAMBDA {
+    const F step = set1(to_keys.step[j]);
+    F z[NV];
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) w[v] = z[v] = max(min_log, mul(sub(load(x + j * R + v * W), peak[v]), scale));
+    exp2_each<N::kDegree, NV>(w);
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) {
+      sum[v] = add(sum[v], w[v]);
+      log[v] = fma(w[v], z[v], log[v]);
+      distance[v] = fma(w[v], Across ? abs(sub(load(to_keys.edge + v * W), step)) : step, distance[v]);
+    }
   };
   if constexpr (AsPairs) {
     uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // pair j is stored below the scores still to be read
     for (int j = from; j < to; j += 2) {
-      const F step = set1(to_keys.step[j]), next = set1(to_keys.step[j + 1]);
+      F a[NV], b[NV];
+      weigh(j, a), weigh(j + 1, b);
       HW_UNROLL
-      for (int v = 0; v < NV; ++v) {
-        const F a = weight(j, v, step), b = weight(j + 1, v, next);
-        store_pairs(pairs + j / 2 * R + v * W, a, b);
-      }
+      for (int v = 0; v < NV; ++v) store_pairs(pairs + j / 2 * R + v * W, a[v], b[v]);
     }
   } else {
     for (int j = from; j < to; ++j) {
-      const F step = set1(to_keys.step[j]);
+      F w[NV];
+      weigh(j, w);
       HW_UNROLL
-      for (int v = 0; v < NV; ++v) store(x + j * R + v * W, weight(j, v, step));
+      for (int v = 0; v < NV; ++v) store(x + j * R + v * W, w[v]);
     }
   }
   HW_UNROLL
