@@ -141,7 +141,7 @@ struct KeyTile {
   int n;
   KeyRows key, value;
   BadKeys bad;
-  bool searched;  // for bad keys; else there seem to be none
+  bool searched;                                             // for bad keys; else there seem to be none
   const float *key_scale = nullptr, *value_scale = nullptr;  // where `kScaled`
 };
 
@@ -178,8 +178,8 @@ static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_
   }
 }
 
-// X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors of floats as they lie, others from a
-// copy. Bad rows become zeros.
+// X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors of floats as they lie, others from
+// a copy. Bad rows become zeros.
 template <class N, int NV>
 static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
                                    typename N::Query* out, char* spare) {

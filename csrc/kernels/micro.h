@@ -78,13 +78,14 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
   for (int64_t d = whole; d < depth; ++d) step(d);
 }
 
-// Rows that are read next: a few lines are prefetched beside each few products. Many at once would wait for one another.
+// Rows that are read next: a few lines are prefetched beside each few products. Many at once would wait for one
+// another.
 class RowsAhead {
  public:
   RowsAhead() = default;
   // The rows from <= j < to of x, in so many steps.
-  RowsAhead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t from, int64_t to, int64_t width, int64_t steps)
-      : row_(at(x, b, kv_head, from)), pitch_(x.stride[2] * size_of(x.dtype)) {
+  RowsAhead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t from, int64_t to, int64_t width, int64_t steps) {
+    row_ = at(x, b, kv_head, from), pitch_ = x.stride[2] * size_of(x.dtype);
     lines_ = x.stride[3] == 1 ? (width * size_of(x.dtype) + 63) / 64 : 0;
     left_ = lines_ * max(to - from, 0), each_ = (left_ + steps - 1) / steps;
   }
@@ -105,8 +106,8 @@ class RowsAhead {
 
 constexpr int kGroup = 8;  // keys whose greatest score is noted
 
-// What is noted of a tile's scores while they are in registers: each row's greatest of a group of keys, and the sum over
-// all keys of W rows, which is not finite where a key is not.
+// What is noted of a tile's scores while they are in registers: each row's greatest of a group of keys, and the sum
+// over all keys of W rows, which is not finite where a key is not.
 struct Noted {
   alignas(64) float top[kTile / kGroup * kRows];  // [group][row]
   alignas(64) float sum[W];
@@ -134,8 +135,8 @@ struct Noted {
   }
 };
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys from the j-th on and NV vectors of rows; added to x unless
-// `First`. What becomes of x is noted if `Notes`.
+// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys from the j-th on and NV vectors of rows; added to x
+// unless `First`. What becomes of x is noted if `Notes`.
 template <class N, int NV, int U, bool First, bool Notes>
 static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
                       int64_t stride, float* HW_RESTRICT x, [[maybe_unused]] int64_t j,

@@ -71,7 +71,8 @@ static inline void read_tile(const Problem& p, int64_t b, int64_t kv_head, Prefi
   }
 }
 
-// A tile as it lies in memory, unless `careful`: a search for NaN and Inf would read all of it once more.
+// A tile as it lies in memory; unless `careful` nothing is searched for NaN and Inf, which would read all of it once
+// more.
 template <class N>
 static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n, bool careful,
                              PrefillScratch<N>& s, KeyTile& tile) {
@@ -106,8 +107,8 @@ static inline const float* searched_scores(const Problem& p, int64_t b, const Ke
   return span.kind == TileKind::full && !scales_first(p) && !kScaled<N> ? noted.top : nullptr;
 }
 
-// Whether W rows of a block have finite sums: all have where no value is bad, and none where a row's value was, because
-// a weight of 0 times NaN or Inf is NaN.
+// Whether W rows of a block have finite sums. Where a value that the block reads has a NaN or Inf, none of them has: a
+// weight of 0 times it is NaN.
 template <class N, int NV>
 static inline void look_at_sums(const float* sums, int64_t V, bool& finite) {
   F sum = zero();

@@ -280,7 +280,8 @@ static void run_statistics(const Problem& p, const Plan& plan, const Statistics&
   const FlushDenormals flush;
   with_format(p, [&](auto format) {
     using N = decltype(format);
-    if (!run_statistics_of<N>(p, plan, s, group, scratch, false)) run_statistics_of<N>(p, plan, s, group, scratch, true);
+    if (!run_statistics_of<N>(p, plan, s, group, scratch, false))
+      run_statistics_of<N>(p, plan, s, group, scratch, true);
   });
 }
 

@@ -80,9 +80,9 @@ static inline void group_maxima(const float* x, int n, const float* top, F* peak
 // Rescales the sums to the new maximum, all but the bins. The key is searched in one group alone, to cost one compare
 // in kGroup.
 template <int NV>
-static inline void update_maxima(const float* x, int n, const float* top, float c, int64_t j0, float* HW_RESTRICT row_max,
-                                 const float* HW_RESTRICT row_sum, float* HW_RESTRICT rescale, const QueryRows& rows,
-                                 RowSums& t) {
+static inline void update_maxima(const float* x, int n, const float* top, float c, int64_t j0,
+                                 float* HW_RESTRICT row_max, const float* HW_RESTRICT row_sum,
+                                 float* HW_RESTRICT rescale, const QueryRows& rows, RowSums& t) {
   constexpr int R = NV * W;
   F peak[NV], group[NV];
   group_maxima<NV>(x, n, top, peak, group);

@@ -128,11 +128,11 @@ static inline void block_scores(const Problem& p, int64_t b, const KeyTile& tile
   constexpr int R = NV * W;
   const int64_t skip = span.j0 - tile.j0;
   const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
-  tile_scores<ScoreLayout<1, R>>(p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, int64_t{span.n} * R,
-                                 capped, [&] {
-                                   key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece, noted);
-                                   if constexpr (kScaled<N>) scale_columns<NV>(x, tile.key_scale + skip, span.n);
-                                 });
+  tile_scores<ScoreLayout<1, R>>(
+      p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, int64_t{span.n} * R, capped, [&] {
+        key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece, noted);
+        if constexpr (kScaled<N>) scale_columns<NV>(x, tile.key_scale + skip, span.n);
+      });
 }
 
 // out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V.
