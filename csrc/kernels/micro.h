@@ -51,7 +51,9 @@ struct Number {
   static constexpr int value = N;
 };
 
-constexpr int kSteps = 8;  // of the depth, in a loop: with fewer, Intel's CPUs do not foresee where it ends
+// Steps of the depth in a turn of a loop. Intel's CPUs do not foresee the end of so long a loop with 1; with the narrow
+// vectors of AVX2 more are slower.
+constexpr int kSteps = W >= 16 ? 8 : 1;
 
 // acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
 template <class N, int NV, int U>
