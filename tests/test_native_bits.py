@@ -183,7 +183,7 @@ def test_the_company_in_the_buffer(backend: str, dtype: torch.dtype) -> None:
 @native_dtypes
 def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
     """In the order (B, T, H, D) keys are copied side by side where thousands of rows read them, with their NaN."""
-    n = Sizes(2, 2, 2, 4099, 37, 13, 11)
+    n = Sizes(1, 2, 2, 4099, 19, 13, 11)
     q, *packed = make_qkv(*n, dtype=dtype)
 
     def apart(x: Tensor) -> Tensor:
@@ -194,7 +194,9 @@ def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
     def call(mask: Mask | None, k: Tensor, v: Tensor) -> list[Tensor]:
         with instructions(backend):
             out, found = headwise.attention_statistics(q, k, v, mask=mask)
-        return [*attend(backend, q, k, v, mask=mask, return_lse=True), out, found.entropy, found.pooled]
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            grads = torch.autograd.grad(headwise.attention(*leaves, mask=mask, backend="native").sum(), leaves)
+        return [*attend(backend, q, k, v, mask=mask, return_lse=True), out, found.entropy, found.pooled, *grads]
 
     def compare_bits(name: str, mask: Mask | None) -> None:
         for x, y in zip(call(mask, *map(apart, packed)), call(mask, *packed), strict=True):
@@ -202,8 +204,7 @@ def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
 
     with collected() as attempt:
         attempt("all", compare_bits, "all", None)
-        attempt("causal", compare_bits, "causal", headwise.causal(offset=-4000))
-        packed[1][1, 0, 31, 2], packed[0][0, 1, 17, 3] = torch.nan, torch.inf
+        packed[1][0, 0, 11, 2], packed[0][0, 1, 17, 3] = torch.nan, torch.inf
         attempt("bad keys", compare_bits, "bad keys", headwise.causal(offset=-4000))
 
 
