@@ -273,7 +273,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the small model that ships with headwise.")
     parser.add_argument("--run", type=Path, default=Path("runs/tiny"), help="folder for the checkpoint and the data")
     parser.add_argument("--out", type=Path, default=Path("runs/tiny/model"), help="folder of the exported model")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--attention", choices=ATTENTIONS, default="headwise", help="transformers' attn_implementation")
     parser.add_argument("--context", type=int, help="tokens of every sequence (by default 256 first, 512 later)")
     parser.add_argument("--seed", type=int, default=0)

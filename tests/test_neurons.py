@@ -175,6 +175,6 @@ def test_a_look_at_a_model_carries_vectors_and_the_tokens_around_evidence() -> N
     assert np.abs(codes[6].astype(int) - large[:64, :64]).max() <= 1
     one = seen.with_role("induction")[0].scores["induction"].evidence[0]
     tokens = seen.excerpts[f"copies {one.text}"]
-    assert {one.query, one.key, one.key - 6} <= set(tokens) and tokens[one.query] == tokens[one.key - 1]
+    assert {one.query, one.key, max(0, one.key - 6)} <= set(tokens) and tokens[one.query] == tokens[one.key - 1]
     assert Look.from_dict(json.loads(seen.to_json(maps=True))) == seen
     assert headwise.look.at(tiny.model, ids, full_maps=False, repeats=None).neurons == ()

@@ -76,8 +76,8 @@ def _look(  # private, for a command has as many options as its users need, and 
 ) -> None:
     """See what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
     beside = (image, audio, target, pair)
-    asked = reading.More(corpus, length, state, sentences, needles, importance, *beside)
-    more, content = guard.together(lambda: _reading(asked, text, file))
+    more_options = reading.More(corpus, length, state, sentences, needles, importance, *beside)
+    more, content = guard.together(lambda: _reading(more_options, text, file))
     names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
     plan = guard.together(lambda: read_plan(kept, against))
     result = either(model, lambda name: look_at(name, content, device, dtype, more))

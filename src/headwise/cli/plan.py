@@ -51,7 +51,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
     if link is not None:
         if compare or heads_plan is not None or svg is not None:
             raise typer.BadParameter("--link plans one model over ranks; leave out --compare, --heads-plan and --svg")
-        found = planning.over(
+        over_ranks = planning.over(
             configs[0],
             link,
             tensor=tensor,
@@ -62,7 +62,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
             bandwidth=bandwidth,
             flops=flops,
         )
-        show(found.to_dict(), lambda _: found, as_json)
+        show(over_ranks.to_dict(), lambda _: over_ranks, as_json)
         return
     plans = [
         planning.of(config, context=lengths, batch=batch, kv_dtype=kv_dtype, heads_plan=heads_plan, **speeds)

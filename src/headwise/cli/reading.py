@@ -54,8 +54,8 @@ def checked(more: More, text: str | None, file: str | None) -> More:
                 f"{several.started()} processes (WORLD_SIZE) share the texts of a --corpus; give one, or start "
                 "headwise without torchrun"
             )
-        for name, given in (("length", more.length), ("state", more.state)):
-            if given is not None:
+        for name, option in (("length", more.length), ("state", more.state)):
+            if option is not None:
                 raise typer.BadParameter(f"--{name} is of a corpus; give it with --corpus")
         return more
     if text is not None or file is not None:
@@ -73,17 +73,17 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
     """The annotated sentences and needles that were asked for."""
     from headwise.look import annotate, needles
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if more.sentences is not None:
         documents = annotate.ours() if more.sentences == "ours" else annotate.read(more.sentences)
         loaded.encode_all([one.text for one in documents])  # raises where the tokenizer would take for ever
-        found["sentences"] = annotate.passages(documents, loaded.tokenizer, length=loaded.max_positions)
+        result["sentences"] = annotate.passages(documents, loaded.tokenizer, length=loaded.max_positions)
     if more.needles:
         special = {*loaded.tokenizer.all_special_ids}
         vocabulary = [i for i, name in enumerate(loaded.names()) if name and i not in special]
         room = 512 if loaded.max_positions is None else max(loaded.max_positions - 14, 1)
-        found["needles"] = needles(ids, vocabulary, around=min(121, room))
-    return found
+        result["needles"] = needles(ids, vocabulary, around=min(121, room))
+    return result
 
 
 def reads_text(more: More, text: str | None, file: str | None) -> bool:

@@ -36,12 +36,12 @@ def _regroup(
 ) -> None:
     """Let groups of heads share keys and values (MHA to GQA or MQA); stock transformers loads the result."""
     check_out(out, dry_run)
-    given = (text, file, corpus) != (None,) * 3
-    if recover and not given:
+    has_text = (text, file, corpus) != (None,) * 3
+    if recover and not has_text:
         raise typer.BadParameter(
             "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
         )
-    texts = texts_of(text, file, corpus) if given else None
+    texts = texts_of(text, file, corpus) if has_text else None
     with progress() as show:
         show("loading the libraries")
         hf = libraries("headwise regroup")
@@ -108,7 +108,7 @@ def _heal(
             stream = _stream(hf, student, texts)
             first = student.bos_id
             cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
-            held = stream[len(stream) - cut :].view(-1, length) if cut else None
+            held_out = stream[len(stream) - cut :].view(-1, length) if cut else None
             state = Path(out).with_name(f"{Path(out).name}.heal-state")
             show("healing")
             curve = reshape.heal(
@@ -116,7 +116,7 @@ def _heal(
                 original.model,
                 stream[: len(stream) - cut],
                 recipe,
-                held=held,
+                held=held_out,
                 first=first,
                 state=state,
                 every=every,
@@ -127,7 +127,7 @@ def _heal(
                 return
             facts = reshape.facts_of(source, teacher, recipe, curve)
             show("writing")
-            proof = reshape.Proof(tuple(held[0].tolist()) if held is not None else ()) if verify else None
+            proof = reshape.Proof(tuple(held_out[0].tolist()) if held_out is not None else ()) if verify else None
             facts = reshape.write_healed(source, student.model, out, facts, proof=proof)
             with contextlib.suppress(OSError):
                 state.unlink()
@@ -140,8 +140,8 @@ def _stream(hf: Any, loaded: Any, texts: Iterable[str]) -> Any:
 
     ids: list[int] = []
     for text in texts:
-        found, _ = hf.tokens.encode(loaded.tokenizer, text, None)
-        ids += found[1:] if found[:1] == [loaded.bos_id] else found
+        tokens, _ = hf.tokens.encode(loaded.tokenizer, text, None)
+        ids += tokens[1:] if tokens[:1] == [loaded.bos_id] else tokens
     return torch.tensor(ids, dtype=torch.long)
 
 

@@ -164,8 +164,8 @@ def _read(
     show(f"ranking heads by {by}")
     if by in CRITERIA:
         mask_id = None if loaded.tokenizer is None else loaded.mask_id
-        found = look.importance(loaded.model, read, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show)
-        scores = reshape.by_call(found.scores(CRITERIA[by]))
+        importance = look.importance(loaded.model, read, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show)
+        scores = reshape.by_call(importance.scores(CRITERIA[by]))
     elif by == "redundancy":
         twins = look.redundancy(loaded.model, rows[0], progress=show).heads
         scores = reshape.by_call(

@@ -28,7 +28,7 @@ def versions() -> str:
         "headwise": __version__,
         "backend": backend,
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
-        **{name: found for name in PACKAGES if (found := _installed(name))},
+        **{name: number for name in PACKAGES if (number := _installed(name))},
         "python": platform.python_version(),
         "platform": platform.platform(),
     }

@@ -289,14 +289,14 @@ def _check_file(folder: Path, name: str) -> None:
 
 def _identities(folder: Path) -> dict[str, Identity]:
     """What every file of the folder is now, before any is read: so what is read later is what was checked."""
-    found = {}
+    identities = {}
     try:
         for name in os.listdir(folder):
             with suppress(OSError):  # a link that leads nowhere
-                found[name] = _identity(os.stat(folder / name))
+                identities[name] = _identity(os.stat(folder / name))
     except OSError as error:
         raise ModelError(f"{folder}: cannot be read ({one_line(error)}); check its permissions") from None
-    return found
+    return identities
 
 
 def _identity(status: os.stat_result) -> Identity:

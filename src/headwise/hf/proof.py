@@ -42,10 +42,10 @@ def prove(
         [sys.executable, "-P", str(script)], input=question, capture_output=True, env={**os.environ, **QUIET}
     )
     try:
-        told: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.decode("utf8", "replace").strip().splitlines() or [""])[-1]
         raise ModelError(f"the process that loads the result ended with {done.returncode} ({last[:200]})") from None
-    if "error" in told:
-        raise ModelError(f"transformers does not load or run the result: {' '.join(told['error'].split())[:300]}")
-    return told
+    if "error" in answer:
+        raise ModelError(f"transformers does not load or run the result: {' '.join(answer['error'].split())[:300]}")
+    return answer

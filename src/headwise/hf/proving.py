@@ -32,7 +32,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     after, loaded = _load(request["folder"])
     before, own = _build(request["source"]) if request.get("source") else (None, loaded)
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "class": type(after).__name__,
         "transformers": transformers.__version__,
         "missing": sorted(map(str, set(loaded["missing_keys"]) - set(own["missing_keys"]))),
@@ -40,17 +40,17 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "parameters": [model and sum(weight.numel() for weight in model.parameters()) for model in (before, after)],
     }
     if before is not None:
-        told["tokenizer"] = _same_ids(request["folder"], before.config, after.config)
+        facts["tokenizer"] = _same_ids(request["folder"], before.config, after.config)
     with torch.no_grad():
-        given = inputs_of(after, request.get("ids"))
-        told["tokens"] = max((x.shape[1] for name, x in given.items() if name.endswith("ids")), default=None)
-        told["cache_bytes"] = [model and _cache_bytes(model, given) for model in (before, after)]
-        told["loss"] = [model and _loss(model, request) for model in (before, after)]
+        inputs = inputs_of(after, request.get("ids"))
+        facts["tokens"] = max((x.shape[1] for name, x in inputs.items() if name.endswith("ids")), default=None)
+        facts["cache_bytes"] = [model and _cache_bytes(model, inputs) for model in (before, after)]
+        facts["loss"] = [model and _loss(model, request) for model in (before, after)]
         if before is not None and request.get("same", True):
-            told |= compare(before, after, given, request.get("gates"))  # from here on its heads are switched off
+            facts |= compare(before, after, inputs, request.get("gates"))  # from here on its heads are switched off
         if request.get("speed"):
-            told["seconds"] = speed([before, after] if before is not None else [after, after])
-    return told
+            facts["seconds"] = speed([before, after] if before is not None else [after, after])
+    return facts
 
 
 # -- the two models ---------------------------------------------------------------------------------------------------
@@ -91,11 +91,11 @@ def _same_ids(folder: str, before: Any, after: Any) -> bool | None:
 
     if type(before) is type(after) or not any((Path(folder) / name).exists() for name in VOCABULARIES):
         return None
-    found = []
+    ids = []
     for config in (before, after):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True)
-        found.append([tokenizer(text)["input_ids"] for text in SAMPLES])
-    return bool(found[0] == found[1])
+        ids.append([tokenizer(text)["input_ids"] for text in SAMPLES])
+    return bool(ids[0] == ids[1])
 
 
 def class_of(config: Any) -> Any:
@@ -111,10 +111,10 @@ def class_of(config: Any) -> Any:
 # -- the same output --------------------------------------------------------------------------------------------------
 
 
-def compare(before: Any, after: Any, given: dict[str, Any], gates: list[list[int]] | None) -> dict[str, Any]:
+def compare(before: Any, after: Any, inputs: dict[str, Any], gates: list[list[int]] | None) -> dict[str, Any]:
     """The largest difference between the two outputs, the original's heads gated, and how large those are."""
-    expected = _output(before, given) if gates is None else _output(gated(before, gates), given)
-    actual = _output(after, given)
+    expected = _output(before, inputs) if gates is None else _output(gated(before, gates), inputs)
+    actual = _output(after, inputs)
     return {
         "difference": float((expected - actual).abs().max()),
         "largest": float(expected.abs().max()),
@@ -147,8 +147,8 @@ def gated(model: Any, gates: list[list[int]]) -> Any:
     return model
 
 
-def _output(model: Any, given: dict[str, Any]) -> Any:
-    out = model(**given)
+def _output(model: Any, inputs: dict[str, Any]) -> Any:
+    out = model(**inputs)
     return next(out[name] for name in OUTPUTS if name in out)
 
 
@@ -157,21 +157,21 @@ def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
     import torch
 
     config, draw = model.config, torch.Generator().manual_seed(SEED)
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     kinds = [model.main_input_name] + ["decoder_input_ids"] * bool(config.is_encoder_decoder)
     for name in kinds:
         if name == "pixel_values":
             size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-            given[name] = torch.randn(2, config.num_channels, size, size, generator=draw)
+            inputs[name] = torch.randn(2, config.num_channels, size, size, generator=draw)
         elif name == "input_features":
             length = 2 * config.max_source_positions
-            given[name] = torch.randn(2, config.num_mel_bins, length, generator=draw)
+            inputs[name] = torch.randn(2, config.num_mel_bins, length, generator=draw)
         elif ids is not None and name == "input_ids":
-            given[name] = torch.tensor([ids[: _room(config, 128)]])
+            inputs[name] = torch.tensor([ids[: _room(config, 128)]])
         else:
             rows = 1 if ids is not None else 2
-            given[name] = words(config, (rows, _room(config, 24)), draw)
-    return given
+            inputs[name] = words(config, (rows, _room(config, 24)), draw)
+    return inputs
 
 
 def words(config: Any, shape: tuple[int, int], draw: Any) -> Any:
@@ -199,11 +199,11 @@ def _decodes(model: Any) -> bool:
     return bool(model.can_generate()) and not model.config.is_encoder_decoder
 
 
-def _cache_bytes(model: Any, given: dict[str, Any]) -> int | None:
+def _cache_bytes(model: Any, inputs: dict[str, Any]) -> int | None:
     """Bytes of the cache after one text of that length, in float32; None for a model that keeps none."""
     if not _decodes(model):
         return None
-    cache = model(given["input_ids"][:1], use_cache=True).past_key_values
+    cache = model(inputs["input_ids"][:1], use_cache=True).past_key_values
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
@@ -241,15 +241,15 @@ def speed(models: list[Any]) -> dict[str, Any]:
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     one = models[0]
     if one.main_input_name != "input_ids" or one.config.is_encoder_decoder:
-        given = inputs_of(one, None)
-        return {"read": _times(models, lambda model: None, lambda model, _: model(**given))}
+        inputs = inputs_of(one, None)
+        return {"read": _times(models, lambda model: None, lambda model, _: model(**inputs))}
     length = _room(one.config, 256)
     draw = torch.Generator().manual_seed(SEED)
     ids = words(one.config, (1, length), draw)
-    told = {"tokens": length, "read": _times(models, lambda model: None, lambda model, _: model(ids))}
+    seconds = {"tokens": length, "read": _times(models, lambda model: None, lambda model, _: model(ids))}
     if _decodes(one):
-        told["write"] = [t / WRITTEN for t in _times(models, lambda model: model(ids, use_cache=True), _write)]
-    return told
+        seconds["write"] = [t / WRITTEN for t in _times(models, lambda model: model(ids, use_cache=True), _write)]
+    return seconds
 
 
 def _write(model: Any, out: Any) -> None:

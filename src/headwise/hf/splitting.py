@@ -57,33 +57,33 @@ class Shards:
 
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a forward, cut to this rank's tokens."""
-        given = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
-        given |= given.pop("kwargs", {})
-        tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-        _check(model, given, tokens)
+        arguments = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+        arguments |= arguments.pop("kwargs", {})
+        tokens = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+        _check(model, arguments, tokens)
         assert tokens is not None
         B, T = tokens.shape[:2]
         self.order = self._order if 2 * self.comm.world <= T and self._order else "contiguous"
         if self._order is None and 2 * self.comm.world <= T and not _only_windows(model.config):
             self.order = "zigzag"
-        texts = {name: f"{digest(x):08x}" for name, x in given.items() if isinstance(x, Tensor)}
+        texts = {name: f"{digest(x):08x}" for name, x in arguments.items() if isinstance(x, Tensor)}
         self.comm.agree(f"forward of {type(model).__name__}", {"order": self.order, **texts})
         documents = None
-        if given.get("position_ids") is None:
-            given["position_ids"] = torch.arange(T, device=tokens.device)[None].expand(B, -1)
-        elif given.get("attention_mask") is None:
-            documents = find_packed_sequence_indices(given["position_ids"].expand(B, -1))
-        padding = given.get("attention_mask")
+        if arguments.get("position_ids") is None:
+            arguments["position_ids"] = torch.arange(T, device=tokens.device)[None].expand(B, -1)
+        elif arguments.get("attention_mask") is None:
+            documents = find_packed_sequence_indices(arguments["position_ids"].expand(B, -1))
+        padding = arguments.get("attention_mask")
         whole = Whole(T, None if padding is None else padding.bool())
-        if given.get("labels") is not None:
-            after = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
-            given.setdefault("num_items_in_batch", (after != -100).sum())
-            given["shift_labels"] = after
-        given.setdefault("use_cache", False)
+        if arguments.get("labels") is not None:
+            after = torch.nn.functional.pad(arguments["labels"], (0, 1), value=-100)[:, 1:]
+            arguments.setdefault("num_items_in_batch", (after != -100).sum())
+            arguments["shift_labels"] = after
+        arguments.setdefault("use_cache", False)
         context = Context(self.comm, self.order, self.layout, T)
         mine = context.places().to(tokens.device)
-        cut = {name: x.index_select(1, mine) if _has_tokens(name, x) else x for name, x in given.items()}
-        self._enter(of(whole, given["position_ids"].expand(B, -1), documents), entered(context))
+        cut = {name: x.index_select(1, mine) if _has_tokens(name, x) else x for name, x in arguments.items()}
+        self._enter(of(whole, arguments["position_ids"].expand(B, -1), documents), entered(context))
         return (), cut
 
     def after(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -169,23 +169,23 @@ def _only_windows(config: Any) -> bool:
     return bool(kinds) and all(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
 
 
-def _check(model: PreTrainedModel, given: dict[str, Any], tokens: Any) -> None:
+def _check(model: PreTrainedModel, arguments: dict[str, Any], tokens: Any) -> None:
     """ModelError for arguments of a forward that cannot be split."""
     who = f"a split forward of {title(model)}"
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         raise ModelError(f"{who} takes input_ids (B, T) or inputs_embeds (B, T, M), whole, on every rank")
-    unknown = [name for name, x in given.items() if isinstance(x, Tensor) and name not in (*SPLIT, *WHOLE)]
-    unknown += [name for name in ("past_key_values", "encoder_hidden_states") if given.get(name) is not None]
-    unknown += [name for name in ("output_attentions", "output_router_logits", "logits_to_keep") if given.get(name)]
+    unknown = [name for name, x in arguments.items() if isinstance(x, Tensor) and name not in (*SPLIT, *WHOLE)]
+    unknown += [name for name in ("past_key_values", "encoder_hidden_states") if arguments.get(name) is not None]
+    unknown += [name for name in ("output_attentions", "output_router_logits", "logits_to_keep") if arguments.get(name)]
     if unknown:
         raise ModelError(
             f"{who} takes {', '.join(SPLIT)}; it cannot split {', '.join(sorted(set(unknown)))}: leave that out, or "
             "run the model outside of context_parallel"
         )
-    padding = given.get("attention_mask")
+    padding = arguments.get("attention_mask")
     if padding is not None and (not isinstance(padding, Tensor) or padding.shape != tokens.shape[:2]):
         raise ModelError(f"{who} takes an attention_mask (B, T) = {tuple(tokens.shape[:2])} of 0 and 1, or none")
-    if given.get("labels") is not None and not _has_known_loss(model):
+    if arguments.get("labels") is not None and not _has_known_loss(model):
         raise ModelError(
             f"{who} computes its loss in a way that cannot be split; leave labels out and compute the loss from "
             "shards.join(out.logits)"
@@ -219,9 +219,9 @@ def _check_model(model: Any) -> None:
         )
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = {ropes.get("rope_type")} | {rope.get("rope_type") for rope in ropes.values() if isinstance(rope, dict)}
-    found = kinds & set(_LENGTH_DEPENDENT)
-    if found:
+    depends = kinds & set(_LENGTH_DEPENDENT)
+    if depends:
         raise ModelError(
-            f"{title(model)} has rotary positions of type {', '.join(sorted(map(str, found)))}, which depend on the "
+            f"{title(model)} has rotary positions of type {', '.join(sorted(map(str, depends)))}, which depend on the "
             "longest position that one process sees; use a type that does not, such as yarn"
         )

@@ -57,8 +57,8 @@ class WatchCallback(TrainerCallback):
     ) -> None:
         """Loss and learning rate, as the trainer logs them."""
         kept = ("loss", "eval_loss", "learning_rate")
-        told = {} if logs is None else logs
-        self.numbers |= {name: told[name] for name in kept if isinstance(told.get(name), (int, float))}
+        numbers = {} if logs is None else logs
+        self.numbers |= {name: numbers[name] for name in kept if isinstance(numbers.get(name), (int, float))}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

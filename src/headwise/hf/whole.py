@@ -43,13 +43,13 @@ def of(batch: Whole, positions: Tensor, documents: Tensor | None) -> Iterator[No
     join = getattr(masking_utils, "packed_sequence_compatibility_function", None)
     if join is not None:  # newer transformers: what it wraps counts places within documents
         theirs["packed_sequence_compatibility_function"] = lambda function, *_: join(function, positions, documents)
-    found = {name: getattr(masking_utils, name) for name in theirs}
+    before = {name: getattr(masking_utils, name) for name in theirs}
     _whole.append(batch)
     for name, function in theirs.items():
         setattr(masking_utils, name, function)
     try:
         yield
     finally:
-        for name, function in found.items():
+        for name, function in before.items():
             setattr(masking_utils, name, function)
         _whole.remove(batch)

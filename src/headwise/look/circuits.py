@@ -176,7 +176,7 @@ def compositions(reader: Matrices, writer: Matrices) -> dict[str, Tensor]:
     No M x M matrix is made: || A^T C B ||^2 = tr(C^T (A A^T) C (B B^T)), for A (D, M), C (D, V), B (V, M).
     """
     T, S = reader.lengths
-    found = {}
+    result = {}
     of_value, of_output = gram(writer.value), gram(writer.output)
     ov = (of_value * of_output).sum((-2, -1)).clamp(min=0).sqrt()
     for kind, length, inner, outer in (
@@ -191,8 +191,8 @@ def compositions(reader: Matrices, writer: Matrices) -> dict[str, Tensor]:
         core = torch.einsum("hdm,gvm->hgdv", inner, writer.output)
         product = torch.einsum("hgdv,hde,hgew,gwv->hg", core, of_outer, core, of_value).clamp(min=0).sqrt()
         scale = own[:, None] * ov
-        found[kind] = torch.where(scale > 0, product / scale.clamp(min=torch.finfo(scale.dtype).tiny), 0.0)
-    return found
+        result[kind] = torch.where(scale > 0, product / scale.clamp(min=torch.finfo(scale.dtype).tiny), 0.0)
+    return result
 
 
 def gram(matrix: Tensor) -> Tensor:
@@ -211,5 +211,5 @@ def _records(kind: str, reader: Matrices, writer: Matrices, values: Tensor, most
     ]
 
 
-def _strongest(found: Sequence[Composition], most: int) -> list[Composition]:
-    return sorted(found, key=lambda one: (-one.value / one.null, one.reader, one.writer))[:most]
+def _strongest(candidates: Sequence[Composition], most: int) -> list[Composition]:
+    return sorted(candidates, key=lambda one: (-one.value / one.null, one.reader, one.writer))[:most]

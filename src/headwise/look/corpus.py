@@ -188,10 +188,10 @@ def _nonempty(text: str) -> Iterator[str]:
 
 def _text_of(line: str, where: str) -> str:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         raise ValueError(f'{where}: not JSON; write an object a line, such as {{"text": "..."}}') from None
-    text = found.get("text") if isinstance(found, dict) else found
+    text = entry.get("text") if isinstance(entry, dict) else entry
     if not isinstance(text, str):
         raise ValueError(f'{where}: no "text" in it that is a string; write an object a line with its text there')
     return text

@@ -111,10 +111,10 @@ class Curve:
             ValueError: it never was.
         """
         check_texts(role=role)
-        found = [(point.step, value) for point in self.points if (value := point.best(role)) is not None]
-        if not found:
+        points = [(point.step, value) for point in self.points if (value := point.best(role)) is not None]
+        if not points:
             raise ValueError(f"measured were {', '.join(self.thresholds) or 'no roles'}; got {shown(role)}")
-        return [step for step, _ in found], [value for _, value in found]
+        return [step for step, _ in points], [value for _, value in points]
 
     def formed(self) -> list[str]:
         """The roles that some head played at some step: those of most heads at the end first."""

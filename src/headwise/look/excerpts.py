@@ -27,19 +27,19 @@ def around(
         name: what an id is called.
     """
     reads = {role.name: role.reads for role in ROLES}
-    found: Excerpts = {}
+    excerpts: Excerpts = {}
     for head in heads:
         for score in head.roles:
             kind = reads.get(score.name, "")
             passages = readings.get(kind, ())
             for one in score.evidence:
                 if one.text < len(passages):
-                    shown = found.setdefault(f"{kind} {one.text}", {})
+                    shown = excerpts.setdefault(f"{kind} {one.text}", {})
                     ids = passages[one.text].ids
                     for place in (one.query, one.key):
                         for near in range(max(place - AROUND, 0), min(place + AROUND + 1, len(ids))):
                             shown[near] = name(ids[near])
-    return found
+    return excerpts
 
 
 def with_excerpts(look: Look, readings: Mapping[str, Sequence[Passage]], names: Sequence[str]) -> Look:

@@ -274,8 +274,8 @@ def gradients(model: nn.Module, texts: Sequence[Reading], base: Survey) -> tuple
 
         with learning(model), probe(model, each):
             loss = text.losses(model).sum()
-            found = torch.autograd.grad(loss, gates, allow_unused=True)
-        for sums, gradient in zip(total, found, strict=True):
+            per_gate = torch.autograd.grad(loss, gates, allow_unused=True)
+        for sums, gradient in zip(total, per_gate, strict=True):
             if gradient is not None:
                 sums += gradient.flatten().abs().cpu() / len(texts)
     norms = [sums.norm() for sums in total]

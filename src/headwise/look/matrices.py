@@ -80,7 +80,7 @@ def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
         ValueError: an attention module whose heads no module reads side by side, or that reads no residual (B, T, M).
     """
     names = output_projections(model, lambda model: text.output(model))
-    found: list[Matrices] = []
+    result: list[Matrices] = []
     sources, read = Sources(), dict[str, list[tuple[Tensor, Tensor]]]()
 
     def enter(name: str, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -101,7 +101,7 @@ def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
                 f"no module reads the heads of {call.module!r} side by side (a gate or a norm stands between), so it "
                 "has no W_O a head"
             )
-        found.append(_of_call(call, model.get_submodule(names[call.module]), read[call.module], sources))
+        result.append(_of_call(call, model.get_submodule(names[call.module]), read[call.module], sources))
         return call.attend()
 
     with ExitStack() as undo:
@@ -112,7 +112,7 @@ def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
             hook = model.get_submodule(name).register_forward_pre_hook(partial(enter, name), with_kwargs=True)
             undo.callback(hook.remove)
         text.output(model)
-    return found
+    return result
 
 
 def _of_call(

@@ -319,8 +319,8 @@ class Argmax:
 
     def _choose(self, got: Got) -> Tensor:
         call, among = got.call, self._among(got.scene, got.call.query.device)
-        asked: ScoringOptions = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
-        return top_keys(call.query, call.key, 1, **asked).keys[..., 0].cpu()
+        options: ScoringOptions = {**call.scoring, "mask": among if call.mask is None else call.mask & among}
+        return top_keys(call.query, call.key, 1, **options).keys[..., 0].cpu()
 
     def _among(self, scene: Scene, device: torch.device) -> Mask:
         """The keys among which a query chooses."""

@@ -194,17 +194,17 @@ def batches(passages: Iterable[Passage], most: int) -> Iterator[list[Passage]]:
     Passages wait until their batch is full, at most 256 of them; the order within a batch is that of reading.
     """
     waiting: dict[int, list[Passage]] = {}
-    held = 0
+    count = 0
     for passage in passages:
         same = waiting.setdefault(len(passage.ids), [])
         same.append(passage)
-        held += 1
+        count += 1
         if (len(same) + 1) * len(passage.ids) > most:
-            held -= len(same)
+            count -= len(same)
             yield waiting.pop(len(passage.ids))
-        elif held >= 256:
+        elif count >= 256:
             fullest = max(waiting, key=lambda n: len(waiting[n]) * n)
-            held -= len(waiting[fullest])
+            count -= len(waiting[fullest])
             yield waiting.pop(fullest)
     yield from waiting.values()
 

@@ -261,8 +261,8 @@ class Look:
                     check_numbers(**{name: value})
         heads = []
         for head in self.heads:
-            found = {name: layers[head.layer][head.head] for name, layers in extras.items()}
-            kept = {name: value for name, value in found.items() if value is not None}
+            values = {name: layers[head.layer][head.head] for name, layers in extras.items()}
+            kept = {name: value for name, value in values.items() if value is not None}
             heads.append(replace(head, extras={**head.extras, **kept}))
         return replace(self, heads=tuple(heads))
 

@@ -125,7 +125,7 @@ def redundancy(
         raise ValueError(f"heads are compared on one text of at least 4 tokens; got {[len(text) for text in texts]}")
     [text] = all_readings(model, ids, loss=_no_loss, mask_id=None, seed=0, labels=False)
     places: list[tuple[int, int]] = []
-    found: dict[tuple[int, int], Twin] = {}
+    twins: dict[tuple[int, int], Twin] = {}
     clusters: tuple[list[Any], list[Any]] = ([], [])
     kinds = kinds_of(model, text)
     tell = progress or (lambda done, total: None)
@@ -136,7 +136,7 @@ def redundancy(
         distances = (pattern_distances([call for call, _ in calls], rows), output_distances([out for _, out in calls]))
         nearest = [_nearest(matrix, here) for matrix in distances]
         for n, place in enumerate(here):
-            found[place] = Twin(*place, *nearest[0][n], *nearest[1][n])
+            twins[place] = Twin(*place, *nearest[0][n], *nearest[1][n])
         for matrix, kept in zip(distances, clusters, strict=True):
             kept += [tuple(here[n] for n in group) for group in linked(matrix, threshold) if len(group) > 1]
         places += here
@@ -146,7 +146,7 @@ def redundancy(
         tokens=text.tokens,
         rows=most,
         threshold=threshold,
-        heads=tuple(found[place] for place in sorted(places)),
+        heads=tuple(twins[place] for place in sorted(places)),
         patterns=tuple(sorted(clusters[0], key=lambda group: (-len(group), group))),
         outputs=tuple(sorted(clusters[1], key=lambda group: (-len(group), group))),
     )
@@ -265,7 +265,7 @@ def linked(distances: Matrix, threshold: float) -> list[list[int]]:
         gap[near, near] = np.inf
         gap[last] = gap[:, last] = np.inf
         members[near] += members.pop(last)
-    found: dict[int, list[int]] = {}
+    groups_of: dict[int, list[int]] = {}
     for n, group in groups.items():
-        found.setdefault(group, []).append(n)
-    return [*found.values()]
+        groups_of.setdefault(group, []).append(n)
+    return [*groups_of.values()]

@@ -146,8 +146,8 @@ class Scene:
         """What `make` gives, made once for all layers of the forward."""
         if name not in self.kept:
             self.kept[name] = make()
-        found: T = self.kept[name]
-        return found
+        value: T = self.kept[name]
+        return value
 
     @property
     def kinds(self) -> frozenset[str]:

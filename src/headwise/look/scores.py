@@ -73,6 +73,6 @@ class Score:
         """The score that `to_list` wrote; ValueError where it is none."""
         with suppress(TypeError, ValueError):
             value, null, threshold, count, low, high, plays, evidence, detail = [*row, (), ""][:9]
-            found = tuple(Evidence(*one) for one in evidence)
-            return cls(name, value, null, threshold, count, low, high, plays, found, detail)
+            items = tuple(Evidence(*one) for one in evidence)
+            return cls(name, value, null, threshold, count, low, high, plays, items, detail)
         raise ValueError(f"a score is read from what to_list() wrote; got {shown(row)} for {shown(name)}")

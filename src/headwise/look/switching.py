@@ -95,7 +95,7 @@ def survey(
     model: nn.Module, texts: Sequence[Reading], also: Callable[[AttentionCall, Tensor], object] | None = None
 ) -> Survey:
     """Read all texts once; `also` sees each call with its output."""
-    found = Survey()
+    result = Survey()
 
     def each(call: AttentionCall) -> Tensor:
         out = call.attend()
@@ -104,12 +104,12 @@ def survey(
                 f"module {call.module!r} made {out.shape[0]} rows of one text; its heads can be switched off only in "
                 "models that keep a text in one row"
             )
-        if call.order == len(found.sites):
-            again = sum(site.module == call.module for site in found.sites)
-            found.sites.append(Site(call.module, again, call.order, out.shape[1], call.key.shape[1]))
+        if call.order == len(result.sites):
+            again = sum(site.module == call.module for site in result.sites)
+            result.sites.append(Site(call.module, again, call.order, out.shape[1], call.key.shape[1]))
         total = out[0].float().sum(1)
-        found.sums[call.order] = found.sums[call.order] + total if call.order in found.sums else total
-        found.rows[call.order] = found.rows.get(call.order, 0) + out.shape[2]
+        result.sums[call.order] = result.sums[call.order] + total if call.order in result.sums else total
+        result.rows[call.order] = result.rows.get(call.order, 0) + out.shape[2]
         if also is not None:
             also(call, out)
         return out
@@ -117,11 +117,11 @@ def survey(
     with resting(model):
         for text in texts:
             with probe(model, each):
-                found.losses.append(float(text.losses(model)))
-            found.tokens += text.tokens
-    if not torch.tensor(found.losses).isfinite().all():
-        raise ValueError(f"the loss is {shown(found.losses)}; load the model in a wider dtype, such as float32")
-    return found
+                result.losses.append(float(text.losses(model)))
+            result.tokens += text.tokens
+    if not torch.tensor(result.losses).isfinite().all():
+        raise ValueError(f"the loss is {shown(result.losses)}; load the model in a wider dtype, such as float32")
+    return result
 
 
 def gates_of(base: Survey, groups: Sequence[Sequence[Head]]) -> dict[int, Tensor]:

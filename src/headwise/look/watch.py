@@ -225,10 +225,10 @@ def _continued(path: str | None) -> Curve:
     """The curve in the file, without what a killed run left half-written; an empty one where there is no file."""
     if path is None or not os.path.exists(path) or not os.path.getsize(path):
         return Curve("")
-    found = curve.read_curve(path)
-    if os.path.getsize(path) != len(curve.lines_of(found)):
-        curve.rewrite(path, found)
-    return found
+    earlier = curve.read_curve(path)
+    if os.path.getsize(path) != len(curve.lines_of(earlier)):
+        curve.rewrite(path, earlier)
+    return earlier
 
 
 def _writer(tensorboard: Any) -> Any:

@@ -137,16 +137,16 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
 
 def _added(step: Any, written: dict[Any, int]) -> dict[int, float]:
     """layer -> factor, from a step of the graph of gradients back to those that made what heads wrote."""
-    found: dict[int, float] = {}
+    factors: dict[int, float] = {}
     left: list[tuple[Any, float]] = [(step, 1.0)]
     while left and len(left) < LARGEST:
         step, factor = left.pop()
         if step in written:
             order = written[step]
-            found[order] = found.get(order, 0.0) + factor
+            factors[order] = factors.get(order, 0.0) + factor
         elif step is not None:
             left += [(before, factor * times) for before, times in _additive(step)]
-    return found
+    return factors
 
 
 def _additive(step: Any) -> list[tuple[Any, float]]:
@@ -184,14 +184,14 @@ def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Mat
                 undo.callback(part.register_forward_pre_hook(lambda _, x, n=name: read.update({n: x[0]})).remove)
             text.output(model)
         final = None if ending is None else Final.of(model, ending, read, text)
-        found = []
+        result = []
         for layer in layers:
             factor, linear, size = _way(model, ending, layer, read)
             out, value = (x.float() for x in outs[layer.layer])
             written = torch.stack([heads @ W for heads, W in zip(out, layer.output @ linear.mT, strict=True)]) * size
             copied = [value[h * len(value) // len(out)] @ W for h, W in enumerate(layer.output @ linear.mT)]
-            found += _of_layer(layer, written, copied, factor, final, text)
-    return tuple(found)
+            result += _of_layer(layer, written, copied, factor, final, text)
+    return tuple(result)
 
 
 def _way(

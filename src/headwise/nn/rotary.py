@@ -79,13 +79,13 @@ def _broadcasts(sizes: Sequence[int], to: Sequence[int]) -> bool:
 def _made(
     base: float,
     rotary_dim: int,
-    given: tuple[float, ...] | None,
+    inv_freq: tuple[float, ...] | None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Radians a position (rotary_dim / 2,), for each pair."""
-    if given is not None:
-        return torch.tensor(given, device=device, dtype=dtype)
+    if inv_freq is not None:
+        return torch.tensor(inv_freq, device=device, dtype=dtype)
     pair = torch.arange(0, rotary_dim, 2, device=device, dtype=dtype)
     frequencies: Tensor = base ** (-pair / rotary_dim)
     return frequencies

@@ -158,16 +158,16 @@ def _ulysses(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
     per_kv = [call.latent if call.latent and share.heads else share.kv_heads * (D + V) for share in heads]
     owners = ranks if call.latent else -(-ranks // call.kv_heads)
     grad_bytes = FLOAT32 if owners > 1 else e
-    found, all_kv = [], sum(per_kv)
+    per_rank, all_kv = [], sum(per_kv)
     for r, share in enumerate(heads):
         others, away = call.queries - own[r], call.keys - keys[r]
         if backward:
             there = own[r] * (call.heads - share.heads) * V
-            found.append((there + others * share.heads * D) * e + away * per_kv[r] * grad_bytes)
+            per_rank.append((there + others * share.heads * D) * e + away * per_kv[r] * grad_bytes)
         else:
             there = own[r] * (call.heads - share.heads) * D + keys[r] * (all_kv - per_kv[r])
-            found.append((there + others * share.heads * V) * e)
-    return found
+            per_rank.append((there + others * share.heads * V) * e)
+    return per_rank
 
 
 def _pass_q(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
@@ -206,11 +206,11 @@ def decode_sent(call: Call, ranks: int, *, owners: int | None = None, everywhere
     rows, partial = call.batch * call.queries, call.value_dim * call.partial_bytes + FLOAT32
     if everywhere:
         return tuple((ranks - 1) * rows * call.heads * partial if r < owners else 0 for r in range(ranks))
-    found = []
+    per_rank = []
     for r, share in enumerate(head_shares(call.heads, call.kv_heads, ranks)):
         queries = share.heads * call.head_dim * call.number_bytes * (owners - (r < owners))
-        found.append(rows * (queries + ((call.heads - share.heads) * partial if r < owners else 0)))
-    return tuple(found)
+        per_rank.append(rows * (queries + ((call.heads - share.heads) * partial if r < owners else 0)))
+    return tuple(per_rank)
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

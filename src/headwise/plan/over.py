@@ -131,8 +131,8 @@ def over(
         None if bandwidth is None else rate(bandwidth, "bandwidth"),
         None if flops is None else rate(flops, "flops"),
     )
-    found = spread(model, grid, tokens, batch=batch, kv_dtype=kv_dtype)
-    return ModelOverRanks(name, found, _scaling(model, found, kv_dtype), model.notes)
+    at = spread(model, grid, tokens, batch=batch, kv_dtype=kv_dtype)
+    return ModelOverRanks(name, at, _scaling(model, at, kv_dtype), model.notes)
 
 
 def _scaling(model: Model, at: Spread, kv_dtype: str) -> tuple[ScalingRow, ...]:

@@ -204,11 +204,11 @@ def head_shares(heads: int, kv_heads: int, ranks: int) -> tuple[HeadShare, ...]:
     group = heads // kv_heads
     if ranks <= kv_heads:
         return tuple(HeadShare((a * group, b * group), (a, b)) for a, b in stretches(kv_heads, ranks))
-    found = []
+    result = []
     for kv, count in enumerate(shares(ranks, kv_heads)):
         for a, b in stretches(group, count):
-            found.append(HeadShare((kv * group + a, kv * group + b), (kv, kv + 1) if b > a else (kv, kv)))
-    return tuple(found)
+            result.append(HeadShare((kv * group + a, kv * group + b), (kv, kv + 1) if b > a else (kv, kv)))
+    return tuple(result)
 
 
 def heads_at_once(heads: int, head_bytes: int) -> int:
@@ -236,13 +236,13 @@ def needed(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...
     if call.bounded:
         return tuple(sum(length(part) for _, part in _halo(call, ranks, r)) for r in range(ranks))
     own, old = places(call.queries, ranks, order), shares(call.cached, ranks)
-    found = []
+    result = []
     for r in range(ranks):
         has = sum(length(part) for part in own[r])
         last = own[r][-1][1]  # causal: all before the last of its queries
         seen = call.queries if call.right is None else last
-        found.append(seen - has + call.cached - old[r] if has else 0)
-    return tuple(found)
+        result.append(seen - has + call.cached - old[r] if has else 0)
+    return tuple(result)
 
 
 def neighbours(call: Call, ranks: int) -> int:
@@ -256,15 +256,15 @@ def _halo(call: Call, ranks: int, rank: int) -> list[tuple[int, Stretch]]:
     if start == stop:
         return []
     low, high = call.seen(start, stop)
-    cut, found = _key_starts(call.queries, call.cached, ranks), []
+    cut, parts = _key_starts(call.queries, call.cached, ranks), []
     at = max(0, bisect_right(cut, low) - 1)
     while at < 2 * ranks and cut[at] < high:
         part = max(low, cut[at]), min(high, cut[at + 1])
         owner = at % ranks
         if part[1] > part[0] and owner != rank:
-            found.append((owner, part))
+            parts.append((owner, part))
         at += 1
-    return found
+    return parts
 
 
 @cache
@@ -293,7 +293,7 @@ def shown(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]
         return tuple(counts)
     own, old = places(call.queries, ranks, order), shares(call.cached, ranks)
     asking = min(call.queries, ranks)  # ranks with queries: the first
-    found = []
+    result = []
     for r in range(ranks):
         others = asking - (r < asking)
         count = others * old[r]
@@ -303,8 +303,8 @@ def shown(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]
             count += others * length(own[r][0]) + r * length(own[r][1])
         else:
             count += max(0, asking - 1 - r) * length(own[r][0])
-        found.append(count)
-    return tuple(found)
+        result.append(count)
+    return tuple(result)
 
 
 def toured(call: Call, ranks: int, order: Order | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:

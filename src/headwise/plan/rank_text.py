@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 NONE = "-"
 
 
-def tables(found: ModelOverRanks) -> Iterator[Any]:
+def tables(model: ModelOverRanks) -> Iterator[Any]:
     """The whole text, in order."""
     from rich.text import Text
 
-    yield _rank(found)
-    yield _layouts(found.spread)
-    yield _scaling(found)
-    yield Text(_remarks(found))
+    yield _rank(model)
+    yield _layouts(model.spread)
+    yield _scaling(model)
+    yield Text(_remarks(model))
 
 
-def _rank(found: ModelOverRanks) -> Table:
+def _rank(model: ModelOverRanks) -> Table:
     from rich.table import Table
 
-    at = found.spread
+    at = model.spread
     grid = at.grid
-    table = Table(found.name, "a rank", title=f"{grid.ranks:,} ranks: {grid.tensor} x heads, {grid.context} x tokens")
+    table = Table(model.name, "a rank", title=f"{grid.ranks:,} ranks: {grid.tensor} x heads, {grid.context} x tokens")
     text = f"{at.tokens:,} tokens" + (f", batch {at.batch}" if at.batch > 1 else "")
     table.add_row("at", text)
     table.add_row("weights", show_bytes(at.weight_bytes))
@@ -47,8 +47,8 @@ def _rank(found: ModelOverRanks) -> Table:
 
 def _times(time: Seconds) -> str:
     parts = {"computing": time.compute, "memory": time.memory, "link": time.link}
-    told = ", ".join(f"{name} {show_seconds(value)}" for name, value in parts.items() if value is not None)
-    return told if time.total is None else f"{show_seconds(time.total)} ({told})"
+    parts_text = ", ".join(f"{name} {show_seconds(value)}" for name, value in parts.items() if value is not None)
+    return parts_text if time.total is None else f"{show_seconds(time.total)} ({parts_text})"
 
 
 def _layouts(at: Spread) -> Table:
@@ -83,7 +83,7 @@ def _halo(kind: str) -> bool:
     return kind.startswith(("window", "chunks"))
 
 
-def _scaling(found: ModelOverRanks) -> Table:
+def _scaling(model: ModelOverRanks) -> Table:
     from rich.table import Table
 
     headers = ("ranks", "tokens", "held by a rank", "prefill", "efficiency", "link", "a decoded token")
@@ -91,7 +91,7 @@ def _scaling(found: ModelOverRanks) -> Table:
     for column in table.columns:
         column.justify = "right"
     tokens = None
-    for row in found.scaling:
+    for row in model.scaling:
         if tokens not in (None, row.tokens):
             table.add_section()
         tokens = row.tokens
@@ -107,10 +107,10 @@ def _scaling(found: ModelOverRanks) -> Table:
     return table
 
 
-def _remarks(found: ModelOverRanks) -> str:
-    lines = [f"not counted or not known: {note}" for note in found.notes]
-    if found.spread.prefill.compute is None:
+def _remarks(model: ModelOverRanks) -> str:
+    lines = [f"not counted or not known: {note}" for note in model.notes]
+    if model.spread.prefill.compute is None:
         lines.append("without --flops times are the link's alone")
-    if found.spread.model.towers or found.spread.model.states:
+    if model.spread.model.towers or model.spread.model.states:
         lines.append("towers and layers with a state lie on every rank, whole")
     return "\n".join(lines)

@@ -194,14 +194,14 @@ class _Run:
     def begin(self) -> None:
         """Goes on where the last run stopped, if it left anything."""
         if self.state is not None and self.state.exists():
-            found = torch.load(self.state, map_location="cpu", weights_only=True)
-            if found["recipe"] != asdict(self.recipe):
+            saved = torch.load(self.state, map_location="cpu", weights_only=True)
+            if saved["recipe"] != asdict(self.recipe):
                 raise ValueError(
-                    f"{self.state}: the state of another run ({shown(found['recipe'])}); remove it, or heal as it says"
+                    f"{self.state}: the state of another run ({shown(saved['recipe'])}); remove it, or heal as it says"
                 )
-            self.plain.load_state_dict(found["student"])
-            self.optimizer.load_state_dict(found["optimizer"])
-            self.step, self.curve = found["step"], Curve(found["steps"], found["held"])
+            self.plain.load_state_dict(saved["student"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step, self.curve = saved["step"], Curve(saved["steps"], saved["held"])
         if self.accelerator is not None:
             self.student, self.optimizer = self.accelerator.prepare(self.plain, self.optimizer)
             self.teacher = self.teacher.to(self.accelerator.device)
@@ -242,18 +242,18 @@ class _Run:
         else:  # it averages over processes, each of which has its part of the sum
             self.accelerator.backward(loss * self.processes.size)
 
-    def measure(self, held: Tensor) -> None:
+    def measure(self, rows: Tensor) -> None:
         """A point of the curve on text that is not trained on."""
         device = next(self.plain.parameters()).device
         far = loss = torch.zeros((), dtype=torch.float64, device=device)
         with resting(self.plain):
-            for ids in self.processes.share(held).to(device).split(1):
+            for ids in self.processes.share(rows).to(device).split(1):
                 said, known = self.call(self.plain, ids), self.call(self.teacher, ids)
                 far = far + divergence(said, known).double()
                 text = nn.functional.cross_entropy(said[0, :-1].float(), ids[0, 1:], reduction="sum")
                 loss = loss + text.double()
         far, loss = self.processes.add(far), self.processes.add(loss)
-        counts = held.numel(), held[:, 1:].numel()
+        counts = rows.numel(), rows[:, 1:].numel()
         self.curve.held.append([self.step, float(far) / counts[0], float(loss) / counts[1]])
 
     def save(self) -> None:

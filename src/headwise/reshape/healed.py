@@ -107,9 +107,9 @@ def write_healed(
 
     def check(folder: Path) -> Mapping[str, bytes]:
         if proof is not None:
-            told = source.prove(folder, proof.request(None, same=False))
-            require(told)
-            facts["proof"] = told
+            answer = source.prove(folder, proof.request(None, same=False))
+            require(answer)
+            facts["proof"] = answer
         return {RESHAPE: markdown(facts, source)}
 
     tensors = healed_tensors(source, student)

@@ -91,8 +91,11 @@ def turns_of(family: Family, layer: Layer) -> Turns | None:
         if not (turning[layer.index] if isinstance(turning, list) else (layer.index + 1) % every):
             return None
     rope = config.get("rope_parameters") or {}
-    found = [rope.get("partial_rotary_factor"), *(config.get(name) for name in ("partial_rotary_factor", "rotary_pct"))]
-    factor: Any = next((value for value in found if value is not None), about.get("factor", 1.0))
+    factors = [
+        rope.get("partial_rotary_factor"),
+        *(config.get(name) for name in ("partial_rotary_factor", "rotary_pct")),
+    ]
+    factor: Any = next((value for value in factors if value is not None), about.get("factor", 1.0))
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"the part of a head that turns is above 0 and at most 1; config.json has {short(factor)}")
     return Turns(int(layer.sizes.D * factor), interleaved=about.get("interleaved", False))

@@ -154,20 +154,20 @@ def _layers(fields: Fields, way: Mapping[str, Any], forms: Mapping[str, Any], na
     known = {name: form(text) for name, text in {**forms[way["form"]], **way.get("tensors", {})}.items()}
     layers = []
     for role, path in way["layers"].items():
-        found = _found(path, names)
-        if not found:
+        numbered = _found(path, names)
+        if not numbered:
             continue
         count = fields.size(_count(role, fields))
-        if sorted(found) != list(range(count)):
-            odd = sorted(set(found) ^ set(range(count)))[0]
+        if sorted(numbered) != list(range(count)):
+            odd = sorted(set(numbered) ^ set(range(count)))[0]
             what = "missing" if odd < count else "one too many"
             raise ValueError(
-                f"config.json counts {count} layers, and the weights hold {len(found)} at {path}: number {odd} is "
+                f"config.json counts {count} layers, and the weights hold {len(numbered)} at {path}: number {odd} is "
                 f"{what}; further layers (that predict several tokens, say) would keep heads that the config denies"
             )
         alone = len(way["layers"]) == 1
         sizes = sizes_of(fields, role)
-        for index, (prefix, tensors) in sorted(found.items()):
+        for index, (prefix, tensors) in sorted(numbered.items()):
             key = str(index) if alone or role == "self" else f"{role}.{index}"
             layers.append(Layer(key, role, index, prefix, sizes, _forms(prefix, tensors, known)))
     if layers and {layer.role for layer in layers} != set(way["layers"]):
@@ -180,7 +180,7 @@ def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
     """Layers at a path: their numbers, and for each the prefix and the rest of the names of its tensors."""
     before, after = path.split("{}")
     match_of = re.compile(rf"((?:.*\.)?){re.escape(before)}(\d{{1,6}}){re.escape(after)}\.(.+)").fullmatch
-    found: dict[int, tuple[str, list[str]]] = {}
+    layers: dict[int, tuple[str, list[str]]] = {}
     roots = set()
     for name in names:
         match = match_of(name)
@@ -188,10 +188,10 @@ def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
             continue
         roots.add(match[1])
         prefix = name[: -len(match[3])]
-        found.setdefault(int(match[2]), (prefix, []))[1].append(match[3])
+        layers.setdefault(int(match[2]), (prefix, []))[1].append(match[3])
     if len(roots) > 1:
         raise ValueError(f"two parts of the model have layers at {path}: {', '.join(map(repr, sorted(roots)))}")
-    return found
+    return layers
 
 
 def _forms(prefix: str, tensors: list[str], known: Mapping[str, Form]) -> dict[str, Form]:

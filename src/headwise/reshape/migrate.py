@@ -172,9 +172,9 @@ def migrate(
 
     def check(folder: Path) -> Mapping[str, bytes]:
         if proof is not None:
-            told = source.prove(folder, proof.request(None), compare=False)
-            require(told)
-            facts["proof"] = told
+            answer = source.prove(folder, proof.request(None), compare=False)
+            require(answer)
+            facts["proof"] = answer
         return {RESHAPE: markdown(facts, source)}
 
     note = {README: readme("A pruned model, with zeros for its missing heads", FILLED)} if plan.filled else {}

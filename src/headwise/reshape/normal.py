@@ -43,9 +43,9 @@ class NormalEquations:
 
     def solve(self, ridge: float, start: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
         """The W of least error, held to `start`: each row by `ridge` times the squares of its number."""
-        held = self.xx.diagonal() * ridge
-        held = torch.diag(held + held.max().clamp_min(torch.finfo(torch.float64).tiny) * 1e-9)
-        return start + torch.linalg.solve(self.xx + held, self.xy - self.xx @ start)
+        damping = self.xx.diagonal() * ridge
+        damping = torch.diag(damping + damping.max().clamp_min(torch.finfo(torch.float64).tiny) * 1e-9)
+        return start + torch.linalg.solve(self.xx + damping, self.xy - self.xx @ start)
 
     def error(self, W: Float[Tensor, "n m"]) -> float:
         """The squared error of W, as a share of the squares of y."""

@@ -35,30 +35,30 @@ class Proof:
     def request(self, gates: list[list[int]] | None, *, same: bool = True) -> dict[str, Any]:
         """As the process reads it; not `same` where the outputs are to differ, and the losses tell by how much."""
         check_flags(same=same)
-        asked = {"ids": list(self.ids) or None, "mask_id": self.mask_id, "speed": self.speed, "gates": gates}
-        return asked if same else {**asked, "same": False}
+        request = {"ids": list(self.ids) or None, "mask_id": self.mask_id, "speed": self.speed, "gates": gates}
+        return request if same else {**request, "same": False}
 
 
 PLAIN = Proof()
 
 
-def require(told: Mapping[str, Any]) -> None:
+def require(answer: Mapping[str, Any]) -> None:
     """Raises ValueError unless the result loads whole and computes what the gated original does."""
     for kind in ("missing", "unexpected"):
-        if told[kind]:
+        if answer[kind]:
             raise ValueError(
-                f"the result is not what {told['class']} loads: {len(told[kind])} {kind} tensors, {told[kind][0]!r} "
-                "first, so nothing was written; please report this"
+                f"the result is not what {answer['class']} loads: {len(answer[kind])} {kind} tensors, "
+                f"{answer[kind][0]!r} first, so nothing was written; please report this"
             )
-    if told.get("tokenizer") is False:
+    if answer.get("tokenizer") is False:
         raise ValueError(
-            f"under {told['class']} transformers makes other ids of a text than before, so nothing was written; keep a "
-            "number of heads that the model's own class loads, or add zero (--zero)"
+            f"under {answer['class']} transformers makes other ids of a text than before, so nothing was written; keep "
+            "a number of heads that the model's own class loads, or add zero (--zero)"
         )
-    allowed = TOLERANCE * max(1.0, told.get("largest", 0.0))
-    if not told.get("difference", 0.0) <= allowed:
+    allowed = TOLERANCE * max(1.0, answer.get("largest", 0.0))
+    if not answer.get("difference", 0.0) <= allowed:
         raise ValueError(
-            f"the result differs from the original with those heads switched off by {told['difference']:.3g}, and "
+            f"the result differs from the original with those heads switched off by {answer['difference']:.3g}, and "
             f"{allowed:.3g} is allowed, so nothing was written; --no-verify writes it unproved"
         )
 

@@ -188,8 +188,8 @@ def plan_prune(
 def _check_wish(heads: object, keep_fraction: object, budget: object, zero: object) -> None:
     """Kinds and ranges of what is wished for, and one way of saying it."""
     check_flags(zero=zero)
-    given = {"heads": heads, "keep_fraction": keep_fraction, "budget": budget}
-    names = [name for name, value in given.items() if value is not None]
+    wishes = {"heads": heads, "keep_fraction": keep_fraction, "budget": budget}
+    names = [name for name, value in wishes.items() if value is not None]
     if len(names) != 1:
         raise ValueError(f"give one of heads, keep_fraction and budget; got {' and '.join(names) or 'none'}")
     if budget is not None and not isinstance(budget, Budget):
@@ -284,9 +284,9 @@ def write_pruned(
 
     def check(folder: Path) -> Mapping[str, bytes]:
         if proof is not None:
-            told = source.prove(folder, proof.request(plan.gates(), same=not plan.solved))
-            require(told)
-            facts["proof"] = told
+            answer = source.prove(folder, proof.request(plan.gates(), same=not plan.solved))
+            require(answer)
+            facts["proof"] = answer
         further = "" if remark is None else remark(folder)
         return {RESHAPE: markdown(facts, source, further)}
 

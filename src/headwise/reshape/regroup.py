@@ -367,9 +367,9 @@ def write_regrouped(
 
     def check(folder: Path) -> Mapping[str, bytes]:
         if proof is not None:
-            told = plan.source.prove(folder, proof.request(None, same=False))
-            require(told)
-            facts["proof"] = told
+            answer = plan.source.prove(folder, proof.request(None, same=False))
+            require(answer)
+            facts["proof"] = answer
         return {RESHAPE: markdown(facts, plan.source, "" if remark is None else remark(folder))}
 
     write(

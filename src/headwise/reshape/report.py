@@ -71,11 +71,11 @@ def _sizes(facts: Mapping[str, Any]) -> Iterator[Row]:
     yield from _pair(f"cache of {facts['context']} tokens in float32, planned", caches, _bytes)
 
 
-def _measured(told: Mapping[str, Any]) -> Iterator[Row]:
+def _measured(proof: Mapping[str, Any]) -> Iterator[Row]:
     """What the proof measured."""
-    loss, seconds = told.get("loss"), told.get("seconds") or {}
-    yield from _pair("parameters", told.get("parameters"), "{:,}".format)
-    yield from _pair(f"cache of {told.get('tokens')} tokens in float32", told.get("cache_bytes"), _bytes)
+    loss, seconds = proof.get("loss"), proof.get("seconds") or {}
+    yield from _pair("parameters", proof.get("parameters"), "{:,}".format)
+    yield from _pair(f"cache of {proof.get('tokens')} tokens in float32", proof.get("cache_bytes"), _bytes)
     yield from _pair("loss, nats a token", loss, "{:.4f}".format)
     yield from _pair("perplexity", loss and [x and math.exp(min(x, 700.0)) for x in loss], "{:.4g}".format)
     what = f"{seconds['tokens']} tokens" if "tokens" in seconds else "an input"
@@ -83,20 +83,20 @@ def _measured(told: Mapping[str, Any]) -> Iterator[Row]:
     yield from _pair("milliseconds to write one more", seconds.get("write"), _milliseconds)
 
 
-def _proof(told: Mapping[str, Any] | None) -> Iterator[str]:
+def _proof(proof: Mapping[str, Any] | None) -> Iterator[str]:
     """What was proved, in sentences."""
-    if told is None:
+    if proof is None:
         yield "Not verified: nobody loaded the result."
         return
     yield (
-        f"Verified: transformers {told['transformers']} loads it as {told['class']} in a fresh process, with no tensor "
-        "missing and none left over."
+        f"Verified: transformers {proof['transformers']} loads it as {proof['class']} in a fresh process, with no "
+        "tensor missing and none left over."
     )
-    if "difference" in told:
-        same = "bit for bit" if told["identical"] else f"the largest difference being {told['difference']:.2g}"
-        what = f"{told['tokens']} tokens" if told.get("tokens") else "a random input"
+    if "difference" in proof:
+        same = "bit for bit" if proof["identical"] else f"the largest difference being {proof['difference']:.2g}"
+        what = f"{proof['tokens']} tokens" if proof.get("tokens") else "a random input"
         yield (
-            f"Its outputs on {what} (float32, up to {told['largest']:.3g}) are those of the original with these heads "
+            f"Its outputs on {what} (float32, up to {proof['largest']:.3g}) are those of the original with these heads "
             f"switched off, {same}."
         )
 

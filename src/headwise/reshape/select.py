@@ -104,9 +104,9 @@ def _only(family: Family, field: str, count: Count) -> dict[str, Count]:
 
 def _best(family: Family, counts: Mapping[str, Count], scores: Scores) -> dict[str, Kept]:
     """The best heads, so many, where none must go."""
-    found = choose.choose(family, counts, {layer.key: set() for layer in family.layers}, scores)
-    assert found is not None
-    return found
+    best = choose.choose(family, counts, {layer.key: set() for layer in family.layers}, scores)
+    assert best is not None
+    return best
 
 
 def loadable(family: Family, field: str) -> list[Count]:
@@ -163,16 +163,16 @@ def _completed(family: Family, gone: Mapping[str, set[int]], scores: Scores) -> 
                 f"without those heads no number is left that a class of transformers loads; name fewer, {OR_ZERO}"
             )
         counts[field] = max(fits, key=lambda count: (count[0], fits[count]))
-    found = choose.choose(family, counts, gone, scores)
-    assert found is not None
+    heads = choose.choose(family, counts, gone, scores)
+    assert heads is not None
     more = [
         f"{layer.key}.{head}"
         for layer in family.layers
         for head in range(layer.sizes.H)
-        if head not in found[layer.key].query and head not in gone[layer.key]
+        if head not in heads[layer.key].query and head not in gone[layer.key]
     ]
-    told = f"more heads that go, the worst by score, so that one number counts all layers: {', '.join(more)}"
-    return found, (told,) if more else ()
+    remark = f"more heads that go, the worst by score, so that one number counts all layers: {', '.join(more)}"
+    return heads, (remark,) if more else ()
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------
@@ -223,9 +223,9 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
         )
     _, kept, cost = best
     counts = counts_of(family, kept)
-    told = ", ".join(f"{heads} of {family.counts[field][0].sizes.H}" for field, (heads, _) in counts.items())
+    heads_text = ", ".join(f"{heads} of {family.counts[field][0].sizes.H}" for field, (heads, _) in counts.items())
     return kept, (
-        f"{budget.megabytes:g} MB allow {told} heads a layer: {cost / 1e6:.1f} MB ({show_bytes(float(cost))})",
+        f"{budget.megabytes:g} MB allow {heads_text} heads a layer: {cost / 1e6:.1f} MB ({show_bytes(float(cost))})",
     )
 
 

@@ -211,9 +211,9 @@ class Folder:
 
     def check(self) -> None:
         """Raises ValueError unless it holds what was put into it, and no more: a check may have written there."""
-        held = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.path)}
-        for name in sorted(held.keys() | self.files.keys()):
-            if held.get(name) != (self.files[name][0] if name in self.files else None):
+        sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(self.path)}
+        for name in sorted(sizes.keys() | self.files.keys()):
+            if sizes.get(name) != (self.files[name][0] if name in self.files else None):
                 raise ValueError(f"{self.path}: {name!r} is not as it was written; let nothing else write there")
 
 

@@ -225,9 +225,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            held = x.untyped_storage().nbytes() // max(1, x.element_size()) if isinstance(x, Tensor) else 0
-            if held > self.seen.numel:
-                self.seen.numel, self.seen.shape = held, tuple(x.shape)
+            numel = x.untyped_storage().nbytes() // max(1, x.element_size()) if isinstance(x, Tensor) else 0
+            if numel > self.seen.numel:
+                self.seen.numel, self.seen.shape = numel, tuple(x.shape)
         return result
 
 
@@ -349,14 +349,14 @@ def _check(
 
 def _dense(mask: Mask | Tensor | None, full: tuple[int, int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
     """What may be attended (bool) and what is added (float64, finite where -inf was), both (B, H, T, S)."""
-    found: tuple[Tensor | None, Tensor | None] = None, None
+    parts: tuple[Tensor | None, Tensor | None] = None, None
     if isinstance(mask, Tensor):
-        found = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
+        parts = (mask, None) if mask.dtype == torch.bool else (mask != -math.inf, mask)
     elif mask is not None:
         mask = mask.computed_in(torch.float64)
-        found = mask.allowed(*full[2:], device=device), mask.added(*full[2:], device=device)
-    allowed = torch.ones(1, dtype=torch.bool, device=device) if found[0] is None else found[0]
-    added = torch.zeros(1, dtype=torch.float64, device=device) if found[1] is None else found[1].double()
+        parts = mask.allowed(*full[2:], device=device), mask.added(*full[2:], device=device)
+    allowed = torch.ones(1, dtype=torch.bool, device=device) if parts[0] is None else parts[0]
+    added = torch.zeros(1, dtype=torch.float64, device=device) if parts[1] is None else parts[1].double()
     return allowed.expand(full), added.masked_fill(added == -math.inf, 0).expand(full)
 
 

@@ -138,8 +138,8 @@ class Layout:
 
 def number_in(job: str) -> int | None:
     """The K of "offset-K", "offset+K" or "sink at K"; None for any other text."""
-    found = re.fullmatch(r"offset([+-]\d{1,6})|sink at (\d{1,6})", job)
-    return int(found[1] or found[2]) if found else None
+    match = re.fullmatch(r"offset([+-]\d{1,6})|sink at (\d{1,6})", job)
+    return int(match[1] or match[2]) if match else None
 
 
 def known(job: str, among: Sequence[str]) -> bool:
@@ -351,7 +351,7 @@ def _one_hot(size: int, ids: Collection[int]) -> Tensor:
 
 
 def _pairs(size: int, table: Mapping[int, int]) -> Tensor:
-    found = torch.zeros(size, size, dtype=torch.bool)
+    allowed = torch.zeros(size, size, dtype=torch.bool)
     for a, b in table.items():
-        found[a, b] = True
-    return found
+        allowed[a, b] = True
+    return allowed

@@ -64,10 +64,10 @@ class _Open:
         cut = _PART.fullmatch(label)
         if cut is not None:
             entity, part, parts = cut[1], int(cut[2]), int(cut[3])
-            _, before, held = self.parts.pop(entity, (0, 0, ()))
+            _, before, earlier = self.parts.pop(entity, (0, 0, ()))
             if part != before + 1:
                 raise self.wrong(number, f"parts of a mention come in order; got {shown(label)} behind {before} parts")
-            words = held + words
+            words = earlier + words
             if part < parts:
                 self.parts[entity] = number, part, words
         self.size += len(words)

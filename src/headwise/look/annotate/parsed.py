@@ -66,6 +66,6 @@ def _sentence(doc: Any, tokens: list[Any], after: int, clusters: list[tuple[str,
         )
         for token in tokens
     )
-    held = ((entity, tuple(index[i] for i in range(span.start, span.end) if i in index)) for entity, span in clusters)
-    mentions = sorted((Mention(entity, at) for entity, at in held if at), key=lambda m: (m.first, -m.last))
+    places = ((entity, tuple(index[i] for i in range(span.start, span.end) if i in index)) for entity, span in clusters)
+    mentions = sorted((Mention(entity, at) for entity, at in places if at), key=lambda m: (m.first, -m.last))
     return Sentence(doc.text[start:end], words, tuple(mentions), {}, doc.text[end:after])

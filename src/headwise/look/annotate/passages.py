@@ -151,16 +151,16 @@ def _antecedents(sentence: Sentence) -> dict[str, list[tuple[int, int]]]:
         heads.setdefault(head, set()).add(mention.entity)
         inside.setdefault(head, set()).update(mention.words)
     nouns = [i for i, word in enumerate(words) if word.upos in ("NOUN", "PROPN") and word.relation not in PARTS]
-    found: dict[str, list[tuple[int, int]]] = {"coreference": [], "mentions": [], "nearest noun": []}
+    links: dict[str, list[tuple[int, int]]] = {"coreference": [], "mentions": [], "nearest noun": []}
     for head, entities in heads.items():
         before = [i for i in sorted({*nouns, *heads}) if i < head and i not in inside[head]]
         right = [i for i in before if heads.get(i, set()) & entities]
         repeated = any(words[i].text.lower() == words[head].text.lower() for i in right)
         if right and len(right) < len(before) and not repeated:
-            found["coreference"] += [(head, i) for i in right]
-            found["mentions"] += [(head, i) for i in before]
-            found["nearest noun"] += [(head, i) for i in before if i in nouns][-1:]
-    return found
+            links["coreference"] += [(head, i) for i in right]
+            links["mentions"] += [(head, i) for i in before]
+            links["nearest noun"] += [(head, i) for i in before if i in nouns][-1:]
+    return links
 
 
 def _prompt(sentence: Sentence, tokenizer: Callable[..., Any], length: int | None) -> Passage | None:

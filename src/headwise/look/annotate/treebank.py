@@ -117,8 +117,8 @@ class _Block:
         notes: dict[str, str] = {}
         for number, line in enumerate(self.lines, self.first):
             if line.strip().startswith("#"):
-                key, given, value = line.strip()[1:].partition("=")
-                if given or key.strip() == "newdoc":
+                key, equals, value = line.strip()[1:].partition("=")
+                if equals or key.strip() == "newdoc":
                     notes[key.strip()] = value.strip()
             else:
                 self.tokens.append((number, self._token(number, line)))
