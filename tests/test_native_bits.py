@@ -181,6 +181,34 @@ def test_the_company_in_the_buffer(backend: str, dtype: torch.dtype) -> None:
                 assert_same_bits(x, y, what=f"offset {offset}")
 
 
+@native_dtypes
+def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
+    """In the order (B, T, H, D) keys are copied side by side where thousands of rows read them, with their NaN."""
+    n = Sizes(1, 2, 2, 4099, 19, 13, 11)
+    q, *packed = make_qkv(*n, dtype=dtype)
+
+    def apart(x: Tensor) -> Tensor:
+        """Key after key at the distance of 101 heads, with NaN between them."""
+        room = torch.full((n.B, n.S, 101, x.shape[3]), torch.nan, dtype=dtype)
+        return room[:, :, 3 : 3 + n.K].copy_(x.transpose(1, 2)).transpose(1, 2)
+
+    def call(mask: Mask | None, k: Tensor, v: Tensor) -> list[Tensor]:
+        with instructions(backend):
+            out, found = headwise.attention_statistics(q, k, v, mask=mask)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            grads = torch.autograd.grad(headwise.attention(*leaves, mask=mask, backend="native").sum(), leaves)
+        return [*attend(backend, q, k, v, mask=mask, return_lse=True), out, found.entropy, found.pooled, *grads]
+
+    def compare_bits(name: str, mask: Mask | None) -> None:
+        for x, y in zip(call(mask, *map(apart, packed)), call(mask, *packed), strict=True):
+            assert_same_bits(x, y, what=name)
+
+    with collected() as attempt:
+        attempt("all", compare_bits, "all", None)
+        packed[1][0, 0, 11, 2], packed[0][0, 1, 17, 3] = torch.nan, torch.inf
+        attempt("bad keys", compare_bits, "bad keys", headwise.causal(offset=-4000))
+
+
 @pytest.mark.skipif(len({*NATIVE} & TWINS) < 2, reason="needs a CPU with AVX-512 and its bfloat16 instructions")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_avx512_without_bfloat16_is_the_same_code(dtype: torch.dtype) -> None:

@@ -155,6 +155,16 @@ def _is_nan(x: Tensor) -> None:
 
 
 @native_dtypes
+def test_scores_of_minus_infinity_show(backend: str, dtype: torch.dtype) -> None:
+    """All rows have the score -inf for one key: with the weight 0 it would leave no trace in the sums."""
+    n = Sizes(1, 2, 2, 48, 131, 13, 11)
+    q, k, v = make_qkv(*n, dtype=dtype)
+    k[0, 0, 70, 3] = -math.inf
+    out = attend(backend, q.abs(), k, v)
+    assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+
+
+@native_dtypes
 @forms
 def test_query_rows(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """A bad query row spoils itself alone; one that may attend nothing stays 0, its lse -inf."""
