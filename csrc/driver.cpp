@@ -19,6 +19,7 @@
 
 #include "deal.h"
 #include "driver.h"
+#include "packed_keys.h"
 #include "simd/cpu_amx.h"
 #include "simd/philox.h"
 
@@ -171,9 +172,11 @@ Floats::Floats(int64_t n) : memory(new float[static_cast<size_t>(n) + 16]) {
   data = reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
-void attend(const Problem& p) {
+void attend(const Problem& call) {
   const Kernels& set = kernels();
-  const int64_t workers = workers_for(estimate(p));
+  const int64_t workers = workers_for(estimate(call));
+  const PackedKeys packed(call, workers);
+  const Problem& p = packed.call();
   Deal deal = deal_rows(p, set.plan(p), workers);
   Plan& plan = deal.plan;
   std::optional<Floats> partial;

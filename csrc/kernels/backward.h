@@ -150,14 +150,18 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   const auto span_of = [&](int i, int64_t j0, int n) { return attended_span(p, to.b, s.rows[i], j0, n, N::kStep); };
   if (plan.by_row && !s.block[0].one_tile) {
     start_recompute(s);
-    walk_blocks<kBackwardTile, N::kStep>(p, to.b, to.kv_head, reach, 1, span_of, load, [&](int, const KeySpan& span) {
-      HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, span, s);
-    });
+    walk_blocks<kBackwardTile, N::kStep>(p, to.b, to.kv_head, reach, 1, span_of, load,
+                                         [&](int, const KeySpan& span, NextTile& next) {
+                                           next.rest();
+                                           HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, span, s);
+                                         });
     finish_recompute(p, 0, s);
   }
-  walk_blocks<kBackwardTile, N::kStep>(
-      p, to.b, to.kv_head, reach, blocks, span_of, load,
-      [&](int i, const KeySpan& span) { HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s); });
+  walk_blocks<kBackwardTile, N::kStep>(p, to.b, to.kv_head, reach, blocks, span_of, load,
+                                       [&](int i, const KeySpan& span, NextTile& next) {
+                                         next.rest();
+                                         HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s);
+                                       });
   for (int i = 0; i < blocks && to.queries; ++i) HW_BY_VECTORS(s.rows[i].n, end_block, p, g, plan, to, i, s);
 }
 

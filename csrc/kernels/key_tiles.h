@@ -141,6 +141,7 @@ struct KeyTile {
   int n;
   KeyRows key, value;
   BadKeys bad;
+  bool searched;                                             // for bad keys; else there seem to be none
   const float *key_scale = nullptr, *value_scale = nullptr;  // where `kScaled`
 };
 
@@ -187,15 +188,6 @@ static inline KeyRows tile_pairs(const Tensor4& x, int64_t b, int64_t kv_head, c
   }
 }
 
-// Prefetches the rows j0 <= j < j1 of x.
-static inline void prefetch_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int64_t j1, int64_t width) {
-  const int64_t bytes = x.stride[3] == 1 ? width * size_of(x.dtype) : 0;
-  for (int64_t j = j0; j < j1; ++j) {
-    const char* row = at(x, b, kv_head, j);
-    for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_NEAR(row + line);
-  }
-}
-
 // Marks the rows of a block that have a NaN or Inf in x.
 static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_t width) {
   for (int r = 0; r < rows.padded; ++r) {
@@ -203,18 +195,23 @@ static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_
   }
 }
 
-// X^T of a block's rows of x: W rows at a time are copied side by side, then transposed. Bad rows become zeros.
+// X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors of floats as they lie, others from
+// a copy. Bad rows become zeros.
 template <class N, int NV>
 static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
                                    typename N::Query* out, char* spare) {
   constexpr int R = NV * W;
   const int64_t depth = N::depth(width), padded = round_up(depth, W);
+  const bool in_place = N::kPair == 1 && x.dtype == Dtype::f32 && x.stride[3] == 1 && width % W == 0;
   float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` elements of 32 bits
   for (int v = 0; v < NV; ++v) {
+    const float* from[W];
     for (int i = 0; i < W; ++i) {
       const int r = v * W + i;
       const char* row = at(x, b, rows.h[r], rows.t[r]);
       const int64_t copied = r >= rows.n || rows.query_bad[r] ? 0 : width;
+      from[i] = in_place && copied > 0 ? reinterpret_cast<const float*>(row) : lanes + i * padded;
+      if (in_place && copied > 0) continue;
       if constexpr (N::kPair == 2) {
         copy_halves(reinterpret_cast<uint16_t*>(lanes + i * padded), row, x.stride[3], copied, 2 * padded);
       } else {
@@ -224,7 +221,7 @@ static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
     for (int64_t d = 0; d < depth; d += W) {
       F y[W];
       HW_UNROLL
-      for (int i = 0; i < W; ++i) y[i] = load(lanes + i * padded + d);
+      for (int i = 0; i < W; ++i) y[i] = load(from[i] + d);
       transpose(y);
       const int64_t last = min(W, depth - d);
       float* to = reinterpret_cast<float*>(out) + d * R + v * W;
