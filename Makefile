@@ -1,6 +1,7 @@
 # headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
-#   make test            lint, types, docs, ten drawn mutants and the whole test suite
+#   make test            lint, types, docs, ten drawn mutants and all tests; of the widest sweeps a share, drawn by the day
+#   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
 #   make bench           the benchmarks; rows land in benchmarks/results
 #   make native          compile the native kernel again (csrc), showing the compiler's words
@@ -19,19 +20,24 @@ PIP    := $(BIN)/python -m pip install -c constraints.txt --disable-pip-version-
 # Two test processes, one thread each: on two cores faster than one process with two. PYTEST_ARGS="-x tests/test_masks.py" runs what you name.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 # One thread a process. Compiled Python is kept, whatever the shell says: tests start over a hundred interpreters.
-PYTEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+PYTEST_ENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HEADWISE_DRAW=$(DRAW)
+# One case of so many of the widest sweeps (tests/draw.py); the first line of pytest says how to run the same again.
+DRAW ?= 4
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help look test check lint types docs mutants-sample pytest bench native fuzz tsan arm mutants clean
+.PHONY: help look test test-all check lint types docs mutants-sample pytest bench native fuzz tsan arm mutants clean
 
 help:
-	@sed -n '2,12s/^# //p' Makefile
+	@sed -n '2,13s/^# //p' Makefile
 
 look: $(VENV)/.native
 	@$(BIN)/headwise look --out headwise-report.html
 
 test: lint types docs mutants-sample pytest
+
+test-all:
+	@$(MAKE) test DRAW=1
 
 # What most faults show in: the meaning in every backend, masks, errors, caches, the rooms' rules, the planner, the command line.
 CHECK := architecture cache cache_refusals checker cli_plan errors hf_attention hf_masks look look_numbers malformed \

@@ -19,6 +19,8 @@
 
 #include "deal.h"
 #include "driver.h"
+#include "packed_keys.h"
+#include "simd/cpu_amx.h"
 #include "simd/philox.h"
 
 namespace headwise {
@@ -53,6 +55,7 @@ bool arm_has_bf16_and_i8mm() {
   if (std::strcmp(name, "avx512") == 0) return avx512;
   const bool bf16 = __builtin_cpu_supports("avx512bf16"), vnni = __builtin_cpu_supports("avx512vnni");
   if (std::strcmp(name, "avx512_vnni") == 0) return avx512 && vnni;
+  if (std::strcmp(name, "amx_bf16") == 0) return avx512 && bf16 && vnni && amx_is_allowed();
   if (std::strcmp(name, "avx512_bf16") == 0) return avx512 && bf16 && vnni;  // it includes vnni_avx512.h, too
 #elif defined(__aarch64__)
   if (std::strcmp(name, "neon") == 0) return true;
@@ -70,6 +73,17 @@ bool arm_has_bf16_and_i8mm() {
 }
 #endif
 
+#if defined(__x86_64__)
+// Null where the compiler does not know the instructions.
+[[maybe_unused]] const Kernels* amx_kernels() {
+#if defined(HEADWISE_NO_AMX) || defined(HEADWISE_BASELINE_ONLY)
+  return nullptr;
+#else
+  return amx_bf16_kernels();
+#endif
+}
+#endif
+
 // Best first.
 const std::vector<const Kernels*>& available() {
   static const std::vector<const Kernels*> sets = [] {
@@ -79,14 +93,15 @@ const std::vector<const Kernels*>& available() {
 #elif defined(__x86_64__)
     const Kernels *bf16 = avx512_bf16_kernels(), *vnni = avx512_vnni_kernels();
     const bool pairs = pairs_are_quick();
-    const Kernels* const made[] = {pairs ? bf16 : vnni, pairs ? vnni : bf16, avx512_kernels(), avx2_kernels()};
+    const Kernels* const made[] = {amx_kernels(), pairs ? bf16 : vnni, pairs ? vnni : bf16, avx512_kernels(),
+                                   avx2_kernels()};
 #elif defined(__aarch64__)
     const Kernels* const made[] = {neon_bf16_kernels(), neon_kernels()};
 #else
     const Kernels* const made[] = {baseline_kernels()};
 #endif
     for (const Kernels* set : made) {
-      if (set != baseline_kernels() && cpu_has(set->name)) all.push_back(set);
+      if (set != nullptr && set != baseline_kernels() && cpu_has(set->name)) all.push_back(set);
     }
     all.push_back(baseline_kernels());
     return all;
@@ -157,9 +172,11 @@ Floats::Floats(int64_t n) : memory(new float[static_cast<size_t>(n) + 16]) {
   data = reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
-void attend(const Problem& p) {
+void attend(const Problem& call) {
   const Kernels& set = kernels();
-  const int64_t workers = workers_for(estimate(p));
+  const int64_t workers = workers_for(estimate(call));
+  const PackedKeys packed(call, workers);
+  const Problem& p = packed.call();
   Deal deal = deal_rows(p, set.plan(p), workers);
   Plan& plan = deal.plan;
   std::optional<Floats> partial;

@@ -138,6 +138,7 @@ const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512_vnni_kernels();
 const Kernels* avx512_bf16_kernels();
+const Kernels* amx_bf16_kernels();
 const Kernels* neon_kernels();
 const Kernels* neon_bf16_kernels();
 

@@ -55,7 +55,7 @@ def checked(what: Any) -> Any:
         __tracebackhide__ = True
         if not ON:
             return what(*args, **kwargs)
-        checks = _known.get(what.__code__, MISSING)
+        checks = _known.get(id(what.__code__), MISSING)
         if checks is MISSING:  # made at the first call: a process calls few of the functions that it imports
             checks = _checks(what.__code__, what)
         if checks is None:
@@ -69,7 +69,9 @@ def checked(what: Any) -> Any:
 
 
 Checks = tuple[Callable[..., Any], Callable[[Any], Any], AbstractContextManager[None]]
-_known: dict[CodeType, Checks | None] = {}
+# By the code's id: its hash goes over all its instructions, at each call anew. `_kept` lets no id be used twice.
+_known: dict[int, Checks | None] = {}
+_kept: list[CodeType] = []
 MISSING: Any = object()
 
 
@@ -78,14 +80,15 @@ def _checks(code: CodeType, function: Callable[..., Any]) -> Checks | None:
 
     One for all functions made by one `def`, for a function in a function is made anew at each call.
     """
-    if code not in _known:
+    if id(code) not in _known:
         hints = {name: _hint(hint, function) for name, hint in inspect.get_annotations(function).items()}
+        _kept.append(code)
         if all(hint is Any for hint in hints.values()):
-            _known[code] = None
+            _known[id(code)] = None
         else:
             shapes = any(map(_names_a_shape, hints.values()))
-            _known[code] = (*_stand_ins(function, hints), SHAPES if shapes else nullcontext())
-    return _known[code]
+            _known[id(code)] = (*_stand_ins(function, hints), SHAPES if shapes else nullcontext())
+    return _known[id(code)]
 
 
 def _hint(hint: Any, function: Callable[..., Any]) -> Any:

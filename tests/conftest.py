@@ -28,6 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subp
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait would take the other test process's core
 
 import checker
+import draw
 import pytest
 import torch
 
@@ -80,6 +81,17 @@ def model_folder(tmp_path: Path) -> Path:
 def pytest_collect_file() -> Generator[None, list[Any], list[Any]]:
     """No doctests in this folder: to look for them, pytest would import each helper a second time, by another name."""
     return [file for file in (yield) if type(file) is pytest.Module]
+
+
+def pytest_report_header() -> str | None:
+    return draw.header()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the widest sweeps a share runs, where HEADWISE_DRAW says so: see `draw.py`."""
+    items[:], left_out = draw.split(items)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:

@@ -71,6 +71,7 @@ def gradient_answers(n: Sizes, dtype: torch.dtype, which: int) -> tuple[dict[str
     return exact, rough
 
 
+@pytest.mark.sweep
 @backends
 @dtypes
 @shapes
@@ -94,6 +95,7 @@ def factor_of(backend: str, n: Sizes, dtype: torch.dtype) -> float | None:
     return 1.5 if backend == "native-baseline" else None  # no fused multiply-add; naive, on this CPU's best, has it
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", [*BACKENDS, *BEST])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @shapes

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from draw import drawn
 from torch import Tensor
 
 import headwise
@@ -183,7 +184,7 @@ def reorder(cache: KVCache, truth: Truth, draw: random.Random, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("kind", ["static", "rolling", "rolling first", "paged"])
 def test_drawn_schedules(kind: str, dtype: torch.dtype) -> None:
-    for seed in range(SCHEDULES // 12 + 1):
+    for seed in drawn(range(SCHEDULES // 12 + 1)):
         draw = random.Random(seed)
         torch.manual_seed(seed)
         shared = draw.random() < 0.3

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from backends import needs_native
+from draw import drawn
 from native_cases import collected
 from torch import Tensor, nn
 
@@ -117,7 +118,7 @@ def test_steps_of_multihead_attention(kind: str, dtype: torch.dtype, monkeypatch
         same_steps(monkeypatch, module, cache, x, taken=kind != "rolling, first" or len(lengths) == 1)
 
     with torch.no_grad(), collected() as attempt:
-        for case in CASES:
+        for case in drawn(CASES, kind):
             attempt(case, check, *case)
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, MUST, NATIVE, attend, quick
+from draw import drawn
 from drawn_cases import POISONS as DRAWN_POISONS
 from drawn_cases import Learning, spoil, squeezed
+from loops import inside
 from mask_cases import LONG, MASKS, SHORT, SIZES, Sizes, dense
 from test_meaning import options_of
 from torch import Tensor
@@ -48,7 +50,7 @@ def compare(ours: Any, clean: Any, spoiled: Tensor, what: float) -> None:
 @each
 def test_poisoned_keys_and_values(backend: str, mask: str) -> None:
     """Poison a third of all keys and values: rows that may attend none of those must not notice."""
-    for n, other in zip(SIZES, POISONS[1:], strict=True):
+    for n, other in drawn([*zip(SIZES, POISONS[1:], strict=True)], mask):
         check_poisoned_keys_and_values(backend, mask, n, (math.nan, other))
 
 
@@ -82,9 +84,9 @@ def test_the_masks_leave_keys_unseen() -> None:
     assert len(unseen) >= 19
 
 
-@each_poison
-@pytest.mark.parametrize("mask", ["causal", "lengths", "keep BHTS", "bias BHTS", "all kinds"])
 @quick
+@each_poison
+@inside("mask", ["causal", "lengths", "keep BHTS", "bias BHTS", "all kinds"])
 def test_poisoned_queries(backend: str, mask: str, what: float) -> None:
     """A bad query row spoils itself alone; one that may attend nothing stays 0."""
     n = LONG
@@ -116,9 +118,9 @@ def test_poisoned_biases(backend: str, what: float) -> None:
         assert bool(shown[:, :, seen.any(-1)].isnan().all())
 
 
-@pytest.mark.parametrize("case", ["one key", "every key", "every value", "everything", "one of many", "a query"])
-@pytest.mark.parametrize("what", [math.nan, math.inf])
 @quick
+@inside("what", [math.nan, math.inf])
+@inside("case", ["one key", "every key", "every value", "everything", "one of many", "a query"])
 def test_nan_that_is_attended_shows(backend: str, case: str, what: float) -> None:
     """Also where a whole row is NaN, which torch's fused kernel takes for an empty row and answers with 0."""
     q, k, v = make_qkv(1, 4, 2, 3, 1 if case == "one key" else 67, 8, 5)
@@ -151,8 +153,8 @@ def test_nan_in_sinks_and_gates_shows(backend: str, which: str) -> None:
     assert bool(bad.isnan().all()) and bool(good.isfinite().all())
 
 
-@pytest.mark.parametrize("pattern", STRIDES)
 @each
+@inside("pattern", STRIDES, sweep=True)
 def test_gaps_between_and_around_rows(backend: str, pattern: str) -> None:
     """Thirty-three memory layouts: the answer is that of the contiguous copy, and what lies in the gaps is not read."""
     n = SHORT
@@ -168,8 +170,8 @@ def test_gaps_between_and_around_rows(backend: str, pattern: str) -> None:
         torch.testing.assert_close(results[1], same, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("pattern", STRIDES)
 @quick
+@inside("pattern", STRIDES)
 def test_layouts_of_mask_tensors(backend: str, pattern: str) -> None:
     n = SHORT
     qkv = make_qkv(*n)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, MUST, NATIVE, attend
+from draw import drawn
 from mask_cases import Sizes
 from torch import Tensor
 
@@ -71,7 +72,7 @@ def forward_and_backward(backend: str, qkv: list[Tensor], mask: Any) -> list[Ten
 @dtypes
 def test_a_row_alone_and_in_a_batch(backend: str, n: Sizes, dtype: torch.dtype) -> None:
     qkv = make_qkv(*n, dtype=dtype)
-    for name, make in masks(n).items():
+    for name, make in drawn([*masks(n).items()]):
         whole = forward_and_backward(backend, list(qkv), make(slice(None)))
         for rows in (slice(0, 1), slice(n.B - 1, n.B), slice(1, 3)):
             part = forward_and_backward(backend, [x[rows] for x in qkv], make(rows))
@@ -84,7 +85,7 @@ def test_a_row_alone_and_in_a_batch(backend: str, n: Sizes, dtype: torch.dtype) 
 @dtypes
 def test_any_number_of_threads(backend: str, n: Sizes, dtype: torch.dtype) -> None:
     qkv = make_qkv(*n, dtype=dtype)
-    for name, make in masks(n).items():
+    for name, make in drawn([*masks(n).items()]):
         results = []
         for count in (1, 2, 3, 4):
             with threads(count):

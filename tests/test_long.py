@@ -22,6 +22,7 @@ NAMES = ["causal", "causal_top_left", "causal (B,)", "window 3 2", "window far",
 splitting = pytest.mark.parametrize("backend", ["blocks", "sdpa", *BEST])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("n", [LONG, TALL], ids=["long", "tall"])
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_strips_and_blocks_join_up(name: str | None, n: Sizes) -> None:

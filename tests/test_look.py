@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from loops import inside
 from planted import AHEAD, DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, Tiny, numbers, played, text
 
 import headwise
@@ -76,14 +77,14 @@ def test_a_window_too_short_for_copies_is_not_measured() -> None:
     assert not any({"duplicate-token", "induction"} & head.scores.keys() for head in found.heads)
 
 
-@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
+@inside("role", ROLES)
 def test_a_role_needs_more_than_its_threshold(role: look.Role) -> None:
     assert not role.plays(role.threshold, 0.0, 97) and role.plays(role.threshold + 0.001, 0.0, 97)
     assert not role.plays(role.threshold + 0.001, 0.0, role.least - 1)
     assert role.plays(role.threshold + 0.001, None, 97, low=0.0)
 
 
-@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
+@inside("role", ROLES)
 def test_a_role_needs_more_than_chance(role: look.Role) -> None:
     null = 0.45
     bar = max(role.times * null + role.plus, role.threshold)

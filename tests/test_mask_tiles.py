@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from loops import inside
 from mask_cases import MASKS, SHORT, TILED, Sizes
 from torch import Tensor
 
@@ -15,8 +16,8 @@ WIDE = Sizes(2, 3, 1, 67, 193, 5, 7)  # a last tile of one key, and of three row
 LONG = Sizes(1, 2, 1, 193, 65, 5, 7)
 
 
-@pytest.mark.parametrize("n", [SHORT, TILED, WIDE, LONG], ids=["short", "tiled", "wide", "long"])
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("everything",)])
+@inside("n", [SHORT, TILED, WIDE, LONG])
 def test_every_pair(name: str, n: Sizes) -> None:
     for rule in MASKS[name](n).mask.sized(n.B, n.H).parts:
         if rule.restricts and not rule.biases:

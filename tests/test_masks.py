@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from backends import attend, quick
+from loops import inside
 from mask_cases import LONG, MASKS, SHORT, SIZES, SQUARE, TILED, UNEQUAL, Sizes, dense
 from native_cases import rules_of, training_of
 from torch import Tensor
@@ -22,7 +23,7 @@ from headwise.shapes.kinds import FAR
 from headwise.testing import make_qkv
 
 every_mask = pytest.mark.parametrize("name", MASKS)
-every_size = pytest.mark.parametrize("n", (*SIZES, *UNEQUAL), ids=["short", "long", "square", "wide", "tall"])
+every_size = inside("n", (*SIZES, *UNEQUAL))
 
 
 def full(x: Tensor | None, n: Sizes, otherwise: float) -> Tensor:
@@ -47,8 +48,8 @@ def same(allowed: Tensor | None, added: Tensor | None, name: str, n: Sizes, rows
     torch.testing.assert_close(full(added, n, 0).double().masked_fill(~sees, 0), adds, rtol=1e-6, atol=1e-6)
 
 
-@every_size
 @every_mask
+@every_size
 def test_allowed_and_added(name: str, n: Sizes) -> None:
     mask = MASKS[name](n).mask
     same(mask.allowed(n.T, n.S), mask.added(n.T, n.S), name, n, torch.arange(n.T), torch.arange(n.S))
@@ -61,8 +62,8 @@ def test_allowed_and_added_across_tiles(name: str) -> None:
     same(mask.allowed(n.T, n.S), mask.added(n.T, n.S), name, n, torch.arange(n.T), torch.arange(n.S))
 
 
-@every_size
 @every_mask
+@every_size
 def test_rows_and_columns_are_those_of_the_whole(name: str, n: Sizes) -> None:
     mask = MASKS[name](n).mask
     every_row, every_col = torch.arange(n.T), torch.arange(n.S)
@@ -74,8 +75,8 @@ def test_rows_and_columns_are_those_of_the_whole(name: str, n: Sizes) -> None:
         same(mask.allowed(n.T, n.S, **at), mask.added(n.T, n.S, **at), name, n, i, j)
 
 
-@every_size
 @every_mask
+@every_size
 def test_at_gathered_places(name: str, n: Sizes) -> None:
     source = torch.Generator().manual_seed(3)
     i = torch.randint(0, n.T, (n.B, n.H, 4, 3), generator=source)
@@ -90,8 +91,8 @@ def test_at_gathered_places(name: str, n: Sizes) -> None:
         torch.testing.assert_close(ours, adds, rtol=1e-6, atol=1e-6)
 
 
-@every_size
 @every_mask
+@every_size
 def test_dense_is_what_sdpa_takes(name: str, n: Sizes) -> None:
     built = MASKS[name](n)
     matrix = built.mask.dense(n.T, n.S)
@@ -101,8 +102,8 @@ def test_dense_is_what_sdpa_takes(name: str, n: Sizes) -> None:
     torch.testing.assert_close(full(matrix, n, 1).to(expected.dtype), expected, rtol=1e-6, atol=1e-6)
 
 
-@every_size
 @every_mask
+@every_size
 def test_bounds_tell_all_or_nothing(name: str, n: Sizes) -> None:
     built = MASKS[name](n)
     bounds = built.mask.bounds(n.T, n.S)
@@ -150,15 +151,15 @@ def test_every_small_band(T: int, S: int) -> None:
         before, seen_before = mask, sees
 
 
-@pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (64, 64)])
-@every_size
 @every_mask
+@every_size
+@inside("tiles", [(1, 1), (2, 3), (64, 64)])
 def test_tiles_of_small_shapes(name: str, n: Sizes, tiles: tuple[int, int]) -> None:
     check_tiles(name, n, *tiles)
 
 
-@pytest.mark.parametrize("tiles", [(16, 32), (64, 64), (67, 131)])
 @every_mask
+@inside("tiles", [(16, 32), (64, 64), (67, 131)])
 def test_tiles_of_long_shapes(name: str, tiles: tuple[int, int]) -> None:
     check_tiles(name, TILED, *tiles)
 

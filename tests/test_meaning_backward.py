@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, MUST, attend
+from draw import drawn
+from loops import inside
 from mask_cases import FEW, LONG, MASKS, SHORT, SIZES, TILED, UNEQUAL, Sizes, as_tensor, dense
 from test_interference import SIZED_POISONS, split_rows
 from test_meaning import EMPTY_ROWS, EXTRAS, options_of
@@ -110,7 +112,7 @@ def check(
 @trains
 @pytest.mark.parametrize("mask", [None, *MASKS])
 def test_gradients_of_masks(backend: str, mask: str | None) -> None:
-    for n in (*SIZES, *UNEQUAL):
+    for n in drawn((*SIZES, *UNEQUAL), f"{mask}"):
         check(backend, mask, n)
 
 
@@ -301,7 +303,7 @@ def test_nan_rows_that_the_loss_leaves_out_do_no_harm(backend: str) -> None:
 
 
 @trains
-@pytest.mark.parametrize("pattern", STRIDES)
+@inside("pattern", STRIDES)
 def test_gradients_of_layouts(backend: str, pattern: str) -> None:
     """Any strides of inputs and of the incoming gradient; NaN in the gaps is not read."""
     n = SHORT

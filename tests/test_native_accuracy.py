@@ -142,6 +142,7 @@ def check_lse(lse: Error, floats: Error, lses: list[Tensor], dtype: torch.dtype)
     assert lse.rms <= 1.5 * floats.rms + slack and lse.most <= 1.5 * floats.most + step + slack, told
 
 
+@pytest.mark.sweep
 @native_dtypes
 @regimes
 def test_forward(backend: str, dtype: torch.dtype, name: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, NATIVE, attend, instructions, natives
+from draw import drawn
 from mask_cases import Sizes
 from native_cases import collected, native_dtypes
 from test_invariance import threads
@@ -43,7 +44,7 @@ FORMS = {
     "MLA": Sizes(1, 16, 1, 1, 1100, 576, 512),
     "MLA, many rows": Sizes(1, 16, 1, 3, 1100, 576, 512),
 }
-TWINS = {"native-avx512_vnni", "native-avx512_bf16"}
+TWINS = [f"native-{isa}" for isa in ("avx512_vnni", "avx512_bf16", "amx_bf16") if f"native-{isa}" in NATIVE]
 HEAVY = ("none", "lengths")  # masks enough where a call lasts
 forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
 MASKS: dict[str, Callable[[Sizes], Mask | None]] = {
@@ -78,7 +79,7 @@ def compare(ours: list[Tensor], theirs: list[Tensor]) -> None:
 def test_any_number_of_threads(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     qkv = make_qkv(*n, dtype=dtype)
     with collected() as attempt:
-        for name in HEAVY if n.D > 64 or n.T > 100 else MASKS:
+        for name in drawn(HEAVY if n.D > 64 or n.T > 100 else [*MASKS]):
             mask = MASKS[name](n)
             with threads(1):
                 one = run(backend, n, mask, *qkv)
@@ -180,10 +181,38 @@ def test_the_company_in_the_buffer(backend: str, dtype: torch.dtype) -> None:
                 assert_same_bits(x, y, what=f"offset {offset}")
 
 
-@pytest.mark.skipif(len({*NATIVE} & TWINS) < 2, reason="needs a CPU with AVX-512 and its bfloat16 instructions")
+@native_dtypes
+def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
+    """In the order (B, T, H, D) keys are copied side by side where thousands of rows read them, with their NaN."""
+    n = Sizes(1, 2, 2, 4099, 19, 13, 11)
+    q, *packed = make_qkv(*n, dtype=dtype)
+
+    def apart(x: Tensor) -> Tensor:
+        """Key after key at the distance of 101 heads, with NaN between them."""
+        room = torch.full((n.B, n.S, 101, x.shape[3]), torch.nan, dtype=dtype)
+        return room[:, :, 3 : 3 + n.K].copy_(x.transpose(1, 2)).transpose(1, 2)
+
+    def call(mask: Mask | None, k: Tensor, v: Tensor) -> list[Tensor]:
+        with instructions(backend):
+            out, found = headwise.attention_statistics(q, k, v, mask=mask)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            grads = torch.autograd.grad(headwise.attention(*leaves, mask=mask, backend="native").sum(), leaves)
+        return [*attend(backend, q, k, v, mask=mask, return_lse=True), out, found.entropy, found.pooled, *grads]
+
+    def compare_bits(name: str, mask: Mask | None) -> None:
+        for x, y in zip(call(mask, *map(apart, packed)), call(mask, *packed), strict=True):
+            assert_same_bits(x, y, what=name)
+
+    with collected() as attempt:
+        attempt("all", compare_bits, "all", None)
+        packed[1][0, 0, 11, 2], packed[0][0, 1, 17, 3] = torch.nan, torch.inf
+        attempt("bad keys", compare_bits, "bad keys", headwise.causal(offset=-4000))
+
+
+@pytest.mark.skipif(len(TWINS) < 2, reason="needs a CPU with AVX-512 and its bfloat16 instructions")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_avx512_without_bfloat16_is_the_same_code(dtype: torch.dtype) -> None:
-    """All options and masks, gradients, statistics: why other tests of these dtypes run on one of the two alone."""
+def test_sets_that_differ_in_bfloat16_alone_are_the_same_code(dtype: torch.dtype) -> None:
+    """All options and masks, gradients, statistics: why other tests of these dtypes run on the first of them alone."""
 
     def calls(backend: str, n: Sizes, mask: Mask | None) -> list[Tensor]:
         leaves = [x.requires_grad_() for x in make_qkv(*n, dtype=dtype)]
@@ -198,9 +227,10 @@ def test_avx512_without_bfloat16_is_the_same_code(dtype: torch.dtype) -> None:
     with collected() as attempt:
         for form, n in FORMS.items():
             for name in MASKS if n.D <= 64 else HEAVY:
-                ours, theirs = (calls(backend, n, MASKS[name](n)) for backend in sorted(TWINS))
-                for number, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-                    attempt(f"{form}, {name}, {number}", assert_same_bits, x, y)
+                ours, *others = (calls(backend, n, MASKS[name](n)) for backend in TWINS)
+                for backend, theirs in zip(TWINS[1:], others, strict=True):
+                    for number, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+                        attempt(f"{backend}, {form}, {name}, {number}", assert_same_bits, x, y)
 
 
 # -- forks, in a process of their own ----------------------------------------------------------------------------------
@@ -254,12 +284,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("backend", BEST)
-@pytest.mark.parametrize("story", [CHILD, GRANDCHILD, POOL], ids=["child", "grandchild", "pool"])
-def test_a_forked_child_does_not_hang(backend: str, story: str, tmp_path: Path) -> None:
+def test_a_forked_child_does_not_hang(backend: str, tmp_path: Path) -> None:
+    """Nor a child's child, nor those of a pool: one parent has them all, one after the other."""
     # Errors go to a file: a child that hangs would hold a pipe open. Its session of its own lets all of it be killed.
     errors = tmp_path / "errors"
     with errors.open("w") as file:
-        parent = subprocess.Popen([sys.executable, "-c", FORK + story], stderr=file, start_new_session=True)
+        parent = subprocess.Popen(
+            [sys.executable, "-c", FORK + CHILD + GRANDCHILD + POOL], stderr=file, start_new_session=True
+        )
         try:
             code = parent.wait(timeout=120)
         finally:

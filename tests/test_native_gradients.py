@@ -8,6 +8,7 @@ import pytest
 import torch
 from backends import MUST, instructions, natives, needs_native
 from gradient_cases import SEED, Case, textbook
+from loops import inside
 from mask_cases import MASKS, SHORT, Sizes
 from native_cases import rules_of
 from torch import Tensor
@@ -114,8 +115,8 @@ def penalty(backend: str, dtype: torch.dtype, case: Case) -> list[Tensor]:
 
 
 @needs_native
-@pytest.mark.parametrize("extra", ["plain", "softcap", "everything", "bias", "slopes"])
 @pytest.mark.parametrize("name", [None, *MASKS])
+@inside("extra", ["plain", "softcap", "everything", "bias", "slopes"])
 def test_the_gradient_of_a_gradient_is_the_definitions(name: str | None, extra: str) -> None:
     n = SHORT
     given: dict[str, dict[str, Any]] = {

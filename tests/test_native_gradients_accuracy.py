@@ -87,6 +87,7 @@ def faults(ours: dict[str, Error], name: str, dtype: torch.dtype) -> list[str]:
     return found
 
 
+@pytest.mark.sweep
 @native_dtypes
 @regimes
 def test_gradients(backend: str, dtype: torch.dtype, name: str) -> None:
@@ -128,6 +129,7 @@ def naive_gradients(qkv: Sequence[Tensor], grad_out: Tensor, scale: float, order
     return torch.autograd.grad(torch.softmax(scores, -1) @ v, leaves, grad_out)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("height", HEIGHTS)
 @pytest.mark.parametrize("name", SHAPES)

@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 from backends import instructions
+from draw import drawn
 from gradient_cases import Case, Leaves
 from mask_cases import Sizes
 from native_cases import collected, native_dtypes
@@ -79,7 +80,7 @@ def test_keys_and_values_that_no_row_attends(backend: str, dtype: torch.dtype, n
     nobody = torch.zeros(n.B, n.H, n.T, dtype=torch.bool)
     zero = torch.zeros((), dtype=dtype)
     with collected() as attempt:
-        for name in MASKS:
+        for name in drawn([*MASKS]):
             mask, sees = made(name, n)
             unseen = ~of_group(sees, n.K).any(2)[..., None]
             if not unseen.any():
@@ -108,7 +109,7 @@ def test_what_some_rows_attend(backend: str, dtype: torch.dtype, n: Sizes, leaf:
     keys[0, 0, 40] = True
     rows = torch.rand(n.B, n.H, n.T, generator=source(n)) < (0.1 if n.T > 9 else 0.4)
     with collected() as attempt:
-        for name in MASKS:
+        for name in drawn([*MASKS]):
             mask, sees = made(name, n)
             clean = call(backend, given, mask)
             bad = split_rows(sees, keys)[0] if leaf in ("key", "value") else rows & sees.any(-1)
@@ -147,7 +148,7 @@ def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: 
     given = {**inputs(n, dtype), "bias": added}
     nobody = torch.zeros(n.B, n.H, n.T, dtype=torch.bool)
     with collected() as attempt:
-        for name in MASKS:
+        for name in drawn([*MASKS]):
             mask, sees = made(name, n)
             clean = call(backend, given, mask)
             attempt(f"{name}, 0", _is_zero, clean["bias"][~sees])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import NATIVE, natives
+from draw import drawn
 from gradient_cases import Case, Leaves, check, gradients
 from mask_cases import Sizes
 from native_cases import DTYPES, collected, native_dtypes
@@ -31,7 +32,7 @@ def some(sizes: Sequence[Any], backend: str, dtype: torch.dtype) -> Sequence[Any
 
 def run(backend: str, cases: list[Case]) -> None:
     with collected() as attempt:
-        for case in cases:
+        for case in drawn(cases):
             attempt(f"{case.n}, {case.mask}", check, backend, case)
 
 

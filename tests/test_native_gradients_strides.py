@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from backends import instructions, natives
+from draw import drawn
 from gradient_cases import Case, Leaves, gradients
 from mask_cases import Sizes
 from native_cases import collected, native_dtypes
-from test_native_strides import LAST, lay, layouts
+from test_native_strides import LAST, lay
 from torch import Tensor
 
 import headwise
@@ -58,9 +60,9 @@ def test_query_key_value_and_what_comes_back(backend: str, dtype: torch.dtype, n
     case = Case(n, dtype, "causal")
     call = caller(backend, case)
     with collected() as attempt:
-        for name, x in {**case.leaves(), "grad_out": case.upstream()[0]}.items():
-            for pattern, odd in layouts(x):
-                attempt(f"{name}, {pattern}", same, call, {name: odd})
+        given = {**case.leaves(), "grad_out": case.upstream()[0]}
+        for name, pattern in drawn([*product(given, (*STRIDES, *LAST))]):
+            attempt(f"{name}, {pattern}", same, call, {name: lay(given[name], pattern)})
 
 
 @native_dtypes
@@ -72,7 +74,7 @@ def test_all_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     every, slack = (*STRIDES, *LAST), min(1e30, torch.finfo(dtype).max)
     steps = ((1, 0), (2, 5), (3, 11), (5, 7))
     with collected() as attempt:
-        for i in range(len(every)):
+        for i in drawn(range(len(every))):
             odd = {
                 name: lay(x, every[(i * step + shift) % len(every)], slack)
                 for (name, x), (step, shift) in zip(given.items(), steps, strict=True)
@@ -89,7 +91,7 @@ def test_biases(backend: str, dtype: torch.dtype, n: Sizes) -> None:
         for shape in [(a, b, c, d) for a in (1, B) for b in (1, H) for c in (1, T) for d in (1, S)]:
             case = Case(n, dtype, "causal", bias=shape)
             patterns = (*STRIDES, *LAST) if shape == (B, H, T, S) else ("order 3012 and step 2",)
-            for pattern in patterns:
+            for pattern in drawn(patterns):
                 odd = lay(case.leaves()["bias"], pattern)
                 attempt(f"{shape}, {pattern}", same, caller(backend, case), {"bias": odd})
 

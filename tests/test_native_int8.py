@@ -6,6 +6,7 @@ against float64 on data * scale.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, ISAS, NATIVE, attend, natives
+from draw import drawn
 from mask_cases import MASKS, Sizes
 from native_cases import Answer, check_lse, check_out, collected, dtypes, exact, weights_of
 from test_interference import split_rows
@@ -69,7 +71,7 @@ def case(n: Sizes, dtype: torch.dtype, mask: str | None = None, kind: str = "nor
 @forms
 def test_every_mask(backend: str, dtype: torch.dtype, form: str) -> None:
     with collected() as attempt:
-        for name in (*MASKS, *LONG):
+        for name in drawn((*MASKS, *LONG)):
             attempt(name, check, backend, *case(FORMS[form], dtype, name))
 
 
@@ -96,7 +98,7 @@ def test_options(backend: str, dtype: torch.dtype, form: str) -> None:
 def test_every_number_of_keys(backend: str, dtype: torch.dtype) -> None:
     lengths = (*range(1, 131), 255, 256, 257, 1023, 1024, 1025, 2049)
     with collected() as attempt:
-        for S in lengths:
+        for S in drawn(lengths):
             for n in (Sizes(2, 1, 1, 1, S, 16, 16), Sizes(1, 4, 1, 1, S, 80, 72), Sizes(1, 2, 1, 11, S, 16, 16)):
                 attempt(n, check, backend, *case(n, dtype))
 
@@ -106,17 +108,16 @@ def test_every_number_of_keys(backend: str, dtype: torch.dtype) -> None:
 def test_every_number_of_rows(backend: str, dtype: torch.dtype) -> None:
     """Few rows have a kernel of their own, for 1, 2, 4 and 8; more rows another."""
     with collected() as attempt:
-        for T in (*range(1, 18), 33, 48, 49, 130):
-            for G in (1, 2, 3):
-                n = Sizes(1, G, 1, T, 70, 24, 24)
-                attempt(n, check, backend, *case(n, dtype, "causal"))
+        for T, G in drawn([*itertools.product((*range(1, 18), 33, 48, 49, 130), (1, 2, 3))]):
+            n = Sizes(1, G, 1, T, 70, 24, 24)
+            attempt(n, check, backend, *case(n, dtype, "causal"))
 
 
 @natives
 @dtypes
 def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
     with collected() as attempt:
-        for D in (*range(1, 131), *range(131, 321, 7), 255, 256, 257, 320):
+        for D in drawn((*range(1, 131), *range(131, 321, 7), 255, 256, 257, 320)):
             for n in (Sizes(1, 2, 1, 1, 9, D, 321 - D), Sizes(1, 1, 1, 5, 21, D, D)):
                 attempt(n, check, backend, *case(n, dtype))
         for n in (Sizes(1, 16, 1, 1, 300, 576, 512), Sizes(1, 4, 1, 2, 17, 5003, 4999)):
@@ -186,7 +187,7 @@ def test_strides(backend: str, dtype: torch.dtype, form: str) -> None:
 
     every = tuple(STRIDES)
     with collected() as attempt:
-        for i in range(len(every)):
+        for i in drawn(range(len(every))):
             attempt(f"key {every[i]}", same, lay(key, i), value)
             attempt(f"value {every[i]}", same, key, lay(value, i))
         one = [x.data.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in (key, value)]
@@ -202,7 +203,7 @@ def test_poison(backend: str, dtype: torch.dtype, form: str) -> None:
     q, key, value = make(n, dtype)
     keys = torch.rand(n.B, n.K, n.S, generator=torch.Generator().manual_seed(4)) < 0.06
     with collected() as attempt:
-        for name in ("causal", "window", "lengths start", "segments", "keep", "bias", "all"):
+        for name in drawn(("causal", "window", "lengths start", "segments", "keep", "bias", "all")):
             mask, sees = made(name, n)
             met, _ = split_rows(sees, keys)
             clean = attend(backend, q, key, value, mask=mask, return_lse=True)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from backends import attend, natives
+from draw import drawn
 from mask_cases import MASKS, Sizes
 from native_cases import DTYPES, Answer, answer_of, check, collected, native_dtypes
 from torch import Tensor
@@ -71,7 +72,7 @@ def wanted(form: str, name: str, dtype: torch.dtype) -> Answer:
 @forms
 def test_every_mask(backend: str, dtype: torch.dtype, form: str) -> None:
     with collected() as attempt:
-        for name in (*MASKS, *LONG):
+        for name in drawn((*MASKS, *LONG)):
             attempt(name, check, backend, wanted(form, name, dtype))
 
 
@@ -93,9 +94,9 @@ def with_options(form: str, name: str | None, options: tuple[str, ...], dtype: t
 def test_options_with_every_kind_of_mask(backend: str, dtype: torch.dtype, form: str) -> None:
     names = (None, "causal", "window 3 2", "lengths start", "segments (B,)", "keep BHTS", "bias BHTS", "alibi (B,)")
     with collected() as attempt:
-        for name, k in itertools.product((*names, "all kinds"), range(1, 4)):
-            for options in itertools.combinations(("softcap", "scale", "sinks"), k):
-                attempt(f"{name}, {options}", check, backend, with_options(form, name, options, dtype))
+        every = [x for k in range(1, 4) for x in itertools.combinations(("softcap", "scale", "sinks"), k)]
+        for name, options in drawn([*itertools.product((*names, "all kinds"), every)]):
+            attempt(f"{name}, {options}", check, backend, with_options(form, name, options, dtype))
 
 
 @cache
@@ -107,12 +108,11 @@ def dense_answers(form: str, dtype: torch.dtype) -> list[tuple[str, Answer]]:
     shapes = [((a, b, c, d), 4) for a in (1, n.B) for b in (1, n.H) for c in (1, n.T) for d in (1, n.S)]
     shapes += [((1, n.H, n.T, n.S), 3), ((1, 1, n.T, n.S), 2), ((1, 1, 1, n.S), 1)]
     answers = []
-    for shape, axes in shapes:
+    for (shape, axes), kind in drawn([*itertools.product(shapes, (torch.bool, torch.float64, *DTYPES))]):
         part = full[tuple(slice(0, size) for size in shape)].reshape(shape[4 - axes :])
         bias = (3 * part - 1).masked_fill(part < 0.2, -math.inf)
-        masks = [headwise.keep(part > 0.4), *(headwise.bias(bias.to(t)) for t in (torch.float64, *DTYPES))]
-        for mask, name in zip(masks, ("bool", "fp64", "fp32", "bf16", "fp16"), strict=True):
-            answers.append((f"{name} {tuple(part.shape)}", answer_of(qkv, mask=mask)))
+        mask = headwise.keep(part > 0.4) if kind == torch.bool else headwise.bias(bias.to(kind))
+        answers.append((f"{kind} {tuple(part.shape)}", answer_of(qkv, mask=mask)))
     return answers
 
 

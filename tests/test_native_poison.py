@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from backends import attend
+from draw import drawn
 from mask_cases import Sizes
 from native_cases import collected, native_dtypes
 from test_interference import split_rows
@@ -100,7 +101,7 @@ def with_poison(backend: str, n: Sizes, name: str, dtype: torch.dtype, keys: Ten
 def test_keys_and_values_that_no_row_attends(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Beyond all lengths, in everyone's future, in other documents: the bits of the run with zeros there."""
     with collected() as attempt:
-        for name in MASKS:
+        for name in drawn([*MASKS]):
             sees = made(name, n)[1]
             unseen = ~sees.unflatten(1, (n.K, -1)).any(2).any(2)
             if unseen.any():
@@ -121,7 +122,7 @@ def test_keys_and_values_that_some_rows_attend(backend: str, dtype: torch.dtype,
     one = torch.zeros_like(keys)
     one[:, :, 70] = True
     with collected() as attempt:
-        for name in MASKS:
+        for name in drawn([*MASKS]):
             attempt(f"{name}, some keys", with_poison, backend, n, name, dtype, keys, unseen=False)
             attempt(f"{name}, key 70", with_poison, backend, n, name, dtype, one, unseen=False)
 
@@ -154,6 +155,16 @@ def _is_nan(x: Tensor) -> None:
 
 
 @native_dtypes
+def test_scores_of_minus_infinity_show(backend: str, dtype: torch.dtype) -> None:
+    """All rows have the score -inf for one key: with the weight 0 it would leave no trace in the sums."""
+    n = Sizes(1, 2, 2, 48, 131, 13, 11)
+    q, k, v = make_qkv(*n, dtype=dtype)
+    k[0, 0, 70, 3] = -math.inf
+    out = attend(backend, q.abs(), k, v)
+    assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+
+
+@native_dtypes
 @forms
 def test_query_rows(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """A bad query row spoils itself alone; one that may attend nothing stays 0, its lse -inf."""
@@ -161,7 +172,7 @@ def test_query_rows(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     rows[0, 0, 0] = True
     q, k, v = make_qkv(*n, dtype=dtype)
     with collected() as attempt:
-        for name in MASKS:
+        for name in drawn([*MASKS]):
             mask, sees = made(name, n)
             alive = sees.any(-1)
             clean = attend(backend, q, k, v, mask=mask, return_lse=True)
@@ -185,7 +196,7 @@ def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: 
     qkv = make_qkv(*n, dtype=dtype)
     added = torch.randn(n.B, n.H, n.T, n.S, generator=source(n))
     with collected() as attempt:
-        for name in MASKS:
+        for name in drawn([*MASKS]):
             mask, sees = made(name, n)
             clean = attend(backend, *qkv, mask=mask & headwise.bias(added), return_lse=True)
             for what in POISONS:

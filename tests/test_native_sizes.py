@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from backends import attend, natives
+from draw import drawn
 from mask_cases import SHORT, Sizes, as_tensor
 from native_cases import answer, answer_of, check, check_out, collected, dtypes, exact, native_dtypes
 from torch import Tensor
@@ -28,7 +29,7 @@ SPLITS = (*LENGTHS, 1535, 1536, 1537, 2047, 2048, 2049, 4095, 4096, 4097)  # key
 
 def run(backend: str, dtype: torch.dtype, sizes: list[tuple[Sizes, str | None]]) -> None:
     with collected() as attempt:
-        for n, mask in sizes:
+        for n, mask in drawn(sizes):
             attempt(f"{n}, {mask}", check, backend, answer(n, dtype, mask))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, instructions, natives, needs_native
+from draw import drawn
 from mask_cases import FEW, MASKS, SIZES, TILED, Sizes, dense
 from native_cases import answer_of, check_out, collected, native_dtypes
 from statistics_cases import NUMBERS, TOLERANCE, Definitions, check, compare, definitions, inputs, seen
@@ -61,11 +62,12 @@ def right_again(n: Sizes, dtype: torch.dtype, mask: Mask | None, pool: int) -> N
 def test_every_length(backend: str, dtype: torch.dtype) -> None:
     """Of queries, of keys, of both: tiles, blocks of rows, pairs of keys and bins end everywhere."""
     with instructions(backend), collected() as attempt:
-        for n in LENGTHS:
+        for n in drawn(LENGTHS):
             for T, S, pool in ((n, n, 7), (67, n, n), (n, 131, 32))[: 3 if n in EDGES else 1]:
                 attempt((T, S, pool), right_again, Sizes(1, 2, 1, T, S, 5, 5), dtype, headwise.causal(), pool)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("S", [1023, 1024, 1025])
 def test_a_thousand_keys(backend: str, dtype: torch.dtype, S: int) -> None:
@@ -82,7 +84,7 @@ def test_a_thousand_keys(backend: str, dtype: torch.dtype, S: int) -> None:
 @native_dtypes
 def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
     with instructions(backend), collected() as attempt:
-        for D in (*range(1, 34), 63, 64, 65, 80, 96, 127, 128, 129, 160, 256, 257, 320, 576):
+        for D in drawn((*range(1, 34), 63, 64, 65, 80, 96, 127, 128, 129, 160, 256, 257, 320, 576)):
             attempt(D, right, Sizes(1, 2, 2, 19, 37, D, D), dtype, headwise.causal())
 
 
@@ -95,6 +97,7 @@ def test_primes_and_groups(backend: str, dtype: torch.dtype) -> None:
                 attempt((n, mask), right, n, dtype, mask, 13)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("pool", [1, 2, 3, 31, 97, 130, 131, 200])
 def test_bins_of_any_number(backend: str, dtype: torch.dtype, pool: int) -> None:
@@ -130,6 +133,7 @@ def test_more_rows_than_are_added_up_in_float32(backend: str, dtype: torch.dtype
 # -- every mask, every option ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @natives
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask(backend: str, name: str) -> None:
@@ -139,6 +143,7 @@ def test_every_mask(backend: str, name: str) -> None:
             attempt(n, check, n, query, key, dense(name, n)[0], mask=MASKS[name](n).mask)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("name", FEW)
 def test_all_options_at_once_across_tiles(backend: str, dtype: torch.dtype, name: str) -> None:

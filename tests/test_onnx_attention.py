@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import attend, quick
+from backends import MUST, NATIVE, attend
+from loops import inside
 from onnx_cases import COUNT, SHA256, TOLERANCE, cases, error, fingerprint, score_error
 
 import headwise
@@ -33,8 +34,8 @@ def test_output_by_flex(name: str) -> None:
     assert error(case.joined(out), case.outputs["Y"]) <= TOLERANCE[case.dtype]
 
 
-@quick
 @ALL
+@inside("backend", [*MUST, "sdpa", *NATIVE])
 def test_output(name: str, backend: str) -> None:
     case = CASES[name]
     qkv, options = case.call()
@@ -66,7 +67,7 @@ def test_every_stage_is_covered() -> None:
     assert {case.stage for case in captured} == {"raw", "softcapped", "biased", "probabilities"}
 
 
-@ALL
+@inside("name", CASES)
 def test_present_is_past_and_new(name: str) -> None:
     case = CASES[name]
     (_, key, value), _ = case.call()

@@ -7,12 +7,15 @@ import hashlib
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import pytest
 from hostile import HUGE, PAYLOADS
 from looks import full_look, make_look, words
+from loops import inside
 from reports import Elements, inflated, numbers, values
 
 from headwise import report
@@ -20,8 +23,6 @@ from headwise.look import ROLES, HeadRecord, Look, Score
 from headwise.look.palette import COLOURS, GREY, letter_and_colour
 from headwise.report import maps, pack
 from headwise.report.escape import cut, json_for_html, visible
-
-SHORT = [f"{i}-{ascii(payload)[1:25]}" for i, payload in enumerate(PAYLOADS)]
 
 
 def hostile_look(text: str) -> Look:
@@ -38,11 +39,15 @@ def hostile_look(text: str) -> Look:
 # --- nothing in it acts ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("payload", PAYLOADS, ids=SHORT)
+@cache
+def plain_tags() -> Any:
+    return Elements(report.render(hostile_look("plain"))).tags
+
+
+@inside("payload", PAYLOADS)
 def test_a_hostile_string_adds_no_element_and_comes_back_to_the_letter(payload: str) -> None:
     found = Elements(report.render(hostile_look(payload)))
-    plain = Elements(report.render(hostile_look("plain")))
-    assert found.tags == plain.tags
+    assert found.tags == plain_tags()
     assert [kind for kind, _ in found.code] == ["style", "json", "script", "script"]
     data = found.data
     assert data["model"] == data["cells"][0]["text"] == data["places"][0]["module"] == payload
@@ -63,7 +68,7 @@ def test_the_inertness_test_would_see_markup() -> None:
     assert Elements(planted).tags != Elements(html).tags
 
 
-@pytest.mark.parametrize("payload", PAYLOADS, ids=SHORT)
+@inside("payload", PAYLOADS)
 def test_json_cannot_leave_its_element(payload: str) -> None:
     text = json_for_html({payload: [payload]})
     assert text.isascii()
@@ -71,7 +76,7 @@ def test_json_cannot_leave_its_element(payload: str) -> None:
     assert json.loads(text) == {payload: [payload]}
 
 
-@pytest.mark.parametrize("payload", PAYLOADS, ids=SHORT)
+@inside("payload", PAYLOADS)
 def test_visible_text_cannot_steer_a_terminal(payload: str) -> None:
     assert visible(payload).isprintable()
     visible(payload).encode()  # no lone surrogate either

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import inside
 from mask_cases import FEW, MASKS, SIZES, SQUARE, TILED, Sizes, dense
 from statistics_cases import OFFSETS, TOLERANCE, check, everything, expected, extras, inputs, worst
 
@@ -30,8 +31,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("n", SIZES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
+@inside("n", SIZES)
 def test_every_mask(name: str, n: Sizes) -> None:
     query, key = inputs(n)
     check(n, query, key, dense(name, n)[0], mask=MASKS[name](n).mask)

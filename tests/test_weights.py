@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from loops import inside
 from mask_cases import LONG, MASKS, SHORT, SIZES, Sizes, dense
 from test_meaning import EMPTY_ROWS, options_of
 from torch import Tensor
@@ -33,7 +34,7 @@ def stages(name: str, n: Sizes, sinks: Tensor | None = None) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("n", SIZES, ids=["short", "long", "square"])
+@inside("n", SIZES)
 def test_every_stage(mask: str, n: Sizes) -> None:
     q, k, _ = make_qkv(*n)
     for stage, exact in stages(mask, n).items():

@@ -152,7 +152,10 @@ std::string corrupt_append(uint64_t seed) {
     if (draw.once_in(10)) one = *all[draw.below(6)];
     if (!drawn.spans.empty() && draw.once_in(2)) {
       int64_t& number = drawn.spans[static_cast<size_t>(draw.below(static_cast<int64_t>(drawn.spans.size())))];
-      number = draw.one_of<int64_t>({-1, number + 1, number + 100, INT64_MAX, INT64_MIN, int64_t{1} << 62});
+      const auto plus = [&](uint64_t n) {
+        return static_cast<int64_t>(static_cast<uint64_t>(number) + n);
+      };  // may wrap
+      number = draw.one_of<int64_t>({-1, plus(1), plus(100), INT64_MAX, INT64_MIN, int64_t{1} << 62});
     }
     if (draw.once_in(9)) drawn.spans.push_back(0);
   }

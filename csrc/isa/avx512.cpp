@@ -4,6 +4,7 @@
 // clang-format off: each header needs those above it.
 #include "simd/vec_avx512.h"
 #include "simd/bf16_none.h"
+#include "simd/amx_none.h"
 #include "simd/vnni_none.h"
 #include "kernels/table.h"
 // clang-format on

@@ -5,6 +5,7 @@
 // clang-format off: each header needs those above it.
 #include "simd/vec_avx512.h"
 #include "simd/bf16_avx512.h"
+#include "simd/amx_none.h"
 #include "simd/vnni_avx512.h"
 #include "kernels/table.h"
 // clang-format on

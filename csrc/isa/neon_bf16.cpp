@@ -4,6 +4,7 @@
 // clang-format off: each header needs those above it.
 #include "simd/vec_neon.h"
 #include "simd/bf16_neon.h"
+#include "simd/amx_none.h"
 #include "simd/vnni_neon.h"
 #include "kernels/table.h"
 // clang-format on

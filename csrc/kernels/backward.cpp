@@ -7,6 +7,7 @@
 
 #include "deal.h"
 #include "driver.h"
+#include "packed_keys.h"
 
 namespace headwise {
 namespace {
@@ -155,7 +156,10 @@ void run_items(const Problem& p, const Gradients& g, BackwardDeal& deal, int64_t
 
 }  // namespace
 
-void attend_backward(const Problem& p, const Gradients& g) {
+void attend_backward(const Problem& call, const Gradients& g) {
+  const int64_t workers = workers_for(2.5 * estimate(call));
+  const PackedKeys packed(call, workers);
+  const Problem& p = packed.call();
   BackwardPlan plan = kernels().plan_backward(p);
   ItemSums<double> sinks, slopes[kMaxAlibi];
   BiasGradient bias[kMaxDense];
@@ -175,7 +179,6 @@ void attend_backward(const Problem& p, const Gradients& g) {
   plan.splits &= g.sinks == nullptr;
   for (int i = 0; i < p.n_alibi; ++i) plan.splits &= g.slopes[i] == nullptr;
   for (int i = 0; i < p.n_dense; ++i) plan.splits &= g.dense[i].data == nullptr;
-  const int64_t workers = workers_for(2.5 * estimate(p));
   BackwardDeal deal = deal_backward(p, plan, workers);
   run_items(p, g, deal, workers);
   if (g.sinks != nullptr) finish_heads(p, plan, sinks, g.sinks, false);

@@ -96,7 +96,7 @@ static inline void backward_scores(const Problem& p, const BackwardPlan& plan, c
 template <class N, int NV>
 static inline void backward_tile(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
                                  const BackwardTile& tile, const KeySpan& span, int block, BackwardScratch<N>& s) {
-  constexpr int R = NV * W;
+  constexpr int R = NV * W, pitch = row_pitch<N>(R);
   const int n = span.n;
   BackwardBlock<N>& own = s.block[block];
   const Products products = plan.keeps_products ? s.products.from(span.j0 * W) : s.products;
@@ -111,13 +111,13 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
   backward_scores<N, NV>(p, plan, to, span, block, products, s);
   if (to.only >= 0) return;
   const typename N::Key *weight_rows = s.weight_rows, *score_rows = s.score_rows;
-  const float* scores = reinterpret_cast<const float*>(s.scores);
+  float* scores = reinterpret_cast<float*>(s.scores);
   if constexpr (N::kPair == 1) weight_rows = products.x, score_rows = scores = products.y;
   if (to.keys) {
     float* value_sums = to.value_sums + (span.j0 - to.first) * plan.padded_V;
     float* key_sums = to.key_sums + (span.j0 - to.first) * plan.padded_D;
-    add_product<N>(weight_rows, R, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
-    add_product<N>(score_rows, R, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
+    add_product<N>(weight_rows, pitch, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
+    add_product<N>(score_rows, pitch, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
   }
   if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
 }
@@ -147,17 +147,21 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   for (int i = 0; i < blocks; ++i) HW_BY_VECTORS(s.rows[i].n, begin_block, p, g, plan, to.b, i, s);
   BackwardTile tile;
   const auto load = [&](int64_t j0, int n) { load_tile<N>(p, to.b, to.kv_head, j0, n, s, tile); };
-  const auto span_of = [&](int i, int64_t j0, int n) { return attended_span(p, to.b, s.rows[i], j0, n, N::kPair); };
+  const auto span_of = [&](int i, int64_t j0, int n) { return attended_span(p, to.b, s.rows[i], j0, n, N::kStep); };
   if (plan.by_row && !s.block[0].one_tile) {
     start_recompute(s);
-    walk_blocks<kBackwardTile, N::kPair>(p, to.b, to.kv_head, reach, 1, span_of, load, [&](int, const KeySpan& span) {
-      HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, span, s);
-    });
+    walk_blocks<kBackwardTile, N::kStep>(p, to.b, to.kv_head, reach, 1, span_of, load,
+                                         [&](int, const KeySpan& span, NextTile& next) {
+                                           next.rest();
+                                           HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, span, s);
+                                         });
     finish_recompute(p, 0, s);
   }
-  walk_blocks<kBackwardTile, N::kPair>(
-      p, to.b, to.kv_head, reach, blocks, span_of, load,
-      [&](int i, const KeySpan& span) { HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s); });
+  walk_blocks<kBackwardTile, N::kStep>(p, to.b, to.kv_head, reach, blocks, span_of, load,
+                                       [&](int i, const KeySpan& span, NextTile& next) {
+                                         next.rest();
+                                         HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s);
+                                       });
   for (int i = 0; i < blocks && to.queries; ++i) HW_BY_VECTORS(s.rows[i].n, end_block, p, g, plan, to, i, s);
 }
 

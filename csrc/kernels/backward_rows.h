@@ -64,14 +64,15 @@ struct BackwardScratch {
       BackwardBlock<N> one;
       one.query = arena.take<typename N::Query>(N::depth(p.D) * kRows);
       one.dout = arena.take<typename N::Query>(N::depth(p.V) * kRows);
-      one.query_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.padded_D);
-      one.dout_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.padded_V);
+      one.query_rows = arena.take<typename N::Query>(row_pitch<N>(kRows) / N::kPair * plan.padded_D);
+      one.dout_rows = arena.take<typename N::Query>(row_pitch<N>(kRows) / N::kPair * plan.padded_V);
       one.sums = arena.take<float>(p.D * kRows);
       if (arena.base != nullptr) block[i] = one;
     }
     products.x = arena.take<float>(floats), products.y = arena.take<float>(floats);
     products.capped = arena.take<float>(floats), products.keep = arena.take<float>(floats);
-    weight_rows = arena.take<typename N::Key>(cells), score_rows = arena.take<typename N::Key>(cells);
+    const int64_t rows_cells = kBackwardTile * row_pitch<N>(kRows);
+    weight_rows = arena.take<typename N::Key>(rows_cells), score_rows = arena.take<typename N::Key>(rows_cells);
     scores = arena.take<typename N::Weight>(cells);
     key_copy = arena.take<float>(kBackwardTile * pitch_of(p.D));
     value_copy = arena.take<float>(kBackwardTile * pitch_of(p.V));

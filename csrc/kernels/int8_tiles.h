@@ -34,6 +34,22 @@ static inline int64_t bytes_to_rows(const Tensor4& x, int64_t b, int64_t kv_head
   return padded;
 }
 
+// The same for columns by keys.
+static inline void bytes_to_columns(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                                    int64_t pitch, uint16_t* copy, char* spare) {
+  const int64_t padded = round_up(width, W);
+  int8_t bytes[kTileStep];
+  columns_of_keys(n, width, pitch, copy, [&](int j, int place) -> const uint16_t* {
+    uint16_t* to = reinterpret_cast<uint16_t*>(spare) + place * padded;
+    const int8_t* row = reinterpret_cast<const int8_t*>(at(x, b, kv_head, j0 + j));
+    for (int64_t d = 0; d < padded; d += W) {
+      for (int64_t i = 0; i < W; ++i) bytes[i] = d + i < width ? row[(d + i) * x.stride[3]] : int8_t{0};
+      store_bf16_fast(to + d, load_i8(x.stride[3] == 1 && d + W <= width ? row + d : bytes));
+    }
+    return to;
+  });
+}
+
 // The rows of n values in pairs of keys: [key / 2][column], the even key in the low half. `spare` has room for two.
 static inline void bytes_to_pairs(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
                                   uint32_t* copy, int64_t pitch, char* spare) {

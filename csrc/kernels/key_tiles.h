@@ -141,8 +141,23 @@ struct KeyTile {
   int n;
   KeyRows key, value;
   BadKeys bad;
+  bool searched;                                             // for bad keys; else there seem to be none
   const float *key_scale = nullptr, *value_scale = nullptr;  // where `kScaled`
 };
+
+// Columns of x by keys, [column][key]. `spare` has room for W rows of floats.
+static inline KeyRows key_columns(const Tensor4& x, int64_t b, int64_t kv_head, const KeyTile& tile, int64_t width,
+                                  uint16_t* copy, uint16_t* spare) {
+  const int64_t padded = round_up(width, W), pitch = column_pitch(tile.n);
+  columns_of_keys(tile.n, width, pitch, copy, [&](int j, int place) -> const uint16_t* {
+    if (tile.bad.any && tile.bad.is[j]) return nullptr;
+    const char* row = at(x, b, kv_head, tile.j0 + j);
+    if (x.stride[3] == 1) return reinterpret_cast<const uint16_t*>(row);
+    copy_halves(spare + place * padded, row, x.stride[3], width, width);
+    return spare + place * padded;
+  });
+  return {reinterpret_cast<const char*>(copy), pitch};
+}
 
 // The keys or values of a tile, a row each, in the format N.
 template <class N>
@@ -160,22 +175,16 @@ static inline KeyRows tile_rows(const Tensor4& x, int64_t b, int64_t kv_head, co
 template <class N>
 static inline KeyRows tile_pairs(const Tensor4& x, int64_t b, int64_t kv_head, const KeyTile& tile, int64_t width,
                                  bool in_place, float* copy, char* spare) {
-  if constexpr (N::kPair == 2) {
+  if constexpr (N::kTiles) {
+    return key_columns(x, b, kv_head, tile, width, reinterpret_cast<uint16_t*>(copy),
+                       reinterpret_cast<uint16_t*>(spare));
+  } else if constexpr (N::kPair == 2) {
     (void)in_place;
     return paired_rows(x, b, kv_head, tile.j0, tile.n, width, tile.bad, reinterpret_cast<uint32_t*>(copy),
                        reinterpret_cast<uint16_t*>(spare));
   } else {
     (void)spare;
     return float_rows(x, b, kv_head, tile.j0, tile.n, width, tile.bad, in_place, copy);
-  }
-}
-
-// Prefetches the rows j0 <= j < j1 of x.
-static inline void prefetch_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int64_t j1, int64_t width) {
-  const int64_t bytes = x.stride[3] == 1 ? width * size_of(x.dtype) : 0;
-  for (int64_t j = j0; j < j1; ++j) {
-    const char* row = at(x, b, kv_head, j);
-    for (int64_t line = 0; line < bytes; line += 64) HW_PREFETCH_NEAR(row + line);
   }
 }
 
@@ -186,18 +195,23 @@ static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_
   }
 }
 
-// X^T of a block's rows of x: W rows at a time are copied side by side, then transposed. Bad rows become zeros.
+// X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors of floats as they lie, others from
+// a copy. Bad rows become zeros.
 template <class N, int NV>
 static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
                                    typename N::Query* out, char* spare) {
   constexpr int R = NV * W;
   const int64_t depth = N::depth(width), padded = round_up(depth, W);
+  const bool in_place = N::kPair == 1 && x.dtype == Dtype::f32 && x.stride[3] == 1 && width % W == 0;
   float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` elements of 32 bits
   for (int v = 0; v < NV; ++v) {
+    const float* from[W];
     for (int i = 0; i < W; ++i) {
       const int r = v * W + i;
       const char* row = at(x, b, rows.h[r], rows.t[r]);
       const int64_t copied = r >= rows.n || rows.query_bad[r] ? 0 : width;
+      from[i] = in_place && copied > 0 ? reinterpret_cast<const float*>(row) : lanes + i * padded;
+      if (in_place && copied > 0) continue;
       if constexpr (N::kPair == 2) {
         copy_halves(reinterpret_cast<uint16_t*>(lanes + i * padded), row, x.stride[3], copied, 2 * padded);
       } else {
@@ -207,7 +221,7 @@ static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
     for (int64_t d = 0; d < depth; d += W) {
       F y[W];
       HW_UNROLL
-      for (int i = 0; i < W; ++i) y[i] = load(lanes + i * padded + d);
+      for (int i = 0; i < W; ++i) y[i] = load(from[i] + d);
       transpose(y);
       const int64_t last = min(W, depth - d);
       float* to = reinterpret_cast<float*>(out) + d * R + v * W;

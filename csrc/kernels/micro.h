@@ -2,6 +2,7 @@
 // vertical, and nothing is summed across lanes. Elements of K and V are broadcast from memory.
 #pragma once
 
+#include "kernels/amx_tiles.h"
 #include "kernels/masks.h"
 
 namespace headwise {
@@ -13,8 +14,10 @@ struct Float32 {
   using Key = float;
   using Weight = float;
   using Value = float;
-  static constexpr int kPair = 1;    // elements in a step of the depth
-  static constexpr int kDegree = 6;  // of the polynomial for 2^x
+  static constexpr int kPair = 1;        // elements in a step of the depth
+  static constexpr int kStep = 1;        // keys are weighed in groups of so many, from multiples of it
+  static constexpr bool kTiles = false;  // products are those of micro_amx.h
+  static constexpr int kDegree = 6;      // of the polynomial for 2^x
 
   HW_INLINE int64_t depth(int64_t D) { return D; }
   HW_INLINE F times(F acc, const float* lanes, F b) { return fma(load(lanes), b, acc); }
@@ -29,6 +32,8 @@ struct Bfloat16 {
   using Weight = uint32_t;
   using Value = uint32_t;
   static constexpr int kPair = 2;
+  static constexpr int kStep = kHasAmx ? kTileStep : 2;
+  static constexpr bool kTiles = kHasAmx;
   static constexpr int kDegree = 4;
 
   HW_INLINE int64_t depth(int64_t D) { return (D + 1) / 2; }
@@ -40,10 +45,23 @@ struct Bfloat16 {
 template <class Run>
 static inline void with_format(const Problem& p, const Run& run) {
   if constexpr (kHasBf16) {
-    if (p.dtype() == Dtype::bf16 && !p.bytes()) return run(Bfloat16{});
+    if (p.dtype() == Dtype::bf16 && !p.bytes()) {
+      [[maybe_unused]] const TileUnit tiles;
+      return run(Bfloat16{});
+    }
   }
   run(Float32{});
 }
+
+// A number that a function takes as a type.
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
+// Steps of the depth in a turn of a loop. Intel's CPUs do not foresee the end of so long a loop with 1; with the narrow
+// vectors of AVX2 more are slower.
+constexpr int kSteps = W >= 16 ? 8 : 1;
 
 // acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
 template <class N, int NV, int U>
@@ -54,20 +72,103 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
     HW_UNROLL
     for (int v = 0; v < NV; ++v) acc[u][v] = zero();
   }
-  for (int64_t d = 0; d < depth; ++d) {
+  const auto step = [&](int64_t d) HW_LAMBDA {
     HW_UNROLL
     for (int u = 0; u < U; ++u) {
       const F b = N::broadcast(k + u * stride + d * N::kPair);
       HW_UNROLL
       for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], lanes + d * pitch + v * W, b);
     }
+  };
+  const int64_t whole = depth / kSteps * kSteps;
+  for (int64_t d = 0; d < whole; d += kSteps) {
+    HW_UNROLL
+    for (int i = 0; i < kSteps; ++i) step(d + i);
+  }
+  for (int64_t d = whole; d < depth; ++d) step(d);
+}
+
+// Rows that are read next: a few lines are prefetched beside each few products. Many at once would wait for one
+// another.
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+  // The rows from <= j < to of x, in so many steps.
+  RowsAhead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t from, int64_t to, int64_t width, int64_t steps) {
+    row_ = at(x, b, kv_head, from), pitch_ = x.stride[2] * size_of(x.dtype);
+    lines_ = x.stride[3] == 1 ? (width * size_of(x.dtype) + 63) / 64 : 0;
+    left_ = lines_ * max(to - from, 0), each_ = (left_ + steps - 1) / steps;
+  }
+  HW_MEMBER void step() { prefetch(min(each_, left_)); }
+  void rest() { prefetch(left_); }
+
+ private:
+  HW_MEMBER void prefetch(int64_t n) {
+    left_ -= n;
+    for (; n > 0; --n) {
+      HW_PREFETCH_NEAR(row_ + line_ * 64);
+      if (++line_ == lines_) line_ = 0, row_ = offset(row_, pitch_);
+    }
+  }
+  const char* row_ = nullptr;
+  int64_t pitch_ = 0, lines_ = 0, line_ = 0, left_ = 0, each_ = 0;
+};
+
+constexpr int kGroup = 8;  // keys whose greatest score is noted
+
+// What is noted of a tile's scores while they are in registers: each row's greatest of a group of keys, and the sum
+// over all keys of W rows, which is not finite where a key is not.
+struct Noted {
+  alignas(64) float top[kTile / kGroup * kRows];  // [group][row]
+  alignas(64) float sum[W];
+  RowsAhead next;  // keys
+
+  explicit Noted(const RowsAhead& keys) : next(keys) {
+    for (int r = 0; r < W; ++r) sum[r] = 0.0f;
+  }
+  bool finite() const { return floats_are_finite(sum, W); }
+  // Of the scores of U keys from the j-th on, all in one group.
+  template <int NV, int U>
+  HW_MEMBER void add(int64_t j, const F (*x)[NV]) {
+    F all = load(sum);
+    HW_UNROLL
+    for (int u = 0; u < U; ++u) all = headwise::HW_ISA::add(all, x[u][0]);
+    store(sum, all);
+    float* to = top + j / kGroup * (NV * W);
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) {
+      F best = j % kGroup == 0 ? x[0][v] : max(load(to + v * W), x[0][v]);
+      HW_UNROLL
+      for (int u = 1; u < U; ++u) best = max(best, x[u][v]);
+      store(to + v * W, best);
+    }
+  }
+};
+
+// The same of scores that have been stored.
+template <int NV>
+static inline void note_stored(const float* x, int64_t keys, Noted& noted) {
+  constexpr int R = NV * W;
+  int64_t j = 0;
+  for (; j + kGroup <= keys; j += kGroup) {
+    F rows[kGroup][NV];
+    HW_UNROLL
+    for (int i = 0; i < kGroup * NV; ++i) rows[i / NV][i % NV] = load(x + j * R + i * W);
+    noted.template add<NV, kGroup>(j, rows);
+  }
+  for (; j < keys; ++j) {
+    F row[1][NV];
+    for (int v = 0; v < NV; ++v) row[0][v] = load(x + j * R + v * W);
+    noted.template add<NV, 1>(j, row);
   }
 }
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys and NV vectors of rows; added to x unless `First`.
-template <class N, int NV, int U, bool First>
+// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys from the j-th on and NV vectors of rows; added to x
+// unless `First`. What becomes of x is noted if `Notes`.
+template <class N, int NV, int U, bool First, bool Notes>
 static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
-                      int64_t stride, float* HW_RESTRICT x) {
+                      int64_t stride, float* HW_RESTRICT x, [[maybe_unused]] int64_t j,
+                      [[maybe_unused]] Noted* HW_RESTRICT noted) {
   constexpr int R = NV * W;
   F acc[U][NV];
   multiply<N, NV, U>(acc, q, R, depth, k, stride);
@@ -76,9 +177,11 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
       float* to = x + u * R + v * W;
-      store(to, First ? acc[u][v] : add(load(to), acc[u][v]));
+      if constexpr (!First) acc[u][v] = add(load(to), acc[u][v]);
+      store(to, acc[u][v]);
     }
   }
+  if constexpr (Notes) noted->template add<NV, U>(j, acc);
 }
 
 // O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * v[key][u], for U columns.
@@ -112,17 +215,21 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
   }
 }
 
-template <class N, int NV, bool First>
+template <class N, int NV, bool First, bool Notes>
 static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
-                                     int64_t stride, int64_t keys, float* x) {
+                                     int64_t stride, int64_t keys, float* x, Noted* noted) {
   constexpr int R = NV * W;
+  const auto products = [&](auto u, int64_t j) {
+    if constexpr (Notes) noted->next.step();
+    qk<N, NV, decltype(u)::value, First, Notes>(q, depth, k + j * stride, stride, x + j * R, j, noted);
+  };
   int64_t j = 0;
-  for (; j + kUnroll <= keys; j += kUnroll) qk<N, NV, kUnroll, First>(q, depth, k + j * stride, stride, x + j * R);
+  for (; j + kUnroll <= keys; j += kUnroll) products(Number<kUnroll>{}, j);
   if constexpr (kUnroll > 4) {
-    for (; j + 4 <= keys; j += 4) qk<N, NV, 4, First>(q, depth, k + j * stride, stride, x + j * R);
+    for (; j + 4 <= keys; j += 4) products(Number<4>{}, j);
   }
-  for (; j + 2 <= keys; j += 2) qk<N, NV, 2, First>(q, depth, k + j * stride, stride, x + j * R);
-  if (j < keys) qk<N, NV, 1, First>(q, depth, k + j * stride, stride, x + j * R);
+  for (; j + 2 <= keys; j += 2) products(Number<2>{}, j);
+  if (j < keys) products(Number<1>{}, j);
 }
 
 // The head dim is summed in pieces: a long chain of additions rounds more, and a piece of Q^T stays in the L1 cache.
@@ -130,19 +237,34 @@ constexpr int64_t kPiece = 128;
 
 template <class N, int NV>
 static inline void key_products(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                                int64_t keys, float* x, int64_t piece = kPiece) {
-  products_of_piece<N, NV, true>(q, min(depth, piece), k, stride, keys, x);
-  for (int64_t d = piece; d < depth; d += piece) {
-    products_of_piece<N, NV, false>(q + d * NV * W, min(depth - d, piece), k + d * N::kPair, stride, keys, x);
+                                int64_t keys, float* x, int64_t piece = kPiece, Noted* noted = nullptr) {
+  if constexpr (N::kTiles) {
+    tile_key_products<NV>(q, depth, k, stride, keys, x);
+    if (noted != nullptr) note_stored<NV>(x, keys, *noted);
+    return;
   }
+  const auto add_piece = [&](auto first, int64_t d) {
+    constexpr bool kFirst = decltype(first)::value == 0;
+    const int64_t n = min(depth - d, piece);
+    if (noted != nullptr && d + piece >= depth) {
+      products_of_piece<N, NV, kFirst, true>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, noted);
+    } else {
+      products_of_piece<N, NV, kFirst, false>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, nullptr);
+    }
+  };
+  add_piece(Number<0>{}, 0);
+  for (int64_t d = piece; d < depth; d += piece) add_piece(Number<1>{}, d);
 }
 
 template <class N, int NV>
 static inline void add_values(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
-                              int64_t stride, int64_t V, const float* rescale, float* out) {
+                              int64_t stride, int64_t V, const float* rescale, float* out, RowsAhead* next = nullptr) {
   constexpr int R = NV * W;
   int64_t u = 0;
-  for (; u + kUnroll <= V; u += kUnroll) pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
+  for (; u + kUnroll <= V; u += kUnroll) {
+    if (next != nullptr) next->step();
+    pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
+  }
   if constexpr (kUnroll > 4) {
     for (; u + 4 <= V; u += 4) pv<N, NV, 4>(weights, keys, value + u, stride, rescale, out + u * R);
   }
@@ -152,18 +274,21 @@ static inline void add_values(const typename N::Weight* weights, int64_t keys, c
 
 // The online softmax of one tile, in place: x[key][row] becomes the weights 2^(c (x - row_max)). `row_max` is the
 // greatest x so far, `row_sum` the sum of weights; `rescale` is the factor from the old maximum to the new one. `c` > 0
-// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. The
-// difference is taken first, so that the greatest score has the weight 1 exactly.
+// is log2(e) times the scale that x still lacks. `as_pairs`: store weights in the format N, else as floats. `top`,
+// unless null, has the greatest x of each group of keys. The difference is taken first, so that the greatest score has
+// the weight 1 exactly.
 template <class N, int NV>
 static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTRICT row_max, float* HW_RESTRICT row_sum,
-                                float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs) {
+                                float* HW_RESTRICT rescale, [[maybe_unused]] bool as_pairs, const float* top) {
   constexpr int R = NV * W;
   F peak[NV], sum[NV];
+  const float* of = top != nullptr ? top : x;
+  const int64_t n = top != nullptr ? (keys + kGroup - 1) / kGroup : keys;
   HW_UNROLL
-  for (int v = 0; v < NV; ++v) peak[v] = load(x + v * W), sum[v] = zero();
-  for (int64_t j = 1; j < keys; ++j) {
+  for (int v = 0; v < NV; ++v) peak[v] = load(of + v * W), sum[v] = zero();
+  for (int64_t j = 1; j < n; ++j) {
     HW_UNROLL
-    for (int v = 0; v < NV; ++v) peak[v] = max(peak[v], load(x + j * R + v * W));
+    for (int v = 0; v < NV; ++v) peak[v] = max(peak[v], load(of + j * R + v * W));
   }
   const F scale = set1(c), none = set1(-kInf);
   HW_UNROLL
@@ -173,35 +298,39 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
     peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
     store(rescale + v * W, exp2<6>(mul(sub(before, peak[v]), scale)));
   }
-  const auto weight = [&](int64_t j, int v) {
-    return exp2<N::kDegree>(mul(sub(load(x + j * R + v * W), peak[v]), scale));
+  const auto weigh = [&](int64_t j, F* w) HW_LAMBDA {
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) w[v] = mul(sub(load(x + j * R + v * W), peak[v]), scale);
+    exp2_each<N::kDegree, NV>(w);
   };
   int64_t j = 0;
   if constexpr (N::kPair == 2) {
     if (as_pairs) {
       uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // pair j is stored below the scores still to be read
-      for (; j + 1 < keys; j += 2) {
+      for (; j < keys; j += 2) {
+        F a[NV], b[NV];
+        weigh(j, a);
+        if (j + 1 < keys) {
+          weigh(j + 1, b);
+        } else {
+          HW_UNROLL
+          for (int v = 0; v < NV; ++v) b[v] = zero();
+        }
         HW_UNROLL
         for (int v = 0; v < NV; ++v) {
-          const F a = weight(j, v), b = weight(j + 1, v);
-          sum[v] = add(sum[v], add(a, b));
-          store_pairs(pairs + j / 2 * R + v * W, a, b);
+          sum[v] = add(sum[v], add(a[v], b[v]));
+          store_pairs(pairs + j / 2 * R + v * W, a[v], b[v]);
         }
       }
-      for (int v = 0; v < NV && j < keys; ++v) {
-        const F a = weight(j, v);
-        sum[v] = add(sum[v], a);
-        store_pairs(pairs + j / 2 * R + v * W, a, zero());
-      }
-      j = keys;
     }
   }
   for (; j < keys; ++j) {
+    F a[NV];
+    weigh(j, a);
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
-      const F a = weight(j, v);
-      sum[v] = add(sum[v], a);
-      store(x + j * R + v * W, a);
+      sum[v] = add(sum[v], a[v]);
+      store(x + j * R + v * W, a[v]);
     }
   }
   HW_UNROLL

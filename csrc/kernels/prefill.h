@@ -45,10 +45,14 @@ struct PrefillScratch {
 // Bytes as bfloat16, and their scales; those of bad keys are 0.
 template <class N>
 static inline void load_byte_tile(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
-  const int64_t j0 = tile.j0, pitch = pitch_of(p.V);
+  const int64_t j0 = tile.j0, pitch = N::kTiles ? column_pitch(tile.n) : pitch_of(p.V);
   uint16_t* keys = reinterpret_cast<uint16_t*>(s.key_copy);
   tile.key = {reinterpret_cast<const char*>(keys), bytes_to_rows(p.key, b, kv_head, j0, tile.n, p.D, keys, s.spare)};
-  bytes_to_pairs(p.value, b, kv_head, j0, tile.n, p.V, reinterpret_cast<uint32_t*>(s.value_copy), pitch, s.spare);
+  if constexpr (N::kTiles) {
+    bytes_to_columns(p.value, b, kv_head, j0, tile.n, p.V, pitch, reinterpret_cast<uint16_t*>(s.value_copy), s.spare);
+  } else {
+    bytes_to_pairs(p.value, b, kv_head, j0, tile.n, p.V, reinterpret_cast<uint32_t*>(s.value_copy), pitch, s.spare);
+  }
   tile.value = {reinterpret_cast<const char*>(s.value_copy), pitch};
   load_key_scales(p.key_scale, b, kv_head, j0, tile.n, tile.bad.from(0), s.key_scale);
   load_key_scales(p.value_scale, b, kv_head, j0, tile.n, tile.bad.from(0), s.value_scale);
@@ -56,10 +60,9 @@ static inline void load_byte_tile(const Problem& p, int64_t b, int64_t kv_head, 
 }
 
 template <class N>
-static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n, PrefillScratch<N>& s,
-                             KeyTile& tile) {
-  tile.j0 = j0, tile.n = n;
-  tile.bad.find(p, b, kv_head, j0, n);
+static inline void read_tile(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
+  const int64_t j0 = tile.j0;
+  const int n = tile.n;
   if constexpr (kScaled<N>) {
     load_byte_tile(p, b, kv_head, s, tile);
     return;
@@ -70,6 +73,53 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
     scale_rows(s.key_copy, pitch_of(p.D), p.key_scale, b, kv_head, j0, n, p.D);
     scale_rows(s.value_copy, pitch_of(p.V), p.value_scale, b, kv_head, j0, n, p.V);
   }
+}
+
+// A tile as it lies in memory; unless `careful` nothing is searched for NaN and Inf, which would read all of it once
+// more.
+template <class N>
+static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n, bool careful,
+                             PrefillScratch<N>& s, KeyTile& tile) {
+  tile.j0 = j0, tile.n = n, tile.bad.any = false;
+  tile.searched = careful || p.bytes();
+  if (tile.searched) tile.bad.find(p, b, kv_head, j0, n);
+  read_tile<N>(p, b, kv_head, s, tile);
+}
+
+// Reads a tile again whose scores are not finite, so that bad keys are zeros. False where none is bad.
+template <class N>
+static inline bool search_tile(const Problem& p, int64_t b, int64_t kv_head, PrefillScratch<N>& s, KeyTile& tile) {
+  if (tile.searched) return false;
+  tile.searched = true;
+  tile.bad.find(p, b, kv_head, tile.j0, tile.n);
+  if (tile.bad.any) read_tile<N>(p, b, kv_head, s, tile);
+  return tile.bad.any;
+}
+
+// The scores of a block of rows, as the softmax takes them. Where they are not finite, search() looks for bad keys and
+// says whether the tile has changed. Gives the greatest score of each group of keys, or null where more was done to
+// them than products.
+template <class N, int NV, class Search>
+static inline const float* searched_scores(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span,
+                                           const typename N::Query* query, QueryRows& rows, float* x, Noted& noted,
+                                           const Search& search) {
+  block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted);
+  if (!noted.finite() && search()) {
+    noted = Noted(noted.next);
+    block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted);
+  }
+  return span.kind == TileKind::full && !scales_first(p) && !kScaled<N> ? noted.top : nullptr;
+}
+
+// Whether W rows of a block have finite sums. Where a value that the block reads has a NaN or Inf, none of them has: a
+// weight of 0 times it is NaN.
+template <class N, int NV>
+static inline void look_at_sums(const float* sums, int64_t V, bool& finite) {
+  F sum = zero();
+  for (int64_t d = 0; d < V; ++d) sum = add(sum, load(sums + d * NV * W));
+  float of_rows[W];
+  store(of_rows, sum);
+  finite &= floats_are_finite(of_rows, W);
 }
 
 // Places the rows of a block, packs its queries and clears its sums.
@@ -83,21 +133,23 @@ static inline void start_block(const Problem& p, int64_t b, int64_t kv_head, int
 }
 
 // One block of rows against one tile.
-template <class N, int NV>
+template <class N, int NV, class Search>
 static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span, int block,
-                                PrefillScratch<N>& s) {
+                                PrefillScratch<N>& s, NextTile& next, const Search& search) {
   QueryRows& rows = s.rows[block];
-  block_scores<N, NV>(p, b, tile, span, s.query[block], rows, true, s.scores);
+  Noted noted(next.key);
+  const float* top = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, noted, search);
   const bool drops = p.dropout > 0.0f;
   softmax_tile<N, NV>(s.scores, span.n, softmax_scale(p) * kLog2e, s.row_max + block * kRows, s.row_sum + block * kRows,
-                      s.rescale, !drops && !kScaled<N>);
+                      s.rescale, !drops && !kScaled<N>, top);
   if (drops) drop_tile<1, NV * W>(p, b, rows, span.j0, span.n, s.scores);
   if constexpr (kScaled<N>) {
     pack_scaled_weights<NV>(s.scores, tile.value_scale + (span.j0 - tile.j0), span.n);
   } else if (drops) {
     pack_weights<N, NV>(s.scores, span.n);
   }
-  block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block]);
+  next.key = noted.next;
+  block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block], &next.value);
 }
 
 template <class N, int NV>
@@ -116,8 +168,9 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
   }
 }
 
+// An item. Unless `careful`, false and no result where a value may be bad.
 template <class N>
-static void run_prefill(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+static bool attend_item(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch, bool careful) {
   Arena arena{scratch};
   const Item item(p, plan, group);
   const int64_t b = item.b, kv_head = item.kv_head;
@@ -130,14 +183,28 @@ static void run_prefill(const Problem& p, const Plan& plan, int64_t group, int64
   const Reach reach = all.within(split * plan.keys_per_split, (split + 1) * plan.keys_per_split);
   KeyTile tile;
   PageTable pages(p);
-  walk_blocks<kTile, N::kPair>(
+  walk_blocks<kTile, N::kStep>(
       p, b, kv_head, reach, item.blocks,
-      [&](int i, int64_t j0, int n) { return attended_span(p, b, s.rows[i], j0, n, N::kPair); },
-      [&](int64_t j0, int n) { load_tile<N>(pages.tile(b, j0), b, kv_head, j0, n, s, tile); },
-      [&](int i, const KeySpan& span) { HW_BY_VECTORS(s.rows[i].n, prefill_tile, p, b, tile, span, i, s); });
+      [&](int i, int64_t j0, int n) { return attended_span(p, b, s.rows[i], j0, n, N::kStep); },
+      [&](int64_t j0, int n) { load_tile<N>(pages.tile(b, j0), b, kv_head, j0, n, careful, s, tile); },
+      [&](int i, const KeySpan& span, NextTile& next) {
+        const auto search = [&] { return search_tile<N>(pages.tile(b, tile.j0), b, kv_head, s, tile); };
+        HW_BY_VECTORS(s.rows[i].n, prefill_tile, p, b, tile, span, i, s, next, search);
+      });
+  bool finite = true;
+  for (int i = 0; i < item.blocks && !careful; ++i) {
+    HW_BY_VECTORS(s.rows[i].n, look_at_sums, s.sums[i], p.V, finite);
+  }
+  if (!finite) return false;
   for (int i = 0; i < item.blocks; ++i) {
     HW_BY_VECTORS(s.rows[i].n, finish_block, p, plan, b, kv_head, item.first + i * kRows, split, i, reach, s);
   }
+  return true;
+}
+
+template <class N>
+static void run_prefill(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+  if (!attend_item<N>(p, plan, group, split, scratch, false)) attend_item<N>(p, plan, group, split, scratch, true);
 }
 
 }  // namespace HW_ISA

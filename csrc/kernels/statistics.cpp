@@ -5,6 +5,7 @@
 
 #include "deal.h"
 #include "driver.h"
+#include "packed_keys.h"
 
 namespace headwise {
 namespace {
@@ -36,9 +37,11 @@ void merge_parts(const Problem& p, const Plan& plan, const Statistics& s, int64_
 
 }  // namespace
 
-void attend_statistics(const Problem& p, Statistics s) {
+void attend_statistics(const Problem& call, Statistics s) {
   const Kernels& set = kernels();
-  const int64_t workers = workers_for(estimate(p));
+  const int64_t workers = workers_for(estimate(call));
+  const PackedKeys packed(call, workers);
+  const Problem& p = packed.call();
   const Deal deal = deal_rows(p, set.plan_statistics(p, s), workers, false);  // parts are summed by item
   const Plan& plan = deal.plan;
   const int64_t items = plan.groups(p), heads = p.B * p.K;

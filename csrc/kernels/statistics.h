@@ -101,17 +101,18 @@ static inline void reload_keys(const Problem& p, int64_t b, int64_t kv_head, Pre
 }
 
 // One block of rows against one tile. `bad_key` is filled where the tile has a NaN or Inf.
-template <class N, int NV>
+template <class N, int NV, class Search>
 static inline void statistics_tile(const Problem& p, const Statistics& s, int64_t b, const KeyTile& tile,
                                    const BadKeys& bad_key, const KeySpan& span, int block,
-                                   StatisticsScratch<N>& scratch) {
+                                   StatisticsScratch<N>& scratch, NextTile& next, const Search& search) {
   constexpr int R = NV * W;
   PrefillScratch<N>& own = scratch.block;
   QueryRows& rows = own.rows[block];
   RowSums& t = scratch.sums[block];
   const int n = span.n;
   float* x = own.scores;
-  block_scores<N, NV>(p, b, tile, span, own.query[block], rows, true, x);
+  Noted noted(next.key);
+  const float* top = searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, search);
   for (int j = 0; tile.bad.any && j < n; ++j) {
     for (int r = 0; r < rows.n; ++r) t.key_bad[r] |= bad_key.is[span.j0 - tile.j0 + j] && x[j * R + r] != -kInf;
   }
@@ -125,7 +126,7 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
   const TileDistances to_keys(t, rows, span.j0, n);
   Bins bins{s.bins, p.S, span.j0, n, 0, 0};
   bins.enter(span.j0 * s.bins / p.S);
-  update_maxima<NV>(x, n, c, span.j0, row_max, row_sum, own.rescale, rows, t);
+  update_maxima<NV>(x, n, top, c, span.j0, row_max, row_sum, own.rescale, rows, t);
   if (to_keys.across) {
     sum_weights<N, NV, true>(x, n, c, as_pairs, row_max, row_sum, own.rescale, to_keys, bins, t);
   } else {
@@ -136,7 +137,8 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
     add_values<Float32, NV>(x, n, features, s.features_stride[1], s.F, own.rescale, t.features);
     pack_weights<N, NV>(x, n);
   }
-  if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.rescale, own.sums[block]);
+  next.key = noted.next;
+  if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.rescale, own.sums[block], &next.value);
 }
 
 // Rescales the bins to the last maximum, and turns the scores of picks into weights relative to it.
@@ -229,8 +231,10 @@ static inline void finish_statistics(const Problem& p, const Plan& plan, const S
   finish_block<N, NV>(p, plan, item.b, item.kv_head, item.first + block * kRows, 0, block, reach, scratch.block);
 }
 
+// An item. Unless `careful`, false and no result where a value may be bad.
 template <class N>
-static void run_statistics_of(const Problem& p, const Plan& plan, const Statistics& s, int64_t group, char* memory) {
+static bool run_statistics_of(const Problem& p, const Plan& plan, const Statistics& s, int64_t group, char* memory,
+                              bool careful) {
   Arena arena{memory};
   const Item item(p, plan, group);
   const int64_t b = item.b, kv_head = item.kv_head;
@@ -246,24 +250,39 @@ static void run_statistics_of(const Problem& p, const Plan& plan, const Statisti
   }
   KeyTile tile;
   BadKeys bad_key;
-  walk_blocks<kTile, N::kPair>(
+  walk_blocks<kTile, N::kStep>(
       p, b, kv_head, reach, item.blocks,
-      [&](int i, int64_t j0, int n) { return key_span(p, b, own.rows[i], j0, n, N::kPair); },
+      [&](int i, int64_t j0, int n) { return key_span(p, b, own.rows[i], j0, n, N::kStep); },
       [&](int64_t j0, int n) {
-        load_tile<N>(p, b, kv_head, j0, n, own, tile);
+        load_tile<N>(p, b, kv_head, j0, n, careful, own, tile);
         if (tile.bad.any) reload_keys<N>(p, b, kv_head, own, tile, bad_key);
       },
-      [&](int i, const KeySpan& span) {
-        HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch);
+      [&](int i, const KeySpan& span, NextTile& next) {
+        const auto search = [&] {
+          const bool changed = search_tile<N>(p, b, kv_head, own, tile);
+          if (changed) reload_keys<N>(p, b, kv_head, own, tile, bad_key);
+          return changed;
+        };
+        HW_BY_VECTORS(own.rows[i].n, statistics_tile, p, s, b, tile, bad_key, span, i, scratch, next, search);
       });
+  bool finite = true;
+  for (int i = 0; i < item.blocks && !careful; ++i) {
+    HW_BY_VECTORS(own.rows[i].n, look_at_sums, own.sums[i], p.V, finite);
+  }
+  if (!finite) return false;
   for (int i = 0; i < item.blocks; ++i) {
     HW_BY_VECTORS(own.rows[i].n, finish_statistics, p, plan, s, item, i, reach, totals, scratch);
   }
+  return true;
 }
 
 static void run_statistics(const Problem& p, const Plan& plan, const Statistics& s, int64_t group, char* scratch) {
   const FlushDenormals flush;
-  with_format(p, [&](auto format) { run_statistics_of<decltype(format)>(p, plan, s, group, scratch); });
+  with_format(p, [&](auto format) {
+    using N = decltype(format);
+    if (!run_statistics_of<N>(p, plan, s, group, scratch, false))
+      run_statistics_of<N>(p, plan, s, group, scratch, true);
+  });
 }
 
 }  // namespace HW_ISA

@@ -9,7 +9,6 @@ namespace headwise {
 namespace HW_ISA {
 
 constexpr float kMinLog2 = -200.0f;  // log2 of a weight that is 0: 0 times it is 0, where -inf would give NaN
-constexpr int kGroup = 8;            // keys of a group whose maximum is taken at once
 constexpr float kNoWeight = -1.0f;   // of a pick that no row may attend
 
 // Running sums of a block's rows. The weights are relative to the greatest score so far, as those of O^T.
@@ -46,23 +45,24 @@ struct TileDistances {
   }
 };
 
-// The greatest score of each row, and the group of keys that has it first.
+// The greatest score of each row, and the group of keys that has it first. `top`, unless null, has the greatest of each
+// group.
 template <int NV>
-static inline void group_maxima(const float* x, int n, F* peak, F* group) {
+static inline void group_maxima(const float* x, int n, const float* top, F* peak, F* group) {
   constexpr int R = NV * W;
   HW_UNROLL
   for (int v = 0; v < NV; ++v) peak[v] = set1(-kInf), group[v] = zero();
   for (int g = 0; g < n; g += kGroup) {
     F best[NV];
     HW_UNROLL
-    for (int v = 0; v < NV; ++v) best[v] = load(x + g * R + v * W);
-    if (g + kGroup <= n) {
+    for (int v = 0; v < NV; ++v) best[v] = load(top != nullptr ? top + g / kGroup * R + v * W : x + g * R + v * W);
+    if (top == nullptr && g + kGroup <= n) {
       HW_UNROLL
       for (int j = 1; j < kGroup; ++j) {
         HW_UNROLL
         for (int v = 0; v < NV; ++v) best[v] = max(best[v], load(x + (g + j) * R + v * W));
       }
-    } else {
+    } else if (top == nullptr) {
       for (int j = g + 1; j < n; ++j) {
         for (int v = 0; v < NV; ++v) best[v] = max(best[v], load(x + j * R + v * W));
       }
@@ -80,12 +80,12 @@ static inline void group_maxima(const float* x, int n, F* peak, F* group) {
 // Rescales the sums to the new maximum, all but the bins. The key is searched in one group alone, to cost one compare
 // in kGroup.
 template <int NV>
-static inline void update_maxima(const float* x, int n, float c, int64_t j0, float* HW_RESTRICT row_max,
-                                 const float* HW_RESTRICT row_sum, float* HW_RESTRICT rescale, const QueryRows& rows,
-                                 RowSums& t) {
+static inline void update_maxima(const float* x, int n, const float* top, float c, int64_t j0,
+                                 float* HW_RESTRICT row_max, const float* HW_RESTRICT row_sum,
+                                 float* HW_RESTRICT rescale, const QueryRows& rows, RowSums& t) {
   constexpr int R = NV * W;
   F peak[NV], group[NV];
-  group_maxima<NV>(x, n, peak, group);
+  group_maxima<NV>(x, n, top, peak, group);
   float old_max[R], from[R];
   const F scale = set1(c), none = set1(-kInf), min_log = set1(kMinLog2);
   HW_UNROLL
@@ -131,29 +131,33 @@ static inline void weigh_keys(float* x, int from, int to, float c, const float* 
     peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
     sum[v] = zero(), log[v] = load(part.log + v * W), distance[v] = load(part.distance + v * W);
   }
-  const auto weight = [&](int j, int v, F step) {
-    const F z = max(min_log, mul(sub(load(x + j * R + v * W), peak[v]), scale));
-    const F w = exp2<N::kDegree>(z);
-    sum[v] = add(sum[v], w);
-    log[v] = fma(w, z, log[v]);
-    distance[v] = fma(w, Across ? abs(sub(load(to_keys.edge + v * W), step)) : step, distance[v]);
-    return w;
+  const auto weigh = [&](int j, F* w) HW_LAMBDA {
+    const F step = set1(to_keys.step[j]);
+    F z[NV];
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) w[v] = z[v] = max(min_log, mul(sub(load(x + j * R + v * W), peak[v]), scale));
+    exp2_each<N::kDegree, NV>(w);
+    HW_UNROLL
+    for (int v = 0; v < NV; ++v) {
+      sum[v] = add(sum[v], w[v]);
+      log[v] = fma(w[v], z[v], log[v]);
+      distance[v] = fma(w[v], Across ? abs(sub(load(to_keys.edge + v * W), step)) : step, distance[v]);
+    }
   };
   if constexpr (AsPairs) {
     uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // pair j is stored below the scores still to be read
     for (int j = from; j < to; j += 2) {
-      const F step = set1(to_keys.step[j]), next = set1(to_keys.step[j + 1]);
+      F a[NV], b[NV];
+      weigh(j, a), weigh(j + 1, b);
       HW_UNROLL
-      for (int v = 0; v < NV; ++v) {
-        const F a = weight(j, v, step), b = weight(j + 1, v, next);
-        store_pairs(pairs + j / 2 * R + v * W, a, b);
-      }
+      for (int v = 0; v < NV; ++v) store_pairs(pairs + j / 2 * R + v * W, a[v], b[v]);
     }
   } else {
     for (int j = from; j < to; ++j) {
-      const F step = set1(to_keys.step[j]);
+      F w[NV];
+      weigh(j, w);
       HW_UNROLL
-      for (int v = 0; v < NV; ++v) store(x + j * R + v * W, weight(j, v, step));
+      for (int v = 0; v < NV; ++v) store(x + j * R + v * W, w[v]);
     }
   }
   HW_UNROLL

@@ -69,7 +69,7 @@ static inline void with_reader(const Problem& p, const Run& run) {
       run(ReadInt8{});
     }
   } else if (bf16) {
-    if constexpr (kHasBf16) {
+    if constexpr (kHasBf16 && !kHasAmx) {  // with matrix instructions, pairs in vectors are slow
       run(ReadBf16Pairs{});
     } else {
       run(ReadBf16{});
@@ -105,7 +105,10 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
     with_reader(p, [&](auto read) { run_decode_rows<decltype(read)>(p, plan, group, split, scratch); });
   } else {
     if constexpr (kHasBf16) {
-      if (p.bytes() && p.dtype() == Dtype::bf16) return run_prefill<Int8AsBfloat16>(p, plan, group, split, scratch);
+      if (p.bytes() && p.dtype() == Dtype::bf16) {
+        [[maybe_unused]] const TileUnit tiles;
+        return run_prefill<Int8AsBfloat16>(p, plan, group, split, scratch);
+      }
     }
     with_format(p, [&](auto format) { run_prefill<decltype(format)>(p, plan, group, split, scratch); });
   }

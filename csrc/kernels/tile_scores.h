@@ -7,7 +7,7 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kMaxBlocks = 4;  // of an item: they use a tile of keys while it is in the cache
+constexpr int kMaxBlocks = kHasAmx ? 8 : 4;  // of an item: they use a tile of keys while it is in the cache
 
 // The rows of an item: the blocks of one key-value head of one batch row.
 struct Item {
@@ -60,21 +60,31 @@ struct TileSpans {
   KeySpan block[kMaxBlocks];
 };
 
+// A block's share of the next tile, to be prefetched.
+struct NextTile {
+  RowsAhead key, value;
+
+  // All of it at once.
+  void rest() { key.rest(), value.rest(); }
+};
+
 // The same for several blocks of rows: span_of(i, j0, n) is the part of a tile that block i attends, load(j0, n) reads
-// a tile that some block attends, and visit(i, span) computes a block that does. Beside each block a share of the next
-// such tile is prefetched.
+// a tile that some block attends, and visit(i, span, next) computes a block that does and prefetches its share of the
+// next such tile.
 template <int Step, int Pair, class Span, class Load, class Visit>
 static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, const Reach& reach, int blocks,
                                const Span& span_of, const Load& load_tile, const Visit& visit) {
   const auto compute = [&](const TileSpans& tile, const TileSpans* next) {
     load_tile(tile.j0, tile.n);
     for (int i = 0; i < blocks; ++i) {
+      NextTile share;
       if (next != nullptr && p.table == nullptr) {  // with pages the next tile may be anywhere
         const int64_t first = next->j0 + i * next->n / blocks, last = next->j0 + (i + 1) * next->n / blocks;
-        prefetch_rows(p.key, b, kv_head, first, last, p.D);
-        prefetch_rows(p.value, b, kv_head, first, last, p.V);
+        share.key = RowsAhead(p.key, b, kv_head, first, last, p.D, max(tile.block[i].n / kUnroll, 1));
+        share.value = RowsAhead(p.value, b, kv_head, first, last, p.V, max(p.V / kUnroll, 1));
       }
-      if (tile.block[i].kind != TileKind::empty) visit(i, tile.block[i]);
+      if (tile.block[i].kind != TileKind::empty) visit(i, tile.block[i], share);
+      share.rest();
     }
   };
   TileSpans tiles[2];
@@ -114,25 +124,32 @@ static inline void tile_scores(const Problem& p, int64_t b, QueryRows& rows, con
 template <class N, int NV>
 static inline void block_scores(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span,
                                 const typename N::Query* query, QueryRows& rows, bool marks, float* x,
-                                float* capped = nullptr, int64_t piece = kPiece) {
+                                float* capped = nullptr, int64_t piece = kPiece, Noted* noted = nullptr) {
   constexpr int R = NV * W;
   const int64_t skip = span.j0 - tile.j0;
   const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
-  tile_scores<ScoreLayout<1, R>>(p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, int64_t{span.n} * R,
-                                 capped, [&] {
-                                   key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece);
-                                   if constexpr (kScaled<N>) scale_columns<NV>(x, tile.key_scale + skip, span.n);
-                                 });
+  tile_scores<ScoreLayout<1, R>>(
+      p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, int64_t{span.n} * R, capped, [&] {
+        key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece, noted);
+        if constexpr (kScaled<N>) scale_columns<NV>(x, tile.key_scale + skip, span.n);
+      });
 }
 
-// out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V.
+// out^T = out^T * rescale + V^T weights, for the keys of a span and the `width` columns of V. `weights` has room for
+// the keys up to a multiple of N::kStep.
 template <class N, int NV>
-static inline void block_values(const KeyTile& tile, const KeySpan& span, const KeyRows& value, const float* weights,
-                                int64_t width, const float* rescale, float* out) {
+static inline void block_values(const KeyTile& tile, const KeySpan& span, const KeyRows& value, float* weights,
+                                int64_t width, const float* rescale, float* out,
+                                [[maybe_unused]] RowsAhead* next = nullptr) {
+  if constexpr (N::kTiles) {
+    const auto* columns = reinterpret_cast<const uint16_t*>(value.data) + (span.j0 - tile.j0);
+    return tile_add_values<NV>(whole_steps<NV>(weights, span.n), (span.n + N::kStep - 1) / N::kStep, columns,
+                               value.stride, width, rescale, out);
+  }
   const int64_t skip = (span.j0 - tile.j0) / N::kPair;
   const auto* v = reinterpret_cast<const typename N::Value*>(value.data) + skip * value.stride;
   add_values<N, NV>(reinterpret_cast<const typename N::Weight*>(weights), (span.n + N::kPair - 1) / N::kPair, v,
-                    value.stride, width, rescale, out);
+                    value.stride, width, rescale, out, next);
 }
 
 // Calls f<N, NV>() for the fewest vectors that hold n rows.

@@ -12,6 +12,7 @@
 #if defined(__GNUC__) || defined(__clang__)
 #define HW_INLINE static inline __attribute__((always_inline))
 #define HW_MEMBER inline __attribute__((always_inline))  // as HW_INLINE, of a class
+#define HW_LAMBDA __attribute__((always_inline))         // behind the parameters of a lambda
 #define HW_NOINLINE __attribute__((noinline))            // a function that needs all registers gets them
 #define HW_PREFETCH_ONCE(p) __builtin_prefetch(p, 0, HW_ONCE)
 #define HW_PREFETCH_NEAR(p) __builtin_prefetch(p, 0, 2)  // into the L2 cache
@@ -19,6 +20,7 @@
 #elif defined(_MSC_VER)
 #define HW_INLINE static __forceinline
 #define HW_MEMBER __forceinline
+#define HW_LAMBDA
 #define HW_NOINLINE __declspec(noinline)
 #define HW_PREFETCH_ONCE(p) ((void)(p))
 #define HW_PREFETCH_NEAR(p) ((void)(p))
@@ -26,6 +28,7 @@
 #else
 #define HW_INLINE static inline
 #define HW_MEMBER inline
+#define HW_LAMBDA
 #define HW_NOINLINE
 #define HW_PREFETCH_ONCE(p) ((void)(p))
 #define HW_PREFETCH_NEAR(p) ((void)(p))

@@ -15,25 +15,35 @@ HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / st
 
 // 2^t, relative error 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding: minimax polynomials
 // on [0, 1] from Remez's exchange. Below 2^-126 it is 0: no denormal is ever products. NaN stays NaN.
-template <int Degree>
-HW_INLINE F exp2(F t) {
-  const F f = fraction(t);
-  F p;
+// N vectors at a time, step by step: one after the other each would wait for its own chain of operations, which is too
+// long for a CPU to find the next ones.
+template <int Degree, int N>
+HW_INLINE void exp2_each(F* t) {
+  F f[N], p[N];
+  const auto step = [&](float coefficient) HW_LAMBDA {
+    HW_UNROLL
+    for (int i = 0; i < N; ++i) p[i] = fma(p[i], f[i], set1(coefficient));
+  };
+  HW_UNROLL
+  for (int i = 0; i < N; ++i) f[i] = fraction(t[i]);
   if constexpr (Degree == 6) {
-    p = fma(set1(0x1.c72118p-13f), f, set1(0x1.461954p-10f));
-    p = fma(p, f, set1(0x1.3d28p-7f));
-    p = fma(p, f, set1(0x1.c685p-5f));
-    p = fma(p, f, set1(0x1.ebfd9ep-3f));
-    p = fma(p, f, set1(0x1.62e42ap-1f));
-    p = fma(p, f, set1(1.0f));
+    HW_UNROLL
+    for (int i = 0; i < N; ++i) p[i] = fma(set1(0x1.c72118p-13f), f[i], set1(0x1.461954p-10f));
+    step(0x1.3d28p-7f), step(0x1.c685p-5f), step(0x1.ebfd9ep-3f), step(0x1.62e42ap-1f), step(1.0f);
   } else {
     static_assert(Degree == 4, "only degrees 4 and 6");
-    p = fma(set1(0x1.bb7cd4p-7f), f, set1(0x1.aa13fp-5f));
-    p = fma(p, f, set1(0x1.ee798ap-3f));
-    p = fma(p, f, set1(0x1.62d166p-1f));
-    p = fma(p, f, set1(0x1.00002cp+0f));
+    HW_UNROLL
+    for (int i = 0; i < N; ++i) p[i] = fma(set1(0x1.bb7cd4p-7f), f[i], set1(0x1.aa13fp-5f));
+    step(0x1.ee798ap-3f), step(0x1.62d166p-1f), step(0x1.00002cp+0f);
   }
-  return scale2(p, t);
+  HW_UNROLL
+  for (int i = 0; i < N; ++i) t[i] = scale2(p[i], t[i]);
+}
+
+template <int Degree>
+HW_INLINE F exp2(F t) {
+  exp2_each<Degree, 1>(&t);
+  return t;
 }
 
 // 1 - 2 / (e^2|x| + 1), and x times its Taylor series in x^2 near 0 where that difference would cancel.

@@ -1,0 +1,62 @@
+// Tiles of bfloat16 products: AMX. An instruction set without them includes amx_none.h.
+//
+// A tile register has 16 rows of 64 bytes: sums are 16 x 16 floats, a first factor 16 rows of 32 numbers, a second one
+// 16 rows of pairs for 16 columns. Inline assembly, because g++'s intrinsics do not say that they read memory.
+#pragma once
+
+namespace headwise {
+namespace HW_ISA {
+
+constexpr bool kHasAmx = true;
+
+// The tile registers are in use during its lifetime. At its end they are clean, so that no switch of threads saves them
+// and other code may set them up.
+class TileUnit {
+ public:
+  TileUnit() {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, unused[14] = {0};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shapes;
+    asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
+  }
+  ~TileUnit() { asm volatile("tilerelease" : : : "memory"); }
+  TileUnit(const TileUnit&) = delete;
+  TileUnit& operator=(const TileUnit&) = delete;
+};
+
+template <int Tile>
+HW_INLINE void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(Tile));
+}
+// Rows of a tile are `bytes` apart.
+template <int Tile>
+HW_INLINE void tile_load(const void* p, int64_t bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(bytes), "i"(Tile) : "memory");
+}
+template <int Tile>
+HW_INLINE void tile_store(void* p, int64_t bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(bytes), "i"(Tile) : "memory");
+}
+// Sum += First Second, in float32. Denormals count as 0. The products of a step are summed on their own first.
+template <int Sum, int First, int Second>
+HW_INLINE void tile_times() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sum), "i"(First), "i"(Second));
+}
+
+// n <= 2 W numbers of 16 bits, then zeros. Behind the n-th nothing is read.
+HW_INLINE F load_halves(const uint16_t* p, int64_t n) {
+  const __mmask32 some = static_cast<__mmask32>((uint64_t{1} << n) - 1);
+  return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(some, p));
+}
+// From pairs of columns in each lane of two keys: pairs of the keys of the one column, and of the other.
+HW_INLINE void exchange_halves(F& first, F& second) {
+  const __m512i a = _mm512_castps_si512(first), b = _mm512_castps_si512(second);
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  first = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(high, _mm512_slli_epi32(b, 16), a, 0xCA));
+  second = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(high, b, _mm512_srli_epi32(a, 16), 0xCA));
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

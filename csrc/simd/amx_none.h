@@ -1,0 +1,24 @@
+// For instruction sets without tiles of products: the names of amx.h without a body. The kernels call them only where
+// `kHasAmx` is true; a call elsewhere does not link.
+#pragma once
+
+namespace headwise {
+namespace HW_ISA {
+
+constexpr bool kHasAmx = false;
+
+class TileUnit {};
+
+template <int Tile>
+void tile_zero();
+template <int Tile>
+void tile_load(const void* p, int64_t bytes);
+template <int Tile>
+void tile_store(void* p, int64_t bytes);
+template <int Sum, int First, int Second>
+void tile_times();
+F load_halves(const uint16_t* p, int64_t n);
+void exchange_halves(F& first, F& second);
+
+}  // namespace HW_ISA
+}  // namespace headwise

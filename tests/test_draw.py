@@ -1,0 +1,117 @@
+"""The share of the sweeps that `make test` runs, and parameters inside a test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import draw
+import pytest
+import torch
+from loops import inside
+
+
+@dataclass(eq=False)
+class Spec:
+    indices: dict[str, int]
+
+
+@dataclass(eq=False)
+class Item:
+    """What `draw.split` asks of pytest's item."""
+
+    nodeid: str
+    callspec: Spec
+    marks: tuple[str, ...] = field(default=("sweep",))
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in self.marks
+
+
+def items(name: str, *, marks: tuple[str, ...] = ("sweep",)) -> list[Item]:
+    """Two backends and three dtypes of eleven cases."""
+    numbers = [(b, t, c) for c in range(11) for t in range(3) for b in range(2)]
+    return [Item(f"{name}[{b}-{t}-{c}]", Spec({"backend": b, "dtype": t, "case": c}), marks) for b, t, c in numbers]
+
+
+def test_whatever_is_drawn_runs_on_every_backend_and_in_every_dtype() -> None:
+    every = [*items("a"), *items("b")]
+    run, left_out = draw.split(every, 4)
+    assert len(run) == 2 * 6 * 3 and len(run) + len(left_out) == len(every)
+    for name in ("a", "b"):
+        cases: dict[int, set[tuple[int, int]]] = {}
+        for item in run:
+            where = item.callspec.indices
+            if item.nodeid.startswith(name):
+                cases.setdefault(where["case"], set()).add((where["backend"], where["dtype"]))
+        assert len(cases) == 3 and all(len(both) == 6 for both in cases.values())
+    assert [item for item in every if item in run] == run, "in their order"
+
+
+def test_what_is_no_sweep_runs_whole_and_so_does_everything_without_a_share() -> None:
+    every = items("a", marks=())
+    assert draw.split(every, 4) == (every, [])
+    every = items("a")
+    assert draw.split(every, 1) == (every, [])
+    assert draw.drawn(range(7), share=1) == [*range(7)]
+
+
+def test_at_least_one_case_is_drawn_and_days_and_keys_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert draw.drawn(["one"], share=9) == ["one"] and len(draw.drawn(range(9), share=10)) == 1
+    assert draw.drawn([], share=9) == []
+    assert len({tuple(draw.drawn(range(99), key, share=9)) for key in "abcdef"}) == 6
+    seen = set()
+    for day in range(60):
+        monkeypatch.setattr(draw, "SEED", f"day {day}")
+        seen |= {*draw.drawn(range(20), share=4)}
+    assert seen == {*range(20)}, "every case has its day"
+
+
+def test_every_process_draws_the_same() -> None:
+    code = "import draw; print(draw.drawn(range(99), 'a key', share=9))"
+    path = os.pathsep.join([str(Path(draw.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    there = os.environ | {"PYTHONPATH": path, "HEADWISE_DRAW_SEED": draw.SEED}
+    there.pop("PYTEST_CURRENT_TEST")
+    told = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, text=True, check=True).stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST")
+        assert told.strip() == str(draw.drawn(range(99), "a key", share=9))
+
+
+def test_the_first_line_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "SHARE", 1)
+    assert draw.header() is None
+    monkeypatch.setattr(draw, "SHARE", 4)
+    assert draw.header() == (
+        f"sweeps: one case of 4; again: HEADWISE_DRAW=4 HEADWISE_DRAW_SEED={draw.SEED}; all of them: make test-all"
+    )
+
+
+# -- parameters inside a test ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["a", "b"])
+@inside("n", [2, 3])
+@inside("m", [5, 7])
+def test_other_parameters_are_those_of_pytest(backend: str, n: int, m: int, seen: list[Any] = []) -> None:  # noqa: B006
+    seen.append((backend, n, m))
+    assert len(seen) <= 8 and float(torch.rand(())) == float(
+        torch.rand((), generator=torch.Generator().manual_seed(20))
+    )
+
+
+def test_the_cases_that_fail_are_named() -> None:
+    def even(n: int) -> None:
+        assert n % 2 == 0, "odd"
+
+    with pytest.raises(AssertionError, match=r"2 of 4 fail\nn 3: odd(.|\n)*\nn 5: odd"):
+        inside("n", [2, 3, 4, 5])(even)()
+    with pytest.raises(ZeroDivisionError) as error:
+        inside("n", [1, 0])(lambda n: 1 / n)()
+    assert error.value.__notes__ == ["where n is 0"]
+    with pytest.raises(AssertionError, match="the test has no argument m"):
+        inside("m", [1])(even)
