@@ -308,7 +308,8 @@ std::string corrupt_step(uint64_t seed) {
   fake::Tensor* const all[] = {&drawn.query,  &drawn.key,       &drawn.value,       &drawn.cos,   &drawn.sin,  &drawn.keys,
                                &drawn.values, &drawn.key_scale, &drawn.value_scale, &drawn.table, &drawn.sinks, &drawn.bounds};
   const auto odd = [&](int64_t n) {
-    return draw.one_of<int64_t>({-1, 0, n + 1, n - 1, n + 100, INT64_MAX, INT64_MIN, int64_t{1} << 62});
+    const auto plus = [&](uint64_t more) { return static_cast<int64_t>(static_cast<uint64_t>(n) + more); };  // may wrap
+    return draw.one_of<int64_t>({-1, 0, plus(1), plus(UINT64_MAX), plus(100), INT64_MAX, INT64_MIN, int64_t{1} << 62});
   };
   for (int64_t times = draw.between(1, 2); times > 0; --times) {
     fake::Tensor& one = *all[draw.below(12)];
