@@ -101,12 +101,25 @@ class Pool:
         self.close()
 
 
+_shared: list[Pool] = []
+atexit.register(lambda: [shared.close() for shared in _shared])
+
+
 @functools.cache
 def pool(world: int) -> Pool:
     """The pool of that many ranks that tests share; it lives as long as this process."""
     shared = Pool(world)
-    atexit.register(shared.close)
+    _shared.append(shared)
     return shared
+
+
+def renew() -> None:
+    """End the shared pools; who asks for one gets a new one. For tests that let ranks fail: of a group that broke,
+    gloo's threads spin on a closed socket as long as the process lives, and take a core from all other tests."""
+    for shared in _shared:
+        shared.close()
+    _shared.clear()
+    pool.cache_clear()
 
 
 def _serve(rank: int, world: int, store: str, timeout: float, pipe: Connection, path: list[str]) -> None:

@@ -80,7 +80,7 @@ PAIRS = r"vdpbf16ps|vcvtne\w*bf16\w*"
 TILES = r"tdp\w+|tile\w+|ldtilecfg"
 FOREIGN = {
     "": rf"\t(v\w+|{TILES})",
-    "isa/avx2": rf"(%zmm\d+|\{{%k\d\}}|{TILES})",
+    "isa/avx2": rf"(%zmm\d+|\{{%k\d\}}|\t(?:{TILES}))",
     "isa/avx512": rf"\t({PAIRS}|vpdpbusd|{TILES})",
     "isa/avx512_vnni": rf"\t({PAIRS}|{TILES})",
     "isa/avx512_bf16": rf"\t({TILES})",

@@ -1,6 +1,7 @@
 """A rank that ends, hangs, raises or disagrees: every other rank says which, and why, within the timeout."""
 
 import re
+from collections.abc import Iterator
 
 import failing_cases
 import pytest
@@ -15,6 +16,12 @@ CAUSES = {
     ("raises", "within"): "rank 1 raised MemoryError: planted: no memory",
     ("raises", "backward"): "rank 1 raised MemoryError: planted: no memory",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_ranks() -> Iterator[None]:
+    yield
+    ranks.renew()
 
 
 @pytest.mark.parametrize("where", ["before", "backward"])

@@ -137,6 +137,26 @@ static inline void load_row_end(const Problem& p, const Gradients& g, int64_t b,
   own.row_max[r] = empty || !in_loss ? kInf : 0.0f, own.largest[r] = empty || !in_loss ? 0.0f : NAN;
 }
 
+// sum(dO O) of each row in the order of dP where matrix instructions sum dP: rows of O times dO^T, the diagonal.
+template <class N, int NV>
+static inline void deltas_as_tiles(const Problem& p, int64_t b, const QueryRows& rows, const typename N::Query* dout,
+                                   char* spare, F* as_dp) {
+  constexpr int R = NV * W;
+  const int64_t padded = round_up(p.V, 2);
+  uint16_t* out = reinterpret_cast<uint16_t*>(spare);
+  for (int v = 0; v < NV; ++v) {
+    for (int i = 0; i < W; ++i) {
+      const int r = v * W + i;
+      const int64_t copied = r >= rows.n || rows.query_bad[r] ? 0 : p.V;
+      copy_halves(out + i * padded, at(p.out, b, rows.h[r], rows.t[r]), p.out.stride[3], copied, padded);
+    }
+    alignas(64) float products[W * R], diagonal[W];
+    tile_key_products<NV>(dout, N::depth(p.V), out, padded, W, products);
+    for (int i = 0; i < W; ++i) diagonal[i] = products[i * R + v * W + i];
+    as_dp[v] = load(diagonal);
+  }
+}
+
 // Adds sum(dO O) to the delta of each row. Where a key has all the weight, O has the bits of its value: there the sum
 // is in the order of dP, so that dP - delta is 0. Elsewhere the order is one that rounds less.
 template <class N, int NV>
@@ -162,7 +182,11 @@ static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, i
   const int64_t depth = N::depth(p.V);
   bool one_has_all = false;
   for (int r = 0; r < rows.n; ++r) one_has_all |= own.largest[r] >= kAllWeight;
-  for (int64_t d = 0; one_has_all && d < depth; d += kShortPiece) add_sum(as_dp, d, min(d + kShortPiece, depth), 1);
+  if constexpr (N::kTiles) {
+    if (one_has_all) deltas_as_tiles<N, NV>(p, b, rows, own.dout, s.spare, as_dp);
+  } else {
+    for (int64_t d = 0; one_has_all && d < depth; d += kShortPiece) add_sum(as_dp, d, min(d + kShortPiece, depth), 1);
+  }
   for (int64_t d = 0; d < kStrands; ++d) add_sum(in_strands, d, depth, kStrands);
   for (int v = 0; v < NV; ++v) {
     const F sum = select(not_less(load(own.largest + v * W), set1(kAllWeight)), as_dp[v], in_strands[v]);
