@@ -15,17 +15,15 @@ constexpr int64_t kFarApart = 2048;  // bytes from key to key
 constexpr int64_t kKeys = 128;       // copied at a time
 constexpr int64_t kLine = 64;
 
-int64_t bytes_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
-
 // Bytes from row to row of the copy: whole lines, and no multiple of 1024, which would share a few lines of the caches.
 int64_t pitch_of(int64_t width, Dtype dtype) {
-  const int64_t lines = (width * bytes_of(dtype) + kLine - 1) / kLine * kLine;
+  const int64_t lines = (width * size_of(dtype) + kLine - 1) / kLine * kLine;
   return lines % 1024 == 0 ? lines + kLine : lines;
 }
 
 bool is_far_apart(const Problem& p, const Tensor4& x) {
   const bool broadcast = (x.stride[0] == 0 && p.B > 1) || (x.stride[1] == 0 && p.K > 1);
-  return x.stride[3] == 1 && !broadcast && x.stride[2] * bytes_of(x.dtype) >= kFarApart;
+  return x.stride[3] == 1 && !broadcast && x.stride[2] * size_of(x.dtype) >= kFarApart;
 }
 
 bool pays(const Problem& p) {
@@ -38,7 +36,7 @@ bool pays(const Problem& p) {
 
 // A copy of x in `to`, of `width` columns. It takes some keys of all heads before the next, which share pages.
 Tensor4 copied(const Problem& p, const Tensor4& x, int64_t width, char* to, int64_t workers) {
-  const int64_t size = bytes_of(x.dtype), pitch = pitch_of(width, x.dtype), parts = (p.S + kKeys - 1) / kKeys;
+  const int64_t size = size_of(x.dtype), pitch = pitch_of(width, x.dtype), parts = (p.S + kKeys - 1) / kKeys;
   const auto copy = [&](int64_t i, char*) {
     const int64_t b = i / parts, first = i % parts * kKeys, last = std::min(first + kKeys, p.S);
     for (int64_t k = 0; k < p.K; ++k) {

@@ -11,6 +11,12 @@ namespace headwise {
 
 enum class Dtype : int32_t { f32, bf16, f16, f64, boolean, i8 };
 
+// Bytes of an element. Static, as `bounds_of` is.
+static inline int64_t size_of(Dtype dtype) {
+  const bool byte = dtype == Dtype::boolean || dtype == Dtype::i8;
+  return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : byte ? 1 : 2;
+}
+
 // A (B, H, T, S)-like tensor of four axes; a broadcast axis has stride 0.
 struct Tensor4 {
   void* data = nullptr;

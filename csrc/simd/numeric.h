@@ -59,11 +59,6 @@ HW_INLINE F tanh(F x) {
   return with_sign(select(not_less(a, set1(0.3f)), far, series), x);
 }
 
-HW_INLINE int64_t size_of(Dtype dtype) {
-  const bool byte = dtype == Dtype::boolean || dtype == Dtype::i8;
-  return dtype == Dtype::f32 ? 4 : dtype == Dtype::f64 ? 8 : byte ? 1 : 2;
-}
-
 HW_INLINE const char* at(const Tensor4& x, int64_t a, int64_t b, int64_t c) {
   return static_cast<const char*>(x.data) + (a * x.stride[0] + b * x.stride[1] + c * x.stride[2]) * size_of(x.dtype);
 }
