@@ -73,37 +73,26 @@ bool arm_has_bf16_and_i8mm() {
 }
 #endif
 
-#if defined(__x86_64__)
-// Null where the compiler does not know the instructions.
-[[maybe_unused]] const Kernels* amx_kernels() {
-#if defined(HEADWISE_NO_AMX) || defined(HEADWISE_BASELINE_ONLY)
-  return nullptr;
-#else
-  return amx_bf16_kernels();
-#endif
-}
-#endif
-
-// Best first.
+// Best first. HEADWISE_BUILT_SETS is CMake's list of them: X(avx512) X(avx2).
 const std::vector<const Kernels*>& available() {
   static const std::vector<const Kernels*> sets = [] {
+#define X(name) name##_kernels(),
+    const Kernels* const made[] = {HEADWISE_BUILT_SETS baseline_kernels()};
+#undef X
     std::vector<const Kernels*> all;
-#if defined(HEADWISE_BASELINE_ONLY)
-    const Kernels* const made[] = {baseline_kernels()};
-#elif defined(__x86_64__)
-    const Kernels *bf16 = avx512_bf16_kernels(), *vnni = avx512_vnni_kernels();
-    const bool pairs = pairs_are_quick();
-    const Kernels* const made[] = {amx_kernels(), pairs ? bf16 : vnni, pairs ? vnni : bf16, avx512_kernels(),
-                                   avx2_kernels()};
-#elif defined(__aarch64__)
-    const Kernels* const made[] = {neon_bf16_kernels(), neon_kernels()};
-#else
-    const Kernels* const made[] = {baseline_kernels()};
-#endif
     for (const Kernels* set : made) {
-      if (set != nullptr && set != baseline_kernels() && cpu_has(set->name)) all.push_back(set);
+      if (cpu_has(set->name)) all.push_back(set);
     }
-    all.push_back(baseline_kernels());
+#if defined(__x86_64__)
+    if (!pairs_are_quick()) {  // after all other sets of AVX-512 but the plainest
+      const auto named = [](const char* name) {
+        return [name](const Kernels* set) { return std::strcmp(set->name, name) == 0; };
+      };
+      const auto bf16 = std::find_if(all.begin(), all.end(), named("avx512_bf16"));
+      const auto vnni = std::find_if(all.begin(), all.end(), named("avx512_vnni"));
+      if (bf16 < vnni && vnni != all.end()) std::iter_swap(bf16, vnni);
+    }
+#endif
     return all;
   }();
   return sets;

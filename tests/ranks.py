@@ -7,16 +7,16 @@
 
     ranks.pool(3).run(total, 2.0)  # [12.0, 12.0, 12.0]: what each rank returned
 
-They are spawned, never forked: gloo's threads do not survive a fork. Each has one thread, for the machine has two
-cores. Where a rank raises, `run` raises `RankError` with what every rank said, and the pool starts anew: its group may
-be out of step. A test that kills or stops a rank takes a `Pool` of its own.
+They are forked from the server of `fresh.py`, which has torch and transformers but no group: gloo's threads do not
+survive a fork, and an import of both takes three seconds. Each has one thread, for the machine has two cores. Where a
+rank raises, `run` raises `RankError` with what every rank said, and the pool starts anew: its group may be out of step.
+A test that kills or stops a rank takes a `Pool` of its own.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -26,6 +26,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
+
+import fresh
 
 PATIENCE = 120.0  # seconds that a test waits for its ranks; a hang is a failure, not a stopped suite
 
@@ -51,14 +53,14 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        context = fresh.context()
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self.processes, self._pipes = [], []
         for rank in range(self.world):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = context.Pipe()
             work = (rank, self.world, store, self.timeout, theirs, sys.path)
-            process = spawn.Process(target=_serve, args=work, daemon=True)
+            process = context.Process(target=_serve, args=work, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from compiled_op import BUILT
@@ -21,9 +18,7 @@ from headwise.testing import assert_same_bits, make_qkv
 
 def test_the_op_compiles_and_exports() -> None:
     """The tests of compiled_op.py, in a process without the shape checker."""
-    tests = Path(__file__).with_name("compiled_op.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    ran = subprocess.run(command, env={**os.environ, "HEADWISE_UNCHECKED": "1"}, capture_output=True, text=True)
+    ran = fresh.run_unchecked("compiled_op.py")
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr[-1000:]
 
 

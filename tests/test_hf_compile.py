@@ -5,10 +5,9 @@ In a process of its own: the run-time shape checker of the other tests is Python
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+import fresh
 
 SCRIPT = """
 import torch
@@ -40,6 +39,5 @@ print("both")
 
 def test_whole_models_compile_and_export() -> None:
     root = Path(__file__).resolve().parent.parent
-    environment = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
+    done = fresh.run(SCRIPT, path=[root / "src", root / "tests"])
     assert done.stdout.strip().endswith("both"), done.stderr[-3000:]

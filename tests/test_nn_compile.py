@@ -2,13 +2,10 @@
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -32,9 +29,7 @@ def full(**arguments: Any) -> MultiHeadAttention:
 
 def test_the_module_compiles_and_exports() -> None:
     """The tests of compiled_module.py, in a process without the shape checker."""
-    tests = Path(__file__).with_name("compiled_module.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    ran = subprocess.run(command, env={**os.environ, "HEADWISE_UNCHECKED": "1"}, capture_output=True, text=True)
+    ran = fresh.run_unchecked("compiled_module.py")
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr[-1000:]
 
 

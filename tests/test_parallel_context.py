@@ -1,5 +1,6 @@
 """Attention over ranks is attention in one process: every mask, layout and option, forward and backward."""
 
+import draw
 import pytest
 import ranks
 import torch
@@ -10,7 +11,7 @@ WORLDS = {2: 150, 3: 110, 4: 60, 8: 24}
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_drawn_calls_are_those_of_one_process(world: int) -> None:
-    told = ranks.pool(world).run(check, drawn(world, WORLDS[world]), patience=400)
+    told = ranks.pool(world).run(check, draw.drawn(drawn(world, WORLDS[world]), str(world)), patience=400)
     assert told == [[]] * world
 
 
