@@ -71,8 +71,8 @@ def masked_loss(model: nn.Module, ids: Tensor, read: Tensor, places: Tensor, row
 
 
 def new_model(seed: int, attention: str = "headwise") -> BertForMaskedLM:
-    """4 layers of 8 heads, as the decoder has. Positions begin as sines, so that "one to the left" is one matrix for all
-    places: from random positions the model tells words without their neighbours for thousands of steps."""
+    """4 layers of 8 heads, as the decoder has. Positions begin as sines, so that "one to the left" is one matrix for
+    all places: from random positions the model tells words without their neighbours for thousands of steps."""
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=data.VOCAB_SIZE + 1,
