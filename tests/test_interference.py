@@ -46,6 +46,7 @@ def compare(ours: Any, clean: Any, spoiled: Tensor, what: float) -> None:
             assert bool(x[spoiled].isnan().all()), "a NaN or Inf that is attended does not show"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", MASKS)
 @each
 def test_poisoned_keys_and_values(backend: str, mask: str) -> None:

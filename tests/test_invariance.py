@@ -80,6 +80,7 @@ def test_a_row_alone_and_in_a_batch(backend: str, n: Sizes, dtype: torch.dtype) 
                 assert_same_bits(x, y[rows], what=f"{what} of rows {rows.start}..{rows.stop}, mask {name}")
 
 
+@pytest.mark.sweep
 @every
 @shapes
 @dtypes

@@ -47,6 +47,7 @@ def test_strips_and_blocks_join_up(name: str | None, n: Sizes) -> None:
             assert_close_like_torch(x, y, z, values=8 * y, factor=20.0, what=f"{backend}: {what}")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", ["blocks", *NATIVE])
 @pytest.mark.parametrize("name", ["causal", "window 3 2", "lengths start", "keep B1T1"])
 def test_options_and_lse_of_many_blocks(name: str, backend: str) -> None:

@@ -151,6 +151,7 @@ def test_every_small_band(T: int, S: int) -> None:
         before, seen_before = mask, sees
 
 
+@pytest.mark.sweep
 @every_mask
 @every_size
 @inside("tiles", [(1, 1), (2, 3), (64, 64)])

@@ -73,6 +73,7 @@ def check(
 # -- every mask, shape, dtype, option ----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @quick
 @pytest.mark.parametrize("mask", [None, *MASKS])
 def test_masks(backend: str, mask: str | None) -> None:

@@ -109,6 +109,7 @@ def check(
         assert_close_like_torch(grad, exact[name], naives, values=ulps * largest, factor=factor, what=what)
 
 
+@pytest.mark.sweep
 @trains
 @pytest.mark.parametrize("mask", [None, *MASKS])
 def test_gradients_of_masks(backend: str, mask: str | None) -> None:

@@ -74,6 +74,7 @@ def compare(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert_same_bits(x, y, what=what)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_any_number_of_threads(backend: str, dtype: torch.dtype, n: Sizes) -> None:

@@ -40,6 +40,7 @@ def weights(
     return out
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
@@ -72,6 +73,7 @@ def test_no_row_head_batch_or_column_is_like_another(backend: str, n: Sizes) -> 
         assert abs(float(agree.mean()) - 0.5) < 5 * 0.5 / agree.numel() ** 0.5
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_a_seed_decides(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -133,6 +135,7 @@ def attend_full(backend: str, q: Tensor, k: Tensor, v: Tensor, low: int, high: i
         ops.use_isa(before)
 
 
+@pytest.mark.sweep
 @natives
 @forms
 def test_the_mean_over_many_seeds_is_no_dropout(backend: str, n: Sizes) -> None:

@@ -114,6 +114,7 @@ def penalty(backend: str, dtype: torch.dtype, case: Case) -> list[Tensor]:
     return list(torch.autograd.grad(sum(g.square().sum() for g in grads), list(leaves.values())))  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep
 @needs_native
 @pytest.mark.parametrize("name", [None, *MASKS])
 @inside("extra", ["plain", "softcap", "everything", "bias", "slopes"])

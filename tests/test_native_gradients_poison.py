@@ -98,6 +98,7 @@ def _is_zero(x: Tensor) -> None:
     assert bool((x == 0).all()), f"{int((x != 0).sum())} of {x.numel()} entries are not 0"
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 @pytest.mark.parametrize("leaf", ["key", "value", "query", "gradient"])
@@ -140,6 +141,7 @@ def test_one_entry_is_enough(backend: str, dtype: torch.dtype, leaf: str) -> Non
             attempt(f"entry {entry}", check, backend, n, name, {**given, leaf: x}, clean, bad, "nan")
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -160,6 +162,7 @@ def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: 
             attempt(f"{name}, seen", check, backend, n, name, bad, clean, (spots & sees).any(-1), "nan")
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_around_and_between(backend: str, dtype: torch.dtype, n: Sizes) -> None:

@@ -82,6 +82,7 @@ def test_all_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
             attempt(f"{i}", same, caller(backend, case), odd)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_biases(backend: str, dtype: torch.dtype, n: Sizes) -> None:

@@ -248,6 +248,7 @@ BITS = {
 }
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @pytest.mark.parametrize("n", BITS.values(), ids=BITS)

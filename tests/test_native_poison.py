@@ -115,6 +115,7 @@ def test_the_masks_leave_keys_unseen() -> None:
         assert sum(not bool(made(name, n)[1].any(-1).all()) for name in MASKS) >= 3, "rows that see nothing"
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_keys_and_values_that_some_rows_attend(backend: str, dtype: torch.dtype, n: Sizes) -> None:

@@ -114,6 +114,7 @@ def test_projections_as_they_come(backend: str, dtype: torch.dtype, n: Sizes) ->
     assert_same_bits(ours, attend(backend, q.contiguous(), k.contiguous(), v.contiguous(), mask=headwise.causal()))
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_dense_masks(backend: str, dtype: torch.dtype, n: Sizes) -> None:

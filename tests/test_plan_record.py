@@ -164,6 +164,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model_type", [*architectures()])
 def test_any_value_in_any_field_is_answered_or_refused(model_type: str) -> None:
     """One field of a small config after another gets a value that no one asked for; nothing but ValueError may come."""

@@ -31,6 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MASKS)
 @inside("n", SIZES)
 def test_every_mask(name: str, n: Sizes) -> None:

@@ -32,6 +32,7 @@ def chosen(x: Tensor, rows: Any, heads: Any) -> Tensor:
     return x[:, heads][:, :, rows]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MASKS)
 def test_every_mask(name: str) -> None:
     for n in SIZES:
