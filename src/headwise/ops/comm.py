@@ -1,8 +1,8 @@
 """What ranks send each other: agreed on first, counted, and ended by an error that names a rank where one fails.
 
     comm = Comm.of(group)
-    told = comm.agree("merge", {"dtype": str(x.dtype)}, {"rows": x.shape[0]})   # the second of every rank
-    parts = comm.gather("merge", x, [(own["rows"], n) for own in told])         # sizes differ: agreed above
+    ranks = comm.agree("merge", {"dtype": str(x.dtype)}, {"rows": x.shape[0]})  # the second of every rank
+    parts = comm.gather("merge", x, [(own["rows"], n) for own in ranks])        # sizes differ: agreed above
 
 Every operation begins with `agree`: a header of a fixed size to each other rank, with a tag of its own, so that ranks
 meet whatever they were about to do. All else goes from rank to rank, as bytes, with the operation's number as its tag.
@@ -80,10 +80,10 @@ class Comm:
                 "headwise.parallel works on the ranks that torch.distributed has started; call "
                 "torch.distributed.init_process_group(...) first, in processes that torchrun starts"
             )
-        found = group_of(group)
-        comm = cls._known.get(found.group_name)
-        if comm is None or comm._group() is not found:
-            comm = cls._known[found.group_name] = cls(found)
+        processes = group_of(group)
+        comm = cls._known.get(processes.group_name)
+        if comm is None or comm._group() is not processes:
+            comm = cls._known[processes.group_name] = cls(processes)
         if timeout is not None:
             check_numbers(0.0, timeout=timeout)
             comm.timeout = float(timeout)
@@ -125,18 +125,18 @@ class Comm:
         header: dict[str, Any] = {"operation": operation, "count": self._count, "same": facts, "own": dict(own or {})}
         if error is not None:
             header = {"operation": operation, "count": self._count, "error": str(error)[:_LONGEST_TEXT]}
-        told = self._headers(operation, header)
+        headers = self._headers(operation, header)
         if isinstance(error, BaseException):
             raise error
-        for rank, other in enumerate(told):
+        for rank, other in enumerate(headers):
             if "error" in other:
                 raise RankError(operation, rank, f"raised: {other['error']}")
         for name in ("operation", "count"):
-            _compare(operation, "order", [self._doing(other) for other in told], [other[name] for other in told])
-        for name in [*facts, *(told[0]["same"].keys() - facts.keys())]:
-            values = [other["same"].get(name) for other in told]
+            _compare(operation, "order", [self._doing(other) for other in headers], [other[name] for other in headers])
+        for name in [*facts, *(headers[0]["same"].keys() - facts.keys())]:
+            values = [other["same"].get(name) for other in headers]
             _compare(operation, name, values, values)
-        return [other["own"] for other in told]
+        return [other["own"] for other in headers]
 
     @staticmethod
     def _doing(header: Mapping[str, Any]) -> str:
@@ -308,9 +308,9 @@ class Comm:
 def group_of(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """The process group of a group, of a mesh of one dimension, or of all processes (None)."""
     if group is None:
-        found = dist.group.WORLD
-        assert found is not None
-        return found
+        world = dist.group.WORLD
+        assert world is not None
+        return world
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -337,7 +337,7 @@ def _texts(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v if isinstance(v, (int, float, type(None))) else str(v)[:_LONGEST_TEXT] for k, v in facts.items()}
 
 
-def _compare(operation: str, name: str, told: Sequence[Any], values: Sequence[Any]) -> None:
+def _compare(operation: str, name: str, facts: Sequence[Any], values: Sequence[Any]) -> None:
     """RankMismatch where a rank has another value than most, the first of those with the rarest."""
     if all(value == values[0] for value in values):
         return
@@ -348,6 +348,6 @@ def _compare(operation: str, name: str, told: Sequence[Any], values: Sequence[An
     raise RankMismatch(
         operation,
         rank,
-        f"does not agree with rank {like} on the {name}: rank {rank} has {told[rank]}, rank {like} has {told[like]}; "
+        f"does not agree with rank {like} on the {name}: rank {rank} has {facts[rank]}, rank {like} has {facts[like]}; "
         "every rank of the group makes the same calls with the same options",
     )

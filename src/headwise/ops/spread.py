@@ -91,8 +91,8 @@ class Group:
 
     def first_of(self, number: int) -> int:
         """The first process's number, on each."""
-        told = self.comm.agree("dropout", {}, {"seed": number})
-        return int(told[0]["seed"])
+        ranks = self.comm.agree("dropout", {}, {"seed": number})
+        return int(ranks[0]["seed"])
 
     def part_of(self, x: Tensor, axis: int) -> Tensor:
         """This process's part, without a gradient."""

@@ -90,12 +90,12 @@ def context_parallel(
         RankError: a rank has ended, hangs, or has raised.
     """
     comm = Comm.of(group, timeout)
-    call, told = _agreed(comm, query, key, value, mask, layout, order, expansion, return_lse, options)
+    call, ranks = _agreed(comm, query, key, value, mask, layout, order, expansion, return_lse, options)
     query, key, value = call.tensors
-    queries = held_places([one["T"] for one in told], order, "context_parallel", "queries")
-    keys = held_places([one["S"] for one in told], order, "context_parallel", "keys")
-    T, S = (sum(one[name] for one in told) for name in ("T", "S"))
-    job = call.job(comm, queries, keys, T, S, told[0]["seed"])
+    queries = held_places([one["T"] for one in ranks], order, "context_parallel", "queries")
+    keys = held_places([one["S"] for one in ranks], order, "context_parallel", "keys")
+    T, S = (sum(one[name] for one in ranks) for name in ("T", "S"))
+    job = call.job(comm, queries, keys, T, S, ranks[0]["seed"])
     chosen = cheapest(job, query, order) if layout == "auto" else layout
     if chosen == "ulysses":
         out, lse = ulysses(job, query, key, value, call.sinks, return_lse)

@@ -65,9 +65,9 @@ def owned(deal: Deal, rows: Rows) -> list[int]:
 
 def picks(deal: Deal, rows: Rows) -> list[list[int]]:
     """Which tokens of what is passed are a rank's, row by row; all as many as the most, filled up with the first."""
-    found = [[start + k for k in range(come) if deal.owns(have + k)] for have, come, start in rows]
-    most = max(map(len, found))
-    return [row + [0] * (most - len(row)) for row in found]
+    chosen = [[start + k for k in range(come) if deal.owns(have + k)] for have, come, start in rows]
+    most = max(map(len, chosen))
+    return [row + [0] * (most - len(row)) for row in chosen]
 
 
 def picked(x: Tensor, picks: list[list[int]]) -> Tensor:

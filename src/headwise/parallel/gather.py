@@ -112,10 +112,10 @@ def _from(x: Tensor, start: int, stop: int) -> Tensor:
     n = x.shape[2]
     if start >= 0 and stop <= n:
         return x[:, :, start:stop]
-    found, (low, high) = x.new_zeros((*x.shape[:2], stop - start, x.shape[3])), (max(start, 0), min(stop, n))
+    keys, (low, high) = x.new_zeros((*x.shape[:2], stop - start, x.shape[3])), (max(start, 0), min(stop, n))
     if low < high:
-        found[:, :, low - start : high - start] = x[:, :, low:high]
-    return found
+        keys[:, :, low - start : high - start] = x[:, :, low:high]
+    return keys
 
 
 def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) -> Partial:

@@ -89,13 +89,13 @@ class Job:
 
     def needed(self, rank: int, owner: int) -> list[Stretch]:
         """The keys of a rank that the queries of another may see: at most one stretch of each that it holds."""
-        found = []
+        needs = []
         for first, last in self.keys[owner]:
             ends = [self.reach(rows, (first, last)) for rows in self.queries[rank]]
             met = [end for end in ends if end is not None]
             if met:
-                found.append((min(a for a, _ in met), max(b for _, b in met)))
-        return found
+                needs.append((min(a for a, _ in met), max(b for _, b in met)))
+        return needs
 
     def reach(self, rows: Stretch, cols: Stretch) -> Stretch | None:
         """The keys of a stretch that these queries may see; None where they see none."""

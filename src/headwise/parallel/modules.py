@@ -36,16 +36,16 @@ class Context:
     def positions(self, tokens: int) -> Tensor:
         """(T_r,) the places in the whole sequence of the tokens that this rank has, so many."""
         if self.length is None:
-            told = self.comm.agree("positions", {"order": self.order}, {"length": tokens})
-            own = held_places([one["length"] for one in told], self.order, "positions", "tokens")[self.comm.rank]
+            ranks = self.comm.agree("positions", {"order": self.order}, {"length": tokens})
+            own = held_places([one["length"] for one in ranks], self.order, "positions", "tokens")[self.comm.rank]
             return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
-        found = self.places()
-        if found.shape[0] != tokens:
+        own = self.places()
+        if own.shape[0] != tokens:
             raise ValueError(
-                f"rank {self.comm.rank} has {found.shape[0]} of {self.length} tokens in {self.order} order; got "
+                f"rank {self.comm.rank} has {own.shape[0]} of {self.length} tokens in {self.order} order; got "
                 f"{tokens}; split them with split_sequence, or leave length out of the context"
             )
-        return found
+        return own
 
     def places(self) -> Tensor:
         """(T_r,) the places of this rank's tokens in a sequence of `length`."""
@@ -118,12 +118,12 @@ def sum_gradients(
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
     """
     comm = Comm.of(group)
-    found = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-    wanted = [(x, _found(x)) for x in found if x.requires_grad]
-    sizes = f"{len(wanted)} parameters of {sum(grad.numel() for _, grad in wanted)} numbers"
-    comm.agree("sum_gradients", {"parameters": sizes, "dtypes": sorted({str(grad.dtype) for _, grad in wanted})})
-    for step, dtype in enumerate(sorted({grad.dtype for _, grad in wanted}, key=str)):
-        some = [(x, grad) for x, grad in wanted if grad.dtype == dtype]
+    tensors = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+    pairs = [(x, _found(x)) for x in tensors if x.requires_grad]
+    sizes = f"{len(pairs)} parameters of {sum(grad.numel() for _, grad in pairs)} numbers"
+    comm.agree("sum_gradients", {"parameters": sizes, "dtypes": sorted({str(grad.dtype) for _, grad in pairs})})
+    for step, dtype in enumerate(sorted({grad.dtype for _, grad in pairs}, key=str)):
+        some = [(x, grad) for x, grad in pairs if grad.dtype == dtype]
         total = comm.all_reduce("gradients", torch.cat([grad.reshape(-1) for _, grad in some]), step=step)
         for (x, grad), part in zip(some, total.split([grad.numel() for _, grad in some]), strict=True):
             if as_dtensor(x) is None:

@@ -35,17 +35,17 @@ def held_places(lengths: list[int], order: Order, operation: str, what: str) -> 
     if order == "contiguous":
         ends = [sum(lengths[:rank]) for rank in range(world + 1)]
         return tuple(((a, b),) for a, b in pairwise(ends))
-    found = places(sum(lengths), world, order)
-    wanted = [sum(b - a for a, b in own) for own in found]
-    if wanted != lengths:
-        rank = next(r for r in range(world) if wanted[r] != lengths[r])
+    stretches = places(sum(lengths), world, order)
+    expected = [sum(b - a for a, b in own) for own in stretches]
+    if expected != lengths:
+        rank = next(r for r in range(world) if expected[r] != lengths[r])
         raise RankMismatch(
             operation,
             rank,
-            f"holds {lengths[rank]} {what} where zigzag gives it {wanted[rank]} of {sum(lengths)}; split with "
+            f"holds {lengths[rank]} {what} where zigzag gives it {expected[rank]} of {sum(lengths)}; split with "
             'split_sequence(x, order="zigzag"), or pass order="contiguous", which takes any lengths',
         )
-    return found
+    return stretches
 
 
 def order_for(mask: Mask | Tensor | None, length: int, ranks: int) -> Order:
@@ -124,9 +124,9 @@ def join_sequence(
     comm = Comm.of(group)
     moved = x.movedim(dim, 0)
     same = {"dtype": x.dtype, "order": order, "other sizes": tuple(moved.shape[1:]), "dim": dim % x.ndim}
-    told = comm.agree("join_sequence", same, {"length": moved.shape[0]})
-    held = held_places([own["length"] for own in told], order, "join_sequence", "tokens")
-    return _Join.apply(comm, held, moved).movedim(0, dim)
+    ranks = comm.agree("join_sequence", same, {"length": moved.shape[0]})
+    stretches = held_places([own["length"] for own in ranks], order, "join_sequence", "tokens")
+    return _Join.apply(comm, stretches, moved).movedim(0, dim)
 
 
 class _Join(torch.autograd.Function):

@@ -91,8 +91,8 @@ class Stay(torch.autograd.Function):
 def met(job: Job, span_of: Callable[[Stretch], Stretch | None]) -> list[Met]:
     """This rank's queries, a stretch at a time, and what they may see; the most keys first."""
     spans = [(rows, at, span_of(rows)) for rows, at in job.local(job.queries[job.comm.rank])]
-    found = [Met(rows, at, span) for rows, at, span in spans if span is not None]
-    return sorted(found, key=lambda one: one.span[0] - one.span[1])
+    pairs = [Met(rows, at, span) for rows, at, span in spans if span is not None]
+    return sorted(pairs, key=lambda one: one.span[0] - one.span[1])
 
 
 def attended(
@@ -147,7 +147,7 @@ class Sums:
             The place of the first of these, and the gradients. What they add to all other gradients is kept here.
         """
         low, high = (end(one.span[side] for one in spans) for side, end in ((0, min), (1, max)))
-        found: Travellers | None = None
+        total: Travellers | None = None
         for heads in groups(self.job, came):
             unfolded = Unfolded(self.job, [x[:, :, low - came.first : high - came.first] for x in came.keys], heads)
             pair: Travellers | None = None
@@ -158,9 +158,9 @@ class Sums:
             assert pair is not None
             grads, of_read = unfolded.folded(pair)
             self.add(self.job.read, of_read)
-            found = grads if found is None else [x.add_(grad) for x, grad in zip(found, grads, strict=True)]
-        assert found is not None
-        return low, found
+            total = grads if total is None else [x.add_(grad) for x, grad in zip(total, grads, strict=True)]
+        assert total is not None
+        return low, total
 
     def _of_rectangle(self, one: Met, heads: Stretch, pair: Travellers) -> Travellers:
         few, at = slice(*heads), one.at

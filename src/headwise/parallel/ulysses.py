@@ -104,8 +104,8 @@ class ToHeads(torch.autograd.Function):
         """Each tensor, dealt anew."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_heads(x) for deal, x in zip(deals, tensors, strict=True)]
-        found = swap(job, "ulysses", 0, moves)
-        return tuple(deal.all_tokens(x) for deal, x in zip(deals, found, strict=True))
+        received = swap(job, "ulysses", 0, moves)
+        return tuple(deal.all_tokens(x) for deal, x in zip(deals, received, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -114,8 +114,8 @@ class ToHeads(torch.autograd.Function):
         job, deals = ctx.job, ctx.deals
         wide = [compute_dtype(x) if deal.shared else x.dtype for deal, x in zip(deals, grads, strict=True)]
         moves = [deal.to_tokens(x, w) for deal, x, w in zip(deals, grads, wide, strict=True)]
-        found = swap(job, "ulysses backward", 2, moves)
-        back = [deal.all_heads(x, w).to(g.dtype) for deal, x, w, g in zip(deals, found, wide, grads, strict=True)]
+        received = swap(job, "ulysses backward", 2, moves)
+        back = [deal.all_heads(x, w).to(g.dtype) for deal, x, w, g in zip(deals, received, wide, grads, strict=True)]
         return None, None, *back
 
 
@@ -127,8 +127,8 @@ class ToTokens(torch.autograd.Function):
         """Each tensor, dealt anew."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_tokens(x, x.dtype) for deal, x in zip(deals, tensors, strict=True)]
-        found = swap(job, "ulysses", 1, moves)
-        return tuple(deal.all_heads(x, x[0].dtype) for deal, x in zip(deals, found, strict=True))
+        received = swap(job, "ulysses", 1, moves)
+        return tuple(deal.all_heads(x, x[0].dtype) for deal, x in zip(deals, received, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -137,8 +137,8 @@ class ToTokens(torch.autograd.Function):
         job, deals = ctx.job, ctx.deals
         job.comm.agree(f"backward of {job.name}", {})
         moves = [deal.to_heads(x) for deal, x in zip(deals, grads, strict=True)]
-        found = swap(job, "ulysses backward", 1, moves)
-        return None, None, *(deal.all_tokens(x) for deal, x in zip(deals, found, strict=True))
+        received = swap(job, "ulysses backward", 1, moves)
+        return None, None, *(deal.all_tokens(x) for deal, x in zip(deals, received, strict=True))
 
 
 def ulysses(
