@@ -17,6 +17,7 @@ from . import inputs
 from .excerpts import around
 from .finish import records
 from .measure import Sizes
+from .memory import kept
 from .passes import Progress, Reader, Steps, batches, numbered, random_copies
 from .processed import source_of
 from .records import Look
@@ -108,7 +109,7 @@ def at(
     reader = Reader(
         model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
     )
-    with resting(model):
+    with resting(model), kept(len(row)):
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
         maps, neurons = reader.maps, reader.neurons
         copies = read_more(reader, repeats, others)
