@@ -1,7 +1,7 @@
 """Memory that long forward passes free, kept for their next tensors until they are over.
 
 glibc hands a large block back to the system as soon as it is freed, and the next tensor waits for fresh pages, each of
-them zeroed. In GPT-2's forward at 8,192 tokens that is a third of the time, most of it in the eight steps of its GELU.
+them zeroed. Where a model's activation is written out in steps, that is a quarter of a forward's time at 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-LONG = 512
-"""Fewest tokens of a pass for which memory is kept; small tensors are kept by glibc itself."""
+PASSES = range(512, 16385)
+"""Tokens of the passes whose memory is kept. Small tensors of fewer are kept by glibc itself; of more tokens attention
+takes the time, and the holes between the tensors, up to a quarter of their memory, would cost more than pages do."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # as in malloc.h
 
@@ -29,13 +30,13 @@ _open = 0
 
 @contextmanager
 def kept(tokens: int) -> Iterator[None]:
-    """Inside the with block nothing that is freed goes back to the system, if passes have so many tokens; then all does.
+    """Inside the with block nothing that is freed goes back to the system, if `tokens` are in `PASSES`; then all does.
 
     On glibc alone, and not where the user has set its malloc by ``MALLOC_...`` or ``GLIBC_TUNABLES``. Blocks may be
     nested and run in several threads: the last one that ends gives back. Threads other than the main one have heaps of
     64 MiB; larger tensors go back from there as ever.
     """
-    libc = _glibc() if tokens >= LONG else None
+    libc = _glibc() if tokens in PASSES else None
     if libc is None:
         yield
         return
