@@ -58,7 +58,8 @@ def at(
 
     Two forward passes, without gradients and with dropout off: the text, and random tokens repeated (for
     duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers at once, in O(T)
-    memory; no attention matrix exists at any time. The model is left as it was.
+    memory; no attention matrix exists at any time. The model is left as it was. Of 512 to 16,384 tokens what the passes
+    free stays with the process until the end, which sets glibc's malloc for good (see docs/look.md, what it costs).
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, called as ``model(ids)``; or a transformers model, once
