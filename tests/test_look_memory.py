@@ -52,8 +52,9 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def libc(monkeypatch: pytest.MonkeyPatch) -> Libc:
-    noted = Libc()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: noted)
+    noted, real = Libc(), ctypes.CDLL
+    # Libraries by name, headwise's own among them, are loaded as ever.
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, *args, **rest: noted if name is None else real(name, *args, **rest))
     monkeypatch.setattr(os, "confstr", {"CS_GNU_LIBC_VERSION": "glibc 2.36"}.get)
     return noted
 
@@ -147,3 +148,11 @@ def test_a_look_keeps_what_long_passes_free(
     libc.calls.clear()
     look.over(reader, [[1, 2, 3]], batch=tokens, repeats=None)
     assert (reader.noted, libc.calls) == (during, after)
+
+
+def test_a_look_within_a_training_keeps_nothing(libc: Libc) -> None:
+    reader = Reader(libc)
+    look.Watch(reader, [n % 97 for n in range(PASSES[0])], repeats=None).measure(1)
+    assert libc.calls == []
+    with kept(PASSES[0]):
+        assert libc.calls == KEEP

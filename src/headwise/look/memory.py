@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 PASSES = range(512, 16385)
 """Tokens of the passes whose memory is kept. Small tensors of fewer are kept by glibc itself; of more tokens attention
@@ -27,6 +28,7 @@ _USUAL = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 << 20, _TRIM_THRESHOLD: 64 << 20
 
 _lock = threading.Lock()
 _open = 0
+_alone = ContextVar("alone", default=False)
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def kept(tokens: int) -> Iterator[None]:
     nested and run in several threads: the last one that ends gives back. Threads other than the main one have heaps of
     64 MiB; larger tensors go back from there as ever.
     """
-    libc = _glibc() if tokens in PASSES else None
+    libc = _glibc() if tokens in PASSES and not _alone.get() else None
     if libc is None:
         yield
         return
@@ -46,6 +48,16 @@ def kept(tokens: int) -> Iterator[None]:
         yield
     finally:
         _end(libc)
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Inside the with block nothing is kept: a training around it would take its pages anew after each look."""
+    before = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(before)
 
 
 def _begin(libc: ctypes.CDLL) -> None:
