@@ -54,7 +54,9 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 def libc(monkeypatch: pytest.MonkeyPatch) -> Libc:
     noted, real = Libc(), ctypes.CDLL
     # Libraries by name, headwise's own among them, are loaded as ever.
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, *args, **rest: noted if name is None else real(name, *args, **rest))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name, *more, **as_is: noted if name is None else real(name, *more, **as_is)
+    )
     monkeypatch.setattr(os, "confstr", {"CS_GNU_LIBC_VERSION": "glibc 2.36"}.get)
     return noted
 
