@@ -6,32 +6,44 @@
 namespace headwise {
 namespace HW_ISA {
 
-// A tile of keys or values that is read next, and the one after it: lines are prefetched beside the products.
+// The tiles of keys and values that are read next: a few lines are prefetched beside each few products.
 //
 // Most lines must come by the CPU's own prefetching, which the first few reads of a page set off and which ends with
 // the page: what prefetch instructions alone have on their way is too little for the latency of memory. So a tile is
-// prefetched in four streams by turns, a quarter of its rows each: for 32 keys of 128 floats, a page each. And the
-// first lines of the streams of the tile after it are asked for early, so that its pages are known when it is read.
+// prefetched in four streams by turns, a quarter of its rows each: for 32 keys of 128 floats, a page each. It is done
+// some turns before the tile is multiplied, and the tile after it begins: no product waits for the line just asked for.
 template <class Read>
 class Ahead {
  public:
-  Ahead(const Tensor4& x, const Tensor4& then, int64_t b, int64_t kv_head, int64_t j, int64_t next, int64_t width)
-      : row_(at(x, b, kv_head, j)),
-        then_(at(then, b, kv_head, next)),
-        pitch_(x.stride[2] * kSize),
-        width_(width * kSize),
-        part_(kQuarter * x.stride[2] * kSize),
-        then_part_(kQuarter * then.stride[2] * kSize),
-        wait_(kQuarter * width_ / 128) {}
+  struct Tile {
+    const char* row = nullptr;
+    int64_t pitch = 0, width = 0;  // in bytes
+
+    Tile() = default;
+    Tile(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t elements)
+        : row(at(x, b, kv_head, j)), pitch(x.stride[2] * kSize), width(elements * kSize) {}
+  };
+  // `tile` is prefetched from here on, unless it has begun before, and then `next`.
+  void aim(const Tile& tile, const Tile& next) {
+    const bool first = tile_.row == nullptr;
+    if (tile_.row != tile.row) {
+      begin(tile);
+    } else if (done_) {
+      begin(next);
+    }
+    next_ = next;
+    for (int64_t i = 0; first && i < kLead; ++i) turn();
+  }
   // The next 2 W elements.
   HW_MEMBER void step() {
     HW_UNROLL
     for (int64_t line = 0; line < kLines; ++line) {
       HW_PREFETCH_ONCE(offset(row_, column_ + lag_ + line * (kStreams == 1 ? 64 : part_)));
     }
-    if (kStreams > kLines) lag_ += kLines * part_;
-    if (kStreams > kLines && ++phase_ < kStreams / kLines) return;
-    lag_ = 0, phase_ = 0, next_turn();
+    lag_ += kLines * part_;
+    if (++phase_ < kStreams / kLines) return;
+    lag_ = 0, phase_ = 0;
+    next_turn();
   }
   // The next line of each stream.
   HW_MEMBER void turn() {
@@ -41,23 +53,32 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kSize = sizeof(typename Read::T);
-  static constexpr int64_t kStep = 2 * W * kSize, kLines = kStep < 64 ? 1 : kStep / 64;
-  static constexpr int64_t kStreams = HW_ONCE == 0 ? 1 : 4, kQuarter = Read::kTile / 4, kTouches = 16;
+  static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize,
+                           kLines = kStep < 64 ? 1 : kStep / 64;
+  static constexpr int64_t kStreams = HW_ONCE == 0 ? 1 : 4, kLead = HW_ONCE == 0 ? 0 : 12;
+  static constexpr int64_t kTurn = kStreams == 1 || kStep < 64 ? kStep : 64;  // bytes of a stream
 
+  void begin(const Tile& tile) {
+    tile_ = tile, row_ = tile.row, part_ = Read::kTile / kStreams * tile.pitch;
+    column_ = 0, lag_ = 0, rows_ = 0, phase_ = 0, done_ = false;
+  }
   HW_MEMBER void next_turn() {
-    column_ += kStreams == 1 ? kStep : kStep < 64 ? kStep : 64;
-    if (column_ >= width_) column_ = 0, row_ = offset(row_, pitch_);
-    if (HW_ONCE != 0 && --wait_ == 0) {  // each second turn of the second half
-      HW_PREFETCH_NEAR(offset(then_, touched_ % 4 * then_part_ + touched_ / 4 * 64));
-      wait_ = ++touched_ < kTouches ? 2 : -1;
+    column_ += kTurn;
+    if (column_ < tile_.width) return;
+    column_ = 0, row_ = offset(row_, tile_.pitch);
+    if (++rows_ < Read::kTile / kStreams) return;
+    if (tile_.row == next_.row) {
+      done_ = true;
+    } else {
+      begin(next_);
     }
   }
 
-  const char *row_, *then_;
-  int64_t pitch_, width_, part_, then_part_;  // in bytes
-  int64_t wait_, column_ = 0, lag_ = 0, touched_ = 0;
+  Tile tile_, next_;
+  const char* row_ = nullptr;
+  int64_t part_ = 0, column_ = 0, lag_ = 0, rows_ = 0;  // in bytes, but for the rows
   int phase_ = 0;
+  bool done_ = false;
 };
 
 }  // namespace HW_ISA

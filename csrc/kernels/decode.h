@@ -73,8 +73,8 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
 // sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
 template <class Read, int R, int X>
 static inline void value_columns(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                                 int64_t stride, Ahead<Read>& ahead, const float* rescale,
-                                 float* HW_RESTRICT sums, int64_t padded_V) {
+                                 int64_t stride, Ahead<Read>& ahead, const float* rescale, float* HW_RESTRICT sums,
+                                 int64_t padded_V) {
   F acc[R][2 * X];
   HW_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -196,7 +196,7 @@ static inline void prefetch_first(const Problem& p, int64_t b, int64_t kv_head, 
 // Q K^T of R rows and n keys in float arithmetic.
 template <class Read, int R>
 static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
-                                   Ahead<Read> ahead) {
+                                   Ahead<Read>& ahead) {
   constexpr int U = W / R;
   const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
   if constexpr (Read::kTiles) {
@@ -276,7 +276,7 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
 // The same in float arithmetic.
 template <class Read, int R>
 static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
-                                 Ahead<Read> ahead) {
+                                 Ahead<Read>& ahead) {
   const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
   if constexpr (Read::kTiles) {
     tile_weights<R, Read::kTile>(s.scores, n, s.weight_tiles);
@@ -312,6 +312,7 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + Read::kTile, reach.to));
   }
   bool finite = true;
+  [[maybe_unused]] Ahead<Read> ahead;
   walk_tiles<Read::kTile, 1>(reach, [&](int64_t j0, int n) {
     const KeySpan span = {j0, n, tile_kind(call, b, *s.rows, j0, j0 + n)};
     if (span.kind == TileKind::empty || !finite) return;
@@ -325,7 +326,8 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
       if constexpr (Read::kDigits != 0) {
         decode_products_int8<Read, R>(s, padded_D, p.D, key, n, scales, next_rows(p.value, b, kv_head, j0));
       } else {
-        decode_products<Read, R>(s, padded_D, key, n, {p.value, then.key, b, kv_head, j0, next, p.V});
+        ahead.aim({p.value, b, kv_head, j0, p.V}, {then.key, b, kv_head, next, p.D});
+        decode_products<Read, R>(s, padded_D, key, n, ahead);
         if constexpr (Read::kScaled) scale_keys<R, Read::kTile>(s.scores, scales, n);
       }
       finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
@@ -347,7 +349,8 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
       if constexpr (Read::kPairs) {
         for (int i = 0; i < R * Read::kTile; i += W) pair_neighbours(s.scores + i);
       }
-      decode_values<Read, R>(s, n, value, padded_V, {then.key, then.value, b, kv_head, next, next, p.D});
+      ahead.aim({then.key, b, kv_head, next, p.D}, {then.value, b, kv_head, next, p.V});
+      decode_values<Read, R>(s, n, value, padded_V, ahead);
     }
   });
   return finite && (careful || floats_are_finite(s.sums, R * padded_V));

@@ -13,9 +13,9 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kQuad = 4;                        // rows of a tile of weights
-constexpr int kWeightTile = W * W;              // words
-constexpr int kFirstWeights = 4, kValues = 6;   // registers, of two each
+constexpr int kQuad = 4;                       // rows of a tile of weights
+constexpr int kWeightTile = W * W;             // words
+constexpr int kFirstWeights = 4, kValues = 6;  // registers, of two each
 
 // The words of the tiles of weights for so many keys and the most rows.
 HW_INLINE constexpr int64_t weight_words(int64_t keys) { return keys / W * 2 * kWeightTile; }
@@ -64,17 +64,15 @@ static inline void tile_scores_of(const float* query, int64_t padded_D, const ui
                                   Ahead<Read>& ahead, float* HW_RESTRICT out) {
   const auto* q = reinterpret_cast<const uint32_t*>(query);
   TileCopy copy;
-  for (int j = 0; j < n; j += 4 * W) {
+  for (int j = 0; j < n; j += 2 * W) {  // more keys at a time would wait for lines of more streams
     const uint16_t* keys = k + j * stride;
     const int left = n - j;
-    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    tile_zero<0>(), tile_zero<1>();
     for (int64_t d = 0; d < padded_D; d += kTileStep) {
       tile_load<kSecond>(q + d / 2 * W, W * 4);
       add_keys<0>(keys + d, stride, left, copy, ahead), add_keys<1>(keys + d, stride, left, copy, ahead);
-      add_keys<2>(keys + d, stride, left, copy, ahead), add_keys<3>(keys + d, stride, left, copy, ahead);
     }
     store_scores<0, R, Read::kTile>(left, out + j), store_scores<1, R, Read::kTile>(left, out + j);
-    store_scores<2, R, Read::kTile>(left, out + j), store_scores<3, R, Read::kTile>(left, out + j);
   }
 }
 
@@ -122,7 +120,7 @@ template <int B, int R>
 HW_INLINE void join_columns(const float* rescale, float* HW_RESTRICT sums, int64_t padded_V, int64_t width) {
   if (width <= B * kTileStep) return;
   constexpr int Quads = (R + kQuad - 1) / kQuad;
-  join_sums<B * Quads, R < kQuad ? R : kQuad>(rescale, sums + B * kTileStep, padded_V);
+  join_sums < B *Quads, R<kQuad ? R : kQuad>(rescale, sums + B * kTileStep, padded_V);
   if constexpr (Quads == 2) {
     join_sums<B * Quads + 1, R - kQuad>(rescale + kQuad, sums + B * kTileStep + kQuad * padded_V, padded_V);
   }
