@@ -10,8 +10,8 @@ namespace HW_ISA {
 //
 // Most lines must come by the CPU's own prefetching, which the first few reads of a page set off and which ends with
 // the page: what prefetch instructions alone have on their way is too little for the latency of memory. So a tile is
-// prefetched in four streams by turns, a quarter of its rows each: for 32 keys of 128 floats, a page each. It is done
-// some turns before the tile is multiplied, and the tile after it begins: no product waits for the line just asked for.
+// prefetched in two or four streams by turns, which are a page each where it is contiguous. And it is done some lines
+// before the tile is multiplied, when the tile after it begins: no product waits for the line just asked for.
 template <class Read>
 class Ahead {
  public:
@@ -32,41 +32,45 @@ class Ahead {
       begin(next);
     }
     next_ = next;
-    for (int64_t i = 0; first && i < kLead; ++i) turn();
+    for (int64_t i = 0; first && i < kLead; i += kLines) step();
   }
-  // The next 2 W elements.
+  // The next 2 W elements, or two lines for tiles of products.
   HW_MEMBER void step() {
     HW_UNROLL
-    for (int64_t line = 0; line < kLines; ++line) {
-      HW_PREFETCH_ONCE(offset(row_, column_ + lag_ + line * (kStreams == 1 ? 64 : part_)));
+    for (int64_t line = 0; line < kLines; ++line) prefetch(column_ + lag_ + line * (kStreams ? part_ : 64));
+    if constexpr (kStreams) {
+      lag_ += kLines * part_;
+      if (--phases_ > 0) return;
+      lag_ = 0, phases_ = streams_ / kLines;
     }
-    lag_ += kLines * part_;
-    if (++phase_ < kStreams / kLines) return;
-    lag_ = 0, phase_ = 0;
-    next_turn();
+    column_ += kTurn;
+    if (column_ >= tile_.width) next_row();
   }
-  // The next line of each stream.
-  HW_MEMBER void turn() {
-    HW_UNROLL
-    for (int64_t stream = 0; stream < kStreams; ++stream) HW_PREFETCH_ONCE(offset(row_, column_ + stream * part_));
-    next_turn();
-  }
+
+  static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize;
+  static constexpr int64_t kLines = Read::kTiles || kStep >= 128 ? 2 : 1;
 
  private:
-  static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize,
-                           kLines = kStep < 64 ? 1 : kStep / 64;
-  static constexpr int64_t kStreams = HW_ONCE == 0 ? 1 : 4, kLead = HW_ONCE == 0 ? 0 : 12;
-  static constexpr int64_t kTurn = kStreams == 1 || kStep < 64 ? kStep : 64;  // bytes of a stream
+  // Halves in tiles of 32 keys come faster in order, and their lines of the tile after the next into the L2 cache: they
+  // are so small that memory could not answer in time.
+  static constexpr bool kStreams = HW_ONCE != 0 && (kSize >= 4 || Read::kTiles);
+  static constexpr bool kNear = HW_ONCE != 0 && kSize == 2 && !kStreams;
+  static constexpr int64_t kLead = kStreams ? 48 : 0;                    // lines
+  static constexpr int64_t kTurn = kStreams && kStep > 64 ? 64 : kStep;  // bytes of a stream
 
-  void begin(const Tile& tile) {
-    tile_ = tile, row_ = tile.row, part_ = Read::kTile / kStreams * tile.pitch;
-    column_ = 0, lag_ = 0, rows_ = 0, phase_ = 0, done_ = false;
+  HW_MEMBER void prefetch(int64_t bytes) const {
+    HW_PREFETCH_ONCE(offset(row_, bytes));
+    if constexpr (kNear) HW_PREFETCH_NEAR(offset(row_, bytes + part_));
   }
-  HW_MEMBER void next_turn() {
-    column_ += kTurn;
-    if (column_ < tile_.width) return;
+  void begin(const Tile& tile) {
+    const int64_t bytes = Read::kTile * tile.pitch;
+    streams_ = !kStreams ? 1 : bytes >= 4 * 4096 ? 4 : 2;
+    tile_ = tile, row_ = tile.row, part_ = bytes / streams_;
+    column_ = 0, lag_ = 0, phases_ = streams_ / kLines, rows_ = Read::kTile / streams_, done_ = false;
+  }
+  HW_MEMBER void next_row() {
     column_ = 0, row_ = offset(row_, tile_.pitch);
-    if (++rows_ < Read::kTile / kStreams) return;
+    if (!kStreams || --rows_ > 0) return;
     if (tile_.row == next_.row) {
       done_ = true;
     } else {
@@ -76,8 +80,8 @@ class Ahead {
 
   Tile tile_, next_;
   const char* row_ = nullptr;
-  int64_t part_ = 0, column_ = 0, lag_ = 0, rows_ = 0;  // in bytes, but for the rows
-  int phase_ = 0;
+  int64_t part_ = 0, column_ = 0, lag_ = 0;      // in bytes
+  int64_t streams_ = 1, phases_ = 0, rows_ = 0;  // of a tile; that are left of a turn, and of a stream
   bool done_ = false;
 };
 

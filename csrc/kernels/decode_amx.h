@@ -32,7 +32,7 @@ HW_INLINE void load_rows(const uint16_t* from, int64_t stride, int64_t n, TileCo
 template <class Read>
 HW_INLINE void tile_ahead(Ahead<Read>& ahead) {
   HW_UNROLL
-  for (int i = 0; i < W; i += 4) ahead.turn();
+  for (int64_t i = 0; i < W; i += Ahead<Read>::kLines) ahead.step();
 }
 
 // Adds the products of the u-th 16 of n keys.
