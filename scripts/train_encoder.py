@@ -71,7 +71,8 @@ def masked_loss(model: nn.Module, ids: Tensor, read: Tensor, places: Tensor, row
 
 
 def new_model(seed: int, attention: str = "headwise") -> BertForMaskedLM:
-    """4 layers of 8 heads, as the decoder has."""
+    """4 layers of 8 heads, as the decoder has. Positions begin as sines, so that "one to the left" is one matrix for
+    all places: from random positions the model tells words without their neighbours for thousands of steps."""
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=data.VOCAB_SIZE + 1,
@@ -86,7 +87,13 @@ def new_model(seed: int, attention: str = "headwise") -> BertForMaskedLM:
         pad_token_id=None,
         attn_implementation=attention,
     )
-    return BertForMaskedLM(config)
+    model = BertForMaskedLM(config)
+    positions = model.bert.embeddings.position_embeddings.weight
+    rates = torch.logspace(0, -2, positions.shape[1] // 2)  # radians a place
+    angles = torch.arange(len(positions))[:, None] * rates
+    with torch.no_grad():
+        positions.copy_(torch.cat([angles.sin(), angles.cos()], dim=1) * (2**0.5 * config.initializer_range))
+    return model
 
 
 def tokenizer_with_mask(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -17,6 +17,7 @@ from . import inputs
 from .excerpts import around
 from .finish import records
 from .measure import Sizes
+from .memory import kept
 from .passes import Progress, Reader, Steps, batches, numbered, random_copies
 from .processed import source_of
 from .records import Look
@@ -57,7 +58,8 @@ def at(
 
     Two forward passes, without gradients and with dropout off: the text, and random tokens repeated (for
     duplicate-token and induction); `readings` add more. Each attention call is reduced to numbers at once, in O(T)
-    memory; no attention matrix exists at any time. The model is left as it was.
+    memory; no attention matrix exists at any time. The model is left as it was. Of 512 to 16,384 tokens what the passes
+    free stays with the process until the end, which sets glibc's malloc for good (see docs/look.md, what it costs).
 
     Args:
         model: any module made of `headwise.MultiHeadAttention`, called as ``model(ids)``; or a transformers model, once
@@ -108,7 +110,7 @@ def at(
     reader = Reader(
         model, facts, words, ROLES, _sizes(source, map_size, full_maps), Steps(progress, passes), source=source
     )
-    with resting(model):
+    with resting(model), kept(len(row)):
         reader.pass_over(source or Source.of_rows(model, [Passage(row)], facts, None), TEXT)
         maps, neurons = reader.maps, reader.neurons
         copies = read_more(reader, repeats, others)

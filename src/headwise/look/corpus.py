@@ -20,6 +20,7 @@ from ..shapes.kinds import check_counts, check_paths, shown
 from . import inputs
 from .collect import BATCH, REPEATS, Ids, look_of, read_more, version
 from .measure import Sizes
+from .memory import kept
 from .passes import Progress, Reader, Steps
 from .records import Look
 from .repeats import Repeats
@@ -105,7 +106,7 @@ def over(
     shared = Shared(reader, processes, about, state, progress)
     shared.begin()
     stream = itertools.islice(stream, shared.done, None)
-    with resting(model):
+    with resting(model), kept(batch):
         while shared.block(lambda: [inputs.as_row(ids) for ids in itertools.islice(stream, BLOCK)], batch):
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
