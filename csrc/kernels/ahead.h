@@ -6,35 +6,83 @@
 namespace headwise {
 namespace HW_ISA {
 
-// A tile of keys or values that is read next: a few lines are prefetched beside each few products, and, of tiles so
-// small that memory could not answer in time, those of the tile after it into the second cache.
-template <class T>
+// The tiles of keys and values that are read next: a few lines are prefetched beside each few products.
+//
+// Most lines must come by the CPU's own prefetching, which the first few reads of a page set off and which ends with
+// the page: what prefetch instructions alone have on their way is too little for the latency of memory. So a tile is
+// prefetched in two or four streams by turns, which are a page each where it is contiguous. And it is done some lines
+// before the tile is multiplied, when the tile after it begins: no product waits for the line just asked for.
+template <class Read>
 class Ahead {
  public:
-  Ahead(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t width)
-      : row_(at(x, b, kv_head, j)), pitch_(x.stride[2] * kSize), width_(width * kSize) {}
-  // The next 2 W elements, in the order of memory.
-  HW_MEMBER void step() {
-    prefetch(column_);
-    column_ += 2 * W * kSize;
-    if (column_ >= width_) column_ = 0, row_ = offset(row_, pitch_);
+  struct Tile {
+    const char* row = nullptr;
+    int64_t pitch = 0, width = 0;  // in bytes
+
+    Tile() = default;
+    Tile(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t elements)
+        : row(at(x, b, kv_head, j)), pitch(x.stride[2] * kSize), width(elements * kSize) {}
+  };
+  // `tile` is prefetched from here on, unless it has begun before, and then `next`.
+  void aim(const Tile& tile, const Tile& next) {
+    const bool first = tile_.row == nullptr;
+    if (tile_.row != tile.row) {
+      begin(tile);
+    } else if (done_) {
+      begin(next);
+    }
+    next_ = next;
+    for (int64_t i = 0; first && i < kLead; i += kLines) step();
   }
-  // The 2 W elements from column d, of the u-th of the next few rows; then those rows are done. Memory serves floats
-  // faster from a few rows at a time, and halves, of which 2 W are one line, in order.
-  HW_MEMBER void beside(int64_t u, int64_t d) { kByRows ? prefetch(u * pitch_ + d * kSize) : step(); }
-  HW_MEMBER void pass(int64_t rows) { row_ = offset(row_, kByRows ? rows * pitch_ : 0); }
+  // The next 2 W elements, or two lines for tiles of products.
+  HW_MEMBER void step() {
+    HW_UNROLL
+    for (int64_t line = 0; line < kLines; ++line) prefetch(column_ + lag_ + line * (kStreams ? part_ : 64));
+    if constexpr (kStreams) {
+      lag_ += kLines * part_;
+      if (--phases_ > 0) return;
+      lag_ = 0, phases_ = streams_ / kLines;
+    }
+    column_ += kTurn;
+    if (column_ >= tile_.width) next_row();
+  }
+
+  static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize;
+  static constexpr int64_t kLines = Read::kTiles || kStep >= 128 ? 2 : 1;
 
  private:
-  static constexpr int64_t kSize = sizeof(T);
-  static constexpr bool kByRows = kSize == 4;
+  // Halves in tiles of 32 keys come faster in order, and their lines of the tile after the next into the L2 cache: they
+  // are so small that memory could not answer in time.
+  static constexpr bool kStreams = HW_ONCE != 0 && (kSize >= 4 || Read::kTiles);
+  static constexpr bool kNear = HW_ONCE != 0 && kSize == 2 && !kStreams;
+  static constexpr int64_t kLead = kStreams ? 48 : 0;                    // lines
+  static constexpr int64_t kTurn = kStreams && kStep > 64 ? 64 : kStep;  // bytes of a stream
+
   HW_MEMBER void prefetch(int64_t bytes) const {
-    for (int64_t line = 0; line < 2 * W * kSize; line += 64) {
-      HW_PREFETCH_ONCE(offset(row_, bytes + line));
-      if constexpr (kSize == 2 && HW_ONCE != 0) HW_PREFETCH_NEAR(offset(row_, bytes + line + kDecodeTile * pitch_));
+    HW_PREFETCH_ONCE(offset(row_, bytes));
+    if constexpr (kNear) HW_PREFETCH_NEAR(offset(row_, bytes + part_));
+  }
+  void begin(const Tile& tile) {
+    const int64_t bytes = Read::kTile * tile.pitch;
+    streams_ = !kStreams ? 1 : bytes >= 4 * 4096 ? 4 : 2;
+    tile_ = tile, row_ = tile.row, part_ = bytes / streams_;
+    column_ = 0, lag_ = 0, phases_ = streams_ / kLines, rows_ = Read::kTile / streams_, done_ = false;
+  }
+  HW_MEMBER void next_row() {
+    column_ = 0, row_ = offset(row_, tile_.pitch);
+    if (!kStreams || --rows_ > 0) return;
+    if (tile_.row == next_.row) {
+      done_ = true;
+    } else {
+      begin(next_);
     }
   }
-  const char* row_;
-  int64_t pitch_, width_, column_ = 0;  // in bytes
+
+  Tile tile_, next_;
+  const char* row_ = nullptr;
+  int64_t part_ = 0, column_ = 0, lag_ = 0;      // in bytes
+  int64_t streams_ = 1, phases_ = 0, rows_ = 0;  // of a tile; that are left of a turn, and of a stream
+  bool done_ = false;
 };
 
 }  // namespace HW_ISA

@@ -3,8 +3,7 @@
 // the sums, and then the item is computed again from clean copies.
 #pragma once
 
-#include "kernels/ahead.h"
-#include "kernels/decode_formats.h"
+#include "kernels/decode_amx.h"
 #include "kernels/dropout.h"
 #include "kernels/epilogue.h"
 #include "kernels/tile_scores.h"
@@ -15,12 +14,13 @@ namespace HW_ISA {
 constexpr int kDecodeRows = W < 16 ? 4 : 8;  // the most rows: W sums and their operands fit into the registers
 
 struct DecodeScratch {
-  float* query;   // [row][D up to a step]
+  float* query;   // [row][D up to a step], in the reader's order
   float* sums;    // [row][V up to a step], in the reader's order
   float* scores;  // [row][key of the tile], then weights
   char *key_copy, *value_copy;
   float* line;  // a row as floats
   QueryRows* rows;
+  uint32_t* weight_tiles;  // where products are in tiles
   float row_max[kDecodeRows], row_sum[kDecodeRows], rescale[W] = {0};
   // In integer arithmetic: the digits of queries and weights, their biases, and the units of their last digits.
   int8_t *query_digits, *weight_digits;
@@ -35,6 +35,7 @@ struct DecodeScratch {
     key_copy = arena.take<char>(kInt8Tile * padded_D * 4), value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
     line = arena.take<float>(max(padded_D, padded_V));
     rows = arena.take<QueryRows>(1);
+    weight_tiles = arena.take<uint32_t>(kHasAmx ? weight_words(kHalfTile) : 0);
     query_digits = reinterpret_cast<int8_t*>(query);
     weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
   }
@@ -43,7 +44,7 @@ struct DecodeScratch {
 // Scores of U keys and R rows, U R = W sums: side by side in `out`, row by row.
 template <class Read, int R>
 static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, const typename Read::T* HW_RESTRICT key,
-                            int64_t stride, Ahead<typename Read::T>& ahead, float* HW_RESTRICT out) {
+                            int64_t stride, Ahead<Read>& ahead, float* HW_RESTRICT out) {
   constexpr int U = W / R;
   F acc[W];
   HW_UNROLL
@@ -58,7 +59,7 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
     for (int u = 0; u < U; ++u) {
       F a, b;
       Read::load_key(key + u * stride + d, a, b);
-      ahead.beside(u, d);
+      ahead.step();
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
         if constexpr (R > U) Read::load_query(query, r * padded_D + d, qa[r], qb[r]);
@@ -66,15 +67,14 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
       }
     }
   }
-  ahead.pass(U);
   store(out, reduce_each(acc));
 }
 
 // sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
 template <class Read, int R, int X>
 static inline void value_columns(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                                 int64_t stride, Ahead<typename Read::T>& ahead, const float* rescale,
-                                 float* HW_RESTRICT sums, int64_t padded_V) {
+                                 int64_t stride, Ahead<Read>& ahead, const float* rescale, float* HW_RESTRICT sums,
+                                 int64_t padded_V) {
   F acc[R][2 * X];
   HW_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -196,9 +196,12 @@ static inline void prefetch_first(const Problem& p, int64_t b, int64_t kv_head, 
 // Q K^T of R rows and n keys in float arithmetic.
 template <class Read, int R>
 static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
-                                   Ahead<typename Read::T> ahead) {
+                                   Ahead<Read>& ahead) {
   constexpr int U = W / R;
   const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
+  if constexpr (Read::kTiles) {
+    return tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, ahead, s.scores);
+  }
   float out[W];
   for (int j = 0; j < n; j += U) {
     if (j + U <= n) {
@@ -273,8 +276,12 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
 // The same in float arithmetic.
 template <class Read, int R>
 static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
-                                 Ahead<typename Read::T> ahead) {
+                                 Ahead<Read>& ahead) {
   const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
+  if constexpr (Read::kTiles) {
+    tile_weights<R, Read::kTile>(s.scores, n, s.weight_tiles);
+    return tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, ahead, s.rescale, s.sums);
+  }
   constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
   int64_t d = 0;
   for (; d + 2 * W * X <= padded_V; d += 2 * W * X) {
@@ -305,18 +312,22 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + Read::kTile, reach.to));
   }
   bool finite = true;
+  [[maybe_unused]] Ahead<Read> ahead;
   walk_tiles<Read::kTile, 1>(reach, [&](int64_t j0, int n) {
     const KeySpan span = {j0, n, tile_kind(call, b, *s.rows, j0, j0 + n)};
     if (span.kind == TileKind::empty || !finite) return;
     const Problem& p = pages.tile(b, j0);
     if (careful) bad.find(p, b, kv_head, j0, n);
     const KeyRows key = decode_rows(p.key, b, kv_head, j0, n, p.D, bad, s.key_copy, Read::kStep);
+    const int64_t next = j0 + n < reach.to ? j0 + n : j0;
+    const Problem& then = next_pages.tile(b, next);
     if constexpr (Read::kScaled) load_key_scales(p.key_scale, b, kv_head, j0, n, bad.from(0), scales);
     tile_scores<ScoreLayout<Read::kTile, 1>>(p, b, *s.rows, span, bad.from(0), s.scores, R * Read::kTile, nullptr, [&] {
       if constexpr (Read::kDigits != 0) {
         decode_products_int8<Read, R>(s, padded_D, p.D, key, n, scales, next_rows(p.value, b, kv_head, j0));
       } else {
-        decode_products<Read, R>(s, padded_D, key, n, {p.value, b, kv_head, j0, p.V});
+        ahead.aim({p.value, b, kv_head, j0, p.V}, {then.key, b, kv_head, next, p.D});
+        decode_products<Read, R>(s, padded_D, key, n, ahead);
         if constexpr (Read::kScaled) scale_keys<R, Read::kTile>(s.scores, scales, n);
       }
       finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
@@ -329,8 +340,6 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
       scale_keys<R, Read::kTile>(s.scores, scales, n);
     }
     const KeyRows value = decode_rows(p.value, b, kv_head, j0, n, p.V, bad, s.value_copy, Read::kStep);
-    const int64_t next = j0 + n < reach.to ? j0 + n : j0;
-    const Problem& then = next_pages.tile(b, next);
     if constexpr (Read::kDigits != 0) {
       finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
       if (!finite) return;
@@ -340,7 +349,8 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
       if constexpr (Read::kPairs) {
         for (int i = 0; i < R * Read::kTile; i += W) pair_neighbours(s.scores + i);
       }
-      decode_values<Read, R>(s, n, value, padded_V, {then.key, b, kv_head, next, p.D});
+      ahead.aim({then.key, b, kv_head, next, p.D}, {then.value, b, kv_head, next, p.V});
+      decode_values<Read, R>(s, n, value, padded_V, ahead);
     }
   });
   return finite && (careful || floats_are_finite(s.sums, R * padded_V));
@@ -355,7 +365,8 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
   QueryRows& rows = *s.rows;
   const int n = static_cast<int>(plan.rows);
   place_rows(p, b, kv_head, 0, n, R, rows);
-  memset(s.query, 0, static_cast<size_t>(R * padded_D) * sizeof(float));
+  memset(s.query, 0, static_cast<size_t>(kDecodeRows * padded_D) * sizeof(float));
+  if constexpr (Read::kTiles) memset(s.weight_tiles, 0, weight_words(Read::kTile) * sizeof(uint32_t));
   for (int r = 0; r < n; ++r) {
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
     rows.query_bad[r] = !row_is_finite(row, p.query.dtype, p.query.stride[3], p.D);
@@ -369,7 +380,7 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
         if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch);
       }
     } else {
-      for (int64_t d = 0; d < padded_D; ++d) Read::store_query(s.query, r * padded_D + d, s.line[d]);
+      for (int64_t d = 0; d < padded_D; ++d) Read::store_query(s.query, padded_D, r, d, s.line[d]);
     }
   }
   Reach all(p);

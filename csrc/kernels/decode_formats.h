@@ -7,18 +7,25 @@ namespace headwise {
 namespace HW_ISA {
 
 // Keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while its values
-// are: both fit into the L1 cache. In integer arithmetic a tile has a quarter of the bytes, and more to do for each.
-constexpr int kDecodeTile = 32, kInt8Tile = 128;
+// are: both fit into the L1 cache. In integer arithmetic a tile has a quarter of the bytes, and more to do for each; by
+// matrix instructions half of them, and little to do.
+constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
+
+// The bits of a bfloat16 that is a float.
+HW_INLINE uint16_t high_half(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);
+}
 
 struct ReadF32 {
   using T = float;
   static constexpr bool kPairs = false;    // values are multiplied as pairs of keys
   static constexpr bool kScaled = false;   // a token has a scale
   static constexpr int kDigits = 0;        // of a query in integer arithmetic; 0 for float arithmetic
+  static constexpr bool kTiles = false;    // products are those of decode_amx.h
   static constexpr int64_t kStep = 2 * W;  // elements at a time
-  // Keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while its
-  // values are: both fit into the L1 cache.
-  static constexpr int kTile = 32;
+  static constexpr int kTile = kDecodeTile;
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
   // The index of element i of a row among the elements that `load2` gives.
   HW_INLINE int64_t place(int64_t i) { return i; }
@@ -26,7 +33,8 @@ struct ReadF32 {
   HW_INLINE void load_key(const float* p, F& a, F& b) { load2(p, a, b); }
   HW_INLINE void load_query(const float* q, int64_t i, F& a, F& b) { a = load(q + i), b = load(q + i + W); }
   HW_INLINE F times(F acc, F qa, F qb, F ka, F kb) { return fma(qb, kb, fma(qa, ka, acc)); }
-  HW_INLINE void store_query(float* q, int64_t i, float x) { q[i] = x; }
+  // Element d of row r, of `padded` elements.
+  HW_INLINE void store_query(float* q, int64_t padded, int64_t r, int64_t d, float x) { q[r * padded + d] = x; }
 };
 
 struct ReadF16 : ReadF32 {
@@ -44,7 +52,7 @@ struct ReadBf16 : ReadF32 {
     return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
   }
   HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
-  HW_INLINE void store_query(float* q, int64_t i, float x) { q[place(i)] = x; }
+  HW_INLINE void store_query(float* q, int64_t padded, int64_t r, int64_t d, float x) { q[r * padded + place(d)] = x; }
 };
 
 // bfloat16 in pairs: only where `kHasBf16`.
@@ -54,10 +62,17 @@ struct ReadBf16Pairs : ReadBf16 {
   HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
   HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) { a = load(q + i / 2); }
   HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_pairs(acc, qa, ka); }
-  HW_INLINE void store_query(float* q, int64_t i, float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof(bits));
-    reinterpret_cast<uint16_t*>(q)[i] = static_cast<uint16_t>(bits >> 16);  // exact: x is a bfloat16
+  HW_INLINE void store_query(float* q, int64_t padded, int64_t r, int64_t d, float x) {
+    reinterpret_cast<uint16_t*>(q)[r * padded + d] = high_half(x);
+  }
+};
+
+// bfloat16 in tiles of products: only where `kHasAmx`. Q is [pair of columns][row], so many rows as a tile has.
+struct ReadBf16Tiles : ReadBf16 {
+  static constexpr bool kTiles = true;
+  static constexpr int kTile = kHalfTile;
+  HW_INLINE void store_query(float* q, int64_t, int64_t r, int64_t d, float x) {
+    reinterpret_cast<uint16_t*>(q)[(d / 2 * W + r) * 2 + d % 2] = high_half(x);
   }
 };
 

@@ -69,7 +69,10 @@ static inline void with_reader(const Problem& p, const Run& run) {
       run(ReadInt8{});
     }
   } else if (bf16) {
-    if constexpr (kHasBf16 && !kHasAmx) {  // with matrix instructions, pairs in vectors are slow
+    if constexpr (kHasAmx) {
+      const TileUnit tiles;
+      run(ReadBf16Tiles{});
+    } else if constexpr (kHasBf16) {
       run(ReadBf16Pairs{});
     } else {
       run(ReadBf16{});

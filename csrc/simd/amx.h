@@ -57,6 +57,35 @@ HW_INLINE void exchange_halves(F& first, F& second) {
   first = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(high, _mm512_slli_epi32(b, 16), a, 0xCA));
   second = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(high, b, _mm512_srli_epi32(a, 16), 0xCA));
 }
+// Four columns of 16 x 16 sums: lane i of column c is x[i][c].
+HW_INLINE void columns_of_sums(const float* x, F* column) {
+  F z[4];  // in lane l, 128 bits each: row 4 l + i
+  HW_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    z[i] = _mm512_castps128_ps512(_mm_loadu_ps(x + i * W));
+    z[i] = _mm512_insertf32x4(z[i], _mm_loadu_ps(x + (i + 4) * W), 1);
+    z[i] = _mm512_insertf32x4(z[i], _mm_loadu_ps(x + (i + 8) * W), 2);
+    z[i] = _mm512_insertf32x4(z[i], _mm_loadu_ps(x + (i + 12) * W), 3);
+  }
+  const auto pairs = [](F a, F b, bool high) HW_LAMBDA {
+    return _mm512_castps_pd(high ? _mm512_unpackhi_ps(a, b) : _mm512_unpacklo_ps(a, b));
+  };
+  const __m512d a = pairs(z[0], z[1], false), b = pairs(z[2], z[3], false);
+  const __m512d c = pairs(z[0], z[1], true), d = pairs(z[2], z[3], true);
+  column[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), column[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  column[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), column[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+}
+// Weights as the sums of two bfloat16, each paired with 0: to[0] has (first, 0), to[1] (0, first), to[2] and to[3] the
+// same of the second, `pitch` words apart.
+HW_INLINE void split_weights(F weights, uint32_t* to, int64_t pitch) {
+  const __m512i up = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  for (int part = 0; part < 2; ++part) {
+    const __m512i rounded = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(weights), up), high);
+    _mm512_storeu_si512(to + 2 * part * pitch, _mm512_srli_epi32(rounded, 16));
+    _mm512_storeu_si512(to + (2 * part + 1) * pitch, rounded);
+    weights = _mm512_sub_ps(weights, _mm512_castsi512_ps(rounded));
+  }
+}
 
 }  // namespace HW_ISA
 }  // namespace headwise

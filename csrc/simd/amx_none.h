@@ -19,6 +19,8 @@ template <int Sum, int First, int Second>
 void tile_times();
 F load_halves(const uint16_t* p, int64_t n);
 void exchange_halves(F& first, F& second);
+void columns_of_sums(const float* x, F* column);
+void split_weights(F weights, uint32_t* to, int64_t pitch);
 
 }  // namespace HW_ISA
 }  // namespace headwise
