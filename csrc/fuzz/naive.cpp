@@ -64,6 +64,8 @@ Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   return s;
 }
 
+double error_of_weight(double error) { return std::min(expm1(error), 0x1p1000); }
+
 bool may_attend(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   int64_t low = c.low, high = c.high;
   if (!c.bounds.empty()) {
@@ -126,7 +128,7 @@ Result attention(const Call& c, const Rounding& unit) {
     for (const Score& s : scores) total += !s.attended ? 0 : exp(s.value - top);
     error += 8 * kUnit * largest;  // from the factor log2(e) and the subtraction of the maximum
     const double summed = 2 * kUnit * static_cast<double>(c.S + 16);
-    const double relative = expm1(2 * error) + 4 * unit.exponential + unit.weights + 2 * summed;
+    const double relative = error_of_weight(2 * error) + 4 * unit.exponential + unit.weights + 2 * summed;
     r.lse[row] = top + log(total);
     r.lse_error[row] = error + 2 * unit.exponential + summed + 4 * kUnit * fabs(r.lse[row]);
     const double up = c.dropout > 0 ? (c.dropout < 1 ? 1 / (1 - c.dropout) : 0) : 1;

@@ -68,7 +68,7 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
     if (r.lse == -HUGE_VAL || (r.bad && !r.in_loss)) continue;
     if (!c.sinks.empty()) {
       const double weight = r.bad ? NAN : exp(c.sinks[static_cast<size_t>(h)] - r.lse);
-      const double off = expm1(r.lse_error + 8 * kUnit * fabs(r.lse)) + 8 * kUnit;
+      const double off = error_of_weight(r.lse_error + 8 * kUnit * fabs(r.lse)) + 8 * kUnit;
       sinks[static_cast<size_t>(h)].add(
           -weight * r.delta, weight * (fabs(r.delta) * off + r.delta_error) + kTinyWeight * (1 + fabs(r.delta)));
     }
@@ -83,7 +83,8 @@ Gradients backward(const Call& c, const Rounding& unit, const Result& forward, c
       for (int64_t d = 0; d < c.V; ++d) dp += dout[d] * v[d], dp_size += fabs(dout[d] * v[d]);
       dp *= up_ij, dp_size *= up_ij;
       const double largest = std::max(fabs(s.value), fabs(r.lse));
-      const double off = expm1(s.error + r.lse_error + 8 * kUnit * largest) + 4 * unit.exponential + 8 * kUnit;
+      const double off =
+          error_of_weight(s.error + r.lse_error + 8 * kUnit * largest) + 4 * unit.exponential + 8 * kUnit;
       const double weight = r.bad ? NAN : exp(s.value - r.lse);
       const double weight_error = weight * off + kTinyWeight;
       const double apart = fabs(dp) + fabs(r.delta);

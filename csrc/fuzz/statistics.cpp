@@ -140,7 +140,7 @@ void define_row(const Case& k, const Options& a, int64_t row, Truth& truth) {
   const double whole = on_keys + escaped, mass = bad ? NAN : on_keys / whole;
   error += 8 * kUnit * std::max(tall, fabs(peak));
   const double terms = 4 * kUnit * static_cast<double>(c.S + 64);
-  const double off = expm1(2 * error) + 4 * rounding(k.query.dtype).exponential + terms;
+  const double off = naive::error_of_weight(2 * error) + 4 * rounding(k.query.dtype).exponential + terms;
   const auto surprise = [](double p) { return p > 0 ? -p * log(p) : 0; };
   std::vector<bool> aimed(static_cast<size_t>(a.sums), false);
   double entropy = surprise(escaped / whole), entropy_off = off * (1 + entropy), away = 0, largest = 0;
