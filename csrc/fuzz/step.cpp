@@ -311,6 +311,10 @@ std::string corrupt_step(uint64_t seed) {
     const auto plus = [&](uint64_t more) { return static_cast<int64_t>(static_cast<uint64_t>(n) + more); };  // may wrap
     return draw.one_of<int64_t>({-1, 0, plus(1), plus(UINT64_MAX), plus(100), INT64_MAX, INT64_MIN, int64_t{1} << 62});
   };
+  if (drawn.table != nullptr && draw.once_in(3)) {  // while its sizes are still those of its memory
+    const double page = draw.one_of<double>({-1, -0x1p62, 0x1p20, 0x1p62});
+    write(*drawn.table, draw.below(drawn.table->numel()), page);
+  }
   for (int64_t times = draw.between(1, 2); times > 0; --times) {
     fake::Tensor& one = *all[draw.below(12)];
     if (draw.once_in(12)) one = nullptr;
@@ -321,10 +325,6 @@ std::string corrupt_step(uint64_t seed) {
     if (draw.once_in(6)) drawn.turned = odd(drawn.turned);
     if (draw.once_in(6)) drawn.value_dim = odd(drawn.V);
     if (draw.once_in(9)) drawn.places.push_back(0);
-    if (drawn.table != nullptr && drawn.table->numel() > 0 && draw.once_in(4) && drawn.table->dtype == kLong &&
-        drawn.table->numel() < 1000 && drawn.table->storage_bytes == 8 * drawn.table->numel() &&
-        drawn.table->storage != nullptr)
-      write(*drawn.table, 0, static_cast<double>(draw.one_of<int64_t>({-1, 1 << 20, int64_t{1} << 62})));
   }
   const bool missing = drawn.query == nullptr || drawn.key == nullptr || drawn.keys == nullptr;
   if (missing) return "";  // torch gives a tensor where the schema has one
