@@ -119,8 +119,8 @@ HW_INLINE void join_sums(const float* rescale, float* HW_RESTRICT sums, int64_t 
 template <int B, int R>
 HW_INLINE void join_columns(const float* rescale, float* HW_RESTRICT sums, int64_t padded_V, int64_t width) {
   if (width <= B * kTileStep) return;
-  constexpr int Quads = (R + kQuad - 1) / kQuad;
-  join_sums < B *Quads, R<kQuad ? R : kQuad>(rescale, sums + B * kTileStep, padded_V);
+  constexpr int Quads = (R + kQuad - 1) / kQuad, First = R < kQuad ? R : kQuad;
+  join_sums<B * Quads, First>(rescale, sums + B * kTileStep, padded_V);
   if constexpr (Quads == 2) {
     join_sums<B * Quads + 1, R - kQuad>(rescale + kQuad, sums + B * kTileStep + kQuad * padded_V, padded_V);
   }
