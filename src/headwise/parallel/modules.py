@@ -39,13 +39,13 @@ class Context:
             ranks = self.comm.agree("positions", {"order": self.order}, {"length": tokens})
             own = held_places([one["length"] for one in ranks], self.order, "positions", "tokens")[self.comm.rank]
             return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
-        own = self.places()
-        if own.shape[0] != tokens:
+        places = self.places()
+        if places.shape[0] != tokens:
             raise ValueError(
-                f"rank {self.comm.rank} has {own.shape[0]} of {self.length} tokens in {self.order} order; got "
+                f"rank {self.comm.rank} has {places.shape[0]} of {self.length} tokens in {self.order} order; got "
                 f"{tokens}; split them with split_sequence, or leave length out of the context"
             )
-        return own
+        return places
 
     def places(self) -> Tensor:
         """(T_r,) the places of this rank's tokens in a sequence of `length`."""
