@@ -84,13 +84,10 @@ const std::vector<const Kernels*>& available() {
       if (cpu_has(set->name)) all.push_back(set);
     }
 #if defined(__x86_64__)
-    if (!pairs_are_quick()) {  // after all other sets of AVX-512 but the plainest
-      const auto named = [](const char* name) {
-        return [name](const Kernels* set) { return std::strcmp(set->name, name) == 0; };
-      };
-      const auto bf16 = std::find_if(all.begin(), all.end(), named("avx512_bf16"));
-      const auto vnni = std::find_if(all.begin(), all.end(), named("avx512_vnni"));
-      if (bf16 < vnni && vnni != all.end()) std::iter_swap(bf16, vnni);
+    for (size_t i = 1; i < all.size() && !pairs_are_quick(); ++i) {  // then these two neighbours change places
+      if (std::strcmp(all[i - 1]->name, "avx512_bf16") == 0 && std::strcmp(all[i]->name, "avx512_vnni") == 0) {
+        std::swap(all[i - 1], all[i]);
+      }
     }
 #endif
     return all;
