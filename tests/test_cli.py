@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -20,7 +21,7 @@ from looks import make_look
 from typer.testing import CliRunner
 
 import headwise
-from headwise import cli, models
+from headwise import cli, hf, models
 from headwise.ops.native import library
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
@@ -179,6 +180,27 @@ def test_the_example_in_each_help_runs(looked: Any, here: Path) -> None:
         import shlex
 
         assert runner.invoke(cli.app, shlex.split(example[1].strip(" │"))).exit_code == 0, example[1]
+
+
+def test_the_default_text_is_cut_to_the_model_and_a_user_s_own_is_not(
+    tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has 129 tokens, and a model of 128 places is common."""
+    loaded = dataclasses.replace(hf.load(tiny), max_positions=17, name="a\x1bb")
+    monkeypatch.setattr(hf, "load", lambda *_, **options: loaded)
+    for command in ("look", "circuits", "importance"):
+        result = runner.invoke(cli.app, [command, "small", "--json"])
+        assert result.exit_code == 0, (command, result.stderr)
+        assert json.loads(result.stdout)
+        assert result.stderr == (
+            "headwise: a\\x1bb takes 17 tokens, so the default text is cut (39 of 405 characters); --text or --file "
+            "gives another\n"
+        )
+        assert "tokens, and the model takes 17; give a shorter text" in refused(
+            command, "small", "--text", models.default_text() + " "
+        )
+    loaded = dataclasses.replace(loaded, max_positions=1)
+    assert "tokens, and the model takes 1; give a shorter text" in refused("look", "small")
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------

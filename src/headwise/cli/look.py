@@ -10,7 +10,7 @@ from . import guard, media, reading, several, writing
 from .against import either, read_plan
 from .loading import load
 from .output import console, progress
-from .texts import read_text
+from .texts import fitting, read_text
 
 
 def _look(  # private, for a command has as many options as its users need, and no one calls it from Python
@@ -122,6 +122,7 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
         show("looking")
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)
+        text = text and fitting(loaded, text)
         if more.beside or text is None or loaded.tokenizer is None or loaded.model.main_input_name != "input_ids":
             return reading.look_beside(loaded, text, more, beside, name, show)
         ids, tokens = loaded.encode(text)
