@@ -110,6 +110,24 @@ def test_the_table_cannot_steer_the_terminal(looked: Any, here: Path) -> None:
     assert "\x1b" not in result.stdout and "\u202e" not in result.stdout
 
 
+def test_a_narrow_terminal_leaves_out_columns_and_breaks_no_word(
+    looked: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    for width, gone in (
+        (140, ""),
+        (80, "no room for next, self, dup, delim"),
+        (60, "no room for next, self, dup, delim, largest, distance,\n entropy"),
+    ):
+        monkeypatch.setattr(cli.look, "console", lambda width=width: Console(markup=False, width=width))
+        shown = runner.invoke(cli.app, ["look", "--out", "x.json"]).stdout
+        assert max(map(len, shown.splitlines())) <= width
+        assert re.sub(" +", " ", gone) in re.sub(" +", " ", shown) and bool(gone) is ("no room" in shown), (width, shown)
+        assert ("entropy" in shown.split("role")[0]) is (width > 60)
+        assert all(str(score) in shown for head in looked.heads for score in head.roles), (width, shown)
+
+
 def test_text_from_stdin(looked: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(cli.look, "look_at", lambda model, text, *_: (seen.append(text), looked)[1])

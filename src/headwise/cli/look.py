@@ -139,15 +139,37 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
         return reading.with_more(loaded, result, ids, read, more)
 
 
+ROLE = 28
+"""Letters that the last column has at least, the longest role with its number among them."""
+SPARE = ("next", "self", "dup", "delim", "largest", "distance", "entropy")
+"""What a narrow terminal goes without, the first one first; the files and --json have it."""
+
+
 def _print_heads(result: Any) -> None:
-    """The table of heads, its name harmless; without frame and with folded roles where the terminal is narrow."""
+    """The table of heads, its name harmless; without frame and with fewer columns where the terminal is narrow."""
     from dataclasses import replace
 
     from headwise.report.escape import visible
 
-    shown = console()
-    table = replace(result, model=visible(result.model, limit=100)).table()
-    if shown.width < shown.measure(table, options=shown.options.update(width=1000)).maximum:
-        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
-        table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    shown, look = console(), replace(result, model=visible(result.model, limit=100))
+    table = look.table()
+    if shown.measure(table, options=shown.options.update(width=1000)).maximum > shown.width:
+        table = _narrow(look, shown)
     shown.print(table)
+
+
+def _narrow(look: Any, shown: Any) -> Any:
+    """The table without frame, its roles folded, and without as many columns as leave those room."""
+    from headwise.look.tables import rich_table
+
+    table: Any = None
+    for count in range(len(SPARE) + 1):
+        table = rich_table(look, SPARE[:count])
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+        longest = max(len(cell) for cell in table.columns[-1].cells)
+        whole = shown.measure(table, options=shown.options.update(width=1000)).maximum
+        if whole - max(longest - ROLE, 0) <= shown.width:
+            break
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    table.caption = f"no room for {', '.join(SPARE[:count])}" if count else None
+    return table
