@@ -76,10 +76,10 @@ def test_every_process_draws_the_same() -> None:
     path = os.pathsep.join([str(Path(draw.__file__).parent), os.environ.get("PYTHONPATH", "")])
     there = os.environ | {"PYTHONPATH": path, "HEADWISE_DRAW_SEED": draw.SEED}
     there.pop("PYTEST_CURRENT_TEST")
-    told = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, text=True, check=True).stdout
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTEST_CURRENT_TEST")
-        assert told.strip() == str(draw.drawn(range(99), "a key", share=9))
+        assert output.strip() == str(draw.drawn(range(99), "a key", share=9))
 
 
 def test_the_first_line_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from headwise.testing.constructed import random_model
 def by_word(text: str, return_offsets_mapping: bool) -> dict[str, Any]:
     """A token for each word and mark, long words in two; the first is special."""
     ids, offsets = [1], [(0, 0)]
-    for found in re.finditer(r"\w+|[^\w\s]", text):
-        start, end = found.span()
+    for match in re.finditer(r"\w+|[^\w\s]", text):
+        start, end = match.span()
         middle = start + 4 if end - start > 5 else end
         for piece in ((start, middle), (middle, end)) if middle < end else ((start, end),):
             ids.append(3 + sum(map(ord, text[slice(*piece)])) % 40)

@@ -102,12 +102,12 @@ def test_name_movers_are_found() -> None:
 
 def test_alignment_is_found_in_cross_attention_alone() -> None:
     model, jobs = constructed_pair()
-    found = look.at(model, [1, *range(3, 60)], delimiters=[])  # no token twice: then a token has one place
-    for head in found.heads:
+    record = look.at(model, [1, *range(3, 60)], delimiters=[])  # no token twice: then a token has one place
+    for head in record.heads:
         name = CALLED.get(jobs[head.layer, head.head], jobs[head.layer, head.head])
         assert [score.name for score in head.roles] == [name], head
         assert head.roles[0].value >= 0.99
-    assert [head.part for head in found.heads] == ["encoder"] * 3 + ["decoder"] * 2 + ["cross"] * 4
+    assert [head.part for head in record.heads] == ["encoder"] * 3 + ["decoder"] * 2 + ["cross"] * 4
 
 
 def test_random_models_play_hardly_a_role() -> None:

@@ -195,10 +195,10 @@ def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
 
     def call(mask: Mask | None, k: Tensor, v: Tensor) -> list[Tensor]:
         with instructions(backend):
-            out, found = headwise.attention_statistics(q, k, v, mask=mask)
+            out, result = headwise.attention_statistics(q, k, v, mask=mask)
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             grads = torch.autograd.grad(headwise.attention(*leaves, mask=mask, backend="native").sum(), leaves)
-        return [*attend(backend, q, k, v, mask=mask, return_lse=True), out, found.entropy, found.pooled, *grads]
+        return [*attend(backend, q, k, v, mask=mask, return_lse=True), out, result.entropy, result.pooled, *grads]
 
     def compare_bits(name: str, mask: Mask | None) -> None:
         for x, y in zip(call(mask, *map(apart, packed)), call(mask, *packed), strict=True):
@@ -221,9 +221,9 @@ def test_sets_that_differ_in_bfloat16_alone_are_the_same_code(dtype: torch.dtype
         with instructions(backend):
             ends = [outs[1], outs[3]]
             grads = torch.autograd.grad(ends, leaves, [torch.ones_like(x) for x in ends])
-            found = statistics(*(x.detach() for x in leaves[:2]), mask=mask, sinks=torch.linspace(-1, 1, n.H))
-        told = [found.entropy, found.largest, found.distance, found.sink, found.pooled, found.received]
-        return [*outs, *grads, *told]
+            result = statistics(*(x.detach() for x in leaves[:2]), mask=mask, sinks=torch.linspace(-1, 1, n.H))
+        numbers = [result.entropy, result.largest, result.distance, result.sink, result.pooled, result.received]
+        return [*outs, *grads, *numbers]
 
     with collected() as attempt:
         for form, n in FORMS.items():

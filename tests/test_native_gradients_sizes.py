@@ -147,8 +147,8 @@ def test_offsets_beyond_2_to_the_31(backend: str, dtype: torch.dtype, T: int) ->
     near = {**leaves, "grad_out": grad_out}
 
     def call(**change: Tensor) -> Leaves:
-        given: dict[str, Any] = {**near, **change}
-        return gradients(backend, case, {name: given[name] for name in leaves}, given["grad_out"])
+        arguments: dict[str, Any] = {**near, **change}
+        return gradients(backend, case, {name: arguments[name] for name in leaves}, arguments["grad_out"])
 
     def same(name: str, dim: int, plain: Leaves) -> None:
         for leaf, x in call(**{name: far_apart(near[name], dim)}).items():

@@ -85,8 +85,8 @@ def with_options(form: str, name: str | None, options: tuple[str, ...], dtype: t
         "scale": -0.3,
         "sinks": torch.randn(n.H, generator=source, dtype=torch.float64).to(dtype),
     }
-    given = {key: known[key] for key in options}
-    return answer_of(make_qkv(*n, dtype=dtype), **given, mask=None if name is None else MASKS[name](n).mask)
+    arguments = {key: known[key] for key in options}
+    return answer_of(make_qkv(*n, dtype=dtype), **arguments, mask=None if name is None else MASKS[name](n).mask)
 
 
 @native_dtypes

@@ -217,12 +217,12 @@ def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: 
 @forms
 def test_around_and_between(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Before, after and in the gaps of every buffer: the bits of the run with zeros there."""
-    given = dict(zip(("query", "key", "value"), make_qkv(*n, dtype=dtype), strict=True))
+    tensors = dict(zip(("query", "key", "value"), make_qkv(*n, dtype=dtype), strict=True))
     bias, gate = torch.randn(n.B, n.H, n.T, n.S, generator=source(n)), torch.ones(n.B, n.H, n.T, n.V)
     sinks = torch.linspace(-1, 1, n.H).view(1, 1, 1, n.H)
 
     def call(slack: float, pattern: str) -> Any:
-        odd = {name: strided(x, pattern, slack=slack) for name, x in given.items()}
+        odd = {name: strided(x, pattern, slack=slack) for name, x in tensors.items()}
         options = {"gate": strided(gate, pattern, slack=slack), "sinks": strided(sinks, pattern, slack=slack)[0, 0, 0]}
         mask = made("causal", n)[0] & headwise.bias(strided(bias, pattern, slack=slack))
         return attend(backend, **odd, **options, mask=mask, return_lse=True)

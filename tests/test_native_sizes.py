@@ -159,9 +159,9 @@ def test_offsets_beyond_2_to_the_31(backend: str, dtype: torch.dtype, T: int) ->
     gate = torch.randn(B, H, T, 8, dtype=dtype)
 
     def call(**change: Any) -> Tensor:
-        given = {**near, **masks, "gate": gate, **change}
-        mask = headwise.keep(given.pop("keep")) & headwise.bias(given.pop("bias"))
-        return attend(backend, **given, mask=mask)
+        tensors = {**near, **masks, "gate": gate, **change}
+        mask = headwise.keep(tensors.pop("keep")) & headwise.bias(tensors.pop("bias"))
+        return attend(backend, **tensors, mask=mask)
 
     plain = call()
     with collected() as attempt:

@@ -71,9 +71,9 @@ def test_every_stage_is_covered() -> None:
 def test_present_is_past_and_new(name: str) -> None:
     case = CASES[name]
     (_, key, value), _ = case.call()
-    for given, ours in (("present_key", key), ("present_value", value)):
-        if given in case.outputs:
-            assert torch.equal(ours, case.outputs[given])
+    for present, ours in (("present_key", key), ("present_value", value)):
+        if present in case.outputs:
+            assert torch.equal(ours, case.outputs[present])
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def test_states_have_the_dtypes_that_transformers_gives_them(name: str) -> None:
     )
     ours, config, real = tiny(name, seed)
     assert ours.number_bytes == 2
-    held = dynamic_cache_bytes(name, config, real.to(torch.bfloat16), TOKENS)
-    assert held == costs.cache_bytes(ours, TOKENS, 2) + costs.state_bytes(ours)
+    expected = dynamic_cache_bytes(name, config, real.to(torch.bfloat16), TOKENS)
+    assert expected == costs.cache_bytes(ours, TOKENS, 2) + costs.state_bytes(ours)
 
 
 def test_windows_and_latents_are_among_what_was_measured() -> None:
@@ -83,8 +83,8 @@ def test_windows_and_latents_are_among_what_was_measured() -> None:
 def test_a_cache_that_ignores_windows_would_be_seen() -> None:
     """Planted: every layer counted whole."""
     model, config, real = tiny("mistral")
-    held = dynamic_cache_bytes("mistral", config, real, TOKENS)
-    assert costs.cache_bytes(model, TOKENS, FLOAT32, windowed=False) != held
+    expected = dynamic_cache_bytes("mistral", config, real, TOKENS)
+    assert costs.cache_bytes(model, TOKENS, FLOAT32, windowed=False) != expected
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

@@ -76,12 +76,12 @@ def test_attention_s_share_is_that_of_the_attention_modules(name: str) -> None:
     fields = random_config(name, random.Random(5))
     model = build(name, config_of(name, fields))
     inside = ("attn.", "attention.self.", "attention.output.dense", "Attention.", "encoder_attn.")
-    held = sum(
+    expected = sum(
         p.numel()
         for key, p in model.named_parameters()
         if any(part in key for part in inside) and "relative" not in key
     )
-    assert model_of({**fields, "model_type": name}).attention_parameters() == held
+    assert model_of({**fields, "model_type": name}).attention_parameters() == expected
 
 
 def test_there_are_enough_architectures() -> None:
@@ -252,8 +252,8 @@ MARKED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("config", "text"), MARKED, ids=[text[:40] for _, text in MARKED])
 def test_what_is_left_out_is_marked(config: dict[str, Any], text: str) -> None:
-    found = plan.of(config)
-    assert not found.exact and found.notes[0].startswith(text)
+    result = plan.of(config)
+    assert not result.exact and result.notes[0].startswith(text)
     assert plan.of({"model_type": config["model_type"]}).exact
 
 

@@ -98,10 +98,10 @@ def gated(family: str, source: Path, heads: Heads) -> tuple[Tensor, Tensor]:
     def each(call: AttentionCall) -> Tensor:
         return call.attend() * gate[call.order][:, None, None]
 
-    model, given = loaded(source), taken(family)
+    model, arguments = loaded(source), taken(family)
     with probe(model, each):
-        switched_off = logits(model, given)
-    return switched_off, logits(model, given)
+        switched_off = logits(model, arguments)
+    return switched_off, logits(model, arguments)
 
 
 def taken(family: str) -> dict[str, Tensor]:
@@ -207,8 +207,8 @@ def test_parameters_and_cache_are_as_planned(family: str, checkpoint: object, tm
     if FAMILIES[family].kind != "decoder":
         return
     cache = model(torch.ones(1, 13, dtype=torch.long), use_cache=True).past_key_values
-    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    size = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     text = model.config.get_text_config()
     windows = any("sliding" in str(kind) for kind in getattr(text, "layer_types", None) or ())
     if not windows and getattr(text, "sliding_window", None) is None:
-        assert facts["plan"][1]["cache_bytes"] == held
+        assert facts["plan"][1]["cache_bytes"] == size
