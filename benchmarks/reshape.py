@@ -66,14 +66,14 @@ class Text:
 
     def take(self, tokens: torch.Tensor) -> None:
         """Windows to measure on, to fit to, and to rank heads on."""
-        self.held = tiny_data.text_rows(tokens, HELD, LENGTH)
+        self.rows = tiny_data.text_rows(tokens, HELD, LENGTH)
         self.calibration = list(tiny_data.text_rows(self.training, CALIBRATION, LENGTH).split(2))
         self.ranked = torch.cat(self.calibration)[:ALONE]
         self.held_tokens, self.calibration_tokens = HELD * (LENGTH - 1), CALIBRATION * LENGTH
 
     def loss(self, model: Any) -> float:
         """Nats a token that was never trained on."""
-        loss = loss_of(model, list(self.held.split(2)))
+        loss = loss_of(model, list(self.rows.split(2)))
         assert loss is not None
         return loss
 

@@ -288,29 +288,29 @@ class Asked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside, self.asked = Twice(), list[dict[str, Any]]()
+        self.inside, self.requests = Twice(), list[dict[str, Any]]()
 
     def forward(
         self, ids: Tensor, decoder_input_ids: Tensor, use_cache: bool = True, logits_to_keep: int = 0
     ) -> Tensor:
-        self.asked.append({"ids": ids, "decoder": decoder_input_ids, "lean": (use_cache, logits_to_keep)})
+        self.requests.append({"ids": ids, "decoder": decoder_input_ids, "lean": (use_cache, logits_to_keep)})
         return self.inside(ids)
 
 
 def test_how_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Asked()
     look.at(model, [1, 5, 6, 7, 8])
-    text_pass, copies = model.asked
+    text_pass, copies = model.requests
     assert text_pass["ids"].tolist() == [[1, 5, 6, 7, 8]] and text_pass["decoder"].tolist() == [[3, 1, 5, 6]]
     assert text_pass["lean"] == copies["lean"] == (False, 1)
     assert copies["ids"].shape == (6, 72) and copies["decoder"].shape == (6, 71)
     assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :70])
     for length in (1, 2, 3):
         look.at(model, [1, 5, 6][:length], repeats=None)
-        assert model.asked[-1]["decoder"].tolist() == [[3, 1][: max(1, length - 1)]]
+        assert model.requests[-1]["decoder"].tolist() == [[3, 1][: max(1, length - 1)]]
     monkeypatch.delattr(Asked.config, "decoder_start_token_id")
     look.at(model, [5, 6, 7], repeats=None)
-    assert model.asked[-1]["decoder"].tolist() == [[1, 5]]
+    assert model.requests[-1]["decoder"].tolist() == [[1, 5]]
 
 
 # --- repeated random tokens -----------------------------------------------------------------------------------------
