@@ -1,74 +1,53 @@
-"""A name is the noun of what it is: these participles name nothing, neither in the package nor around it."""
+"""One word, one thing: the names of types."""
+
+from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from test_architecture import Tree, real_tree, with_planted
 
-ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("src", "tests", "examples", "benchmarks", "scripts")
-PARTICIPLES = {"asked", "found", "given", "held", "told"}
-PUBLIC = {  # keywords and fields that users write
-    "src/headwise/nn/latent.py": {"held"},
-    "src/headwise/nn/latent_form.py": {"held"},
-    "src/headwise/reshape/heal.py": {"held"},
-}
-NAME = rf"\b(?:{'|'.join(sorted(PARTICIPLES))})\b"
-LIKELY = re.compile(  # a line that may give such a name; the parser judges the files that have one
-    rf"^[\w, *().\[\]]*{NAME}(?:[\w, *()]* |: [^=\n]*)=(?!=)|{NAME} :=|^ +(?:\w+(?:: [^\n]*?)?, )*\**{NAME}[,:]"
-    rf"|\bfor [\w, *()]*{NAME}[\w, *()]* in |\b(?:with|except|import)\b[^\n]* as {NAME}"
-    rf"|^ *(?:async )?(?:def|class) (?:[^\n]*[ (*])?{NAME}|\blambda [^:\n]*{NAME}|^{NAME}:",
-)
+TWO_PUBLIC = {"Curve"}  # what training measured, and what healing did: `headwise.look.Curve`, `headwise.reshape.Curve`
 
 
-def names(node: ast.AST) -> Iterator[str]:
-    """What a node gives a name to."""
-    match node:
-        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
-            yield name
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
-        case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
-            yield name
+@functools.cache
+def types_in(source: str) -> list[str]:
+    """The classes of a file, and the types that it gives a name."""
+    names = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and "TypeVar(" not in ast.unparse(node):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [x.id for x in targets if isinstance(x, ast.Name) and re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", x.id)]
+    return names
 
 
-def participles(path: str, source: str) -> list[str]:
-    """Most files need no parser: no line of theirs may hold such a name."""
-    if not any(LIKELY.search(line) for line in source.splitlines() if re.search(NAME, line)):
-        return []
-    bad = PARTICIPLES - PUBLIC.get(path, set())
+def one_meaning(tree: Tree) -> list[str]:
+    """A type's name is defined once: in two rooms it would mean two things."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(tree):
+        for name in types_in(tree[path]):
+            places.setdefault(name, []).append(path)
     return [
-        f"{path}:{getattr(node, 'lineno', '?')} names a thing {name!r}: say which thing it is"
-        for node in ast.walk(ast.parse(source))
-        for name in names(node)
-        if name in bad
+        f"{name} is defined in {' and '.join(paths)}; name one of them more precisely"
+        for name, paths in places.items()
+        if len(paths) > 1 and name not in TWO_PUBLIC
     ]
 
 
-def test_no_name_is_a_participle() -> None:
-    files = {p.relative_to(ROOT).as_posix(): p for room in ROOMS for p in (ROOT / room).rglob("*.py")}
-    assert files.keys() >= PUBLIC.keys() and "tests/test_names.py" in files
-    assert [fault for path, file in files.items() for fault in participles(path, file.read_text("utf8"))] == []
+def test_a_name_of_a_type_has_one_meaning() -> None:
+    assert one_meaning(real_tree()) == []
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "fault"),
     [
-        "{} = 1", "a, {} = 1, 2", "a, (b, *{}) = x", "{}: int = 1", "class A:\n    {}: int", "for {} in x: ...",
-        "[1 for a, {} in x]", "if ({} := f()): ...", "def {}(): ...", "class {}: ...", "def f({}): ...",
-        "def f(\n    a: int,\n    {}: int,\n): ...", "def f(\n    a,\n    **{},\n): ...", "lambda a, *{}: a",
-        "with x as {}: ...", "import x as {}", "try: ...\nexcept E as {}: ...", "self.{} = 1",
+        ("class Mask: ...", "Mask is defined in nn/planted.py and ops/masks/compose.py"),
+        ("LatentForm = int | None", "LatentForm is defined in nn/latent_form.py and nn/planted.py"),
     ],
-)  # fmt: skip
-def test_a_planted_one_is_seen(source: str) -> None:
-    for word in PARTICIPLES:
-        [fault] = participles("tests/planted.py", source.format(word))
-        assert fault.startswith("tests/planted.py:") and repr(word) in fault
-        assert not participles("tests/planted.py", source.format("weights"))
-
-
-def test_public_keywords_stay() -> None:
-    assert participles("src/headwise/reshape/heal.py", "def heal(held): ...") == []
-    assert participles("src/headwise/reshape/heal.py", "def heal(found=1): ...") != []
+)
+def test_a_second_meaning_is_reported(source: str, fault: str) -> None:
+    assert any(fault in line for line in one_meaning(with_planted("nn/planted.py", source)))
