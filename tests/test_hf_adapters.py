@@ -12,7 +12,7 @@ import torch
 import transformers
 from hf_models import B, T, padding, token_ids
 from hf_plain_models import PLAIN, plain
-from hf_seam_models import BY_NAME, DECODERS, ROWS, SeamRow, exact_of, fed, given, model_of, names, run, truth_of
+from hf_seam_models import BY_NAME, DECODERS, ROWS, SeamRow, arguments, exact_of, fed, model_of, names, run, truth_of
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_transformers(row: SeamRow) -> None:
     grads = []
     for model in (truth_of(row), model_of(row)):
         model.zero_grad()
-        model(**given("right")).logits[padding("right").bool()].square().mean().backward()
+        model(**arguments("right")).logits[padding("right").bool()].square().mean().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     theirs, ours = grads
     assert ours.keys() == theirs.keys() and len(ours) > 10
@@ -87,9 +87,11 @@ def test_caches_give_the_logits_of_transformers(row: SeamRow) -> None:
 @names(DECODERS)
 def test_tokens_are_those_of_transformers(row: SeamRow) -> None:
     how = dict(max_new_tokens=7, min_new_tokens=7, do_sample=False, use_cache=True)
-    theirs, model = truth_of(row).generate(**given("left"), **how), model_of(row)
+    theirs, model = truth_of(row).generate(**arguments("left"), **how), model_of(row)
     for cache in (None, hf.make_cache(model, "paged", max_length=T + 7)):
-        assert torch.equal(model.generate(**given("left"), past_key_values=cache, **how), theirs), f"{row.name} {cache}"
+        assert torch.equal(model.generate(**arguments("left"), past_key_values=cache, **how), theirs), (
+            f"{row.name} {cache}"
+        )
 
 
 def test_an_int8_cache_is_read_in_place() -> None:
