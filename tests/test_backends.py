@@ -126,6 +126,7 @@ def test_pages_tell_what_they_hold() -> None:
 # -- flex --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MASKS)
 def test_flex_reads_every_rule_as_it_is_meant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions of one place, over all places, and its lists of tiles, of 16 x 16 here."""

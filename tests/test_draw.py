@@ -27,9 +27,10 @@ class Item:
     nodeid: str
     callspec: Spec
     marks: tuple[str, ...] = field(default=("sweep",))
+    least: tuple[int, ...] = ()
 
-    def get_closest_marker(self, name: str) -> bool:
-        return name in self.marks
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return getattr(pytest.mark, name)(*self.least).mark if name in self.marks else None
 
 
 def items(name: str, *, marks: tuple[str, ...] = ("sweep",)) -> list[Item]:
@@ -58,6 +59,23 @@ def test_what_is_no_sweep_runs_whole_and_so_does_everything_without_a_share() ->
     every = items("a")
     assert draw.split(every, 1) == (every, [])
     assert draw.drawn(range(7), share=1) == [*range(7)]
+
+
+def test_of_a_marked_sweep_at_least_one_case_of_so_many_runs() -> None:
+    every = items("a")
+    for item in every:
+        item.least = (2,)
+    assert len(draw.split(every, 8)[0]) == 6 * 6
+    assert draw.split(every, 1)[0] == every
+
+
+def test_a_name_is_drawn_on_some_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert draw.is_drawn("anything", share=1)
+    drawn = []
+    for day in range(400):
+        monkeypatch.setattr(draw, "SEED", f"day {day}")
+        drawn.append(draw.is_drawn("a test", share=8))
+    assert 20 < sum(drawn) < 100
 
 
 def test_at_least_one_case_is_drawn_and_days_and_keys_differ(monkeypatch: pytest.MonkeyPatch) -> None:

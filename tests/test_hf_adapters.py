@@ -215,6 +215,7 @@ def main_output(out: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", PLAIN)
 def test_plain_code_gives_the_numbers_of_eager(family: str) -> None:
     model, inputs, calls, heads = plain(family)

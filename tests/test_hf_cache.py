@@ -21,6 +21,7 @@ def model_of(row: Row) -> PreTrainedModel:
     return MODELS[row.name]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("row", DECODERS, ids=lambda row: row.name)
 def test_cached_steps_give_the_logits_of_eager(row: Row, cache: str) -> None:
@@ -39,6 +40,7 @@ def greedy(model: PreTrainedModel, implementation: str, arguments: dict[str, Ten
         model.set_attn_implementation("eager")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("row", DECODERS, ids=lambda row: row.name)
 def test_greedy_generation_gives_the_same_tokens(row: Row, cache: str) -> None:

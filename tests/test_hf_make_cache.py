@@ -65,6 +65,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("row", DECODERS, ids=lambda row: row.name)
 def test_the_tokens_are_those_of_transformers_own_cache(row: Row, side: str) -> None:

@@ -55,6 +55,7 @@ def test_allowed_and_added(name: str, n: Sizes) -> None:
     same(mask.allowed(n.T, n.S), mask.added(n.T, n.S), name, n, torch.arange(n.T), torch.arange(n.S))
 
 
+@pytest.mark.sweep
 @every_mask
 def test_allowed_and_added_across_tiles(name: str) -> None:
     n = TILED
@@ -119,6 +120,7 @@ def test_bounds_tell_all_or_nothing(name: str, n: Sizes) -> None:
 BANDS = list(itertools.product((None, 1, 2, 3, 4, 5), (None, 0, 1, 2, 3), (None, -4, -1, 0, 1, 3), (0, 2)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("T", "S"), [(1, 4), (4, 1), (3, 3), (2, 5), (5, 2)])
 def test_every_small_band(T: int, S: int) -> None:
     """In each form that a backend may ask for it: 360 of them, and each joined with the one before."""

@@ -131,12 +131,14 @@ def test_primes(backend: str, dtype: torch.dtype) -> None:
     run(backend, [Case(n, dtype, mask) for n in sizes for mask in (None, "causal", "window 3 2")])
 
 
+@pytest.mark.sweep
 @natives
 @pytest.mark.parametrize(("H", "K", "T"), [(2, 1, 1), (2, 2, 2)])
 def test_seventy_thousand_heads(backend: str, H: int, K: int, T: int) -> None:
     check(backend, Case(Sizes(70_000 // H, H, K, T, 3, 2, 2), mask=None, sinks=True))
 
 
+@pytest.mark.sweep
 @natives
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("T", [2, 53])

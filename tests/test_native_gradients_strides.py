@@ -54,6 +54,7 @@ def caller(backend: str, case: Case) -> Callable[..., Leaves]:
     return call
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_query_key_value_and_what_comes_back(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -65,6 +66,7 @@ def test_query_key_value_and_what_comes_back(backend: str, dtype: torch.dtype, n
             attempt(f"{name}, {pattern}", same, call, {name: lay(arguments[name], pattern)})
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_all_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -97,6 +99,7 @@ def test_biases(backend: str, dtype: torch.dtype, n: Sizes) -> None:
                 attempt(f"{shape}, {pattern}", same, caller(backend, case), {"bias": odd})
 
 
+@pytest.mark.sweep
 @natives
 @forms
 def test_sinks_slopes_gates_and_the_gradient_of_lse(backend: str, n: Sizes) -> None:

@@ -66,6 +66,7 @@ def case(n: Sizes, dtype: torch.dtype, mask: str | None = None, kind: str = "nor
     return inputs, answer_of(inputs, **({} if mask is None else {"mask": build(n)}))
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @forms
@@ -75,6 +76,7 @@ def test_every_mask(backend: str, dtype: torch.dtype, form: str) -> None:
             attempt(name, check, backend, *case(FORMS[form], dtype, name))
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @forms
@@ -124,6 +126,7 @@ def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
             attempt(n, check, backend, *case(n, dtype))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", sorted({*NATIVE, *(f"native-{isa}" for isa in ISAS)}))
 @dtypes
 @pytest.mark.parametrize("T", [1, 40])
@@ -166,6 +169,7 @@ def test_powers_of_two_change_no_bit(backend: str, T: int) -> None:
             attempt(f"{power}, lse", assert_same_bits, its, lse)
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @forms
@@ -194,6 +198,7 @@ def test_strides(backend: str, dtype: torch.dtype, form: str) -> None:
         attempt("last axis last", same, Quantized(one[0], key.scale), Quantized(one[1], value.scale))
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @forms

@@ -126,6 +126,7 @@ def test_tiny_values_and_weights(backend: str, dtype: torch.dtype, T: int) -> No
     assert float(torch.tensor(1e-40) * 0.5) != 0, "the call left a flush-to-zero mode behind"
 
 
+@pytest.mark.sweep
 @native_dtypes
 @rows
 def test_any_scale(backend: str, dtype: torch.dtype, T: int) -> None:
@@ -269,6 +270,7 @@ def test_a_bias_is_rounded_to_float32(backend: str, T: int) -> None:
         assert_same_bits(one[1], other[1])
 
 
+@pytest.mark.sweep
 @native_dtypes
 @rows
 def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: int) -> None:
@@ -324,6 +326,7 @@ def gradients_at(backend: str, height: float, T: int, S: int, dtype: torch.dtype
     return [grads[0][..., 3], *grads[1:]]
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("S", [7, 131, 1031])
 @pytest.mark.parametrize("T", [1, 3, 37])

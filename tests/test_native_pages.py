@@ -68,6 +68,7 @@ def drawn(draw: torch.Generator, B: int, S: int, size: int, T: int, dtype: torch
     return query[:B, :, :T].to(dtype), key, value, table
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @pytest.mark.parametrize("bytes", [False, True], ids=["floats", "int8"])

@@ -125,6 +125,7 @@ def test_primes(backend: str, dtype: torch.dtype) -> None:
     run(backend, dtype, [(n, mask) for n in sizes for mask in (None, "causal", "window 3 2")])
 
 
+@pytest.mark.sweep
 @natives
 @pytest.mark.parametrize(("H", "K", "T"), [(2, 1, 1), (2, 2, 1), (2, 1, 9)])
 def test_seventy_thousand_heads(backend: str, H: int, K: int, T: int) -> None:

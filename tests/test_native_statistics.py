@@ -186,6 +186,7 @@ def test_the_first_of_equal_keys_is_the_largest(backend: str, dtype: torch.dtype
         assert torch.equal(statistics(0 * query, key).largest_key, torch.zeros_like(first))
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("name", ["causal", "window 3", "keep BHTS", "bias BHTS", "all kinds"])
 def test_out_is_that_of_attention(backend: str, dtype: torch.dtype, name: str) -> None:

@@ -25,6 +25,7 @@ FEW = ["4d_fp16", "4d_attn_mask_3d_causal", "4d_attn_mask_bool_4d", "4d_diff_hea
        "bidirectional_window", "local_window_ext_cache_rank3_head_mask", "local_window_gqa_rank4_mask"]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.unchecked
 @pytest.mark.parametrize("name", FEW)
 def test_output_by_flex(name: str) -> None:

@@ -24,6 +24,7 @@ CALLED = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_of_every_kind_of_model(row: Row) -> None:
     model, arguments = row.build(), inputs(row, "right")

@@ -52,6 +52,7 @@ def tiny(name: str, seed: int = 0) -> tuple[Model, Any, Any]:
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CACHED)
 def test_cache_bytes_are_those_transformers_holds_and_sets_aside(name: str) -> None:
     for seed in (0, 1):
@@ -90,12 +91,14 @@ def test_a_cache_that_ignores_windows_would_be_seen() -> None:
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SINGLE)
 def test_prefill_is_the_matrix_products_that_run(name: str) -> None:
     ours, theirs = compared_prefill(name, *tiny(name))
     assert ours == theirs
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", [name for name in CACHED if name != KEEPS_ALL])
 def test_a_decoded_token_is_the_matrix_products_that_run(name: str) -> None:
     ours, theirs = compared_decode(name, *tiny(name, seed=2))

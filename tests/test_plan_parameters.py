@@ -31,6 +31,7 @@ pytestmark = pytest.mark.unchecked
 SAMPLE = 3
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SINGLE)
 def test_parameters_are_those_of_the_model_transformers_builds(name: str) -> None:
     for seed in range(SAMPLE):
@@ -103,6 +104,7 @@ CANNOT_BE_BUILT = ("ministral", "nemotron", "hunyuan_v1_dense")  # transformers'
 REFUSED_DEFAULTS = ("glm4_moe", "deepseek_v2", "bamba")  # 4096 / 96 heads; null experts a token; no attention layer
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", sorted({*SINGLE} - {*CANNOT_BE_BUILT, *REFUSED_DEFAULTS}))
 def test_defaults_are_those_of_the_config_class(name: str) -> None:
     """A field that a config.json leaves out has transformers' value."""
@@ -129,6 +131,7 @@ OTHER: dict[type, Any] = {bool: lambda v: not v, int: lambda v: v + 1, float: la
 NOT_FREE = {"rope_parameters", "chunk_size_feed_forward", "n_group", "topk_group", "return_dict", "is_encoder_decoder"}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SINGLE)
 def test_neutral_fields_change_no_count(name: str) -> None:
     """All fields called neutral are changed at once (those with a number or a bool): the model stays as large."""
@@ -176,6 +179,7 @@ def test_other_names_of_a_field_count_the_same(name: str, alias: str, field: str
 LOOKS_FOR_MORE = ["llama", "qwen2", "gpt_neox", "bloom", "stablelm", "olmoe", "phi", "deepseek_v3", "bart"]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", LOOKS_FOR_MORE)
 def test_fields_of_other_architectures_change_nothing_unseen(name: str) -> None:
     """The script does it for all; here those whose code looks for fields that their config class does not have."""

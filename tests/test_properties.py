@@ -25,6 +25,7 @@ few = pytest.mark.parametrize("number", range(12))
 backends = pytest.mark.parametrize("backend", [*BACKENDS, *BEST])
 
 
+@pytest.mark.sweep
 @numbers
 def test_every_backend_is_the_definition(number: int) -> None:
     case = Drawn(number)

@@ -126,6 +126,7 @@ def same(actual: Tensor, expected: Tensor, ungated: Tensor) -> None:
     assert (expected - ungated).abs().max() > 1000 * allowed
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("family", "heads", "model_type"),
     [(family, heads, kind) for family, rows in PRUNED.items() for heads, kind in rows],
@@ -158,6 +159,7 @@ def _header(folder: Path) -> int:
     return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", [*REFUSED, "llama GQA", "t5"])
 def test_zeroed_heads_compute_what_the_gated_original_does(family: str, checkpoint: object, tmp_path: Path) -> None:
     source = checkpoint(family)  # type: ignore[operator]

@@ -51,6 +51,7 @@ def far(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("turns", TURNS)
 def test_turning_heads_into_one_frame_changes_no_output(turns: str, norm: str) -> None:

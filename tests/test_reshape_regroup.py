@@ -84,6 +84,7 @@ def result(plan: Any) -> dict[str, Tensor]:
     return made
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", KEEPS)
 def test_heads_that_are_the_same_become_one(family: str) -> None:
     probe = opened(family)
