@@ -123,7 +123,10 @@ def test_a_narrow_terminal_leaves_out_columns_and_breaks_no_word(
         monkeypatch.setattr(cli.look, "console", lambda width=width: Console(markup=False, width=width))
         shown = runner.invoke(cli.app, ["look", "--out", "x.json"]).stdout
         assert max(map(len, shown.splitlines())) <= width
-        assert re.sub(" +", " ", gone) in re.sub(" +", " ", shown) and bool(gone) is ("no room" in shown), (width, shown)
+        assert re.sub(" +", " ", gone) in re.sub(" +", " ", shown) and bool(gone) is ("no room" in shown), (
+            width,
+            shown,
+        )
         assert all(str(score) in shown for head in looked.heads for score in head.roles), (width, shown)
 
 

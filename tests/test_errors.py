@@ -76,7 +76,14 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "heads not a multiple": (
         {"query": zeros(2, 7, 5, 11)},
         ValueError,
-        ["multiple of num_kv_heads", "H = 7, K = 3", "1 over", "h // (H / K)", "(B, heads, length, D)?", "(2, 3, 7, 11)"],
+        [
+            "multiple of num_kv_heads",
+            "H = 7, K = 3",
+            "1 over",
+            "h // (H / K)",
+            "(B, heads, length, D)?",
+            "(2, 3, 7, 11)",
+        ],
     ),
     "fewer heads than key-value heads": ({"query": zeros(2, 2, 5, 11)}, ValueError, ["multiple", "H = 2, K = 3"]),
     "no heads": ({"query": zeros(2, 0, 5, 11)}, ValueError, ["at least 1", "H = 0"]),

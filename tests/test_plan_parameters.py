@@ -296,9 +296,9 @@ def test_bloom_is_counted_from_its_published_config() -> None:
         "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True,
         "skip_bias_add": True, "skip_bias_add_qkv": False, "pretraining_tp": 1, "use_cache": True,
     }  # fmt: skip
-    found = plan.of(published)
-    assert found.model.total_parameters() == 559_214_592 and found.exact
-    assert found.bytes_per_token == 24 * 2 * 1024 * 2
+    bloom = plan.of(published)
+    assert bloom.model.total_parameters() == 559_214_592 and bloom.exact
+    assert bloom.bytes_per_token == 24 * 2 * 1024 * 2
 
 
 def test_what_published_configs_say_beside_the_counts_is_known() -> None:

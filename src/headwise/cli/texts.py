@@ -32,7 +32,7 @@ def read_text(text: str | None, file: str | None) -> str:
 
 
 def fitting(loaded: Any, text: str) -> str:
-    """The text; of the default text as much as the model takes, which stderr tells. A text of the user's is never cut."""
+    """The text; of the default text as much as the model takes, which stderr says. A user's own text is never cut."""
     from headwise.models import default_text
 
     if text != default_text() or loaded.tokenizer is None or loaded.max_positions is None:
@@ -46,7 +46,9 @@ def fitting(loaded: Any, text: str) -> str:
     if several.speaks():
         takes = f"{visible(loaded.name, limit=100)} takes {loaded.max_positions:,} tokens"
         read = f"{len(part):,} of {len(text):,} characters"
-        print(f"headwise: {takes}, so the default text is cut ({read}); --text or --file gives another", file=sys.stderr)
+        print(
+            f"headwise: {takes}, so the default text is cut ({read}); --text or --file gives another", file=sys.stderr
+        )
     return part
 
 

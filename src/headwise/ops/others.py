@@ -14,7 +14,7 @@ OTHERS = {
     "is_causal": "mask=headwise.causal(), by which the last query sees the last key; where T and S differ, torch's "
     "is_causal is headwise.causal_top_left()",
     "key_padding_mask": "mask=headwise.lengths(n), or ~padding[:, None, None, :], for here True = attend",
-    "score_mod": "mask=headwise.bias(tensor), alibi(slopes) or relative(table) adds to the scores, softcap= bounds them",
+    "score_mod": "mask=headwise.bias(tensor), alibi(slopes) or relative(table) adds to scores, softcap= bounds them",
     "softmax_scale": "scale=",
     "window_size": "mask=headwise.window(left + 1, right), which counts the query's own key",
 }
