@@ -137,17 +137,21 @@ def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:
     them back, where it goes on with the last word, but not half of them.
     """
     if max_positions is None:
-        _counts(tokenizer, [text])
+        _count(tokenizer, text)
         return
     start = text[: A_TOKEN * max_positions]
-    count = _counts(tokenizer, [start])[0]
+    count = _count(tokenizer, start)
     what = "the text has"
     if count > 2 * max_positions and len(text) > len(start):
         what = f"the first {len(start):,} of {len(text):,} characters are"
     elif len(text) > len(start):
-        count = _counts(tokenizer, [text])[0]
+        count = _count(tokenizer, text)
     if count > max_positions:
         raise ModelError(f"{what} {count:,} tokens, and the model takes {max_positions:,}; give a shorter text")
+
+
+def _count(tokenizer: Any, text: str) -> int:
+    return _counts(tokenizer, [text])[0]
 
 
 def _counts(tokenizer: Any, texts: list[str]) -> list[int]:
