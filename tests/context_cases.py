@@ -21,7 +21,7 @@ from headwise import parallel
 from headwise.ops.masks import Mask
 from headwise.parallel import Comm, context_parallel
 from headwise.plan import links
-from headwise.plan.places import Call, order_of, places
+from headwise.plan.places import MeshCall, order_of, places
 
 LAYOUTS = ("ring", "gather", "ulysses")
 OUT, GRADIENT = 1e-6, 5e-6  # of the largest number, in float32
@@ -283,7 +283,7 @@ def bytes_sent() -> dict[tuple[str, str, str], tuple[int, int]]:
     sizes: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=5, value_dim=7, number_bytes=2, batch=2)
     T = 29
     for name, (mask, terms) in PRICED.items():
-        call = Call(T, T, **sizes, **terms)
+        call = MeshCall(T, T, **sizes, **terms)
         order = order_of(call, comm.world)
         for layout in LAYOUTS:
             rows = indices(T, comm.world, order, None)[comm.rank]

@@ -20,7 +20,7 @@ from headwise.cache import RollingCache, StaticCache
 from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary
 from headwise.parallel import Comm, ShardedCache, tensor_parallel
 from headwise.plan import links
-from headwise.plan.places import Call
+from headwise.plan.places import MeshCall
 
 WIDTH, TOKENS = 12, 23
 
@@ -160,7 +160,7 @@ def together(case: Together) -> tuple[dict[str, float], dict[str, tuple[int, int
     far |= {name: off(x.grad, one[name].grad) / 5e-6 for name, x in own.items() if x.grad is not None}
     if kind == "mla" or (name == "documents" and layout == "ring"):  # no keys of all heads, or fewer than are priced
         return far, {}
-    call = Call(TOKENS, TOKENS, 3, len(module.dealt.share.keys), 8, 8, 4, 2, left=5 if name == "window" else None)
+    call = MeshCall(TOKENS, TOKENS, 3, len(module.dealt.share.keys), 8, 8, 4, 2, left=5 if name == "window" else None)
     predicted = [links.sent(call, layout, 2, order=order, backward=way)[comms[0].rank] for way in (False, True)]
     found = {"tokens": (sum(predicted), sent[layout] + sent[f"{layout} backward"])}
     numbers = [part.numel(), part.numel(), 6, 6]  # of a forward and its backward; of the slopes and the gate

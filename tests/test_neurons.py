@@ -17,7 +17,7 @@ import headwise
 import headwise.hf
 from headwise import models
 from headwise.look import Look, neurons
-from headwise.look.neurons import Neurons, Rows, rows, vectors_of
+from headwise.look.neurons import ByteVectors, Neurons, rows, vectors_of
 from headwise.report import pack, vectors
 
 
@@ -66,7 +66,7 @@ def test_what_else_acts_on_a_call_is_told() -> None:
 def test_parts_that_do_not_belong_together_are_refused() -> None:
     kept = vectors_of(calls(1, 4, 5)[0])
     with pytest.raises(ValueError, match=r"rows of shape \(1, 2, 3\) take 6 bytes and 8 of steps; got 5 and 8; make"):
-        Rows((1, 2, 3), b"12345", b"12345678")
+        ByteVectors((1, 2, 3), b"12345", b"12345678")
     for change in ({"weights": b""}, {"key": rows(torch.zeros(3, 5, 7))}, {"value": rows(torch.zeros(2, 4, 5))}):
         with pytest.raises(ValueError, match="the parts of a call belong together"):
             replace(kept, **change)

@@ -14,7 +14,7 @@ from headwise.plan.grid import Grid, call_of, local, spread
 from headwise.plan.links import Link
 from headwise.plan.model import Model, model_of
 from headwise.plan.over import FAR
-from headwise.plan.places import Call
+from headwise.plan.places import MeshCall
 from headwise.plan.units import link as read_link
 from headwise.plan.units import show_seconds
 
@@ -128,7 +128,7 @@ def test_a_window_needs_a_halo_however_many_ranks() -> None:
         assert ring.bytes == 12 * 2 * 2 * 10 * 2  # W - 1 keys and values of 2 heads of 10 numbers of 2 bytes
         assert window.choose.layout == "ring" and "pass_q" not in window.backward
     assert call_of(made("chunks").layers[0], 64, 2).chunk == 16
-    assert call_of(made("encoder").layers[1], 64, 2) == Call(64, 64, 6, 6, 8, 8, 2, left=6, right=6)
+    assert call_of(made("encoder").layers[1], 64, 2) == MeshCall(64, 64, 6, 6, 8, 8, 2, left=6, right=6)
 
 
 def test_a_decoded_token_sends_two_sums_and_partial_outputs() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.reshape.axes import Kept, Sizes, form
+from headwise.reshape.axes import KeptHeads, Sizes, form
 
 SIZES = Sizes(H=6, K=3, D=5, V=7, rope_dim=2)
-KEPT = Kept((0, 1, 4, 5), (0, 2))
+KEPT = KeptHeads((0, 1, 4, 5), (0, 2))
 WIDTH = {"q": 5, "k": 5, "v": 7, "o": 7, "n": 3, "": 1}
 
 # The text; then the stretches of its axis by hand: (heads of a kind, the parts of each).

@@ -15,7 +15,7 @@ from .reshaped import (
     AsJson,
     Beside,
     DryRun,
-    Out,
+    OutOption,
     Roles,
     Verify,
     check_out,
@@ -55,9 +55,9 @@ def _prune(  # private, for a command has as many options as its users need, and
     ] = None,
     image: media.Image = None,
     audio: media.Audio = None,
-    target: media.Target = None,
+    target: media.TargetOption = None,
     seed: Annotated[int, typer.Option(help="For --by random.")] = 0,
-    out: Out = None,
+    out: OutOption = None,
     zero: Annotated[
         bool, typer.Option("--zero", help="Write zeros instead: any heads, any model, the same size.")
     ] = False,
@@ -113,7 +113,7 @@ def _prune(  # private, for a command has as many options as its users need, and
 
 def _migrate(
     folder: Annotated[str, typer.Argument(help="A checkpoint folder whose config.json has pruned_heads.")],
-    out: Out = None,
+    out: OutOption = None,
     dry_run: DryRun = False,
     verify: Verify = True,
     as_json: AsJson = False,

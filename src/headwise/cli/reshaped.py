@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens that are read at once: at most, at least; and in all
 
-Out = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
+OutOption = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Load the result anew and compare, first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.messages import Block, Pending
+from ..ops.messages import Pending, ReceiveBuffer
 from ..plan.places import Stretch
 from ..shapes import compute_dtype
 from .job import Job
 from .rectangle import Partial
-from .stay import Came, Layout, Sums, Travellers, attended, met
+from .stay import Came, GradientSums, Route, Travellers, attended, met
 
 SPLIT = 1024
 """Keys that the native kernel sums on their own where rows are few: cut there, the sums are those of one process."""
@@ -94,7 +94,7 @@ class Stages:
                 return me, None
             target, source = (me + away) % N, (me - away) % N
             flat = torch.cat([x.reshape(-1) for x in share(target)])
-            block = Block((sum(counts),), flat.dtype, flat.device)
+            block = ReceiveBuffer((sum(counts),), flat.dtype, flat.device)
             return source, comm.exchange("gather backward", {target: flat}, {source: block}, step=step)
 
         following = start(1)
@@ -134,7 +134,7 @@ def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) ->
     return Partial(out, lse, ends if native else None)
 
 
-def _backward(sums: Sums, held: Travellers) -> Travellers:
+def _backward(sums: GradientSums, held: Travellers) -> Travellers:
     stages = Stages(sums.job, held)
     total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
     for stage in range(sums.job.kv_heads):
@@ -147,4 +147,4 @@ def _backward(sums: Sums, held: Travellers) -> Travellers:
     return total
 
 
-GATHER = Layout(_forward, _backward, has_all=True)
+GATHER = Route(_forward, _backward, has_all=True)

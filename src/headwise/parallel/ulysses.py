@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.messages import Block, Pending
+from ..ops.messages import Pending, ReceiveBuffer
 from ..plan.places import HeadShare, Stretch, head_shares
 from ..shapes import compute_dtype
 from .job import Job
 from .rectangle import Rectangle, as_one, scoring_of
 
-Heads = tuple[Stretch, ...]
+HeadRanges = tuple[Stretch, ...]
 """The heads of each rank."""
 
 
-class Deal:
+class HeadShares:
     """Which heads of which tokens each rank has: of its own tokens all heads, or of all tokens its own heads."""
 
     def __init__(
-        self, job: Job, held: tuple[tuple[Stretch, ...], ...], heads: Heads, total: int, *, shared: bool = False
+        self, job: Job, held: tuple[tuple[Stretch, ...], ...], heads: HeadRanges, total: int, *, shared: bool = False
     ) -> None:
         self.job, self.held, self.heads, self.total = job, held, heads, total
         self.shared = shared  # several ranks may have one head: its gradient is a sum
@@ -76,7 +76,7 @@ def swap(job: Job, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list
             return [], None
         parts, shapes = moves[n].cut(), moves[n].shapes
         others = [rank for rank in range(comm.world) if rank != comm.rank]
-        receives = {rank: Block(shapes[rank], parts[rank].dtype, parts[rank].device) for rank in others}
+        receives = {rank: ReceiveBuffer(shapes[rank], parts[rank].dtype, parts[rank].device) for rank in others}
         return parts[comm.rank : comm.rank + 1], comm.exchange(
             kind, {rank: parts[rank] for rank in others}, receives, step=4 * step + n
         )
@@ -100,7 +100,7 @@ class ToHeads(torch.autograd.Function):
     """Own tokens of all heads become own heads of all tokens: of each tensor, by its deal."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, job: Job, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
         """Each tensor, dealt anew."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_heads(x) for deal, x in zip(deals, tensors, strict=True)]
@@ -123,7 +123,7 @@ class ToTokens(torch.autograd.Function):
     """Own heads of all tokens become own tokens of all heads."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, job: Job, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
         """Each tensor, dealt anew."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_tokens(x, x.dtype) for deal, x in zip(deals, tensors, strict=True)]
@@ -148,15 +148,15 @@ def ulysses(
     world = job.comm.world
     groups = job.heads if job.expansion is not None else job.kv_heads
     shares = head_shares(job.heads, groups, world)
-    deal = Deal(job, job.queries, tuple(share.query for share in shares), job.heads)
+    deal = HeadShares(job, job.queries, tuple(share.query for share in shares), job.heads)
     if job.expansion is None:
         assert value is not None
         shared = world > job.kv_heads
-        of_keys = Deal(job, job.keys, tuple(share.kv for share in shares), job.kv_heads, shared=shared)
+        of_keys = HeadShares(job, job.keys, tuple(share.kv for share in shares), job.kv_heads, shared=shared)
         q, k, v = ToHeads.apply(job, [deal, of_keys, of_keys], query, key, value)
     else:  # what keys are made of goes to every rank that has a head
-        every: Heads = tuple((0, 1 if share.heads else 0) for share in shares)
-        q, k = ToHeads.apply(job, [deal, Deal(job, job.keys, every, 1, shared=world > 1)], query, key)
+        every: HeadRanges = tuple((0, 1 if share.heads else 0) for share in shares)
+        q, k = ToHeads.apply(job, [deal, HeadShares(job, job.keys, every, 1, shared=world > 1)], query, key)
         v = None
     with job.comm.telling():
         out, lse = _own_heads(job, shares[job.comm.rank], q, k, v, sinks)
