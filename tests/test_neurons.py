@@ -42,8 +42,8 @@ def test_the_first_tokens_of_a_call(tokens: int, scores: int, monkeypatch: pytes
     assert (kept.query.shape, kept.key.shape) == ((4, n, 7), (2, n, 7))
     assert kept.value is not None and kept.value.shape == (2, n, 5)
     wanted = headwise.weights(call.query, call.key, mask=call.mask, softcap=3.0)[0, :, :n, :n].numpy()
-    found = (np.frombuffer(kept.weights, np.uint8).reshape(4, n, n) / 255) ** 2
-    np.testing.assert_allclose(found, wanted, atol=0.004)
+    weights = (np.frombuffer(kept.weights, np.uint8).reshape(4, n, n) / 255) ** 2
+    np.testing.assert_allclose(weights, wanted, atol=0.004)
     assert (kept.layer, kept.scale, kept.softcap) == (0, 7**-0.5, 3.0)
     assert not (kept.biased or kept.gated or kept.sunk)
 
@@ -92,7 +92,7 @@ def unpacked(data: dict[str, Any]) -> list[dict[str, Any]]:
         at += count * tokens * dims
         return codes.reshape(count, tokens, dims) * steps.reshape(count, tokens, 1)
 
-    found = []
+    groups = []
     for c, k in data["groups"]:
         about = data["calls"][c]
         G, T, S = about["group"], about["queries"], about["keys"]
@@ -101,9 +101,9 @@ def unpacked(data: dict[str, Any]) -> list[dict[str, Any]]:
         if data["weights"]:
             group["weights"] = np.frombuffer(content, np.uint8, G * T * S, at).reshape(G, T, S)
             at += G * T * S
-        found.append(group)
+        groups.append(group)
     assert at == len(content)
-    return found
+    return groups
 
 
 @pytest.mark.parametrize("weights", [False, True])

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.unchecked
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_ranks_that_do_one_batch_after_another_end(world: int) -> None:
-    told = ranks.pool(world).run(untagged_cases.recorded)
-    for name in told[0]:
-        assert untagged_cases.stuck([own[name] for own in told]) == "", name
+    records = ranks.pool(world).run(untagged_cases.recorded)
+    for name in records[0]:
+        assert untagged_cases.stuck([own[name] for own in records]) == "", name
 
 
 def test_a_deadlock_is_seen() -> None:
@@ -34,8 +34,8 @@ def test_a_deadlock_is_seen() -> None:
 
 
 def test_messages_without_tags_give_the_same_bits() -> None:
-    for told in ranks.pool(3).run(untagged_cases.sent):
-        assert all(told.values()), told
+    for equal in ranks.pool(3).run(untagged_cases.sent):
+        assert all(equal.values()), equal
 
 
 def test_headers_lie_where_the_backend_sends_from() -> None:

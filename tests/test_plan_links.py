@@ -14,7 +14,7 @@ from headwise.plan.links import LAYOUTS, Link, decode_sent, price, prices, sent
 from headwise.plan.places import (
     MeshCall,
     head_shares,
-    held,
+    keys_by_rank,
     needed,
     order_of,
     places,
@@ -67,14 +67,14 @@ def owners(call: MeshCall, ranks: int, order: Any) -> tuple[list[int], list[int]
     return of_query, old + of_query
 
 
-def told(what: Callable[[MeshCall, int, str], tuple[Any, Any]]) -> list[str]:
+def differences(what: Callable[[MeshCall, int, str], tuple[Any, Any]]) -> list[str]:
     """The cases whose two numbers differ."""
-    found = []
+    faults = []
     for call, ranks, order in cases():
         ours, slow = what(call, ranks, order)
         if ours != slow:
-            found.append(f"{ranks} ranks, {order}, {call}: {ours}, one at a time {slow}")
-    return found
+            faults.append(f"{ranks} ranks, {order}, {call}: {ours}, one at a time {slow}")
+    return faults
 
 
 def test_keys_that_others_see_are_counted_one_at_a_time() -> None:
@@ -84,7 +84,7 @@ def test_keys_that_others_see_are_counted_one_at_a_time() -> None:
         counts = Counter(r for r, _ in seen)
         return needed(call, ranks, order), tuple(counts[r] for r in range(ranks))
 
-    assert told(both) == []
+    assert differences(both) == []
 
 
 def test_keys_go_to_each_rank_that_sees_them() -> None:
@@ -95,7 +95,7 @@ def test_keys_go_to_each_rank_that_sees_them() -> None:
             counts[owner] += len({r for i, r in enumerate(of_query) if r != owner and sees(call, i, j)})
         return shown(call, ranks, order), tuple(counts)
 
-    assert told(both) == []
+    assert differences(both) == []
 
 
 def test_queries_on_the_way_go_as_far_as_keys_that_they_see() -> None:
@@ -114,7 +114,7 @@ def test_queries_on_the_way_go_as_far_as_keys_that_they_see() -> None:
                 sends[(owner - hop) % ranks] += 1
         return toured(call, ranks, order), (tuple(sends), tuple(answers))
 
-    assert told(both) == []
+    assert differences(both) == []
 
 
 def test_the_work_of_each_rank_is_counted_pair_by_pair() -> None:
@@ -132,7 +132,7 @@ def test_the_work_of_each_rank_is_counted_pair_by_pair() -> None:
         slow.append(tuple(count * len(seen) for count in heads))
         return ours, slow
 
-    assert told(both) == []
+    assert differences(both) == []
 
 
 def test_an_all_to_all_is_counted_number_by_number() -> None:
@@ -166,10 +166,10 @@ def test_an_all_to_all_is_counted_number_by_number() -> None:
 def test_heads_are_cut_into_whole_groups_or_into_parts_of_one() -> None:
     for heads, kv_heads in ((8, 8), (8, 4), (12, 3), (8, 1), (7, 7), (6, 2)):
         for ranks in range(1, 14):
-            found = head_shares(heads, kv_heads, ranks)
-            assert len(found) == ranks
-            assert [h for share in found for h in range(*share.query)] == list(range(heads))
-            for share in found:
+            shares = head_shares(heads, kv_heads, ranks)
+            assert len(shares) == ranks
+            assert [h for share in shares for h in range(*share.query)] == list(range(heads))
+            for share in shares:
                 read = {h * kv_heads // heads for h in range(*share.query)}
                 assert read == set(range(*share.kv)) and share.heads == len(range(*share.query))
     assert [share.kv[0] for share in head_shares(8, 2, 8)] == [r * 2 // 8 for r in range(8)]
@@ -184,7 +184,7 @@ def test_the_bytes_of_a_layout_are_its_numbers_times_their_size() -> None:
     assert sent(call, "ring", 4, backward=True) == tuple(
         3 * kv * (2 * n + 4 * back) for n, back in zip(ring, home, strict=True)
     )
-    own = held(call, 4)
+    own = keys_by_rank(call, 4)
     assert sum(own) == 31
     assert sent(call, "gather", 4) == tuple(3 * 2 * kv * 3 * n for n in own)
     assert sent(call, "gather", 4, backward=True) == tuple(3 * kv * (2 * 3 * n + 4 * (31 - n)) for n in own)
@@ -229,9 +229,9 @@ def test_a_decoded_token_merges_partial_outputs() -> None:
 
 def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
     call = MeshCall(8192, 8192, 32, 8, 128, 128)
-    found = prices(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14)
-    assert [cost.seconds for cost in found] == sorted(cost.seconds or 0 for cost in found)
-    assert {cost.layout for cost in found} == set(LAYOUTS)
+    costs = prices(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14)
+    assert [cost.seconds for cost in costs] == sorted(cost.seconds or 0 for cost in costs)
+    assert {cost.layout for cost in costs} == set(LAYOUTS)
     ring = price(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14)
     assert ring.link_seconds == ring.bytes / 50e9 + 3 * 2e-6 and ring.messages == 3
     assert ring.compute_seconds == 2 * ring.pairs * 256 / 1e14 and ring.seconds == max(

@@ -41,11 +41,11 @@ def labels(stretches: list[tuple[str, str]]) -> list[tuple[int, str, int, int, i
 def case(text: str) -> tuple[int, Tensor, list[bool]]:
     """The axis, a tensor of distinct numbers, and which places of the axis belong to kept heads."""
     axis, stretches = FORMS[text]
-    found = labels(stretches)
+    names = labels(stretches)
     shape = [11] * (2 if text.split()[-1] in ("M", "R") or axis else 1)
-    shape[axis] = len(found)
+    shape[axis] = len(names)
     tensor = 1 + torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-    return axis, tensor, [head in KEPT.of(kind) for _, kind, head, _, _ in found]
+    return axis, tensor, [head in KEPT.of(kind) for _, kind, head, _, _ in names]
 
 
 @pytest.mark.parametrize("text", FORMS)

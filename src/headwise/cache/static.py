@@ -130,7 +130,7 @@ class StaticCache(KVCache):
         longest = max(self.lengths)
         self._widen(longest + 1)
         places = [longest] if min(self.lengths) == longest else self.lengths
-        return self._store.held(None, places)
+        return self._store.storage(None, places)
 
     @override
     def view(self) -> tuple[Stored, Stored]:

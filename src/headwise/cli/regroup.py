@@ -78,7 +78,7 @@ def _regroup(
                 proof = _proof(reshape, rows) if verify else None
                 roles = Roles(hf, loaded, read[0], show) if verify and loaded is not None else None
                 facts = reshape.write_regrouped(plan, out, proof=proof, progress=tell, remark=roles)
-                facts |= {} if roles is None else {"roles": roles.told}
+                facts |= {} if roles is None else {"roles": roles.record}
     _show(facts, None if dry_run else out, as_json)
 
 

@@ -107,7 +107,7 @@ def _prune(  # private, for a command has as many options as its users need, and
                 roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
                 proof = _proof(reshape, loaded, rows) if verify else None
                 facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
-                facts |= {} if roles is None else {"roles": roles.told}
+                facts |= {} if roles is None else {"roles": roles.record}
     print_facts(facts, None if dry_run else out, as_json)
 
 

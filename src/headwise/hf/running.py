@@ -33,9 +33,9 @@ _asked_for: ContextVar[bool] = ContextVar("headwise_attentions_asked_for", defau
 
 
 @contextmanager
-def attentions_asked_for(asked: bool) -> Iterator[None]:
+def attentions_asked_for(on: bool) -> Iterator[None]:
     """For calls of modules that are not told themselves whether to return their weights."""
-    before = _asked_for.set(asked)
+    before = _asked_for.set(on)
     try:
         yield
     finally:

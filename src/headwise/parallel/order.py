@@ -135,16 +135,16 @@ def join_sequence(
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: Comm, held: tuple[tuple[Stretch, ...], ...], x: Tensor) -> Tensor:
-        lengths = [sum(b - a for a, b in own) for own in held]
+    def forward(ctx: Any, comm: Comm, stretches: tuple[tuple[Stretch, ...], ...], x: Tensor) -> Tensor:
+        lengths = [sum(b - a for a, b in own) for own in stretches]
         parts = comm.gather("join", x.contiguous(), [(n, *x.shape[1:]) for n in lengths])
         whole = x.new_empty((sum(lengths), *x.shape[1:]))
-        for own, part in zip(held, parts, strict=True):
+        for own, part in zip(stretches, parts, strict=True):
             at = 0
             for a, b in own:
                 whole[a:b] = part[at : at + b - a]
                 at += b - a
-        ctx.comm, ctx.held = comm, held
+        ctx.comm, ctx.stretches = comm, stretches
         return whole
 
     @staticmethod
@@ -152,5 +152,5 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         comm: Comm = ctx.comm
         comm.agree("backward of join_sequence", {})
-        parts = [torch.cat([grad[a:b] for a, b in own]) for own in ctx.held]
+        parts = [torch.cat([grad[a:b] for a, b in own]) for own in ctx.stretches]
         return None, None, comm.reduce_scatter("join backward", parts)

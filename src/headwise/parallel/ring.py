@@ -48,10 +48,10 @@ class Exchange(NamedTuple):
 class Traffic:
     """Who sends which keys to whom in which order, for one rank of a job."""
 
-    def __init__(self, job: Job, held: Travellers) -> None:
-        self.job, self.held = job, held
-        self.widths, self.batch, self.dtype = [x.shape[3] for x in held], held[0].shape[0], held[0].dtype
-        self.device = held[0].device
+    def __init__(self, job: Job, shards: Travellers) -> None:
+        self.job, self.shards = job, shards
+        self.widths, self.batch, self.dtype = [x.shape[3] for x in shards], shards[0].shape[0], shards[0].dtype
+        self.device = shards[0].device
         me, N = job.comm.rank, job.comm.world
         self.mine = self.pieces(job.needed(me, me))
         # Without tags messages are taken in the order in which ranks start them: all ranks have the same turns then.
@@ -76,8 +76,8 @@ class Traffic:
 
     def own(self, piece: Piece, tensors: Travellers) -> list[Travellers]:
         """A piece of what this rank holds, stretch by stretch."""
-        held = self.job.keys[self.job.comm.rank]
-        return [[x[:, slice(*piece.heads), self.job.mine(held, part)] for x in tensors] for part in piece.parts]
+        stretches = self.job.keys[self.job.comm.rank]
+        return [[x[:, slice(*piece.heads), self.job.mine(stretches, part)] for x in tensors] for part in piece.parts]
 
     def coming(self) -> Iterator[tuple[Exchange | None, Piece | None, list[Travellers]]]:
         """This rank's own keys, then those of others, turn by turn: those of the next are on their way meanwhile.
@@ -86,7 +86,7 @@ class Traffic:
         """
         following = self._bring(0)
         for piece in self.mine:
-            yield None, piece, self.own(piece, self.held)
+            yield None, piece, self.own(piece, self.shards)
         for n, turn in enumerate(self.turns):
             pending, following = following, self._bring(n + 1)
             assert pending is not None
@@ -99,7 +99,7 @@ class Traffic:
         if number >= len(self.turns):
             return None
         turn = self.turns[number]
-        sends = {} if turn.goes is None else {turn.target: _row(self.own(turn.goes, self.held))}
+        sends = {} if turn.goes is None else {turn.target: _row(self.own(turn.goes, self.shards))}
         receives = (
             {}
             if turn.comes is None
@@ -136,9 +136,9 @@ def _came(job: Job, piece: Piece | None, keys: list[Travellers]) -> Iterator[tup
             yield Came(keys.pop(0), piece.heads, cols[0]), met(job, partial(job.reach, cols=cols))
 
 
-def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) -> Partial:
+def _forward(job: Job, query: Tensor, shards: Travellers, sinks: Tensor | None) -> Partial:
     merged = Merged(query, job.value_dim)
-    for _, piece, keys in Traffic(job, held).coming():
+    for _, piece, keys in Traffic(job, shards).coming():
         for came, spans in _came(job, piece, keys):
             for heads, rows, part in attended(job, query, came, spans):
                 merged.add(rows, part, heads)
@@ -147,9 +147,9 @@ def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) ->
     return merged.result(query.dtype)
 
 
-def _backward(sums: GradientSums, held: Travellers) -> Travellers:
-    traffic = Traffic(sums.job, held)
-    total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
+def _backward(sums: GradientSums, shards: Travellers) -> Travellers:
+    traffic = Traffic(sums.job, shards)
+    total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     home: tuple[Piece | None, int, Pending] | None = None  # of the turn before: with more, a rank would hold all sums
 
     def add(piece: Piece, grads: list[Travellers]) -> None:

@@ -84,8 +84,8 @@ class Stay(torch.autograd.Function):
             sums = GradientSums(
                 ctx.layout, job, query, rest[: ctx.n], sinks, (Partial(out, lse, ends), grad_out, grad_lse)
             )
-            held = ctx.layout.backward(sums, [key] if value is None else [key, value])
-            dk, dv = [*(x.to(key.dtype) for x in held), None][:2]
+            grads = ctx.layout.backward(sums, [key] if value is None else [key, value])
+            dk, dv = [*(x.to(key.dtype) for x in grads), None][:2]
             of_sinks = None if sinks is None else sink_gradient(sinks, sums.whole, grad_out, grad_lse)
         return None, None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
 

@@ -29,11 +29,17 @@ class HeadShares:
     """Which heads of which tokens each rank has: of its own tokens all heads, or of all tokens its own heads."""
 
     def __init__(
-        self, job: Job, held: tuple[tuple[Stretch, ...], ...], heads: HeadRanges, total: int, *, shared: bool = False
+        self,
+        job: Job,
+        stretches: tuple[tuple[Stretch, ...], ...],
+        heads: HeadRanges,
+        total: int,
+        *,
+        shared: bool = False,
     ) -> None:
-        self.job, self.held, self.heads, self.total = job, held, heads, total
+        self.job, self.stretches, self.heads, self.total = job, stretches, heads, total
         self.shared = shared  # several ranks may have one head: its gradient is a sum
-        self.lengths = [sum(b - a for a, b in own) for own in held]
+        self.lengths = [sum(b - a for a, b in own) for own in stretches]
         me = job.comm.rank
         self.own, self.mine = self.lengths[me], heads[me]
 
@@ -45,13 +51,15 @@ class HeadShares:
     def to_tokens(self, x: Tensor, wide: torch.dtype) -> Move:
         """All tokens of own heads go to the ranks of their tokens, as numbers of that dtype."""
         shapes = [(x.shape[0], b - a, self.own, x.shape[3]) for a, b in self.heads]
-        return Move(lambda: [torch.cat([x[:, :, a:b].to(wide) for a, b in own], dim=2) for own in self.held], shapes)
+        return Move(
+            lambda: [torch.cat([x[:, :, a:b].to(wide) for a, b in own], dim=2) for own in self.stretches], shapes
+        )
 
     def all_tokens(self, parts: Sequence[Tensor]) -> Tensor:
         """Own heads of all tokens, in their order."""
         B, h, _, width = parts[0].shape
         whole = parts[0].new_empty((B, h, sum(self.lengths), width))
-        for own, part in zip(self.held, parts, strict=True):
+        for own, part in zip(self.stretches, parts, strict=True):
             for (a, b), at in self.job.local(own):
                 whole[:, :, a:b] = part[:, :, at]
         return whole

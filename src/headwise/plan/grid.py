@@ -16,7 +16,7 @@ from .layer import AttentionLayer
 from .links import Cost, Link
 from .model import Model
 from .parts import Part
-from .places import MeshCall, heads_at_once, held, needed, shares
+from .places import MeshCall, heads_at_once, keys_by_rank, needed, shares
 from .rank_parts import WHOLE, parts_of, rank_bytes
 from .rank_parts import local as local
 
@@ -265,7 +265,7 @@ def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall,
     heads of all keys, which is the part that more ranks do not make smaller.
     """
     n, width = grid.context, mine.d_model
-    tokens = max(held(call, n, cost.order))
+    tokens = max(keys_by_rank(call, n, cost.order))
     heads = mine.num_heads * (mine.head_dim + mine.value_dim)
     kv_heads = 1 if call.latent else call.kv_heads
     one = call.kv_numbers // kv_heads  # of a token, of one head

@@ -46,7 +46,7 @@ from .places import (
     MeshCall,
     TokenOrder,
     head_shares,
-    held,
+    keys_by_rank,
     length,
     needed,
     neighbours,
@@ -151,14 +151,14 @@ def _ring(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list
 
 
 def _gather(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
-    keys, e, kv = held(call, ranks, order), call.number_bytes, call.kv_numbers
+    keys, e, kv = keys_by_rank(call, ranks, order), call.number_bytes, call.kv_numbers
     home = reduce_scatter(keys) if backward else [0] * ranks
     return [n * kv * e + back * kv * FLOAT32 for n, back in zip(all_gather(keys), home, strict=True)]
 
 
 def _ulysses(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
     own = [sum(map(length, part)) for part in places(call.queries, ranks, order)]
-    keys, e, D, V = held(call, ranks, order), call.number_bytes, call.head_dim, call.value_dim
+    keys, e, D, V = keys_by_rank(call, ranks, order), call.number_bytes, call.head_dim, call.value_dim
     heads = head_shares(call.heads, call.kv_heads, ranks)
     per_kv = [call.latent if call.latent and share.heads else share.kv_heads * (D + V) for share in heads]
     owners = ranks if call.latent else -(-ranks // call.kv_heads)

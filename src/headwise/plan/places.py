@@ -169,7 +169,7 @@ def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[
 
 
 @cache
-def held(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
+def keys_by_rank(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
     """Keys that each rank has: those of its queries, and its share of the cached."""
     own = places(call.queries, ranks, order or order_of(call, ranks))
     old = shares(call.cached, ranks)

@@ -168,7 +168,7 @@ class Folder:
         self.lock: int | None = None
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def plain_errors(self) -> Iterator[None]:
         """What the system says, in a line that tells what to do; texts of ours stay as they are."""
         try:
             yield
@@ -181,17 +181,17 @@ class Folder:
 
     def claim(self) -> None:
         """Makes it and locks it."""
-        with self.told():
+        with self.plain_errors():
             self.lock = claim(self.path)
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         """Writes a new file, and makes it last."""
         sha, size = hashlib.sha256(), 0
-        with self.told():
+        with self.plain_errors():
             descriptor = os.open(self.path / name, NEW, 0o666)
         try:
             for piece in pieces:  # what goes wrong in making one is not ours to tell
-                with self.told():
+                with self.plain_errors():
                     done = 0
                     while done < len(piece):
                         done += os.write(descriptor, piece[done:])
@@ -199,16 +199,16 @@ class Folder:
                 size += len(piece)
                 self.progress.add(len(piece))
                 del piece  # it holds the tensor that it is of, and the next is about to be made
-            with self.told():
+            with self.plain_errors():
                 os.fsync(descriptor)
         finally:
-            with self.told():
+            with self.plain_errors():
                 os.close(descriptor)
         self.files[name] = size, sha.hexdigest()
 
     def settle(self, target: Path) -> None:
         """Gives it its name."""
-        with self.told():
+        with self.plain_errors():
             settle(self.path, target)
 
     def check(self) -> None:
