@@ -1,0 +1,241 @@
+"""What the code of a transformers attention does once it has queries, keys and values, read as syntax.
+
+Nearly all classes end alike: they turn queries and keys, hand keys and values to the cache, call an attention function,
+and project what it gives. `with_steps` makes of such a `forward` one that asks in front of these statements whether
+they can be done in one call, and runs them where they cannot. All else in it stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from hashlib import blake2b
+from types import CellType, CodeType, FunctionType
+from typing import Any, NamedTuple
+
+STEP, TURN = "_headwise_step", "_headwise_turn"
+
+# Names in capitals stand for a name each, those of `_EXPRESSIONS` for any expression.
+_EXPRESSIONS = frozenset({"TEST", "SIZE", "LAYER", "ANGLES", "OTHER"})
+_LOOKED_UP = "ATTEND = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, OTHER)"
+_CACHED = "if CACHE is not None:\n    K, V = CACHE.update(K, V, LAYER)"
+_ROTATIONS = (
+    ("Q, K = ROTATE(Q, K, COS, SIN)",),
+    ("if TEST:\n    Q, K = ROTATE(Q, K, COS, SIN)",),
+    ("if TEST:\n    COS, SIN = ANGLES\n    Q, K = ROTATE(Q, K, COS, SIN)",),
+    (
+        "QR, QP = Q[..., :SIZE], Q[..., SIZE:]",
+        "KR, KP = K[..., :SIZE], K[..., SIZE:]",
+        "QR, KR = ROTATE(QR, KR, COS, SIN)",
+        "Q = torch.cat((QR, QP), dim=-1)",
+        "K = torch.cat((KR, KP), dim=-1)",
+    ),
+)
+_CHANGED = frozenset({"Q", "K", "V", "QR", "KR", "QP", "KP"})  # not what they were once the core has run
+_NOT_SAID = frozenset({"decorator_list", "annotation", "returns", "type_comment", "type_params", "kind", "ctx", "name"})
+
+
+class Core(NamedTuple):
+    """The statements of a `forward` that one call can stand for.
+
+    Attributes:
+        first: the number of the first of them, of those at the top of its body.
+        last: that of the attention call.
+        bound: what the capitals of the patterns are in it.
+        function: the syntax of the `forward`.
+    """
+
+    first: int
+    last: int
+    bound: dict[str, ast.expr]
+    function: ast.FunctionDef
+
+    @property
+    def rotate(self) -> str | None:
+        """The name of the function that turns; None where nothing turns right before keys go into the cache."""
+        name = self.bound.get("ROTATE")
+        return name.id if isinstance(name, ast.Name) else None
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """Of what a function does: its syntax without decorators, annotations and its docstring.
+
+    >>> def one(x: int) -> int:
+    ...     "Adds."
+    ...     return x + 1
+    >>> def other(x):
+    ...     return (x +
+    ...             1)
+    >>> fingerprint(one) == fingerprint(other).replace("other", "one")
+    True
+    """
+    tree = syntax_of(function)
+    if isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant):
+        del tree.body[0]
+    return blake2b(repr(_plain(tree)).encode(), digest_size=8).hexdigest()
+
+
+def syntax_of(function: Callable[..., Any]) -> ast.FunctionDef:
+    """The syntax of a function, at its lines of its file. Raises OSError, TypeError or SyntaxError where there is none.
+
+    A text of other names than the code that runs is refused: it has changed since, or a class has mangled them.
+    """
+    lines, first = inspect.getsourcelines(function)
+    module = ast.parse(textwrap.dedent("".join(lines)))
+    tree = ast.increment_lineno(module, max(first - 1, 0)).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        raise OSError("no function")
+    tree.decorator_list = []
+    ours, theirs = _inner(compile(module, "<text>", "exec", dont_inherit=True), tree.name), function.__code__  # type: ignore[attr-defined]
+    if any(getattr(ours, name) != getattr(theirs, name) for name in ("co_names", "co_varnames", "co_freevars")):
+        raise OSError("the text is not that of the function")
+    return tree
+
+
+def _plain(node: Any) -> Any:
+    """Syntax as tuples, alike in all versions of Python; names of functions are left out."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _NOT_SAID)
+        return type(node).__name__, [(name, _plain(value)) for name, value in fields if value not in (None, [])]
+    return [_plain(part) for part in node] if isinstance(node, list) else node
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    """The code of a function that is made in another, or in a module."""
+    return next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+
+
+# -- what a forward does ----------------------------------------------------------------------------------------------
+
+
+def core_of(function: ast.FunctionDef) -> Core | None:
+    """The statements that cache and attend, and those before them that turn; None where it does them otherwise."""
+    body = [_assignment(statement) for statement in function.body]
+    last = next((at for at in reversed(range(len(body))) if _attended(body[at]) is not None), None)
+    if last is None:
+        return None
+    bound: dict[str, ast.expr] = dict(_attended(body[last]) or {})
+    at = _before(body, last, bound)
+    if at < 0 or not _matches(_CACHED, body[at], bound):
+        return None
+    first, ends = at, _before(body, at, bound)
+    for patterns in _ROTATIONS:
+        start, more = ends - len(patterns) + 1, dict(bound)
+        if start >= 0 and all(_matches(text, body[start + n], more) for n, text in enumerate(patterns)):
+            first, bound = start, more
+            break
+    changed = {_id(node) for name, node in bound.items() if name in _CHANGED}
+    return None if changed & _names(body[last + 1 :]) else Core(first, last, bound, function)
+
+
+def _before(body: list[ast.stmt], at: int, bound: dict[str, ast.expr]) -> int:
+    """The statement before one, but for that which looks up the attention function."""
+    return at - 2 if at > 1 and _matches(_LOOKED_UP, body[at - 1], dict(bound)) else at - 1
+
+
+def _assignment(statement: ast.stmt) -> ast.stmt:
+    """`x: T = y` as `x = y`."""
+    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        return ast.copy_location(ast.Assign([statement.target], statement.value), statement)
+    return statement
+
+
+def _attended(statement: ast.stmt) -> dict[str, ast.expr] | None:
+    """Of `OUT, WEIGHTS = ATTEND(self, Q, K, V, ...)`, what the capitals are."""
+    call = statement.value if isinstance(statement, ast.Assign) else None
+    if not isinstance(call, ast.Call) or len(call.args) < 4:
+        return None
+    short = ast.Assign([statement.targets[0]], ast.Call(call.func, call.args[:4], []))  # type: ignore[attr-defined]
+    bound: dict[str, ast.expr] = {}
+    return bound if _matches("OUT, WEIGHTS = ATTEND(self, Q, K, V)", short, bound) else None
+
+
+def _matches(text: str, statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
+    """Whether a statement reads as a pattern; `bound` learns what its capitals are."""
+    return _alike(ast.parse(text).body[0], statement, bound)
+
+
+def _alike(pattern: Any, node: Any, bound: dict[str, ast.expr]) -> bool:
+    if isinstance(pattern, ast.Name) and pattern.id.isupper() and "_" not in pattern.id:
+        if pattern.id in bound:
+            return bool(_plain(bound[pattern.id]) == _plain(node))
+        bound[pattern.id] = node
+        return isinstance(node, ast.expr if pattern.id in _EXPRESSIONS else ast.Name)
+    if isinstance(pattern, ast.AST):
+        fields = [name for name in pattern._fields if name not in _NOT_SAID - {"name"}]
+        return type(pattern) is type(node) and all(
+            _alike(getattr(pattern, name, None), getattr(node, name, None), bound) for name in fields
+        )
+    if isinstance(pattern, list):
+        return (
+            isinstance(node, list)
+            and len(pattern) == len(node)
+            and all(_alike(one, other, bound) for one, other in zip(pattern, node, strict=True))
+        )
+    return bool(pattern == node)
+
+
+def _id(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _names(statements: list[ast.stmt]) -> set[str]:
+    return {node.id for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)}
+
+
+# -- the same, and a step ---------------------------------------------------------------------------------------------
+
+
+def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..., Any]) -> FunctionType:
+    """A `forward` that asks ``step(attend, angles, size, cache, layer, self, q, k, v, ...)`` before its core.
+
+    Where that gives None it does what it always did. `turns`: queries and keys come as they are before the rotation;
+    else the rotation is done.
+    """
+    function, bound = core.function, {name: ast.unparse(node) for name, node in core.bound.items()}
+    attended = function.body[core.last]
+    call = _assignment(attended).value  # type: ignore[attr-defined]
+    middle = function.body[core.first : core.last]
+    looked_up = [x for x in middle if _matches(_LOOKED_UP, _assignment(x), {})]
+    theirs = [x for x in middle if x not in looked_up]
+    if not turns:
+        before, theirs, turned = theirs[:-1], theirs[-1:], "None"
+    else:
+        before, turned = ast.parse(_angles(bound)).body, TURN
+        if "ANGLES" in bound:  # they are computed once
+            del theirs[0].body[0]  # type: ignore[attr-defined]
+    rest = ", ".join(ast.unparse(x) for x in (*call.args, *call.keywords))
+    size = bound.get("SIZE", "None") if turns else "None"
+    asked = ast.parse(
+        f"{bound['OUT']} = {STEP}({bound['ATTEND']}, {turned}, {size}, {bound['CACHE']}, {bound['LAYER']}, {rest})\n"
+        f"if {bound['OUT']} is None:\n    pass\nelse:\n    {bound['WEIGHTS']} = None"
+    ).body
+    asked[1].body = [*theirs, attended]  # type: ignore[attr-defined]
+    made = {id(node) for statement in (*theirs, attended) for node in ast.walk(statement)}
+    for statement in (*before, *asked) if turns else asked:
+        for node in ast.walk(statement):
+            if id(node) not in made:
+                ast.copy_location(node, attended)
+    function.body[core.first : core.last + 1] = [*looked_up, *before, *asked]
+    return _compiled(function, forward, step)
+
+
+def _angles(bound: dict[str, str]) -> str:
+    """The statements that say by which angles queries and keys turn, and whether."""
+    pair = f"{TURN} = ({bound['COS']}, {bound['SIN']})"
+    if "TEST" not in bound:
+        return pair
+    read = f"    {bound['COS']}, {bound['SIN']} = {bound['ANGLES']}\n" if "ANGLES" in bound else ""
+    return f"{TURN} = None\nif {bound['TEST']}:\n{read}    {pair}"
+
+
+def _compiled(function: ast.FunctionDef, forward: FunctionType, step: Callable[..., Any]) -> FunctionType:
+    """The function of a syntax, in the place of another: its file, globals and defaults."""
+    around = ast.parse(f"def made({STEP}):\n    return None")
+    around.body[0].body = [function]  # type: ignore[attr-defined]
+    code = _inner(_inner(compile(around, forward.__code__.co_filename, "exec", dont_inherit=True), "made"), function.name)
+    made = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, (CellType(step),))
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
