@@ -168,9 +168,9 @@ class LatentAttention(nn.Module):
             ValueError: wrong shapes, an unknown form, or a cache of another size.
         """
         if cache is not None and type(self) is LatentAttention and positions is lengths is None:
-            mixed_BHTC = latent_step(self, x, cache, mask, form)
-            if mixed_BHTC is not None:
-                return self.o_proj(MultiHeadAttention.concatenate(self.from_latent(mixed_BHTC))), cache
+            heads = latent_step(self, x, cache, mask, form)
+            if heads is not None:
+                return self.o_proj(heads), cache
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         lengths = check_latent_call(x, cache, lengths, form, mask)
         check_uncached(cache)
