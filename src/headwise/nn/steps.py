@@ -119,7 +119,10 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     query_HBC = torch.bmm(heads_BHD[..., : mla.nope_dim].transpose(0, 1), up_HNC)
     query = torch.cat((query_HBC.transpose(0, 1), heads_BHD[..., mla.nope_dim :]), dim=-1).unsqueeze(2)
     turn = turned(rotary, cache.lengths)._replace(first=C)
-    out = cache.step(query, key, turn=turn, mask=mask, scores=scores_of(parts["inner"]))
+    scores = scores_of(parts["inner"])
+    if scores.scale is None:
+        scores = scores._replace(scale=mla.head_dim**-0.5)
+    out = cache.step(query, key, turn=turn, mask=mask, scores=scores)
     if out is None:
         return None
     return torch.bmm(out.squeeze(2).transpose(0, 1), up_HCV).transpose(0, 1).reshape(B, 1, -1)
