@@ -47,12 +47,13 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
 
 def _is_itself(module: nn.Module) -> bool:
     """Whether nothing listens to the calls of a part, or answers in its place."""
+    held = vars(module)
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
+        held["_forward_hooks"]
+        or held["_forward_pre_hooks"]
+        or held["_backward_hooks"]
+        or held["_backward_pre_hooks"]
+        or "forward" in held
         or _has_any_global_hook()
     )
 
@@ -111,18 +112,20 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
         return None
     if form != "absorbed" and not (form == "auto" and mla.costs.absorbs_token(cache.lengths)):
         return None
-    B, fused, new = x.shape[0], _queries(mla, parts, x), heads_of(compress(x), 1, C + mla.rope_dim)
-    if new is None or heads_of(fused, H, mla.head_dim) is None or fused.dtype != up.dtype:
+    B, R, fused, new = x.shape[0], mla.rope_dim, _queries(mla, parts, x), compress(x)
+    plain = type(fused) is type(new) is Tensor and fused.dtype == new.dtype == up.dtype
+    if not plain or fused.shape != (B, 1, H * mla.head_dim) or new.shape != (B, 1, C + R):
         return None
-    latent, heads_BHD, (up_HNC, up_HCV) = new[..., :C], fused.view(B, H, -1), _up(mla, up)
-    key = torch.cat((_normed(parts["kv_a_layernorm"], latent), new[..., C:]), dim=-1)
-    query_HBC = torch.bmm(heads_BHD[..., : mla.nope_dim].transpose(0, 1), up_HNC)
-    query = torch.cat((query_HBC.transpose(0, 1), heads_BHD[..., mla.nope_dim :]), dim=-1).unsqueeze(2)
-    turn = turned(rotary, cache.lengths)._replace(first=C)
+    nope_BHN, rope_BHR = fused.reshape(B, H, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
+    latent_B1C, rope_B1R = new.split_with_sizes((C, R), -1)
+    up_HNC, up_HCV = _up(mla, up)
+    key = torch.cat((_normed(parts["kv_a_layernorm"], latent_B1C), rope_B1R), -1)
+    query = torch.cat((torch.bmm(nope_BHN.transpose(0, 1), up_HNC).transpose(0, 1), rope_BHR), -1)
     scores = scores_of(parts["inner"])
     if scores.scale is None:
         scores = scores._replace(scale=mla.head_dim**-0.5)
-    out = cache.step(query, key, turn=turn, mask=mask, scores=scores)
+    turn = turned(rotary, cache.lengths)._replace(first=C)
+    out = cache.step(query.unsqueeze(2), key.unsqueeze(1), turn=turn, mask=mask, scores=scores)
     if out is None:
         return None
     return torch.bmm(out.squeeze(2).transpose(0, 1), up_HCV).transpose(0, 1).reshape(B, 1, -1)
