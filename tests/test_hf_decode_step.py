@@ -12,6 +12,7 @@ import torch
 import transformers
 from backends import needs_native
 from hf_models import BY_NAME, VOCAB, WINDOW, stir
+from hf_models import inputs as speech
 from native_cases import collected
 from transformers import PreTrainedModel
 
@@ -52,6 +53,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "StableLm": _EIGHTS,
     "Persimmon": _EIGHTS,
     "SmolLM3": dict(no_rope_layers=[1, 0]),
+    "Gemma4": dict(
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=WINDOW,
+        global_head_dim=6, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=5,
+    ),
 }  # fmt: skip
 """Sizes of configs, beside `_SIZES`."""
 
@@ -67,7 +72,9 @@ def a_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model = BY_NAME[name].build()
         model.set_attn_implementation("headwise")
     else:
-        config = getattr(transformers, f"{name}Config")(**_SIZES | SIZES.get(name, {}))
+        config = getattr(transformers, f"{name}{'Text' if name == 'Gemma4' else ''}Config")(
+            **_SIZES | SIZES.get(name, {})
+        )
         model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="headwise")
         stir(model)
     return model.to(dtype).eval()
@@ -148,6 +155,29 @@ def test_the_logits_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shared", [0, 1])
+def test_layers_that_share_their_keys_take_their_own_way(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's last layers read the keys of a layer before them, which keeps them whole beside its cache."""
+    with monkeypatch.context() as patch:
+        patch.setitem(SIZES, "Gemma4", SIZES["Gemma4"] | {"num_kv_shared_layers": shared})
+        model = a_model("Gemma4")
+    assert steps(monkeypatch, model, prompt(3, True)) == 3 * (4 - 2 * shared)
+
+
+@torch.no_grad()
+def test_the_decoder_of_a_speech_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own tokens; the encoder's keys are another cache's."""
+    model, given = a_model("Whisper"), speech(BY_NAME["Whisper"])
+    heard = model.get_encoder()(given["input_features"])
+
+    def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+        parts = ids[:, :4], *ids[:, 4:].split(1, dim=1)
+        return [model(encoder_outputs=heard, decoder_input_ids=x, past_key_values=cache).logits for x in parts]
+
+    assert steps(monkeypatch, model, {"ids": given["decoder_input_ids"]}, run) == 2 * 3
+
+
+@torch.no_grad()
 def test_generation_and_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model("Llama GQA")
     assert steps(monkeypatch, model, prompt(2), generated) == 2 * 3  # the first token is the prompt's
@@ -207,6 +237,7 @@ def changed(*passages: tuple[str, str]) -> Any:
         ("past_key_values is not None:\n            key", "past_key_values is None:\n            key"),
         (_INTERFACE, "        query_states = 2 * query_states\n" + _INTERFACE),
         (_OUT, _OUT + "        attn_output = attn_output + key_states.mean()\n"),
+        (_INTERFACE, "        if sum(key_states.shape) > 99:\n            value_states = 2 * value_states\n" + _INTERFACE),
         ("attn_output, attn_weights = attention_interface(", "attn_output = attention_interface("),
         ("            query_states,\n            key_states,", "            key_states,\n            query_states,"),
     ],

@@ -166,7 +166,7 @@ def test_the_absorbed_form_needs_an_inner_part_that_says_its_scale() -> None:
     assert torch.equal(mla(x), mla(x, form="expanded"))
     mla.inner = Plain()
     assert torch.equal(mla(x), mla(x, form="expanded"))
-    with pytest.raises(NotImplementedError, match='Plain does not say what it computes; .* form="expanded"'):
+    with pytest.raises(NotImplementedError, match=r'Plain does not say what it computes; .* form="expanded"'):
         mla(x, form="absorbed")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial, wraps
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,8 @@ def stepping(forward: Any) -> tuple[Form | None, Callable[..., Any] | None]:
 
 def _rotation_of(name: str | None, names: dict[str, Any]) -> tuple[Rotation | None, dict[str, FunctionType]]:
     """What the function of that name does, and the functions that say so; None where it is not known."""
-    if name is None or not _is_plain_function(function := names.get(name)):
+    function = names.get(name) if name is not None else None
+    if name is None or not _is_plain_function(function):
         return None, {}
     called = [x for x in function.__code__.co_names if _is_plain_function(names.get(x))]
     functions = {x: names[x] for x in (name, *called)}
@@ -127,7 +128,7 @@ def _rotation_of(name: str | None, names: dict[str, Any]) -> tuple[Rotation | No
     return (None, {}) if found is None else (found, functions)
 
 
-def _is_plain_function(x: Any) -> bool:
+def _is_plain_function(x: Any) -> TypeGuard[FunctionType]:
     return type(x) is FunctionType and not hasattr(x, "__wrapped__")
 
 

@@ -13,14 +13,15 @@ import textwrap
 from collections.abc import Callable
 from hashlib import blake2b
 from types import CellType, CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 STEP, TURN = "_headwise_step", "_headwise_turn"
 
 # Names in capitals stand for a name each, those of `_EXPRESSIONS` for any expression.
-_EXPRESSIONS = frozenset({"TEST", "SIZE", "LAYER", "ANGLES", "OTHER"})
+_EXPRESSIONS = frozenset({"TEST", "WHEN", "SIZE", "LAYER", "ANGLES", "OTHER"})
 _LOOKED_UP = "ATTEND = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, OTHER)"
 _CACHED = "if CACHE is not None:\n    K, V = CACHE.update(K, V, LAYER)"
+_CACHED_WHEN = "if CACHE is not None and WHEN:\n    K, V = CACHE.update(K, V, LAYER)"
 _ROTATIONS = (
     ("Q, K = ROTATE(Q, K, COS, SIN)",),
     ("if TEST:\n    Q, K = ROTATE(Q, K, COS, SIN)",),
@@ -42,14 +43,18 @@ class Core(NamedTuple):
 
     Attributes:
         first: the number of the first of them, of those at the top of its body.
+        cached: that of the statement that hands keys and values to the cache.
         last: that of the attention call.
         bound: what the capitals of the patterns are in it.
+        unless: tests of what else may happen between the two: then there is no step.
         function: the syntax of the `forward`.
     """
 
     first: int
+    cached: int
     last: int
     bound: dict[str, ast.expr]
+    unless: list[ast.expr]
     function: ast.FunctionDef
 
     @property
@@ -88,7 +93,7 @@ def syntax_of(function: Callable[..., Any]) -> ast.FunctionDef:
     if not isinstance(tree, ast.FunctionDef):
         raise OSError("no function")
     tree.decorator_list = []
-    ours, theirs = _inner(compile(module, "<text>", "exec", dont_inherit=True), tree.name), function.__code__  # type: ignore[attr-defined]
+    ours, theirs = _inner(compile(module, "<text>", "exec", dont_inherit=True), tree.name), function.__code__
     if any(getattr(ours, name) != getattr(theirs, name) for name in ("co_names", "co_varnames", "co_freevars")):
         raise OSError("the text is not that of the function")
     return tree
@@ -112,13 +117,20 @@ def _inner(code: CodeType, name: str) -> CodeType:
 
 def core_of(function: ast.FunctionDef) -> Core | None:
     """The statements that cache and attend, and those before them that turn; None where it does them otherwise."""
+    function.body = [part for statement in function.body for part in _parted(statement)]
     body = [_assignment(statement) for statement in function.body]
     last = next((at for at in reversed(range(len(body))) if _attended(body[at]) is not None), None)
     if last is None:
         return None
     bound: dict[str, ast.expr] = dict(_attended(body[last]) or {})
-    at = _before(body, last, bound)
-    if at < 0 or not _matches(_CACHED, body[at], bound):
+    own, at, unless = {_id(bound[name]) for name in "QKV"}, _before(body, last, bound), []
+    while at > 0 and not _is_cached(body[at], bound):
+        test = getattr(body[at], "test", None)
+        if not _is_plain(test, own) or body[at].orelse:  # type: ignore[attr-defined]
+            return None
+        unless.append(test)
+        at = _before(body, at, bound)
+    if at < 0 or not _is_cached(body[at], bound) or ("WHEN" in bound and not _is_plain(bound["WHEN"], own)):
         return None
     first, ends = at, _before(body, at, bound)
     for patterns in _ROTATIONS:
@@ -127,7 +139,42 @@ def core_of(function: ast.FunctionDef) -> Core | None:
             first, bound = start, more
             break
     changed = {_id(node) for name, node in bound.items() if name in _CHANGED}
-    return None if changed & _names(body[last + 1 :]) else Core(first, last, bound, function)
+    return None if changed & _names(body[last + 1 :]) else Core(first, at, last, bound, unless, function)
+
+
+def _parted(statement: ast.stmt) -> list[ast.stmt]:
+    """`if TEST: ... else: ...; KEPT` as that without KEPT, and `if not TEST and ...: ...`, for what a cache keeps."""
+    if not isinstance(statement, ast.If) or len(statement.orelse) < 2:
+        return [statement]
+    kept, written = statement.orelse[-1], {x.id for x in ast.walk(statement) if _is_written(x)}
+    if not isinstance(kept, ast.If) or not _is_cached(kept, {}) or not _is_plain(statement.test, written):
+        return [statement]
+    test = ast.BoolOp(ast.And(), [kept.test, ast.UnaryOp(ast.Not(), statement.test)])
+    after = ast.If(ast.copy_location(test, kept), kept.body, [])
+    shorter = ast.If(statement.test, statement.body, statement.orelse[:-1])
+    return [ast.copy_location(shorter, statement), ast.fix_missing_locations(ast.copy_location(after, kept))]
+
+
+def _is_written(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
+    """Whether it hands keys and values to the cache; `bound` learns then what its capitals are."""
+    for text in (_CACHED, _CACHED_WHEN):
+        more = dict(bound)
+        if _matches(text, statement, more):
+            bound.update(more)
+            return True
+    return False
+
+
+def _is_plain(test: ast.expr | None, without: set[str]) -> bool:
+    """Whether a test asks for attributes and names alone, not of these: it may be asked at another moment."""
+    known = (ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.expr_context, ast.cmpop)
+    nodes = [] if test is None else list(ast.walk(test))
+    parts = known + (ast.boolop, ast.unaryop)
+    return bool(nodes) and all(isinstance(x, parts) and getattr(x, "id", "") not in without for x in nodes)
 
 
 def _before(body: list[ast.stmt], at: int, bound: dict[str, ast.expr]) -> int:
@@ -201,15 +248,18 @@ def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..
     looked_up = [x for x in middle if _matches(_LOOKED_UP, _assignment(x), {})]
     theirs = [x for x in middle if x not in looked_up]
     if not turns:
-        before, theirs, turned = theirs[:-1], theirs[-1:], "None"
+        at = theirs.index(function.body[core.cached])
+        before, theirs, turned = theirs[:at], theirs[at:], "None"
     else:
         before, turned = ast.parse(_angles(bound)).body, TURN
         if "ANGLES" in bound:  # they are computed once
             del theirs[0].body[0]  # type: ignore[attr-defined]
     rest = ", ".join(ast.unparse(x) for x in (*call.args, *call.keywords))
     size = bound.get("SIZE", "None") if turns else "None"
+    conditions = [f"({bound.get('WHEN', 'True')})", *(f"not ({ast.unparse(test)})" for test in core.unless)]
+    cache = f"{bound['CACHE']} if {' and '.join(conditions)} else None"
     asked = ast.parse(
-        f"{bound['OUT']} = {STEP}({bound['ATTEND']}, {turned}, {size}, {bound['CACHE']}, {bound['LAYER']}, {rest})\n"
+        f"{bound['OUT']} = {STEP}({bound['ATTEND']}, {turned}, {size}, {cache}, {bound['LAYER']}, {rest})\n"
         f"if {bound['OUT']} is None:\n    pass\nelse:\n    {bound['WEIGHTS']} = None"
     ).body
     asked[1].body = [*theirs, attended]  # type: ignore[attr-defined]
@@ -235,7 +285,9 @@ def _compiled(function: ast.FunctionDef, forward: FunctionType, step: Callable[.
     """The function of a syntax, in the place of another: its file, globals and defaults."""
     around = ast.parse(f"def made({STEP}):\n    return None")
     around.body[0].body = [function]  # type: ignore[attr-defined]
-    code = _inner(_inner(compile(around, forward.__code__.co_filename, "exec", dont_inherit=True), "made"), function.name)
+    code = _inner(
+        _inner(compile(around, forward.__code__.co_filename, "exec", dont_inherit=True), "made"), function.name
+    )
     made = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, (CellType(step),))
     made.__kwdefaults__ = forward.__kwdefaults__
     return made

@@ -76,7 +76,9 @@ def turned(rotary: Rotary, lengths: list[int]) -> Turn:
 
 
 @lru_cache(maxsize=4)
-def _turned(base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...]) -> Turn:
+def _turned(
+    base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...]
+) -> Turn:
     return Rotary(size, base=base, frequencies=frequencies, interleaved=interleaved).turn(at)
 
 
@@ -154,6 +156,6 @@ def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     """What a norm gives, in the dtype of `x`; of a plain one without the detour over its module."""
     if type(norm) is not nn.RMSNorm or not _is_itself(norm):
-        return norm(x).to(x.dtype)  # type: ignore[no-any-return]
+        return norm(x).to(x.dtype)
     out = torch.rms_norm(x, norm.normalized_shape, norm._parameters["weight"], norm.eps)
     return out if out.dtype == x.dtype else out.to(x.dtype)
