@@ -34,6 +34,10 @@ _ROTATIONS = (
         "K = torch.cat((KR, KP), dim=-1)",
     ),
 )
+_PLAIN = (
+    *(ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp),
+    *(ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop),
+)
 _CHANGED = frozenset({"Q", "K", "V", "QR", "KR", "QP", "KP"})  # not what they were once the core has run
 _NOT_SAID = frozenset({"decorator_list", "annotation", "returns", "type_comment", "type_params", "kind", "ctx", "name"})
 
@@ -171,10 +175,8 @@ def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
 
 def _is_plain(test: ast.expr | None, without: set[str]) -> bool:
     """Whether a test asks for attributes and names alone, not of these: it may be asked at another moment."""
-    known = (ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.expr_context, ast.cmpop)
     nodes = [] if test is None else list(ast.walk(test))
-    parts = known + (ast.boolop, ast.unaryop)
-    return bool(nodes) and all(isinstance(x, parts) and getattr(x, "id", "") not in without for x in nodes)
+    return bool(nodes) and all(isinstance(x, _PLAIN) and getattr(x, "id", "") not in without for x in nodes)
 
 
 def _before(body: list[ast.stmt], at: int, bound: dict[str, ast.expr]) -> int:
