@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import headwise.hf
 from headwise.cache.base import KVCache
-from headwise.hf import decoding, make_cache
+from headwise.hf import decoding, make_cache, syntax
 from headwise.ops.native.library import trouble
 
 pytestmark = needs_native
@@ -234,6 +234,7 @@ def changed(*passages: tuple[str, str]) -> Any:
     ("old", "new"),
     [
         ("update(key_states, value_states", "update(value_states, key_states"),
+        ("past_key_values.update(", "past_key_values.append("),
         ("past_key_values is not None:\n            key", "past_key_values is None:\n            key"),
         (_INTERFACE, "        query_states = 2 * query_states\n" + _INTERFACE),
         (_OUT, _OUT + "        attn_output = attn_output + key_states.mean()\n"),
@@ -279,6 +280,25 @@ def test_what_stands_around_is_the_class_s_own(monkeypatch: pytest.MonkeyPatch) 
             assert not torch.equal(decoded(model, make_cache(model), **prompt(2))[-1], plain[-1])
     finally:
         decoding._prepare.cache_clear()
+
+
+@torch.no_grad()
+def test_a_layer_that_does_not_cache_takes_no_step() -> None:
+    """Where the code asks more than whether there is a cache, a step is asked with the cache only if that is so."""
+    seen: list[Any] = []
+
+    def step(*args: Any, **options: Any) -> torch.Tensor:
+        seen.append(args[3])
+        return torch.zeros(1, 1, 4, 6)
+
+    given = "past_key_values is not None:\n            key"
+    forward = changed((given, given.replace("None:", "None and self.layer_idx > 0:")))
+    core = syntax.core_of(syntax.syntax_of(forward))
+    assert core is not None
+    made, cache = syntax.with_steps(forward, core, True, step), object()
+    for layer in a_model("Llama GQA").model.layers:
+        made(layer.self_attn, torch.randn(1, 1, 28), (None, None), None, past_key_values=cache)
+    assert seen == [None, cache]
 
 
 def test_functions_without_a_text() -> None:
