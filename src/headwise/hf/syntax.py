@@ -13,15 +13,15 @@ import textwrap
 from collections.abc import Callable
 from hashlib import blake2b
 from types import CellType, CodeType, FunctionType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 STEP, TURN = "_headwise_step", "_headwise_turn"
 
 # Names in capitals stand for a name each, those of `_EXPRESSIONS` for any expression.
 _EXPRESSIONS = frozenset({"TEST", "WHEN", "SIZE", "LAYER", "ANGLES", "OTHER"})
 _LOOKED_UP = "ATTEND = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, OTHER)"
-_CACHED = "if CACHE is not None:\n    K, V = CACHE.update(K, V, LAYER)"
-_CACHED_WHEN = "if CACHE is not None and WHEN:\n    K, V = CACHE.update(K, V, LAYER)"
+_KEPT = "K, V = CACHE.update(K, V, LAYER)"
+_CACHED = f"if PAST is not None:\n    {_KEPT}", f"if PAST is not None and WHEN:\n    {_KEPT}"
 _ROTATIONS = (
     ("Q, K = ROTATE(Q, K, COS, SIN)",),
     ("if TEST:\n    Q, K = ROTATE(Q, K, COS, SIN)",),
@@ -147,25 +147,33 @@ def core_of(function: ast.FunctionDef) -> Core | None:
 
 
 def _parted(statement: ast.stmt) -> list[ast.stmt]:
-    """`if TEST: ... else: ...; KEPT` as that without KEPT, and `if not TEST and ...: ...`, for what a cache keeps."""
-    if not isinstance(statement, ast.If) or len(statement.orelse) < 2:
+    """An `if` around what a cache keeps as some of the same test: what goes before, that alone, and what follows."""
+    if not isinstance(statement, ast.If) or not _is_plain(statement.test, _written(statement)):
         return [statement]
-    kept, written = statement.orelse[-1], {x.id for x in ast.walk(statement) if _is_written(x)}
-    if not isinstance(kept, ast.If) or not _is_cached(kept, {}) or not _is_plain(statement.test, written):
-        return [statement]
-    test = ast.BoolOp(ast.And(), [kept.test, ast.UnaryOp(ast.Not(), statement.test)])
-    after = ast.If(ast.copy_location(test, kept), kept.body, [])
-    shorter = ast.If(statement.test, statement.body, statement.orelse[:-1])
-    return [ast.copy_location(shorter, statement), ast.fix_missing_locations(ast.copy_location(after, kept))]
+    test, body, parts = statement.test, statement.body, list[ast.If]()
+    if statement.orelse:
+        *before, kept = statement.orelse
+        rest = [x for x in _parted(kept) if isinstance(x, ast.If)]
+        if before and any(_is_cached(x, {}) for x in rest):
+            parts = [ast.If(test, body, before)]
+            parts += [ast.If(ast.BoolOp(ast.And(), [x.test, ast.UnaryOp(ast.Not(), test)]), x.body, []) for x in rest]
+    else:
+        at = next((n for n, x in enumerate(body) if _matches(_KEPT, x, {})), len(body))
+        parts = [ast.If(test, some, []) for some in (body[:at], body[at : at + 1]) if some and at < len(body)]
+        for x in body[at + 1 :]:
+            alone = isinstance(x, ast.If) and not x.orelse
+            parts.append(ast.If(ast.BoolOp(ast.And(), [test, x.test]), x.body, []) if alone else ast.If(test, [x], []))
+    return [ast.fix_missing_locations(ast.copy_location(part, statement)) for part in parts] or [statement]
 
 
-def _is_written(node: ast.AST) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def _written(statement: ast.stmt) -> set[str]:
+    """The names that a statement gives to something."""
+    return {x.id for x in ast.walk(statement) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
 
 
 def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
     """Whether it hands keys and values to the cache; `bound` learns then what its capitals are."""
-    for text in (_CACHED, _CACHED_WHEN):
+    for text in _CACHED:
         more = dict(bound)
         if _matches(text, statement, more):
             bound.update(more)
@@ -174,9 +182,10 @@ def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
 
 
 def _is_plain(test: ast.expr | None, without: set[str]) -> bool:
-    """Whether a test asks for attributes and names alone, not of these: it may be asked at another moment."""
+    """Whether a test asks for attributes, names and kinds alone, not of these: it may be asked at another moment."""
     nodes = [] if test is None else list(ast.walk(test))
-    return bool(nodes) and all(isinstance(x, _PLAIN) and getattr(x, "id", "") not in without for x in nodes)
+    known = (isinstance(x, _PLAIN) or (isinstance(x, ast.Call) and _id(x.func) == "isinstance") for x in nodes)
+    return bool(nodes) and all(known) and not without & {getattr(x, "id", "") for x in nodes}
 
 
 def _before(body: list[ast.stmt], at: int, bound: dict[str, ast.expr]) -> int:
@@ -258,7 +267,11 @@ def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..
             del theirs[0].body[0]  # type: ignore[attr-defined]
     rest = ", ".join(ast.unparse(x) for x in (*call.args, *call.keywords))
     size = bound.get("SIZE", "None") if turns else "None"
-    conditions = [f"({bound.get('WHEN', 'True')})", *(f"not ({ast.unparse(test)})" for test in core.unless)]
+    conditions = [
+        f"{bound['PAST']} is not None",
+        f"({bound.get('WHEN', 'True')})",
+        *(f"not ({ast.unparse(test)})" for test in core.unless),
+    ]
     cache = f"{bound['CACHE']} if {' and '.join(conditions)} else None"
     asked = ast.parse(
         f"{bound['OUT']} = {STEP}({bound['ATTEND']}, {turned}, {size}, {cache}, {bound['LAYER']}, {rest})\n"
