@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 from backends import needs_native
-from hf_models import BY_NAME, VOCAB, WINDOW, stir
-from hf_models import inputs as speech
+from hf_models import BY_NAME, VOCAB, WINDOW, inputs, stir
 from native_cases import collected
 from transformers import PreTrainedModel
 
@@ -89,15 +88,15 @@ def decoded(model: PreTrainedModel, cache: Any, input_ids: torch.Tensor, attenti
     return [model(ids, attention_mask=mask, past_key_values=cache).logits for ids, mask in pairs]
 
 
-def generated(model: PreTrainedModel, cache: Any, **inputs: Any) -> Any:
+def generated(model: PreTrainedModel, cache: Any, **text: Any) -> Any:
     """Three tokens, and the logits of each."""
-    given = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **given, **inputs)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options, **text)
     return out.sequences, *out.logits
 
 
 def steps(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, inputs: dict[str, Any], run: Any = decoded, **cache: Any
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, given: dict[str, Any], run: Any = decoded, **cache: Any
 ) -> int:
     """How many steps ran in one call; the logits are those of running without them."""
     taken = 0
@@ -113,7 +112,7 @@ def steps(
     for stepped in (counted, lambda *args, **options: None):
         with monkeypatch.context() as patch:
             patch.setattr(KVCache, "step", stepped)
-            outs.append(run(model, make_cache(model, max_length=64, **cache), **inputs))
+            outs.append(run(model, make_cache(model, max_length=64, **cache), **given))
     for ours, theirs in zip(*outs, strict=True):
         assert torch.equal(ours, theirs)
     return taken
@@ -165,16 +164,26 @@ def test_layers_that_share_their_keys_take_their_own_way(shared: int, monkeypatc
 
 
 @torch.no_grad()
-def test_the_decoder_of_a_speech_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["Whisper", "BART"])
+def test_the_decoder_beside_an_encoder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its own tokens; the encoder's keys are another cache's."""
-    model, given = a_model("Whisper"), speech(BY_NAME["Whisper"])
-    heard = model.get_encoder()(given["input_features"])
+    model, given = a_model(name), inputs(BY_NAME[name])
+    read = {key: x for key, x in given.items() if not key.startswith("decoder")}
+    encoded = model.get_encoder()(**read)
 
     def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
         parts = ids[:, :4], *ids[:, 4:].split(1, dim=1)
-        return [model(encoder_outputs=heard, decoder_input_ids=x, past_key_values=cache).logits for x in parts]
+        return [model(encoder_outputs=encoded, decoder_input_ids=x, past_key_values=cache).logits for x in parts]
 
     assert steps(monkeypatch, model, {"ids": given["decoder_input_ids"]}, run) == 2 * 3
+
+
+@torch.no_grad()
+def test_a_decoder_made_of_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.BertConfig(**_SIZES, is_decoder=True)
+    model = transformers.BertLMHeadModel._from_config(config, attn_implementation="headwise").eval()
+    stir(model)
+    assert steps(monkeypatch, model, prompt(2, True)) == 2 * 3
 
 
 @torch.no_grad()
@@ -188,19 +197,19 @@ def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of other code, attentions, probes, and a rotation that somebody has replaced."""
     model = a_model("Llama GQA")
     file = importlib.import_module(type(model).__module__)
-    inputs = prompt(1)
+    text = prompt(1)
     with torch.no_grad():
-        assert steps(monkeypatch, a_model("DeepSeek-V3"), inputs) == 0  # keys are made anew from what is cached
-        assert steps(monkeypatch, model, inputs) == 6
-        assert steps(monkeypatch, model.train(), inputs) == 0
+        assert steps(monkeypatch, a_model("DeepSeek-V3"), text) == 0  # keys are made anew from what is cached
+        assert steps(monkeypatch, model, text) == 6
+        assert steps(monkeypatch, model.train(), text) == 0
         model.eval()
         with headwise.hf.probe(model):
-            assert steps(monkeypatch, model, inputs) == 0
+            assert steps(monkeypatch, model, text) == 0
         with monkeypatch.context() as patch:
             theirs = file.apply_rotary_pos_emb
             patch.setattr(file, "apply_rotary_pos_emb", lambda *args, **kwargs: theirs(*args, **kwargs))
-            assert steps(monkeypatch, model, inputs) == 0
-        out = model(**inputs, past_key_values=(cache := make_cache(model)))
+            assert steps(monkeypatch, model, text) == 0
+        out = model(**text, past_key_values=(cache := make_cache(model)))
         more = model(torch.tensor([[5]]), past_key_values=cache, output_attentions=True)
         assert more.attentions[0].shape == (1, 4, 1, 13) and out.logits.shape[1] == 12
     with_gradient = model(torch.tensor([[5]]), past_key_values=make_cache(model))
