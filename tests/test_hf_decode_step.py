@@ -96,7 +96,7 @@ def generated(model: PreTrainedModel, cache: Any, **text: Any) -> Any:
 
 
 def steps(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, given: dict[str, Any], run: Any = decoded, **cache: Any
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, text: dict[str, Any], run: Any = decoded, **cache: Any
 ) -> int:
     """How many steps ran in one call; the logits are those of running without them."""
     taken = 0
@@ -112,7 +112,7 @@ def steps(
     for stepped in (counted, lambda *args, **options: None):
         with monkeypatch.context() as patch:
             patch.setattr(KVCache, "step", stepped)
-            outs.append(run(model, make_cache(model, max_length=64, **cache), **given))
+            outs.append(run(model, make_cache(model, max_length=64, **cache), **text))
     for ours, theirs in zip(*outs, strict=True):
         assert torch.equal(ours, theirs)
     return taken
@@ -144,8 +144,8 @@ def test_the_logits_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     with collected() as attempt:
 
         def check(dtype: torch.dtype, kind: str, small: torch.dtype | None) -> None:
-            given = prompt(3, padded=small is None)
-            assert steps(monkeypatch, model.to(dtype), given, kind=kind, dtype=small) == 2 * 3  # two layers
+            text = prompt(3, padded=small is None)
+            assert steps(monkeypatch, model.to(dtype), text, kind=kind, dtype=small) == 2 * 3  # two layers
 
         for case in ((torch.float32, "static", None), (torch.bfloat16, "paged", None)):
             attempt(case, check, *case)
@@ -167,15 +167,15 @@ def test_layers_that_share_their_keys_take_their_own_way(shared: int, monkeypatc
 @pytest.mark.parametrize("name", ["Whisper", "BART"])
 def test_the_decoder_beside_an_encoder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its own tokens; the encoder's keys are another cache's."""
-    model, given = a_model(name), inputs(BY_NAME[name])
-    read = {key: x for key, x in given.items() if not key.startswith("decoder")}
+    model, sample = a_model(name), inputs(BY_NAME[name])
+    read = {key: x for key, x in sample.items() if not key.startswith("decoder")}
     encoded = model.get_encoder()(**read)
 
     def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
         parts = ids[:, :4], *ids[:, 4:].split(1, dim=1)
         return [model(encoder_outputs=encoded, decoder_input_ids=x, past_key_values=cache).logits for x in parts]
 
-    assert steps(monkeypatch, model, {"ids": given["decoder_input_ids"]}, run) == 2 * 3
+    assert steps(monkeypatch, model, {"ids": sample["decoder_input_ids"]}, run) == 2 * 3
 
 
 @torch.no_grad()
@@ -300,8 +300,8 @@ def test_a_layer_that_does_not_cache_takes_no_step() -> None:
         seen.append(args[3])
         return torch.zeros(1, 1, 4, 6)
 
-    given = "past_key_values is not None:\n            key"
-    forward = changed((given, given.replace("None:", "None and self.layer_idx > 0:")))
+    condition = "past_key_values is not None:\n            key"
+    forward = changed((condition, condition.replace("None:", "None and self.layer_idx > 0:")))
     core = syntax.core_of(syntax.syntax_of(forward))
     assert core is not None
     made, cache = syntax.with_steps(forward, core, True, step), object()

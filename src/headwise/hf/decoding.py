@@ -124,8 +124,8 @@ def _rotation_of(name: str | None, names: dict[str, Any]) -> tuple[Rotation | No
         return None, {}
     called = [x for x in function.__code__.co_names if _is_plain_function(names.get(x))]
     functions = {x: names[x] for x in (name, *called)}
-    found = ROTATIONS.get(" ".join(map(fingerprint, functions.values())))
-    return (None, {}) if found is None else (found, functions)
+    rotation = ROTATIONS.get(" ".join(map(fingerprint, functions.values())))
+    return (None, {}) if rotation is None else (rotation, functions)
 
 
 def _is_plain_function(x: Any) -> TypeGuard[FunctionType]:

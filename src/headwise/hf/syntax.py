@@ -273,17 +273,17 @@ def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..
         *(f"not ({ast.unparse(test)})" for test in core.unless),
     ]
     cache = f"{bound['CACHE']} if {' and '.join(conditions)} else None"
-    asked = ast.parse(
+    question = ast.parse(
         f"{bound['OUT']} = {STEP}({bound['ATTEND']}, {turned}, {size}, {cache}, {bound['LAYER']}, {rest})\n"
         f"if {bound['OUT']} is None:\n    pass\nelse:\n    {bound['WEIGHTS']} = None"
     ).body
-    asked[1].body = [*theirs, attended]  # type: ignore[attr-defined]
+    question[1].body = [*theirs, attended]  # type: ignore[attr-defined]
     made = {id(node) for statement in (*theirs, attended) for node in ast.walk(statement)}
-    for statement in (*before, *asked) if turns else asked:
+    for statement in (*before, *question) if turns else question:
         for node in ast.walk(statement):
             if id(node) not in made:
                 ast.copy_location(node, attended)
-    function.body[core.first : core.last + 1] = [*looked_up, *before, *asked]
+    function.body[core.first : core.last + 1] = [*looked_up, *before, *question]
     return _compiled(function, forward, step)
 
 

@@ -18,13 +18,13 @@ from .cached import ModuleCache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .dealt import Dealt, dealt
 from .inner import Inner, InnerAttention
-from .latent_form import Choice, Form, FormCosts, latent_layer
+from .latent_form import Choice, FormCosts, LatentForm, latent_layer
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
 from .sharded import check_splits, check_uncached, current, placed
 from .steps import latent_step
 
-Lengths = Sequence[int] | Tensor | None
+RowLengths = Sequence[int] | Tensor | None
 NORM_EPS = 1e-6  # of the norms on both latents, in every published model
 
 
@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         sizes = {"kv_lora_rank": kv_lora_rank, "nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
         self.costs = FormCosts.of(latent_layer(d_model, num_heads, q_lora_rank=q_lora_rank, **sizes))
-        self.uncached: Form = self.costs.cheaper(1, [0])  # with S = T it is the same form for every length
+        self.uncached: LatentForm = self.costs.cheaper(1, [0])  # with S = T it is the same form for every length
         self.d_model, self.num_heads, self.q_lora_rank = d_model, num_heads, q_lora_rank
         self.kv_lora_rank, self.nope_dim, self.rope_dim, self.value_dim = kv_lora_rank, nope_dim, rope_dim, value_dim
         self.head_dim = nope_dim + rope_dim
@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         positions: Positions = None,
         cache: LatentCache | None = None,
-        lengths: Lengths = None,
+        lengths: RowLengths = None,
         form: Choice = "auto",
     ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], LatentCache]:
         """Attend from `x` to itself, or with a cache to its tokens and then `x`.
@@ -249,12 +249,14 @@ class LatentAttention(nn.Module):
         C, sharded, here = self.kv_lora_rank, current(), self.dealt
         if sharded is None:
             keys = (key, key[..., :C]) if absorbed else self.expand(key)
-            if absorbed and self._told()["scale"] != self.inner.options().get("scale"):  # which it takes from the size
+            if absorbed and self._inner_options()["scale"] != self.inner.options().get(
+                "scale"
+            ):  # which it takes from the size
                 query = query * (query.shape[3] / self.head_dim) ** 0.5
             inner = self.inner if here is None else partial(here.call, self.inner)
             return inner(query, *keys, mask=mask)
         check_splits(self.inner)
-        options = {"mask": mask, **self._told()}
+        options = {"mask": mask, **self._inner_options()}
         if here is not None:
             sinks = options.get("sinks")
             options |= {"some": here.some, "sinks": None if sinks is None else here.parameter(sinks)}
@@ -297,7 +299,7 @@ class LatentAttention(nn.Module):
         """What of kv_b_proj's weight is for the heads here."""
         return self.kv_b_proj.weight if (here := self.dealt) is None else here.parameter(self.kv_b_proj.weight)
 
-    def _told(self) -> dict[str, Any]:
+    def _inner_options(self) -> dict[str, Any]:
         """The options of the inner part. A scale that it takes from the size of a key is that of the expanded form."""
         if not isinstance(self.inner, Inner):
             raise NotImplementedError(
@@ -311,13 +313,13 @@ class LatentAttention(nn.Module):
     def _tells(self) -> bool:
         """Whether the inner part says what it computes."""
         try:
-            return bool(self._told())
+            return bool(self._inner_options())
         except NotImplementedError:
             return False
 
     # --- cache --------------------------------------------------------------------------------------------------------
 
-    def form(self, queries: int, held: Sequence[int] | None = None) -> Form:
+    def form(self, queries: int, held: Sequence[int] | None = None) -> LatentForm:
         """The form that "auto" takes for T new tokens where each row has `held` tokens in the cache; None is no cache.
 
         Example:
@@ -328,7 +330,7 @@ class LatentAttention(nn.Module):
         check_counts(queries=queries)
         return self.uncached if held is None else self.costs.cheaper(queries, whole_numbers("held", held))
 
-    def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: Lengths) -> bool:
+    def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
         """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
         if cache is None:
             return (self.form(new) if form == "auto" and self._tells() else form) == "absorbed"
@@ -354,9 +356,9 @@ class LatentAttention(nn.Module):
             return positions
         return positions_of(cache.lengths, x.shape[1], x.device)
 
-    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Lengths) -> Tensor:
+    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: RowLengths) -> Tensor:
         """Weighted sums of latents (B, H, T, C) over the cache, with the new ones appended; options in use go along."""
-        options = {name: option for name, option in self._told().items() if option is not None}
+        options = {name: option for name, option in self._inner_options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
         if (here := self.dealt) is not None and "sinks" in options:
@@ -368,7 +370,7 @@ class LatentAttention(nn.Module):
         return mixed
 
     @staticmethod
-    def _expanded(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Lengths) -> tuple[Tensor, Mask]:
+    def _expanded(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: RowLengths) -> tuple[Tensor, Mask]:
         """The keys (B, 1, S, E) that the expanded form attends to, the new ones appended, and the mask of the call."""
         before, length = list(cache.lengths), new.shape[2]
         cache.append(new, lengths=lengths)

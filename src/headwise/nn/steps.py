@@ -47,13 +47,13 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
 
 def _is_itself(module: nn.Module) -> bool:
     """Whether nothing listens to the calls of a part, or answers in its place."""
-    held = vars(module)
+    own = vars(module)
     return not (
-        held["_forward_hooks"]
-        or held["_forward_pre_hooks"]
-        or held["_backward_hooks"]
-        or held["_backward_pre_hooks"]
-        or "forward" in held
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
         or _has_any_global_hook()
     )
 
