@@ -127,12 +127,13 @@ def core_of(function: ast.FunctionDef) -> Core | None:
     if last is None:
         return None
     bound: dict[str, ast.expr] = dict(_attended(body[last]) or {})
-    own, at, unless = {_id(bound[name]) for name in "QKV"}, _before(body, last, bound), []
+    own, at = {_id(bound[name]) for name in "QKV"}, _before(body, last, bound)
+    unless: list[ast.expr] = []
     while at > 0 and not _is_cached(body[at], bound):
-        test = getattr(body[at], "test", None)
-        if not _is_plain(test, own) or body[at].orelse:  # type: ignore[attr-defined]
+        other = body[at]
+        if not isinstance(other, ast.If) or other.orelse or not _is_plain(other.test, own):
             return None
-        unless.append(test)
+        unless.append(other.test)
         at = _before(body, at, bound)
     if at < 0 or not _is_cached(body[at], bound) or ("WHEN" in bound and not _is_plain(bound["WHEN"], own)):
         return None
@@ -161,8 +162,10 @@ def _parted(statement: ast.stmt) -> list[ast.stmt]:
         at = next((n for n, x in enumerate(body) if _matches(_KEPT, x, {})), len(body))
         parts = [ast.If(test, some, []) for some in (body[:at], body[at : at + 1]) if some and at < len(body)]
         for x in body[at + 1 :]:
-            alone = isinstance(x, ast.If) and not x.orelse
-            parts.append(ast.If(ast.BoolOp(ast.And(), [test, x.test]), x.body, []) if alone else ast.If(test, [x], []))
+            if isinstance(x, ast.If) and not x.orelse:
+                parts.append(ast.If(ast.BoolOp(ast.And(), [test, x.test]), x.body, []))
+            else:
+                parts.append(ast.If(test, [x], []))
     return [ast.fix_missing_locations(ast.copy_location(part, statement)) for part in parts] or [statement]
 
 
@@ -181,11 +184,11 @@ def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
     return False
 
 
-def _is_plain(test: ast.expr | None, without: set[str]) -> bool:
+def _is_plain(test: ast.expr, without: set[str]) -> bool:
     """Whether a test asks for attributes, names and kinds alone, not of these: it may be asked at another moment."""
-    nodes = [] if test is None else list(ast.walk(test))
+    nodes = list(ast.walk(test))
     known = (isinstance(x, _PLAIN) or (isinstance(x, ast.Call) and _id(x.func) == "isinstance") for x in nodes)
-    return bool(nodes) and all(known) and not without & {getattr(x, "id", "") for x in nodes}
+    return all(known) and not without & {getattr(x, "id", "") for x in nodes}
 
 
 def _before(body: list[ast.stmt], at: int, bound: dict[str, ast.expr]) -> int:
