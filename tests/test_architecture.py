@@ -74,13 +74,19 @@ def room_of(module: str) -> str:
 
 
 @functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a file, which every rule reads and none may change."""
+    return ast.parse(source)
+
+
+@functools.cache
 def imports(path: str, source: str) -> list[str]:
     """Every dotted name a file imports, wherever in the file; `from a import b` is a.b."""
     names: list[str] = []
     package = module_of(path).split(".")
     if Path(path).stem != "__init__":
         package = package[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -108,7 +114,7 @@ def functions(source: str) -> list[tuple[str, Function]]:
                 inner = f"{prefix}{child.name}."
             yield from walk(child, inner)
 
-    return list(walk(ast.parse(source), ""))
+    return list(walk(parsed(source), ""))
 
 
 def code_lines(function: Function) -> int:
@@ -261,6 +267,8 @@ def circles(tree: Tree) -> list[str]:
 @functools.cache
 def without_types(source: str) -> str:
     """The source without `if TYPE_CHECKING` blocks."""
+    if "TYPE_CHECKING" not in source:
+        return source
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

@@ -96,6 +96,7 @@ def prompt(B: int, padded: bool = False) -> dict[str, Any]:
 NAMES = ("Llama GQA", "Mistral window", "Mixtral", "Qwen2", "Qwen3", "Gemma2 softcap", "Apertus", "Glm", *ROPES)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_logits_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trouble() is None
