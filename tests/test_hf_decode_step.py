@@ -136,6 +136,7 @@ NAMES = (
 OFTEN = ("Llama GQA", "Mistral window", "Gemma2 softcap", "Glm", "gpt-oss sinks", "Cohere", "Phi")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_the_logits_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
