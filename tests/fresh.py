@@ -1,6 +1,6 @@
 """Runs a script in a process that no test has touched, in a fifth of the time that a new interpreter takes.
 
-The process is forked from a server that has imported torch and transformers, and no part of headwise. What an import of
+The process is forked from a server that has imported torch and transformers (`forked.py`), and no part of headwise. What an import of
 headwise brings along is asked of a new interpreter, in `test_import.py`.
 """
 
@@ -11,19 +11,22 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest import mock
 
-# The second comes with the native kernel, the third with most models; each takes a second.
-PRELOADED = ["torch", "torch._dynamo", "transformers.models.llama.modeling_llama"]
 HERE = Path.cwd()
 
 
 def context() -> ForkServerContext:
     """Where fresh processes come from."""
     fresh = multiprocessing.get_context("forkserver")
-    fresh.set_forkserver_preload(PRELOADED)
+    fresh.set_forkserver_preload(["forked"])
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):  # the server looks for `forked` there alone, or goes on without
+        forkserver.ensure_running()
     return fresh
 
 
