@@ -181,15 +181,16 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
 
     Compiled without optimisation: in a fifth of the time, and no check is optimised away. By number and not by seconds,
     so that every run draws the same: each dtype, int8, gradients, statistics, corrupted calls. Of the instruction sets
-    beside the baseline a share is compiled (`draw.py`), for that is what takes the time.
+    beside the baseline, and of the two sanitizers, a share is compiled (`draw.py`), for that is what takes the time.
     """
     if not has_sanitizer("address,undefined", tmp_path):
         pytest.skip("this compiler has no AddressSanitizer")
     arm = os.uname().machine == "aarch64"
     sets = sorted(file.stem for file in (CSRC / "isa").glob("*.cpp") if file.stem.startswith("neon") == arm)
     chosen = ";".join(draw.drawn([name for name in sets if name != "baseline"]))
+    sanitizers = ",".join(draw.drawn(["address", "undefined"]))
     options = ("-DHEADWISE_SANITIZE=ON", "-DHEADWISE_SANITIZE_FLAGS=-O0 -g1", f"-DHEADWISE_SETS={chosen}")
-    fuzzer = configure("sanitized", *options) / "headwise_fuzz"
+    fuzzer = configure("sanitized", *options, f"-DHEADWISE_SANITIZERS={sanitizers}") / "headwise_fuzz"
     for seed in range(1, 25):
         ok(fuzzer, "case", str(seed), UBSAN_OPTIONS="print_stacktrace=1")
 
