@@ -1,4 +1,4 @@
-"""What the server of `fresh.py` imports before it forks: torch, what takes long of it and of transformers, no headwise."""
+"""What the server of `fresh.py` imports before it forks: torch, and what takes long of it and of transformers."""
 
 import gc
 import importlib

@@ -1,11 +1,12 @@
 """Runs a script in a process that no test has touched, in a fifth of the time that a new interpreter takes.
 
-The process is forked from a server that has imported torch and transformers (`forked.py`), and no part of headwise. What an import of
-headwise brings along is asked of a new interpreter, in `test_import.py`.
+The process is forked from a server that has imported torch and transformers (`forked.py`), and no part of headwise.
+What an import of headwise brings along is asked of a new interpreter, in `test_import.py`.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -61,6 +62,7 @@ def _child(
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     assert not leaked, f"this interpreter is not fresh: it holds {', '.join(leaked)}"
+    assert gc.get_freeze_count(), "the server has not imported forked.py"
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv, sys.path[:0] = ["-c", *arguments], path

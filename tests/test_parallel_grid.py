@@ -71,6 +71,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", PLANS, ids=["MHA", "GQA", "MQA", "window", "chunks", "latent"])
 def test_a_plan_of_heads_and_tokens_is_what_ranks_send_and_hold(case: Planned) -> None:
     told = ranks.pool(4).run(grid_cases.planned, case)
