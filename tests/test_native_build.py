@@ -180,8 +180,9 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     """The first cases of `make fuzz`: no report of AddressSanitizer or UBSan, no wrong result, no leak.
 
     Compiled without optimisation: in a fifth of the time, and no check is optimised away. By number and not by seconds,
-    so that all of a day's runs draw the same, a third of 24: each dtype, int8, gradients, statistics, corrupted calls. Of the instruction sets
-    beside the baseline, and of the two sanitizers, a share is compiled (`draw.py`), for that is what takes the time.
+    so that all runs of a day draw the same, of each dtype, int8, gradients, statistics, corrupted calls. A share is
+    drawn (`draw.py`) of the instruction sets beside the baseline, of the two sanitizers, which are what takes the time
+    to compile, and a third of the numbers.
     """
     if not has_sanitizer("address,undefined", tmp_path):
         pytest.skip("this compiler has no AddressSanitizer")
