@@ -61,9 +61,9 @@ def train(name: str, kind: str, layout: Any) -> dict[str, float]:
 
 def train_all(name: str, batches: Sequence[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, str]]:
     """The worst error of each kind of batch."""
-    found = {}
+    largest = {}
     for kind, layout in batches:
         errors = train(name, kind, layout)
         worst = max(errors, key=lambda part: errors[part])
-        found[kind, layout] = errors[worst], worst
-    return found
+        largest[kind, layout] = errors[worst], worst
+    return largest
