@@ -274,6 +274,7 @@ def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
     assert "d_model is at most 1,000,000,000,000,000; got a larger number" in refused("trace", *sizes)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("payload", PAYLOADS[::5])
 def test_hostile_arguments_are_told_harmlessly(payload: str, here: Path) -> None:
     refused("look", "--out", f"none/{payload}/r.html")

@@ -110,6 +110,7 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "chart.svg").exists()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("payload", PAYLOADS[::4])
 def test_hostile_arguments_are_told_harmlessly(payload: str, tmp_path: Path) -> None:
     refused(f"none/{payload}")
