@@ -43,6 +43,7 @@ def like(out: Tensor, expected: Tensor) -> bool:
     return bool((out - expected).detach().abs().max() <= 32 * torch.finfo(out.dtype).eps)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", [None, headwise.causal(), headwise.window(5) & headwise.causal()], ids=str)
 def test_the_module_compiles_without_a_graph_break(mask: headwise.Mask | None) -> None:
     mha, x = full(inner=InnerAttention(dropout=0.5)).eval(), torch.randn(B, T, M)

@@ -65,12 +65,14 @@ def same(ours: list[Tensor], plain: list[Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["plain", "top-left", "window and lengths", "everything"])
 def test_masks_built_inside(name: str) -> None:
     qkv = make_qkv(*SHORT)
     same(results(whole(BUILT[name]), qkv), results(BUILT[name], qkv))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", ["causal (B,)", "lengths start", "segments (B,)", "keep BHTS", "bias BHTS", "all kinds"]
 )
@@ -99,6 +101,7 @@ def test_weights() -> None:
     same(results(whole(run), qkv), results(run, qkv))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_one_graph_for_every_length(name: str) -> None:
     """With dynamic shapes a new length compiles nothing new."""
@@ -125,6 +128,7 @@ def operators(graph: torch.fx.GraphModule) -> list[str]:
 
 
 @pytest.mark.skipif(not isas(), reason="the native library is not built: make native")
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*BUILT])
 def test_the_native_kernel_is_one_operator(name: str) -> None:
     """No fence around it, no second operator for a mask; with a gradient two operators, whatever is between."""
@@ -220,6 +224,7 @@ class Layer(torch.nn.Module):
         return BUILT[self.name](q, k, v)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["window and lengths", "everything"])
 def test_export(name: str) -> None:
     qkv = make_qkv(*SHORT)
@@ -228,6 +233,7 @@ def test_export(name: str) -> None:
     torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "softcap and lse"])
 def test_export_with_sizes_left_open(name: str) -> None:
     B, T, S = (torch.export.Dim(letter, min=2, max=600) for letter in "BTS")

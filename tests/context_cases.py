@@ -6,6 +6,7 @@ import itertools
 import random
 import runpy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -277,12 +278,13 @@ PRICED = {
 }
 
 
-def bytes_sent() -> dict[tuple[str, str, str], tuple[int, int]]:
+def bytes_sent(masks: Sequence[str]) -> dict[tuple[str, str, str], tuple[int, int]]:
     """Of each mask, layout and direction: the bytes that are predicted, and those counted."""
     comm, pairs = Comm.of(), {}
     sizes: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=5, value_dim=7, number_bytes=2, batch=2)
     T = 29
-    for name, (mask, terms) in PRICED.items():
+    for name in masks:
+        mask, terms = PRICED[name]
         call = MeshCall(T, T, **sizes, **terms)
         order = order_of(call, comm.world)
         for layout in LAYOUTS:
@@ -307,7 +309,14 @@ def _data(comm: Comm) -> int:
     return sum(count for kind, count in comm.sent.items() if kind != "agree")
 
 
-def bits(layout: Any, dtype: torch.dtype, order: Any) -> dict[str, bool]:
+ALIKE = {
+    "causal": lambda: headwise.causal(),
+    "window": lambda: headwise.window(200, 3),
+    "documents": lambda: headwise.causal() & headwise.segments(torch.arange(521) // 300),
+}
+
+
+def bits(layout: Any, dtype: torch.dtype, order: Any, masks: Sequence[str]) -> dict[str, bool]:
     """Whether out and lse, and the gradients, have the bits of one process."""
     make = torch.Generator().manual_seed(7)
     T = 521
@@ -315,11 +324,7 @@ def bits(layout: Any, dtype: torch.dtype, order: Any) -> dict[str, bool]:
     sinks = torch.randn(6, generator=make)
     rows = indices(T, dist.get_world_size(), order, None)[dist.get_rank()]
     same = {"out": True, "lse": True, "dq": True, "dk": True}
-    for mask in (
-        headwise.causal(),
-        headwise.window(200, 3),
-        headwise.causal() & headwise.segments(torch.arange(T) // 300),
-    ):
+    for mask in (ALIKE[name]() for name in masks):
         whole = [x.clone().requires_grad_() for x in (q, k, v)]
         want, want_lse = headwise.attention(*whole, mask=mask, sinks=sinks, return_lse=True)
         expected = torch.autograd.grad(want.square().sum(), whole)

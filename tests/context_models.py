@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 import headwise.hf
 
 LENGTH = 21
+BATCHES = [("whole", "ring"), ("padded", "gather"), ("packed", "ulysses"), ("packed", "ring")]  # each with a layout
 MODELS = (
     "Llama GQA",
     "GPT-2",
@@ -57,10 +59,10 @@ def train(name: str, kind: str, layout: Any) -> dict[str, float]:
     return errors
 
 
-def train_all(name: str) -> dict[tuple[str, str], tuple[float, str]]:
+def train_all(name: str, batches: Sequence[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, str]]:
     """The worst error of each kind of batch."""
     largest = {}
-    for kind, layout in (("whole", "ring"), ("padded", "gather"), ("packed", "ulysses"), ("packed", "ring")):
+    for kind, layout in batches:
         errors = train(name, kind, layout)
         worst = max(errors, key=lambda part: errors[part])
         largest[kind, layout] = errors[worst], worst

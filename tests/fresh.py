@@ -1,29 +1,33 @@
 """Runs a script in a process that no test has touched, in a fifth of the time that a new interpreter takes.
 
-The process is forked from a server that has imported torch and transformers, and no part of headwise. What an import of
-headwise brings along is asked of a new interpreter, in `test_import.py`.
+The process is forked from a server that has imported torch and transformers (`forked.py`), and no part of headwise.
+What an import of headwise brings along is asked of a new interpreter, in `test_import.py`.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import CompletedProcess
+from unittest import mock
 
-# The second comes with the native kernel, the third with most models; each takes a second.
-PRELOADED = ["torch", "torch._dynamo", "transformers.models.llama.modeling_llama"]
 HERE = Path.cwd()
 
 
 def context() -> ForkServerContext:
     """Where fresh processes come from."""
     fresh = multiprocessing.get_context("forkserver")
-    fresh.set_forkserver_preload(PRELOADED)
+    fresh.set_forkserver_preload(["forked"])
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):  # the server looks for `forked` there alone, or goes on without
+        forkserver.ensure_running()
     return fresh
 
 
@@ -58,6 +62,7 @@ def _child(
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     assert not leaked, f"this interpreter is not fresh: it holds {', '.join(leaked)}"
+    assert gc.get_freeze_count(), "the server has not imported forked.py"
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv, sys.path[:0] = ["-c", *arguments], path

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import draw
 import pytest
 import ranks
 import tp_hf_cases
@@ -16,17 +17,19 @@ NO_ACCELERATE = importlib.util.find_spec("accelerate") is None
 def test_any_number_of_key_value_heads() -> None:
     """More than the ranks and not divided by them, divided, and one."""
     cases = [("Qwen2", 6, 3), ("Mistral", 6, 1), ("Llama", 6, 6), ("Llama", 6, 3), ("Qwen3", 6, 3)]
-    for wrong in ranks.pool(2).run(tp_hf_cases.split_models, cases):
+    for wrong in ranks.pool(2).run(tp_hf_cases.split_models, draw.drawn(cases)):
         assert wrong == {}
 
 
 def test_fewer_key_value_heads_than_ranks() -> None:
-    for wrong in ranks.pool(3).run(tp_hf_cases.split_models, [("Qwen3", 6, 1), ("Qwen2", 6, 2), ("Mistral", 6, 2)]):
+    cases = [("Qwen3", 6, 1), ("Qwen2", 6, 2), ("Mistral", 6, 2)]
+    for wrong in ranks.pool(3).run(tp_hf_cases.split_models, draw.drawn(cases)):
         assert wrong == {}
 
 
 def test_gathered_keys_are_right() -> None:
-    for wrong in ranks.pool(2).run(tp_hf_cases.gathered_keys, [("Llama", 6, 3), ("Mistral", 6, 1), ("Qwen2", 6, 2)]):
+    cases = [("Llama", 6, 3), ("Mistral", 6, 1), ("Qwen2", 6, 2)]
+    for wrong in ranks.pool(2).run(tp_hf_cases.gathered_keys, draw.drawn(cases)):
         assert wrong == {}
 
 

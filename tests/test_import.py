@@ -5,8 +5,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 HEAVY = (
     "transformers tokenizers huggingface_hub jinja2 typer rich pandas pyarrow onnx matplotlib beartype "
@@ -14,33 +12,32 @@ HEAVY = (
 )
 
 
-def imported_by(code: str, names: str) -> list[str]:
-    """Which of the names are imported, in a fresh interpreter, after the code has run."""
-    code = textwrap.dedent(code) + f"\nimport sys; print(*[name for name in {names.split()!r} if name in sys.modules])"
-    command = [sys.executable, "-W", "error", "-c", f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{code}"]
+def imported_by(*steps: str) -> list[list[str]]:
+    """Which of HEAVY, torch and numpy each step newly imports, one after the other, in a fresh interpreter."""
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(SOURCE)!r})
+        watched, seen = {[*HEAVY.split(), "torch", "numpy"]!r}, set()
+        for step in {steps!r}:
+            exec(step)
+            print(*[name for name in watched if name in sys.modules and name not in seen])
+            seen |= {{*sys.modules}}
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_import_is_light() -> None:
-    assert imported_by("import headwise", "headwise torch " + HEAVY) == ["headwise"]
+def test_import_is_light_and_what_is_heavy_is_seen() -> None:
+    """The rooms that stand alone need no torch; running attention needs nothing heavy; a heavy import would show."""
+    attention = "import torch; x = torch.randn(1, 2, 3, 4); headwise.attention(x, x, x, mask=headwise.causal())"
+    steps = ("import headwise", "import headwise.plan", "import headwise.shapes", attention)
+    light, plan, shapes, op = imported_by(*steps)
+    assert (light, plan, op) == ([], [], [])
+    assert "torch" in shapes and not {*shapes} & {*HEAVY.split()}
 
 
-def test_running_attention_needs_nothing_heavy_either() -> None:
-    code = "import headwise, torch; x = torch.randn(1, 2, 3, 4); headwise.attention(x, x, x, mask=headwise.causal())"
-    assert imported_by(code, HEAVY) == []
-
-
-@pytest.mark.parametrize("name", ["rich", "jinja2", "headwise.models"])
-def test_a_heavy_import_would_be_seen(name: str) -> None:
-    assert imported_by(f"import headwise, {name}", HEAVY).count(name) == 1
-
-
-@pytest.mark.parametrize("room", ["plan", "models"])
-def test_what_stands_alone_needs_no_torch(room: str) -> None:
-    assert imported_by(f"import headwise.{room}", "torch numpy") == []
-
-
-def test_torch_would_be_seen() -> None:
-    assert imported_by("import headwise.shapes", "torch") == ["torch"]
+def test_the_model_alone_needs_no_torch_and_heavy_imports_are_seen() -> None:
+    models, rich, jinja = imported_by("import headwise.models", "import rich", "import jinja2")
+    assert (models, rich, jinja) == (["headwise.models"], ["rich"], ["jinja2"])

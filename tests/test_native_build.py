@@ -180,17 +180,19 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     """The first cases of `make fuzz`: no report of AddressSanitizer or UBSan, no wrong result, no leak.
 
     Compiled without optimisation: in a fifth of the time, and no check is optimised away. By number and not by seconds,
-    so that every run draws the same: each dtype, int8, gradients, statistics, corrupted calls. Of the instruction sets
-    beside the baseline a share is compiled (`draw.py`), for that is what takes the time.
+    so that all runs of a day draw the same, of each dtype, int8, gradients, statistics, corrupted calls. A share is
+    drawn (`draw.py`) of the instruction sets beside the baseline, of the two sanitizers, which are what takes the time
+    to compile, and a third of the numbers.
     """
     if not has_sanitizer("address,undefined", tmp_path):
         pytest.skip("this compiler has no AddressSanitizer")
     arm = os.uname().machine == "aarch64"
     sets = sorted(file.stem for file in (CSRC / "isa").glob("*.cpp") if file.stem.startswith("neon") == arm)
     chosen = ";".join(draw.drawn([name for name in sets if name != "baseline"]))
+    sanitizers = ",".join(draw.drawn(["address", "undefined"]))
     options = ("-DHEADWISE_SANITIZE=ON", "-DHEADWISE_SANITIZE_FLAGS=-O0 -g1", f"-DHEADWISE_SETS={chosen}")
-    fuzzer = configure("sanitized", *options) / "headwise_fuzz"
-    for seed in range(1, 25):
+    fuzzer = configure("sanitized", *options, f"-DHEADWISE_SANITIZERS={sanitizers}") / "headwise_fuzz"
+    for seed in draw.drawn(range(1, 25), "seeds", share=min(draw.SHARE, 3)):
         ok(fuzzer, "case", str(seed), UBSAN_OPTIONS="print_stacktrace=1")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import draw
 import pytest
 import ranks
 import shard_cases
@@ -18,7 +19,8 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.int8: 1e-6, torc
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("own", [False, True], ids=["all heads", "own heads"])
 def test_drawn_schedules_give_what_one_cache_gives(world: int, own: bool) -> None:
-    cases = [Case.drawn(100 * world + seed, world if own else 0) for seed in range(8)]
+    seeds = [seed for kind in range(3) for seed in draw.drawn(range(kind, 9, 3), f"{world} {own} {kind}")]
+    cases = [Case.drawn(100 * world + seed, world if own else 0) for seed in seeds]  # of each kind of cache
     results = ranks.pool(world).run(shard_cases.run_all, cases)
     wrong = []
     for n, (case, want) in enumerate(zip(cases, shard_cases.run_all(cases, False), strict=True)):

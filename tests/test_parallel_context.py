@@ -4,7 +4,20 @@ import draw
 import pytest
 import ranks
 import torch
-from context_cases import GRADIENT, LAYOUTS, all_modules, bits, bytes_sent, check, drawn, example, far, halves
+from context_cases import (
+    ALIKE,
+    GRADIENT,
+    LAYOUTS,
+    PRICED,
+    all_modules,
+    bits,
+    bytes_sent,
+    check,
+    drawn,
+    example,
+    far,
+    halves,
+)
 
 WORLDS = {2: 150, 3: 110, 4: 60, 8: 24}
 
@@ -25,16 +38,18 @@ def test_modules_within_the_context_are_those_of_one_process(kind: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_bytes_that_are_predicted_are_those_counted(world: int) -> None:
-    for counts in ranks.pool(world).run(bytes_sent):
+    masks = draw.drawn([*PRICED], str(world))
+    for counts in ranks.pool(world).run(bytes_sent, masks):
         assert {case: pair for case, pair in counts.items() if pair[0] != pair[1]} == {}
-        assert len(counts) == 30
+        assert len(counts) == 6 * len(masks)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gather_and_ulysses_have_the_bits_of_one_process(dtype: torch.dtype, world: int) -> None:
     for layout, order in (("gather", "zigzag"), ("gather", "contiguous"), ("ulysses", "zigzag")):
-        for equal in ranks.pool(world).run(bits, layout, dtype, order):
+        masks = draw.drawn([*ALIKE], f"{dtype} {world} {layout} {order}")
+        for equal in ranks.pool(world).run(bits, layout, dtype, order, masks):
             parted = layout == "ulysses" and world > 2  # two key-value heads: a group is on several ranks
             assert equal["out"] and equal["lse"] and (equal["dq"] or parted), (layout, order, equal)
             assert equal["dk"] or layout == "gather" or parted, (layout, order, equal)

@@ -1,5 +1,6 @@
 """Dropout of dealt heads, sums that are counted, and heads and tokens split together: equal to one process."""
 
+import draw
 import grid_cases
 import pytest
 import ranks
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.unchecked
 @pytest.mark.parametrize("world", [2, 3])
 def test_dropout_of_dealt_heads_is_that_of_one_process(world: int) -> None:
     """Key-value heads whole, parted and one; ranks with other seeds than the first."""
-    for errors in ranks.pool(world).run(grid_cases.dropped, [("mha", 6), ("mha", 2), ("mha", 1), ("mla", 1)]):
+    cases = draw.drawn([("mha", 6), ("mha", 2), ("mha", 1), ("mla", 1)], str(world))
+    for errors in ranks.pool(world).run(grid_cases.dropped, cases):
         assert max(errors.values()) <= 1, errors
 
 
@@ -44,7 +46,7 @@ TOGETHER = [
 
 
 def test_heads_and_tokens_split_together_give_what_one_process_gives() -> None:
-    for errors in ranks.pool(4).run(grid_cases.all_together, TOGETHER):
+    for errors in ranks.pool(4).run(grid_cases.all_together, draw.drawn(TOGETHER)):
         assert errors == {}
 
 
@@ -69,6 +71,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", PLANS, ids=["MHA", "GQA", "MQA", "window", "chunks", "latent"])
 def test_a_plan_of_heads_and_tokens_is_what_ranks_send_and_hold(case: Planned) -> None:
     results = ranks.pool(4).run(grid_cases.planned, case)

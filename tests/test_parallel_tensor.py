@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import draw
 import pytest
 import ranks
 import torch
@@ -30,8 +31,8 @@ def alike(answers: list[Any]) -> Any:
 @every_world
 def test_split_modules_are_the_whole_ones(world: int) -> None:
     """More key-value heads than ranks, as many, fewer, and numbers that part groups."""
-    cases = [("mha", 12, K) for K in (12, 6, 4, 3, 2, 1)]
-    cases += [("cross", 12, 4), ("cross", 12, 1), ("bare", 12, 12), ("mla", 12, 1), ("mla low", 12, 1)]
+    cases = [("mha", 12, K) for K in (12, 6, 4, 3, 2, 1)] + [("cross", 12, 4), ("cross", 12, 1), ("bare", 12, 12)]
+    cases = draw.drawn(cases, str(world)) + draw.drawn([("mla", 12, 1), ("mla low", 12, 1)], str(world))
     for answer in ranks.pool(world).run(tp_cases.modules, cases):
         assert answer == {}
 
@@ -40,7 +41,7 @@ def test_split_modules_are_the_whole_ones(world: int) -> None:
 def test_what_torch_splits_is_right(world: int) -> None:
     cases = [("cut", "mha plain", 12, 12), ("gathered", "mha", 12, 3), ("gathered", "mha", 12, 1)]
     cases += [("whole", "mha", 12, 2), ("cut", "mla", 12, 1)]
-    for answer in ranks.pool(world).run(tp_cases.torch_plans, cases):
+    for answer in ranks.pool(world).run(tp_cases.torch_plans, draw.drawn(cases, str(world))):
         assert answer == {}
 
 
@@ -62,7 +63,7 @@ def test_dtensors_by_batch_and_by_head(world: int) -> None:
     cases += [(2, 12, 1, Shard(1), Replicate(), False), (2, 12, 2, Shard(1), Replicate(), False)]
     cases += [(3, 7, 7, Shard(1), Shard(1), True), (3, 4, 2, Replicate(), Replicate(), True)]
     cases += [(3, 4, 2, Shard(0), Replicate(), True)]
-    for answer in ranks.pool(world).run(tp_cases.ops, cases):
+    for answer in ranks.pool(world).run(tp_cases.ops, draw.drawn(cases, str(world))):
         assert answer == {}
 
 
@@ -102,9 +103,8 @@ def test_dtensors_on_a_mesh_of_two_dimensions() -> None:
 
 @pytest.mark.parametrize("world", (2, 3))
 def test_a_look_sees_the_heads_of_all(world: int) -> None:
-    for answer in ranks.pool(world).run(
-        tp_cases.looks, [("mha", 12, 6), ("mha", 12, 1), ("mha", 12, 4), ("mla", 6, 1)]
-    ):
+    cases = draw.drawn([("mha", 12, 6), ("mha", 12, 1), ("mha", 12, 4), ("mla", 6, 1)], str(world))
+    for answer in ranks.pool(world).run(tp_cases.looks, cases):
         assert answer == {}
 
 
