@@ -33,7 +33,8 @@ template <class N>
 struct ChainScratch {
   uint32_t* query[kChainBlocks];
   float* sums[kChainBlocks];
-  float *row_max, *row_sum;  // [block][row]
+  // [block][row]: the greatest score, that which the weights are relative to, and the sum of the weights.
+  float *row_max, *row_ref, *row_sum;
   float* scores[2];          // [key][row]
   uint32_t* weights[2];      // [key / 2][row]
   uint16_t *keys[kChainTiles], *values[kChainTiles];
@@ -48,7 +49,8 @@ struct ChainScratch {
     for (int i = 0; i < blocks; ++i) {
       query[i] = arena.take<uint32_t>(p.D / 2 * kChainRows), sums[i] = arena.take<float>(p.V * kChainRows);
     }
-    row_max = arena.take<float>(kChainBlocks * kRows), row_sum = arena.take<float>(kChainBlocks * kRows);
+    row_max = arena.take<float>(kChainBlocks * kRows), row_ref = arena.take<float>(kChainBlocks * kRows);
+    row_sum = arena.take<float>(kChainBlocks * kRows);
     for (int i = 0; i < 2; ++i) {
       scores[i] = arena.take<float>(kChainKeys * kChainRows);
       weights[i] = arena.take<uint32_t>(kChainKeys / 2 * kChainRows);

@@ -39,6 +39,13 @@ struct ChainPeaks {
   }
 };
 
+// Of the polynomial for 2^x: the ports that multiply are what the softmax waits for, and bfloat16 keeps 2^-9 of a weight.
+constexpr int kChainDegree = 3;
+
+// The weights of a row are relative to a score that the greatest one exceeds by at most so much, as a power of two: so
+// that sums are seldom rescaled.
+constexpr float kSlack = 2.0f;
+
 // The visits of an item, one after the other. Beside the softmax of a visit the scores of the next one are computed,
 // and then the weighted values of the one before.
 template <class N, int NV>
@@ -112,9 +119,10 @@ class Chains {
     float* out = s_.sums[beside_.before->block];
     const float* factors = rescale_[(i - 1) & 1];
     const int64_t to = min(beside_.rescaled + columns, p_.V);
-    for (int64_t u = beside_.rescaled; u < to; ++u) {
-      HW_UNROLL
-      for (int v = 0; v < NV; ++v) store(out + u * R + v * W, mul(load(out + u * R + v * W), load(factors + v * W)));
+    for (int v = 0; v < NV; ++v) {
+      if (!changes_[(i - 1) & 1][v]) continue;
+      const F factor = load(factors + v * W);
+      for (int64_t u = beside_.rescaled; u < to; ++u) store(out + u * R + v * W, mul(load(out + u * R + v * W), factor));
     }
     beside_.rescaled = to;
   }
@@ -128,7 +136,8 @@ class Chains {
   // Starts what is beside visit i.
   void start(int i) {
     Beside& it = beside_;
-    it.rescales = it.before != nullptr && changes_[(i - 1) & 1];
+    it.rescales = false;
+    for (int v = 0; it.before != nullptr && v < NV; ++v) it.rescales |= changes_[(i - 1) & 1][v];
     it.notes = it.next != nullptr && is_plain(*it.next);
     const int64_t score_steps = it.next != nullptr ? p_.D / kTileStep * steps_of(*it.next) : 1;
     const int64_t value_steps = it.before != nullptr ? p_.V / kTileStep * steps_of(*it.before) : 1;
@@ -192,9 +201,9 @@ class Chains {
       w[m] = mul(headwise::HW_ISA::sub(load(to.x + j * R + m * W), to.peak[m % NV]), to.scale);
     }
     beside<4 * Turn + 1, T>();
-    exp2_each<N::kDegree, Keys * NV / 2>(w);
+    exp2_each<kChainDegree, Keys * NV / 2>(w);
     beside<4 * Turn + 2, T>();
-    exp2_each<N::kDegree, Keys * NV / 2>(w + Keys * NV / 2);
+    exp2_each<kChainDegree, Keys * NV / 2>(w + Keys * NV / 2);
     beside<4 * Turn + 3, T>();
     HW_UNROLL
     for (int k = 0; k < Keys; k += 2) {
@@ -236,11 +245,11 @@ class Chains {
   void visit(const ChainVisit& v, int i) {
     if (!is_plain(v)) mask(v, i);
     const int n = v.span.n;
-    float *row_max = s_.row_max + v.block * kRows, *row_sum = s_.row_sum + v.block * kRows, *factor = rescale_[i & 1];
+    float* factor = rescale_[i & 1];
     Softmax to;
     to.x = scores(i), to.weights = s_.weights[i & 1], to.scale = set1(softmax_scale(p_) * kLog2e);
     to.value_scale = kScaled<N> ? v.tile->value_scale + skip_of(v) : nullptr;
-    changes_[i & 1] = begin_softmax(to, row_max, factor);
+    begin_softmax(to, v.block, factor, changes_[i & 1]);
     peaks_.clear();
     start(i);
     int64_t j = p_.D + p_.V > 160 || NV == 1 ? turns<1>(to, n, i) : turns<2>(to, n, i);
@@ -249,30 +258,37 @@ class Chains {
     if (j < n) weigh_last(to, j);
     const int64_t pairs = (n + 1) / 2, padded = round_up(pairs, W);
     memset(to.weights + pairs * R, 0, static_cast<size_t>((padded - pairs) * R) * sizeof(uint32_t));
+    float* sum = s_.row_sum + v.block * kRows;
     for (int k = 0; k < NV; ++k) {
-      store(row_sum + k * W, fma(load(row_sum + k * W), load(factor + k * W), to.sum[k]));
+      store(sum + k * W, fma(load(sum + k * W), load(factor + k * W), to.sum[k]));
     }
     finish(i);
   }
-  // Takes the peaks of a visit. Gives whether any row's factor from the old maximum to the new one is not 1.
-  bool begin_softmax(Softmax& to, float* row_max, float* factor) {
-    const F none = set1(-kInf);
+  // Takes the peaks of a visit. `factor` is that from the score which weights were relative to before; `changes` says of
+  // each vector of rows whether any is not 1.
+  void begin_softmax(Softmax& to, int block, float* factor, bool* changes) {
+    float *row_max = s_.row_max + block * kRows, *row_ref = s_.row_ref + block * kRows;
+    const F none = set1(-kInf), slack = set1(kSlack);
     for (int v = 0; v < NV; ++v) {
-      const F before = load(row_max + v * W), now = headwise::HW_ISA::max(before, load(peaks_.top + v * W));
-      store(row_max + v * W, now);
-      to.peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
+      const F now = headwise::HW_ISA::max(load(row_max + v * W), load(peaks_.top + v * W)), before = load(row_ref + v * W);
+      const M stays = not_less(slack, mul(headwise::HW_ISA::sub(now, before), to.scale));
+      const F ref = select(stays, before, now);
+      store(row_max + v * W, now), store(row_ref + v * W, ref);
+      to.peak[v] = select(not_less(none, ref), zero(), ref);  // no key so far: x is -inf, its weight 0
       to.sum[v] = zero();
       store(factor + v * W, exp2<6>(mul(headwise::HW_ISA::sub(before, to.peak[v]), to.scale)));
     }
-    bool changes = false;
-    for (int r = 0; r < R; ++r) changes |= factor[r] != 1.0f;
-    return changes;
+    for (int v = 0; v < NV; ++v) {
+      bool any = false;
+      for (int r = 0; r < W; ++r) any |= factor[v * W + r] != 1.0f;
+      changes[v] = any;
+    }
   }
   // The last key of an odd number, paired with 0.
   HW_NOINLINE void weigh_last(Softmax& to, int64_t j) {
     for (int v = 0; v < NV; ++v) {
       F a = mul(headwise::HW_ISA::sub(load(to.x + j * R + v * W), to.peak[v]), to.scale);
-      exp2_each<N::kDegree, 1>(&a);
+      exp2_each<kChainDegree, 1>(&a);
       to.sum[v] = add(to.sum[v], a);
       if constexpr (kScaled<N>) a = mul(a, set1(to.value_scale[j]));
       store_pairs(to.weights + j / 2 * R + v * W, a, zero());
@@ -286,7 +302,7 @@ class Chains {
   ChainPeaks<NV> peaks_;
   Beside beside_;
   alignas(64) float rescale_[2][R];
-  bool changes_[2] = {false, false};
+  bool changes_[2][NV];
 };
 
 }  // namespace HW_ISA

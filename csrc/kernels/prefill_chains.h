@@ -29,7 +29,25 @@ static inline void start_chain_block(const Problem& p, int64_t b, int64_t kv_hea
   place_rows(p, b, kv_head, first, n, NV * W, s.rows[block]);
   pack_query<N, NV>(p, b, s.rows[block], s.query[block], s.spare);
   memset(s.sums[block], 0, static_cast<size_t>(p.V * NV * W) * sizeof(float));
-  for (int r = 0; r < kRows; ++r) s.row_max[block * kRows + r] = -kInf, s.row_sum[block * kRows + r] = 0.0f;
+  for (int r = block * kRows; r < (block + 1) * kRows; ++r) {
+    s.row_max[r] = s.row_ref[r] = -kInf, s.row_sum[r] = 0.0f;
+  }
+}
+
+// Makes the sums of a block relative to each row's greatest score.
+template <class N, int NV>
+static inline void finish_weights(const Problem& p, int block, ChainScratch<N>& s) {
+  const F c = set1(softmax_scale(p) * kLog2e), none = set1(-kInf);
+  for (int v = 0; v < NV; ++v) {
+    const int64_t at = block * kRows + v * W;
+    const F best = load(s.row_max + at), drop = exp2<6>(mul(sub(load(s.row_ref + at), best), c));
+    const F factor = select(not_less(none, best), set1(1.0f), drop);  // no key: the difference is NaN
+    store(s.row_sum + at, mul(load(s.row_sum + at), factor));
+    for (int64_t u = 0; u < p.V; ++u) {
+      float* to = s.sums[block] + u * NV * W + v * W;
+      store(to, mul(load(to), factor));
+    }
+  }
 }
 
 // An item. Unless `careful`, false and no result where a key or value may be bad.
@@ -70,6 +88,7 @@ static bool attend_chains(const Problem& p, const Plan& plan, const Item& item, 
   for (int i = 0; i < blocks && !careful; ++i) look_at_sums<N, NV>(s.sums[i], p.V, finite);
   if (!finite) return false;
   for (int i = 0; i < blocks; ++i) {
+    finish_weights<N, NV>(p, i, s);
     finish_block<N, NV>(p, plan, b, kv_head, item.first + i * kChainRows, split, i, reach, s);
   }
   return true;
