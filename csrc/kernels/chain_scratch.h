@@ -10,10 +10,10 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kChainRows = 2 * W;       // of a block
-constexpr int kChainKeys = 64;          // of a visit
-constexpr int kChainBlocks = 12;        // of an item
-constexpr int kChainTiles = 4;          // of kTile keys, which all blocks visit before the next ones are packed
+constexpr int kChainRows = 2 * W;  // of a block
+constexpr int kChainKeys = 64;     // of a visit
+constexpr int kChainBlocks = 12;   // of an item
+constexpr int kChainTiles = 4;     // of kTile keys, packed at a time
 constexpr int kChainVisits = kChainBlocks * kChainTiles * (kTile / kChainKeys);
 
 // Whether prefill computes a call in this way. Head dims that do not fill tiles, and dropout, take the other.

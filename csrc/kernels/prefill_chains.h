@@ -6,6 +6,8 @@
 namespace headwise {
 namespace HW_ISA {
 
+constexpr int64_t kTogether = kTile * kChainTiles;  // keys that all blocks visit before the next ones are packed
+
 // The visits of four tiles, block by block: a block's sums stay in the L1 cache. Loads the tiles that any block visits.
 template <class N>
 static inline int plan_visits(const Problem& p, int64_t b, int tiles, int blocks, ChainScratch<N>& s) {
@@ -76,11 +78,17 @@ static bool attend_chains(const Problem& p, const Plan& plan, const Item& item, 
       if (!loaded[t]) load_chain_tile<N>(pages.tile(b, s.tiles[t].j0), b, kv_head, careful, static_cast<int>(t), s);
       loaded[t] = true;
     }
-    chains.run(s.visits, count);
+    NextTile later;
+    const int64_t first = (s.tiles[0].j0 / kTogether + 1) * kTogether, last = min(first + kTogether, reach.to);
+    if (p.table == nullptr && first < last && count > 0) {
+      later.key = RowsAhead(p.key, b, kv_head, first, last, p.D, count);
+      later.value = RowsAhead(p.value, b, kv_head, first, last, p.V, count);
+    }
+    chains.run(s.visits, count, later);
     tiles = 0;
   };
   walk_tiles<kTile, kTileStep>(reach, [&](int64_t j0, int n) {
-    if (tiles > 0 && j0 / kTile / kChainTiles != s.tiles[0].j0 / kTile / kChainTiles) visit_all();
+    if (tiles > 0 && j0 / kTogether != s.tiles[0].j0 / kTogether) visit_all();
     s.tiles[tiles].j0 = j0, s.tiles[tiles].n = n, ++tiles;
   });
   if (tiles > 0) visit_all();
