@@ -10,15 +10,18 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kChainRows = 2 * W;  // of a block
-constexpr int kChainKeys = 64;     // of a visit
-constexpr int kChainBlocks = 12;   // of an item
-constexpr int kChainTiles = 4;     // of kTile keys, packed at a time
+constexpr int kChainRows = kChainVectors * W;  // of a block
+constexpr int kChainKeys = 64;                 // of a visit
+constexpr int kChainBlocks = 12;               // of an item
+constexpr int kChainTiles = 4;                 // of kTile keys, packed at a time
+constexpr int64_t kChainWidth = 256;           // of a query and a value
 constexpr int kChainVisits = kChainBlocks * kChainTiles * (kTile / kChainKeys);
 
-// Whether prefill computes a call in this way. Head dims that do not fill tiles, and dropout, take the other.
+// Whether prefill computes a call in this way: not where head dims do not fill tiles, or sums not the L1 cache, where
+// rows fill half a block, and with dropout.
 HW_INLINE bool by_chains(const Problem& p) {
-  return kHasAmx && p.dtype() == Dtype::bf16 && p.D % kTileStep == 0 && p.V % kTileStep == 0 && p.dropout == 0.0f;
+  const bool fits = p.D % kTileStep == 0 && p.V % kTileStep == 0 && p.D + p.V <= kChainWidth;
+  return kHasAmx && p.dtype() == Dtype::bf16 && fits && p.T * (p.H / p.K) > W && p.dropout == 0.0f;
 }
 
 // A block of rows and some keys that it attends.
@@ -35,8 +38,8 @@ struct ChainScratch {
   float* sums[kChainBlocks];
   // [block][row]: the greatest score, that which the weights are relative to, and the sum of the weights.
   float *row_max, *row_ref, *row_sum;
-  float* scores[2];          // [key][row]
-  uint32_t* weights[2];      // [key / 2][row]
+  float* scores[2];      // [key][row]
+  uint32_t* weights[2];  // [key / 2][row]
   uint16_t *keys[kChainTiles], *values[kChainTiles];
   float *key_scale[kChainTiles], *value_scale[kChainTiles];
   char* spare;

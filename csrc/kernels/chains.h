@@ -7,8 +7,8 @@ namespace headwise {
 namespace HW_ISA {
 
 // The greatest score of each row, and the sum of the scores of the first rows, which is not finite where a key is not.
-template <int NV>
 struct ChainPeaks {
+  static constexpr int NV = kChainVectors;
   alignas(64) float top[NV * W], sum[W];
 
   ChainPeaks() {
@@ -39,7 +39,8 @@ struct ChainPeaks {
   }
 };
 
-// Of the polynomial for 2^x: the ports that multiply are what the softmax waits for, and bfloat16 keeps 2^-9 of a weight.
+// Of the polynomial for 2^x: the ports that multiply are what the softmax waits for, and bfloat16 keeps 2^-9 of a
+// weight.
 constexpr int kChainDegree = 3;
 
 // The weights of a row are relative to a score that the greatest one exceeds by at most so much, as a power of two: so
@@ -48,7 +49,7 @@ constexpr float kSlack = 2.0f;
 
 // The visits of an item, one after the other. Beside the softmax of a visit the scores of the next one are computed,
 // and then the weighted values of the one before.
-template <class N, int NV>
+template <class N>
 class Chains {
  public:
   Chains(const Problem& p, int64_t b, ChainScratch<N>& s) : p_(p), b_(b), s_(s) {}
@@ -77,7 +78,7 @@ class Chains {
   }
 
  private:
-  static constexpr int R = NV * W;
+  static constexpr int NV = kChainVectors, R = kChainRows;
   static constexpr int kTurn = 8 / NV;  // keys of a turn of the softmax: 8 vectors
 
   // What is done beside the softmax of visit i: the scores of `next`, then the values of `before`, unless null.
@@ -124,7 +125,8 @@ class Chains {
     for (int v = 0; v < NV; ++v) {
       if (!changes_[(i - 1) & 1][v]) continue;
       const F factor = load(factors + v * W);
-      for (int64_t u = beside_.rescaled; u < to; ++u) store(out + u * R + v * W, mul(load(out + u * R + v * W), factor));
+      for (int64_t u = beside_.rescaled; u < to; ++u)
+        store(out + u * R + v * W, mul(load(out + u * R + v * W), factor));
     }
     beside_.rescaled = to;
   }
@@ -224,8 +226,8 @@ class Chains {
   template <int Place, int T>
   HW_MEMBER void beside() {
     if constexpr (T > 0) {
-      constexpr int kEach = 4 * T / ChainUnit<NV>::kProducts;
-      if constexpr (Place % kEach == 0) unit_.template product<Place / kEach>();
+      constexpr int kEach = 4 * T / ChainUnit::kProducts;
+      if constexpr (Place % kEach == 0) unit_.product<Place / kEach>();
     }
   }
   // As many turns as there are steps beside them, T turns each.
@@ -254,7 +256,7 @@ class Chains {
     begin_softmax(to, v.block, factor, changes_[i & 1]);
     peaks_.clear();
     start(i);
-    int64_t j = p_.D + p_.V > 160 || NV == 1 ? turns<1>(to, n, i) : turns<2>(to, n, i);
+    int64_t j = p_.D + p_.V > 160 ? turns<1>(to, n, i) : turns<2>(to, n, i);
     for (; j + kTurn <= n; j += kTurn) weigh<kTurn, 0, 0>(to, j);
     for (; j + 2 <= n; j += 2) weigh<2, 0, 0>(to, j);
     if (j < n) weigh_last(to, j);
@@ -266,13 +268,14 @@ class Chains {
     }
     finish(i);
   }
-  // Takes the peaks of a visit. `factor` is that from the score which weights were relative to before; `changes` says of
-  // each vector of rows whether any is not 1.
+  // Takes the peaks of a visit. `factor` is that from the score which weights were relative to before; `changes` says
+  // of each vector of rows whether any is not 1.
   void begin_softmax(Softmax& to, int block, float* factor, bool* changes) {
     float *row_max = s_.row_max + block * kRows, *row_ref = s_.row_ref + block * kRows;
     const F none = set1(-kInf), slack = set1(kSlack);
     for (int v = 0; v < NV; ++v) {
-      const F now = headwise::HW_ISA::max(load(row_max + v * W), load(peaks_.top + v * W)), before = load(row_ref + v * W);
+      const F now = headwise::HW_ISA::max(load(row_max + v * W), load(peaks_.top + v * W)),
+              before = load(row_ref + v * W);
       const M stays = not_less(slack, mul(headwise::HW_ISA::sub(now, before), to.scale));
       const F ref = select(stays, before, now);
       store(row_max + v * W, now), store(row_ref + v * W, ref);
@@ -300,8 +303,8 @@ class Chains {
   const Problem& p_;
   int64_t b_;
   ChainScratch<N>& s_;
-  ChainUnit<NV> unit_;
-  ChainPeaks<NV> peaks_;
+  ChainUnit unit_;
+  ChainPeaks peaks_;
   Beside beside_;
   alignas(64) float rescale_[2][R];
   bool changes_[2][NV];

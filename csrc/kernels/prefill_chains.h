@@ -25,49 +25,51 @@ static inline int plan_visits(const Problem& p, int64_t b, int tiles, int blocks
   return count;
 }
 
-template <class N, int NV>
+template <class N>
 static inline void start_chain_block(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int n, int block,
                                      ChainScratch<N>& s) {
-  place_rows(p, b, kv_head, first, n, NV * W, s.rows[block]);
-  pack_query<N, NV>(p, b, s.rows[block], s.query[block], s.spare);
-  memset(s.sums[block], 0, static_cast<size_t>(p.V * NV * W) * sizeof(float));
+  place_rows(p, b, kv_head, first, n, kChainRows, s.rows[block]);
+  pack_query<N, kChainVectors>(p, b, s.rows[block], s.query[block], s.spare);
+  memset(s.sums[block], 0, static_cast<size_t>(p.V * kChainRows) * sizeof(float));
   for (int r = block * kRows; r < (block + 1) * kRows; ++r) {
     s.row_max[r] = s.row_ref[r] = -kInf, s.row_sum[r] = 0.0f;
   }
 }
 
 // Makes the sums of a block relative to each row's greatest score.
-template <class N, int NV>
+template <class N>
 static inline void finish_weights(const Problem& p, int block, ChainScratch<N>& s) {
   const F c = set1(softmax_scale(p) * kLog2e), none = set1(-kInf);
-  for (int v = 0; v < NV; ++v) {
+  for (int v = 0; v < kChainVectors; ++v) {
     const int64_t at = block * kRows + v * W;
     const F best = load(s.row_max + at), drop = exp2<6>(mul(sub(load(s.row_ref + at), best), c));
     const F factor = select(not_less(none, best), set1(1.0f), drop);  // no key: the difference is NaN
     store(s.row_sum + at, mul(load(s.row_sum + at), factor));
     for (int64_t u = 0; u < p.V; ++u) {
-      float* to = s.sums[block] + u * NV * W + v * W;
+      float* to = s.sums[block] + u * kChainRows + v * W;
       store(to, mul(load(to), factor));
     }
   }
 }
 
 // An item. Unless `careful`, false and no result where a key or value may be bad.
-template <class N, int NV>
+template <class N>
 static bool attend_chains(const Problem& p, const Plan& plan, const Item& item, int64_t split, char* scratch,
                           bool careful) {
   Arena arena{scratch};
   ChainScratch<N> s(arena, p, static_cast<int>(plan.rows_per_item / kChainRows));
   const int64_t b = item.b, kv_head = item.kv_head;
   const int blocks = static_cast<int>((item.last - item.first + kChainRows - 1) / kChainRows);
-  const auto rows_of = [&](int i) { return static_cast<int>(min(kChainRows, item.last - item.first - i * kChainRows)); };
+  const auto rows_of = [&](int i) {
+    return static_cast<int>(min(kChainRows, item.last - item.first - i * kChainRows));
+  };
   Reach all(p);
   for (int i = 0; i < blocks; ++i) {
-    start_chain_block<N, NV>(p, b, kv_head, item.first + i * kChainRows, rows_of(i), i, s);
+    start_chain_block<N>(p, b, kv_head, item.first + i * kChainRows, rows_of(i), i, s);
     all.add(s.rows[i]);
   }
   const Reach reach = all.within(split * plan.keys_per_split, (split + 1) * plan.keys_per_split);
-  Chains<N, NV> chains(p, b, s);
+  Chains<N> chains(p, b, s);
   PageTable pages(p);
   int tiles = 0;
   const auto visit_all = [&] {
@@ -93,11 +95,11 @@ static bool attend_chains(const Problem& p, const Plan& plan, const Item& item, 
   });
   if (tiles > 0) visit_all();
   bool finite = careful || chains.finite();
-  for (int i = 0; i < blocks && !careful; ++i) look_at_sums<N, NV>(s.sums[i], p.V, finite);
+  for (int i = 0; i < blocks && !careful; ++i) look_at_sums<N, kChainVectors>(s.sums[i], p.V, finite);
   if (!finite) return false;
   for (int i = 0; i < blocks; ++i) {
-    finish_weights<N, NV>(p, i, s);
-    finish_block<N, NV>(p, plan, b, kv_head, item.first + i * kChainRows, split, i, reach, s);
+    finish_weights<N>(p, i, s);
+    finish_block<N, kChainVectors>(p, plan, b, kv_head, item.first + i * kChainRows, split, i, reach, s);
   }
   return true;
 }
@@ -105,11 +107,7 @@ static bool attend_chains(const Problem& p, const Plan& plan, const Item& item, 
 template <class N>
 static void run_chains(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
   const Item item(p, plan, group);
-  const auto attend = [&](bool careful) {
-    return item.last - item.first > W ? attend_chains<N, 2>(p, plan, item, split, scratch, careful)
-                                      : attend_chains<N, 1>(p, plan, item, split, scratch, careful);
-  };
-  if (!attend(false)) attend(true);
+  if (!attend_chains<N>(p, plan, item, split, scratch, false)) attend_chains<N>(p, plan, item, split, scratch, true);
 }
 
 }  // namespace HW_ISA

@@ -12,18 +12,19 @@ namespace HW_ISA {
 struct ProductChain {
   const uint16_t* first = nullptr;
   int64_t row = 0, chunk = 0, step = 0;
-  const uint32_t* second = nullptr;  // pairs by rows, 16 NV of them
+  const uint32_t* second = nullptr;  // pairs by rows, 32 of them
   int64_t steps = 0, chunks = 0;
   float* out = nullptr;
   bool adds = false;
 };
 
-// Computes chains, NV vectors of rows wide. The sums of a chunk stay in registers until the next chunk's first
-// products: a store then waits for nothing.
-template <int NV>
+constexpr int kChainVectors = 2;  // of rows
+
+// Computes chains. The sums of a chunk stay in registers until the next chunk's first products: a store then waits for
+// nothing.
 class ChainUnit {
  public:
-  static constexpr int kProducts = 2 * NV;  // of a step
+  static constexpr int kProducts = 4;  // of a step
 
   void start(const ProductChain& chain) { chain_ = chain, at_chunk_ = at_step_ = 0; }
   bool left() const { return at_chunk_ < chain_.chunks; }
@@ -33,7 +34,7 @@ class ChainUnit {
   }
   template <int I>
   HW_MEMBER void product() {
-    constexpr int kRow = I < NV ? 0 : 1, kColumn = kRow == 0 ? I : 2 * NV - 1 - I, kSum = kRow * NV + kColumn;
+    constexpr int kRow = I / 2, kColumn = kRow == 0 ? I : 3 - I, kSum = kRow * 2 + kColumn;
     constexpr int64_t kPlace = kRow * W * R + kColumn * W;
     if (at_step_ == 0) {
       if (unstored_ != nullptr) tile_store<kSum>(unstored_ + kPlace, R * 4);
@@ -43,7 +44,7 @@ class ChainUnit {
         tile_zero<kSum>();
       }
     }
-    if constexpr (I % NV == 0) tile_load_once<4 + kRow>(first_ + kRow * W * chain_.row, chain_.row * 2);
+    if constexpr (I % 2 == 0) tile_load_once<4 + kRow>(first_ + kRow * W * chain_.row, chain_.row * 2);
     if constexpr (kRow == 0) tile_load<6 + kColumn>(second_ + kColumn * W, R * 4);
     tile_times<kSum, 4 + kRow, 6 + kColumn>();
   }
@@ -54,20 +55,19 @@ class ChainUnit {
   }
   HW_MEMBER void whole_step() {
     begin_step();
-    product<0>(), product<1>();
-    if constexpr (NV == 2) product<2>(), product<3>();
+    product<0>(), product<1>(), product<2>(), product<3>();
     end_step();
   }
   // Stores what is still in registers.
   void flush() {
     if (unstored_ == nullptr) return;
-    tile_store<0>(unstored_, R * 4), tile_store<NV>(unstored_ + W * R, R * 4);
-    if constexpr (NV == 2) tile_store<1>(unstored_ + W, R * 4), tile_store<3>(unstored_ + W * R + W, R * 4);
+    tile_store<0>(unstored_, R * 4), tile_store<1>(unstored_ + W, R * 4);
+    tile_store<2>(unstored_ + W * R, R * 4), tile_store<3>(unstored_ + W * R + W, R * 4);
     unstored_ = nullptr;
   }
 
  private:
-  static constexpr int R = NV * W;
+  static constexpr int R = kChainVectors * W;
   ProductChain chain_;
   int64_t at_chunk_ = 0, at_step_ = 0;
   const uint16_t* first_ = nullptr;
