@@ -39,8 +39,8 @@ struct ChainPeaks {
   }
 };
 
-// Of the polynomial for 2^x: the ports that multiply are what the softmax waits for, and bfloat16 keeps 2^-9 of a
-// weight.
+// Of the polynomial for 2^x: the ports that multiply are what the softmax waits for, and bfloat16 rounds a
+// weight by up to 2^-8.
 constexpr int kChainDegree = 3;
 
 // The weights of a row are relative to a score that the greatest one exceeds by at most so much, as a power of two: so
