@@ -152,9 +152,9 @@ static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile
   block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block], &next.value);
 }
 
-template <class N, int NV>
+template <class N, int NV, class Scratch>
 static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first,
-                                int64_t split, int block, const Reach& reach, PrefillScratch<N>& s) {
+                                int64_t split, int block, const Reach& reach, Scratch& s) {
   const QueryRows& rows = s.rows[block];
   const int64_t padded_V = round_up(p.V, W);
   for (int v = 0; v < NV && v * W < rows.n; ++v) {

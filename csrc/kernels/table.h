@@ -5,7 +5,7 @@
 #include "kernels/append.h"
 #include "kernels/backward.h"
 #include "kernels/decode.h"
-#include "kernels/prefill.h"
+#include "kernels/prefill_chains.h"
 #include "kernels/received.h"
 #include "kernels/rotary.h"
 #include "kernels/statistics.h"
@@ -17,19 +17,21 @@ constexpr int64_t kSplitKeys = 1024;        // keys of an item where a head has 
 constexpr int64_t kSplitRows = 4;           // an item has at least so many keys for each row of its head
 constexpr int64_t kItemBytes = 320 * 1024;  // of packed queries and sums, which stay in a core's L2 cache
 
-// Rows of an item of `run_prefill`.
-static int64_t rows_per_item(const Problem& p, int64_t rows) {
-  const int64_t block_bytes = kRows * (p.D + p.V) * static_cast<int64_t>(sizeof(float));
-  const int64_t blocks = max(1, min(kMaxBlocks, kItemBytes / block_bytes));
-  return min(blocks, (rows + kRows - 1) / kRows) * kRows;
+// Rows of an item of `run_prefill`, whole blocks, which are at most `most`.
+static int64_t rows_per_item(const Problem& p, int64_t rows, int64_t block, int64_t most) {
+  const int64_t block_bytes = block * (p.D + p.V) * static_cast<int64_t>(sizeof(float));
+  const int64_t blocks = max(1, min(most, kItemBytes / block_bytes));
+  return min(blocks, (rows + block - 1) / block) * block;
 }
 
 static Plan make_plan(const Problem& p) {
   Plan plan;
   plan.rows = p.T * (p.H / p.K);
   plan.by_row = plan.rows <= kDecodeRows;
-  plan.rows_per_block = plan.by_row ? plan.rows : kRows;
-  plan.cut(plan.by_row ? plan.rows : rows_per_item(p, plan.rows));
+  const bool chains = by_chains(p);
+  plan.rows_per_block = plan.by_row ? plan.rows : chains ? kChainRows : kRows;
+  const int64_t most = chains ? kChainBlocks : kMaxBlocks;
+  plan.cut(plan.by_row ? plan.rows : rows_per_item(p, plan.rows, plan.rows_per_block, most));
   // Many rows make enough items for the threads; few rows split the keys. Partial results then take at most a quarter
   // of what the values take in float32.
   const int64_t keys = round_up(plan.rows * kSplitRows, kSplitKeys);
@@ -39,6 +41,8 @@ static Plan make_plan(const Problem& p) {
   Arena count{nullptr};
   if (plan.by_row) {
     DecodeScratch(count, p);
+  } else if (chains) {
+    ChainScratch<Float32>(count, p, static_cast<int>(plan.rows_per_item / kChainRows));
   } else {
     PrefillScratch<Float32>(count, p, static_cast<int>(plan.rows_per_item / kRows));
   }
@@ -50,7 +54,7 @@ static Plan plan_statistics(const Problem& p, const Statistics& statistics) {
   Plan plan;
   plan.rows = p.T * (p.H / p.K);
   plan.rows_per_block = kRows;
-  plan.cut(rows_per_item(p, plan.rows));
+  plan.cut(rows_per_item(p, plan.rows, kRows, kMaxBlocks));
   plan.splits = 1, plan.keys_per_split = p.S;
   Arena count{nullptr};
   StatisticsScratch<Float32>(count, p, statistics, static_cast<int>(plan.rows_per_item / kRows));
@@ -96,6 +100,15 @@ static void run_decode_rows(const Problem& p, const Plan& plan, int64_t group, i
   }
 }
 
+// Many rows, in the number format N.
+template <class N>
+static void run_rows(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+  if constexpr (N::kTiles) {
+    if (by_chains(p)) return run_chains<N>(p, plan, group, split, scratch);
+  }
+  run_prefill<N>(p, plan, group, split, scratch);
+}
+
 static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
                      const Upcoming& upcoming) {
   const FlushDenormals flush;
@@ -112,10 +125,10 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
     if constexpr (kHasBf16) {
       if (p.bytes() && p.dtype() == Dtype::bf16) {
         [[maybe_unused]] const TileUnit tiles;
-        return run_prefill<Int8AsBfloat16>(p, plan, group, split, scratch);
+        return run_rows<Int8AsBfloat16>(p, plan, group, split, scratch);
       }
     }
-    with_format(p, [&](auto format) { run_prefill<decltype(format)>(p, plan, group, split, scratch); });
+    with_format(p, [&](auto format) { run_rows<decltype(format)>(p, plan, group, split, scratch); });
   }
 }
 

@@ -35,6 +35,11 @@ template <int Tile>
 HW_INLINE void tile_load(const void* p, int64_t bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(bytes), "i"(Tile) : "memory");
 }
+// The same of data that is not read again soon: it does not push other data out of the L1 cache.
+template <int Tile>
+HW_INLINE void tile_load_once(const void* p, int64_t bytes) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(bytes), "i"(Tile) : "memory");
+}
 template <int Tile>
 HW_INLINE void tile_store(void* p, int64_t bytes) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(bytes), "i"(Tile) : "memory");

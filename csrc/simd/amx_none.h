@@ -14,6 +14,8 @@ void tile_zero();
 template <int Tile>
 void tile_load(const void* p, int64_t bytes);
 template <int Tile>
+void tile_load_once(const void* p, int64_t bytes);
+template <int Tile>
 void tile_store(void* p, int64_t bytes);
 template <int Sum, int First, int Second>
 void tile_times();

@@ -19,11 +19,16 @@ HW_INLINE F dot_pairs(F acc, F a, F b) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
 }
 // W pairs (the first vector in the low half) of two vectors of floats >= 0, rounded half up.
+HW_INLINE F pairs_of(F first, F second) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i low = _mm512_add_epi32(_mm512_castps_si512(first), half);
+  const __m512i high = _mm512_add_epi32(_mm512_castps_si512(second), half);
+  // Bytes are shuffled where a shift would do: on Intel's CPUs shifts take the one port that multiplies beside AMX.
+  const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+  return _mm512_castsi512_ps(_mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, upper));
+}
 HW_INLINE void store_pairs(uint32_t* p, F first, F second) {
-  const __m512i half = _mm512_set1_epi32(0x8000), high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  const __m512i lo = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first), half), 16);
-  const __m512i hi = _mm512_add_epi32(_mm512_castps_si512(second), half);
-  _mm512_storeu_si512(p, _mm512_ternarylogic_epi32(high, hi, lo, 0xEA));  // (high & hi) | lo
+  _mm512_storeu_si512(p, _mm512_castps_si512(pairs_of(first, second)));
 }
 // Rounds to nearest even, as the instruction does: denormals become 0.
 HW_INLINE void store_bf16_fast(uint16_t* p, F x) {

@@ -22,10 +22,13 @@ HW_INLINE F dot_pairs(F acc, F a, F b) {
 // The high halves of `second` above those of `first`, each rounded half up.
 HW_INLINE uint32x4_t join_halves(uint32x4_t first, uint32x4_t second) { return vsriq_n_u32(second, first, 16); }
 // W pairs (the first vector in the low half) of two vectors of floats >= 0, rounded half up.
-HW_INLINE void store_pairs(uint32_t* p, F first, F second) {
+HW_INLINE F pairs_of(F first, F second) {
   const uint32x4_t half = vdupq_n_u32(0x8000);
   const uint32x4_t low = vaddq_u32(vreinterpretq_u32_f32(first), half);
-  vst1q_u32(p, join_halves(low, vaddq_u32(vreinterpretq_u32_f32(second), half)));
+  return vreinterpretq_f32_u32(join_halves(low, vaddq_u32(vreinterpretq_u32_f32(second), half)));
+}
+HW_INLINE void store_pairs(uint32_t* p, F first, F second) {
+  vst1q_u32(p, vreinterpretq_u32_f32(pairs_of(first, second)));
 }
 // Rounds to nearest even.
 HW_INLINE void store_bf16_fast(uint16_t* p, F x) { vst1_u16(p, vreinterpret_u16_bf16(vcvt_bf16_f32(x))); }

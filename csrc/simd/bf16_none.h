@@ -10,6 +10,7 @@ constexpr bool kHasBf16 = false;
 F load_words(const uint32_t* p);
 F broadcast_pair(const void* p);
 F dot_pairs(F acc, F a, F b);
+F pairs_of(F first, F second);
 void store_pairs(uint32_t* p, F first, F second);
 void store_bf16_fast(uint16_t* p, F x);
 void pair_neighbours(float* x);
