@@ -4,7 +4,7 @@
 // lanes are columns.
 #pragma once
 
-#include "kernels/backward_rows.h"
+#include "kernels/backward_tiles.h"
 
 namespace headwise {
 namespace HW_ISA {
@@ -60,10 +60,9 @@ static inline void softcap_backward(float softcap, const float* capped, float* d
   }
 }
 
-// Turns x and y into P and dS, as floats or in the forms of the products, and adds to the gradients of biases and
-// slopes.
+// Adds to the gradients of biases and slopes. Whether x and y have become P and dS: floats, where a rule needs them.
 template <class N, int NV>
-static inline void backward_scores(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
+static inline bool float_scores(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
                                    const KeySpan& span, int block, const Products& products, BackwardScratch<N>& s) {
   const QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
@@ -86,40 +85,103 @@ static inline void backward_scores(const Problem& p, const BackwardPlan& plan, c
     }
     if (p.softcap > 0.0f) softcap_backward(p.softcap, products.capped, products.y, int64_t{n} * NV * W);
   }
-  if constexpr (N::kPair == 2) {
-    if (only >= 0) return;
-    softmax_backward_pairs<NV>(products.x, products.y, n, c, own.row_max, own.largest, own.delta, as_floats,
-                               s.weight_rows, s.score_rows, s.scores);
+  return as_floats;
+}
+
+// The products of some keys of a tile, and what the forward has not left of the softmax.
+template <class N, int NV>
+static inline Products block_products(const Problem& p, const BackwardPlan& plan, int64_t b, const BackwardTile& tile,
+                                      const KeySpan& span, int block, BackwardScratch<N>& s) {
+  const bool one_tile = s.block[block].one_tile;
+  const Products products = plan.keeps_products ? s.products.from(span.j0 * W) : s.products;
+  if (!plan.keeps_products || one_tile) {
+    forward_products<N, NV>(p, b, tile, span, block, plan.by_row || one_tile, products, s);
   }
+  if (one_tile) {
+    start_recompute(s);
+    recompute_tile<N, NV>(p, span, products, s);
+    finish_recompute(p, block, s);
+  }
+  return products;
 }
 
 template <class N, int NV>
 static inline void backward_tile(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
                                  const BackwardTile& tile, const KeySpan& span, int block, BackwardScratch<N>& s) {
-  constexpr int R = NV * W, pitch = row_pitch<N>(R);
+  constexpr int R = NV * W;
   const int n = span.n;
   BackwardBlock<N>& own = s.block[block];
-  const Products products = plan.keeps_products ? s.products.from(span.j0 * W) : s.products;
-  if (!plan.keeps_products || own.one_tile) {
-    forward_products<N, NV>(p, to.b, tile, span, block, plan.by_row || own.one_tile, products, s);
-  }
-  if (own.one_tile) {
-    start_recompute(s);
-    recompute_tile<N, NV>(p, span, products, s);
-    finish_recompute(p, block, s);
-  }
-  backward_scores<N, NV>(p, plan, to, span, block, products, s);
+  const Products products = block_products<N, NV>(p, plan, to.b, tile, span, block, s);
+  const bool ready = float_scores<N, NV>(p, plan, to, span, block, products, s);
   if (to.only >= 0) return;
   const typename N::Key *weight_rows = s.weight_rows, *score_rows = s.score_rows;
   float* scores = reinterpret_cast<float*>(s.scores);
-  if constexpr (N::kPair == 1) weight_rows = products.x, score_rows = scores = products.y;
+  if constexpr (N::kPair == 1) {
+    weight_rows = products.x, score_rows = scores = products.y;
+  } else {
+    softmax_backward_pairs<NV>(products.x, products.y, n, softmax_scale(p) * kLog2e, own.row_max, own.largest,
+                               own.delta, ready, s.weight_rows, s.score_rows, s.scores);
+  }
   if (to.keys) {
     float* value_sums = to.value_sums + (span.j0 - to.first) * plan.padded_V;
     float* key_sums = to.key_sums + (span.j0 - to.first) * plan.padded_D;
-    add_product<N>(weight_rows, pitch, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
-    add_product<N>(score_rows, pitch, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
+    add_product<N>(weight_rows, R, n, R / N::kPair, own.dout_rows, plan.padded_V, value_sums);
+    add_product<N>(score_rows, R, n, R / N::kPair, own.query_rows, plan.padded_D, key_sums);
   }
   if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
+}
+
+// The same by matrix instructions but for dV and dK. Rows that reach few keys have them in one piece.
+template <class N, int NV>
+static inline void backward_units(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
+                                  const BackwardTile& tile, const KeySpan& span, int block, UnitRows* units,
+                                  BackwardScratch<N>& s) {
+  constexpr int R = NV * W;
+  BackwardBlock<N>& own = s.block[block];
+  const int from = static_cast<int>(span.j0 - tile.j0) / kTileStep;
+  const int step = own.one_tile ? kBackwardTile : kTileStep;
+  for (int j = 0; j < span.n; j += step) {
+    KeySpan piece = {span.j0 + j, static_cast<int>(min(step, span.n - j)), span.kind};
+    const int unit = from + j / kTileStep, last = unit + (piece.n + kTileStep - 1) / kTileStep;
+    if (span.kind == TileKind::mixed && !own.one_tile) piece = attended_span(p, to.b, s.rows[block], piece.j0, piece.n, kTileStep);
+    uint32_t* pairs = s.scores + unit * (W * R);
+    if (piece.kind == TileKind::empty) {
+      memset(pairs, 0, static_cast<size_t>(last - unit) * W * R * sizeof(*pairs));
+      continue;
+    }
+    const Products products = block_products<N, NV>(p, plan, to.b, tile, piece, block, s);
+    const bool ready = float_scores<N, NV>(p, plan, to, piece, block, products, s);
+    if (to.only >= 0) continue;
+    const int64_t place = unit * kTileStep * s.pitch + block * kRows;
+    pack_unit<NV>(products.x, products.y, piece.n, softmax_scale(p) * kLog2e, own.row_max, own.largest, own.delta,
+                  ready, piece.kind == TileKind::full && !scales_first(p), s.weight_rows + place, s.score_rows + place,
+                  s.pitch, pairs);
+    for (int u = unit; u < last && to.keys; ++u) join_unit(u, block, units[u], s);
+  }
+  if (to.only >= 0 || !to.queries) return;
+  const auto* columns = reinterpret_cast<const uint16_t*>(tile.key_pairs.data) + from * kTileStep;
+  add_keys<NV>(columns, tile.key_pairs.stride, p.D, (span.n + kTileStep - 1) / kTileStep, s.scores + from * (W * R),
+               own.sums);
+}
+
+// dV and dK of a tile, whose blocks of rows are done.
+template <class N>
+static inline void end_units(const BackwardPlan& plan, const BackwardTarget& to, const BackwardTile& tile, int blocks,
+                             UnitRows* units, BackwardScratch<N>& s) {
+  for (int u = 0; u < kUnits; ++u) {
+    UnitRows& rows = units[u];
+    if (rows.last == 0) continue;
+    if (rows.last % 2 == 1 && rows.last < blocks) clear_unit(u, rows.last++, s);
+    const int64_t first = rows.first * kRows, all = (rows.last - 1) * kRows + s.rows[rows.last - 1].padded - first;
+    const int64_t n = round_up(all, kTileStep), keys = min(kTileStep, tile.n - u * kTileStep);
+    const int64_t from = u * kTileStep * s.pitch + first, key = tile.j0 + u * kTileStep - to.first;
+    const BackwardBlock<N>& own = s.block[rows.first];
+    add_unit_product(s.weight_rows + from, s.pitch, keys, n, own.dout_rows, plan.padded_V,
+                     to.value_sums + key * plan.padded_V);
+    add_unit_product(s.score_rows + from, s.pitch, keys, n, own.query_rows, plan.padded_D,
+                     to.key_sums + key * plan.padded_D);
+    rows = {};
+  }
 }
 
 // The first of two passes where rows are few: the softmax alone.
@@ -145,23 +207,36 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   reach = reach.within(to.first, to.last);
   if (!to.queries && reach.from >= reach.to) return;
   for (int i = 0; i < blocks; ++i) HW_BY_VECTORS(s.rows[i].n, begin_block, p, g, plan, to.b, i, s);
+  if constexpr (N::kTiles) clear_behind(blocks, s);
   BackwardTile tile;
-  const auto load = [&](int64_t j0, int n) { load_tile<N>(p, to.b, to.kv_head, j0, n, s, tile); };
+  UnitRows units[kUnits];
+  const auto end_tile = [&] {
+    if constexpr (N::kTiles) end_units(plan, to, tile, blocks, units, s);
+  };
+  const auto load = [&](int64_t j0, int n) {
+    end_tile();
+    load_tile<N>(p, to.b, to.kv_head, j0, n, s, tile);
+  };
   const auto span_of = [&](int i, int64_t j0, int n) { return attended_span(p, to.b, s.rows[i], j0, n, N::kStep); };
   if (plan.by_row && !s.block[0].one_tile) {
     start_recompute(s);
-    walk_blocks<kBackwardTile, N::kStep>(p, to.b, to.kv_head, reach, 1, span_of, load,
-                                         [&](int, const KeySpan& span, NextTile& next) {
-                                           next.rest();
-                                           HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, span, s);
-                                         });
+    walk_blocks<kKeysOf<N>, N::kStep>(p, to.b, to.kv_head, reach, 1, span_of, load,
+                                      [&](int, const KeySpan& span, NextTile& next) {
+                                        next.rest();
+                                        HW_BY_VECTORS(s.rows[0].n, recompute_pass, p, plan, to.b, tile, span, s);
+                                      });
     finish_recompute(p, 0, s);
   }
-  walk_blocks<kBackwardTile, N::kStep>(p, to.b, to.kv_head, reach, blocks, span_of, load,
-                                       [&](int i, const KeySpan& span, NextTile& next) {
-                                         next.rest();
-                                         HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s);
-                                       });
+  walk_blocks<kKeysOf<N>, N::kStep>(p, to.b, to.kv_head, reach, blocks, span_of, load,
+                                    [&](int i, const KeySpan& span, NextTile& next) {
+                                      next.rest();
+                                      if constexpr (N::kTiles) {
+                                        HW_BY_VECTORS(s.rows[i].n, backward_units, p, plan, to, tile, span, i, units, s);
+                                      } else {
+                                        HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s);
+                                      }
+                                    });
+  end_tile();
   for (int i = 0; i < blocks && to.queries; ++i) HW_BY_VECTORS(s.rows[i].n, end_block, p, g, plan, to, i, s);
 }
 

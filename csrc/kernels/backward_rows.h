@@ -16,7 +16,12 @@ constexpr float kAllWeight = 0.9999f;                // the least weight of a ke
 constexpr int64_t kProductBytes = int64_t{1} << 20;  // of the products of few rows, computed once and used twice
 constexpr int64_t kChunkRows = 2048;                 // rows of an item, unless that makes more chunks than 2 G
 constexpr int64_t kStepBytes = 400 * 1024;           // of the scratch of rows that share a tile
+constexpr int64_t kTiledStepBytes = 1000 * 1024;     // the same where matrix instructions ask more of a step
 constexpr int64_t kOwnBytes = int64_t{4} << 20;      // of sums in a thread's scratch, which it keeps
+
+// Keys of a tile: of matrix instructions, which compute it in units, so many as a tile may have.
+template <class N>
+constexpr int kKeysOf = N::kTiles ? kTile : kBackwardTile;
 
 // One block of rows.
 template <class N>
@@ -44,6 +49,7 @@ struct BackwardScratch {
   QueryRows* rows;
   Products products;
   typename N::Key *weight_rows, *score_rows;  // P and dS for products that sum over rows: [key][row]
+  int64_t pitch;                              // from key to key of both; of matrix instructions, of all rows of a step
   typename N::Weight* scores;                 // dS for the product that sums over keys
   float *key_copy, *value_copy, *pair_copy;
   typename N::Query* out;          // O^T
@@ -57,6 +63,10 @@ struct BackwardScratch {
   BackwardScratch(Arena& arena, const Problem& p, const BackwardPlan& plan) {
     const int blocks = static_cast<int>(plan.rows_per_step / kRows);
     const int64_t widest = max(plan.padded_D, plan.padded_V), cells = kBackwardTile * kRows;
+    const int64_t side_by_side = N::kTiles ? blocks * kRows + W : 0, keys_of_tile = kKeysOf<N>;
+    pitch = N::kTiles ? column_pitch(side_by_side) : kRows;
+    typename N::Query* query_rows = arena.take<typename N::Query>(side_by_side / N::kPair * plan.padded_D);
+    typename N::Query* dout_rows = arena.take<typename N::Query>(side_by_side / N::kPair * plan.padded_V);
     const int64_t floats = plan.keeps_products ? max(p.S * W, cells) : cells;
     block = arena.take<BackwardBlock<N>>(blocks);
     rows = arena.take<QueryRows>(blocks);
@@ -64,19 +74,22 @@ struct BackwardScratch {
       BackwardBlock<N> one;
       one.query = arena.take<typename N::Query>(N::depth(p.D) * kRows);
       one.dout = arena.take<typename N::Query>(N::depth(p.V) * kRows);
-      one.query_rows = arena.take<typename N::Query>(row_pitch<N>(kRows) / N::kPair * plan.padded_D);
-      one.dout_rows = arena.take<typename N::Query>(row_pitch<N>(kRows) / N::kPair * plan.padded_V);
-      one.sums = arena.take<float>(p.D * kRows);
+      const int64_t rows_of_one = kRows / N::kPair;
+      one.query_rows = N::kTiles ? query_rows + i * rows_of_one * plan.padded_D
+                                 : arena.take<typename N::Query>(rows_of_one * plan.padded_D);
+      one.dout_rows = N::kTiles ? dout_rows + i * rows_of_one * plan.padded_V
+                                : arena.take<typename N::Query>(rows_of_one * plan.padded_V);
+      one.sums = arena.take<float>(plan.padded_D * kRows);
       if (arena.base != nullptr) block[i] = one;
     }
     products.x = arena.take<float>(floats), products.y = arena.take<float>(floats);
     products.capped = arena.take<float>(floats), products.keep = arena.take<float>(floats);
-    const int64_t rows_cells = kBackwardTile * row_pitch<N>(kRows);
-    weight_rows = arena.take<typename N::Key>(rows_cells), score_rows = arena.take<typename N::Key>(rows_cells);
-    scores = arena.take<typename N::Weight>(cells);
-    key_copy = arena.take<float>(kBackwardTile * pitch_of(p.D));
-    value_copy = arena.take<float>(kBackwardTile * pitch_of(p.V));
-    pair_copy = arena.take<float>(kBackwardTile * pitch_of(p.D));
+    weight_rows = arena.take<typename N::Key>(keys_of_tile * pitch);
+    score_rows = arena.take<typename N::Key>(keys_of_tile * pitch);
+    scores = arena.take<typename N::Weight>(keys_of_tile * kRows);
+    key_copy = arena.take<float>(keys_of_tile * pitch_of(p.D));
+    value_copy = arena.take<float>(keys_of_tile * pitch_of(p.V));
+    pair_copy = arena.take<float>(keys_of_tile * pitch_of(p.D));
     out = arena.take<typename N::Query>(N::depth(p.V) * kRows);
     row_max = arena.take<float>(kRows), row_sum = arena.take<float>(kRows), dot = arena.take<float>(kRows);
     spare = arena.take<char>(W * max(widest, kBackwardTile) * 4);
@@ -97,17 +110,20 @@ static BackwardPlan plan_backward(const Problem& p) {
   // Each chunk has a copy of the sums: together at most twice the memory of dQ in float32.
   plan.chunks = max(1, min((plan.rows + kChunkRows - 1) / kChunkRows, 2 * G));
   plan.rows_per_block = kRows;
-  const int64_t block_bytes = kRows * (3 * p.D + 2 * p.V) * (kHasBf16 && p.dtype() == Dtype::bf16 ? 3 : 4);
-  const int64_t blocks = max(1, min(kMaxBlocks, kStepBytes / block_bytes));
+  const bool halves = kHasBf16 && p.dtype() == Dtype::bf16;
+  const int64_t block_bytes = kRows * (3 * p.D + 2 * p.V) * (halves ? 3 : 4);
+  const int64_t blocks = max(1, min(kMaxBlocks, (kHasAmx && halves ? kTiledStepBytes : kStepBytes) / block_bytes));
   plan.rows_per_step = min(blocks, (plan.rows + kRows - 1) / kRows) * kRows;
   plan.by_row = plan.rows <= kDecodeRows && !p.is_part;
   plan.keeps_products = plan.by_row && p.S * W * 16 <= kProductBytes;
   plan.splits = !plan.by_row;
   plan.has_partial = plan.chunks > 1 || plan.partial_floats(p) * 4 > kOwnBytes;
   plan.queries_per_bias_item = max(1, plan.rows_per_step / G);
-  Arena count{nullptr};
-  BackwardScratch<Float32>(count, p, plan);  // no format needs more
-  plan.scratch_bytes = count.used;
+  with_format(p, [&](auto format) {
+    Arena count{nullptr};
+    BackwardScratch<decltype(format)>(count, p, plan);
+    plan.scratch_bytes = count.used;
+  });
   return plan;
 }
 
@@ -239,7 +255,7 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
   pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
   pack_rows<N>(p.query, b, rows, R, p.D, own.query_rows, plan.padded_D, s.spare);
   pack_rows<N>(g.grad_out, b, rows, R, p.V, own.dout_rows, plan.padded_V, s.spare);
-  memset(own.sums, 0, static_cast<size_t>(p.D * R) * sizeof(float));
+  memset(own.sums, 0, static_cast<size_t>(plan.padded_D * R) * sizeof(float));
   memset(own.slope, 0, sizeof(own.slope));
 }
 
