@@ -134,9 +134,11 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
 // The same by matrix instructions but for dV and dK. Rows that reach few keys have them in one piece.
 template <class N, int NV>
 static inline void backward_units(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
-                                  const BackwardTile& tile, const KeySpan& span, int block, UnitRows* units,
-                                  BackwardScratch<N>& s) {
+                                  const BackwardTile& tile, const KeySpan& span, int block, int blocks,
+                                  UnitRows* units, NextTile& next, BackwardScratch<N>& s) {
   constexpr int R = NV * W;
+  UnitAhead ahead;
+  ahead.next = &next;
   BackwardBlock<N>& own = s.block[block];
   const int from = static_cast<int>(span.j0 - tile.j0) / kTileStep;
   const int step = own.one_tile ? kBackwardTile : kTileStep;
@@ -153,9 +155,16 @@ static inline void backward_units(const Problem& p, const BackwardPlan& plan, co
     const bool ready = float_scores<N, NV>(p, plan, to, piece, block, products, s);
     if (to.only >= 0) continue;
     const int64_t place = unit * kTileStep * s.pitch + block * kRows;
+    if (to.keys) {
+      const int64_t first = unit * kTileStep + kTileStep * block / blocks, n = kTileStep / blocks;
+      const int64_t key = tile.j0 + first - to.first;
+      ahead.sums[0] = reinterpret_cast<const char*>(to.value_sums + key * plan.padded_V);
+      ahead.sums[1] = reinterpret_cast<const char*>(to.key_sums + key * plan.padded_D);
+      ahead.bytes[0] = n * plan.padded_V * 4, ahead.bytes[1] = n * plan.padded_D * 4;
+    }
     pack_unit<NV>(products.x, products.y, piece.n, softmax_scale(p) * kLog2e, own.row_max, own.largest, own.delta,
                   ready, piece.kind == TileKind::full && !scales_first(p), s.weight_rows + place, s.score_rows + place,
-                  s.pitch, pairs);
+                  s.pitch, pairs, ahead);
     for (int u = unit; u < last && to.keys; ++u) join_unit(u, block, units[u], s);
   }
   if (to.only >= 0 || !to.queries) return;
@@ -229,10 +238,10 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   }
   walk_blocks<kKeysOf<N>, N::kStep>(p, to.b, to.kv_head, reach, blocks, span_of, load,
                                     [&](int i, const KeySpan& span, NextTile& next) {
-                                      next.rest();
                                       if constexpr (N::kTiles) {
-                                        HW_BY_VECTORS(s.rows[i].n, backward_units, p, plan, to, tile, span, i, units, s);
+                                        HW_BY_VECTORS(s.rows[i].n, backward_units, p, plan, to, tile, span, i, blocks, units, next, s);
                                       } else {
+                                        next.rest();
                                         HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s);
                                       }
                                     });
@@ -249,6 +258,25 @@ static inline void write_sum(const Tensor4& to, int64_t b, int64_t kv_head, int6
   write_floats(const_cast<char*>(at(to, b, kv_head, j)), to.dtype, sum, width);
 }
 
+// Adds up the gradients of keys and values over the rows of a chunk.
+template <class N>
+static void sum_chunk(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardTarget& to,
+                      BackwardScratch<N>& s) {
+  memset(to.key_sums, 0, static_cast<size_t>((to.last - to.first) * plan.padded_D) * sizeof(float));
+  memset(to.value_sums, 0, static_cast<size_t>((to.last - to.first) * plan.padded_V) * sizeof(float));
+  for (int half = 0; half < 2; ++half) {
+    const RowRange rows = plan.range(to.chunk, half);
+    for (int64_t row = rows.first; row < rows.last; row += plan.rows_per_step) {
+      backward_rows<N>(p, g, plan, to, row, min(row + plan.rows_per_step, rows.last), s);
+    }
+  }
+}
+
+// The sums of a later chunk join those before it. n is a multiple of W.
+static inline void add_floats(float* to, const float* from, int64_t n) {
+  for (int64_t i = 0; i < n; i += W) store(to + i, add(load(to + i), load(from + i)));
+}
+
 template <class N>
 static void run_part(const Problem& p, const Gradients& g, const BackwardPlan& plan, const BackwardItem& item,
                      char* scratch) {
@@ -261,23 +289,23 @@ static void run_part(const Problem& p, const Gradients& g, const BackwardPlan& p
   }
   to.queries = item.kind == BackwardItem::chunk_rows;
   to.first = item.first, to.last = item.last;
-  if (plan.partial != nullptr) {
-    float* sums = plan.partial + (item.head * plan.chunks + item.chunk) * plan.partial_floats(p);
-    to.key_sums = sums + to.first * plan.padded_D;
-    to.value_sums = sums + p.S * plan.padded_D + to.first * plan.padded_V;
-  }
-  memset(to.key_sums, 0, static_cast<size_t>((to.last - to.first) * plan.padded_D) * sizeof(float));
-  memset(to.value_sums, 0, static_cast<size_t>((to.last - to.first) * plan.padded_V) * sizeof(float));
-  for (int half = 0; half < 2; ++half) {
-    const RowRange rows = plan.range(item.chunk, half);
-    for (int64_t row = rows.first; row < rows.last; row += plan.rows_per_step) {
-      backward_rows<N>(p, g, plan, to, row, min(row + plan.rows_per_step, rows.last), s);
+  for (; to.chunk < item.chunk + item.chunks; ++to.chunk) {
+    if (plan.partial != nullptr) {
+      float* sums = plan.partial + (item.head * plan.chunks + to.chunk) * plan.partial_floats(p);
+      to.key_sums = sums + to.first * plan.padded_D;
+      to.value_sums = sums + p.S * plan.padded_D + to.first * plan.padded_V;
+    } else if (to.chunk > 0) {
+      to.key_sums = s.key_sums + p.S * plan.padded_D, to.value_sums = s.value_sums + p.S * plan.padded_V;
     }
+    sum_chunk(p, g, plan, to, s);
+    if (plan.partial != nullptr || to.chunk == 0) continue;
+    add_floats(s.key_sums, to.key_sums, p.S * plan.padded_D);
+    add_floats(s.value_sums, to.value_sums, p.S * plan.padded_V);
   }
   if (plan.partial != nullptr) return;
   for (int64_t j = 0; j < p.S; ++j) {
-    write_sum(g.key, to.b, to.kv_head, j, p.D, p.scale, to.key_sums + j * plan.padded_D);
-    write_sum(g.value, to.b, to.kv_head, j, p.V, 1.0f, to.value_sums + j * plan.padded_V);
+    write_sum(g.key, to.b, to.kv_head, j, p.D, p.scale, s.key_sums + j * plan.padded_D);
+    write_sum(g.value, to.b, to.kv_head, j, p.V, 1.0f, s.value_sums + j * plan.padded_V);
   }
 }
 
@@ -325,8 +353,7 @@ static void merge_backward(const Problem& p, const Gradients& g, const BackwardP
   float* partial = plan.partial + (b * p.K + kv_head) * plan.chunks * plan.partial_floats(p);
   const auto merge = [&](int64_t at, int64_t width) {  // into the first chunk's sums
     for (int64_t chunk = 1; chunk < plan.chunks; ++chunk) {
-      const float* from = partial + chunk * plan.partial_floats(p) + at;
-      for (int64_t d = 0; d < width; d += W) store(partial + at + d, add(load(partial + at + d), load(from + d)));
+      add_floats(partial + at, partial + chunk * plan.partial_floats(p) + at, width);
     }
     return partial + at;
   };

@@ -57,7 +57,7 @@ struct BackwardScratch {
   char* spare;
   float* grad_rows;  // W rows of dQ
   float* ones;
-  float *key_sums, *value_sums;  // [key][column], where one item has all rows of its keys
+  float *key_sums, *value_sums;  // [key][column], where one item has all rows of its keys; those of a chunk behind them
   bool shared;                   // several blocks use a tile
 
   BackwardScratch(Arena& arena, const Problem& p, const BackwardPlan& plan) {
@@ -96,7 +96,7 @@ struct BackwardScratch {
     grad_rows = arena.take<float>(W * widest);
     ones = arena.take<float>(kRows);
     for (int r = 0; r < kRows && arena.base != nullptr; ++r) ones[r] = 1.0f;
-    const int64_t keys = plan.has_partial ? 0 : p.S;
+    const int64_t keys = plan.has_partial ? 0 : plan.chunks > 1 ? 2 * p.S : p.S;
     key_sums = arena.take<float>(keys * plan.padded_D), value_sums = arena.take<float>(keys * plan.padded_V);
     shared = blocks > 1;
   }
@@ -124,6 +124,8 @@ static BackwardPlan plan_backward(const Problem& p) {
     BackwardScratch<decltype(format)>(count, p, plan);
     plan.scratch_bytes = count.used;
   });
+  // Two sums: of the chunks so far, and of the next one.
+  if (plan.chunks > 1 && 2 * plan.partial_floats(p) * 4 <= kOwnBytes) plan.whole_bytes = 2 * plan.partial_floats(p) * 4;
   return plan;
 }
 

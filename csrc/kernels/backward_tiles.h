@@ -16,6 +16,25 @@ struct UnitRows {
 
 constexpr int kUnits = kTile / kTileStep;  // of a tile
 
+// What is prefetched beside the softmax of a unit: a block's share of the sums that are read when all blocks are done,
+// and of the next tile.
+struct UnitAhead {
+  const char* sums[2] = {nullptr, nullptr};
+  int64_t bytes[2] = {0, 0};
+  NextTile* next = nullptr;
+
+  // Of two keys, the j-th of a unit and the next one.
+  HW_MEMBER void step(int64_t j) {
+    if (j % 8 == 0) next->key.step();
+    if (j % 8 == 4) next->value.step();
+    for (int i = 0; i < 2; ++i) {
+      for (int64_t at = bytes[i] * j / kTileStep; at < bytes[i] * (j + 2) / kTileStep; at += 64) {
+        HW_PREFETCH_NEAR(sums[i] + at);
+      }
+    }
+  }
+};
+
 // The gradients of a block's scores for the keys of a tile: x = S and y = dP, or P and dS if `ready`, become P and dS by
 // key and row, and dS in pairs of keys. `keys` are those of a unit or two; places of others up to whole units are
 // zeros. `full`: no score is -inf by a mask.
@@ -23,7 +42,8 @@ template <int NV>
 static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRICT y, int keys, float c,
                              const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
                              const float* HW_RESTRICT delta, bool ready, bool full, uint16_t* HW_RESTRICT weight_rows,
-                             uint16_t* HW_RESTRICT score_rows, int64_t pitch, uint32_t* HW_RESTRICT pairs) {
+                             uint16_t* HW_RESTRICT score_rows, int64_t pitch, uint32_t* HW_RESTRICT pairs,
+                             UnitAhead& ahead) {
   constexpr int R = NV * W;
   const F scale = set1(c), lowest = set1(-3.4028235e38f);
   F peak[NV], most[NV], mean[NV];
@@ -69,6 +89,7 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
   F w[2 * NV], d[2 * NV];
   int64_t j = 0;
   for (; full && !ready && j + 2 <= keys; j += 2) {
+    ahead.step(j);
     gradients(j, w, d, Number<0>{}), gradients(j + 1, w + NV, d + NV, Number<0>{});
     pack(j, w, d);
   }
