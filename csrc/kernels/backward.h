@@ -21,7 +21,20 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
   tile.key = tile_rows<N>(p.key, b, kv_head, tile, p.D, tile.bad, !(s.shared && collides(p.key)), s.key_copy);
   tile.value = tile_rows<N>(p.value, b, kv_head, tile, p.V, tile.bad, true, s.value_copy);
   tile.key_pairs = tile.key;
-  if constexpr (N::kPair == 2) tile.key_pairs = tile_pairs<N>(p.key, b, kv_head, tile, p.D, true, s.pair_copy, s.spare);
+  if constexpr (N::kTiles) {
+    tile.key_pairs = {reinterpret_cast<const char*>(s.pair_copy), 0};
+    pack_key_columns(p.key, b, kv_head, tile, p.D, reinterpret_cast<uint16_t*>(s.pair_copy),
+                     reinterpret_cast<uint16_t*>(s.spare));
+  } else if constexpr (N::kPair == 2) tile.key_pairs = tile_pairs<N>(p.key, b, kv_head, tile, p.D, true, s.pair_copy, s.spare);
+}
+
+// The factors of dropout, where there are any.
+template <int R>
+static inline void drop_factors(const Problem& p, int64_t b, const QueryRows& rows, const KeySpan& span,
+                                const Products& products) {
+  if (p.dropout == 0.0f) return;
+  for (int64_t i = 0; i < int64_t{span.n} * R; ++i) products.keep[i] = 1.0f;
+  drop_tile<1, R>(p, b, rows, span.j0, span.n, products.keep);
 }
 
 // Scores and dP of a block and a tile. They have the bits of the forward and of `add_deltas`; where neither is needed,
@@ -31,15 +44,23 @@ static inline void forward_products(const Problem& p, int64_t b, const BackwardT
                                     int block, bool recomputes, const Products& products, BackwardScratch<N>& s) {
   constexpr int R = NV * W;
   const BackwardBlock<N>& own = s.block[block];
-  block_scores<N, NV>(p, b, tile, span, own.query, s.rows[block], false, products.x,
-                      p.softcap > 0.0f ? products.capped : nullptr, recomputes ? kShortPiece : kPiece);
   const int64_t skip = span.j0 - tile.j0, cells = int64_t{span.n} * R;
   const auto* value = reinterpret_cast<const typename N::Key*>(tile.value.data) + skip * tile.value.stride;
-  key_products<N, NV>(own.dout, N::depth(p.V), value, tile.value.stride, span.n, products.y, kShortPiece);
-  if (p.dropout > 0.0f) {
-    for (int64_t i = 0; i < cells; ++i) products.keep[i] = 1.0f;
-    drop_tile<1, R>(p, b, s.rows[block], span.j0, span.n, products.keep);
+  float* capped = p.softcap > 0.0f ? products.capped : nullptr;
+  if constexpr (N::kTiles && NV == 3) {
+    if (p.D == p.V && p.D % kTileStep == 0 && span.n == W) {
+      const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
+      tile_scores<ScoreLayout<1, R>>(p, b, s.rows[block], span, nullptr, products.x, cells, capped, [&] {
+        add_both(own.query, own.dout, p.D / kTileStep, key, tile.key.stride, value, tile.value.stride, products.x,
+                 products.y);
+      });
+      return drop_factors<R>(p, b, s.rows[block], span, products);
+    }
   }
+  block_scores<N, NV>(p, b, tile, span, own.query, s.rows[block], false, products.x, capped,
+                      recomputes ? kShortPiece : kPiece);
+  key_products<N, NV>(own.dout, N::depth(p.V), value, tile.value.stride, span.n, products.y, kShortPiece);
+  drop_factors<R>(p, b, s.rows[block], span, products);
 }
 
 template <class N, int NV>
@@ -131,46 +152,60 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
   if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
 }
 
-// The same by matrix instructions but for dV and dK. Rows that reach few keys have them in one piece.
+// P and dS of a block and 16 keys of a unit, some or all of which `span` has; those of the others are zeros. Where the
+// products have been computed, they begin at the key `first`.
+template <class N, int NV>
+static inline void backward_keys(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
+                                 const BackwardTile& tile, const KeySpan& span, int64_t first, int block,
+                                 UnitAhead& ahead, BackwardScratch<N>& s) {
+  BackwardBlock<N>& own = s.block[block];
+  const bool computed = plan.keeps_products || own.one_tile;
+  const Products products = computed ? s.products.from((span.j0 - first) * NV * W) : s.products;
+  bool ready = false;
+  if (span.n > 0) {
+    if (!computed) forward_products<N, NV>(p, to.b, tile, span, block, plan.by_row, products, s);
+    ready = float_scores<N, NV>(p, plan, to, span, block, products, s);
+  }
+  if (to.only >= 0) return;
+  const int64_t key = span.j0 - tile.j0;
+  const UnitPlaces<NV> places(s, static_cast<int>(key / kTileStep), block, key % kTileStep);
+  pack_unit<NV>(products.x, products.y, span.n, W, softmax_scale(p) * kLog2e, own.row_max, own.largest, own.delta,
+                ready, span.kind == TileKind::full && !scales_first(p), places, ahead);
+}
+
+// The same of a tile, and dQ; dV and dK follow when all blocks of rows are done.
 template <class N, int NV>
 static inline void backward_units(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
                                   const BackwardTile& tile, const KeySpan& span, int block, int blocks,
                                   UnitRows* units, NextTile& next, BackwardScratch<N>& s) {
-  constexpr int R = NV * W;
-  UnitAhead ahead;
-  ahead.next = &next;
-  BackwardBlock<N>& own = s.block[block];
-  const int from = static_cast<int>(span.j0 - tile.j0) / kTileStep;
-  const int step = own.one_tile ? kBackwardTile : kTileStep;
-  for (int j = 0; j < span.n; j += step) {
-    KeySpan piece = {span.j0 + j, static_cast<int>(min(step, span.n - j)), span.kind};
-    const int unit = from + j / kTileStep, last = unit + (piece.n + kTileStep - 1) / kTileStep;
-    if (span.kind == TileKind::mixed && !own.one_tile) piece = attended_span(p, to.b, s.rows[block], piece.j0, piece.n, kTileStep);
-    uint32_t* pairs = s.scores + unit * (W * R);
-    if (piece.kind == TileKind::empty) {
-      memset(pairs, 0, static_cast<size_t>(last - unit) * W * R * sizeof(*pairs));
+  constexpr int64_t unit_pairs = W * NV * W;
+  const bool in_cache = plan.partial_floats(p) <= kSumsInCache;
+  const int from = static_cast<int>(span.j0 - tile.j0) / kTileStep, to_unit = from + (span.n + kTileStep - 1) / kTileStep;
+  UnitAhead ahead{&next};
+  if (s.block[block].one_tile) block_products<N, NV>(p, plan, to.b, tile, span, block, s);
+  for (int unit = from; unit < to_unit; ++unit) {
+    const int64_t j0 = tile.j0 + unit * kTileStep;
+    KeySpan keys = {j0, static_cast<int>(min(kTileStep, span.j0 + span.n - j0)), span.kind};
+    if (span.kind == TileKind::mixed) keys = attended_span(p, to.b, s.rows[block], j0, keys.n, kTileStep);
+    if (keys.kind == TileKind::empty) {
+      memset(s.scores + unit * unit_pairs, 0, unit_pairs * sizeof(uint32_t));
       continue;
     }
-    const Products products = block_products<N, NV>(p, plan, to.b, tile, piece, block, s);
-    const bool ready = float_scores<N, NV>(p, plan, to, piece, block, products, s);
-    if (to.only >= 0) continue;
-    const int64_t place = unit * kTileStep * s.pitch + block * kRows;
     if (to.keys) {
-      const int64_t first = unit * kTileStep + kTileStep * block / blocks, n = kTileStep / blocks;
-      const int64_t key = tile.j0 + first - to.first;
-      ahead.sums[0] = reinterpret_cast<const char*>(to.value_sums + key * plan.padded_V);
-      ahead.sums[1] = reinterpret_cast<const char*>(to.key_sums + key * plan.padded_D);
-      ahead.bytes[0] = n * plan.padded_V * 4, ahead.bytes[1] = n * plan.padded_D * 4;
+      join_unit(unit, block, units[unit], s);
+      const int64_t first = j0 - to.first + kTileStep * block / blocks, n = in_cache ? 0 : kTileStep / blocks;
+      ahead.begin(0, to.value_sums + first * plan.padded_V, n, plan.padded_V);
+      ahead.begin(1, to.key_sums + first * plan.padded_D, n, plan.padded_D);
     }
-    pack_unit<NV>(products.x, products.y, piece.n, softmax_scale(p) * kLog2e, own.row_max, own.largest, own.delta,
-                  ready, piece.kind == TileKind::full && !scales_first(p), s.weight_rows + place, s.score_rows + place,
-                  s.pitch, pairs, ahead);
-    for (int u = unit; u < last && to.keys; ++u) join_unit(u, block, units[u], s);
+    for (int k = 0; k < kTileStep; k += W) {
+      const KeySpan some = {j0 + k, static_cast<int>(max(0, min(W, keys.n - k))), keys.kind};
+      backward_keys<N, NV>(p, plan, to, tile, some, plan.keeps_products ? 0 : span.j0, block, ahead, s);
+    }
   }
   if (to.only >= 0 || !to.queries) return;
-  const auto* columns = reinterpret_cast<const uint16_t*>(tile.key_pairs.data) + from * kTileStep;
-  add_keys<NV>(columns, tile.key_pairs.stride, p.D, (span.n + kTileStep - 1) / kTileStep, s.scores + from * (W * R),
-               own.sums);
+  const auto* columns = reinterpret_cast<const uint16_t*>(tile.key_pairs.data);
+  add_keys<NV>(columns + from * kTileStep * plan.padded_D, plan.padded_D, to_unit - from, s.scores + from * unit_pairs,
+               s.block[block].sums);
 }
 
 // dV and dK of a tile, whose blocks of rows are done.
@@ -182,12 +217,12 @@ static inline void end_units(const BackwardPlan& plan, const BackwardTarget& to,
     if (rows.last == 0) continue;
     if (rows.last % 2 == 1 && rows.last < blocks) clear_unit(u, rows.last++, s);
     const int64_t first = rows.first * kRows, all = (rows.last - 1) * kRows + s.rows[rows.last - 1].padded - first;
-    const int64_t n = round_up(all, kTileStep), keys = min(kTileStep, tile.n - u * kTileStep);
-    const int64_t from = u * kTileStep * s.pitch + first, key = tile.j0 + u * kTileStep - to.first;
+    const int64_t steps = (all + kTileStep - 1) / kTileStep, keys = min(kTileStep, tile.n - u * kTileStep);
+    const int64_t from = u * s.steps * kBlockCells + place_of_row(first), key = tile.j0 + u * kTileStep - to.first;
     const BackwardBlock<N>& own = s.block[rows.first];
-    add_unit_product(s.weight_rows + from, s.pitch, keys, n, own.dout_rows, plan.padded_V,
+    add_unit_product(s.weight_rows + from, keys, steps, own.dout_rows, s.panel, plan.padded_V,
                      to.value_sums + key * plan.padded_V);
-    add_unit_product(s.score_rows + from, s.pitch, keys, n, own.query_rows, plan.padded_D,
+    add_unit_product(s.score_rows + from, keys, steps, own.query_rows, s.panel, plan.padded_D,
                      to.key_sums + key * plan.padded_D);
     rows = {};
   }

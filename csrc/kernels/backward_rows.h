@@ -49,7 +49,7 @@ struct BackwardScratch {
   QueryRows* rows;
   Products products;
   typename N::Key *weight_rows, *score_rows;  // P and dS for products that sum over rows: [key][row]
-  int64_t pitch;                              // from key to key of both; of matrix instructions, of all rows of a step
+  int64_t steps, panel;                       // of matrix instructions (backward_tiles.h): of 32 rows each; of factors
   typename N::Weight* scores;                 // dS for the product that sums over keys
   float *key_copy, *value_copy, *pair_copy;
   typename N::Query* out;          // O^T
@@ -63,29 +63,30 @@ struct BackwardScratch {
   BackwardScratch(Arena& arena, const Problem& p, const BackwardPlan& plan) {
     const int blocks = static_cast<int>(plan.rows_per_step / kRows);
     const int64_t widest = max(plan.padded_D, plan.padded_V), cells = kBackwardTile * kRows;
-    const int64_t side_by_side = N::kTiles ? blocks * kRows + W : 0, keys_of_tile = kKeysOf<N>;
-    pitch = N::kTiles ? column_pitch(side_by_side) : kRows;
-    typename N::Query* query_rows = arena.take<typename N::Query>(side_by_side / N::kPair * plan.padded_D);
-    typename N::Query* dout_rows = arena.take<typename N::Query>(side_by_side / N::kPair * plan.padded_V);
-    const int64_t floats = plan.keeps_products ? max(p.S * W, cells) : cells;
+    const int64_t floats = plan.keeps_products ? max(p.S * W, cells) : cells, keys_of_tile = kKeysOf<N>;
+    steps = (blocks * kRows + kTileStep - 1) / kTileStep, panel = (steps * kTileStep + W) / 2 * W;
+    const int64_t side_by_side = N::kTiles ? panel / W : 0;  // pairs of rows of all blocks, and of some behind them
+    typename N::Query* query_rows = arena.take<typename N::Query>(side_by_side * plan.padded_D);
+    typename N::Query* dout_rows = arena.take<typename N::Query>(side_by_side * plan.padded_V);
     block = arena.take<BackwardBlock<N>>(blocks);
     rows = arena.take<QueryRows>(blocks);
     for (int i = 0; i < blocks; ++i) {
       BackwardBlock<N> one;
       one.query = arena.take<typename N::Query>(N::depth(p.D) * kRows);
       one.dout = arena.take<typename N::Query>(N::depth(p.V) * kRows);
-      const int64_t rows_of_one = kRows / N::kPair;
-      one.query_rows = N::kTiles ? query_rows + i * rows_of_one * plan.padded_D
-                                 : arena.take<typename N::Query>(rows_of_one * plan.padded_D);
-      one.dout_rows = N::kTiles ? dout_rows + i * rows_of_one * plan.padded_V
-                                : arena.take<typename N::Query>(rows_of_one * plan.padded_V);
+      if constexpr (N::kTiles) {
+        one.query_rows = query_rows + i * kRows / 2 * W, one.dout_rows = dout_rows + i * kRows / 2 * W;
+      } else {
+        one.query_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.padded_D);
+        one.dout_rows = arena.take<typename N::Query>(kRows / N::kPair * plan.padded_V);
+      }
       one.sums = arena.take<float>(plan.padded_D * kRows);
       if (arena.base != nullptr) block[i] = one;
     }
     products.x = arena.take<float>(floats), products.y = arena.take<float>(floats);
     products.capped = arena.take<float>(floats), products.keep = arena.take<float>(floats);
-    weight_rows = arena.take<typename N::Key>(keys_of_tile * pitch);
-    score_rows = arena.take<typename N::Key>(keys_of_tile * pitch);
+    const int64_t row_cells = keys_of_tile * (N::kTiles ? steps * kTileStep : kRows);
+    weight_rows = arena.take<typename N::Key>(row_cells), score_rows = arena.take<typename N::Key>(row_cells);
     scores = arena.take<typename N::Weight>(keys_of_tile * kRows);
     key_copy = arena.take<float>(keys_of_tile * pitch_of(p.D));
     value_copy = arena.take<float>(keys_of_tile * pitch_of(p.V));
@@ -255,8 +256,13 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
                  rows.lo_min / kBackwardTile == (rows.hi_max - 1) / kBackwardTile;
   if (!own.one_tile && !plan.by_row) add_deltas<N, NV>(p, g, b, block, s);
   pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
-  pack_rows<N>(p.query, b, rows, R, p.D, own.query_rows, plan.padded_D, s.spare);
-  pack_rows<N>(g.grad_out, b, rows, R, p.V, own.dout_rows, plan.padded_V, s.spare);
+  if constexpr (N::kTiles) {
+    pack_panels(p.query, b, rows, R, p.D, own.query_rows, s.panel, s.spare);
+    pack_panels(g.grad_out, b, rows, R, p.V, own.dout_rows, s.panel, s.spare);
+  } else {
+    pack_rows<N>(p.query, b, rows, R, p.D, own.query_rows, plan.padded_D, s.spare);
+    pack_rows<N>(g.grad_out, b, rows, R, p.V, own.dout_rows, plan.padded_V, s.spare);
+  }
   memset(own.sums, 0, static_cast<size_t>(plan.padded_D * R) * sizeof(float));
   memset(own.slope, 0, sizeof(own.slope));
 }

@@ -12,7 +12,7 @@ constexpr int kBackwardTile = kBackwardKeys;
 constexpr int kBackwardColumns = W >= 16 ? 4 : 2;  // vectors of columns in the micro-kernel that sums over rows
 
 // Rows of x in memory order, for the products that sum over rows. Bad rows and those behind the last are zeros. There
-// are `padded` rows of the block, and W of zeros behind them where matrix instructions take whole steps.
+// are `padded` rows of the block.
 template <class N>
 static inline void pack_rows(const Tensor4& x, int64_t b, const QueryRows& rows, int padded, int64_t width,
                              typename N::Query* out, int64_t pitch, char* spare) {
@@ -26,13 +26,32 @@ static inline void pack_rows(const Tensor4& x, int64_t b, const QueryRows& rows,
       }
       for (int64_t d = 0; d < pitch; d += W) interleave(out + r / 2 * pitch + d, pair + d, pair + pitch + d);
     }
-    const int64_t missing = N::kTiles ? W / 2 * pitch : 0;
-    memset(out + padded / 2 * pitch, 0, static_cast<size_t>(missing) * sizeof(*out));
   } else {
     (void)spare;
     for (int r = 0; r < padded; ++r) {
       copy_floats(out + r * pitch, at(x, b, rows.h[r], rows.t[r]), x.dtype, x.stride[3], copied(r), pitch);
     }
+  }
+}
+
+// Rows of x for dV and dK: [column / 16][row / 2][column % 16], the panels of 16 columns `panel` words apart. Bad rows
+// and those behind the last are zeros, up to `padded` rows of the block and 16 behind them.
+static inline void pack_panels(const Tensor4& x, int64_t b, const QueryRows& rows, int padded, int64_t width,
+                               uint32_t* out, int64_t panel, char* spare) {
+  const int64_t pitch = round_up(width, W);
+  for (int r = 0; r < padded + W; r += 2) {
+    const uint16_t* row[2];
+    for (int side = 0; side < 2; ++side) {
+      const int i = r + side;
+      const bool zeros = i >= rows.n || rows.query_bad[i];
+      const char* from = zeros ? nullptr : at(x, b, rows.h[i], rows.t[i]);
+      row[side] = reinterpret_cast<const uint16_t*>(from);
+      if (!zeros && x.stride[3] == 1 && width == pitch) continue;
+      uint16_t* copy = reinterpret_cast<uint16_t*>(spare) + side * pitch;
+      copy_halves(copy, from, x.stride[3], zeros ? 0 : width, pitch), row[side] = copy;
+    }
+    uint32_t* to = out + r / 2 * W;
+    for (int64_t d = 0; d < pitch; d += W, to += panel) interleave(to, row[0] + d, row[1] + d);
   }
 }
 
