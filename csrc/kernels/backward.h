@@ -28,6 +28,9 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
   } else if constexpr (N::kPair == 2) tile.key_pairs = tile_pairs<N>(p.key, b, kv_head, tile, p.D, true, s.pair_copy, s.spare);
 }
 
+// Whether x and y of 16 keys are computed together. With smaller head dims Q^T and dO^T stay in the L1 cache beside 32.
+HW_INLINE bool takes_both(const Problem& p) { return p.D == p.V && p.D % kTileStep == 0 && p.D > 64; }
+
 // The factors of dropout, where there are any.
 template <int R>
 static inline void drop_factors(const Problem& p, int64_t b, const QueryRows& rows, const KeySpan& span,
@@ -48,7 +51,7 @@ static inline void forward_products(const Problem& p, int64_t b, const BackwardT
   const auto* value = reinterpret_cast<const typename N::Key*>(tile.value.data) + skip * tile.value.stride;
   float* capped = p.softcap > 0.0f ? products.capped : nullptr;
   if constexpr (N::kTiles && NV == 3) {
-    if (p.D == p.V && p.D % kTileStep == 0 && span.n == W) {
+    if (takes_both(p) && span.n == W) {
       const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
       tile_scores<ScoreLayout<1, R>>(p, b, s.rows[block], span, nullptr, products.x, cells, capped, [&] {
         add_both(own.query, own.dout, p.D / kTileStep, key, tile.key.stride, value, tile.value.stride, products.x,
@@ -152,12 +155,12 @@ static inline void backward_tile(const Problem& p, const BackwardPlan& plan, con
   if (to.queries) block_values<N, NV>(tile, span, tile.key_pairs, scores, p.D, s.ones, own.sums);
 }
 
-// P and dS of a block and 16 keys of a unit, some or all of which `span` has; those of the others are zeros. Where the
-// products have been computed, they begin at the key `first`.
+// P and dS of a block and `padded` keys of a unit, some or all of which `span` has; those of the others are zeros.
+// Where the products have been computed, they begin at the key `first`.
 template <class N, int NV>
 static inline void backward_keys(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
-                                 const BackwardTile& tile, const KeySpan& span, int64_t first, int block,
-                                 UnitAhead& ahead, BackwardScratch<N>& s) {
+                                 const BackwardTile& tile, const KeySpan& span, int64_t padded, int64_t first,
+                                 int block, UnitAhead& ahead, BackwardScratch<N>& s) {
   BackwardBlock<N>& own = s.block[block];
   const bool computed = plan.keeps_products || own.one_tile;
   const Products products = computed ? s.products.from((span.j0 - first) * NV * W) : s.products;
@@ -169,7 +172,7 @@ static inline void backward_keys(const Problem& p, const BackwardPlan& plan, con
   if (to.only >= 0) return;
   const int64_t key = span.j0 - tile.j0;
   const UnitPlaces<NV> places(s, static_cast<int>(key / kTileStep), block, key % kTileStep);
-  pack_unit<NV>(products.x, products.y, span.n, W, softmax_scale(p) * kLog2e, own.row_max, own.largest, own.delta,
+  pack_unit<NV>(products.x, products.y, span.n, padded, softmax_scale(p) * kLog2e, own.row_max, own.largest, own.delta,
                 ready, span.kind == TileKind::full && !scales_first(p), places, ahead);
 }
 
@@ -181,6 +184,7 @@ static inline void backward_units(const Problem& p, const BackwardPlan& plan, co
   constexpr int64_t unit_pairs = W * NV * W;
   const bool in_cache = plan.partial_floats(p) <= kSumsInCache;
   const int from = static_cast<int>(span.j0 - tile.j0) / kTileStep, to_unit = from + (span.n + kTileStep - 1) / kTileStep;
+  const int part = takes_both(p) && NV == 3 ? W : kTileStep;
   UnitAhead ahead{&next};
   if (s.block[block].one_tile) block_products<N, NV>(p, plan, to.b, tile, span, block, s);
   for (int unit = from; unit < to_unit; ++unit) {
@@ -197,9 +201,9 @@ static inline void backward_units(const Problem& p, const BackwardPlan& plan, co
       ahead.begin(0, to.value_sums + first * plan.padded_V, n, plan.padded_V);
       ahead.begin(1, to.key_sums + first * plan.padded_D, n, plan.padded_D);
     }
-    for (int k = 0; k < kTileStep; k += W) {
-      const KeySpan some = {j0 + k, static_cast<int>(max(0, min(W, keys.n - k))), keys.kind};
-      backward_keys<N, NV>(p, plan, to, tile, some, plan.keeps_products ? 0 : span.j0, block, ahead, s);
+    for (int k = 0; k < kTileStep; k += part) {
+      const KeySpan some = {j0 + k, static_cast<int>(max(0, min(part, keys.n - k))), keys.kind};
+      backward_keys<N, NV>(p, plan, to, tile, some, part, plan.keeps_products ? 0 : span.j0, block, ahead, s);
     }
   }
   if (to.only >= 0 || !to.queries) return;

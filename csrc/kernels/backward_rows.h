@@ -176,16 +176,39 @@ static inline void deltas_as_tiles(const Problem& p, int64_t b, const QueryRows&
   }
 }
 
-// Adds sum(dO O) to the delta of each row. Where a key has all the weight, O has the bits of its value: there the sum
-// is in the order of dP, so that dP - delta is 0. Elsewhere the order is one that rounds less.
+// sum(dO O) of each row in an order that rounds less, along the rows as they lie.
 template <class N, int NV>
-static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, int block, BackwardScratch<N>& s) {
+static inline void deltas_of_rows(const Problem& p, const Gradients& g, int64_t b, const QueryRows& rows, char* spare,
+                                  F* sums) {
+  uint16_t* copy = reinterpret_cast<uint16_t*>(spare);
+  const auto row_of = [&](const Tensor4& x, int r, int64_t place) {
+    const char* row = at(x, b, rows.h[r], rows.t[r]);
+    if (x.stride[3] == 1) return reinterpret_cast<const uint16_t*>(row);
+    copy_halves(copy + place, row, x.stride[3], p.V, p.V);
+    return static_cast<const uint16_t*>(copy + place);
+  };
+  for (int v = 0; v < NV; ++v) {
+    F of_row[W];
+    for (int i = 0; i < W; ++i) {
+      const int r = v * W + i;
+      of_row[i] = zero();
+      if (r >= rows.n || rows.query_bad[r]) continue;
+      const uint16_t *out = row_of(p.out, r, 0), *dout = row_of(g.grad_out, r, p.V);
+      for (int64_t d = 0; d < p.V; d += 2 * W) {
+        const int64_t n = min(2 * W, p.V - d);
+        of_row[i] = dot_pairs(of_row[i], load_halves(out + d, n), load_halves(dout + d, n));
+      }
+    }
+    sums[v] = reduce_each(of_row);
+  }
+}
+
+// The same along the transposed rows: all of them, one `step` behind the other, or a piece.
+template <class N, int NV>
+static inline void deltas_of_lanes(const Problem& p, int64_t b, const QueryRows& rows, const typename N::Query* dout,
+                                   bool one_has_all, BackwardScratch<N>& s, F* as_dp, F* in_strands) {
   constexpr int R = NV * W;
-  QueryRows& rows = s.rows[block];
-  BackwardBlock<N>& own = s.block[block];
   pack_transposed<N, NV>(p.out, b, rows, p.V, s.out, s.spare);
-  F as_dp[NV], in_strands[NV];
-  for (int v = 0; v < NV; ++v) as_dp[v] = in_strands[v] = zero();
   const auto add_sum = [&](F* to_sum, int64_t from, int64_t to, int64_t step) {
     F sum[NV];
     for (int v = 0; v < NV; ++v) sum[v] = zero();
@@ -193,20 +216,32 @@ static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, i
       HW_UNROLL
       for (int v = 0; v < NV; ++v) {
         const int64_t at = d * R + v * W;
-        sum[v] = N::times(sum[v], own.dout + at, load(reinterpret_cast<const float*>(s.out + at)));
+        sum[v] = N::times(sum[v], dout + at, load(reinterpret_cast<const float*>(s.out + at)));
       }
     }
     for (int v = 0; v < NV; ++v) to_sum[v] = add(to_sum[v], sum[v]);
   };
   const int64_t depth = N::depth(p.V);
+  for (int64_t d = 0; one_has_all && d < depth; d += kShortPiece) add_sum(as_dp, d, min(d + kShortPiece, depth), 1);
+  for (int64_t d = 0; d < kStrands; ++d) add_sum(in_strands, d, depth, kStrands);
+}
+
+// Adds sum(dO O) to the delta of each row. Where a key has all the weight, O has the bits of its value: there the sum
+// is in the order of dP, so that dP - delta is 0. Elsewhere the order is one that rounds less.
+template <class N, int NV>
+static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, int block, BackwardScratch<N>& s) {
+  QueryRows& rows = s.rows[block];
+  BackwardBlock<N>& own = s.block[block];
+  F as_dp[NV], in_strands[NV];
+  for (int v = 0; v < NV; ++v) as_dp[v] = in_strands[v] = zero();
   bool one_has_all = false;
   for (int r = 0; r < rows.n; ++r) one_has_all |= own.largest[r] >= kAllWeight;
   if constexpr (N::kTiles) {
     if (one_has_all) deltas_as_tiles<N, NV>(p, b, rows, own.dout, s.spare, as_dp);
+    deltas_of_rows<N, NV>(p, g, b, rows, s.spare, in_strands);
   } else {
-    for (int64_t d = 0; one_has_all && d < depth; d += kShortPiece) add_sum(as_dp, d, min(d + kShortPiece, depth), 1);
+    deltas_of_lanes<N, NV>(p, b, rows, own.dout, one_has_all, s, as_dp, in_strands);
   }
-  for (int64_t d = 0; d < kStrands; ++d) add_sum(in_strands, d, depth, kStrands);
   for (int v = 0; v < NV; ++v) {
     const F sum = select(not_less(load(own.largest + v * W), set1(kAllWeight)), as_dp[v], in_strands[v]);
     store(own.delta + v * W, add(load(own.delta + v * W), sum));

@@ -202,7 +202,7 @@ static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
                                    typename N::Query* out, char* spare) {
   constexpr int R = NV * W;
   const int64_t depth = N::depth(width), padded = round_up(depth, W);
-  const bool in_place = N::kPair == 1 && x.dtype == Dtype::f32 && x.stride[3] == 1 && width % W == 0;
+  const bool whole = N::kPair == 1 ? x.dtype == Dtype::f32 : true, in_place = whole && x.stride[3] == 1 && width % (N::kPair * W) == 0;
   float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` elements of 32 bits
   for (int v = 0; v < NV; ++v) {
     const float* from[W];
