@@ -220,8 +220,9 @@ static inline void end_units(const BackwardPlan& plan, const BackwardTarget& to,
     UnitRows& rows = units[u];
     if (rows.last == 0) continue;
     if (rows.last % 2 == 1 && rows.last < blocks) clear_unit(u, rows.last++, s);
-    const int64_t first = rows.first * kRows, all = (rows.last - 1) * kRows + s.rows[rows.last - 1].padded - first;
-    const int64_t steps = (all + kTileStep - 1) / kTileStep, keys = min(kTileStep, tile.n - u * kTileStep);
+    const int64_t first = rows.first * kRows, end = (rows.last - 1) * kRows + s.rows[rows.last - 1].padded;
+    if (end % kTileStep != 0) clear_rows(u, end, s);
+    const int64_t steps = (end - first + kTileStep - 1) / kTileStep, keys = min(kTileStep, tile.n - u * kTileStep);
     const int64_t from = u * s.steps * kBlockCells + place_of_row(first), key = tile.j0 + u * kTileStep - to.first;
     const BackwardBlock<N>& own = s.block[rows.first];
     add_unit_product(s.weight_rows + from, keys, steps, own.dout_rows, s.panel, plan.padded_V,
@@ -255,7 +256,6 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
   reach = reach.within(to.first, to.last);
   if (!to.queries && reach.from >= reach.to) return;
   for (int i = 0; i < blocks; ++i) HW_BY_VECTORS(s.rows[i].n, begin_block, p, g, plan, to.b, i, s);
-  if constexpr (N::kTiles) clear_behind(blocks, s);
   BackwardTile tile;
   UnitRows units[kUnits];
   const auto end_tile = [&] {

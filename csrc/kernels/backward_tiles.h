@@ -236,13 +236,6 @@ static inline void clear_unit(int unit, int block, BackwardScratch<N>& s) {
   for (int r = 0; r < kRows; r += W) clear_rows(unit, block * kRows + r, s);
 }
 
-// Zeros behind the last row of a step of rows, up to a whole step of a product.
-template <class N>
-static inline void clear_behind(int blocks, BackwardScratch<N>& s) {
-  const int64_t end = (blocks - 1) * kRows + s.rows[blocks - 1].padded;
-  for (int unit = 0; unit < kUnits && end % kTileStep != 0; ++unit) clear_rows(unit, end, s);
-}
-
 // A block that has P and dS of a unit; those before it have theirs, or get zeros.
 template <class N>
 static inline void join_unit(int unit, int block, UnitRows& rows, BackwardScratch<N>& s) {
