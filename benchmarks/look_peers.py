@@ -173,13 +173,13 @@ def row(way: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Of the peers."""
-    found: dict[str, str | None] = {}
+    by_name: dict[str, str | None] = {}
     for name in PEERS:
         try:
-            found[name] = version(name.replace("_", "-"))
+            by_name[name] = version(name.replace("_", "-"))
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            by_name[name] = None
+    return by_name
 
 
 def print_table(report: dict[str, Any]) -> None:

@@ -110,8 +110,8 @@ def _steps(layer: Any, x: torch.Tensor, cache: Any) -> dict[str, Callable[[], An
         other.truncate(TOKENS)
 
     def computing() -> None:
-        for part, given in zip(linears, inputs, strict=True):
-            part(given)
+        for part, row in zip(linears, inputs, strict=True):
+            part(row)
         headwise.attention(query, cache)
 
     return {"in one call": once, "in several": apart, "linears and attention": computing}

@@ -139,21 +139,21 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(2)
     whole = inputs(tokens)
     one = timed(lambda: headwise.attention(*whole, mask=headwise.causal()), torch.ones(1, H, tokens, D), rounds)
-    found: dict[str, Any] = {"tokens": tokens, "one process": [statistics.median(x) for x in one]}
+    record: dict[str, Any] = {"tokens": tokens, "one process": [statistics.median(x) for x in one]}
     with ranks.Pool(2) as pool:
         for layout in LAYOUTS:
-            told = pool.run(split_times, tokens, layout, rounds, patience=500)
-            found[layout] = [statistics.median(map(max, *(one[way] for one in told))) for way in (0, 1)]
-        found["torch"] = pool.run(torch_says, 512)[0]
-        told = pool.run(deepspeed_times, tokens, rounds, patience=500)
-        failed = next((one for one in told if isinstance(one, str)), None)
-        found["deepspeed"] = failed or [statistics.median(map(max, *(one[way] for one in told))) for way in (0, 1)]
-    found["memory"] = {}
+            times = pool.run(split_times, tokens, layout, rounds, patience=500)
+            record[layout] = [statistics.median(map(max, *(one[way] for one in times))) for way in (0, 1)]
+        record["torch"] = pool.run(torch_says, 512)[0]
+        times = pool.run(deepspeed_times, tokens, rounds, patience=500)
+        failed = next((one for one in times if isinstance(one, str)), None)
+        record["deepspeed"] = failed or [statistics.median(map(max, *(one[way] for one in times))) for way in (0, 1)]
+    record["memory"] = {}
     for world in WORLDS:
         with ranks.Pool(world) as pool:
             for layout in LAYOUTS:
-                found["memory"].setdefault(layout, []).append(max(pool.run(split_memory, tokens, layout)))
-    return found
+                record["memory"].setdefault(layout, []).append(max(pool.run(split_memory, tokens, layout)))
+    return record
 
 
 def slope(bytes_: list[int]) -> float:
@@ -169,27 +169,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    found = measure(chosen.tokens, chosen.rounds)
+    report = measure(chosen.tokens, chosen.rounds)
     if chosen.json:
-        print(json.dumps(found))
+        print(json.dumps(report))
         return
     print(f"H {H}, K {K}, D {D}, float32, {chosen.tokens} tokens, causal; load average {os.getloadavg()[0]:.1f}")
-    base = found["one process"]
+    base = report["one process"]
     print(f"one process, two threads: forward {1e3 * base[0]:.0f} ms, backward {1e3 * base[1]:.0f} ms")
     for layout in LAYOUTS:
-        forward, backward = found[layout]
+        forward, backward = report[layout]
         print(
             f"two processes, {layout:<8} forward {1e3 * forward:.0f} ms ({base[0] / forward:.2f} of the speed), "
             f"backward {1e3 * backward:.0f} ms ({base[1] / backward:.2f})"
         )
-    for layout, sizes in found["memory"].items():
+    for layout, sizes in report["memory"].items():
         mib = ", ".join(f"{n / 2**20:.1f}" for n in sizes)
         print(f"memory a rank, {layout:<8} {mib} MiB at N = 1, 2, 4, 8; slope {slope(sizes):.2f}")
-    theirs = found["deepspeed"]
+    theirs = report["deepspeed"]
     if not isinstance(theirs, str):
         theirs = f"forward {1e3 * theirs[0]:.0f} ms, backward {1e3 * theirs[1]:.0f} ms"
     print(f"two processes, DeepSpeed's Ulysses around torch's SDPA: {theirs}")
-    print(f"torch's context_parallel, causal, on the CPU: {found['torch']}")
+    print(f"torch's context_parallel, causal, on the CPU: {report['torch']}")
 
 
 if __name__ == "__main__":

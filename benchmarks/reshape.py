@@ -60,22 +60,22 @@ class Text:
     def __init__(self, model: Path, files: int = 60) -> None:
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         tokenizer.no_truncation()
-        training, held = tiny_data.stdlib_files()
+        training, held_out = tiny_data.stdlib_files()
         self.training = tiny_data.encode(tokenizer, tiny_data.read(training[:: max(1, len(training) // files)]))
-        self.take(tiny_data.encode(tokenizer, tiny_data.read(held)))
+        self.take(tiny_data.encode(tokenizer, tiny_data.read(held_out)))
 
-    def take(self, held: torch.Tensor) -> None:
+    def take(self, tokens: torch.Tensor) -> None:
         """Windows to measure on, to fit to, and to rank heads on."""
-        self.held = tiny_data.text_rows(held, HELD, LENGTH)
+        self.rows = tiny_data.text_rows(tokens, HELD, LENGTH)
         self.calibration = list(tiny_data.text_rows(self.training, CALIBRATION, LENGTH).split(2))
         self.ranked = torch.cat(self.calibration)[:ALONE]
         self.held_tokens, self.calibration_tokens = HELD * (LENGTH - 1), CALIBRATION * LENGTH
 
     def loss(self, model: Any) -> float:
         """Nats a token that was never trained on."""
-        found = loss_of(model, list(self.held.split(2)))
-        assert found is not None
-        return found
+        loss = loss_of(model, list(self.rows.split(2)))
+        assert loss is not None
+        return loss
 
 
 class Words(Text):
@@ -83,10 +83,10 @@ class Words(Text):
 
     mask_id = train_encoder.MASK_ID
 
-    def take(self, held: torch.Tensor) -> None:
+    def take(self, tokens: torch.Tensor) -> None:
         width = train_encoder.LENGTH
         rows = HELD * LENGTH // width
-        self.words = train_encoder.held_out(held, rows)
+        self.words = train_encoder.held_out(tokens, rows)
         some = CALIBRATION * LENGTH // width
         ids, read, _ = train_encoder.held_out(self.training, some)
         self.calibration, self.ranked = list(read.split(min(8, some // 2))), ids[:: max(1, some // ALONE // 4)]
@@ -185,11 +185,11 @@ class Bench:
         """What each head is worth, by criterion; of chance three draws."""
         rows = [row.tolist() for row in self.text.ranked]
         measured = [name for name in CRITERIA if name != "redundancy"]
-        found = look.importance(self.model, rows, by=measured, mask_id=self.text.mask_id)
+        importance = look.importance(self.model, rows, by=measured, mask_id=self.text.mask_id)
         twins = look.redundancy(self.model, rows[0]).heads
-        values = {name: found.scores(name) for name in measured}
+        values = {name: importance.scores(name) for name in measured}
         values["redundancy"] = reshape.by_twins(((t.layer, t.head), t.output, t.output_of) for t in twins)
-        self.report["rank correlation"] = [[a.first, a.second, a.rho] for a in found.agreements]
+        self.report["rank correlation"] = [[a.first, a.second, a.rho] for a in importance.agreements]
         scores: dict[str, list[Any]] = {name: [reshape.by_call(values[name])] for name in CRITERIA}
         return scores | {"random": [reshape.random_scores(seed) for seed in range(3)]}
 

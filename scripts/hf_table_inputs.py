@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 B, T, T_DECODER, STEPS = 2, 11, 7, (1, 3)
 FORMS = 4
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 
 
 def sizes(config: PreTrainedConfig, more: dict[str, int]) -> dict[str, int]:
@@ -85,7 +85,7 @@ def made(spec: list[Any], letters: dict[str, int], noise: torch.Generator) -> An
     return {"ones": torch.ones, "zeros": torch.zeros}[kind](shape, dtype=torch.long)
 
 
-def inputs(model: PreTrainedModel, model_type: str) -> Given:
+def inputs(model: PreTrainedModel, model_type: str) -> Arguments:
     """The arguments of a forward, unpadded, without an attention mask: the first that the model takes.
 
     At first what its forward requires; then all that the rules know by name, too; each in the shapes of the rules, one
@@ -96,14 +96,14 @@ def inputs(model: PreTrainedModel, model_type: str) -> Given:
     first: Exception | None = None
     for all_known in (False, True):
         for form in range(FORMS):
-            given = some_inputs(model, case, letters, all_known, form)
+            arguments = some_inputs(model, case, letters, all_known, form)
             try:
                 with torch.no_grad():
-                    model(**given)
+                    model(**arguments)
             except Exception as error:
                 first = first or error
                 continue
-            return given if "inputs" in case else given | with_image(model, given, letters)
+            return arguments if "inputs" in case else arguments | with_image(model, arguments, letters)
         if "inputs" in case:
             break
     assert first is not None
@@ -112,7 +112,7 @@ def inputs(model: PreTrainedModel, model_type: str) -> Given:
 
 def some_inputs(
     model: PreTrainedModel, case: dict[str, Any], letters: dict[str, int], all_known: bool, form: int
-) -> Given:
+) -> Arguments:
     """The arguments that are required, or all that are known, in the first form of the rules or a later one."""
     noise = torch.Generator().manual_seed(7)
     parameters = inspect.signature(model.forward).parameters
@@ -132,15 +132,17 @@ def some_inputs(
         rules["pixel_values"] = RULES["packed"][form]
     rules |= case.get("inputs", {})
     wanted += case.get("inputs", {})
-    given = {name: made(rules[name], letters, noise) for name in dict.fromkeys(wanted) if rules.get(name) is not None}
-    return given
+    arguments = {
+        name: made(rules[name], letters, noise) for name in dict.fromkeys(wanted) if rules.get(name) is not None
+    }
+    return arguments
 
 
-def with_image(model: PreTrainedModel, given: Given, letters: dict[str, int]) -> Given:
+def with_image(model: PreTrainedModel, arguments: Arguments, letters: dict[str, int]) -> Arguments:
     """An image, and its places in the text, for a model that says how many places it takes."""
     noise = torch.Generator().manual_seed(7)
     token = getattr(model.config, "image_token_id", None) or getattr(model.config, "image_token_index", None)
-    if token is None or "input_ids" not in given or not hasattr(model, "get_image_features"):
+    if token is None or "input_ids" not in arguments or not hasattr(model, "get_image_features"):
         return {}
     parameters = inspect.signature(model.forward).parameters
     for form in RULES["images"]:
@@ -152,7 +154,7 @@ def with_image(model: PreTrainedModel, given: Given, letters: dict[str, int]) ->
             if isinstance(features, list | tuple):
                 features = torch.cat([x.reshape(-1, x.shape[-1]) for x in features])
             count = features.numel() // features.shape[-1] // B
-            ids = places(given["input_ids"], token, count)
+            ids = places(arguments["input_ids"], token, count)
             if "mm_token_type_ids" in parameters:
                 image["mm_token_type_ids"] = (ids == token).long()
             with torch.no_grad():
@@ -168,18 +170,18 @@ def places(ids: Tensor, token: int, count: int) -> Tensor:
     return torch.cat([ids[:, :2], torch.full((len(ids), count), token), ids[:, 2:]], 1)
 
 
-def padded(model: PreTrainedModel, given: Given, side: str) -> Given:
+def padded(model: PreTrainedModel, arguments: Arguments, side: str) -> Arguments:
     """The same with the second text padded by 3 tokens on a side; its pads are ids of the text.
 
     The decoder's text of an encoder-decoder is padded on the right alone.
     """
-    parameters, text = inspect.signature(model.forward).parameters, dict(given)
+    parameters, text = inspect.signature(model.forward).parameters, dict(arguments)
     pairs = [("input_ids", "attention_mask")]
     if side == "right" and {"decoder_attention_mask", "encoder_outputs"} <= parameters.keys():
         pairs.append(("decoder_input_ids", "decoder_attention_mask"))
     for ids, mask in pairs:
-        if ids in given and len(given[ids]) == B:
-            real = torch.ones(given[ids].shape[:2], dtype=torch.long)
+        if ids in arguments and len(arguments[ids]) == B:
+            real = torch.ones(arguments[ids].shape[:2], dtype=torch.long)
             real[1:, slice(0, 3) if side == "left" else slice(real.shape[1] - 3, None)] = 0
             text[mask] = real
     return text

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from hf_table_build import build, build_like, special
-from hf_table_inputs import STEPS, Given, inputs, padded
+from hf_table_inputs import STEPS, Arguments, inputs, padded
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,9 +24,9 @@ import headwise.hf.attention as bridge
 from headwise.hf.errors import ModelError
 from headwise.hf.interface import attention_modules, unseen_modules
 
-Found = dict[str, Tensor]
+Outputs = dict[str, Tensor]
 Row = dict[str, Any]
-Way = Callable[[PreTrainedModel], Found]
+Way = Callable[[PreTrainedModel], Outputs]
 MOVED = 2e-5
 """What half of a head must move an output by, as a part of it, or a comparison would prove nothing."""
 EQUAL, GRADIENTS = 1e-5, 1e-4
@@ -34,7 +34,7 @@ EQUAL, GRADIENTS = 1e-5, 1e-4
 `rounding`."""
 
 
-def flat(output: Any, name: str = "") -> Found:
+def flat(output: Any, name: str = "") -> Outputs:
     """The float tensors of an output by name, without caches."""
     if isinstance(output, Tensor):
         return {name: output} if output.is_floating_point() and output.numel() else {}
@@ -47,27 +47,27 @@ def flat(output: Any, name: str = "") -> Found:
     return {k: x for key, value in items for k, x in flat(value, f"{name}.{key}" if name else str(key)).items()}
 
 
-def real(found: Found, given: Given) -> Found:
+def real(outputs: Outputs, arguments: Arguments) -> Outputs:
     """The outputs at tokens that are not padding."""
     masks = [
-        x.bool() for k, x in given.items() if k.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2
+        x.bool() for k, x in arguments.items() if k.endswith("attention_mask") and isinstance(x, Tensor) and x.ndim == 2
     ]
     kept = {}
-    for name, x in found.items():
+    for name, x in outputs.items():
         fits = [m for m in masks if x.ndim > 2 and x.shape[:2] == m.shape]
         kept[name] = x[fits[0]] if fits else x
     return kept
 
 
-def run(model: PreTrainedModel, given: Given, **more: Any) -> tuple[Any, Found]:
+def run(model: PreTrainedModel, arguments: Arguments, **more: Any) -> tuple[Any, Outputs]:
     torch.manual_seed(11)  # models that draw: the same numbers
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    cast = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in given.items()}
+    cast = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in arguments.items()}
     output = model(**cast, **more)
-    return output, real(flat(output), given)
+    return output, real(flat(output), arguments)
 
 
-def apart(ours: Found, eager: Found) -> float:
+def apart(ours: Outputs, eager: Outputs) -> float:
     """The largest difference, as a part of the largest number of its output."""
     if ours.keys() != eager.keys():
         raise ValueError(f"outputs {sorted(ours)} and {sorted(eager)}")
@@ -83,39 +83,41 @@ def apart(ours: Found, eager: Found) -> float:
     return worst
 
 
-def steps(model: PreTrainedModel, given: Given) -> Found:
+def steps(model: PreTrainedModel, arguments: Arguments) -> Outputs:
     """A forward that fills a cache, then a step and a chunk that read it."""
-    text = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
-    ids = given[text]
+    text = "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
+    ids = arguments[text]
     more = torch.randint(3, 90, (len(ids), sum(STEPS)), generator=torch.Generator().manual_seed(5))
-    output, found = run(model, given, use_cache=True)
-    whole = {f"0.{k}": x for k, x in found.items()}
+    output, outputs = run(model, arguments, use_cache=True)
+    whole = {f"0.{k}": x for k, x in outputs.items()}
     past = output.past_key_values
     at = 0
     for n, length in enumerate(STEPS, 1):
-        step: Given = {text: more[:, at : at + length], "past_key_values": past}
+        step: Arguments = {text: more[:, at : at + length], "past_key_values": past}
         at += length
         if text == "decoder_input_ids" and "encoder_outputs" in inspect.signature(model.forward).parameters:
             step["encoder_outputs"] = (output.encoder_last_hidden_state,)
-            if "attention_mask" in given:
-                step["attention_mask"] = given["attention_mask"]
-        elif "attention_mask" in given:
-            step["attention_mask"] = torch.cat([given["attention_mask"], torch.ones(len(ids), at, dtype=torch.long)], 1)
-        next_output, found = run(model, step, use_cache=True)
-        whole |= {f"{n}.{k}": x for k, x in found.items() if not k.startswith("encoder")}
+            if "attention_mask" in arguments:
+                step["attention_mask"] = arguments["attention_mask"]
+        elif "attention_mask" in arguments:
+            step["attention_mask"] = torch.cat(
+                [arguments["attention_mask"], torch.ones(len(ids), at, dtype=torch.long)], 1
+            )
+        next_output, outputs = run(model, step, use_cache=True)
+        whole |= {f"{n}.{k}": x for k, x in outputs.items() if not k.startswith("encoder")}
         past = next_output.past_key_values
     return whole
 
 
-def gradients(model: PreTrainedModel, given: Given) -> Found:
+def gradients(model: PreTrainedModel, arguments: Arguments) -> Outputs:
     """Of every parameter, from the outputs weighed by noise; empty where nothing can be derived."""
     noise = torch.Generator().manual_seed(13)
     model.zero_grad()
     with torch.enable_grad():
-        found = [x for x in run(model, given)[1].values() if x.requires_grad]
-        if not found:
+        tensors = [x for x in run(model, arguments)[1].values() if x.requires_grad]
+        if not tensors:
             return {}
-        loss = sum((x * torch.randn(x.shape, generator=noise, dtype=x.dtype)).sum() / x.numel() for x in found)
+        loss = sum((x * torch.randn(x.shape, generator=noise, dtype=x.dtype)).sum() / x.numel() for x in tensors)
         loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     largest = max((float(g.abs().max()) for g in grads.values()), default=0.0)
@@ -139,20 +141,20 @@ def calls(gate: bool = False) -> Iterator[list[int]]:
         yield seen
 
 
-def ways(model: PreTrainedModel, given: Given) -> dict[str, Way]:
+def ways(model: PreTrainedModel, arguments: Arguments) -> dict[str, Way]:
     """What is compared: name -> a function of the model."""
     parameters = inspect.signature(model.forward).parameters
-    several: dict[str, Way] = {"plain": lambda m: run(m, given)[1]}
-    text = "input_ids" in given and "attention_mask" in parameters
-    causal = "input_ids" in given and "past_key_values" in parameters and "decoder_input_ids" not in given
+    several: dict[str, Way] = {"plain": lambda m: run(m, arguments)[1]}
+    text = "input_ids" in arguments and "attention_mask" in parameters
+    causal = "input_ids" in arguments and "past_key_values" in parameters and "decoder_input_ids" not in arguments
     if text:
-        several["right"] = lambda m: run(m, padded(m, given, "right"))[1]
+        several["right"] = lambda m: run(m, padded(m, arguments, "right"))[1]
     if text and causal:
-        several["left"] = lambda m: run(m, padded(m, given, "left"))[1]
-    if "past_key_values" in parameters and ("input_ids" in given or "decoder_input_ids" in given):
-        first = padded(model, given, "left") if text and causal else given
+        several["left"] = lambda m: run(m, padded(m, arguments, "left"))[1]
+    if "past_key_values" in parameters and ("input_ids" in arguments or "decoder_input_ids" in arguments):
+        first = padded(model, arguments, "left") if text and causal else arguments
         several["cached"] = lambda m: steps(m, first)
-    last = padded(model, given, "left" if causal else "right") if text else given
+    last = padded(model, arguments, "left" if causal else "right") if text else arguments
     several["gradient"] = lambda m: gradients(m, last)
     return several
 
@@ -176,18 +178,18 @@ def outcome(name: str) -> Row:
         return failed("not built", error)
     row: Row = {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}
     try:
-        given = inputs(model, name)
+        arguments = inputs(model, name)
         with torch.no_grad():
-            theirs = run(model, given)[1]
+            theirs = run(model, arguments)[1]
     except Exception as error:
         return row | failed("not run", error)
-    row["inputs"] = {k: list(x.shape) if isinstance(x, Tensor) else str(x) for k, x in given.items()}
+    row["inputs"] = {k: list(x.shape) if isinstance(x, Tensor) else str(x) for k, x in arguments.items()}
     if not theirs or not all(torch.isfinite(x).any() for x in theirs.values()):
         return row | {"outcome": "not run", "reason": "eager gives no finite numbers"}
-    ours, refusal = on_headwise(name, model, given)
+    ours, refusal = on_headwise(name, model, arguments)
     if ours is None:
         return row | refusal
-    return row | refusal | compared(model, ours, given, theirs)
+    return row | refusal | compared(model, ours, arguments, theirs)
 
 
 def reference_of(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
@@ -201,7 +203,7 @@ def reference_of(model: PreTrainedModel, implementation: str) -> PreTrainedModel
     return model
 
 
-def on_headwise(name: str, model: PreTrainedModel, given: Given) -> tuple[PreTrainedModel | None, Row]:
+def on_headwise(name: str, model: PreTrainedModel, arguments: Arguments) -> tuple[PreTrainedModel | None, Row]:
     """The same model on headwise; where it is refused when built, switched, if parts of it then run on headwise."""
     try:
         return build_like(model, name), {}
@@ -213,15 +215,15 @@ def on_headwise(name: str, model: PreTrainedModel, given: Given) -> tuple[PreTra
     ours = copy.deepcopy(model)
     with calls() as seen, suppress(Exception), torch.no_grad():
         ours.set_attn_implementation("headwise")
-        run(ours, given)
+        run(ours, arguments)
     return (ours, refusal | {"switched": True}) if seen else (None, refusal | {"outcome": "refused"})
 
 
-def compared(model: PreTrainedModel, ours: PreTrainedModel, given: Given, theirs: Found) -> Row:
+def compared(model: PreTrainedModel, ours: PreTrainedModel, arguments: Arguments, theirs: Outputs) -> Row:
     """How far headwise is from eager in every way that the model has."""
     try:
         with torch.no_grad(), calls() as seen:
-            run(ours, given)
+            run(ours, arguments)
     except Exception as error:
         if isinstance(error, ModelError) or (isinstance(error, ValueError) and "headwise" in str(error)):
             return {"outcome": "refused", "reason": said(error), "own": True}
@@ -230,11 +232,11 @@ def compared(model: PreTrainedModel, ours: PreTrainedModel, given: Given, theirs
     if not seen:
         return row | {"outcome": "not reached", "reason": "its inputs here reach no attention on the interface"}
     with torch.no_grad(), calls(gate=True):
-        row["moved"] = apart(run(ours, given)[1], theirs)
+        row["moved"] = apart(run(ours, arguments)[1], theirs)
     if row["moved"] < MOVED:
         return row | {"outcome": "not reached", "reason": "its outputs do not depend on its heads"}
-    found: dict[str, float] = {}
-    for way, function in ways(model, given).items():
+    errors: dict[str, float] = {}
+    for way, function in ways(model, arguments).items():
         try:
             eager = measured(function, model, way)
         except Exception as error:  # this way is none of the model's: eager itself fails
@@ -242,11 +244,11 @@ def compared(model: PreTrainedModel, ours: PreTrainedModel, given: Given, theirs
             continue
         if eager and (way != "gradient" or torch.isfinite(eager[""]).all()):
             try:
-                found[way] = apart(measured(function, ours, way), eager)
+                errors[way] = apart(measured(function, ours, way), eager)
             except Exception as error:
                 return row | failed("broken", error, f"{way}: ")
-    worse = [way for way, x in found.items() if not x <= limit(way)]
-    row |= {"differences": found, "rounding": {way: rounding(model, ours, given, way) for way in worse}}
+    worse = [way for way, x in errors.items() if not x <= limit(way)]
+    row |= {"differences": errors, "rounding": {way: rounding(model, ours, arguments, way) for way in worse}}
     return row | {"outcome": "equal" if all(row["rounding"].values()) else "differs"}
 
 
@@ -254,17 +256,17 @@ def limit(way: str) -> float:
     return GRADIENTS if way == "gradient" else EQUAL
 
 
-def measured(function: Way, model: PreTrainedModel, way: str) -> Found:
+def measured(function: Way, model: PreTrainedModel, way: str) -> Outputs:
     with torch.set_grad_enabled(way == "gradient"):
         return function(model)
 
 
-def rounding(model: PreTrainedModel, ours: PreTrainedModel, given: Given, way: str) -> bool:
+def rounding(model: PreTrainedModel, ours: PreTrainedModel, arguments: Arguments, way: str) -> bool:
     """Whether a difference is rounding that the model itself makes large.
 
     Then in float64 both agree, and in float32 headwise is as far from that as eager is itself, in one way or another.
     """
-    several = ways(model, given)
+    several = ways(model, arguments)
     exact = {name: measured(several[name], copy.deepcopy(model).double(), name) for name in {"plain", way}}
     theirs = max(apart(measured(several[name], model, name), x) for name, x in exact.items())
     agree = apart(measured(several[way], copy.deepcopy(ours).double(), way), exact[way]) <= limit(way)

@@ -51,10 +51,10 @@ def rounded(row: Row) -> set[str]:
 
 def record(rows: Sequence[Row], label: str) -> None:
     """The counts of a run, beside those of others; a label holds its last run."""
-    found = Counter(map(group, rows))
+    sizes = Counter(map(group, rows))
     counts = {
         "label": label, "transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0],
-        "all": len(rows), **{name: found[name] for name in GROUPS}, "whole": sum(whole(row) for row in rows),
+        "all": len(rows), **{name: sizes[name] for name in GROUPS}, "whole": sum(whole(row) for row in rows),
         **worst(rows),
     }  # fmt: skip
     runs = [x for x in recorded() if x["label"] != label]
@@ -73,8 +73,8 @@ def whole(row: Row) -> bool:
 
 def page(rows: Sequence[Row], parts: Sequence[str]) -> str:
     rows = sorted(rows, key=lambda row: row["name"])
-    found = Counter(map(group, rows))
-    built = sum(found[name] for name in ("equal", "refused", "without", "broken"))
+    counts = Counter(map(group, rows))
+    built = sum(counts[name] for name in ("equal", "refused", "without", "broken"))
     lines = [HEAD.format(count=len(rows), built=built, share=built / len(rows), version=transformers.__version__)]
     columns = (
         "run, transformers, torch, in all, equal, of these in part, refused, without, left, broken, output, gradient"
@@ -83,8 +83,8 @@ def page(rows: Sequence[Row], parts: Sequence[str]) -> str:
     lines += [_counts(run) for run in recorded()]
     lines.append(NOTES)
     for name, heading in GROUPS.items():
-        lines += [f"## {heading}: {found[name]}", ""]
-        if name in TABLES and found[name]:
+        lines += [f"## {heading}: {counts[name]}", ""]
+        if name in TABLES and counts[name]:
             lines += [*TABLES[name], *(line(row, name) for row in rows if group(row) == name)]
         else:
             lines.append(", ".join(row["name"] for row in rows if group(row) == name) or "None.")
@@ -115,11 +115,11 @@ def line(row: Row, name: str) -> str:
 def short(row: Row) -> str:
     """The reason in one short phrase."""
     reason = re.sub(r"\s+", " ", str(row.get("reason", ""))).replace("|", "/")
-    told = re.search(r"not on transformers' attention interface, [^:]*: (.*?);", reason)
+    match = re.search(r"not on transformers' attention interface, [^:]*: (.*?);", reason)
     needs = re.search(r"requires the (\w+) library|No module named '(\w+)'", reason)
     if needs:
         return f"needs the package {needs.group(1) or needs.group(2)}"
-    return told.group(1) if told else reason.removeprefix("ModelError: ").removeprefix("ValueError: ")[:150]
+    return match.group(1) if match else reason.removeprefix("ModelError: ").removeprefix("ValueError: ")[:150]
 
 
 TABLES = {

@@ -117,7 +117,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.tokenizer, self.training, self.held = data.load_data(args.run)
+        self.tokenizer, self.training, self.validation = data.load_data(args.run)
         self.model = new_model(args.seed, args.attention)
         self.optimizers = train_tiny.new_optimizers(self.model, args.lr, muon=True)
         self.step, self.seconds, self.curve = 0, 0.0, list[dict[str, float]]()
@@ -151,7 +151,7 @@ class Run:
     def measure(self, training_loss: float) -> None:
         """Add a point to the curve and write the checkpoint."""
         self.model.eval()
-        loss = masked_loss(self.model, *held_out(self.held, 128))
+        loss = masked_loss(self.model, *held_out(self.validation, 128))
         self.model.train()
         self.curve.append(
             {"step": self.step, "training_loss": round(training_loss, 4), "held_out_loss": round(loss, 4)}

@@ -71,7 +71,7 @@ def excused(*qkv: Any, **options: Any) -> bool:
 
     And a mask of more tensors than its operator takes, or of windows that keep different first keys in sight.
     """
-    given: list[Tensor] = [*qkv, *(options[name] for name in ("query", "key", "value") if name in options)]
+    tensors: list[Tensor] = [*qkv, *(options[name] for name in ("query", "key", "value") if name in options)]
     mask = options.get("mask")
     kinds = [type(part).__name__ for part in mask.parts] if isinstance(mask, headwise.Mask) else []
     dense = kinds.count("Keep") + kinds.count("Bias")
@@ -79,15 +79,15 @@ def excused(*qkv: Any, **options: Any) -> bool:
     firsts = {part.first for part in parts if type(part).__name__ == "Band" and part.left is not None}
     return (
         torch._C._are_functorch_transforms_active()
-        or any(x.dtype == torch.float64 or x.numel() == 0 or x.device.type != "cpu" for x in given)
+        or any(x.dtype == torch.float64 or x.numel() == 0 or x.device.type != "cpu" for x in tensors)
         or (dense > 8 or kinds.count("Segments") > 4 or kinds.count("Alibi") > 4)
         or len(firsts) > 1
     )
 
 
-def check_refusal(backend: str, text: str, told: Any) -> None:
+def check_refusal(backend: str, text: str, choice: Any) -> None:
     """The refusal names the backend, says why in `explain`'s own words, and gives a way out."""
-    assert told.backend != backend, f"auto chose {backend}, which then refused: {text}"
-    why = told.others[backend]
+    assert choice.backend != backend, f"auto chose {backend}, which then refused: {text}"
+    why = choice.others[backend]
     assert why and "able" not in why.split(",")[0], f"{backend} refuses, and explain says {why!r}"
     assert f"{backend!r} cannot" in text and why in text and "use 'auto' or" in text, f"unclear: {text!r} ({why!r})"

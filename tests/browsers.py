@@ -39,9 +39,9 @@ MARKS = [
 def launched() -> Iterator[Any]:
     """A browser, to be shared by the tests of a file."""
     with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
-        yield found
-        found.close()
+        browser = driver.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        yield browser
+        browser.close()
 
 
 class Opened:

@@ -140,8 +140,8 @@ def test_the_native_kernel_is_one_operator(name: str) -> None:
     assert [operators(graph) for graph in graphs] == [["headwise.attend_full.default"]]
     graphs.clear()
     results(compiled, make_qkv(*SHORT))
-    found = [name for graph in graphs for name in operators(graph) if "headwise" in name]
-    assert found == ["headwise.attend_kept.default", "headwise.attend_backward.default"]
+    names = [name for graph in graphs for name in operators(graph) if "headwise" in name]
+    assert names == ["headwise.attend_kept.default", "headwise.attend_backward.default"]
 
 
 def test_int8() -> None:
@@ -149,17 +149,19 @@ def test_int8() -> None:
     q, k, v = make_qkv(*SHORT)
     k8, v8 = quantize(k), quantize(v)
 
-    def given(q: Tensor, k: Quantized, v: Quantized) -> Tensor:
+    def attend_int8(q: Tensor, k: Quantized, v: Quantized) -> Tensor:
         return headwise.attention(q, k, v, mask=headwise.causal())
 
     def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return headwise.attention(q, quantize(k), quantize(v), mask=headwise.causal())
 
-    plain = given(q, k8, v8)
-    assert_same_bits(whole(given)(q, k8, v8), plain)
+    plain = attend_int8(q, k8, v8)
+    assert_same_bits(whole(attend_int8)(q, k8, v8), plain)
     assert_same_bits(whole(inside)(q, k, v), plain)
     graphs: list[torch.fx.GraphModule] = []
-    compiled = torch.compile(given, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    compiled = torch.compile(
+        attend_int8, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
     compiled(q, k8, v8)
     if isas():
         assert operators(graphs[0]) == ["headwise.attend_held"], operators(graphs[0])
@@ -170,9 +172,9 @@ def test_appending_int8() -> None:
     """One graph writes a token to a cache and reads it; with dynamic shapes another place compiles nothing new."""
     q, k, v = make_qkv(1, 4, 2, 1, 1, 16, 8)
 
-    def step(q: Tensor, k: Tensor, v: Tensor, held: list[Tensor], place: int) -> Tensor:
-        assert append_int8(k, v, tuple(held), [Span(0, 0, 0, place, 1)])
-        return headwise.attention(q, Quantized(*held[:2]), Quantized(*held[2:]))
+    def step(q: Tensor, k: Tensor, v: Tensor, stores: list[Tensor], place: int) -> Tensor:
+        assert append_int8(k, v, tuple(stores), [Span(0, 0, 0, place, 1)])
+        return headwise.attention(q, Quantized(*stores[:2]), Quantized(*stores[2:]))
 
     def empty() -> list[Tensor]:
         data = (torch.zeros(1, 2, 9, n, dtype=torch.int8) for n in (16, 8))

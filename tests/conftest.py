@@ -10,6 +10,8 @@ Users never pay for it: the hook exists only here. Two kinds of test want it off
 - tests of our own error texts: the checker would raise its own error before ours is reached.
 
 Off means off at call time; the import stays as it is. Doctests show what a user sees, so they run unchecked too.
+The checker takes a quarter of a test's time. Where HEADWISE_DRAW says so, one test of so many runs under it
+(`draw.py`), and each that is marked `checked`.
 `HEADWISE_UNCHECKED=1 pytest ...` leaves the hook out altogether.
 """
 
@@ -51,8 +53,9 @@ checker.switch(False)  # until a test asks for it: see `shape_checker`
 
 @pytest.fixture(autouse=True)
 def shape_checker(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Switch the shape checker on for this test, unless it is marked `unchecked`; the value tells which."""
-    on = CHECKED and request.node.get_closest_marker("unchecked") is None
+    """Switch the shape checker on for this test, if it is drawn and not marked `unchecked`; the value tells which."""
+    marked = request.node.get_closest_marker
+    on = CHECKED and not marked("unchecked") and (bool(marked("checked")) or draw.is_drawn(request.node.nodeid))
     checker.switch(on)
     yield on
     checker.switch(False)

@@ -21,7 +21,7 @@ from headwise import parallel
 from headwise.ops.masks import Mask
 from headwise.parallel import Comm, context_parallel
 from headwise.plan import links
-from headwise.plan.places import Call, order_of, places
+from headwise.plan.places import MeshCall, order_of, places
 
 LAYOUTS = ("ring", "gather", "ulysses")
 OUT, GRADIENT = 1e-6, 5e-6  # of the largest number, in float32
@@ -52,7 +52,7 @@ def drawn(world: int, count: int, seed: int = 0) -> list[Case]:
     dice = random.Random(f"{world} {seed}")
     pairs = list(itertools.product(MASKS, LAYOUTS))
     dice.shuffle(pairs)
-    found = []
+    cases = []
     for n in range(count):
         mask, layout = pairs[n % len(pairs)]
         K = dice.choice((1, 2, 3))
@@ -77,8 +77,8 @@ def drawn(world: int, count: int, seed: int = 0) -> list[Case]:
             lengths = [sorted(dice.randrange(n + 1) for _ in range(world - 1)) for n in (T, S)]
             cuts = [[0, *ends, n] for ends, n in zip(lengths, (T, S), strict=True)]
             case = replace(case, lengths=tuple(tuple(b - a for a, b in itertools.pairwise(c)) for c in cuts))
-        found.append(case)
-    return found
+        cases.append(case)
+    return cases
 
 
 def indices(length: int, world: int, order: str, lengths: tuple[int, ...] | None) -> list[Tensor]:
@@ -125,10 +125,10 @@ class Inputs:
             gate = gate[:, :, rows] if gate is not None and gate.ndim == 3 else gate
         q, k, v = (x.clone().requires_grad_() for x in tensors)
         shared = [x.detach().requires_grad_() for x in (self.sinks, gate) if x is not None]
-        found = iter(shared)
+        remaining = iter(shared)
         options: dict[str, Any] = {"mask": self.mask, "softcap": case.softcap, "dropout": case.dropout}
-        options["sinks"] = None if self.sinks is None else next(found)
-        options["gate"] = None if gate is None else next(found)
+        options["sinks"] = None if self.sinks is None else next(remaining)
+        options["gate"] = None if gate is None else next(remaining)
         torch.manual_seed(case.seed)
         if rows is None:
             out, lse = headwise.attention(q, k, v, return_lse=True, **options)
@@ -200,15 +200,15 @@ def compare(case: Case) -> str | None:
 
 def check(cases: list[Case]) -> list[str]:
     """The cases that are off."""
-    found = []
+    faults = []
     for case in cases:
         try:
             said = compare(case)
         except Exception as error:
             raise AssertionError(f"{case}") from error
         if said is not None:
-            found.append(said)
-    return found
+            faults.append(said)
+    return faults
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -258,12 +258,12 @@ def modules(kind: str, layout: Any, order: Any, mask: str, length: int | None) -
 
 def all_modules(kind: str) -> dict[tuple[str, str, str], dict[str, float]]:
     """What is off of a kind of module in each layout, each with an order and a mask."""
-    found = {}
+    results = {}
     for layout in LAYOUTS:
         for order, mask in zip(("zigzag", "contiguous", "zigzag"), MODULE_MASKS, strict=True):
             length = LENGTH if mask == "window" else None
-            found[layout, order, mask] = modules(kind, layout, order, mask, length)
-    return found
+            results[layout, order, mask] = modules(kind, layout, order, mask, length)
+    return results
 
 
 # --- bytes, bits, halves ----------------------------------------------------------------------------------------------
@@ -279,11 +279,11 @@ PRICED = {
 
 def bytes_sent() -> dict[tuple[str, str, str], tuple[int, int]]:
     """Of each mask, layout and direction: the bytes that are predicted, and those counted."""
-    comm, found = Comm.of(), {}
+    comm, pairs = Comm.of(), {}
     sizes: dict[str, Any] = dict(heads=6, kv_heads=2, head_dim=5, value_dim=7, number_bytes=2, batch=2)
     T = 29
     for name, (mask, terms) in PRICED.items():
-        call = Call(T, T, **sizes, **terms)
+        call = MeshCall(T, T, **sizes, **terms)
         order = order_of(call, comm.world)
         for layout in LAYOUTS:
             rows = indices(T, comm.world, order, None)[comm.rank]
@@ -299,8 +299,8 @@ def bytes_sent() -> dict[tuple[str, str, str], tuple[int, int]]:
             counts.append(_data(comm) - before - counts[0])
             for count, backward in zip(counts, (False, True), strict=True):
                 expected = links.sent(call, layout, comm.world, order=order, backward=backward)[comm.rank]
-                found[name, layout, "backward" if backward else "forward"] = (expected, count)
-    return found
+                pairs[name, layout, "backward" if backward else "forward"] = (expected, count)
+    return pairs
 
 
 def _data(comm: Comm) -> int:
@@ -339,7 +339,7 @@ def halves(layout: Any) -> dict[str, tuple[float, float]]:
     T, rank = 257, dist.get_rank()
     exact = [torch.randn(1, heads, T, 16, generator=make).bfloat16() for heads in (4, 2, 2)]
     rows = indices(T, dist.get_world_size(), "zigzag", None)[rank]
-    found: dict[str, list[Tensor]] = {}
+    parts: dict[str, list[Tensor]] = {}
     for name, dtype, own in (
         ("exact", torch.float64, False),
         ("one", torch.bfloat16, False),
@@ -351,12 +351,12 @@ def halves(layout: Any) -> dict[str, tuple[float, float]]:
         else:
             out = headwise.attention(*some, mask=headwise.causal())
         results = [out, *torch.autograd.grad(out.square().sum(), some)]
-        found[name] = [(x if own else x[:, :, rows]).detach().double() for x in results]
+        parts[name] = [(x if own else x[:, :, rows]).detach().double() for x in results]
     names = ("out", "dq", "dk", "dv")
     rms = lambda a, b: float((a - b).square().mean().sqrt())  # noqa: E731
     return {
         name: (rms(ours, want), rms(one, want))
-        for name, ours, one, want in zip(names, found["ours"], found["one"], found["exact"], strict=True)
+        for name, ours, one, want in zip(names, parts["ours"], parts["one"], parts["exact"], strict=True)
     }
 
 

@@ -59,9 +59,9 @@ def train(name: str, kind: str, layout: Any) -> dict[str, float]:
 
 def train_all(name: str) -> dict[tuple[str, str], tuple[float, str]]:
     """The worst error of each kind of batch."""
-    found = {}
+    largest = {}
     for kind, layout in (("whole", "ring"), ("padded", "gather"), ("packed", "ulysses"), ("packed", "ring")):
         errors = train(name, kind, layout)
         worst = max(errors, key=lambda part: errors[part])
-        found[kind, layout] = errors[worst], worst
-    return found
+        largest[kind, layout] = errors[worst], worst
+    return largest

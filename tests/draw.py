@@ -6,6 +6,8 @@ backends, instruction sets or dtypes: each case that is drawn runs on all of the
 left out.
 What is drawn follows from the seed and the test's name: the same in every process, and again when the seed is named.
 
+A sweep over families of models, whose code differs more, is marked `sweep(4)`: at least one case of four runs.
+
     HEADWISE_DRAW=3                     one case of three; 1, or no such variable: all of them
     HEADWISE_DRAW_SEED=2026-11-22       another day's share; today's date if there is no such variable
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import zlib
 from collections.abc import Sequence
 from datetime import date
 from typing import Any, TypeVar
@@ -31,6 +34,16 @@ def drawn(cases: Sequence[Case], key: str = "", share: int = SHARE) -> list[Case
     return _share(cases, os.environ.get("PYTEST_CURRENT_TEST", "").split("[")[0] + key, share)
 
 
+def is_drawn(name: str, share: int = SHARE) -> bool:
+    """Whether the thing of that name is one of the day's: one of so many, each by itself."""
+    return zlib.crc32(f"{SEED} {name}".encode()) % share == 0
+
+
+def repeats(count: int) -> int:
+    """How often a thing is repeated that should be the same each time."""
+    return -(-count // SHARE)
+
+
 def _share(cases: Sequence[Case], name: str, share: int) -> list[Case]:
     count = -(-len(cases) // share)
     chosen = random.Random(f"{SEED} {name} {len(cases)}").sample(range(len(cases)), count)
@@ -42,13 +55,16 @@ def split(items: Sequence[Any], share: int = SHARE) -> tuple[list[Any], list[Any
     if share == 1:
         return list(items), []
     by_function: dict[str, dict[str, list[Any]]] = {}
+    shares: dict[str, int] = {}
     for item in items:
-        if item.get_closest_marker("sweep"):
-            known = by_function.setdefault(re.sub(r"\[.*", "", item.nodeid, flags=re.S), {})
+        if mark := item.get_closest_marker("sweep"):
+            name = re.sub(r"\[.*", "", item.nodeid, flags=re.S)
+            shares[name] = min((share, *mark.args))
+            known = by_function.setdefault(name, {})
             known.setdefault(_rest(item), []).append(item)
     out: set[Any] = set()
     for name, known in by_function.items():
-        out |= {item for rest in {*known} - {*_share(sorted(known), name, share)} for item in known[rest]}
+        out |= {item for rest in {*known} - {*_share(sorted(known), name, shares[name])} for item in known[rest]}
     return [item for item in items if item not in out], [item for item in items if item in out]
 
 

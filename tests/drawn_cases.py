@@ -141,26 +141,28 @@ class Learning:
 
         The forward runs under autocast where that is asked. None where the backend refuses.
         """
-        given = {name: x for name, x in leaves.items() if not name.startswith("from ")}
-        learns = tuple(given) if learns is None else learns
-        given = {name: x.detach().requires_grad_(name in learns) for name, x in given.items()}
+        tensors = {name: x for name, x in leaves.items() if not name.startswith("from ")}
+        learns = tuple(tensors) if learns is None else learns
+        tensors = {name: x.detach().requires_grad_(name in learns) for name, x in tensors.items()}
         rules = list(self.rules)
-        if "bias" in given:
-            rules += headwise.bias(given["bias"]).parts
-        if "slopes" in given:
-            rules += headwise.alibi(given["slopes"]).parts
-        options = {name: x for name, x in given.items() if name not in ("bias", "slopes")}
+        if "bias" in tensors:
+            rules += headwise.bias(tensors["bias"]).parts
+        if "slopes" in tensors:
+            rules += headwise.alibi(tensors["slopes"]).parts
+        options = {name: x for name, x in tensors.items() if name not in ("bias", "slopes")}
         mask = Mask(tuple(rules)) if rules else None
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found = attend(backend, **options, mask=mask, **self.options, **({"return_lse": True} if self.lse else {}))
-        if found is None:
+            outputs = attend(
+                backend, **options, mask=mask, **self.options, **({"return_lse": True} if self.lse else {})
+            )
+        if outputs is None:
             return None
-        results = dict(zip(("out", "lse"), found if self.lse else (found,), strict=False))
+        results = dict(zip(("out", "lse"), outputs if self.lse else (outputs,), strict=False))
         results = {name: x for name, x in results.items() if x.requires_grad}
         up = [leaves.get(f"from {name}", self.upstream[name]) for name in results]
-        grads = torch.autograd.grad(list(results.values()), [given[x] for x in learns], up, materialize_grads=True)
-        found = {name: x.detach() for name, x in results.items()}
-        return found | {f"d{name}": x for name, x in zip(learns, grads, strict=True)}
+        grads = torch.autograd.grad(list(results.values()), [tensors[x] for x in learns], up, materialize_grads=True)
+        outputs = {name: x.detach() for name, x in results.items()}
+        return outputs | {f"d{name}": x for name, x in zip(learns, grads, strict=True)}
 
     def spoiled(self, number: int, poisons: tuple[float, ...]) -> tuple[Leaves, list[str]]:
         """The leaves, and what comes from behind, with poison in some of the places where nothing may look."""

@@ -116,8 +116,8 @@ def short_message() -> list[str]:
     """Ranks that did not agree: the one would take a short message for a whole one, were sizes not agreed on first."""
     comm, said = Comm.of(), []
     try:
-        told = comm.agree("sizes", {"width": 3}, {"rows": comm.rank + 1})
-        parts = comm.gather("sizes", torch.ones(comm.rank + 1, 3), [(one["rows"], 3) for one in told])
+        answers = comm.agree("sizes", {"width": 3}, {"rows": comm.rank + 1})
+        parts = comm.gather("sizes", torch.ones(comm.rank + 1, 3), [(one["rows"], 3) for one in answers])
         said.append(str([tuple(part.shape) for part in parts]))
         comm.agree("sizes", {"width": 3 + comm.rank})
     except RuntimeError as error:
@@ -127,13 +127,13 @@ def short_message() -> list[str]:
 
 def counted() -> list[dict[str, int]]:
     """Bytes that each operation of `Comm` sends."""
-    comm, found = Comm.of(), []
+    comm, counts = Comm.of(), []
 
     def count(run: Any) -> None:
         comm.agree("count", {})
         before = dict(comm.sent)
         run()
-        found.append({k: n - before.get(k, 0) for k, n in comm.sent.items() if n != before.get(k, 0)})
+        counts.append({k: n - before.get(k, 0) for k, n in comm.sent.items() if n != before.get(k, 0)})
 
     x, world = torch.arange(6.0), comm.world
     count(lambda: comm.gather("gather", x, [(6,)] * world))
@@ -142,4 +142,4 @@ def counted() -> list[dict[str, int]]:
     count(lambda: comm.all_reduce("all", x))
     assert comm.all_reduce("all", x, step=3).tolist() == (x * world).tolist()
     assert comm.reduce_scatter("reduce", [x.bfloat16()] * world, step=9).tolist() == (x * world).tolist()
-    return found
+    return counts

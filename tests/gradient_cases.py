@@ -66,13 +66,13 @@ class Case:
             rules += headwise.bias(leaves["bias"]).parts
         if "slopes" in leaves:
             rules += headwise.alibi(leaves["slopes"], offset=self.offset).parts
-        given: dict[str, Any] = {name: leaves[name] for name in ("sinks", "gate") if name in leaves}
+        arguments: dict[str, Any] = {name: leaves[name] for name in ("sinks", "gate") if name in leaves}
         return {
             "mask": Mask(tuple(rules)) if rules else None,
             "scale": self.scale,
             "softcap": self.softcap,
             "dropout": self.dropout,
-            **given,
+            **arguments,
         }
 
     def kept(self) -> Tensor | None:
@@ -92,16 +92,16 @@ def _leaves(case: Case) -> Leaves:
         return torch.randn(shape, generator=source, dtype=torch.float64)
 
     qkv = make_qkv(*n, dtype=case.dtype, kind=case.kind, scale=case.size)
-    found = dict(zip(("query", "key", "value"), qkv, strict=True))
+    leaves = dict(zip(("query", "key", "value"), qkv, strict=True))
     if case.sinks:
-        found["sinks"] = draw(n.H).to(case.dtype)
+        leaves["sinks"] = draw(n.H).to(case.dtype)
     if case.gate:
-        found["gate"] = (draw(n.B, n.H, n.T, n.V) + 1).to(case.dtype)
+        leaves["gate"] = (draw(n.B, n.H, n.T, n.V) + 1).to(case.dtype)
     if case.bias is not None:
-        found["bias"] = draw(*case.bias).to(case.bias_dtype or case.dtype)
+        leaves["bias"] = draw(*case.bias).to(case.bias_dtype or case.dtype)
     if case.slopes is not None:
-        found["slopes"] = (draw(*case.slopes).abs() / n.S).float()
-    return found
+        leaves["slopes"] = (draw(*case.slopes).abs() / n.S).float()
+    return leaves
 
 
 def gradients(
@@ -114,9 +114,9 @@ def gradients(
         torch.default_generator.manual_seed(SEED)
         qkv = (leaves[x] for x in ("query", "key", "value"))
         out, lse = headwise.attention(*qkv, **options, return_lse=True, backend=name)
-        outs, given = ([out], [grad_out]) if grad_lse is None else ([out, lse], [grad_out, grad_lse])
-        found = torch.autograd.grad(outs, list(leaves.values()), given)
-    return dict(zip(leaves, found, strict=True))
+        outs, upstream = ([out], [grad_out]) if grad_lse is None else ([out, lse], [grad_out, grad_lse])
+        grads = torch.autograd.grad(outs, list(leaves.values()), upstream)
+    return dict(zip(leaves, grads, strict=True))
 
 
 def of_case(backend: str, case: Case, **change: Any) -> Leaves:
@@ -189,9 +189,9 @@ def written_out(
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in case.leaves().items()}
     grad_out, grad_lse = (x.to(dtype) for x in case.upstream())
     out, lse = textbook(case, leaves if fault is None else fault(leaves), dtype, order)
-    outs, given = ([out, lse], [grad_out, grad_lse]) if case.lse else ([out], [grad_out])
-    found = torch.autograd.grad(outs, list(leaves.values()), given, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+    outs, upstream = ([out, lse], [grad_out, grad_lse]) if case.lse else ([out], [grad_out])
+    grads = torch.autograd.grad(outs, list(leaves.values()), upstream, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------
@@ -244,21 +244,21 @@ def spreads(case: Case) -> Leaves:
     terms = (weights * (dweights + delta[..., None])).square()  # of the scores' gradient
     scale = (n.D**-0.5 if case.scale is None else abs(case.scale)) ** 2
     group = lambda x: x.unflatten(1, (n.K, -1)).sum(2)  # noqa: E731
-    found = {
+    sums = {
         "query": scale * terms @ k.square(),
         "key": scale * group(terms.mT @ q.square()),
         "value": group((weights * up).square().mT @ dout.square()),
         "gate": ((weights * up).square() @ v.square()) * grad_out.square(),
     }
     if case.sinks:
-        found["sinks"] = (torch.exp(leaves["sinks"][:, None] - lse) * delta).square().sum((0, 2))
+        sums["sinks"] = (torch.exp(leaves["sinks"][:, None] - lse) * delta).square().sum((0, 2))
     if case.bias is not None:
-        found["bias"] = terms.sum_to_size((1,) * (4 - len(case.bias)) + case.bias)
+        sums["bias"] = terms.sum_to_size((1,) * (4 - len(case.bias)) + case.bias)
     if case.slopes is not None:
-        found["slopes"] = (
+        sums["slopes"] = (
             (terms * away(case).square()).sum((2, 3)).sum_to_size((1,) * (2 - len(case.slopes)) + case.slopes)
         )
-    return {name: found[name].sqrt() for name in leaves}
+    return {name: sums[name].sqrt() for name in leaves}
 
 
 def check(backend: str, case: Case) -> None:

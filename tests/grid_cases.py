@@ -20,7 +20,7 @@ from headwise.cache import RollingCache, StaticCache
 from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary
 from headwise.parallel import Comm, ShardedCache, tensor_parallel
 from headwise.plan import links
-from headwise.plan.places import Call
+from headwise.plan.places import MeshCall
 
 WIDTH, TOKENS = 12, 23
 
@@ -71,7 +71,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 def dropped(cases: list[tuple[str, int]]) -> dict[Any, float]:
     """Modules in training that drop weights: the largest difference from one process. Ranks have seeds of their own."""
-    found = {}
+    errors = {}
     x, weight = inputs()
     for kind, K in cases:
         mask = headwise.causal()
@@ -80,35 +80,35 @@ def dropped(cases: list[tuple[str, int]]) -> dict[Any, float]:
         out, ours, of = trained(split, x, weight, seed=11 + dist.get_rank(), mask=mask)
         far = {"out": off(out, want) / 1e-6, "dx": off(ours, dx) / 5e-6}
         far |= {name: off(plain(of[name]), grad) / 5e-6 for name, grad in grads.items()}
-        found[kind, K] = max(far.values())
+        errors[kind, K] = max(far.values())
         assert not torch.equal(want, build(kind, K, 0.0)(x, mask=mask)), "nothing was dropped"
-    return found
+    return errors
 
 
 def dropped_op() -> dict[str, float]:
     """The op on DTensors that are cut by batch, and by head."""
-    make, found = torch.Generator().manual_seed(5), {}
+    make, errors = torch.Generator().manual_seed(5), {}
     q, k, v = (torch.randn(4, heads, 7, 5, generator=make) for heads in (6, 2, 2))
     torch.manual_seed(11)
     want = headwise.attention(q, k, v, dropout=0.4)
     for name, of_query, of_key in (("batch", Shard(0), Shard(0)), ("heads", Shard(1), Replicate())):
         spread = [distribute_tensor(x, row(), [place]) for x, place in ((q, of_query), (k, of_key), (v, of_key))]
         torch.manual_seed(11 + dist.get_rank())
-        found[name] = off(plain(headwise.attention(*spread, dropout=0.4)), want)
-    return found
+        errors[name] = off(plain(headwise.attention(*spread, dropout=0.4)), want)
+    return errors
 
 
 def counted() -> list[tuple[int, int]]:
     """Bytes of a module's forward and backward: predicted, and counted."""
-    comm, (x, weight), found = Comm.of(row()), inputs(), []
+    comm, (x, weight), counts = Comm.of(row()), inputs(), []
     split = tensor_parallel(build("mha"), row())
     x = x.requires_grad_()
     for run in (lambda: split(x), lambda: (split(x) * weight).sum().backward()):
         before = comm.sent["heads"]
         run()
-        found.append(comm.sent["heads"] - before)
+        counts.append(comm.sent["heads"] - before)
     predicted = links.all_reduce(x.numel(), comm.world)[comm.rank] * x.itemsize
-    return [(predicted, found[0]), (2 * predicted, found[1])]
+    return [(predicted, counts[0]), (2 * predicted, counts[1])]
 
 
 class Together(NamedTuple):
@@ -160,24 +160,24 @@ def together(case: Together) -> tuple[dict[str, float], dict[str, tuple[int, int
     far |= {name: off(x.grad, one[name].grad) / 5e-6 for name, x in own.items() if x.grad is not None}
     if kind == "mla" or (name == "documents" and layout == "ring"):  # no keys of all heads, or fewer than are priced
         return far, {}
-    call = Call(TOKENS, TOKENS, 3, len(module.dealt.share.keys), 8, 8, 4, 2, left=5 if name == "window" else None)
+    call = MeshCall(TOKENS, TOKENS, 3, len(module.dealt.share.keys), 8, 8, 4, 2, left=5 if name == "window" else None)
     predicted = [links.sent(call, layout, 2, order=order, backward=way)[comms[0].rank] for way in (False, True)]
-    found = {"tokens": (sum(predicted), sent[layout] + sent[f"{layout} backward"])}
+    results = {"tokens": (sum(predicted), sent[layout] + sent[f"{layout} backward"])}
     numbers = [part.numel(), part.numel(), 6, 6]  # of a forward and its backward; of the slopes and the gate
     sums = sum(links.all_reduce(n, 2)[comms[1].rank] for n in numbers) * 4
-    return far, found | {"heads": (sums, summed["heads"])}
+    return far, results | {"heads": (sums, summed["heads"])}
 
 
 def all_together(cases: list[Together]) -> dict[Any, Any]:
     """What is off of each, and bytes that are not those predicted."""
-    found: dict[Any, Any] = {}
+    errors: dict[Any, Any] = {}
     for case in cases:
         far, sent = together(case)
         bad: dict[str, Any] = {name: x for name, x in far.items() if not x <= 1}
         bad |= {name: pair for name, pair in sent.items() if pair[0] != pair[1]}
         if bad:
-            found[case] = bad
-    return found
+            errors[case] = bad
+    return errors
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def model_together(name: str, dropout: float = 0.0) -> dict[str, float]:
 
     import headwise.hf
 
-    found, batch = {}, batches("padded")
+    errors, batch = {}, batches("padded")
     one, model = (BY_NAME[name].build() for _ in range(2))
     model.load_state_dict(one.state_dict())
     for each in (one, model):
@@ -225,12 +225,12 @@ def model_together(name: str, dropout: float = 0.0) -> dict[str, float]:
     with headwise.hf.context_parallel(model, grid()["tokens"]) as shards:
         out = model(**batch)
         out.loss.backward()
-        found["logits"] = off(plain(shards.join(plain(out.logits).detach())), want.logits.detach())
+        errors["logits"] = off(plain(shards.join(plain(out.logits).detach())), want.logits.detach())
         shards.sum_gradients()
-    found["loss"] = off(plain(out.loss.detach()), want.loss.detach())
+    errors["loss"] = off(plain(out.loss.detach()), want.loss.detach())
     for (part, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
-        found[part] = off(plain(p.grad), q.grad)
-    return found
+        errors[part] = off(plain(p.grad), q.grad)
+    return errors
 
 
 class Planned(NamedTuple):
@@ -277,16 +277,16 @@ def planned(case: Planned) -> dict[str, Any]:
     comms = Comm.of(tokens), Comm.of(heads)
     order: Any = "zigzag" if case.window is None and case.chunk is None else "contiguous"
     own = parallel.split_sequence(x, tokens, order=order).requires_grad_()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout in ("ring", "gather", "ulysses", "auto"):
         out = []
         with parallel.context(tokens, order=order, layout=layout, length=TOKENS):
             forward = sends(comms, lambda: out.append(module(own, mask=case.mask())))  # noqa: B023 - run at once
         backward = sends(comms, lambda: out[0].sum().backward())  # noqa: B023
-        found[layout] = forward[0], backward[0], forward[1], backward[1]
+        results[layout] = forward[0], backward[0], forward[1], backward[1]
     if case.chunk is None:
-        found |= steps(case, module, comms)
-    return found
+        results |= steps(case, module, comms)
+    return results
 
 
 @torch.no_grad()

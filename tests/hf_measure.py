@@ -85,17 +85,17 @@ def steps(model: PreTrainedModel, cache: str, side: str, plan: tuple[int, ...]) 
     past: Any = DynamicCache(config=model.config)
     if cache == "static":
         past = StaticCache(config=model.config, max_cache_len=total + 3)
-    found, at = [], 0
+    logits, at = [], 0
     with torch.no_grad():
         for length in plan:
             piece = slice(at, at + length)
-            given: dict[str, Any] = dict(input_ids=ids[:, piece], attention_mask=real[:, : piece.stop])
+            arguments: dict[str, Any] = dict(input_ids=ids[:, piece], attention_mask=real[:, : piece.stop])
             if "position_ids" in model.forward.__code__.co_varnames:
-                given["position_ids"] = positions[:, piece]
-            out = model(**given, past_key_values=past, use_cache=True)
-            found.append(out.logits)
+                arguments["position_ids"] = positions[:, piece]
+            out = model(**arguments, past_key_values=past, use_cache=True)
+            logits.append(out.logits)
             at += length
-    return torch.cat(found, 1)
+    return torch.cat(logits, 1)
 
 
 @dataclass
@@ -115,13 +115,13 @@ class Distance:
 
 def distance(model: PreTrainedModel, run: Callable[[PreTrainedModel], Tensor], real: Tensor) -> Distance:
     """Run one model under eager, headwise, and in float64 under the written-out definition."""
-    found = {}
+    outputs = {}
     for name, subject in (("eager", model), ("headwise", model), ("exact", copy.deepcopy(model).double())):
         before = subject.config._attn_implementation
         subject.set_attn_implementation(name)
-        found[name] = run(subject).double()[real]
+        outputs[name] = run(subject).double()[real]
         subject.set_attn_implementation(before)
-    eager, ours, exact = found["eager"], found["headwise"], found["exact"]
+    eager, ours, exact = outputs["eager"], outputs["headwise"], outputs["exact"]
     return Distance(*(float(x.abs().max()) for x in (ours - eager, ours - exact, eager - exact, exact)))
 
 

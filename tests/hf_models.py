@@ -298,22 +298,22 @@ def inputs(row: Row, side: str = "none", masked: bool = True) -> dict[str, Tenso
     """What the model takes; `side`: where the text is padded. Without `masked` no attention mask is given at all."""
     noise = torch.Generator().manual_seed(7)
     ids, real = token_ids(), padding(side)
-    given: dict[str, Tensor] = {}
+    arguments: dict[str, Tensor] = {}
     if row.kind in ("decoder", "encoder", "seq2seq", "both"):
-        given["input_ids"] = torch.where(real.bool(), ids, PAD)
+        arguments["input_ids"] = torch.where(real.bool(), ids, PAD)
         if masked:
-            given["attention_mask"] = real
+            arguments["attention_mask"] = real
     if row.kind == "both":
-        given["input_ids"][:, -1 if side != "right" else 5] = VOCAB - 1
+        arguments["input_ids"][:, -1 if side != "right" else 5] = VOCAB - 1
     if row.kind == "seq2seq" or row.kind == "speech":
-        given["decoder_input_ids"] = token_ids(7, seed=11)
+        arguments["decoder_input_ids"] = token_ids(7, seed=11)
         if masked:
-            given["decoder_attention_mask"] = padding(side, 7)
+            arguments["decoder_attention_mask"] = padding(side, 7)
     if row.kind == "speech":
-        given["input_features"] = torch.randn(B, 5, 26, generator=noise)
+        arguments["input_features"] = torch.randn(B, 5, 26, generator=noise)
     if row.kind in ("vision", "both"):
-        given["pixel_values"] = torch.randn(B, 3, 12, 12, generator=noise)
-    return given
+        arguments["pixel_values"] = torch.randn(B, 3, 12, 12, generator=noise)
+    return arguments
 
 
 def real_rows(row: Row, side: str) -> Tensor:
@@ -323,10 +323,10 @@ def real_rows(row: Row, side: str) -> Tensor:
     return padding(side, 7 if row.kind in ("seq2seq", "speech") else T).bool()
 
 
-def logits(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
+def logits(model: PreTrainedModel, arguments: dict[str, Any]) -> Tensor:
     """The model's main output."""
     dtype = next(model.parameters()).dtype
-    given = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in given.items()}
+    arguments = {k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in arguments.items()}
     with torch.no_grad():
-        out = model(**given)
+        out = model(**arguments)
     return out.logits_per_image if "logits_per_image" in out else out.logits

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from hf_models import PAD, VOCAB, stir, token_ids
-from hf_seam_models import BERT, DEBERTA, GPT, IDS, given
+from hf_seam_models import BERT, DEBERTA, GPT, IDS, arguments
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -33,7 +33,7 @@ def _vision(*shape: int) -> dict[str, Tensor]:
 
 
 def _both() -> dict[str, Tensor]:
-    return dict(given("right"), decoder_input_ids=token_ids(7, seed=11), use_cache=False)  # type: ignore[arg-type]
+    return dict(arguments("right"), decoder_input_ids=token_ids(7, seed=11), use_cache=False)  # type: ignore[arg-type]
 
 
 def _speech() -> dict[str, Any]:
@@ -244,7 +244,7 @@ def plain(family: str) -> tuple[PreTrainedModel, dict[str, Any], int, int]:
     built = getattr(transformers, model)._from_config(made, attn_implementation="eager").eval()
     stir(built)
     if isinstance(reads, str):
-        inputs = {"both": _both, "speech": _speech}.get(reads, lambda: given(reads))()
+        inputs = {"both": _both, "speech": _speech}.get(reads, lambda: arguments(reads))()
     else:
-        inputs = {**(given("right") if family in ("layoutlmv3", "lxmert", "tapas", "vilt") else {}), **reads}
+        inputs = {**(arguments("right") if family in ("layoutlmv3", "lxmert", "tapas", "vilt") else {}), **reads}
     return built, inputs, calls, heads

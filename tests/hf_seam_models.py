@@ -135,7 +135,7 @@ def exact_of(row: SeamRow) -> PreTrainedModel:
     return copy.deepcopy(truth_of(row)).double()
 
 
-def given(side: str) -> dict[str, Tensor]:
+def arguments(side: str) -> dict[str, Tensor]:
     """Ids and padding, `side` as in `hf_models.padding`."""
     real = padding_of(side)
     return dict(input_ids=torch.where(real.bool(), token_ids(), PAD), attention_mask=real)
@@ -149,19 +149,19 @@ def names(rows: tuple[SeamRow, ...]) -> Any:
 def run(model: nn.Module, side: str = "left", **more: Any) -> Any:
     """What the model makes of the padded text."""
     with torch.no_grad():
-        return model(**given(side), **more)
+        return model(**arguments(side), **more)
 
 
 def fed(model: PreTrainedModel, cache: Any, side: str = "left", plan: tuple[int, ...] = (5, 1, 3, 1, 1)) -> Tensor:
     """Logits of the real tokens of a text fed in pieces through a cache."""
     ids, real = token_ids(sum(plan), seed=13), padding_of(side, sum(plan))
-    positions, found, at = (real.cumsum(-1) - 1).clamp(min=0), [], 0
+    positions, logits, at = (real.cumsum(-1) - 1).clamp(min=0), [], 0
     with torch.no_grad():
         for length in plan:
             piece = slice(at, at + length)
             inputs: dict[str, Any] = dict(input_ids=ids[:, piece], attention_mask=real[:, : piece.stop])
             if "position_ids" in model.forward.__code__.co_varnames:
                 inputs["position_ids"] = positions[:, piece]
-            found.append(model(**inputs, past_key_values=cache, use_cache=True).logits)
+            logits.append(model(**inputs, past_key_values=cache, use_cache=True).logits)
             at += length
-    return torch.cat(found, 1)[real.bool()]
+    return torch.cat(logits, 1)[real.bool()]

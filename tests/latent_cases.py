@@ -42,14 +42,14 @@ def make(**arguments: Any) -> LatentAttention:
 
 def textbook(mla: LatentAttention, x: Tensor, allowed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
     """(B, T, M) by the definition, a head at a time, with its matrices taken from the state dict by hand."""
-    given = mla.state_dict()
+    weights = mla.state_dict()
     C, N, V = mla.kv_lora_rank, mla.nope_dim, mla.value_dim
 
     def linear(name: str, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, given[f"{name}.weight"], given.get(f"{name}.bias"))
+        return nn.functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * given[f"{name}.weight"]
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
 
     positions = torch.arange(x.shape[1]) if positions is None else positions
     pairs = torch.arange(0, mla.rope_dim, 2, dtype=x.dtype)
@@ -65,7 +65,7 @@ def textbook(mla: LatentAttention, x: Tensor, allowed: Tensor | None = None, pos
     heads = []
     for i in range(mla.num_heads):
         query = queries[..., i * mla.head_dim : (i + 1) * mla.head_dim]
-        up = given["kv_b_proj.weight"][i * (N + V) : (i + 1) * (N + V)]
+        up = weights["kv_b_proj.weight"][i * (N + V) : (i + 1) * (N + V)]
         scores = query[..., :N] @ (latent @ up[:N].T).mT + turn(query[..., N:]) @ k_rope.mT
         scores = scores * mla.scale
         scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)

@@ -20,11 +20,11 @@ SENTENCE = " The quick fox saw the lazy dog.\n The quick fox saw the lazy cat, a
 
 def words(length: int) -> tuple[str, ...]:
     """Tokens of running text, as many as asked."""
-    found: list[str] = []
-    while len(found) < length:
+    text: list[str] = []
+    while len(text) < length:
         for word in SENTENCE.replace(".", " .").replace(",", " ,").split(" ")[1:]:
-            found.extend(part for part in (word.rstrip("\n"), "\n" if word.endswith("\n") else "") if part)
-    return tuple(w if w in ".,\n" else f" {w}" for w in found[:length])
+            text.extend(part for part in (word.rstrip("\n"), "\n" if word.endswith("\n") else "") if part)
+    return tuple(w if w in ".,\n" else f" {w}" for w in text[:length])
 
 
 def weights(kind: str, size: int, generator: np.random.Generator, *, encoder: bool) -> npt.NDArray[np.float64]:

@@ -23,10 +23,10 @@ def inside(name: str, values: Iterable[Any], *, sweep: bool = False) -> Callable
     values = list(values)
 
     def decorate(test: Test) -> Test:
-        def one(value: Any, given: dict[str, Any]) -> None:
+        def one(value: Any, arguments: dict[str, Any]) -> None:
             torch.default_generator.manual_seed(20)  # as `seed` in conftest.py
             try:
-                test(**given, **{name: value})
+                test(**arguments, **{name: value})
             except AssertionError:
                 raise
             except Exception as error:
@@ -34,10 +34,10 @@ def inside(name: str, values: Iterable[Any], *, sweep: bool = False) -> Callable
                 raise
 
         @functools.wraps(test)
-        def each(**given: Any) -> None:
+        def each(**arguments: Any) -> None:
             with collected() as attempt:
                 for value in drawn(values) if sweep else values:
-                    attempt(f"{name} {value!r}", one, value, given)
+                    attempt(f"{name} {value!r}", one, value, arguments)
 
         signature = inspect.signature(test)
         rest = [parameter for parameter in signature.parameters.values() if parameter.name != name]

@@ -157,13 +157,13 @@ SERVES: dict[type, set[str]] = {
 
 def replacements(good: Any) -> dict[str, Callable[[], Any]]:
     """What may take the place of an argument, by name."""
-    found = dict(THINGS)
+    things = dict(THINGS)
     if callable(good):  # another function may be called, and says itself what it does not take
-        del found["function"], found["module"]
+        del things["function"], things["module"]
     if isinstance(good, Tensor):
         kinds = {**NO_TENSOR, **OTHER_TENSOR}
-        found |= {f"tensor, {name}": functools.partial(make, good) for name, make in kinds.items()}
-    return found
+        things |= {f"tensor, {name}": functools.partial(make, good) for name, make in kinds.items()}
+    return things
 
 
 def may_serve(name: str, good: Any, more: set[str]) -> bool:
@@ -186,9 +186,9 @@ def fault_of(error: BaseException) -> str | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     path, line = ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-    told = f"{type(error).__name__} at {Path(path).name}:{line}: {str(error)[:200]}"
+    description = f"{type(error).__name__} at {Path(path).name}:{line}: {str(error)[:200]}"
     if type(error) not in (TypeError, ValueError):
-        return told
+        return description
     if not Path(path).is_relative_to(PACKAGE) or line not in raises_of(path):
-        return f"in the words of another: {told}"
-    return f"long, or in several lines: {told}" if len(str(error)) > 900 or "\n" in str(error) else None
+        return f"in the words of another: {description}"
+    return f"long, or in several lines: {description}" if len(str(error)) > 900 or "\n" in str(error) else None

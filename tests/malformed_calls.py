@@ -80,14 +80,14 @@ GOOD: dict[str, Callable[[], Any]] = {
 
 def of(function: Callable[..., Any], /, **own: Any) -> Call:
     """The function and the arguments that its signature asks for, and the keywords that a TypedDict of it names."""
-    given = {}
+    arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         options = get_args(parameter.annotation)[:1] if get_origin(parameter.annotation) is Unpack else ()
         names = [key for typed in options for key in typed.__annotations__] or [name]
         for key in names:
             if key in own or (key in GOOD and (options or parameter.kind is not parameter.VAR_KEYWORD)):
-                given[key] = own[key] if key in own else GOOD[key]()
-    return function, {name: what for name, what in given.items() if what is not LEAVE}
+                arguments[key] = own[key] if key in own else GOOD[key]()
+    return function, {name: what for name, what in arguments.items() if what is not LEAVE}
 
 
 def filled(kind: str) -> Any:

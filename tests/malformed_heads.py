@@ -94,7 +94,7 @@ def watch(**options: Any) -> look.Watch:
     return look.Watch(Reader(), IDS, every=1, repeats=None, **options)
 
 
-def told() -> annotate.Document:
+def document() -> annotate.Document:
     return annotate.parse(CONLLU)[0]
 
 
@@ -175,10 +175,10 @@ LOOK: dict[str, Callable[[], Call]] = {
     ),
 }  # fmt: skip
 ANNOTATE: dict[str, Callable[[], Call]] = {
-    "aligned": lambda: of(annotate.aligned, source=told().sentences[0], offsets=[[0, 2], [2, 8]]),
+    "aligned": lambda: of(annotate.aligned, source=document().sentences[0], offsets=[[0, 2], [2, 8]]),
     "parse": lambda: of(annotate.parse, text=CONLLU, name="a text"),
     "annotate.read": lambda: of(annotate.read, path=str(PACKAGE / "look/annotate/sentences.conllu")),
-    "passages": lambda: of(annotate.passages, documents=[told()], tokenizer=tokenized, length=40),
+    "passages": lambda: of(annotate.passages, documents=[document()], tokenizer=tokenized, length=40),
 }
 CONSTRUCTED: dict[str, Callable[[], Call]] = {
     "constructed": lambda: of(

@@ -17,7 +17,7 @@ FAR = 1 << 40  # no end on that side
 B, H, K, T, S, D, V = 3, 4, 2, 5, 7, 16, 8
 
 
-def rules(**given: Any) -> dict[str, Any]:
+def rules(**changes: Any) -> dict[str, Any]:
     """The eleven arguments between scores and weights, by name."""
     dense = [torch.randn(1, H, T, S), torch.rand(B, 1, 1, S) > 0.2, torch.randn(B, 1, T, 1).double()]
     everything = {
@@ -33,7 +33,7 @@ def rules(**given: Any) -> dict[str, Any]:
         "maps": [torch.tensor([2, 1, 3]).view(B, 1, 1, 1), torch.randint(-(1 << 63), (1 << 63) - 1, (2, 64)) | 8],
         "relative": [torch.randn(1, H, T + S - 1)],
     }
-    return everything | given
+    return everything | changes
 
 
 def none() -> dict[str, Any]:
@@ -53,10 +53,10 @@ def calls() -> dict[str, dict[str, Any]]:
     values = torch.randint(-127, 128, (B, K, 128, V), dtype=torch.int8), torch.rand(B, K, 128) + 0.01
     one = [x[:, :, :S].contiguous() for x in (*pages, *values)]
     names = ("key", "key_scale", "value", "value_scale")
-    held = {"query": query, **dict(zip(names, one, strict=True)), "table": None, "length": 0}
+    cache = {"query": query, **dict(zip(names, one, strict=True)), "table": None, "length": 0}
     paged = {"query": query, **dict(zip(names, (*pages, *values), strict=True)), "table": None, "length": S}
     table = torch.tensor([[2], [0], [1]])
-    asked = {
+    requests = {
         "picks": torch.arange(B * T * 3).view(B, T, 3) % 9 - 1,
         "slots": torch.tensor([0, 1, 1]),
         "sums": 2,
@@ -73,13 +73,13 @@ def calls() -> dict[str, dict[str, Any]]:
     return {
         "attend": {**qkv, "scale": 0.25, "low": -FAR, "high": FAR},
         "attend_full": {**qkv, **every, "gate": gate, **dropped},
-        "attend_held": {**held, **every, "gate": gate, **dropped},
+        "attend_held": {**cache, **every, "gate": gate, **dropped},
         "attend_held, pages": {**paged, "table": table, **every, "gate": gate, **dropped},
         "attend_backward": {
             "grad_out": out * 3, "grad_lse": lse * 2, "out": out, "ends": kept, "biases": True, **qkv, **every,
             **dropped,
         },
-        "attend_statistics": {**qkv, **every, **asked},
+        "attend_statistics": {**qkv, **every, **requests},
         "attend_received": {"query": query, "key": key, **ends, **every},
         "append_int8": append | {"spans": [0, 0, 2, 1, T, B - 1, 1, H - 1, 0, 2]},
         "dropout_keep": {"seed": seed, "dropout": 0.3, "B": B, "H": H, "first": 0, "rows": T, "S": S},
@@ -103,7 +103,7 @@ def tensors(arguments: dict[str, Any]) -> Iterator[tuple[str, Tensor, Callable[[
 
 def results(name: str, arguments: dict[str, Any]) -> list[Tensor]:
     """What the operator gives, as a list; what it has written, where it writes."""
-    found = getattr(torch.ops.headwise, name.split(",")[0])(**arguments)
-    if found is None:
+    outputs = getattr(torch.ops.headwise, name.split(",")[0])(**arguments)
+    if outputs is None:
         return [x.clone() for what, x in arguments.items() if what.endswith(("_data", "_scale"))]
-    return [found] if isinstance(found, Tensor) else list(found)
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)

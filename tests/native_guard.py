@@ -76,13 +76,13 @@ def calls(dtype: torch.dtype, end: bool) -> None:
             headwise.attention(q, k, v, mask=mask, backend="native", **extra)
         for name, mask in masks.items():
             print(dtype, end, n, name, "statistics", flush=True)
-            given: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "mask": mask,
                 "features": {f"{i}": guarded(torch.randn(B, S), end) for i in range(T % 4)},
                 "targets": {"some": guarded(torch.randint(-1, S, (B, T, 2)), end)},
             }
-            headwise.attention_statistics(q, k, v, **given)
-            headwise.statistics(q, k, **given)
+            headwise.attention_statistics(q, k, v, **options)
+            headwise.statistics(q, k, **options)
         for name, mask in masks.items():
             print(dtype, end, n, name, "backward", flush=True)
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]

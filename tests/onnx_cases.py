@@ -69,10 +69,10 @@ class Case:
             parts.append(headwise.window(left + 1 if left >= 0 else None, right if right >= 0 else None, offset=offset))
         if nonpad is not None:
             parts.append(headwise.lengths(nonpad))
-        if (given := self.inputs.get("attn_mask")) is not None:
-            flag = given.dtype == torch.bool
-            missing = (0, S - given.shape[-1])
-            full = torch.nn.functional.pad(given, missing, value=False if flag else -torch.inf)
+        if (mask := self.inputs.get("attn_mask")) is not None:
+            flag = mask.dtype == torch.bool
+            missing = (0, S - mask.shape[-1])
+            full = torch.nn.functional.pad(mask, missing, value=False if flag else -torch.inf)
             parts.append(headwise.keep(full) if flag else headwise.bias(full))
         return reduce(and_, parts) if parts else None
 

@@ -67,7 +67,7 @@ def run_block(name: str, text: str, block: re.Match[str], names: dict[str, objec
 def is_there(path: str, names: dict[str, object]) -> bool:
     """Whether a dotted name of headwise can be typed after the page's blocks."""
     first, *rest = path.split(".")
-    found = names.get(first)
+    target = names.get(first)
     for part in rest:
-        found = getattr(found, part, None)
-    return found is not None
+        target = getattr(target, part, None)
+    return target is not None

@@ -42,17 +42,17 @@ def random_config(name: str, dice: random.Random, *, runs: bool = False) -> dict
         "step": step,
         "layers": dice.choice([1, 2, 3, 4]),
     }
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     for field, default in about["defaults"].items():
         usual = standard.get(field, field)
         if default is None and field in MAY_BE_ABSENT and name not in NEVER_ABSENT and dice.random() < 0.15:
             continue
-        found[field] = _value(field, usual, default, about, sizes, dice)
+        config[field] = _value(field, usual, default, about, sizes, dice)
     if runs and "side_by_side" in about:  # what can be built there and not run: norms that no layer calls
-        found["parallel_attn"] = found["parallel_attn"] or found["new_decoder_architecture"]
-        found["num_ln_in_parallel_attn"] = None if found["new_decoder_architecture"] else 1
-        found["num_kv_heads"] = sizes["kv_heads"] if found["new_decoder_architecture"] else None
-    return found
+        config["parallel_attn"] = config["parallel_attn"] or config["new_decoder_architecture"]
+        config["num_ln_in_parallel_attn"] = None if config["new_decoder_architecture"] else 1
+        config["num_kv_heads"] = sizes["kv_heads"] if config["new_decoder_architecture"] else None
+    return config
 
 
 MAY_BE_ABSENT = (
@@ -197,7 +197,7 @@ def strange_fields(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def strange_and_wrong(name: str, fields: dict[str, Any], size: int) -> list[dict[str, Any]]:
     """Which strange fields are silently wrong: eight at once, one by one only where those change or break something."""
     waiting = list(strange_fields(fields))
-    found: list[dict[str, Any]] = []
+    faults: list[dict[str, Any]] = []
     while waiting:
         group, rest, more = [], [], {}
         for one in waiting:  # a field is in a group once, for it may have two values
@@ -208,8 +208,8 @@ def strange_and_wrong(name: str, fields: dict[str, Any], size: int) -> list[dict
             same = parameters_of(name, config_of(name, {**fields, **more})) == size
         except Exception:
             same = False
-        found += [] if same else [one for one in group if silently_wrong(name, fields, one, size)]
-    return found
+        faults += [] if same else [one for one in group if silently_wrong(name, fields, one, size)]
+    return faults
 
 
 def silently_wrong(name: str, fields: dict[str, Any], more: dict[str, Any], size: int) -> bool:
@@ -387,12 +387,12 @@ def compared_caches(name: str, ours: Model, config: Any, real: Any) -> list[tupl
     """
     windowed, ours = name != KEEPS_ALL, as_run(name, ours, config)
     between = ours.with_layers(tuple(replace(layer, window=layer.window and layer.window - 1) for layer in ours.layers))
-    found = []
+    pairs = []
     states = costs.state_bytes(replace(ours, weight_bytes=FLOAT32))
     for tokens in (3, TOKENS):
         planned = states + costs.cache_bytes(between, tokens, FLOAT32, windowed=windowed)
-        found.append((planned, dynamic_cache_bytes(name, config, real, tokens)))
+        pairs.append((planned, dynamic_cache_bytes(name, config, real, tokens)))
     if architectures()[name].get("stack") != "pair" and name != OWN_CACHE:
         planned = states + costs.cache_bytes(ours, TOKENS, FLOAT32, windowed=windowed)
-        found.append((planned, static_cache_bytes(name, config, real, TOKENS)))
-    return found
+        pairs.append((planned, static_cache_bytes(name, config, real, TOKENS)))
+    return pairs

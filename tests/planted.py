@@ -136,11 +136,11 @@ class Twice(nn.Module):
 
 def numbers(*scores: Score, **changed: Any) -> HeadRecord:
     """A record that has these scores."""
-    given: dict[str, Any] = dict(
+    values: dict[str, Any] = dict(
         module="a", call=0, layer=0, head=0, part="decoder", entropy=1.0, largest=0.5, distance=2.0,
         offsets=(0.0,) * 9, ahead=(), scores={score.name: score for score in scores}, queries=97, keys=97,
     )  # fmt: skip
-    return HeadRecord(**given | changed)
+    return HeadRecord(**values | changed)
 
 
 def played(name: str, value: float = 0.75, threshold: float = 0.5) -> Score:
@@ -178,10 +178,10 @@ def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: floa
         assert value == pytest.approx(float(exact), abs=tolerance, rel=tolerance), name
     if T == S:
         assert len(head.offsets) == 9 and len(head.ahead) == 8 * ahead
-        masses = [*enumerate(head.offsets), *((-k, held) for k, held in enumerate(head.ahead, 1))]
-        for k, held in masses:
+        masses = [*enumerate(head.offsets), *((-k, portion) for k, portion in enumerate(head.ahead, 1))]
+        for k, portion in masses:
             there = p.diagonal(-k)[seen.diagonal(-k)]
-            assert held == pytest.approx(float(there.mean()) if len(there) else 0.0, abs=tolerance), k
+            assert portion == pytest.approx(float(there.mean()) if len(there) else 0.0, abs=tolerance), k
         assert head.value("self") == head.offsets[0]
     rows, columns = (torch.nn.functional.one_hot(torch.arange(n) * min(n, 32) // n).double() for n in (T, S))
     exact_map = (rows.mT @ share @ columns) / (alive.double() @ rows).clamp(min=1)[:, None]

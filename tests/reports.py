@@ -31,8 +31,8 @@ class Elements(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(next(code for kind, code in self.code if kind == "json"))
-        return found
+        record: dict[str, Any] = json.loads(next(code for kind, code in self.code if kind == "json"))
+        return record
 
 
 def inflated(data: dict[str, Any], part: str = "maps") -> bytes:
@@ -40,8 +40,8 @@ def inflated(data: dict[str, Any], part: str = "maps") -> bytes:
 
 
 def numbers(data: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(inflated(data, "numbers"))
-    return found
+    values: dict[str, Any] = json.loads(inflated(data, "numbers"))
+    return values
 
 
 def values(data: dict[str, Any], label: str) -> list[float | None]:

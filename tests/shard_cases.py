@@ -218,7 +218,7 @@ def modules() -> list[Tensor]:
     mha = headwise.MultiHeadAttention(24, 6, num_kv_heads=2, rotary=headwise.nn.Rotary(4))
     mla = headwise.LatentAttention(24, 3, kv_lora_rank=16, nope_dim=8, rope_dim=4, value_dim=7)
     x = torch.randn(2, 13, 24)
-    found = []
+    outputs = []
     with torch.no_grad():
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for module, sizes, options in ((mha, (2, 2, 4), {}), (mla, (2, 1, 20, 16), {"shared": True})):
@@ -226,12 +226,14 @@ def modules() -> list[Tensor]:
             caches += [StaticCache(*sizes, capacity=13, **options)]
             for cache in caches:
                 outs = [module(part, cache=cache)[0] for part in x.split([9, 1, 1, 1, 1], dim=1)]
-                found.append(torch.cat(outs, dim=1))
-            found.append(found[-1])
+                outputs.append(torch.cat(outs, dim=1))
+            outputs.append(outputs[-1])
             own = ShardedCache(StaticCache, *sizes, capacity=13, own_heads=module.num_heads, **options)
             split = tensor_parallel(module, mesh)
-            found.insert(-1, torch.cat([split(part, cache=own)[0] for part in x.split([9, 1, 1, 1, 1], dim=1)], dim=1))
-    return found
+            outputs.insert(
+                -1, torch.cat([split(part, cache=own)[0] for part in x.split([9, 1, 1, 1, 1], dim=1)], dim=1)
+            )
+    return outputs
 
 
 def back_and_forth() -> list[float]:

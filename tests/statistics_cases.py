@@ -92,11 +92,11 @@ def expected(
     return want
 
 
-def worst(found: RowStatistics, want: dict[str, Tensor | dict[str, Tensor]]) -> dict[str, float]:
+def worst(result: RowStatistics, want: dict[str, Tensor | dict[str, Tensor]]) -> dict[str, float]:
     """The largest error of each statistic, relative where numbers exceed 1; shapes must agree."""
     errors = {}
     for name, truth in want.items():
-        ours = getattr(found, name)
+        ours = getattr(result, name)
         pairs = [(ours, truth)] if isinstance(truth, Tensor) else [(ours[key], truth[key]) for key in truth]
         for mine, exact in pairs:
             assert mine.shape == exact.shape, (name, mine.shape, exact.shape)
@@ -137,15 +137,15 @@ def compare(
     """Statistics against their definitions; with and without the second pass."""
     want, largest, allowed = truth
     features, targets = extras(n)
-    asked = {**options, "features": features, "targets": targets}
-    found = statistics(query, key, offsets=OFFSETS, pool=pool, **asked)
-    errors = worst(found, want)
+    request = {**options, "features": features, "targets": targets}
+    result = statistics(query, key, offsets=OFFSETS, pool=pool, **request)
+    errors = worst(result, want)
     assert max(errors.values()) <= tolerance, errors
-    top = found.largest_key
+    top = result.largest_key
     assert torch.equal(top == -1, ~allowed.any(-1))
     assert largest.gather(-1, top.clamp(min=0)[..., None]).all()
-    assert found.entropy.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
-    rows = row_statistics(query, key, offsets=OFFSETS, pool=pool, **asked)
+    assert result.entropy.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
+    rows = row_statistics(query, key, offsets=OFFSETS, pool=pool, **request)
     errors = worst(rows, {name: x for name, x in want.items() if name != "received"})
     assert max(errors.values()) <= tolerance, ("one pass", errors)
 

@@ -176,8 +176,16 @@ def results(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: headwise.Mask) 
     (B, K, S, D), V = k.shape, v.shape[3]
     cache = StaticCache(B, K, D, V, capacity=S, dtype=k.dtype, causal=False)
     attended = cache.append(k, v).attend(q, mask=mask)
-    found = headwise.statistics(q, k, mask=mask, offsets=2, pool=3)
-    numbers = (found.entropy, found.largest, found.distance, found.offsets, found.pooled, found.received, found.keys)
+    result = headwise.statistics(q, k, mask=mask, offsets=2, pool=3)
+    numbers = (
+        result.entropy,
+        result.largest,
+        result.distance,
+        result.offsets,
+        result.pooled,
+        result.received,
+        result.keys,
+    )
     return [attended, headwise.weights(q, k, mask=mask), headwise.top_keys(q, k, 3, mask=mask).weights, *numbers]
 
 

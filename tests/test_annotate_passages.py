@@ -39,12 +39,12 @@ class Words:
 
 
 def spans(text: str) -> list[tuple[int, int]]:
-    found, start = [], 0
+    places, start = [], 0
     for piece in text.replace(".", " .").replace(",", " ,").split():
         start = text.index(piece, start)
-        found.append((start, start + len(piece)))
+        places.append((start, start + len(piece)))
         start += len(piece)
-    return found
+    return places
 
 
 def named(*names: str) -> list[Document]:
@@ -88,8 +88,8 @@ def test_what_a_mention_may_mean() -> None:
     [passage] = passages(named("cake"), Words())
     text = "Laura put the cake on the table . Her dog ate half of it . She was not happy ."
     places = dict(enumerate(text.split(), 1))
-    found = {places[i]: [places[j] for j in row] for i, row in linked(passage.links["coreference"]).items()}
-    assert found == {"Her": ["Laura"], "it": ["cake"], "She": ["Laura", "Her"]}
+    words = {places[i]: [places[j] for j in row] for i, row in linked(passage.links["coreference"]).items()}
+    assert words == {"Her": ["Laura"], "it": ["cake"], "She": ["Laura", "Her"]}
     choice = {places[i]: [places[j] for j in row] for i, row in linked(passage.links["mentions"]).items()}
     nouns = ["Laura", "cake", "table"]
     assert choice == {"Her": nouns, "it": [*nouns, "Her", "dog", "half"], "She": [*nouns, "Her", "dog", "half", "it"]}
@@ -118,8 +118,8 @@ def document(text: str, *mentions: tuple[str, int, int]) -> Document:
 
 
 def test_words_of_a_mention_are_none_that_it_may_mean() -> None:
-    told = document("log/N grew agent/N kept its/P file/N", ("e1", 0, 0), ("e2", 2, 2), ("e2", 4, 4), ("e1", 4, 5))
-    [passage] = passages([told], Words())
+    text = document("log/N grew agent/N kept its/P file/N", ("e1", 0, 0), ("e2", 2, 2), ("e2", 4, 4), ("e1", 4, 5))
+    [passage] = passages([text], Words())
     assert linked(passage.links["coreference"]) == {5: [3], 6: [1]}  # its, file
     assert linked(passage.links["mentions"]) == {5: [1, 3], 6: [1, 3]}
 

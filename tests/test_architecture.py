@@ -76,18 +76,18 @@ def room_of(module: str) -> str:
 @functools.cache
 def imports(path: str, source: str) -> list[str]:
     """Every dotted name a file imports, wherever in the file; `from a import b` is a.b."""
-    found: list[str] = []
+    names: list[str] = []
     package = module_of(path).split(".")
     if Path(path).stem != "__init__":
         package = package[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            found += [f"{module}.{alias.name}" for alias in node.names]
-    return found
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def inside(path: str, source: str) -> set[str]:
@@ -127,8 +127,8 @@ def options(function: Function) -> int:
     Nor is an operand: `value`, which a cache stands for.
     """
     operands = [x.arg for x in function.args.args[-len(function.args.defaults) or 99 :]].count("value")
-    given = len(function.args.defaults) + sum(default is not None for default in function.args.kw_defaults)
-    return given - operands
+    defaults = len(function.args.defaults) + sum(default is not None for default in function.args.kw_defaults)
+    return defaults - operands
 
 
 # --- the rules ------------------------------------------------------------------------------------------------------
@@ -199,18 +199,18 @@ def small_files(tree: Tree) -> list[str]:
 
 
 def small_functions(tree: Tree) -> list[str]:
-    found = [(path, name, code_lines(node)) for path, source in tree.items() for name, node in functions(source)]
-    faults = [f"{path}: {name} has {n} lines, at most {MAX_FUNCTION}" for path, name, n in found if n > MAX_FUNCTION]
-    lengths = sorted(n for _, _, n in found)
+    sizes = [(path, name, code_lines(node)) for path, source in tree.items() for name, node in functions(source)]
+    faults = [f"{path}: {name} has {n} lines, at most {MAX_FUNCTION}" for path, name, n in sizes if n > MAX_FUNCTION]
+    lengths = sorted(n for _, _, n in sizes)
     p90 = lengths[int(0.9 * (len(lengths) - 1))] if lengths else 0
     return faults + [f"nine functions of ten must have at most {P90_FUNCTION} lines, not {p90}"] * (p90 > P90_FUNCTION)
 
 
 def small_forwards(tree: Tree) -> list[str]:
-    found = [(path, name, code_lines(node)) for path, source in tree.items() for name, node in functions(source)]
+    sizes = [(path, name, code_lines(node)) for path, source in tree.items() for name, node in functions(source)]
     return [
         f"{path}: {name} has {n} lines, at most {MAX_FORWARD}"
-        for path, name, n in found
+        for path, name, n in sizes
         if name.split(".")[-1] == "forward" and n > MAX_FORWARD
     ]
 
@@ -231,9 +231,9 @@ def no_architecture_names(tree: Tree) -> list[str]:
     faults = []
     for path, source in tree.items():
         for number, line in enumerate(source.splitlines(), 1):
-            found = ARCHITECTURE.search(line)
-            if found and not path.startswith("hf/"):
-                faults.append(f"{path}:{number} names {found.group()!r}")
+            match = ARCHITECTURE.search(line)
+            if match and not path.startswith("hf/"):
+                faults.append(f"{path}:{number} names {match.group()!r}")
     return faults
 
 
@@ -353,8 +353,8 @@ def test_the_tree_keeps_the_rule(rule: Callable[[Tree], list[str]]) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_rule_finds_a_planted_fault(rule: Callable[[Tree], list[str]], path: str, source: str, fault: str) -> None:
-    found = rule(with_planted(path, source))
-    assert any(fault in line for line in found), f"planted {source[:60]!r} in {path}; found only {found}"
+    faults = rule(with_planted(path, source))
+    assert any(fault in line for line in faults), f"planted {source[:60]!r} in {path}; found only {faults}"
 
 
 def test_what_is_allowed_is_not_a_fault() -> None:

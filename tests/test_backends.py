@@ -29,15 +29,15 @@ from headwise.testing import assert_same_bits, make_qkv, poison
 def test_explain_tells_of_every_backend(extra: str) -> None:
     qkv = make_qkv(*SHORT)
     options = options_of(extra, SHORT)
-    told = headwise.explain(*qkv, mask=headwise.causal(), **options)
-    assert {told.backend, *told.others} == {*BACKENDS} - {"auto"}
-    assert told.why and all(told.others.values())
-    lines = str(told).splitlines()
-    assert lines[0] == f"{told.backend}: {told.why}"
-    assert lines[1:] == [f"  not {name}: {why}" for name, why in told.others.items()]
+    choice = headwise.explain(*qkv, mask=headwise.causal(), **options)
+    assert {choice.backend, *choice.others} == {*BACKENDS} - {"auto"}
+    assert choice.why and all(choice.others.values())
+    lines = str(choice).splitlines()
+    assert lines[0] == f"{choice.backend}: {choice.why}"
+    assert lines[1:] == [f"  not {name}: {why}" for name, why in choice.others.items()]
     assert_same_bits(
         headwise.attention(*qkv, mask=headwise.causal(), **options),
-        headwise.attention(*qkv, mask=headwise.causal(), **options, backend=told.backend),
+        headwise.attention(*qkv, mask=headwise.causal(), **options, backend=choice.backend),
     )
 
 
@@ -126,6 +126,7 @@ def test_pages_tell_what_they_hold() -> None:
 # -- flex --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MASKS)
 def test_flex_reads_every_rule_as_it_is_meant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions of one place, over all places, and its lists of tiles, of 16 x 16 here."""
@@ -147,7 +148,7 @@ def test_flex_reads_every_rule_as_it_is_meant(name: str, monkeypatch: pytest.Mon
 
 def _places(blocks: BlockMask, n: Sizes) -> Tensor:
     """What a block mask lets in, from its lists: full tiles as a whole, mixed ones by its function."""
-    found = torch.zeros(n.B, n.H, n.T, n.S, dtype=torch.bool)
+    visible = torch.zeros(n.B, n.H, n.T, n.S, dtype=torch.bool)
     for counts, order, full in (
         (blocks.kv_num_blocks, blocks.kv_indices, False),
         (blocks.full_kv_num_blocks, blocks.full_kv_indices, True),
@@ -156,8 +157,8 @@ def _places(blocks: BlockMask, n: Sizes) -> Tensor:
             at = (b % counts.shape[0], h % counts.shape[1], t)
             for s in order[at][: counts[at]].tolist():
                 i, j = torch.arange(t * 16, min(t * 16 + 16, n.T))[:, None], torch.arange(s * 16, min(s * 16 + 16, n.S))
-                found[b, h, i, j] = True if full else blocks.mask_mod(torch.tensor(b), torch.tensor(h), i, j)
-    return found
+                visible[b, h, i, j] = True if full else blocks.mask_mod(torch.tensor(b), torch.tensor(h), i, j)
+    return visible
 
 
 @pytest.mark.unchecked
@@ -213,21 +214,21 @@ def test_what_torch_cannot_do_runs_elsewhere(backend: str, what: str) -> None:
 def test_any_real_number_will_do_for_an_option(backend: str) -> None:
     """numpy's and fractions, and an integer: the bits of the float."""
     q, k, v = make_qkv(*SHORT)
-    for given, same in (
+    for value, same in (
         ({"scale": np.float32(0.25)}, {"scale": 0.25}),
         ({"scale": Fraction(1, 3), "softcap": np.float64(30)}, {"scale": 1 / 3, "softcap": 30.0}),
         ({"scale": 1, "softcap": 2, "dropout": np.float32(0)}, {"scale": 1.0, "softcap": 2.0}),
     ):
-        ours, theirs = (attend(backend, q, k, v, **x) for x in (given, same))
+        ours, theirs = (attend(backend, q, k, v, **x) for x in (value, same))
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert_same_bits(ours, theirs)
-        assert_same_bits(*(headwise.weights(q, k, **{"scale": x["scale"]}) for x in (given, same)))
+        assert_same_bits(*(headwise.weights(q, k, **{"scale": x["scale"]}) for x in (value, same)))
 
 
 def test_a_backend_asked_for_by_name_is_the_one_explained() -> None:
     qkv = make_qkv(*SHORT)
     for backend in (*MUST[1:], *(name for name in OPTIONAL if name != "native" or ISAS)):
-        told = headwise.explain(*qkv, backend=backend)
-        assert (told.backend, told.why) == (backend, "asked for by name")
-        assert {backend, *told.others} == {*BACKENDS} - {"auto"}
+        choice = headwise.explain(*qkv, backend=backend)
+        assert (choice.backend, choice.why) == (backend, "asked for by name")
+        assert {backend, *choice.others} == {*BACKENDS} - {"auto"}

@@ -23,16 +23,16 @@ EXTRAS = [Requirement(text) for name in ("hf", "look") for text in PROJECT["opti
 
 def closure(requirements: list[Requirement]) -> dict[str, metadata.Distribution]:
     """The distributions that pip would install for the requirements."""
-    found: dict[str, metadata.Distribution] = {}
+    packages: dict[str, metadata.Distribution] = {}
     todo = list(requirements)
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
-        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if name in packages or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
-        found[name] = metadata.distribution(name)
-        todo += [Requirement(text) for text in found[name].requires or ()]
-    return found
+        packages[name] = metadata.distribution(name)
+        todo += [Requirement(text) for text in packages[name].requires or ()]
+    return packages
 
 
 @pytest.fixture(scope="module")

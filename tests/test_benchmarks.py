@@ -116,19 +116,19 @@ def test_a_way_that_computes_something_else_takes_no_part() -> None:
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = (Mark("limit", 1e-9, 1e-8), Mark("torch", 1e9), Mark("flex", 1.0))
-    cases = [replace(reduced(case), marks=asked) for case in (CASES[0], next(c for c in CASES if c.T == 1))]
-    found = list(attention.rows(cases, rounds=1, budget=0.0))
-    told: dict[str, Any] = {"machine": clock.machine(), "results": json.loads(json.dumps(found))}
-    table.print_table(told, Console(width=200))
+    marks = (Mark("limit", 1e-9, 1e-8), Mark("torch", 1e9), Mark("flex", 1.0))
+    cases = [replace(reduced(case), marks=marks) for case in (CASES[0], next(c for c in CASES if c.T == 1))]
+    rows = list(attention.rows(cases, rounds=1, budget=0.0))
+    record: dict[str, Any] = {"machine": clock.machine(), "results": json.loads(json.dumps(rows))}
+    table.print_table(record, Console(width=200))
     text = capsys.readouterr().out
     assert all(case.name in text for case in cases)
     measured = limits.compiled() is not None
-    assert [mark["met"] for mark in found[0]["marks"]] == [True if measured else None, False, None]
+    assert [mark["met"] for mark in rows[0]["marks"]] == [True if measured else None, False, None]
     assert ("met, aim too" in text) == measured and "missed" in text and "not measured" in text
     if measured:
-        assert {"fma", "reading"} >= {row["limit"]["by"] for row in found}
-    assert set(told["machine"]) >= {"cpu", "cores", "threads", "isa", "torch", "headwise", "load", "onnxruntime"}
+        assert {"fma", "reading"} >= {row["limit"]["by"] for row in rows}
+    assert set(record["machine"]) >= {"cpu", "cores", "threads", "isa", "torch", "headwise", "load", "onnxruntime"}
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,16 +155,16 @@ def test_a_process_is_held_to_avx2() -> None:
 def test_rounds_in_which_others_used_the_cpu_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     excess = iter([0.5, -0.05, 0.5, -0.05, -0.05])
     monkeypatch.setattr(clock.Foreign, "excess", lambda self: next(excess))
-    found = clock.measure({"a": lambda: None, "b": lambda: None}, {"one": lambda: 1.0}, rounds=3, seconds=60.0)
-    assert (len(found.seconds["a"]), found.left_out, found.disturbed) == (3, 2, False)
-    assert found.limits["one"] == [1.0] * 3
+    timing = clock.measure({"a": lambda: None, "b": lambda: None}, {"one": lambda: 1.0}, rounds=3, seconds=60.0)
+    assert (len(timing.seconds["a"]), timing.left_out, timing.disturbed) == (3, 2, False)
+    assert timing.limits["one"] == [1.0] * 3
 
 
 def test_where_all_rounds_are_disturbed_the_least_disturbed_count(monkeypatch: pytest.MonkeyPatch) -> None:
     excess, limit = iter([0.9, 0.1, 0.2, 0.3, 0.4, 0.5]), iter(range(1, 7))
     monkeypatch.setattr(clock.Foreign, "excess", lambda self: next(excess))
-    found = clock.measure({"a": lambda: None}, {"one": lambda: float(next(limit))}, rounds=2, seconds=60.0)
-    assert (found.limits["one"], found.left_out, found.disturbed) == ([2.0, 3.0], 4, True)
+    timing = clock.measure({"a": lambda: None}, {"one": lambda: float(next(limit))}, rounds=2, seconds=60.0)
+    assert (timing.limits["one"], timing.left_out, timing.disturbed) == ([2.0, 3.0], 4, True)
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(0.0, 1), (0.4, 2), (0.8, 3), (4.5, 5), (100.0, 9)])
@@ -173,16 +173,16 @@ def test_three_rounds_may_take_four_times_the_time(seconds: float, count: int, m
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: float(len(turns))))
     monkeypatch.setattr(clock, "turn", lambda run: turns.append(1.0) or 0.5)
     monkeypatch.setattr(clock.Foreign, "excess", lambda self: -1.0)
-    found = clock.measure({"a": lambda: None}, {}, rounds=9, seconds=seconds)
-    assert len(found.seconds["a"]) == count
+    timing = clock.measure({"a": lambda: None}, {}, rounds=9, seconds=seconds)
+    assert len(timing.seconds["a"]) == count
 
 
 def test_a_slow_way_sits_rounds_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "turn", lambda run: run())
     monkeypatch.setattr(clock.Foreign, "excess", lambda self: -1.0)
-    found = clock.measure({"fast": lambda: 0.5, "slow": lambda: 2.0}, {}, rounds=5, seconds=60.0)
-    assert found.seconds == {"fast": [0.5] * 5, "slow": [2.0] * 3 + [None] * 2}
-    assert found.ratio("slow", "fast") == 4.0 and found.summary("slow")["runs"] == 3
+    timing = clock.measure({"fast": lambda: 0.5, "slow": lambda: 2.0}, {}, rounds=5, seconds=60.0)
+    assert timing.seconds == {"fast": [0.5] * 5, "slow": [2.0] * 3 + [None] * 2}
+    assert timing.ratio("slow", "fast") == 4.0 and timing.summary("slow")["runs"] == 3
 
 
 def test_the_load_of_others_is_what_the_machine_did_and_we_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,21 +202,21 @@ def test_limits_are_of_the_right_size() -> None:
 
 def test_without_a_compiler_the_table_has_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "compiled", lambda: None)
-    (found,) = attention.rows([reduced(CASES[0])], rounds=1, budget=0.0)
-    assert found["limit"] is None and found["marks"][0]["of"] == "torch"
+    (row,) = attention.rows([reduced(CASES[0])], rounds=1, budget=0.0)
+    assert row["limit"] is None and row["marks"][0]["of"] == "torch"
 
 
 def test_call_overhead_is_told_for_each_way() -> None:
-    told = overhead.measured(rounds=1, calls=3)
-    assert {"headwise", "torch"} <= set(told["full"]) and all(us > 0 for us in told["full"].values())
-    step = told["step, latent, static int8"]
+    report = overhead.measured(rounds=1, calls=3)
+    assert {"headwise", "torch"} <= set(report["full"]) and all(us > 0 for us in report["full"].values())
+    step = report["step, latent, static int8"]
     assert set(step) == {"in one call", "in several", "linears and attention"} and all(us > 0 for us in step.values())
 
 
 def test_a_model_runs_end_to_end_with_each_attention() -> None:
     tiny = hf_end_to_end.config(hidden=32, heads=4, kv_heads=2, intermediate=48, vocab=64)
-    told = hf_end_to_end.measured(tiny, prefill=(8,), decode=(12,), rounds=1)
-    for row in told["results"]:
+    report = hf_end_to_end.measured(tiny, prefill=(8,), decode=(12,), rounds=1)
+    for row in report["results"]:
         assert (
             set(row["tokens_per_second"]) == set(hf_end_to_end.ATTENTIONS) and max(row["differences"].values()) < 0.05
         )
@@ -224,10 +224,10 @@ def test_a_model_runs_end_to_end_with_each_attention() -> None:
 
 def test_requests_are_served_with_each_attention(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = serving.config(hidden=128, layers=1, vocab=61)
-    told = serving.measured(tiny, [serving.Case("prompts", 3, 2, 70, 2)], rounds=1)
-    for row in told["results"]:
+    report = serving.measured(tiny, [serving.Case("prompts", 3, 2, 70, 2)], rounds=1)
+    for row in report["results"]:
         assert set(row["tokens_per_second"]) == set(serving.WAYS) and set(row["answers_as_sdpa"].values()) == {3}
-    serving.print_table(told)
+    serving.print_table(report)
     assert "3 of 3" in capsys.readouterr().out
 
 
@@ -236,12 +236,12 @@ def test_training_goes_with_each_attention(tmp_path: Path, capsys: pytest.Captur
     for name, its in losses.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "losses.json").write_text(json.dumps({"settings": {}, "losses": its}))
-    told = train.measured([(2, 24)], [tmp_path / name for name in losses], rounds=1)
-    for row in told["results"]:
+    report = train.measured([(2, 24)], [tmp_path / name for name in losses], rounds=1)
+    for row in report["results"]:
         first = row["first_losses"]
         assert set(first) == set(train.ATTENTIONS) and max(first.values()) - min(first.values()) < 0.01
-    assert told["curves"][1]["difference_most"] == 0.5 and told["curves"][1]["last"] == 2.75
-    train.print_table(told)
+    assert report["curves"][1]["difference_most"] == 0.5 and report["curves"][1]["last"] == 2.75
+    train.print_table(report)
     assert "headwise" in capsys.readouterr().out
 
 
@@ -250,9 +250,9 @@ def test_committed_results_tell_machine_and_versions_and_no_path() -> None:
     assert files
     for file in files:
         text = file.read_text()
-        told = json.loads(text)
-        tables = [table for name, table in told.items() if name != "machine" and isinstance(table, (dict, list))]
-        assert {"cpu", "torch", "load", "isa"} <= set(told["machine"]) and any(tables)
+        record = json.loads(text)
+        tables = [table for name, table in record.items() if name != "machine" and isinstance(table, (dict, list))]
+        assert {"cpu", "torch", "load", "isa"} <= set(record["machine"]) and any(tables)
         assert "/work" not in text and "/root" not in text and "/home" not in text
 
 

@@ -25,9 +25,9 @@ def state_of(cache: Any) -> dict[str, Any]:
     """Every byte and every counter of a cache, and of the pool it takes its pages from."""
     pool = getattr(cache, "pool", None)
     store = cache._store if pool is None else pool.store
-    held = {name: x.clone().view(torch.uint8) for name, x in vars(store).items() if isinstance(x, Tensor)}
+    tensors = {name: x.clone().view(torch.uint8) for name, x in vars(store).items() if isinstance(x, Tensor)}
     counters = {name: repr(x) for name, x in vars(cache).items() if name not in ("_store", "pool", "_table")}
-    return {**held, **counters, "pool": None if pool is None else (list(pool._refs), list(pool._free))}
+    return {**tensors, **counters, "pool": None if pool is None else (list(pool._refs), list(pool._free))}
 
 
 def assert_same_state(cache: Any, before: dict[str, Any], what: object) -> None:

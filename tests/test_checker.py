@@ -53,6 +53,7 @@ WRONG = {
 }
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_refused(what: str, shape_checker: bool) -> None:
     if not shape_checker:
@@ -70,6 +71,7 @@ def test_switched_off_nothing_is_refused(what: str) -> None:
         assert not isinstance(error, TypeCheckError)
 
 
+@pytest.mark.checked
 def test_what_is_right_passes() -> None:
     assert shapes(torch.ones(2, 3), torch.ones(3), d="any").tolist() == [3, 3]
     assert types(1, 2, b=object()) == "b" and list(numbers(3)) == [0, 1, 2]

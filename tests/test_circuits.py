@@ -172,7 +172,7 @@ def straight(norm: nn.Module, x: Tensor, of: Tensor) -> Tensor:
 @pytest.mark.parametrize(("norm", "behind"), [(nn.LayerNorm, False), (nn.RMSNorm, False), (nn.LayerNorm, True)])
 def test_what_heads_write_adds_up_to_the_logits(norm: Any, behind: bool) -> None:
     model, ids = Small(norm, behind=behind), torch.tensor([TEXT])
-    found = circuits(model, ids)
+    result = circuits(model, ids)
     with torch.no_grad(), probe(model) as seen:
         logits = model(ids)[0]
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_what_heads_write_adds_up_to_the_logits(norm: Any, behind: bool) -> None
         def logit(x: Tensor) -> Tensor:
             return above(straight(model.final, x, residual) @ model.unembed.weight.T)
 
-        for head in found.heads:
+        for head in result.heads:
             one, update = written[head.layer, head.head], written[head.layer].sum(0)
             assert head.norm == pytest.approx(float(one.norm(dim=-1).mean()), rel=1e-4)
             assert head.share == pytest.approx(float((one * update).sum() / update.square().sum()), abs=1e-5)
@@ -203,10 +203,10 @@ def test_what_heads_write_adds_up_to_the_logits(norm: Any, behind: bool) -> None
                 tops = model.unembed(model.final(sign * value)).topk(5).indices
                 assert share == pytest.approx(float((tops == ids[0][:, None]).any(-1).float().mean()))
         bias = model.unembed(getattr(model.final, "bias", None) if norm is nn.LayerNorm else torch.zeros(24))
-        total = sum(head.logit for head in found.heads) + logit(rest) + above(bias.expand(11, -1))
+        total = sum(head.logit for head in result.heads) + logit(rest) + above(bias.expand(11, -1))
         torch.testing.assert_close(total, above(logits), atol=3e-4, rtol=0)
     for layer in range(3):
-        assert sum(head.share for head in found.heads[4 * layer : 4 * layer + 4]) == pytest.approx(1.0, abs=1e-5)
+        assert sum(head.share for head in result.heads[4 * layer : 4 * layer + 4]) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_what_reaches_the_residual_by_addition_alone_is_told() -> None:
@@ -230,22 +230,22 @@ def test_what_reaches_the_residual_by_addition_alone_is_told() -> None:
 @pytest.mark.parametrize("name", ["Llama GQA", "GPT-2", "Gemma2 softcap", "BERT", "T5", "DeepSeek-V3", "gpt-oss sinks"])
 def test_circuits_of_models_of_transformers(name: str) -> None:
     model = BY_NAME[name].build()
-    found = circuits(model, TEXT, most=7)
+    result = circuits(model, TEXT, most=7)
     direct = name not in ("BERT", "T5")
-    assert all((head.logit is not None) == direct for head in found.heads)
+    assert all((head.logit is not None) == direct for head in result.heads)
     layers = 6 if name == "T5" else 2
-    assert [(head.layer, head.head) for head in found.heads] == [*itertools.product(range(layers), range(4))]
+    assert [(head.layer, head.head) for head in result.heads] == [*itertools.product(range(layers), range(4))]
     # T5: encoder 1 reads 1; the decoder's streams have 0, 1, 2 and 3 writers before, a memory has 2.
-    assert found.pairs == dict.fromkeys("qkv", 16 * 7 if name == "T5" else 16)
-    assert len(found.compositions) == 21 and all(0 <= one.value <= 1 for one in found.compositions)
-    assert json.loads(found.to_json())["pairs"] == found.pairs and isinstance(found, Circuits)
+    assert result.pairs == dict.fromkeys("qkv", 16 * 7 if name == "T5" else 16)
+    assert len(result.compositions) == 21 and all(0 <= one.value <= 1 for one in result.compositions)
+    assert json.loads(result.to_json())["pairs"] == result.pairs and isinstance(result, Circuits)
     assert model.config._attn_implementation == "eager" and not model.training
 
 
 def test_cross_attention_reads_two_streams() -> None:
     """Its queries what decoder heads wrote, its keys and values what encoder heads wrote."""
-    found = circuits(BY_NAME["T5"].build(), TEXT, most=999).compositions
-    read = {(one.kind, one.reader[0], one.writer[0]) for one in found}
+    compositions = circuits(BY_NAME["T5"].build(), TEXT, most=999).compositions
+    read = {(one.kind, one.reader[0], one.writer[0]) for one in compositions}
     for kind, writers in (("q", {2, 3, 4}), ("k", {0, 1}), ("v", {0, 1})):
         assert {writer for k, reader, writer in read if (k, reader) == (kind, 5)} == writers
         assert {writer for k, reader, writer in read if (k, reader) == (kind, 4)} == {2, 3}
@@ -257,11 +257,11 @@ def test_cross_attention_reads_two_streams() -> None:
 def test_the_heads_that_feed_each_other_by_construction() -> None:
     model, jobs = constructed([["self", "previous-token", "broad"], ["duplicate-token", "induction", "copying"]])
     at = {job: place for place, job in jobs.items()}
-    found = circuits(model, model.sample(41))
-    strongest = {kind: next(one for one in found.compositions if one.kind == kind) for kind in "qkv"}
+    result = circuits(model, model.sample(41))
+    strongest = {kind: next(one for one in result.compositions if one.kind == kind) for kind in "qkv"}
     assert (strongest["k"].reader, strongest["k"].writer) == (at["induction"], at["previous-token"])
     assert strongest["k"].value > 1.5 * strongest["k"].null
-    by = {(head.layer, head.head): head for head in found.heads}
+    by = {(head.layer, head.head): head for head in result.heads}
     for place, job in jobs.items():
         assert (by[place].copying >= 0.9) == (job in ("induction", "copying")), job
         assert by[place].suppressing == 0
@@ -269,8 +269,8 @@ def test_the_heads_that_feed_each_other_by_construction() -> None:
 
 def test_name_movers_read_what_is_left_out_by_their_queries() -> None:
     model, _ = constructed([["duplicate name"], ["subject inhibition"], ["name mover", "self"]])
-    found = circuits(model, model.sample(41))
-    tops = {kind: next(one for one in found.compositions if one.kind == kind) for kind in "qk"}
+    result = circuits(model, model.sample(41))
+    tops = {kind: next(one for one in result.compositions if one.kind == kind) for kind in "qk"}
     assert (tops["q"].reader, tops["q"].writer) == ((2, 0), (1, 0))
     assert (tops["k"].reader, tops["k"].writer) == ((1, 0), (0, 0))
 

@@ -88,9 +88,9 @@ def test_json_is_all_there_is_on_stdout(tiny: Path, here: Path, capfd: pytest.Ca
     result = runner.invoke(cli.app, ["look", str(tiny), "--file", "text.txt", "--json"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert capfd.readouterr() == ("", ""), "nor does anything else write, past Python's streams"
-    found = json.loads(result.stdout)
-    assert found["num_layers"] * found["num_heads"] == len(found["heads"]) == 32
-    text = "".join(found["tokens"]).replace("\ufffd", "").removeprefix("<s>")
+    report = json.loads(result.stdout)
+    assert report["num_layers"] * report["num_heads"] == len(report["heads"]) == 32
+    text = "".join(report["tokens"]).replace("\ufffd", "").removeprefix("<s>")
     assert text == "na\u00efve \u65e5\u672c \U0001f642, again na\u00efve"
     assert not list(here.glob("*.html"))
 
@@ -130,8 +130,8 @@ def test_trace_of_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = runner.invoke(cli.app, ["trace", "--config", str(tmp_path), "--length", "7", "--json"])
     assert result.exit_code == 0, result.output
-    found = {stage["name"]: stage["shape"] for stage in json.loads(result.stdout)["stages"]}
-    assert (found["q_heads"], found["k_heads"]) == ([1, 6, 7, 5], [1, 2, 7, 5])
+    shapes = {stage["name"]: stage["shape"] for stage in json.loads(result.stdout)["stages"]}
+    assert (shapes["q_heads"], shapes["k_heads"]) == ([1, 6, 7, 5], [1, 2, 7, 5])
 
 
 def test_version_and_help() -> None:
@@ -146,16 +146,16 @@ def test_version_and_help() -> None:
 
 def test_version_at_length() -> None:
     """Backend, instruction set and versions; the option alone is a mistake."""
-    told = dict(
+    versions = dict(
         line.split(maxsplit=1) for line in runner.invoke(cli.app, ["--version", "--verbose"]).stdout.splitlines()
     )
-    assert told["headwise"] == headwise.__version__ and told["torch"].startswith(f"{torch.__version__}, ")
-    assert told["numpy"] == importlib.metadata.version("numpy") and told["python"] == platform.python_version()
+    assert versions["headwise"] == headwise.__version__ and versions["torch"].startswith(f"{torch.__version__}, ")
+    assert versions["numpy"] == importlib.metadata.version("numpy") and versions["python"] == platform.python_version()
     trouble = library.trouble()
     if trouble:
-        assert told["backend"] == f"sdpa; not native: {trouble}"
+        assert versions["backend"] == f"sdpa; not native: {trouble}"
     else:
-        used, *others = re.split(r" \(this CPU also runs |, |\)$", told["backend"].removeprefix("native, "))
+        used, *others = re.split(r" \(this CPU also runs |, |\)$", versions["backend"].removeprefix("native, "))
         assert used == torch.ops.headwise.isa() and sorted([used, *filter(None, others)]) == sorted(library.isas())
     for arguments in (["--verbose"], ["--verbose", "trace"]):
         result = runner.invoke(cli.app, arguments)

@@ -136,10 +136,10 @@ def without_the_whole_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A corpus at the root of the file system is none: to walk it takes minutes."""
     within = Path.rglob
 
-    def found(self: Path, pattern: str) -> Iterator[Path]:
+    def files(self: Path, pattern: str) -> Iterator[Path]:
         return iter(()) if self.resolve() == Path("/") else within(self, pattern)
 
-    monkeypatch.setattr(Path, "rglob", found)
+    monkeypatch.setattr(Path, "rglob", files)
 
 
 def lines(command: str, each: int, dice: random.Random) -> Iterator[list[str]]:

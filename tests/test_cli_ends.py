@@ -78,8 +78,10 @@ def test_a_defect_shows_where_if_asked(here: Path, monkeypatch: pytest.MonkeyPat
 def test_no_memory_is_told_in_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    told = RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried ...")
-    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), told):
+    refusal = RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried ..."
+    )
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), refusal):
         monkeypatch.setattr(cli.look, "look_at", failing(error))
         result = runner.invoke(cli.app, ["look"])
         assert result.exit_code == 1

@@ -224,8 +224,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def looked(*arguments: str) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, (result.output, result.exception)
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
 
 
 def parts(seen: dict[str, Any]) -> list[tuple[str, list[str]]]:

@@ -41,24 +41,24 @@ def refused(*arguments: str) -> str:
 
 def test_the_table_of_one_model() -> None:
     shown = ran("llama-3-8b", "--context", "8192", "--bandwidth", "3.35TB/s", "--flops", "990TF")
-    for told in ("GQA (G = 4)", "41,943,040", "131,072 B", "8,030,261,248", "W_Q", "bound by", "exact:"):
-        assert told in shown
+    for text in ("GQA (G = 4)", "41,943,040", "131,072 B", "8,030,261,248", "W_Q", "bound by", "exact:"):
+        assert text in shown
     assert "at 8,192 tokens" in shown and "131,072 tokens" not in shown
 
 
 def test_json_is_all_there_is_on_stdout() -> None:
-    found = json.loads(ran("deepseek-v3", "--context", "4096,8k", "--batch", "3", "--kv-dtype", "fp8", "--json"))
-    assert found == json.loads(
+    report = json.loads(ran("deepseek-v3", "--context", "4096,8k", "--batch", "3", "--kv-dtype", "fp8", "--json"))
+    assert report == json.loads(
         json.dumps(plan.of("deepseek-v3", context=(4096, 8192), batch=3, kv_dtype="fp8").to_dict())
     )
-    assert found["bytes_per_token"] == 70_272 // 2 and found["contexts"][1]["cache_bytes"] == 3 * 8192 * 35_136
+    assert report["bytes_per_token"] == 70_272 // 2 and report["contexts"][1]["cache_bytes"] == 3 * 8192 * 35_136
 
 
 def test_models_side_by_side() -> None:
     shown = ran("--compare", "gemma-3-27b", "deepseek-v3", "gpt-oss-20b", "--context", "1000")
     assert re.search(r"gemma-3-27b +[^ ] +deepseek-v3 +[^ ] +gpt-oss-20b", shown)
-    found = json.loads(ran("--compare", "gpt2", "gpt-3", "--json"))
-    assert [one["name"] for one in found] == ["gpt2", "gpt-3"]
+    models = json.loads(ran("--compare", "gpt2", "gpt-3", "--json"))
+    assert [one["name"] for one in models] == ["gpt2", "gpt-3"]
 
 
 def test_the_list_of_cards() -> None:

@@ -51,8 +51,8 @@ def least(name: str, by: str, **read: Any) -> dict[str, list[int]]:
 def prune(*arguments: str) -> dict[str, Any]:
     result = CliRunner().invoke(cli.app, ["prune", *arguments, "--json"])
     assert result.exit_code == 0, (result.output, result.exception)
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
 
 
 def test_heads_are_ranked_on_a_picture_a_sound_and_a_target(folder: Path, classifier: str) -> None:
@@ -66,17 +66,17 @@ def test_heads_are_ranked_on_a_picture_a_sound_and_a_target(folder: Path, classi
         ("t5", "importance", ["--text", words["text"], "--target", words["target"]], "gradient", words),
     ]
     for name, by, options, criterion, read in cases:
-        told = prune(str(folder / name), "--by", by, "--keep-fraction", "0.67", "--zero", "--dry-run", *options)
-        assert told["gone"] == least(str(folder / name), criterion, **read), (name, by)
+        report = prune(str(folder / name), "--by", by, "--keep-fraction", "0.67", "--zero", "--dry-run", *options)
+        assert report["gone"] == least(str(folder / name), criterion, **read), (name, by)
 
 
 def test_what_is_lost_is_the_next_word_or_what_the_model_says_itself(folder: Path, classifier: str) -> None:
     loaded = hf.load(folder / "t5", any_input=True)
     values = hf.prepared(loaded, "the cat sat on the mat", target="the dog lay by the door").values
-    found = look.importance(loaded.model, values, by="zero")
+    result = look.importance(loaded.model, values, by="zero")
     said, target = loaded.model(**values).logits.detach()[0, :-1], values["decoder_input_ids"][0, 1:]
-    assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(said, target)), rel=1e-5)
-    assert found.tokens == values["input_ids"].shape[1] and len(found.heads) == 9
+    assert result.loss == pytest.approx(float(torch.nn.functional.cross_entropy(said, target)), rel=1e-5)
+    assert result.tokens == values["input_ids"].shape[1] and len(result.heads) == 9
     loaded = hf.load(classifier, any_input=True)
     values = hf.prepared(loaded, image=media.read_image(str(folder / "p.png"))).values
     said = loaded.model(**values).logits.detach()
@@ -89,8 +89,8 @@ def test_what_is_lost_is_the_next_word_or_what_the_model_says_itself(folder: Pat
 def test_an_encoder_decoder_is_pruned_and_recovered_on_a_text(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("the cat sat on the mat and the dog lay by the door " * 40)
     wish = ["--keep-fraction", "0.67", "--file", str(tmp_path / "text"), "--recover", "--dry-run"]
-    told = prune(str(folder / "t5"), *wish)
-    assert set(told["gone"]) == {"encoder.0", "0", "cross.0"} and 0 < told["losses"]["recovered"] < 99
+    report = prune(str(folder / "t5"), *wish)
+    assert set(report["gone"]) == {"encoder.0", "0", "cross.0"} and 0 < report["losses"]["recovered"] < 99
 
 
 def test_what_heads_cannot_be_ranked_on_is_told_in_one_line(folder: Path) -> None:

@@ -58,9 +58,9 @@ def test_regrouped_repaired_and_proved(folder: Path, tmp_path: Path) -> None:
     assert facts["losses"].keys() == {"original", "regrouped", "recovered", "tokens"} and all(facts["proof"]["loss"])
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
     assert load_file(out / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"].shape == (6, 28)
-    told = (out / "RESHAPE.md").read_text()
-    assert "| squared error of the attention's output | regrouped | recovered |" in told
-    assert "## What the heads do" in told and "of 8 heads changed role" in told and facts["roles"]["same_text"]
+    text = (out / "RESHAPE.md").read_text()
+    assert "| squared error of the attention's output | regrouped | recovered |" in text
+    assert "## What the heads do" in text and "of 8 heads changed role" in text and facts["roles"]["same_text"]
     assert json.loads((out / "heads-plan.json").read_text())["layers"]["0"] == {"kv_heads": 1}
     assert sorted(os.listdir(tmp_path)) == ["new"]
 

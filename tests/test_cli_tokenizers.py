@@ -81,8 +81,8 @@ def test_rules_that_grow_a_text_are_refused_at_once(how: str, tmp_path: Path) ->
 
 
 def test_rules_that_grow_it_as_unicode_does_are_none_of_those(tmp_path: Path) -> None:
-    found = tokens.load_tokenizer(written(tmp_path, normalizer={"type": "NFKD"}), None)
-    assert len(tokens.encode(found, "\ufdfa" * 999, None)[0]) == 3 * 999 + 1  # 18 characters each, in 4 words
+    tokenizer = tokens.load_tokenizer(written(tmp_path, normalizer={"type": "NFKD"}), None)
+    assert len(tokens.encode(tokenizer, "\ufdfa" * 999, None)[0]) == 3 * 999 + 1  # 18 characters each, in 4 words
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +121,9 @@ def test_texts_come_out_as_ever(tmp_path: Path) -> None:
     padded = {"strategy": {"Fixed": 10**12}, "direction": "Right", **pad}
     cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
     for parts in ({}, {"padding": padded}, {"truncation": cut}):
-        found = tokens.load_tokenizer(written(tmp_path, **parts), None)
-        assert tokens.encode(found, "a. b", 4) == ([1, 2, 0], ("a", ".", " b"))
-        assert tokens.delimiters(found, 3) == (2,)
+        tokenizer = tokens.load_tokenizer(written(tmp_path, **parts), None)
+        assert tokens.encode(tokenizer, "a. b", 4) == ([1, 2, 0], ("a", ".", " b"))
+        assert tokens.delimiters(tokenizer, 3) == (2,)
 
 
 def test_a_decoder_is_tried_too(tmp_path: Path) -> None:
@@ -178,15 +178,19 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(tried: list[int]) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "length", "told"), [(7, 16, None), (8, 16, 8), (7, 17, None), (8, 17, 8), (3, 99, None)]
+    ("words", "length", "maximum"), [(7, 16, None), (8, 16, 8), (7, 17, None), (8, 17, 8), (3, 99, None)]
 )
-def test_a_text_of_long_words_is_read_to_its_end(words: int, length: int, told: int | None, tried: list[int]) -> None:
+def test_a_text_of_long_words_is_read_to_its_end(
+    words: int, length: int, maximum: int | None, tried: list[int]
+) -> None:
     """Its beginning has no more than twice the tokens that the model takes, so the end decides."""
     text = " ".join(["x" * (length - 1)] * words) + " "
-    if told is None:
+    if maximum is None:
         assert len(tokens.encode(made(WORDS), text, 7)[0]) == words
     else:
-        with pytest.raises(hf.ModelError, match=f"the text has {told} tokens, and the model takes 7; give a shorter"):
+        with pytest.raises(
+            hf.ModelError, match=f"the text has {maximum} tokens, and the model takes 7; give a shorter"
+        ):
             tokens.encode(made(WORDS), text, 7)
     assert tried == [112, words * length][: 2 if words * length > 112 else 1]
 

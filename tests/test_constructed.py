@@ -109,9 +109,9 @@ def test_every_head_does_its_job(kind: str, rest: str) -> None:
             job for row in (DECODER if kind == "decoder" else ENCODER) for job in row
         )
         ids = model.sample(length, seed=seed)
-        found = list(matrices(model, ids))
+        weights = list(matrices(model, ids))
         for (layer, head), job in jobs.items():
-            check(f"{job}, {length} tokens", found[layer][head], model.targets(layer, head, ids[0]))
+            check(f"{job}, {length} tokens", weights[layer][head], model.targets(layer, head, ids[0]))
 
 
 def test_jobs_find_targets_on_a_sample() -> None:
@@ -137,12 +137,12 @@ def test_the_heads_of_an_encoder_decoder() -> None:
     model, jobs = constructed_pair(places=67)
     ids = model.sample(31)
     read = torch.cat([torch.tensor([[1]]), ids[:, :-2]], 1)  # 30 tokens: the encoder's, behind a start
-    found = list(matrices(model, ids, read))
-    assert [len(p) for p in found] == [3, 2, 4]
+    weights = list(matrices(model, ids, read))
+    assert [len(p) for p in weights] == [3, 2, 4]
     for (layer, head), job in jobs.items():
         queries, memory = ((ids[0], None), (read[0], None), (read[0], ids[0]))[layer]
-        check(job, found[layer][head], targets(job, queries, memory, tables=model.tables, causal=layer == 1))
-    assert jobs[2, 0] == "alignment" and found[2][0].diagonal().min() > 0.999
+        check(job, weights[layer][head], targets(job, queries, memory, tables=model.tables, causal=layer == 1))
+    assert jobs[2, 0] == "alignment" and weights[2][0].diagonal().min() > 0.999
     assert model(ids, read).shape == (1, 30, 61)
 
 
@@ -189,8 +189,8 @@ def test_only_the_heads_that_compose_do() -> None:
     model, jobs = constructed()
     lower = [(job, model.layers[0].head(h)) for (layer, h), job in jobs.items() if layer == 0]
     upper = [(job, model.layers[1].head(h)) for (layer, h), job in jobs.items() if layer == 1]
-    found = {(a, b) for a, below in lower for b, above in upper if bool((below.W_V @ below.W_O @ above.W_K).any())}
-    assert found == {("previous-token", "induction"), ("previous-token", "retrieval")}
+    pairs = {(a, b) for a, below in lower for b, above in upper if bool((below.W_V @ below.W_O @ above.W_K).any())}
+    assert pairs == {("previous-token", "induction"), ("previous-token", "retrieval")}
     assert not any(bool((below.W_O @ above.W_Q).any()) for _, below in lower for _, above in upper)
 
 
@@ -201,8 +201,8 @@ SAME = ("previous-token", "offset-3", "self", "first-token sink", "delimiter", "
 
 def test_look_names_the_heads_that_have_a_role() -> None:
     model, jobs = constructed()
-    found = headwise.look.at(model, model.sample(97), delimiters=model.tables.delimiters)
-    for head in found.heads:
+    record = headwise.look.at(model, model.sample(97), delimiters=model.tables.delimiters)
+    for head in record.heads:
         job = jobs[head.layer, head.head]
         names = [role.name for role in head.roles]
         assert names == [job] if job in SAME else not set(names) & set(SAME), (job, names)

@@ -153,8 +153,8 @@ def test_the_same_bits_alone_and_in_a_batch(backend: str) -> None:
 def test_explain_on_a_gpu() -> None:
     q, k, v = on_gpu(Sizes(1, 4, 2, 512, 512, 64, 64), torch.bfloat16)
     assert headwise.explain(q, k, v).backend == "sdpa"
-    told = headwise.explain(q, k, v, mask=headwise.window(64))
-    assert told.backend == "flex" and "tiles" in told.why
+    choice = headwise.explain(q, k, v, mask=headwise.window(64))
+    assert choice.backend == "flex" and "tiles" in choice.why
 
 
 def test_seventy_thousand_heads() -> None:

@@ -27,9 +27,10 @@ class Item:
     nodeid: str
     callspec: Spec
     marks: tuple[str, ...] = field(default=("sweep",))
+    least: tuple[int, ...] = ()
 
-    def get_closest_marker(self, name: str) -> bool:
-        return name in self.marks
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return getattr(pytest.mark, name)(*self.least).mark if name in self.marks else None
 
 
 def items(name: str, *, marks: tuple[str, ...] = ("sweep",)) -> list[Item]:
@@ -60,6 +61,23 @@ def test_what_is_no_sweep_runs_whole_and_so_does_everything_without_a_share() ->
     assert draw.drawn(range(7), share=1) == [*range(7)]
 
 
+def test_of_a_marked_sweep_at_least_one_case_of_so_many_runs() -> None:
+    every = items("a")
+    for item in every:
+        item.least = (2,)
+    assert len(draw.split(every, 8)[0]) == 6 * 6
+    assert draw.split(every, 1)[0] == every
+
+
+def test_a_name_is_drawn_on_some_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert draw.is_drawn("anything", share=1)
+    drawn = []
+    for day in range(400):
+        monkeypatch.setattr(draw, "SEED", f"day {day}")
+        drawn.append(draw.is_drawn("a test", share=8))
+    assert 20 < sum(drawn) < 100
+
+
 def test_at_least_one_case_is_drawn_and_days_and_keys_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draw.drawn(["one"], share=9) == ["one"] and len(draw.drawn(range(9), share=10)) == 1
     assert draw.drawn([], share=9) == []
@@ -76,10 +94,10 @@ def test_every_process_draws_the_same() -> None:
     path = os.pathsep.join([str(Path(draw.__file__).parent), os.environ.get("PYTHONPATH", "")])
     there = os.environ | {"PYTHONPATH": path, "HEADWISE_DRAW_SEED": draw.SEED}
     there.pop("PYTEST_CURRENT_TEST")
-    told = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, text=True, check=True).stdout
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTEST_CURRENT_TEST")
-        assert told.strip() == str(draw.drawn(range(99), "a key", share=9))
+        assert output.strip() == str(draw.drawn(range(99), "a key", share=9))
 
 
 def test_the_first_line_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:

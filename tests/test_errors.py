@@ -21,8 +21,8 @@ Q, K, V = make_qkv(2, 6, 3, 5, 7, 11, 13)
 
 
 def call(**changed: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
-    given = {"query": Q, "key": K, "value": V, **changed}
-    return (given.pop("query"), given.pop("key"), given.pop("value")), given
+    arguments = {"query": Q, "key": K, "value": V, **changed}
+    return (arguments.pop("query"), arguments.pop("key"), arguments.pop("value")), arguments
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from hf_models import B, T, padding, token_ids
 from hf_plain_models import PLAIN, plain
-from hf_seam_models import BY_NAME, DECODERS, ROWS, SeamRow, exact_of, fed, given, model_of, names, run, truth_of
+from hf_seam_models import BY_NAME, DECODERS, ROWS, SeamRow, arguments, exact_of, fed, model_of, names, run, truth_of
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -54,12 +54,12 @@ def test_logits_are_those_of_transformers(row: SeamRow) -> None:
 
 @names(ROWS)
 def test_gradients_are_those_of_transformers(row: SeamRow) -> None:
-    found = []
+    grads = []
     for model in (truth_of(row), model_of(row)):
         model.zero_grad()
-        model(**given("right")).logits[padding("right").bool()].square().mean().backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    theirs, ours = found
+        model(**arguments("right")).logits[padding("right").bool()].square().mean().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    theirs, ours = grads
     assert ours.keys() == theirs.keys() and len(ours) > 10
     for name, grad in theirs.items():
         torch.testing.assert_close(ours[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()) + 1e-7, msg=name)
@@ -87,9 +87,11 @@ def test_caches_give_the_logits_of_transformers(row: SeamRow) -> None:
 @names(DECODERS)
 def test_tokens_are_those_of_transformers(row: SeamRow) -> None:
     how = dict(max_new_tokens=7, min_new_tokens=7, do_sample=False, use_cache=True)
-    theirs, model = truth_of(row).generate(**given("left"), **how), model_of(row)
+    theirs, model = truth_of(row).generate(**arguments("left"), **how), model_of(row)
     for cache in (None, hf.make_cache(model, "paged", max_length=T + 7)):
-        assert torch.equal(model.generate(**given("left"), past_key_values=cache, **how), theirs), f"{row.name} {cache}"
+        assert torch.equal(model.generate(**arguments("left"), past_key_values=cache, **how), theirs), (
+            f"{row.name} {cache}"
+        )
 
 
 def test_an_int8_cache_is_read_in_place() -> None:
@@ -187,9 +189,9 @@ def test_look_s_scores_are_those_of_the_weights(row: SeamRow) -> None:
     ids, model = token_ids(17)[:1], model_of(row)
     with torch.no_grad():
         weights = (truth_of(row) if row.truth == "eager" else model)(ids, output_attentions=True).attentions
-    found = headwise.look.at(model, ids, repeats=None)
-    assert len(found.heads) == 2 * row.heads
-    for head in found.heads:
+    record = headwise.look.at(model, ids, repeats=None)
+    assert len(record.heads) == 2 * row.heads
+    for head in record.heads:
         matrix = weights[head.layer][0, head.head].double()
         entropy = -(matrix * matrix.clamp(min=1e-30).log()).sum(-1).mean()
         torch.testing.assert_close(torch.tensor(head.entropy, dtype=torch.float64), entropy, atol=1e-5, rtol=1e-5)
@@ -209,15 +211,16 @@ def test_the_probe_leaves_a_model_of_transformers_as_it_was() -> None:
 
 
 def main_output(out: Any) -> Tensor:
-    found = next(out[name] for name in ("logits", "last_hidden_state", "language_output") if name in out)
-    return found if isinstance(found, Tensor) else found[0]
+    output = next(out[name] for name in ("logits", "last_hidden_state", "language_output") if name in out)
+    return output if isinstance(output, Tensor) else output[0]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", PLAIN)
 def test_plain_code_gives_the_numbers_of_eager(family: str) -> None:
     model, inputs, calls, heads = plain(family)
     real: Any = inputs.get("attention_mask", torch.ones(())).bool()
-    found, grads = [], []
+    outputs, grads = [], []
     for name in ("eager", "headwise"):
         model.set_attn_implementation(name)
         model.zero_grad()
@@ -225,10 +228,10 @@ def test_plain_code_gives_the_numbers_of_eager(family: str) -> None:
         out = main_output(model(**inputs))
         out = out[real] if real.shape == out.shape[:2] else out
         out.square().mean().backward()
-        found.append(out.detach())
+        outputs.append(out.detach())
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    scale = float(found[0].abs().max())
-    assert (found[1] - found[0]).abs().max() <= 1e-5 * scale, family
+    scale = float(outputs[0].abs().max())
+    assert (outputs[1] - outputs[0]).abs().max() <= 1e-5 * scale, family
     assert grads[0].shape == grads[1].shape
     assert (grads[1] - grads[0]).abs().max() <= 1e-4 * grads[0].abs().max(), family
     with hf.probe(model) as seen, torch.no_grad():

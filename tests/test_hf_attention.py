@@ -64,9 +64,9 @@ def test_every_option_against_the_definition(T: int) -> None:
     seen[..., 0] = True
     options = dict(scaling=0.3, softcap=1.5, s_aux=torch.randn(H), position_bias=torch.randn(1, H, T, S))
     for dropped in (None, *options):
-        given = {name: x for name, x in options.items() if name != dropped}
-        ours, weights = headwise_attention(SomeAttention(), q, k, v, seen, output_attentions=True, **given)
-        exact, exact_weights = exact_attention(SomeAttention(), q, k, v, seen, **given)
+        arguments = {name: x for name, x in options.items() if name != dropped}
+        ours, weights = headwise_attention(SomeAttention(), q, k, v, seen, output_attentions=True, **arguments)
+        exact, exact_weights = exact_attention(SomeAttention(), q, k, v, seen, **arguments)
         torch.testing.assert_close(ours, exact.float(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(weights, exact_weights.float(), atol=1e-5, rtol=1e-5)
 
@@ -194,12 +194,12 @@ def test_dense_masks_of_one_head_each_and_of_windows() -> None:
     )
     model = transformers.SwinModel(config).eval()
     pixels = dict(pixel_values=torch.randn(2, 3, 16, 16))
-    found = {}
+    outputs = {}
     for name in ("eager", "headwise"):
         model.set_attn_implementation(name)
         with torch.no_grad():
-            found[name] = model(**pixels).last_hidden_state
-    torch.testing.assert_close(found["headwise"], found["eager"], atol=1e-5, rtol=1e-5)
+            outputs[name] = model(**pixels).last_hidden_state
+    torch.testing.assert_close(outputs["headwise"], outputs["eager"], atol=1e-5, rtol=1e-5)
 
 
 def test_two_models_do_not_disturb_each_other() -> None:

@@ -58,9 +58,9 @@ def test_a_part_that_picks_its_attention_from_a_table_is_not_built(model: str, c
     """Half on the interface: SAM's mask decoder is, its image encoder has classes by name, and none for ours."""
     sizes: dict[str, Any] = TINY | dict(image_size=16, patch_size=8, output_channels=8)
     text = r"SamVisionEncoder .* SamVisionLayer picks its attention from a table of its own, of 'eager', 'sdpa'; use"
-    given = sizes if model == "SamVisionModel" else dict(vision_config=sizes)
+    fields = sizes if model == "SamVisionModel" else dict(vision_config=sizes)
     with pytest.raises(ModelError, match=text):
-        build(model, getattr(transformers, config)(**given))
+        build(model, getattr(transformers, config)(**fields))
 
 
 def test_a_part_beside_the_table_is_built() -> None:
@@ -102,9 +102,9 @@ def test_attention_that_no_implementation_reaches_is_told() -> None:
         "reaches, is in SiglipMultiheadAttentionPoolingHead; all its other attention runs on headwise"
     )
     config = transformers.SiglipConfig(vision_config=SIGLIP, text_config=TINY | dict(vocab_size=53, eos_token_id=1))
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as record:
         model = build("SiglipModel", config)
-    assert [str(warning.message) for warning in told] == [text]
+    assert [str(warning.message) for warning in record] == [text]
     assert len(attention_modules(model)) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -136,9 +136,9 @@ def test_the_name_written_into_a_config_is_refused_at_the_first_mask(monkeypatch
     for table in (None, {}):
         if table is not None:
             monkeypatch.setattr("headwise.hf.interface.OUTSIDE", table)
-        for given in (dict(input_ids=token_ids()), dict(input_ids=token_ids(), attention_mask=torch.ones(B, 11))):
+        for arguments in (dict(input_ids=token_ids()), dict(input_ids=token_ids(), attention_mask=torch.ones(B, 11))):
             with pytest.raises(ModelError, match=r"Luke \(model_type 'luke'\) is not on transformers' attention"):
-                built(**given)
+                built(**arguments)
 
 
 def test_the_name_written_into_the_config_of_a_seam_is_refused_with_the_way() -> None:
@@ -173,7 +173,7 @@ def test_output_attentions_in_a_config_is_explained(tmp_path: Path) -> None:
     model(config(**sizes)).save_pretrained(tmp_path)
     ours, other = (model.from_pretrained(tmp_path, attn_implementation=name) for name in ("headwise", "sdpa"))
 
-    def told(name: str) -> list[Callable[[], object]]:
+    def ways(name: str) -> list[Callable[[], object]]:
         return [
             lambda: config(**sizes, output_attentions=True, attn_implementation=name),
             lambda: model.from_pretrained(tmp_path, attn_implementation=name, output_attentions=True),
@@ -181,10 +181,10 @@ def test_output_attentions_in_a_config_is_explained(tmp_path: Path) -> None:
         ]
 
     refused = (ValueError, StrictDataclassClassValidationError)
-    for way in told("headwise"):
+    for way in ways("headwise"):
         with pytest.raises(refused, match=r"ask in the call, where .* model\(\.\.\., output_attentions=True\)"):
             way()
-    for way in told("sdpa"):
+    for way in ways("sdpa"):
         with pytest.raises(refused, match="Please set it to 'eager' instead"):
             way()
     assert [x.shape for x in ours(torch.tensor([[1, 2, 3]]), output_attentions=True).attentions] == [(1, 4, 3, 3)]

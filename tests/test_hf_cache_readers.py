@@ -32,9 +32,9 @@ def built(model: str, config: Any) -> PreTrainedModel:
     return made
 
 
-def greedy(model: PreTrainedModel, given: dict[str, Tensor], cache: Any, **how: Any) -> Any:
+def greedy(model: PreTrainedModel, arguments: dict[str, Tensor], cache: Any, **how: Any) -> Any:
     how = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=PAD) | how
-    return model.generate(**given, past_key_values=cache, **how)
+    return model.generate(**arguments, past_key_values=cache, **how)
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
@@ -46,17 +46,17 @@ def test_generation_that_returns_what_is_held() -> None:
     row = BY_NAME["Whisper"]
     model = row.build()
     model.set_attn_implementation("headwise")
-    given = {"input_features": inputs(row)["input_features"]}
-    theirs = greedy(model, given, DynamicCache(), return_dict_in_generate=True)
+    arguments = {"input_features": inputs(row)["input_features"]}
+    theirs = greedy(model, arguments, DynamicCache(), return_dict_in_generate=True)
     for how in KINDS:
-        ours = greedy(model, given, make_cache(model, **how), return_dict_in_generate=True)
+        ours = greedy(model, arguments, make_cache(model, **how), return_dict_in_generate=True)
         if "dtype" not in how:
             assert torch.equal(ours.sequences, theirs.sequences)
             for mine, other in zip(ours.past_key_values, theirs.past_key_values, strict=True):
                 for x, y in zip(mine, other, strict=True):
                     assert (x is None) == (y is None) and (not isinstance(x, Tensor) or close(x, y))
-        held = ours.past_key_values.self_attention_cache.layers[0]
-        assert isinstance(held.keys, Tensor) and held.keys.shape[0] == B and held.keys.dtype == torch.float32
+        layer = ours.past_key_values.self_attention_cache.layers[0]
+        assert isinstance(layer.keys, Tensor) and layer.keys.shape[0] == B and layer.keys.dtype == torch.float32
 
 
 @pytest.mark.unchecked
@@ -111,12 +111,12 @@ def test_a_model_that_attends_a_cached_image_again() -> None:
 def test_values_that_the_model_joins_anew() -> None:
     """DiffLlama's: halves of its heads side by side, and keys that stay as they lie."""
     model = built("DiffLlamaForCausalLM", transformers.DiffLlamaConfig(**SIZES))
-    given = {"input_ids": token_ids(7)}
-    theirs = greedy(model, given, DynamicCache(config=model.config))
+    arguments = {"input_ids": token_ids(7)}
+    theirs = greedy(model, arguments, DynamicCache(config=model.config))
     for how in EXACT:
-        assert torch.equal(greedy(model, given, make_cache(model, **how)), theirs)
+        assert torch.equal(greedy(model, arguments, make_cache(model, **how)), theirs)
     for kind in ("static", "paged"):
-        assert greedy(model, given, make_cache(model, kind, dtype=torch.int8)).shape == theirs.shape
+        assert greedy(model, arguments, make_cache(model, kind, dtype=torch.int8)).shape == theirs.shape
 
 
 @pytest.mark.parametrize("plan", [(6, 1, 1, 1, 3, 1), (PAGE + 9, 1, PAGE + 5, 1, 2)])
@@ -176,9 +176,9 @@ def test_a_cache_for_a_text_model_inside_of_another() -> None:
         names = {"text_config": "headwise", "vision_config": "eager", "": "eager"}
         model = transformers.GotOcr2ForConditionalGeneration._from_config(config, attn_implementation=names).eval()
         stir(model)
-    given = {"input_ids": token_ids(7).clamp(min=6)}
-    theirs = greedy(model, given, DynamicCache(config=model.config.get_text_config()))
-    assert torch.equal(greedy(model, given, make_cache(model, "paged")), theirs)
+    arguments = {"input_ids": token_ids(7).clamp(min=6)}
+    theirs = greedy(model, arguments, DynamicCache(config=model.config.get_text_config()))
+    assert torch.equal(greedy(model, arguments, make_cache(model, "paged")), theirs)
     model.model.language_model.set_attn_implementation("eager")
     with pytest.raises(ModelError, match=r"GotOcr2ForConditionalGeneration .*, and the model runs 'eager'"):
         make_cache(model, "paged")
@@ -191,15 +191,15 @@ def test_past_recording_that_begins_before_the_first_token() -> None:
     """As assisted generation does: 128 tokens can be taken back from the first on."""
     model = BY_NAME["Mistral window"].build()
     ids = token_ids(8 * 48 + 3)
-    found = []
+    logits = []
     for cache in (DynamicCache(config=model.config), make_cache(switched(model), max_length=600)):
         cache.activate_past_recording()
         with torch.no_grad():
             for piece in ids[:, :-3].split(48, 1):
                 model(piece, past_key_values=cache, use_cache=True)
             cache.crop(-PAGE)
-            found.append(model(ids[:, -3:], past_key_values=cache, use_cache=True).logits)
-    assert close(*found)
+            logits.append(model(ids[:, -3:], past_key_values=cache, use_cache=True).logits)
+    assert close(*logits)
 
 
 def switched(model: PreTrainedModel) -> PreTrainedModel:

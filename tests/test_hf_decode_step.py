@@ -56,8 +56,8 @@ def a_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 def generated(model: PreTrainedModel, cache: Any, **inputs: Any) -> tuple[Any, ...]:
     """Eight tokens, and the logits of each."""
-    given = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **given, **inputs)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options, **inputs)
     return out.sequences, *out.logits
 
 

@@ -92,9 +92,9 @@ def pieces(model: PreTrainedModel, kinds: Tensor, side: str, plan: tuple[int, ..
     outs, at = [], 0
     for length in plan:
         piece = slice(at, at := at + length)
-        given = dict(input_ids=ids[:, piece], attention_mask=real[:, :at], token_type_ids=kinds[:, :at])
+        arguments = dict(input_ids=ids[:, piece], attention_mask=real[:, :at], token_type_ids=kinds[:, :at])
         with torch.no_grad():
-            outs.append(model(**given, past_key_values=cache, use_cache=cache is not None).logits)
+            outs.append(model(**arguments, past_key_values=cache, use_cache=cache is not None).logits)
     return torch.cat(outs, 1)
 
 
@@ -103,8 +103,8 @@ def pieces(model: PreTrainedModel, kinds: Tensor, side: str, plan: tuple[int, ..
 def test_images_and_prefixes_are_those_of_eager(name: str, side: str) -> None:
     build, kinds = MODELS[name]
     with masks() as seen:
-        found = distance(build(), lambda m: pieces(m, kinds, side, (T,)), padding(side, T).bool())
-    assert found.to_eager <= found.budget
+        error = distance(build(), lambda m: pieces(m, kinds, side, (T,)), padding(side, T).bool())
+    assert error.to_eager <= error.budget
     assert len(seen) == 2 and all(map(has_function, seen)) and not any(map(is_dense, seen))
 
 
@@ -121,8 +121,8 @@ def test_so_they_are_with_a_cache(name: str, cache: str) -> None:
         return pieces(model, kinds, "left", plan, past)
 
     with masks() as seen:
-        found = distance(build(), run, padding("left", T).bool())
-    assert found.to_eager <= found.budget
+        error = distance(build(), run, padding("left", T).bool())
+    assert error.to_eager <= error.budget
     assert any(map(has_function, seen)) and not any(map(is_dense, seen))
 
 

@@ -15,21 +15,21 @@ import headwise.hf as hf
 @pytest.fixture
 def hub(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked of a hub that has the folder's model; nothing is in the local cache."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def one_file(name: str, file: str) -> str:
-        asked.append((name, file))
+        requests.append((name, file))
         return str(model_folder / file)
 
     def all_files(name: str, **how: Any) -> str:
         if how.get("local_files_only"):
             raise FileNotFoundError(name)
-        asked.append((name, how))
+        requests.append((name, how))
         return str(model_folder)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", one_file)
     monkeypatch.setattr("huggingface_hub.snapshot_download", all_files)
-    return asked
+    return requests
 
 
 def test_of_a_hub_only_what_is_read_is_fetched(hub: list[Any]) -> None:
@@ -40,8 +40,8 @@ def test_of_a_hub_only_what_is_read_is_fetched(hub: list[Any]) -> None:
     assert first == ("someone/small", "config.json") and name == "someone/small"
     wanted = ("config.json", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json", "vocab.txt")
     unwanted = ("pytorch_model.bin", "model.pt", "modeling_x.py", "model.h5", "onnx/model.safetensors", "x/config.json")
-    given = list(filter_repo_objects([*wanted, *unwanted], **how))
-    assert given == list(wanted)
+    files = list(filter_repo_objects([*wanted, *unwanted], **how))
+    assert files == list(wanted)
 
 
 def test_a_model_that_cannot_be_seen_is_not_fetched(hub: list[Any], model_folder: Path) -> None:

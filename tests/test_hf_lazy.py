@@ -79,10 +79,10 @@ READ: dict[str, Callable[[Any], Any]] = {
 def test_an_operation_gets_the_tensor_of_eager(name: str) -> None:
     """Made once; attention still reads the rules."""
     mask = made_mask()
-    found = READ[name](mask)
-    assert type(found) is (Hidden if name == "bool" else Tensor) and torch.equal(found, READ[name](eager()))
+    result = READ[name](mask)
+    assert type(result) is (Hidden if name == "bool" else Tensor) and torch.equal(result, READ[name](eager()))
     first = mask.plain()
-    assert torch.equal(READ[name](mask), found) and mask.plain() is first
+    assert torch.equal(READ[name](mask), result) and mask.plain() is first
     assert not mask.exposed and mask_of(nn.Module(), mask, T, S) is mask.mask
 
 

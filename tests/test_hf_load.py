@@ -23,6 +23,7 @@ TEXT = tuple(row for row in ROWS if row.kind in ("decoder", "encoder"))
 # -- what works -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("row", TEXT, ids=lambda row: row.name)
 def test_every_text_model_loads_with_its_own_weights(row: Row, tmp_path: Path) -> None:
     loaded = hf.load(written(row, tmp_path))

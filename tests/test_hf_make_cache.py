@@ -35,26 +35,26 @@ def model_of(row: Row, implementation: str = "headwise") -> PreTrainedModel:
     return MODELS[row.name]
 
 
-def generated(model: PreTrainedModel, given: dict[str, Tensor], cache: Any = None, **how: Any) -> Tensor:
+def generated(model: PreTrainedModel, arguments: dict[str, Tensor], cache: Any = None, **how: Any) -> Tensor:
     torch.manual_seed(1)
     how = dict(max_new_tokens=8, min_new_tokens=8, pad_token_id=PAD) | how
-    return model.generate(**given, past_key_values=cache, **how)
+    return model.generate(**arguments, past_key_values=cache, **how)
 
 
 def fed(model: PreTrainedModel, cache: Any, plan: tuple[int, ...], side: str = "none") -> Tensor:
     """Logits (B, sum(plan), vocabulary) of a text fed piece by piece, behind what the cache holds."""
     at = start = cache.get_seq_length()
     real = torch.cat([torch.ones(B, start, dtype=torch.long), padding(side, sum(plan))], 1)
-    ids, positions, found = token_ids(start + sum(plan), seed=13), (real.cumsum(-1) - 1).clamp(min=0), []
+    ids, positions, logits = token_ids(start + sum(plan), seed=13), (real.cumsum(-1) - 1).clamp(min=0), []
     with torch.no_grad():
         for length in plan:
             piece = slice(at, at + length)
-            given: dict[str, Any] = dict(input_ids=ids[:, piece], attention_mask=real[:, : piece.stop])
+            arguments: dict[str, Any] = dict(input_ids=ids[:, piece], attention_mask=real[:, : piece.stop])
             if "position_ids" in model.forward.__code__.co_varnames:
-                given["position_ids"] = positions[:, piece]
-            found.append(model(**given, past_key_values=cache, use_cache=True).logits)
+                arguments["position_ids"] = positions[:, piece]
+            logits.append(model(**arguments, past_key_values=cache, use_cache=True).logits)
             at += length
-    return torch.cat(found, 1)
+    return torch.cat(logits, 1)
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
@@ -65,16 +65,17 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("row", DECODERS, ids=lambda row: row.name)
 def test_the_tokens_are_those_of_transformers_own_cache(row: Row, side: str) -> None:
-    given = {"input_ids": token_ids(7), "attention_mask": padding(side, 7)}
+    arguments = {"input_ids": token_ids(7), "attention_mask": padding(side, 7)}
     for name, how in WAYS.items():
-        eager = generated(model_of(row, "eager"), given, **how)
+        eager = generated(model_of(row, "eager"), arguments, **how)
         model = model_of(row)
         for kind in KINDS:
             cache = make_cache(model, kind, max_length=20)
-            assert torch.equal(generated(model, given, cache, **how), eager), (name, kind)
+            assert torch.equal(generated(model, arguments, cache, **how), eager), (name, kind)
             assert cache.get_seq_length() == 14
             assert cache.nbytes > 0
 
@@ -82,13 +83,13 @@ def test_the_tokens_are_those_of_transformers_own_cache(row: Row, side: str) -> 
 @pytest.mark.parametrize("name", ["BART", "T5", "Whisper"])
 def test_encoder_decoders(name: str) -> None:
     row = BY_NAME[name]
-    given = {key: x for key, x in inputs(row, "right").items() if not key.startswith("decoder")}
+    arguments = {key: x for key, x in inputs(row, "right").items() if not key.startswith("decoder")}
     for how in (WAYS["greedy"], WAYS["beam"]):
-        eager = generated(model_of(row, "eager"), given, **how)
+        eager = generated(model_of(row, "eager"), arguments, **how)
         model = model_of(row)
         for kind in KINDS:
             cache = make_cache(model, kind, max_length=20)
-            assert torch.equal(generated(model, given, cache, **how), eager)
+            assert torch.equal(generated(model, arguments, cache, **how), eager)
             assert cache.nbytes > 0
 
 
@@ -99,12 +100,12 @@ def test_prompt_lookup_takes_tokens_back(name: str, kind: str) -> None:
     row = BY_NAME[name]
     ids = token_ids(5)[:1].repeat(1, 30)  # guesses are found, and fail now and then
     for length in (10, 150):
-        given = {"input_ids": ids[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+        arguments = {"input_ids": ids[:, :length], "attention_mask": torch.ones(1, length, dtype=torch.long)}
         how = dict(do_sample=False, max_new_tokens=25, min_new_tokens=25)
-        eager = generated(model_of(row, "eager"), given, **how)
+        eager = generated(model_of(row, "eager"), arguments, **how)
         model = model_of(row)
         cache = make_cache(model, kind, max_length=300)
-        assert torch.equal(generated(model, given, cache, prompt_lookup_num_tokens=4, **how), eager)
+        assert torch.equal(generated(model, arguments, cache, prompt_lookup_num_tokens=4, **how), eager)
 
 
 # -- windows and pieces ----------------------------------------------------------------------------------------------
@@ -176,11 +177,11 @@ def test_int8_is_attention_on_the_dequantised_numbers(row: Row) -> None:
 
 def test_int8_generates_and_takes_less_memory() -> None:
     model = model_of(BY_NAME["Llama GQA"])
-    given = {"input_ids": token_ids(7)}
+    arguments = {"input_ids": token_ids(7)}
     for kind in KINDS:
         plain, small = make_cache(model, kind, max_length=20), make_cache(model, kind, max_length=20, dtype=torch.int8)
         for cache in (plain, small):
-            assert generated(model, given, cache, num_beams=2, do_sample=False).shape == (B, 15)
+            assert generated(model, arguments, cache, num_beams=2, do_sample=False).shape == (B, 15)
         assert small.nbytes * 24 == plain.nbytes * 10  # 6 numbers of 4 bytes; of 1 byte and a scale
 
 
@@ -241,9 +242,9 @@ def test_beams_that_share_their_last_page_need_no_more_pages_than_rows() -> None
     cache = make_cache(model, "paged", max_length=PAGE)
     fed(model, cache, (5,))
     cache.reorder_cache(torch.zeros(B, dtype=torch.long))
-    held = cache.nbytes
+    size = cache.nbytes
     fed(model, cache, (1,))
-    assert cache.nbytes == B * held
+    assert cache.nbytes == B * size
 
 
 def test_a_probe_and_attentions_see_what_is_held() -> None:
@@ -298,11 +299,11 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
 
 
 def test_plain_tensors_serve_any_attention() -> None:
-    given = {"input_ids": token_ids(7)}
+    arguments = {"input_ids": token_ids(7)}
     for implementation in ("eager", "sdpa"):
         model = model_of(BY_NAME["Llama GQA"], implementation)
-        plain = generated(model, given, do_sample=False)
-        assert torch.equal(generated(model, given, make_cache(model), do_sample=False), plain)
+        plain = generated(model, arguments, do_sample=False)
+        assert torch.equal(generated(model, arguments, make_cache(model), do_sample=False), plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)

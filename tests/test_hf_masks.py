@@ -150,8 +150,8 @@ def test_what_is_not_understood_is_evaluated() -> None:
         assert read_mask(function, frame) is None
         both = theirs.and_masks(theirs.causal_mask_function, function)
         assert read_mask(both, frame) is None
-        found = headwise_mask(B, 7, 7, mask_function=both, attention_mask=pad)
-        assert torch.equal(drawn(found.mask, frame), truth(both, frame, pad))
+        result = headwise_mask(B, 7, 7, mask_function=both, attention_mask=pad)
+        assert torch.equal(drawn(result.mask, frame), truth(both, frame, pad))
 
 
 def test_a_reader_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +170,8 @@ def test_a_reader_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
             function = theirs.sliding_window_causal_mask_function(3)
             assert read_mask(function, FRAMES["square"]) is None
         assert "sliding_window_overlay has changed its meaning" in text.getvalue()
-        found = headwise_mask(B, 7, 7, mask_function=function)
-        assert torch.equal(drawn(found.mask, FRAMES["square"]), truth(function, FRAMES["square"], None))
+        result = headwise_mask(B, 7, 7, mask_function=function)
+        assert torch.equal(drawn(result.mask, FRAMES["square"]), truth(function, FRAMES["square"], None))
         assert read_mask(FUNCTIONS["causal"], FRAMES["square"]) is not None
     finally:
         closures.trusted_readers.cache_clear()
@@ -193,8 +193,8 @@ def test_factories_that_are_gone_leave_masks_to_be_evaluated(monkeypatch: pytest
             assert read_mask(FUNCTIONS["window"], frame) is None
             assert read_mask(theirs.causal_mask_function, frame) is not None
         assert "sliding_window_overlay has changed" in text.getvalue() and "evaluated, not read" in text.getvalue()
-        found = headwise_mask(B, 7, 7, mask_function=FUNCTIONS["window"])
-        assert torch.equal(drawn(found.mask, frame), truth(FUNCTIONS["window"], frame, None))
+        result = headwise_mask(B, 7, 7, mask_function=FUNCTIONS["window"])
+        assert torch.equal(drawn(result.mask, frame), truth(FUNCTIONS["window"], frame, None))
     finally:
         closures.trusted_readers.cache_clear()
 
@@ -244,12 +244,12 @@ def test_packing_by_position_ids_keeps_sequences_apart() -> None:
         model = BY_NAME[name].build()
         ids = token_ids(11)
         positions = torch.cat([torch.arange(4), torch.arange(7)])[None].expand(B, -1)
-        found = distance(
+        error = distance(
             model,
             lambda m, ids=ids, at=positions: logits(m, dict(input_ids=ids, position_ids=at, use_cache=False)),
             torch.ones(B, 11, dtype=torch.bool),
         )
-        assert found.ours <= found.budget, f"{name}: {found}"
+        assert error.ours <= error.budget, f"{name}: {error}"
         model.set_attn_implementation("headwise")
         packed = logits(model, dict(input_ids=ids, position_ids=positions, use_cache=False))
         alone = logits(model, dict(input_ids=ids[:, 4:], use_cache=False))
@@ -271,15 +271,15 @@ def test_masks_of_the_user_pass_through() -> None:
         "one a head": (added.masked_fill(~seen, lowest), None),
     }
     for name, (mask, same) in masks.items():
-        found = {}
+        outputs = {}
         for implementation in ("eager", "headwise"):
             model.set_attn_implementation(implementation)
             if implementation == "eager" and same is not None:
                 mask_in = torch.zeros(seen.shape).masked_fill(~same, lowest)
             else:
                 mask_in = mask
-            found[implementation] = logits(model, dict(input_ids=ids, attention_mask=mask_in))
-        torch.testing.assert_close(found["headwise"], found["eager"], atol=5e-6, rtol=1e-5, msg=name)
+            outputs[implementation] = logits(model, dict(input_ids=ids, attention_mask=mask_in))
+        torch.testing.assert_close(outputs["headwise"], outputs["eager"], atol=5e-6, rtol=1e-5, msg=name)
 
 
 def test_a_causal_model_made_bidirectional_by_its_config() -> None:
@@ -298,10 +298,10 @@ def test_rows_of_padding_are_zero_and_harm_no_real_token() -> None:
     """Left padding: eager fills such rows with a mean; here they are 0, and real tokens are those of the text alone."""
     model = BY_NAME["Llama GQA"].build()
     model.set_attn_implementation("headwise")
-    given = inputs(BY_NAME["Llama GQA"], "left")
-    out = logits(model, given)
+    arguments = inputs(BY_NAME["Llama GQA"], "left")
+    out = logits(model, arguments)
     assert out.isfinite().all()
-    alone = logits(model, dict(input_ids=given["input_ids"][2:, 5:]))
+    alone = logits(model, dict(input_ids=arguments["input_ids"][2:, 5:]))
     torch.testing.assert_close(out[2:, 5:], alone, atol=1e-5, rtol=1e-5)
 
 

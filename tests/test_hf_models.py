@@ -35,23 +35,23 @@ def sides(row: Row) -> tuple[str, ...]:
 
 def test_logits_are_those_of_eager(row: Row) -> None:
     for side in sides(row):
-        found = forward_distance(row, model_of(row), side)
-        assert found.ours <= found.budget, f"{row.name}, padding {side}: {found}"
-        assert found.to_eager <= 1e-5 * found.scale, f"{row.name}, padding {side}: {found}"
+        error = forward_distance(row, model_of(row), side)
+        assert error.ours <= error.budget, f"{row.name}, padding {side}: {error}"
+        assert error.to_eager <= 1e-5 * error.scale, f"{row.name}, padding {side}: {error}"
 
 
 def test_without_any_attention_mask(row: Row) -> None:
-    found = forward_distance(row, model_of(row), "none", masked=False)
-    assert found.ours <= found.budget, f"{row.name}: {found}"
+    error = forward_distance(row, model_of(row), "none", masked=False)
+    assert error.ours <= error.budget, f"{row.name}: {error}"
 
 
 def test_every_call_comes_through_headwise_and_each_counts(row: Row) -> None:
     """Zeroing head 0 of any one call moves the logits: no call is made and then not used."""
-    model, given = model_of(row), inputs(row)
+    model, arguments = model_of(row), inputs(row)
     model.set_attn_implementation("headwise")
     try:
         with counted() as calls:
-            before = logits(model, given)
+            before = logits(model, arguments)
         assert len(calls) == row.calls
         for one in range(row.calls):
 
@@ -59,26 +59,30 @@ def test_every_call_comes_through_headwise_and_each_counts(row: Row) -> None:
                 return torch.tensor([0.0] + [1.0] * (query.shape[1] - 1)) if call == one else None
 
             with counted(gate):
-                moved = (logits(model, given) - before).abs().max()
+                moved = (logits(model, arguments) - before).abs().max()
             assert moved > 1e-3 * before.abs().max(), f"{row.name}: gating call {one} of {row.calls} changes nothing"
     finally:
         model.set_attn_implementation("eager")
     with counted() as calls:
-        logits(model, given)
+        logits(model, arguments)
     assert calls == []
 
 
 def test_attentions_asked_for_are_the_real_weights(row: Row) -> None:
-    model, given = model_of(row), inputs(row, "none" if row.kind == "vision" else "left")
-    found: dict[str, Any] = {}
+    model, arguments = model_of(row), inputs(row, "none" if row.kind == "vision" else "left")
+    outputs: dict[str, Any] = {}
     for name in ("eager", "headwise"):
         model.set_attn_implementation(name)
         with torch.no_grad():
-            found[name] = model(**given, output_attentions=True)
+            outputs[name] = model(**arguments, output_attentions=True)
     model.set_attn_implementation("eager")
     parts = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
     count = 0
-    for eager, ours in (_both(found, "text_model_output"), _both(found, "vision_model_output"), _both(found, None)):
+    for eager, ours in (
+        _both(outputs, "text_model_output"),
+        _both(outputs, "vision_model_output"),
+        _both(outputs, None),
+    ):
         for part in parts:
             if eager is None or eager.get(part) is None:
                 continue
@@ -91,8 +95,8 @@ def test_attentions_asked_for_are_the_real_weights(row: Row) -> None:
     assert count == row.calls
 
 
-def _both(found: dict[str, Any], part: str | None) -> tuple[Any, Any]:
-    eager, ours = found["eager"], found["headwise"]
+def _both(outputs: dict[str, Any], part: str | None) -> tuple[Any, Any]:
+    eager, ours = outputs["eager"], outputs["headwise"]
     return (eager, ours) if part is None else (eager.get(part), ours.get(part))
 
 
@@ -129,8 +133,8 @@ def test_an_argument_that_were_dropped_would_show(dropped: str) -> None:
         return real(*args, **kwargs | {dropped: None})
 
     with mock.patch.object(bridge, "attention", faulty):
-        found = distance(model_of(row), lambda m: logits(m, inputs(row, side)), real_rows(row, side))
-    assert found.ours > 100 * found.budget, f"{dropped}: {found}"
+        error = distance(model_of(row), lambda m: logits(m, inputs(row, side)), real_rows(row, side))
+    assert error.ours > 100 * error.budget, f"{dropped}: {error}"
 
 
 def test_a_window_is_shorter_than_the_text() -> None:

@@ -55,8 +55,8 @@ def bigbird_pegasus() -> tuple[PreTrainedModel, Given]:
         **IDS, d_model=24, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=64, attention_type="original_full",
     )  # fmt: skip
-    given = dict(input_ids=token_ids(), attention_mask=padding("right"), decoder_input_ids=token_ids(7))
-    return built("BigBirdPegasusModel", config), given
+    arguments = dict(input_ids=token_ids(), attention_mask=padding("right"), decoder_input_ids=token_ids(7))
+    return built("BigBirdPegasusModel", config), arguments
 
 
 def t5gemma2() -> tuple[PreTrainedModel, Given]:
@@ -65,8 +65,8 @@ def t5gemma2() -> tuple[PreTrainedModel, Given]:
     text["layer_types"] = ["sliding_attention", "full_attention"]
     vision = WIDTH | dict(image_size=8, patch_size=4)
     config = transformers.T5Gemma2Config(encoder=dict(text_config=text, vision_config=vision), decoder=text)
-    given = dict(input_ids=token_ids(), attention_mask=padding("right"), decoder_input_ids=token_ids(7))
-    return built("T5Gemma2Model", config), given
+    arguments = dict(input_ids=token_ids(), attention_mask=padding("right"), decoder_input_ids=token_ids(7))
+    return built("T5Gemma2Model", config), arguments
 
 
 def lasr() -> tuple[PreTrainedModel, Given]:
@@ -82,8 +82,8 @@ def siglip2() -> tuple[PreTrainedModel, Given]:
     model = built("Siglip2VisionModel", transformers.Siglip2VisionConfig(**WIDTH, num_patches=16, patch_size=2))
     shapes = torch.tensor([[4, 4], [3, 2], [2, 2]])
     real = torch.arange(16) < shapes.prod(-1, keepdim=True)
-    given = dict(pixel_values=torch.randn(B, 16, 12), pixel_attention_mask=real.long(), spatial_shapes=shapes)
-    return model, given
+    arguments = dict(pixel_values=torch.randn(B, 16, 12), pixel_attention_mask=real.long(), spatial_shapes=shapes)
+    return model, arguments
 
 
 def beit(**more: Any) -> tuple[PreTrainedModel, Given]:
@@ -104,36 +104,36 @@ ROWS: dict[str, tuple[Callable[[], tuple[PreTrainedModel, Given]], int]] = {
 """Name -> how it is built, and how many calls of a forward reach headwise."""
 
 
-def run(model: PreTrainedModel, implementation: str, given: Given) -> Tensor:
+def run(model: PreTrainedModel, implementation: str, arguments: Given) -> Tensor:
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        return model(**given)[0]
+        return model(**arguments)[0]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_output_is_that_of_eager(name: str) -> None:
     build, count = ROWS[name]
-    model, given = build()
-    eager = run(model, "eager", given)
+    model, arguments = build()
+    eager = run(model, "eager", arguments)
     with counted() as calls:
-        ours = run(model, "headwise", given)
+        ours = run(model, "headwise", arguments)
     assert len(calls) == count
     assert (ours - eager).abs().max() <= 1e-5 * eager.abs().max()  # as of every model, see test_hf_models
 
 
 def masked_beit() -> tuple[PreTrainedModel, Given]:
     """BEiT with some patches shut off."""
-    model, given = beit(use_relative_position_bias=True)
-    return model, given | dict(attention_mask=(torch.arange(10) < torch.tensor([[10], [7], [4]])).long())
+    model, arguments = beit(use_relative_position_bias=True)
+    return model, arguments | dict(attention_mask=(torch.arange(10) < torch.tensor([[10], [7], [4]])).long())
 
 
 @pytest.mark.parametrize("build", [*(build for build, _ in ROWS.values()), masked_beit])
 def test_with_the_masks_of_traced_code(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as it is, with the masks that it would have while it is traced."""
-    model, given = build()
-    eager = run(model, "eager", given)
+    model, arguments = build()
+    eager = run(model, "eager", arguments)
     monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
-    ours = run(model, "headwise", given)
+    ours = run(model, "headwise", arguments)
     assert (ours - eager).abs().max() <= 1e-5 * eager.abs().max()
 
 
@@ -142,10 +142,12 @@ def test_what_traced_code_gets(model_type: str, monkeypatch: pytest.MonkeyPatch)
     """As under sdpa; for a model that computes with it a float tensor, always."""
     config = SimpleNamespace(model_type=model_type)
     monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
-    given = dict(batch_size=B, q_length=3, kv_length=3, config=config, dtype=torch.float64)
-    mask = headwise_mask(**given)
-    rows = headwise_mask(**given, attention_mask=padding("left", 3).bool())
-    either = headwise_mask(**given, mask_function=theirs.bidirectional_mask_function, allow_is_bidirectional_skip=True)
+    arguments = dict(batch_size=B, q_length=3, kv_length=3, config=config, dtype=torch.float64)
+    mask = headwise_mask(**arguments)
+    rows = headwise_mask(**arguments, attention_mask=padding("left", 3).bool())
+    either = headwise_mask(
+        **arguments, mask_function=theirs.bidirectional_mask_function, allow_is_bidirectional_skip=True
+    )
     if model_type == "llama":
         assert mask is None and either is None and rows.dtype == torch.bool
     else:

@@ -50,14 +50,14 @@ def assert_same_state(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_call_of_every_kind_of_model_is_seen(row: Row) -> None:
-    model, given = row.build(), inputs(row)
-    expected = logits(model, given)
+    model, arguments = row.build(), inputs(row)
+    expected = logits(model, arguments)
     before = state_of(model)
     with hf.probe(model) as seen:
-        out = logits(model, given)
+        out = logits(model, arguments)
     assert_same_state(before, state_of(model))
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(logits(model, given), expected), "eager again, to the bit"
+    assert torch.equal(logits(model, arguments), expected), "eager again, to the bit"
 
     assert [call.order for call in seen.calls] == list(range(row.calls))
     names = [call.module for call in seen.calls]
@@ -73,16 +73,16 @@ def test_every_call_of_every_kind_of_model_is_seen(row: Row) -> None:
 def test_what_is_seen_gives_the_models_own_weights(name: str) -> None:
     """From a call alone, the weights that eager returns: nothing that shapes them is missing."""
     row = BY_NAME[name]
-    model, given = row.build(), inputs(row, "right")
+    model, arguments = row.build(), inputs(row, "right")
     with torch.no_grad():
-        out = model(**given, output_attentions=True)
+        out = model(**arguments, output_attentions=True)
     if row.kind == "seq2seq":
         pairs = zip(out.decoder_attentions, out.cross_attentions, strict=True)
         eager = [*out.encoder_attentions, *(x for pair in pairs for x in pair)]
     else:
         eager = list(out.attentions)
     with hf.probe(model) as seen:
-        logits(model, given)
+        logits(model, arguments)
     for call, theirs in zip(seen.calls, eager, strict=True):
         ours = weights(call.query, call.key, **call.scoring)
         real = padding("right", ours.shape[2]).bool()[:, None, :, None]  # eager's rows of padding are a mean, ours 0
@@ -92,13 +92,13 @@ def test_what_is_seen_gives_the_models_own_weights(name: str) -> None:
 @pytest.mark.parametrize("name", ["Llama GQA", "DeepSeek-V3", "T5"])
 def test_what_is_seen_gives_what_the_attention_gave(name: str) -> None:
     """From keys, values and the rest of a call, the input of the output projection."""
-    model, given = BY_NAME[name].build(), inputs(BY_NAME[name], "right")
+    model, arguments = BY_NAME[name].build(), inputs(BY_NAME[name], "right")
     outs: list[Any] = []
     with ExitStack() as hooks, hf.probe(model) as seen:
         for module in attention_modules(model).values():
             last = list(module.children())[-1] if not hasattr(module, "o") else module.o
             hooks.callback(last.register_forward_pre_hook(lambda _, args: outs.append(args[0])).remove)
-        logits(model, given)
+        logits(model, arguments)
     for call, out in zip(seen.calls, outs, strict=True):
         options = dict(mask=call.mask, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
         ours = headwise.attention(call.query, call.key, call.value, **options)
@@ -172,21 +172,21 @@ def test_a_compiled_model_is_seen_too() -> None:
 @pytest.mark.parametrize("name", ["Llama GQA", "gpt-oss sinks", "DeepSeek-V3", "BERT", "T5", "OPT"])
 def test_what_each_returns_takes_the_place_of_the_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout of transformers is made inside; the own attention is not computed; the model is as it was."""
-    model, given = BY_NAME[name].build(), inputs(BY_NAME[name], "right")
+    model, arguments = BY_NAME[name].build(), inputs(BY_NAME[name], "right")
     before = state_of(model)
     with hf.probe(model) as seen:
-        expected = logits(model, given)
+        expected = logits(model, arguments)
     ran: list[str] = []
     own = headwise.hf.attention.attention
     monkeypatch.setattr("headwise.hf.attention.attention", lambda *a, **k: ran.append("own") or own(*a, **k))
     with hf.probe(model, lambda call: call.attend()):
-        assert torch.equal(logits(model, given), expected) and ran == []
+        assert torch.equal(logits(model, arguments), expected) and ran == []
     first = seen.calls[0].module
     with hf.probe(model, lambda call: None if call.module == first else call.attend()):
-        assert torch.equal(logits(model, given), expected) and ran == ["own"]
+        assert torch.equal(logits(model, arguments), expected) and ran == ["own"]
     without = torch.ones(4, 1, 1).index_fill(0, torch.tensor(1), 0.0)
     with hf.probe(model, lambda call: without * call.attend()) as changed:
-        assert not torch.allclose(logits(model, given), expected, atol=1e-3) and changed.calls == []
+        assert not torch.allclose(logits(model, arguments), expected, atol=1e-3) and changed.calls == []
     assert_same_state(before, state_of(model))
 
 

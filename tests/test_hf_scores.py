@@ -86,22 +86,22 @@ def test_what_is_not_understood_is_computed_as_written_and_refused(name: str) ->
     q, k, v = (torch.randn(2, 3, n, 11) for n in (5, 7, 7))
     module, made = Written(UNREAD[name]), []
     with pytest.raises(hf.ModelError, match="Written ran without a product of queries and keys that headwise can read"):
-        Seam(module).run(lambda *given: made.append(module(*given)), q, k, v)
+        Seam(module).run(lambda *tensors: made.append(module(*tensors)), q, k, v)
     torch.testing.assert_close(made[0], module(q, k, v), rtol=0, atol=0)
 
 
 def test_the_dtype_of_weights_is_that_of_their_softmax() -> None:
     """As the code has it; a model may ask."""
     q, k, v = (torch.randn(2, 3, n, 11) for n in (5, 7, 7))
-    asked: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def code(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = nn.functional.softmax(q @ k.mT, dim=-1, dtype=torch.float64)
-        asked.append(weights.dtype)
+        dtypes.append(weights.dtype)
         return weights.to(v.dtype) @ v
 
     Seam(module := Written(code)).run(module, q, k, v)
-    assert asked == [torch.float64]
+    assert dtypes == [torch.float64]
 
 
 def test_what_is_done_in_place_is_done_once_where_scores_are_made() -> None:

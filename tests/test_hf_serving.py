@@ -114,8 +114,8 @@ def test_tokens_are_those_of_sdpa(row: str, seed: int, page: int, gathers: list[
     gathers.clear()
     with headwise.hf.serving(model) as ours:
         assert ours is model
-        found, scores = served(model, plan)
-    assert found == tokens
+        output, scores = served(model, plan)
+    assert output == tokens
     for a, b in zip(scores, logits, strict=True):
         # Of float32 logits of about 10, with sums rounded in another order; the largest of 120 schedules was 2e-6.
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=2e-5)
@@ -134,18 +134,18 @@ def test_softcaps_and_sinks_are_honoured(row: str, seed: int, page: int) -> None
 def test_other_models_and_other_calls_are_left_alone() -> None:
     model, other = BY_NAME["Qwen2"].build(), BY_NAME["Llama GQA"].build()
     model.set_attn_implementation("sdpa")
-    given = {"input_ids": token_ids(), "attention_mask": padding("left")}
-    seen = given["attention_mask"].bool()
+    arguments = {"input_ids": token_ids(), "attention_mask": padding("left")}
+    seen = arguments["attention_mask"].bool()
     with torch.no_grad():
-        before = model(**given).logits[seen]
+        before = model(**arguments).logits[seen]
         with pytest.raises(KeyError, match="stop"), headwise.hf.serving(model):
             assert {part.config._attn_implementation for part in (model, model.model)} == {NAME}
             assert other.config._attn_implementation == "eager"
-            inside = model(**given).logits[seen]
+            inside = model(**arguments).logits[seen]
             raise KeyError("stop")
         assert model.config._attn_implementation == "sdpa"
         torch.testing.assert_close(inside, before, rtol=1e-4, atol=1e-4)  # padded, with a window, without a cache
-        assert torch.equal(model(**given).logits[seen], before)
+        assert torch.equal(model(**arguments).logits[seen], before)
 
 
 def test_a_manager_kept_for_later_does_not_outlive_the_block() -> None:
@@ -154,11 +154,11 @@ def test_a_manager_kept_for_later_does_not_outlive_the_block() -> None:
     model.set_attn_implementation("sdpa")
     room = ContinuousBatchingConfig(**plan.room)
     how = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=2)
-    given: dict[str, Any] = dict(generation_config=how, continuous_batching_config=room)
+    options: dict[str, Any] = dict(generation_config=how, continuous_batching_config=room)
     with headwise.hf.serving(model):
-        model.generate_batch([[2, 3]], persistent_manager=True, warmup=False, **given)
-        kept = model.init_continuous_batching(**given)
-    assert model.init_continuous_batching(**given) is not kept
+        model.generate_batch([[2, 3]], persistent_manager=True, warmup=False, **options)
+        kept = model.init_continuous_batching(**options)
+    assert model.init_continuous_batching(**options) is not kept
 
 
 def error_of(model: Any) -> str:

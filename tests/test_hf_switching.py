@@ -67,8 +67,8 @@ def test_a_folder_is_loaded_and_looked_at(row: SeamRow, tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded.model(token_ids()).logits, row.build()(token_ids()).logits)
     ids, _ = loaded.encode("a b, c. d! a b, c.")
-    found = headwise.look.at(loaded.model, ids, repeats=None)
-    assert len(found.heads) == 2 * row.heads and found.kind == row.kind
+    record = headwise.look.at(loaded.model, ids, repeats=None)
+    assert len(record.heads) == 2 * row.heads and record.kind == row.kind
 
 
 def test_kinds_of_plain_code() -> None:

@@ -122,11 +122,11 @@ def fate(name: str) -> dict[str, Any]:
 
 
 def test_a_child_that_dies_or_hangs_costs_its_row_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    found = {row["name"]: row for row in rows(["dies", "fine", "hangs", "raises", "also fine"], fate, 3, timeout=0.5)}
-    assert {name: row["outcome"] for name, row in found.items()} == {
+    by_name = {row["name"]: row for row in rows(["dies", "fine", "hangs", "raises", "also fine"], fate, 3, timeout=0.5)}
+    assert {name: row["outcome"] for name, row in by_name.items()} == {
         "dies": "broken", "fine": "equal", "hangs": "broken", "raises": "broken", "also fine": "equal",
     }  # fmt: skip
-    assert [found[name]["reason"] for name in ("dies", "hangs", "raises")] == [
+    assert [by_name[name]["reason"] for name in ("dies", "hangs", "raises")] == [
         "its process ended by signal 9", "no end within 0.5 s", "its process ended by exit code 1",
     ]  # fmt: skip
 

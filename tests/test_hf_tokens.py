@@ -35,8 +35,8 @@ class Letters:
         return "".join(map(chr, ids))
 
     def __call__(self, text: str, return_offsets_mapping: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = {"input_ids": [ord(letter) for letter in text]}
-        return found | ({"offset_mapping": [(i, i + 1) for i in range(len(text))]} if return_offsets_mapping else {})
+        encoding: dict[str, Any] = {"input_ids": [ord(letter) for letter in text]}
+        return encoding | ({"offset_mapping": [(i, i + 1) for i in range(len(text))]} if return_offsets_mapping else {})
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [f"<{chr(i)}>" for i in ids]

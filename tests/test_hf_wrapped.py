@@ -36,11 +36,11 @@ def wrap(request: pytest.FixtureRequest) -> Any:
 def test_the_probe_sees_through(wrap: Any) -> None:
     """Run through the wrapper or past it; and the probe of any module finds the way too."""
     model = BY_NAME["Llama GQA"].build()
-    wrapped, given = wrap(model), inputs(BY_NAME["Llama GQA"])
+    wrapped, arguments = wrap(model), inputs(BY_NAME["Llama GQA"])
     for probe in (hf.probe, hw_nn.probe):
         with probe(wrapped) as seen, torch.no_grad():
-            wrapped(**given)
-            model(**given)
+            wrapped(**arguments)
+            model(**arguments)
         assert [call.module for call in seen.calls] == ["model.layers.0.self_attn", "model.layers.1.self_attn"] * 2
     assert model.config._attn_implementation == "eager"
 

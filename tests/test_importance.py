@@ -66,13 +66,13 @@ def calls_of(model: nn.Module, text: list[int] = TEXT) -> list[headwise.nn.Atten
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_criterion_is_what_its_definition_says(name: str) -> None:
     model = built(name)
-    found = importance(model, [TEXT, OTHER], by=("contribution", "mean", "zero", "gradient"))
-    assert found.by == ("gradient", "zero", "mean", "contribution") and (found.texts, found.tokens) == (2, 18)
+    result = importance(model, [TEXT, OTHER], by=("contribution", "mean", "zero", "gradient"))
+    assert result.by == ("gradient", "zero", "mean", "contribution") and (result.texts, result.tokens) == (2, 18)
     losses = [loss_of(model, text) for text in (TEXT, OTHER)]
-    assert found.loss == pytest.approx(sum(losses) / 2, abs=1e-5)
+    assert result.loss == pytest.approx(sum(losses) / 2, abs=1e-5)
     calls = [calls_of(model, text) for text in (TEXT, OTHER)]
-    assert len(found.heads) == sum(call.query.shape[1] for call in calls[0])
-    for head in found.heads:
+    assert len(result.heads) == sum(call.query.shape[1] for call in calls[0])
+    for head in result.heads:
         one = calls[0][head.layer]
         H, K = one.query.shape[1], one.key.shape[1]
         assert (head.module, head.group, head.call) == (one.module, head.head * K // H, 0)
@@ -97,9 +97,9 @@ def test_every_criterion_is_what_its_definition_says(name: str) -> None:
         matrix = (matrix.mT if name == "GPT-2" else matrix).unflatten(1, (H, -1))[:, group].flatten(1)
         written = torch.cat([out[group].transpose(0, 1).flatten(1) @ matrix.mT for out in outs]).detach()
         assert head.contribution == pytest.approx(float(written.norm(dim=-1).mean()), rel=1e-4)
-    for layer, rows in enumerate(found.scores("gradient")):
+    for layer, rows in enumerate(result.scores("gradient")):
         assert torch.tensor(rows).norm() == pytest.approx(1.0, abs=1e-5)
-        raw = torch.tensor(found.scores("gradient_raw")[layer])
+        raw = torch.tensor(result.scores("gradient_raw")[layer])
         torch.testing.assert_close(torch.tensor(rows), raw / raw.norm())
 
 
@@ -110,8 +110,8 @@ def test_heads_on_the_way_matter_and_the_others_do_not() -> None:
     """
     model, jobs = constructed([["self", "previous-token", "broad"], ["induction", "duplicate-token"]])
     text = model.sample(17)[0].tolist()
-    found = importance(model, text + text[1:], by=("gradient", "zero", "mean", "contribution"))
-    for head in found.heads:
+    result = importance(model, text + text[1:], by=("gradient", "zero", "mean", "contribution"))
+    for head in result.heads:
         job = jobs[head.layer, head.head]
         for by in ("zero", "mean"):
             assert (abs(getattr(head, by)) > 1e-3) == (job in ("previous-token", "induction")), (head, by)
@@ -149,10 +149,10 @@ def test_an_encoder_names_masked_words() -> None:
     text = "is an encoder: in 'bert.encoder.layer.0.attention.self' a token sees those after it"
     with pytest.raises(ValueError, match=text):
         importance(model, TEXT)
-    found = importance(model, TEXT, mask_id=3, by=("gradient", "zero"), seed=5)
+    result = importance(model, TEXT, mask_id=3, by=("gradient", "zero"), seed=5)
     again = importance(model, TEXT, mask_id=3, by=("gradient", "zero"), seed=5)
-    assert found == dataclasses.replace(again, seconds=found.seconds)
-    assert found.loss != importance(model, TEXT, mask_id=3, seed=7).loss
+    assert result == dataclasses.replace(again, seconds=result.seconds)
+    assert result.loss != importance(model, TEXT, mask_id=3, seed=7).loss
     read: list[Tensor] = []
 
     def loss(output: Any, ids: Tensor) -> Tensor:
@@ -186,19 +186,19 @@ def test_masked_words_are_fifteen_in_a_hundred_and_alone_count() -> None:
 
 def test_an_encoder_decoder_says_the_text_again() -> None:
     model = built("T5")
-    found = importance(model, TEXT, by=("gradient", "zero", "contribution"))
+    result = importance(model, TEXT, by=("gradient", "zero", "contribution"))
     ids = torch.tensor([TEXT])
     decoder = torch.cat([torch.tensor([[1]]), ids[:, :-2]], dim=1)
     with torch.no_grad():
         before = model(ids, decoder_input_ids=decoder).logits[0]
-    assert found.loss == pytest.approx(float(cross_entropy(before, ids[0, :-1])), abs=1e-5)
-    assert [head.module.split(".")[0] for head in found.heads[::4]] == ["encoder"] * 2 + ["decoder"] * 4
+    assert result.loss == pytest.approx(float(cross_entropy(before, ids[0, :-1])), abs=1e-5)
+    assert [head.module.split(".")[0] for head in result.heads[::4]] == ["encoder"] * 2 + ["decoder"] * 4
 
 
 def test_shared_layers_have_a_head_for_each_call() -> None:
-    found = importance(built("ALBERT"), TEXT, mask_id=3, by=("gradient", "zero"))
-    assert [(head.layer, head.call) for head in found.heads[::4]] == [(0, 0), (1, 1), (2, 2)]
-    assert len({head.zero for head in found.heads}) == 12
+    result = importance(built("ALBERT"), TEXT, mask_id=3, by=("gradient", "zero"))
+    assert [(head.layer, head.call) for head in result.heads[::4]] == [(0, 0), (1, 1), (2, 2)]
+    assert len({head.zero for head in result.heads}) == 12
 
 
 class Reader(nn.Module):
@@ -227,12 +227,12 @@ class Reader(nn.Module):
 
 def test_the_head_that_does_the_work_is_known_by_every_criterion() -> None:
     model, text = Reader(), [3, 4, 5, 6, 7, 8, 9]
-    found = importance(model, text, by=("gradient", "zero", "mean", "contribution"))
-    for name in found.by:
-        rows = torch.tensor(found.scores(name))
+    result = importance(model, text, by=("gradient", "zero", "mean", "contribution"))
+    for name in result.by:
+        rows = torch.tensor(result.scores(name))
         assert int(rows.argmax()) == 4, name
         assert bool((rows.flatten()[[0, 1, 2, 3, 5]].abs() <= 1e-6).all()), name
-    assert found.loss < 0.01 and found.heads[4].zero > 2
+    assert result.loss < 0.01 and result.heads[4].zero > 2
 
 
 # --- numbers of many heads, and their order ---------------------------------------------------------------------------
@@ -266,16 +266,16 @@ def test_ranks_and_their_correlation() -> None:
 def test_the_record_travels_and_prints() -> None:
     from rich.console import Console
 
-    found = importance(built("Llama GQA"), TEXT, by=("zero", "gradient"), name="mine")
-    data = json.loads(found.to_json())
+    result = importance(built("Llama GQA"), TEXT, by=("zero", "gradient"), name="mine")
+    data = json.loads(result.to_json())
     assert data["model"] == "mine" and data["by"] == ["gradient", "zero"] and len(data["heads"]) == 8
     assert data["heads"][3]["mean"] is None and data["agreements"][0]["first"] == "gradient"
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(found.table(most=3))
+    console.print(result.table(most=3))
     assert "mine: loss" in (text := console.export_text()) and "3 of 8 heads" in text
     with pytest.raises(ValueError, match="measured were gradient, zero; got 'mean'; name it in by="):
-        found.scores("mean")
-    assert isinstance(found, Importance)
+        result.scores("mean")
+    assert isinstance(result, Importance)
 
 
 # --- ablation ---------------------------------------------------------------------------------------------------------

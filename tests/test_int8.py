@@ -132,9 +132,9 @@ def test_gradients_of_the_query_and_of_the_scales() -> None:
     out = headwise.attention(leaves[0].double(), *floats, backend="reference")
     for x, y in zip(ours, torch.autograd.grad(out.square().sum(), leaves), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    told = headwise.explain(leaves[0], k, v)
-    assert "dequantised as a whole" in told.why and told.backend != "native"
-    assert told.others["native"]
+    choice = headwise.explain(leaves[0], k, v)
+    assert "dequantised as a whole" in choice.why and choice.backend != "native"
+    assert choice.others["native"]
 
 
 def test_a_token_that_is_no_number_shows_where_it_may_be_attended() -> None:
@@ -223,8 +223,8 @@ assert torch.equal(out, headwise.attention(q, k.dequantize(), v.dequantize()))
 
 def test_the_error_is_what_it_says() -> None:
     q, k, v = make_qkv(2, 6, 3, 5, 40, 16, 12)
-    told = quantization_error(q, k, v, mask=headwise.causal(), softcap=3.0)
-    for x, rms, largest in ((k, told.key_rms, told.key_largest), (v, told.value_rms, told.value_largest)):
+    errors = quantization_error(q, k, v, mask=headwise.causal(), softcap=3.0)
+    for x, rms, largest in ((k, errors.key_rms, errors.key_largest), (v, errors.value_rms, errors.value_largest)):
         off = (quantize(x).dequantize(torch.float64) - x.double()).transpose(0, 1).flatten(1)
         torch.testing.assert_close(rms, off.square().mean(-1).sqrt().float(), rtol=1e-4, atol=0)
         torch.testing.assert_close(largest, off.abs().amax(-1).float(), rtol=1e-4, atol=0)
@@ -235,18 +235,18 @@ def test_the_error_is_what_it_says() -> None:
     )
     off = (ours - exact).transpose(0, 1).flatten(1)
     size = exact.transpose(0, 1).flatten(1).square().mean(-1).sqrt()
-    torch.testing.assert_close(told.out_rms, off.square().mean(-1).sqrt().float(), rtol=1e-3, atol=0)
-    torch.testing.assert_close(told.out_largest, off.abs().amax(-1).float(), rtol=1e-3, atol=0)
-    torch.testing.assert_close(told.out_relative, (told.out_rms / size.float()), rtol=1e-3, atol=0)
-    assert told.key_rms.shape == (3,) and told.out_rms.shape == (6,)
-    assert str(told).count("\n") == 3 and "worst head" in str(told)
+    torch.testing.assert_close(errors.out_rms, off.square().mean(-1).sqrt().float(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(errors.out_largest, off.abs().amax(-1).float(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(errors.out_relative, (errors.out_rms / size.float()), rtol=1e-3, atol=0)
+    assert errors.key_rms.shape == (3,) and errors.out_rms.shape == (6,)
+    assert str(errors).count("\n") == 3 and "worst head" in str(errors)
 
 
 def test_no_error_where_int8_holds_all() -> None:
     x = torch.randint(-127, 128, (1, 2, 9, 8)).float()
     x[..., 0] = 127
-    told = quantization_error(torch.randn(1, 2, 3, 8), x, x)
-    assert not any(bool(part.any()) for part in vars(told).values())
+    errors = quantization_error(torch.randn(1, 2, 3, 8), x, x)
+    assert not any(bool(part.any()) for part in vars(errors).values())
 
 
 @pytest.mark.unchecked

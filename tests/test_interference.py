@@ -61,7 +61,7 @@ def check_poisoned_keys_and_values(backend: str, mask: str, n: Sizes, poisons: t
     source = torch.Generator().manual_seed(len(mask))
     third = torch.rand(n.B, n.K, n.S, generator=source) < 0.3
     for options in ({}, {"return_lse": True, **options_of("everything", n)})[: 1 if backend == "sdpa" else 2]:
-        outs = lambda *qkv, given=options: both(attend(backend, *qkv, mask=made, **given))  # noqa: E731
+        outs = lambda *qkv, arguments=options: both(attend(backend, *qkv, mask=made, **arguments))  # noqa: E731
         clean = outs(q, k, v)
         for what, poisoned in itertools.product(poisons, (third, _unseen(sees, n.K))):
             met, _ = split_rows(sees, poisoned)
@@ -159,15 +159,15 @@ def test_nan_in_sinks_and_gates_shows(backend: str, which: str) -> None:
 def test_gaps_between_and_around_rows(backend: str, pattern: str) -> None:
     """Thirty-three memory layouts: the answer is that of the contiguous copy, and what lies in the gaps is not read."""
     n = SHORT
-    given = dict(zip(("query", "key", "value"), make_qkv(*n), strict=True))
-    for name, x in given.items():
+    tensors = dict(zip(("query", "key", "value"), make_qkv(*n), strict=True))
+    for name, x in tensors.items():
         results = [
-            attend(backend, **{**given, name: strided(x, pattern, slack=slack)}, mask=headwise.causal())
+            attend(backend, **{**tensors, name: strided(x, pattern, slack=slack)}, mask=headwise.causal())
             for slack in (0.0, math.nan, 1e30)
         ]
         assert_same_bits(results[1], results[0], what=f"{name}, NaN in the gaps")
         assert_same_bits(results[2], results[0], what=f"{name}, 1e30 in the gaps")
-        same = attend(backend, **{**given, name: strided(x, pattern).contiguous()}, mask=headwise.causal())
+        same = attend(backend, **{**tensors, name: strided(x, pattern).contiguous()}, mask=headwise.causal())
         torch.testing.assert_close(results[1], same, rtol=2e-6, atol=1e-6)
 
 
@@ -233,8 +233,8 @@ def test_huge_numbers_that_nobody_attends_beside_an_empty_row(backend: str, dtyp
     clean = gradients(q, k, v)
     row, keys = torch.arange(n.T)[:, None] == 1, torch.arange(n.S)[:, None] >= 130
     bad_q, bad_k, bad_v = poison(q, row, 1e30), poison(k, keys, 1e30), poison(v, keys, 1e30)
-    for given in ((q, bad_k, bad_v), (bad_q, k, v), (bad_q, bad_k, v)):
-        for x, y, name in zip(gradients(*given), clean, "qkv", strict=True):
+    for inputs in ((q, bad_k, bad_v), (bad_q, k, v), (bad_q, bad_k, v)):
+        for x, y, name in zip(gradients(*inputs), clean, "qkv", strict=True):
             assert_same_bits(x, y, what=f"gradient of {name}")
 
 
@@ -308,19 +308,19 @@ def test_drawn_calls_whose_poison_some_rows_meet(backend: str) -> None:
         name = case.draw.choice(["key", "key", "value", "query"])
         met = rows & case.sees.any(-1) if name == "query" else split_rows(case.sees, keys)[0]
         bad = {**clean, name: spoil(clean[name], (rows if name == "query" else keys)[..., None], what)}
-        told = f"case {number}, {case}, {what} in {name}"
+        label = f"case {number}, {case}, {what} in {name}"
         with squeezed(number // 2):
             before, after = case.run(backend, clean), case.run(backend, bad)
             if before is None or after is None:
                 continue
             for x in {"out", "lse", "dquery"} & before.keys():
-                assert_same_bits(after[x][~met], before[x][~met], what=f"{told}: {x}")
+                assert_same_bits(after[x][~met], before[x][~met], what=f"{label}: {x}")
             if math.isfinite(what):  # the rows that meet it overflow, or their weights as the lse gives them back do
                 continue
             up = {"from out": clean["from out"] * ~met[..., None], "from lse": clean["from lse"] * ~met}
             before, after = (case.run(backend, {**x, **up}) for x in (clean, bad))
             for x in [x for x in before if x[0] == "d" and x != "dgate"]:
-                assert_same_bits(after[x], before[x], what=f"{told}: {x}, left out")
+                assert_same_bits(after[x], before[x], what=f"{label}: {x}, left out")
 
 
 def test_the_drawn_calls_are_wide() -> None:

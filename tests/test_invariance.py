@@ -67,6 +67,7 @@ def forward_and_backward(backend: str, qkv: list[Tensor], mask: Any) -> list[Ten
     return [out, *torch.autograd.grad(out, leaves, grad_out)]
 
 
+@pytest.mark.sweep
 @every
 @shapes
 @dtypes

@@ -32,20 +32,20 @@ def test_planted_scores(planted: Look) -> None:
 
 
 def test_planted_roles_in_an_encoder() -> None:
-    found = look.at(Planted((*NAMES, *AHEAD), ahead=True), text(), delimiters=DELIMITERS)
-    assert found.kind == "encoder"
+    record = look.at(Planted((*NAMES, *AHEAD), ahead=True), text(), delimiters=DELIMITERS)
+    assert record.kind == "encoder"
     wanted = [[name] if name != "induction" else [] for name in (*NAMES, *AHEAD)]
-    assert [[role.name for role in head.roles] for head in found.heads] == wanted
-    assert all(head.score("induction") is None for head in found.heads)
-    following, third = found.heads[-2:]
+    assert [[role.name for role in head.roles] for head in record.heads] == wanted
+    assert all(head.score("induction") is None for head in record.heads)
+    following, third = record.heads[-2:]
     assert following.ahead == pytest.approx((1.0, *[0.0] * 7), abs=2e-3)  # its last query has no choice: it is uniform
     assert third.ahead[2] > 0.995 and following.roles[0].null == pytest.approx(1 / 97, abs=1e-6)
 
 
 def test_a_decoder_has_nothing_ahead() -> None:
-    found = look.at(Planted(AHEAD), text(), delimiters=DELIMITERS)
-    assert found.kind == "decoder" and all(head.ahead == () for head in found.heads)
-    assert not {*AHEAD} & {role.name for head in found.heads for role in head.roles}
+    record = look.at(Planted(AHEAD), text(), delimiters=DELIMITERS)
+    assert record.kind == "decoder" and all(head.ahead == () for head in record.heads)
+    assert not {*AHEAD} & {role.name for head in record.heads for role in head.roles}
 
 
 def test_a_fixed_offset_is_no_induction_head() -> None:
@@ -59,22 +59,22 @@ def test_a_fixed_offset_is_no_induction_head() -> None:
 
 @pytest.mark.parametrize("mask", [headwise.causal(), None], ids=["decoder", "encoder"])
 def test_a_random_model_plays_no_role_but_broad(mask: headwise.Mask | None) -> None:
-    found = look.at(Tiny(mask=mask), text(), delimiters=DELIMITERS)
-    assert {role.name for head in found.heads for role in head.roles} <= {"broad"}
-    for head in found.heads:
+    record = look.at(Tiny(mask=mask), text(), delimiters=DELIMITERS)
+    assert {role.name for head in record.heads for role in head.roles} <= {"broad"}
+    for head in record.heads:
         assert head.scores["duplicate-token"].value < 0.15
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7])
 def test_short_texts_make_no_false_roles(length: int) -> None:
     model = Planted(["broad", "broad"])  # uniform attention
-    found = look.at(model, text()[:length], delimiters=(*DELIMITERS, *text()[1:2]))
-    assert [head.roles for head in found.heads] == [(), ()]
+    record = look.at(model, text()[:length], delimiters=(*DELIMITERS, *text()[1:2]))
+    assert [head.roles for head in record.heads] == [(), ()]
 
 
 def test_a_window_too_short_for_copies_is_not_measured() -> None:
-    found = look.at(Tiny(mask=headwise.window(4)), text())
-    assert not any({"duplicate-token", "induction"} & head.scores.keys() for head in found.heads)
+    record = look.at(Tiny(mask=headwise.window(4)), text())
+    assert not any({"duplicate-token", "induction"} & head.scores.keys() for head in record.heads)
 
 
 @inside("role", ROLES)

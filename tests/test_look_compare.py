@@ -40,10 +40,10 @@ def pruned(seen: Look, kept: list[int]) -> Look:
 
 def matrix(model: Planted, head: int) -> Tensor:
     """The whole float64 matrix of one head on the text."""
-    found: list[Tensor] = []
-    with torch.no_grad(), headwise.nn.probe(model, lambda call: found.append(_softmax(call)[0, head])):
+    matrices: list[Tensor] = []
+    with torch.no_grad(), headwise.nn.probe(model, lambda call: matrices.append(_softmax(call)[0, head])):
         model(torch.tensor([IDS]))
-    return found[0]
+    return matrices[0]
 
 
 def _softmax(call: Any) -> Tensor:
@@ -62,16 +62,16 @@ def test_distances_are_those_of_the_whole_matrices(before: Look, after: Look) ->
 
 
 def test_only_the_head_that_changed_did(before: Look, after: Look) -> None:
-    found = look.compare(before, after)
-    assert [head.head for head in found.changed] == [2] and found.same_text
-    change = found.changed[0]
+    comparison = look.compare(before, after)
+    assert [head.head for head in comparison.changed] == [2] and comparison.same_text
+    change = comparison.changed[0]
     assert (change.before, change.after) == (("self",), ("first-token sink",))
     assert change.scores["self"][0] > 0.99 and change.scores["self"][1] < 0.2
     assert change.largest is not None and change.largest[0] in ("self", "first-token sink")
-    assert {head.distance for head in found.heads if head.head != 2} == {0.0}
-    assert found.summary() == ["before against after: 1 of 8 heads changed role", "7 of them did not move"]
-    assert re.search(r"^0\.2 +0\.2 .* self -> first-token sink ", str(found), re.MULTILINE)
-    assert len(str(found).splitlines()) == 4, "heads that did not move have no line"
+    assert {head.distance for head in comparison.heads if head.head != 2} == {0.0}
+    assert comparison.summary() == ["before against after: 1 of 8 heads changed role", "7 of them did not move"]
+    assert re.search(r"^0\.2 +0\.2 .* self -> first-token sink ", str(comparison), re.MULTILINE)
+    assert len(str(comparison).splitlines()) == 4, "heads that did not move have no line"
 
 
 def test_near_sees_what_pooling_hides() -> None:
@@ -88,24 +88,24 @@ def test_near_sees_what_pooling_hides() -> None:
 @pytest.mark.parametrize("kept", [[0, 1, 3, 4, 6, 7], [5], [1, 2, 7]])
 def test_pruned_heads_are_found_again(before: Look, kept: list[int]) -> None:
     small = pruned(before, kept)
-    for given, guessed in (({0: kept}, ()), ({"layers": {"0": {"keep": kept}}}, ()), (None, (0,))):
-        found = look.compare(before, small, kept=given)
-        assert [(head.head, head.other_head) for head in found.heads] == [(h, n) for n, h in enumerate(kept)]
-        assert {head.distance for head in found.heads} == {0.0} and found.guessed == guessed
-        assert found.gone == tuple((0, h) for h in range(8) if h not in kept) and not found.new
+    for plan, guessed in (({0: kept}, ()), ({"layers": {"0": {"keep": kept}}}, ()), (None, (0,))):
+        comparison = look.compare(before, small, kept=plan)
+        assert [(head.head, head.other_head) for head in comparison.heads] == [(h, n) for n, h in enumerate(kept)]
+        assert {head.distance for head in comparison.heads} == {0.0} and comparison.guessed == guessed
+        assert comparison.gone == tuple((0, h) for h in range(8) if h not in kept) and not comparison.new
     back = look.compare(small, before)
     assert [(head.head, head.other_head) for head in back.heads] == [(n, h) for n, h in enumerate(kept)]
     assert len(back.new) == 8 - len(kept) and not back.gone
 
 
 def test_each_head_is_paired_once(before: Look) -> None:
-    found = look.compare(before, pruned(before, [0, 0]))
-    assert (found.heads[0].head, found.heads[0].other_head) == (0, 0) and len(found.gone) == 6
+    comparison = look.compare(before, pruned(before, [0, 0]))
+    assert (comparison.heads[0].head, comparison.heads[0].other_head) == (0, 0) and len(comparison.gone) == 6
 
 
 def test_kept_says_an_order_of_its_own(before: Look) -> None:
-    found = look.compare(before, pruned(before, [7, 0]), kept={"0": [7, 0]})
-    assert [(head.head, head.other_head, head.distance) for head in found.heads] == [(0, 1, 0.0), (7, 0, 0.0)]
+    comparison = look.compare(before, pruned(before, [7, 0]), kept={"0": [7, 0]})
+    assert [(head.head, head.other_head, head.distance) for head in comparison.heads] == [(0, 1, 0.0), (7, 0, 0.0)]
 
 
 def test_kept_names_layers_as_a_heads_plan_does(before: Look) -> None:
@@ -116,12 +116,12 @@ def test_kept_names_layers_as_a_heads_plan_does(before: Look) -> None:
     left = {"encoder": [1, 2], "decoder": [3, 4, 5], "cross": [0]}
     small = tuple(replace(h, head=left[h.part].index(h.head)) for h in heads if h.head in left[h.part])
     plan = {"layers": {"encoder.0": {"keep": [1, 2]}, "0": {"keep": [3, 4, 5]}, "cross.0": {"keep": [0]}}}
-    found = look.compare(whole, replace(whole, heads=small), kept=plan)
-    assert [(h.layer, h.head) for h in found.heads] == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (2, 0)]
-    assert {h.distance for h in found.heads} == {0.0} and not found.guessed
+    comparison = look.compare(whole, replace(whole, heads=small), kept=plan)
+    assert [(h.layer, h.head) for h in comparison.heads] == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (2, 0)]
+    assert {h.distance for h in comparison.heads} == {0.0} and not comparison.guessed
     alike = tuple(replace(h, head=h.head - 6) for h in heads if h.head >= 6)
-    found = look.compare(whole, replace(whole, heads=alike), kept={"layers": {"*": {"keep": [6, 7]}}})
-    assert {h.distance for h in found.heads} == {0.0} and len(found.gone) == 18 and not found.guessed
+    comparison = look.compare(whole, replace(whole, heads=alike), kept={"layers": {"*": {"keep": [6, 7]}}})
+    assert {h.distance for h in comparison.heads} == {0.0} and len(comparison.gone) == 18 and not comparison.guessed
 
 
 def test_merged_key_value_heads_change_no_number(before: Look) -> None:
@@ -132,17 +132,19 @@ def test_layers_without_heads_are_paired_by_module(before: Look) -> None:
     second = tuple(replace(head, layer=1, module="later") for head in before.heads)
     two = replace(before, heads=(*before.heads, *second), num_layers=2, maps=())
     only = replace(before, heads=tuple(replace(head, layer=0) for head in second), maps=())
-    found = look.compare(two, only)
-    assert found.gone == tuple((0, h) for h in range(8)) and {head.layer for head in found.heads} == {1}
+    comparison = look.compare(two, only)
+    assert comparison.gone == tuple((0, h) for h in range(8)) and {head.layer for head in comparison.heads} == {1}
     other = replace(only, heads=tuple(replace(head, module="elsewhere") for head in only.heads))
     with pytest.raises(ValueError, match="looks of 2 and 1 layers cannot be paired: their modules have other names"):
         look.compare(two, other)
 
 
 def test_other_texts_leave_patterns_uncompared(before: Look) -> None:
-    found = look.compare(before, look.at(Planted(), text(31), delimiters=DELIMITERS))
-    assert not found.same_text and {(h.moved, h.divergence, h.near) for h in found.heads} == {(None, None, None)}
-    assert not found.changed and "they read other tokens: patterns are not compared" in str(found)
+    comparison = look.compare(before, look.at(Planted(), text(31), delimiters=DELIMITERS))
+    assert not comparison.same_text and {(h.moved, h.divergence, h.near) for h in comparison.heads} == {
+        (None, None, None)
+    }
+    assert not comparison.changed and "they read other tokens: patterns are not compared" in str(comparison)
 
 
 @pytest.mark.unchecked
@@ -166,16 +168,16 @@ def test_what_cannot_be_compared_is_told(before: Look) -> None:
 def test_a_comparison_travels(before: Look, after: Look, tmp_path: Path) -> None:
     import pyarrow.parquet
 
-    found = look.compare(before, after)
-    data = json.loads(found.to_json())
+    comparison = look.compare(before, after)
+    data = json.loads(comparison.to_json())
     assert data["heads"][2]["after"] == ["first-token sink"] and len(data["heads"]) == 8
     for name in ("c.parquet", "c.csv", "c.json"):
-        look.write(found, tmp_path / name)
+        look.write(comparison, tmp_path / name)
     row = pyarrow.parquet.read_table(tmp_path / "c.parquet").to_pylist()[2]
     assert (row["before"], row["after"], row["changed"]) == ("self", "first-token sink", True)
-    assert row["self.before"] == before.heads[2].value("self") and row["moved"] == found.heads[2].moved
+    assert row["self.before"] == before.heads[2].value("self") and row["moved"] == comparison.heads[2].moved
     with pytest.raises(ValueError, match=re.escape("ends in none of .parquet .csv .json; the end says")):
-        look.write(found, tmp_path / "c.svg")
+        look.write(comparison, tmp_path / "c.svg")
 
 
 def test_a_changed_head_is_a_plain_record(before: Look) -> None:

@@ -42,10 +42,10 @@ def test_one_text_is_what_at_reads() -> None:
 
 def test_means_are_over_all_queries_of_all_texts() -> None:
     texts = drawn(13)
-    found = look.over(model(), texts, words=WORDS, repeats=None)
-    assert (found.texts, found.length, found.tokens) == (13, sum(map(len, texts)), ())
+    record = look.over(model(), texts, words=WORDS, repeats=None)
+    assert (record.texts, record.length, record.tokens) == (13, sum(map(len, texts)), ())
     alone = [look.at(model(), ids, delimiters=DELIMITERS, repeats=None) for ids in texts]
-    for n, head in enumerate(found.heads):
+    for n, head in enumerate(record.heads):
         for name in ("previous-token", "first-token sink", "delimiter", "broad", "local band"):
             each = [one.heads[n].scores[name] for one in alone if name in one.heads[n].scores]
             count = sum(score.count for score in each)
@@ -72,9 +72,9 @@ def test_order_and_batches_change_no_bit() -> None:
 
 def test_batches_keep_to_their_tokens() -> None:
     passages = [look.Passage([1] * n) for n in (3, 5, 3, 3, 7, 3, 5)]
-    found = [*batches(passages, 8)]
-    assert sorted(len(one.ids) for some in found for one in some) == [3, 3, 3, 3, 5, 5, 7]
-    for some in found:
+    groups = [*batches(passages, 8)]
+    assert sorted(len(one.ids) for some in groups for one in some) == [3, 3, 3, 3, 5, 5, 7]
+    for some in groups:
         assert len({len(one.ids) for one in some}) == 1
         assert sum(len(one.ids) for one in some) <= 8 and len(some) <= 2
 
@@ -94,9 +94,9 @@ def test_a_second_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Stop):
         look.over(model(), texts, words=WORDS, state=state, progress=stop)
     read: list[int] = []
-    found = look.over(model(), texts, words=WORDS, state=state, progress=lambda done, total: read.append(done))
+    record = look.over(model(), texts, words=WORDS, state=state, progress=lambda done, total: read.append(done))
     assert read == [32, 41]  # the first block was not read again
-    assert same(found, look.over(model(), texts, words=WORDS))
+    assert same(record, look.over(model(), texts, words=WORDS))
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
     with pytest.raises(ValueError, match=r"state: not the state of this look \(another model, version, or other"):
         look.over(model(), texts, words=Vocabulary(), state=state)

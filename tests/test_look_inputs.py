@@ -65,15 +65,15 @@ def test_progress_counts_calls() -> None:
     [torch.tensor(text(7)), torch.tensor([text(7)]), np.array(text(7), np.int32), text(7), tuple(text(7)), [text(7)]],
 )
 def test_ids_in_every_form(ids: Any) -> None:
-    found = look.at(Tiny(), ids, repeats=None)
-    assert found.length == 7 and found.tokens == tuple(str(i) for i in text(7))
+    record = look.at(Tiny(), ids, repeats=None)
+    assert record.length == 7 and record.tokens == tuple(str(i) for i in text(7))
 
 
 def test_delimiters_are_read_from_the_tokens() -> None:
     tokens = [" .", " .", "b", "\n", "", " "]
     model, ids = Planted(["delimiter"]), [2, 2, 5, 3, 6, 7]  # attends 2 and 3; the first key is the sink's, not counted
-    found = look.at(model, ids, tokens=tokens, repeats=None)
-    assert found.heads[0].value("delimiter") == pytest.approx((1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 5, abs=1e-4)
+    record = look.at(model, ids, tokens=tokens, repeats=None)
+    assert record.heads[0].value("delimiter") == pytest.approx((1 / 2 + 1 / 2 + 2 / 3 + 2 / 3 + 2 / 3) / 5, abs=1e-4)
     assert look.at(model, ids, repeats=None).heads[0].value("delimiter") is None
     assert look.at(model, ids, tokens=tokens, delimiters=[], repeats=None).heads[0].value("delimiter") is None
 
@@ -134,8 +134,8 @@ def test_what_a_config_tells_is_used() -> None:
             assert not torch.is_grad_enabled()
             return super().forward(ids)
 
-    found = look.at(Watching(mask=headwise.causal()), [1, 5, 6, 44], delimiters=[9, 10])
-    assert found.model == "somebody/model" and look.at(Tiny(), [1], name="mine").model == "mine"
+    record = look.at(Watching(mask=headwise.causal()), [1, 5, 6, 44], delimiters=[9, 10])
+    assert record.model == "somebody/model" and look.at(Tiny(), [1], name="mine").model == "mine"
     copies = seen[1]
     assert copies.shape == (6, 19) and copies[:, 0].eq(1).all() and copies.max() < 47
     assert not torch.isin(copies[:, 1:], torch.tensor([1, 44, 20, 21, 9, 10])).any()
@@ -167,8 +167,8 @@ def test_a_wrapped_model_is_looked_at_as_what_it_wraps() -> None:
     model = Tiny(mask=headwise.causal())
     bare = look.at(model, text(7), repeats=None)
     for wrapped in (nn.DataParallel(model), Adapted(model), torch.compile(Adapted(model), backend="eager")):
-        found = look.at(wrapped, text(7), repeats=None)
-        assert (found.model, found.heads, found.maps) == (bare.model, bare.heads, bare.maps)
+        record = look.at(wrapped, text(7), repeats=None)
+        assert (record.model, record.heads, record.maps) == (bare.model, bare.heads, bare.maps)
 
 
 class Sound(Tiny):
@@ -234,13 +234,13 @@ class Sundry:
 def test_a_part_of_the_heads_is_not_taken_for_the_whole() -> None:
     call = AttentionCall("a.b", 0, torch.zeros(1, 2, 3, 5), torch.zeros(1, 1, 3, 5))
     split = "module 'a.b' ran 2 query heads and has 4: the model is split over processes (tensor parallelism), and its"
-    for told in ({"num_heads": 4}, {"num_attention_heads": 4}, {"config": SimpleNamespace(num_attention_heads=4)}):
+    for fields in ({"num_heads": 4}, {"num_attention_heads": 4}, {"config": SimpleNamespace(num_attention_heads=4)}):
         with pytest.raises(ValueError, match=re.escape(split)):
-            check_heads(SimpleNamespace(**told), call)
+            check_heads(SimpleNamespace(**fields), call)
     whole = SimpleNamespace(num_attention_heads=2)
     other = SimpleNamespace(num_attention_heads=4)  # as where an encoder and a decoder share a config
-    for told in ({}, {"num_heads": 2, "config": other}, {"num_heads": 4, "config": whole}, {"config": whole}):
-        check_heads(SimpleNamespace(**told), call)
+    for fields in ({}, {"num_heads": 2, "config": other}, {"num_heads": 4, "config": whole}, {"config": whole}):
+        check_heads(SimpleNamespace(**fields), call)
     for said in (None, "4", [2, 4]):
         check_heads(SimpleNamespace(num_heads=said, config=Sundry()), call)
 
@@ -288,29 +288,29 @@ class Asked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside, self.asked = Twice(), list[dict[str, Any]]()
+        self.inside, self.requests = Twice(), list[dict[str, Any]]()
 
     def forward(
         self, ids: Tensor, decoder_input_ids: Tensor, use_cache: bool = True, logits_to_keep: int = 0
     ) -> Tensor:
-        self.asked.append({"ids": ids, "decoder": decoder_input_ids, "lean": (use_cache, logits_to_keep)})
+        self.requests.append({"ids": ids, "decoder": decoder_input_ids, "lean": (use_cache, logits_to_keep)})
         return self.inside(ids)
 
 
 def test_how_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Asked()
     look.at(model, [1, 5, 6, 7, 8])
-    text_pass, copies = model.asked
+    text_pass, copies = model.requests
     assert text_pass["ids"].tolist() == [[1, 5, 6, 7, 8]] and text_pass["decoder"].tolist() == [[3, 1, 5, 6]]
     assert text_pass["lean"] == copies["lean"] == (False, 1)
     assert copies["ids"].shape == (6, 72) and copies["decoder"].shape == (6, 71)
     assert copies["decoder"][:, 0].eq(3).all() and torch.equal(copies["decoder"][:, 1:], copies["ids"][:, :70])
     for length in (1, 2, 3):
         look.at(model, [1, 5, 6][:length], repeats=None)
-        assert model.asked[-1]["decoder"].tolist() == [[3, 1][: max(1, length - 1)]]
+        assert model.requests[-1]["decoder"].tolist() == [[3, 1][: max(1, length - 1)]]
     monkeypatch.delattr(Asked.config, "decoder_start_token_id")
     look.at(model, [5, 6, 7], repeats=None)
-    assert model.asked[-1]["decoder"].tolist() == [[1, 5]]
+    assert model.requests[-1]["decoder"].tolist() == [[1, 5]]
 
 
 # --- repeated random tokens -----------------------------------------------------------------------------------------
@@ -347,8 +347,8 @@ def test_few_positions_and_few_ids() -> None:
 
 def test_what_opens_and_ends_a_text_is_no_copy() -> None:
     [sequence] = draw(Repeats(sequences=1), range(9, 99), 31, before=[7], after=[7])
-    found = as_tensors([sequence], ahead=True)["duplicate"][0]
-    assert sequence.ids[0] == sequence.ids[30] == 7 and found[[0, 30]].eq(-1).all() and found[1:30, 0].ne(-1).all()
+    copies = as_tensors([sequence], ahead=True)["duplicate"][0]
+    assert sequence.ids[0] == sequence.ids[30] == 7 and copies[[0, 30]].eq(-1).all() and copies[1:30, 0].ne(-1).all()
 
 
 @pytest.mark.parametrize(("positions", "passes"), [(8, 1), (9, 2)])
@@ -357,19 +357,19 @@ def test_a_model_too_short_for_copies_reads_none(positions: int, passes: int) ->
     model.config = SimpleNamespace(max_position_embeddings=positions)
     seen: list[Tensor] = []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    found = look.at(model, [1, 2, 3])
-    assert len(seen) == passes and ("duplicate-token" not in found.heads[0].scores) is (passes == 1)
+    record = look.at(model, [1, 2, 3])
+    assert len(seen) == passes and ("duplicate-token" not in record.heads[0].scores) is (passes == 1)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_targets_by_their_definition(ahead: bool) -> None:
     [sequence] = draw(Repeats(sequences=1, seed=2), [5, 6, 7, 8, 9], 41, before=[1])
     ids = sequence.ids
-    found = as_tensors([sequence], ahead=ahead)
-    assert found["duplicate"].shape[:2] == found["induction"].shape[:2] == (1, 41)
+    tensors = as_tensors([sequence], ahead=ahead)
+    assert tensors["duplicate"].shape[:2] == tensors["induction"].shape[:2] == (1, 41)
     for i in range(41):
         same = {j for j in range(1, 41) if ids[j] == ids[i] and (j < i or (ahead and j != i))}
         after = {j for j in range(2, i) if ids[j - 1] == ids[i]}
         after = set() if ahead or ids[i] == sequence.opener else after
-        assert set(found["duplicate"][0, i].tolist()) - {-1} == (same if i else set())
-        assert set(found["induction"][0, i].tolist()) - {-1} == (after if i else set())
+        assert set(tensors["duplicate"][0, i].tolist()) - {-1} == (same if i else set())
+        assert set(tensors["induction"][0, i].tolist()) - {-1} == (after if i else set())

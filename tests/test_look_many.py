@@ -118,13 +118,13 @@ def test_a_group_is_a_group() -> None:
 
 def test_processes_that_have_a_model_together_read_the_same_texts() -> None:
     """Two and two ranks of four: each two share the heads, and the pairs share the texts."""
-    for found, want in ranks.pool(4).run(many_cases.split, False):
-        assert (found.texts, found.length, len(found.heads)) == (want.texts, want.length, 10)
-        for a, b in zip(found.heads, want.heads, strict=True):
+    for record, want in ranks.pool(4).run(many_cases.split, False):
+        assert (record.texts, record.length, len(record.heads)) == (want.texts, want.length, 10)
+        for a, b in zip(record.heads, want.heads, strict=True):
             assert (a.layer, a.head, a.module) == (b.layer, b.head, b.module)
             assert a.entropy == pytest.approx(b.entropy, abs=2e-5) and a.offsets == pytest.approx(b.offsets, abs=2e-5)
             assert {n: s.count for n, s in a.scores.items()} == {n: s.count for n, s in b.scores.items()}
-    refused = [found for found, _ in ranks.pool(4).run(many_cases.split, True)]
+    refused = [record for record, _ in ranks.pool(4).run(many_cases.split, True)]
     for rank, text in enumerate(refused):
         pair = [0, 1] if rank < 2 else [2, 3]
         assert f"of one.q_proj.weight ranks {pair} have a part each, and read all texts together: give the" in text

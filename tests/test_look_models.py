@@ -25,10 +25,10 @@ KINDS = {
 }  # fmt: skip
 
 
-def eager(model: Any, **given: Tensor) -> list[Tensor]:
+def eager(model: Any, **arguments: Tensor) -> list[Tensor]:
     """The float64 matrices (B, H, T, S) of a forward, in the order of the calls."""
     with torch.no_grad():
-        out = model(**given, output_attentions=True)
+        out = model(**arguments, output_attentions=True)
     if "decoder_attentions" not in out:
         return [p.double() for p in out.attentions]
     beside = itertools.chain(*zip(out.decoder_attentions, out.cross_attentions, strict=True))
@@ -39,28 +39,28 @@ def eager(model: Any, **given: Tensor) -> list[Tensor]:
 def test_every_kind_of_model(name: str) -> None:
     model = BY_NAME[name].build()
     ids = torch.randint(4, VOCAB, (1, 37), generator=torch.Generator().manual_seed(5))
-    found = look.at(model, ids, delimiters=[5, 6, 7])
-    given = {"input_ids": ids}
+    record = look.at(model, ids, delimiters=[5, 6, 7])
+    arguments = {"input_ids": ids}
     if KINDS[name] == "encoder-decoder":
         config = model.config
         start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
-        given["decoder_input_ids"] = torch.cat([torch.tensor([[start]]), ids[:, :-2]], 1)
-    matrices = eager(model, **given)
-    assert found.kind == KINDS[name] and found.num_layers == len(matrices)
-    marks = {row.shape[1]: torch.isin(row[0], torch.tensor([5, 6, 7])) for row in given.values()}
+        arguments["decoder_input_ids"] = torch.cat([torch.tensor([[start]]), ids[:, :-2]], 1)
+    matrices = eager(model, **arguments)
+    assert record.kind == KINDS[name] and record.num_layers == len(matrices)
+    marks = {row.shape[1]: torch.isin(row[0], torch.tensor([5, 6, 7])) for row in arguments.values()}
     ps = [matrix[0, h] for matrix in matrices for h in range(matrix.shape[1])]
-    for head, p in zip(found.heads, ps, strict=True):
+    for head, p in zip(record.heads, ps, strict=True):
         beyond_the_first = marks[p.shape[-1]] & (torch.arange(p.shape[-1]) > 0)
         check_against(head, p, beyond_the_first, tolerance=TOLERANCE)
-    whole = [head for head in found.heads if head.queries == head.keys and "window" not in name]
+    whole = [head for head in record.heads if head.queries == head.keys and "window" not in name]
     assert name in ("Gemma2 softcap", "gpt-oss sinks") or all("duplicate-token" in head.scores for head in whole)
-    assert KINDS[name] != "encoder" or not any("induction" in head.scores for head in found.heads)
+    assert KINDS[name] != "encoder" or not any("induction" in head.scores for head in record.heads)
 
 
 def test_shared_layers_are_told_apart() -> None:
-    found = look.at(BY_NAME["ALBERT"].build(), torch.arange(4, 20))
-    assert len({head.module for head in found.heads}) == 1
-    assert [head.call for head in found.heads[:: found.num_heads]] == [0, 1, 2]
+    record = look.at(BY_NAME["ALBERT"].build(), torch.arange(4, 20))
+    assert len({head.module for head in record.heads}) == 1
+    assert [head.call for head in record.heads[:: record.num_heads]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("name", "takes"), [("ViT", "'pixel_values'"), ("Whisper", "'input_features'")])
@@ -112,9 +112,9 @@ def tiny(loaded: headwise.hf.Loaded, ids: list[int]) -> Look:
 
 
 def best(tiny: Look, role: str) -> HeadRecord:
-    found = tiny.with_role(role)
-    assert found, f"no head of the packaged model plays {role!r}"
-    return found[0]
+    heads = tiny.with_role(role)
+    assert heads, f"no head of the packaged model plays {role!r}"
+    return heads[0]
 
 
 def test_the_packaged_model_has_learned(tiny: Look) -> None:

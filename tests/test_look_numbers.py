@@ -34,10 +34,10 @@ def matrices(model: nn.Module, ids: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("mask", [headwise.causal(), headwise.window(11), None], ids=["causal", "window", "all"])
 def test_numbers_against_the_matrix(mask: headwise.Mask | None, length: int) -> None:
     model, ids = Tiny(mask=mask), text(length)
-    found = look.at(model, ids, delimiters=DELIMITERS, repeats=None)
+    record = look.at(model, ids, delimiters=DELIMITERS, repeats=None)
     marks = torch.isin(torch.tensor(ids), torch.tensor(DELIMITERS))
     ps = [p[0, h] for p in matrices(model, torch.tensor([ids])) for h in range(3)]
-    for head, large, p in zip(found.heads, found.maps, ps, strict=True):
+    for head, large, p in zip(record.heads, record.maps, ps, strict=True):
         check_against(head, p, marks)
         side = min(length, 128)
         bins = torch.nn.functional.one_hot(torch.arange(length) * side // length).double()
@@ -49,11 +49,11 @@ def test_numbers_against_the_matrix(mask: headwise.Mask | None, length: int) -> 
 def test_copies_against_the_matrix() -> None:
     model = Tiny(mask=headwise.causal())
     repeats = Repeats(sequences=3, length=71, seed=4)
-    found = look.at(model, text(), delimiters=DELIMITERS, repeats=repeats)
+    record = look.at(model, text(), delimiters=DELIMITERS, repeats=repeats)
     avoided = {*DELIMITERS, 1}
     drawn = draw(repeats, [i for i in range(VOCABULARY) if i not in avoided], 71, before=[1])
     ps = matrices(model, torch.tensor([s.ids for s in drawn]))
-    for head, (layer, h) in zip(found.heads, itertools.product(range(2), range(3)), strict=True):
+    for head, (layer, h) in zip(record.heads, itertools.product(range(2), range(3)), strict=True):
         for role, name in (("duplicate-token", "duplicate"), ("induction", "induction")):
             rows = [
                 ps[layer][b, h, i, keys].sum()
@@ -68,9 +68,9 @@ def test_copies_against_the_matrix() -> None:
 
 def test_the_null_of_copies_is_uniform_attention_or_more() -> None:
     repeats = Repeats(sequences=3, length=31, seed=4)
-    found = look.at(Planted(["duplicate-token", "induction"]), text(), delimiters=DELIMITERS, repeats=repeats)
+    record = look.at(Planted(["duplicate-token", "induction"]), text(), delimiters=DELIMITERS, repeats=repeats)
     drawn = draw(repeats, [i for i in range(VOCABULARY) if i not in {*DELIMITERS, 1}], 31, before=[1])
-    for head, name in zip(found.heads, ("duplicate", "induction"), strict=True):
+    for head, name in zip(record.heads, ("duplicate", "induction"), strict=True):
         shares = [
             len(keys) / (i + 1)
             for sequence in drawn
@@ -87,12 +87,12 @@ def test_masks_that_differ_from_head_to_head(make: Callable[[Tensor], headwise.M
     kept = torch.ones(3, 31, 31).tril().bool()
     kept[1, :, 1:] &= torch.eye(31)[:, 1:].bool()  # head 1 sees itself and the first
     model = Tiny(mask=make(kept))
-    found = look.at(model, text(31), delimiters=DELIMITERS, repeats=None)
+    record = look.at(model, text(31), delimiters=DELIMITERS, repeats=None)
     marks = torch.isin(torch.tensor(text(31)), torch.tensor(DELIMITERS))
     ps = [p[0, h] for p in matrices(model, torch.tensor([text(31)])) for h in range(3)]
-    for head, p in zip(found.heads, ps, strict=True):
+    for head, p in zip(record.heads, ps, strict=True):
         check_against(head, p, marks)
-    sink = found.heads[1].scores["first-token sink"]
+    sink = record.heads[1].scores["first-token sink"]
     assert sink.plays and sink.null == pytest.approx(
         sum(1 / n for n in range(2, 32)) / 30, abs=1e-6
     )  # of all heads together
@@ -101,10 +101,10 @@ def test_masks_that_differ_from_head_to_head(make: Callable[[Tensor], headwise.M
 def test_rows_that_see_nothing_count_nowhere() -> None:
     kept = torch.ones(31, 31).tril().bool() & (torch.arange(31) % 7 != 3)[:, None]
     model = Tiny(mask=headwise.keep(kept))
-    found = look.at(model, text(31), delimiters=DELIMITERS, repeats=None)
+    record = look.at(model, text(31), delimiters=DELIMITERS, repeats=None)
     marks = torch.isin(torch.tensor(text(31)), torch.tensor(DELIMITERS))
     ps = [p[0, h] for p in matrices(model, torch.tensor([text(31)])) for h in range(3)]
-    for head, p in zip(found.heads, ps, strict=True):
+    for head, p in zip(record.heads, ps, strict=True):
         check_against(head, p, marks)
 
 
@@ -129,19 +129,19 @@ def test_uniform_attention_is_measured_once_a_mask() -> None:
 
 def test_a_first_token_that_sees_only_itself_does_not_make_a_decoder() -> None:
     ids = torch.tensor([0] + [1] * 30)
-    found = look.at(Tiny(mask=headwise.segments(ids)), text(31), repeats=None)
-    assert found.kind == "encoder"
+    record = look.at(Tiny(mask=headwise.segments(ids)), text(31), repeats=None)
+    assert record.kind == "encoder"
 
 
 @pytest.mark.parametrize(("prefix", "kind"), [(3, "encoder"), (1, "decoder"), (0, "decoder")])
 def test_a_prefix_that_looks_ahead_makes_an_encoder(prefix: int, kind: str) -> None:
     kept = torch.ones(8, 8).tril().bool() | (torch.arange(8) < prefix)
     model = Tiny(mask=headwise.keep(kept))
-    found = look.at(model, text(8), delimiters=DELIMITERS, repeats=None)
-    assert found.kind == kind
+    record = look.at(model, text(8), delimiters=DELIMITERS, repeats=None)
+    assert record.kind == kind
     marks = torch.isin(torch.tensor(text(8)), torch.tensor(DELIMITERS))
     ps = [p[0, h] for p in matrices(model, torch.tensor([text(8)])) for h in range(3)]
-    for head, p in zip(found.heads, ps, strict=True):
+    for head, p in zip(record.heads, ps, strict=True):
         check_against(head, p, marks)
         assert head.ahead == () if kind == "decoder" else len(head.ahead) == 8 and not any(head.ahead[prefix - 1 :])
 
@@ -149,27 +149,27 @@ def test_a_prefix_that_looks_ahead_makes_an_encoder(prefix: int, kind: str) -> N
 def test_a_map_of_another_size() -> None:
     model, ids = Tiny(mask=headwise.causal()), text(163)
     [p, *_] = matrices(model, torch.tensor([ids]))
-    found = look.at(model, ids, map_size=7, repeats=None)
+    record = look.at(model, ids, map_size=7, repeats=None)
     bins = torch.nn.functional.one_hot(torch.arange(163) * 7 // 163).double()
     exact = (bins.mT @ p[0, 0] @ bins) / bins.sum(0)[:, None]
-    assert torch.allclose(torch.tensor(found.heads[0].map, dtype=torch.float64), exact, atol=2e-5)
-    assert found.maps[0].rows == 126  # the multiple of 7 below 128
+    assert torch.allclose(torch.tensor(record.heads[0].map, dtype=torch.float64), exact, atol=2e-5)
+    assert record.maps[0].rows == 126  # the multiple of 7 below 128
     assert look.at(model, ids, full_maps=False, repeats=None).maps == ()
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_one_layer_that_looks_ahead_makes_an_encoder(order: int) -> None:
-    found = look.at(Mixed(*[headwise.causal(), None][::order]), text(13), repeats=None)
-    assert found.kind == "encoder" and found.num_heads == 3 and found.num_layers == 2
-    assert [(head.layer, head.head, len(head.ahead)) for head in found.heads] == [
+    record = look.at(Mixed(*[headwise.causal(), None][::order]), text(13), repeats=None)
+    assert record.kind == "encoder" and record.num_heads == 3 and record.num_layers == 2
+    assert [(head.layer, head.head, len(head.ahead)) for head in record.heads] == [
         (layer, h, 8 * (layer == (1 if order == 1 else 0))) for layer, n in ((0, 2), (1, 3)) for h in range(n)
     ]
     assert look.at(Mixed(None, None, heads=1), text(13), repeats=None).num_heads == 2
 
 
 def test_a_small_map_larger_than_the_large_one() -> None:
-    found = look.at(Tiny(), text(163), map_size=151, repeats=None)
-    assert len(found.heads[0].map) == found.maps[0].rows == 151
+    record = look.at(Tiny(), text(163), map_size=151, repeats=None)
+    assert len(record.heads[0].map) == record.maps[0].rows == 151
     assert len(look.at(Tiny(), text(163), full_maps=False, repeats=None).heads[0].map) == 32
 
 
@@ -181,8 +181,8 @@ def test_nothing_is_more_even_than_uniform_attention() -> None:
 
 
 def test_a_single_token_looks_nowhere() -> None:
-    found = look.at(Tiny(), [1], repeats=None)
-    assert found.kind == "decoder" and found.heads[0].ahead == () and found.heads[0].offsets == (1.0, *[0.0] * 8)
+    record = look.at(Tiny(), [1], repeats=None)
+    assert record.kind == "decoder" and record.heads[0].ahead == () and record.heads[0].offsets == (1.0, *[0.0] * 8)
 
 
 class Reader(nn.Module):
@@ -199,17 +199,17 @@ class Reader(nn.Module):
 
 
 def test_cross_attention_is_measured_where_it_can_be() -> None:
-    found = look.at(Reader(), text(13), delimiters=DELIMITERS)
-    assert found.kind == "encoder-decoder" and found.num_layers == 2
-    cross = found.heads[2]
+    record = look.at(Reader(), text(13), delimiters=DELIMITERS)
+    assert record.kind == "encoder-decoder" and record.num_layers == 2
+    cross = record.heads[2]
     assert (cross.queries, cross.keys) == (13, 7) and len(cross.map) == 13 and len(cross.map[0]) == 7
-    assert cross.part == "cross" and found.heads[0].part == "decoder" and "duplicate-token" in found.heads[0].scores
+    assert cross.part == "cross" and record.heads[0].part == "decoder" and "duplicate-token" in record.heads[0].scores
     assert {*cross.scores} <= {"first-token sink", "broad", "delimiter"}  # nothing that compares positions
 
 
 def test_a_shared_module_is_two_layers() -> None:
-    found = look.at(Twice(), text(13))
-    assert [(head.module, head.call, head.layer, head.head) for head in found.heads] == [
+    record = look.at(Twice(), text(13))
+    assert [(head.module, head.call, head.layer, head.head) for head in record.heads] == [
         ("attend", call, call, head) for call in (0, 1) for head in (0, 1)
     ]
 

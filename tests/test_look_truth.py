@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from draw import drawn
 
 from headwise import look
 from headwise.look import Look, Passage, Repeats, Vocabulary
@@ -102,24 +103,25 @@ def test_name_movers_are_found() -> None:
 
 def test_alignment_is_found_in_cross_attention_alone() -> None:
     model, jobs = constructed_pair()
-    found = look.at(model, [1, *range(3, 60)], delimiters=[])  # no token twice: then a token has one place
-    for head in found.heads:
+    record = look.at(model, [1, *range(3, 60)], delimiters=[])  # no token twice: then a token has one place
+    for head in record.heads:
         name = CALLED.get(jobs[head.layer, head.head], jobs[head.layer, head.head])
         assert [score.name for score in head.roles] == [name], head
         assert head.roles[0].value >= 0.99
-    assert [head.part for head in found.heads] == ["encoder"] * 3 + ["decoder"] * 2 + ["cross"] * 4
+    assert [head.part for head in record.heads] == ["encoder"] * 3 + ["decoder"] * 2 + ["cross"] * 4
 
 
 def test_random_models_play_hardly_a_role() -> None:
     """Of the roles of all heads of 200 models at most 1 % are false: a broad head is one, random or not."""
     played = heads = 0
-    for seed in range(200):
+    seeds = drawn(range(200))
+    for seed in seeds:
         model = random_model(seed)
         ids = torch.randint(3, 50, (41,), generator=torch.Generator().manual_seed(seed))
         seen = look.at(model, ids, full_maps=False, map_size=1, repeats=Repeats(sequences=4, length=50))
         heads += len(seen.heads)
         played += sum(any(score.name != "broad" for score in head.roles) for head in seen.heads)
-    assert heads > 1000 and played <= 0.01 * heads
+    assert heads > 5 * len(seeds) and played <= 0.01 * heads
 
 
 def test_needles() -> None:

@@ -152,8 +152,8 @@ def test_places_of_small_types_are_places() -> None:
     rows, cols = torch.tensor([0, 2, 1]), torch.tensor([1, 0, 126, 3])
     for small in (torch.int8, torch.uint8, torch.int32):
         for ask in (mask.allowed, mask.added):
-            asked = ask(T, 140, rows=rows.to(small), cols=cols.to(small))
-            assert torch.equal(asked, ask(T, 140, rows=rows, cols=cols))  # type: ignore[arg-type]
+            answer = ask(T, 140, rows=rows.to(small), cols=cols.to(small))
+            assert torch.equal(answer, ask(T, 140, rows=rows, cols=cols))  # type: ignore[arg-type]
         for ours, exact in zip(
             mask.at(rows[:, None].to(small), cols.to(small), T, 140), mask.at(rows[:, None], cols, T, 140), strict=True
         ):
@@ -197,16 +197,16 @@ HANDED_ON = {
 def public(module: ModuleType, names: list[str]) -> Iterator[str]:
     """`function`, `Class` and `Class.method` of what takes an argument."""
     for name in names:
-        found = getattr(module, name)
-        if inspect.isclass(found):
+        value = getattr(module, name)
+        if inspect.isclass(value):
             yield name
-            for method, plain in vars(found).items():
+            for method, plain in vars(value).items():
                 function = plain.__func__ if isinstance(plain, (staticmethod, classmethod)) else plain
                 if inspect.isfunction(function) and (not method.startswith("_") or method in ("__and__", "__or__")):
-                    taken = list(inspect.signature(getattr(found, method)).parameters)
+                    taken = list(inspect.signature(getattr(value, method)).parameters)
                     if [parameter for parameter in taken if parameter != "self"]:
                         yield f"{name}.{method}"
-        elif inspect.isfunction(found) and inspect.signature(found).parameters:
+        elif inspect.isfunction(value) and inspect.signature(value).parameters:
             yield name
 
 
@@ -238,11 +238,11 @@ def test_the_judge_can_fail() -> None:
     def torchs_value_error() -> None:
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1), validate_args=True)  # tracing switches it off
 
-    for call, told in ((ours, None), (theirs, "RuntimeError"), (torchs_value_error, "in the words of another")):
+    for call, text in ((ours, None), (theirs, "RuntimeError"), (torchs_value_error, "in the words of another")):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             call()
         fault = fault_of(caught.value)
-        assert fault is None if told is None else told in (fault or "")
+        assert fault is None if text is None else text in (fault or "")
     assert may_serve("3", 5, set()) and not may_serve("True", 5, set()) and may_serve("True", True, set())
     assert set(SERVES) >= {bool, int, float, str, list, Tensor}
 

@@ -21,23 +21,23 @@ LONG = Sizes(1, 2, 1, 193, 65, 5, 7)
 def test_every_pair(name: str, n: Sizes) -> None:
     for rule in MASKS[name](n).mask.sized(n.B, n.H).parts:
         if rule.restricts and not rule.biases:
-            found = tile_map(rule, n.T, n.S)
-            seen = unpacked(found, n.T, n.S)
+            tiles = tile_map(rule, n.T, n.S)
+            seen = unpacked(tiles, n.T, n.S)
             expected = rule.grid(n.T, n.S, None, None, None)
             assert torch.equal(*torch.broadcast_tensors(seen, expected))
-            assert found.bits.dtype == torch.int64 and found.index.dtype == torch.int64
+            assert tiles.bits.dtype == torch.int64 and tiles.index.dtype == torch.int64
 
 
 def test_what_is_full_or_empty_needs_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last tile is cut short by the lengths; strip by strip the same."""
     T, S = 3 * SIDE, 5 * SIDE - 7
     [rule] = (headwise.causal(offset=SIDE) | headwise.prefix(SIDE)).parts
-    found = tile_map(rule, T, S)
-    assert found.index[0, 0].tolist() == [[1, 2, 0, 0, 0], [1, 1, 3, 0, 0], [1, 1, 1, 4, 0]]
-    assert found.bits.shape == (3, SIDE)
+    tiling = tile_map(rule, T, S)
+    assert tiling.index[0, 0].tolist() == [[1, 2, 0, 0, 0], [1, 1, 3, 0, 0], [1, 1, 1, 4, 0]]
+    assert tiling.bits.shape == (3, SIDE)
     monkeypatch.setattr(tiles, "STRIP_PAIRS", 1)
     [again] = (headwise.causal(offset=SIDE) | headwise.prefix(SIDE)).parts
-    assert all(torch.equal(a, b) for a, b in zip(tile_map(again, T, S), found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tile_map(again, T, S), tiling, strict=True))
     [all_of_it] = headwise.prefix(S).parts
     assert set(tile_map(all_of_it, T, S).index.flatten().tolist()) == {ALL}
     assert BITS not in tile_map(all_of_it, T, S).index

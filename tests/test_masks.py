@@ -55,6 +55,7 @@ def test_allowed_and_added(name: str, n: Sizes) -> None:
     same(mask.allowed(n.T, n.S), mask.added(n.T, n.S), name, n, torch.arange(n.T), torch.arange(n.S))
 
 
+@pytest.mark.sweep
 @every_mask
 def test_allowed_and_added_across_tiles(name: str) -> None:
     n = TILED
@@ -119,6 +120,7 @@ def test_bounds_tell_all_or_nothing(name: str, n: Sizes) -> None:
 BANDS = list(itertools.product((None, 1, 2, 3, 4, 5), (None, 0, 1, 2, 3), (None, -4, -1, 0, 1, 3), (0, 2)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("T", "S"), [(1, 4), (4, 1), (3, 3), (2, 5), (5, 2)])
 def test_every_small_band(T: int, S: int) -> None:
     """In each form that a backend may ask for it: 360 of them, and each joined with the one before."""
@@ -130,24 +132,24 @@ def test_every_small_band(T: int, S: int) -> None:
         near = j > pos - (99 if left is None else left)
         sees = (near | (j < first)) & (j <= pos + (99 if right is None else right))
         for made, seen in ((mask, sees.expand(T, S)), (before & mask, (seen_before & sees).expand(T, S))):
-            told = f"{made} at T = {T}, S = {S}"
-            assert torch.equal(made.allowed(T, S)[0, 0], seen), told  # type: ignore[index]
+            label = f"{made} at T = {T}, S = {S}"
+            assert torch.equal(made.allowed(T, S)[0, 0], seen), label  # type: ignore[index]
             trimmed = made.trimmed(T, S).allowed(T, S)
-            assert torch.equal(seen, torch.ones_like(seen) if trimmed is None else trimmed[0, 0]), told
+            assert torch.equal(seen, torch.ones_like(seen) if trimmed is None else trimmed[0, 0]), label
             bounds = made.bounds(T, S)
-            assert bounds is None or torch.equal((j >= bounds[0].mT) & (j < bounds[1].mT), seen), told
-            assert (bounds is None) == any(part.kept for part in made.parts), told
+            assert bounds is None or torch.equal((j >= bounds[0].mT) & (j < bounds[1].mT), seen), label
+            assert (bounds is None) == any(part.kept for part in made.parts), label
             for rows in (slice(0, T), slice(T - 1, T), slice(0, 1)):
                 k0, k1 = made.reach(rows.start, rows.stop, T, S)
-                assert not seen[rows, :k0].any() and not seen[rows, k1:].any(), told
+                assert not seen[rows, :k0].any() and not seen[rows, k1:].any(), label
             band = made.simple_band
             if band is not None:
                 low, high = ((end or 0) + (S - T if band[2] else 0) for end in band[:2])
                 low, high = (-99 if band[0] is None else low), (99 if band[1] is None else high)
-                assert torch.equal((j >= i + low) & (j < i + high), seen), told
+                assert torch.equal((j >= i + low) & (j < i + high), seen), label
             if len({part.first for part in made.parts if part.left is not None}) <= 1:
                 back = training_of(made, *qkv).mask.allowed(T, S)
-                assert torch.equal(seen, torch.ones_like(seen) if back is None else back[0, 0]), told
+                assert torch.equal(seen, torch.ones_like(seen) if back is None else back[0, 0]), label
         before, seen_before = mask, sees
 
 

@@ -131,12 +131,12 @@ def test_a_rule_of_ones_own_goes_everywhere(name: str) -> None:
     rough = naive(q.detach(), k.detach(), v.detach(), mask=dense)
     assert_close_like_torch(out.detach(), exact[0], rough, values=v.detach(), factor=2.0)
     # The same bits as the tensor of it: forward, gradients, statistics.
-    told, told_lse = headwise.attention(q, k, v, mask=keep(dense), return_lse=True)
-    assert_same_bits(out, told)
-    assert_same_bits(lse, told_lse)
+    expected, expected_lse = headwise.attention(q, k, v, mask=keep(dense), return_lse=True)
+    assert_same_bits(out, expected)
+    assert_same_bits(lse, expected_lse)
     grad_out = torch.linspace(-1, 1, out.numel()).view_as(out)
     ours = torch.autograd.grad(out, (q, k, v), grad_out)
-    theirs = torch.autograd.grad(told, (q, k, v), grad_out)
+    theirs = torch.autograd.grad(expected, (q, k, v), grad_out)
     for one, other in zip(ours, theirs, strict=True):
         assert_same_bits(one, other)
     with torch.no_grad():

@@ -381,12 +381,12 @@ def far_apart(x: Tensor) -> Tensor:
 @quick
 @pytest.mark.parametrize("which", ["query", "key", "value", "keep", "bias"])
 def test_offsets_beyond_2_to_the_31(backend: str, which: str) -> None:
-    given = dict(zip(("query", "key", "value"), make_qkv(1, 1, 1, 5, 6, 8, 8), strict=True))
+    arguments = dict(zip(("query", "key", "value"), make_qkv(1, 1, 1, 5, 6, 8, 8), strict=True))
     tensors = {"keep": torch.rand(1, 1, 5, 6) > 0.4, "bias": torch.randn(1, 1, 5, 6)}
-    near = attend(backend, **given, mask=tensors.get(which))
-    if which in given:
-        given[which] = far_apart(given[which])
-    far = attend(backend, **given, mask=far_apart(tensors[which]) if which in tensors else None)
+    near = attend(backend, **arguments, mask=tensors.get(which))
+    if which in arguments:
+        arguments[which] = far_apart(arguments[which])
+    far = attend(backend, **arguments, mask=far_apart(tensors[which]) if which in tensors else None)
     torch.testing.assert_close(far, near, rtol=1e-6, atol=1e-6)  # torch may leave its fused kernel: other last bits
 
 

@@ -273,7 +273,7 @@ def test_poison_that_some_rows_attend(backend: str, mask: str) -> None:
     keys[1] = rows[1] = False
     keys[:, 1] = rows[:, n.H // n.K :] = False
     for what in POISONS[:2]:
-        for name, given in {
+        for name, arguments in {
             "key": (q, poison(k, keys[..., None], what), v, made, grad_out),
             "value": (q, k, poison(v, keys[..., None], what), made, grad_out),
             "query": (poison(q, rows[..., None], what), k, v, made, grad_out),
@@ -281,7 +281,7 @@ def test_poison_that_some_rows_attend(backend: str, mask: str) -> None:
         }.items():
             bad_rows = split_rows(sees, keys)[0] if name in ("key", "value") else rows & sees.any(-1)
             bad_keys = bad_rows.unflatten(1, (n.K, -1)).any(2).any(2)[..., None].expand(n.B, n.K, n.S)
-            ours = all_gradients(backend, *given)
+            ours = all_gradients(backend, *arguments)
             for x, y, bad in zip(ours, clean, (bad_rows, bad_keys, bad_keys), strict=True):
                 assert_same_bits(x[~bad], y[~bad], what=f"{what} in {name}")
             assert bool(ours[0][bad_rows].isnan().all()), f"{what} in {name} does not show in the query's gradient"

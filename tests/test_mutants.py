@@ -183,10 +183,10 @@ def test_an_entry_that_does_not_fit(
     (tmp_path / "outside.py").write_text("FACTOR = 2")
     fits = mutant(*FATES["killed"][0])
     root = project(tmp_path / "root", [fits, replace(fits, **change)])
-    (told,) = faults(read(root / "tests" / "mutants.toml"), root)
-    assert why in told
+    (fault,) = faults(read(root / "tests" / "mutants.toml"), root)
+    assert why in fault
     assert runner.main(["--root", str(root)]) == 1
-    assert capsys.readouterr().err == f"mutants: {told}\n"
+    assert capsys.readouterr().err == f"mutants: {fault}\n"
 
 
 def test_an_entry_twice(tmp_path: Path) -> None:
@@ -233,13 +233,13 @@ def test_a_sample() -> None:
 def test_every_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = project(tmp_path, [mutant(*fate) for some in FATES.values() for fate in some])
     before = content(root)
-    code, told = fates(capsys, root)
+    code, report = fates(capsys, root)
     expected = sorted((*fate[:3], verdict) for verdict, some in FATES.items() for fate in some)
-    assert sorted((x["file"], x["old"], x["new"], x["verdict"]) for x in told["mutants"]) == expected
+    assert sorted((x["file"], x["old"], x["new"], x["verdict"]) for x in report["mutants"]) == expected
     assert code == 1 and content(root) == before
     counts = {"killed": 4, "survived": 2, "of": 10, "not run": 1}
-    assert told["rooms"] == {"__init__": counts, "all": counts} and told["seed"] is None
-    why = {x["new"]: x["detail"] for x in told["mutants"]}
+    assert report["rooms"] == {"__init__": counts, "all": counts} and report["seed"] is None
+    why = {x["new"]: x["detail"] for x in report["mutants"]}
     assert why["FACTOR = 3"] == "tests/test_fake.py::test_double - assert 9 == 6"
     assert why["LIMIT = 6"].startswith("fails without the mutant: killed tests/test_fake.py::test_wrong_anyway")
     assert why["x / 3"].startswith("fails without the mutant: proves nothing pytest ends with exit code 4")
@@ -251,8 +251,8 @@ def test_every_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_killed_is_exit_code_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = project(tmp_path, [mutant(*fate) for fate in FATES["killed"]])
     assert runner.main(["--root", str(root), "--jobs", "1", "--sample", "2"]) == 0
-    told = capsys.readouterr()
-    assert "2 mutants drawn by --seed 0" in told.err and "100 %" in told.out
+    output = capsys.readouterr()
+    assert "2 mutants drawn by --seed 0" in output.err and "100 %" in output.out
 
 
 def test_a_survivor_is_told_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,8 +330,8 @@ def test_waits():
         time.sleep(0.05)
     assert list(temporary.iterdir())
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and told.endswith("mutants: stopped after 0 of 1\n")
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130 and message.endswith("mutants: stopped after 0 of 1\n")
     assert not list(temporary.iterdir())
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
@@ -380,11 +380,11 @@ def native_project(folder: Path) -> Path:
 @needs_compiler
 def test_cpp_is_compiled_in_the_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One job: the Python mutants come last, on the library of the restored sources."""
-    code, told = fates(capsys, native_project(tmp_path), "--jobs", "1")
+    code, report = fates(capsys, native_project(tmp_path), "--jobs", "1")
     assert code == 1 and not (tmp_path / "src" / "fake" / "_native.so").exists()
-    got = sorted((x["file"], x["old"], x["new"], x["verdict"]) for x in told["mutants"])
+    got = sorted((x["file"], x["old"], x["new"], x["verdict"]) for x in report["mutants"])
     assert got == sorted(NATIVE_FATES)
-    (why,) = [x["detail"] for x in told["mutants"] if x["verdict"] == "proves nothing"]
+    (why,) = [x["detail"] for x in report["mutants"] if x["verdict"] == "proves nothing"]
     assert why.startswith("does not compile: ") and "four.cpp" in why
 
 
@@ -392,6 +392,6 @@ def test_cpp_without_a_compiler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    code, told = fates(capsys, native_project(tmp_path), "--only", "csrc")
+    code, report = fates(capsys, native_project(tmp_path), "--only", "csrc")
     assert code == 0
-    assert {(x["verdict"], x["detail"]) for x in told["mutants"]} == {("not run", "needs no-such-compiler")}
+    assert {(x["verdict"], x["detail"]) for x in report["mutants"]} == {("not run", "needs no-such-compiler")}

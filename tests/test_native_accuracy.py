@@ -138,8 +138,8 @@ def check_lse(lse: Error, floats: Error, lses: list[Tensor], dtype: torch.dtype)
     """
     slack = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps / 64
     step = ulp(max(float(x.abs().max()) for x in lses), torch.float32)
-    told = f"lse: ours {lse}, float32's {floats}"
-    assert lse.rms <= 1.5 * floats.rms + slack and lse.most <= 1.5 * floats.most + step + slack, told
+    message = f"lse: ours {lse}, float32's {floats}"
+    assert lse.rms <= 1.5 * floats.rms + slack and lse.most <= 1.5 * floats.most + step + slack, message
 
 
 @pytest.mark.sweep
@@ -150,8 +150,8 @@ def test_forward(backend: str, dtype: torch.dtype, name: str) -> None:
     out, lse = measured(backend, name, dtype)
     bar, factor = rough if dtype == torch.float32 else floor, budget(backend, dtype)
     step = ulp(max(float(x.abs().max()) for x in outs), dtype)
-    told = f"{name}: ours {out}, naive {rough}, rounding floor {floor}"
-    assert out.rms <= factor * bar.rms and out.most <= factor * bar.most + step, told
+    message = f"{name}: ours {out}, naive {rough}, rounding floor {floor}"
+    assert out.rms <= factor * bar.rms and out.most <= factor * bar.most + step, message
     check_lse(lse, float_lse, lses, dtype)
 
 

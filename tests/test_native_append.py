@@ -38,7 +38,7 @@ NUMBERS = {
 }  # fmt: skip
 
 
-def held(rows: int = ROWS, places: int = PLACES, value_dim: int | None = V) -> list[Tensor | None]:
+def stores(rows: int = ROWS, places: int = PLACES, value_dim: int | None = V) -> list[Tensor | None]:
     """Keys, their scales, values and theirs, full of what must stay."""
     made: list[Tensor | None] = []
     for width in (D, value_dim):
@@ -59,7 +59,7 @@ SPANS = [(0, 0, 1, 4, 5), (2, 3, 3, 0, 2), (1, 1, 1, 9, 3), (0, 2, 0, 22, 1)]
 
 def check(key: Tensor, value: Tensor | None, spans: Any = SPANS) -> None:
     """Against `quantize`, bit for bit; elsewhere nothing has changed."""
-    got, wanted = (held(value_dim=None if value is None else V) for _ in range(2))
+    got, wanted = (stores(value_dim=None if value is None else V) for _ in range(2))
     for x, (data, scale) in ((key, wanted[:2]), (value, wanted[2:])):
         if x is None:
             continue
@@ -196,8 +196,8 @@ def test_what_python_must_quantise(monkeypatch: pytest.MonkeyPatch) -> None:
 def call(**change: Any) -> None:
     key, value = tokens()
     names = ("key_data", "key_scale", "value_data", "value_scale")
-    given = {"key": key, "value": value, **dict(zip(names, held(), strict=True)), "spans": [0, 0, 0, 0, T]}
-    torch.ops.headwise.append_int8(**(given | {name: make(given[name]) for name, make in change.items()}))
+    arguments = {"key": key, "value": value, **dict(zip(names, stores(), strict=True)), "spans": [0, 0, 0, 0, T]}
+    torch.ops.headwise.append_int8(**(arguments | {name: make(arguments[name]) for name, make in change.items()}))
 
 
 SHARED = torch.zeros(ROWS * K * PLACES * V * 4, dtype=torch.int8)
@@ -262,15 +262,15 @@ def test_refused() -> None:
 
 @needs_native
 def test_a_refused_append_writes_nothing() -> None:
-    kept = held()
+    kept = stores()
     with pytest.raises(RuntimeError, match="a span lies outside"):
         torch.ops.headwise.append_int8(*tokens(), *kept, [0, 0, 0, 0, T, 0, 0, 1, PLACES, 1])
-    for x, y in zip(kept, held(), strict=True):
+    for x, y in zip(kept, stores(), strict=True):
         assert x is not None and y is not None
         assert_same_bits(x, y)
 
 
 @pytest.mark.parametrize("backend", BEST)
 def test_opcheck(backend: str) -> None:
-    result = torch.library.opcheck(torch.ops.headwise.append_int8.default, (*tokens(), *held(), [0, 0, 1, 2, T]))
+    result = torch.library.opcheck(torch.ops.headwise.append_int8.default, (*tokens(), *stores(), [0, 0, 1, 2, T]))
     assert set(result.values()) == {"SUCCESS"}, result

@@ -33,13 +33,13 @@ def test_every_set_of_instructions_agrees_with_the_definition(seed: int) -> None
 
 
 def test_a_cpu_with_all_of_them_runs_all() -> None:
-    told = fuzzed("max", "0.1")
-    assert " 0 failures" in told and all(f"  {name} " in told for name in ("neon_bf16", "neon", "baseline"))
+    output = fuzzed("max", "0.1")
+    assert " 0 failures" in output and all(f"  {name} " in output for name in ("neon_bf16", "neon", "baseline"))
 
 
 def test_a_cpu_without_the_optional_instructions_runs_the_others() -> None:
-    told = fuzzed("cortex-a72", "0.1")
-    assert "neon " in told and "baseline" in told and "neon_bf16" not in told
+    output = fuzzed("cortex-a72", "0.1")
+    assert "neon " in output and "baseline" in output and "neon_bf16" not in output
 
 
 def test_optional_instructions_stay_in_their_file() -> None:

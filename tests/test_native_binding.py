@@ -38,15 +38,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.ops.headwise.attend(query, key, value, 0.25, -FAR, FAR)
 
 
-def attend_full(**given: Any) -> tuple[Tensor, Tensor]:
+def attend_full(**changes: Any) -> tuple[Tensor, Tensor]:
     query, key, value = qkv()
     arguments = {
         "query": query, "key": key, "value": value, "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR,
         "high": FAR, "bounds": None, "segments": None, "dense": None, "alibi": None, "maps": None, "relative": None,
         "gate": None, "dropout": 0.0, "seed": None,
     }  # fmt: skip
-    assert set(given) <= set(arguments)
-    return torch.ops.headwise.attend_full(**arguments | given)
+    assert set(changes) <= set(arguments)
+    return torch.ops.headwise.attend_full(**arguments | changes)
 
 
 def emptied(x: Tensor, missing: int | None = None) -> Tensor:
@@ -146,9 +146,9 @@ EXTRAS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", EXTRAS)
 def test_refused_extras(case: str) -> None:
-    given, why = EXTRAS[case]
+    extras, why = EXTRAS[case]
     with pytest.raises(RuntimeError, match=why):
-        attend_full(**given)
+        attend_full(**extras)
 
 
 def test_the_plain_operator_refuses_scales() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, NATIVE, attend, instructions, natives
-from draw import drawn
+from draw import drawn, repeats
 from mask_cases import Sizes
 from native_cases import collected, native_dtypes
 from test_invariance import threads
@@ -89,6 +89,7 @@ def test_any_number_of_threads(backend: str, dtype: torch.dtype, n: Sizes) -> No
                     attempt(f"{name}, {count} threads", compare, run(backend, n, mask, *qkv), one)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("n", [n for n in FORMS.values() if n.B > 1], ids=[k for k, n in FORMS.items() if n.B > 1])
 def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -116,6 +117,7 @@ def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, n: Sizes) ->
                     attempt(f"lengths, row {b}", same, slice(b, b + 1), headwise.lengths(lengths[b : b + 1]), whole)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -135,7 +137,7 @@ def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, n: Sizes) -> N
 def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
     small, split = Sizes(1, 4, 2, 7, 31, 11, 13), Sizes(1, 4, 2, 1, 2100, 64, 64)
     with threads(2):
-        for n, times in ((small, 1000), (split, 100)):
+        for n, times in ((small, repeats(1000)), (split, repeats(100))):
             qkv = make_qkv(*n, dtype=dtype)
             first = attend(backend, *qkv, mask=headwise.causal(), return_lse=True)
             for _ in range(times):
@@ -195,10 +197,10 @@ def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
 
     def call(mask: Mask | None, k: Tensor, v: Tensor) -> list[Tensor]:
         with instructions(backend):
-            out, found = headwise.attention_statistics(q, k, v, mask=mask)
+            out, result = headwise.attention_statistics(q, k, v, mask=mask)
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             grads = torch.autograd.grad(headwise.attention(*leaves, mask=mask, backend="native").sum(), leaves)
-        return [*attend(backend, q, k, v, mask=mask, return_lse=True), out, found.entropy, found.pooled, *grads]
+        return [*attend(backend, q, k, v, mask=mask, return_lse=True), out, result.entropy, result.pooled, *grads]
 
     def compare_bits(name: str, mask: Mask | None) -> None:
         for x, y in zip(call(mask, *map(apart, packed)), call(mask, *packed), strict=True):
@@ -221,17 +223,17 @@ def test_sets_that_differ_in_bfloat16_alone_are_the_same_code(dtype: torch.dtype
         with instructions(backend):
             ends = [outs[1], outs[3]]
             grads = torch.autograd.grad(ends, leaves, [torch.ones_like(x) for x in ends])
-            found = statistics(*(x.detach() for x in leaves[:2]), mask=mask, sinks=torch.linspace(-1, 1, n.H))
-        told = [found.entropy, found.largest, found.distance, found.sink, found.pooled, found.received]
-        return [*outs, *grads, *told]
+            result = statistics(*(x.detach() for x in leaves[:2]), mask=mask, sinks=torch.linspace(-1, 1, n.H))
+        numbers = [result.entropy, result.largest, result.distance, result.sink, result.pooled, result.received]
+        return [*outs, *grads, *numbers]
 
     with collected() as attempt:
-        for form, n in FORMS.items():
-            for name in MASKS if n.D <= 64 else HEAVY:
-                ours, *others = (calls(backend, n, MASKS[name](n)) for backend in TWINS)
-                for backend, theirs in zip(TWINS[1:], others, strict=True):
-                    for number, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-                        attempt(f"{backend}, {form}, {name}, {number}", assert_same_bits, x, y)
+        cases = [(form, name) for form, n in FORMS.items() for name in (MASKS if n.D <= 64 else HEAVY)]
+        for form, name in drawn(cases):
+            ours, *others = (calls(backend, FORMS[form], MASKS[name](FORMS[form])) for backend in TWINS)
+            for backend, theirs in zip(TWINS[1:], others, strict=True):
+                for number, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+                    attempt(f"{backend}, {form}, {name}, {number}", assert_same_bits, x, y)
 
 
 # -- forks, in a process of their own ----------------------------------------------------------------------------------

@@ -206,8 +206,8 @@ def test_many_threads(tmp_path: Path) -> None:
     if not has_sanitizer("thread", tmp_path):
         pytest.skip("this compiler has no ThreadSanitizer")
     fuzzer = configure("threads", "-DHEADWISE_TSAN=ON", "-DHEADWISE_SANITIZE_FLAGS=-O0 -g1") / "headwise_fuzz"
-    told = ok(fuzzer, "threads", "2", "1183")  # begins with sums of a gradient that are denormal
-    assert " 0 failures" in told
+    output = ok(fuzzer, "threads", "2", "1183")  # begins with sums of a gradient that are denormal
+    assert " 0 failures" in output
 
 
 @needs_compiler
@@ -216,8 +216,8 @@ def test_on_an_older_cpu(built: Path) -> None:
     """The library's own object files: qemu stops at an instruction that the CPU has not. Nehalem has no AVX at all."""
     if not shutil.which("qemu-x86_64"):
         pytest.skip("needs qemu-x86_64 (qemu-user)")
-    told = ok("qemu-x86_64", "-cpu", "Nehalem", configure(built.name) / "headwise_fuzz", "4", "1")
-    assert "baseline out" in told and "avx" not in told
+    output = ok("qemu-x86_64", "-cpu", "Nehalem", configure(built.name) / "headwise_fuzz", "4", "1")
+    assert "baseline out" in output and "avx" not in output
 
 
 # Installed
@@ -306,11 +306,11 @@ def test_the_bill_of_materials_names_every_licence_and_package() -> None:
 @pytest.mark.skipif(not (shutil.which("readelf") and LIBRARY.exists()), reason="needs readelf and the library")
 def test_what_the_library_links() -> None:
     """torch by the name of a library that the process has, and the runtimes of C and C++ that every machine has."""
-    told = ok("readelf", "-d", LIBRARY)
-    needed = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.+)\]", told)}
+    output = ok("readelf", "-d", LIBRARY)
+    needed = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.+)\]", output)}
     runtimes = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread"}
     assert "libtorch_cpu" in needed and {x for x in needed if not x.startswith("ld-")} <= runtimes | {"libtorch_cpu"}
-    assert "RPATH" not in told and "RUNPATH" not in told, "a folder of the machine that built it"
+    assert "RPATH" not in output and "RUNPATH" not in output, "a folder of the machine that built it"
 
 
 @pytest.mark.parametrize(
@@ -359,21 +359,21 @@ def without(package: Path, **env: str) -> str:
 
 
 def test_switched_off() -> None:
-    told = without(ROOT / "src", HEADWISE_NATIVE="0")
-    assert "not native: the native library is switched off by HEADWISE_NATIVE=0" in told
+    output = without(ROOT / "src", HEADWISE_NATIVE="0")
+    assert "not native: the native library is switched off by HEADWISE_NATIVE=0" in output
 
 
 def test_not_there(tmp_path: Path) -> None:
     package = tmp_path / "headwise"
     shutil.copytree(ROOT / "src" / "headwise", package, ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
-    told = without(tmp_path)
-    assert told.startswith(str(package)), "another headwise was tested"
-    assert "not native: the native library is not there" in told
+    output = without(tmp_path)
+    assert output.startswith(str(package)), "another headwise was tested"
+    assert "not native: the native library is not there" in output
 
 
 def test_not_for_this_machine(tmp_path: Path) -> None:
     package = tmp_path / "headwise"
     shutil.copytree(ROOT / "src" / "headwise", package, ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
     (package / "_native.so").write_bytes(b"no library at all")
-    told = without(tmp_path)
-    assert "not native: the native library does not load" in told
+    output = without(tmp_path)
+    assert "not native: the native library does not load" in output

@@ -100,6 +100,7 @@ def test_every_instruction_set_drops_the_same(n: Sizes) -> None:
         assert torch.equal(other, places[0])
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_the_operator_that_tells_what_is_kept(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -164,6 +165,7 @@ def test_lse_sinks_and_gate_are_not_dropped(backend: str, n: Sizes) -> None:
     assert bool((out == 0).all()) and bool((lse == -math.inf).all())
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_the_backward_drops_what_the_forward_dropped(backend: str, dtype: torch.dtype, n: Sizes) -> None:

@@ -120,13 +120,13 @@ def penalty(backend: str, dtype: torch.dtype, case: Case) -> list[Tensor]:
 @inside("extra", ["plain", "softcap", "everything", "bias", "slopes"])
 def test_the_gradient_of_a_gradient_is_the_definitions(name: str | None, extra: str) -> None:
     n = SHORT
-    given: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": 1.5},
         "everything": {"softcap": 1.5, "sinks": True, "gate": True},
         "bias": {"bias": (n.H, n.T, n.S)},
         "slopes": {"slopes": (n.B, n.H)},
     }
-    case = Case(n, mask=name, **given.get(extra, {}))
+    case = Case(n, mask=name, **options.get(extra, {}))
     for x, exact in zip(penalty("native", torch.float32, case), penalty("reference", torch.float64, case), strict=True):
         torch.testing.assert_close(x.double(), exact, rtol=2e-4, atol=2e-4)
 

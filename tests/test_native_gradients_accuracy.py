@@ -76,23 +76,23 @@ def measured(backend: str, name: str, dtype: torch.dtype) -> dict[str, Error]:
 def faults(ours: dict[str, Error], name: str, dtype: torch.dtype) -> list[str]:
     """The gradients whose error is beyond its budget."""
     exact, rough = answers(name, dtype)
-    found = []
+    messages = []
     for leaf, its in ours.items():
         step = ulp(float(exact[leaf].abs().max()), dtype)
         slack = 0.0
         if exact[leaf].numel() < 100:  # of a few entries (sinks, slopes) naive's errors are luck
             slack = step = answer(replace(REGIMES[name], dtype=dtype)).slack[leaf]
         if its.rms > 2 * rough[leaf].rms + slack or its.most > 2 * rough[leaf].most + step:
-            found.append(f"{leaf}: ours {its}, naive {rough[leaf]}")
-    return found
+            messages.append(f"{leaf}: ours {its}, naive {rough[leaf]}")
+    return messages
 
 
 @pytest.mark.sweep
 @native_dtypes
 @regimes
 def test_gradients(backend: str, dtype: torch.dtype, name: str) -> None:
-    found = faults(measured(backend, name, dtype), name, dtype)
-    assert not found, f"{name}: " + "; ".join(found)
+    messages = faults(measured(backend, name, dtype), name, dtype)
+    assert not messages, f"{name}: " + "; ".join(messages)
 
 
 @dtypes
@@ -177,9 +177,9 @@ def fused(name: str, dtype: torch.dtype) -> dict[str, Error] | None:
     leaves = {leaf: x.detach().requires_grad_() for leaf, x in case.leaves().items()}
     run = torch.nn.functional.scaled_dot_product_attention
     out = run(*leaves.values(), is_causal=case.mask == "causal", enable_gqa=case.n.H != case.n.K)
-    found: tuple[Tensor, ...] = torch.autograd.grad(out, list(leaves.values()), case.upstream()[0])
+    grads: tuple[Tensor, ...] = torch.autograd.grad(out, list(leaves.values()), case.upstream()[0])
     exact = answers(name, dtype)[0]
-    return {leaf: error([x], [exact[leaf]]) for leaf, x in zip(leaves, found, strict=True)}
+    return {leaf: error([x], [exact[leaf]]) for leaf, x in zip(leaves, grads, strict=True)}
 
 
 def table(line: Callable[[str], None] = print) -> None:

@@ -9,7 +9,7 @@ import fresh
 import pytest
 import torch
 from backends import BEST, instructions, natives
-from draw import drawn
+from draw import drawn, repeats
 from gradient_cases import Case, Leaves, gradients, of_case
 from mask_cases import Sizes
 from native_cases import collected, native_dtypes
@@ -44,6 +44,7 @@ def same(ours: Leaves, theirs: Leaves) -> None:
         assert_same_bits(x, theirs[name], what=f"gradient of {name}")
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_any_number_of_threads(backend: str, dtype: torch.dtype, form: str) -> None:
@@ -57,6 +58,7 @@ def test_any_number_of_threads(backend: str, dtype: torch.dtype, form: str) -> N
                     attempt(f"{mask}, {count} threads", same, of_case(backend, case), one)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("form", [name for name, case in FORMS.items() if case.n.B > 1 and not case.dropout])
 def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, form: str) -> None:
@@ -81,6 +83,7 @@ def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, form: str) -
                     attempt(f"lengths {lengths}, row {b}", assert_same_bits, ours[name], whole[name][row])
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, form: str) -> None:
@@ -106,7 +109,7 @@ def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
     small = Case(Sizes(1, 4, 2, 7, 31, 11, 13), dtype, "causal", sinks=True, bias=(7, 31), dropout=0.25)
     chunks = Case(Sizes(1, 4, 1, 700, 67, 16, 16), dtype, "causal", sinks=True, bias=(67,), dropout=0.25)
     with threads(2):
-        for case, times in ((small, 1000), (chunks, 30)):
+        for case, times in ((small, repeats(1000)), (chunks, repeats(30))):
             leaves, (grad_out, _) = case.leaves(), case.upstream()
             first = gradients(backend, case, leaves, grad_out)
             for _ in range(times):

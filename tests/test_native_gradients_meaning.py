@@ -118,8 +118,8 @@ def test_several_biases_and_slopes_at_once(backend: str, order: int) -> None:
         rules = [headwise.bias(x.to(dtype)) for x in leaves] + [headwise.alibi(x.to(dtype)) for x in slopes]
         rules += [headwise.keep(torch.rand(n.T, n.S, generator=torch.Generator().manual_seed(1)) > 0.3)]
         mask = headwise.Mask(tuple(part for rule in rules[::order] for part in rule.parts))
-        found = gradients_through(backend, case, mask, dtype, grad_out)
-        return list(torch.autograd.grad(found, [*leaves, *slopes], grad_out.to(dtype)))
+        first = gradients_through(backend, case, mask, dtype, grad_out)
+        return list(torch.autograd.grad(first, [*leaves, *slopes], grad_out.to(dtype)))
 
     exact = grads("reference", torch.float64)
     for x, y in zip(grads(backend, torch.float32), exact, strict=True):
@@ -215,11 +215,11 @@ def test_only_what_asks_gets_a_gradient(backend: str) -> None:
     leaves, (grad_out, grad_lse) = case.leaves(), case.upstream()
     every = gradients(backend, case, leaves, grad_out, grad_lse)
     for one in leaves:
-        given = {name: x.detach().requires_grad_(name == one) for name, x in leaves.items()}
+        tensors = {name: x.detach().requires_grad_(name == one) for name, x in leaves.items()}
         with instructions(backend) as name:
-            qkv = (given[x] for x in ("query", "key", "value"))
-            outs = headwise.attention(*qkv, **case.options(given), return_lse=True, backend=name)
-            (grad,) = torch.autograd.grad(outs, given[one], [grad_out, grad_lse])
+            qkv = (tensors[x] for x in ("query", "key", "value"))
+            outs = headwise.attention(*qkv, **case.options(tensors), return_lse=True, backend=name)
+            (grad,) = torch.autograd.grad(outs, tensors[one], [grad_out, grad_lse])
         assert_same_bits(grad, every[one], what=one)
 
 
@@ -256,8 +256,8 @@ def test_a_planted_fault_is_seen(dtype: torch.dtype, name: str) -> None:
     if fault is None:  # the gradient as if the softmax summed to nothing: P * dP
         leaves = {x: y.double().requires_grad_() for x, y in case.leaves().items()}
         out, _ = without_total(case, leaves)
-        found = torch.autograd.grad(out, list(leaves.values()), case.upstream()[0].double(), materialize_grads=True)
-        wrong: Leaves = dict(zip(leaves, found, strict=True))
+        grads = torch.autograd.grad(out, list(leaves.values()), case.upstream()[0].double(), materialize_grads=True)
+        wrong: Leaves = dict(zip(leaves, grads, strict=True))
     else:
         wrong = written_out(case, torch.float64, fault=fault)
     leaves = case.leaves()

@@ -34,15 +34,15 @@ FORMS = {
 forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
 
 
-def call(backend: str, given: dict[str, Tensor], mask: Mask) -> Leaves:
-    """The gradient of each tensor given, but for the one from behind."""
-    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if name != "gradient"}
+def call(backend: str, arguments: dict[str, Tensor], mask: Mask) -> Leaves:
+    """The gradient of each tensor of `arguments`, but for the one from behind."""
+    leaves = {name: x.detach().requires_grad_() for name, x in arguments.items() if name != "gradient"}
     rules = (*mask.parts, *headwise.bias(leaves["bias"]).parts) if "bias" in leaves else mask.parts
     with instructions(backend) as name:
         qkv = (leaves[x] for x in ("query", "key", "value"))
         out = headwise.attention(*qkv, mask=Mask(rules), sinks=leaves["sinks"], backend=name)
-        found = torch.autograd.grad(out, list(leaves.values()), given["gradient"])
-    return dict(zip(leaves, found, strict=True))
+        grads = torch.autograd.grad(out, list(leaves.values()), arguments["gradient"])
+    return dict(zip(leaves, grads, strict=True))
 
 
 def inputs(n: Sizes, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -55,11 +55,13 @@ def of_group(rows: Tensor, K: int) -> Tensor:
     return rows.unflatten(1, (K, -1)).any(2)
 
 
-def check(backend: str, n: Sizes, name: str, given: dict[str, Tensor], clean: Leaves, bad: Tensor, what: str) -> None:
+def check(
+    backend: str, n: Sizes, name: str, arguments: dict[str, Tensor], clean: Leaves, bad: Tensor, what: str
+) -> None:
     """Rows `bad` (B, H, T) meet the poison: they and the keys they attend may show it, nothing else changes a bit."""
     mask, sees = made(name, n)
     keys = of_group(sees & bad[..., None], n.K).any(2)
-    ours = call(backend, given, mask)
+    ours = call(backend, arguments, mask)
     heads = bad.any(0).any(-1)
     for leaf, touched in (("query", bad), ("key", keys), ("value", keys), ("sinks", heads)):
         assert_same_bits(ours[leaf][~touched], clean[leaf][~touched], what=f"gradient of {leaf}")
@@ -76,7 +78,7 @@ def check(backend: str, n: Sizes, name: str, given: dict[str, Tensor], clean: Le
 @forms
 def test_keys_and_values_that_no_row_attends(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Beyond all lengths, in everyone's future: the bits of the run with zeros there, and a gradient of exactly 0."""
-    given = inputs(n, dtype)
+    arguments = inputs(n, dtype)
     nobody = torch.zeros(n.B, n.H, n.T, dtype=torch.bool)
     zero = torch.zeros((), dtype=dtype)
     with collected() as attempt:
@@ -85,12 +87,12 @@ def test_keys_and_values_that_no_row_attends(backend: str, dtype: torch.dtype, n
             unseen = ~of_group(sees, n.K).any(2)[..., None]
             if not unseen.any():
                 continue
-            quiet = {x: y.where(~unseen, zero) if x in ("key", "value") else y for x, y in given.items()}
+            quiet = {x: y.where(~unseen, zero) if x in ("key", "value") else y for x, y in arguments.items()}
             clean = call(backend, quiet, mask)
             for leaf in ("key", "value"):
                 attempt(f"{name}, 0", _is_zero, clean[leaf].masked_select(unseen))
             for what in POISONS:
-                bad = {x: poison(y, unseen, what) if x in ("key", "value") else y for x, y in given.items()}
+                bad = {x: poison(y, unseen, what) if x in ("key", "value") else y for x, y in arguments.items()}
                 attempt(f"{name}, {what}", check, backend, n, name, bad, clean, nobody, "unseen")
 
 
@@ -104,7 +106,7 @@ def _is_zero(x: Tensor) -> None:
 @pytest.mark.parametrize("leaf", ["key", "value", "query", "gradient"])
 def test_what_some_rows_attend(backend: str, dtype: torch.dtype, n: Sizes, leaf: str) -> None:
     """Rows that do not meet it, and the keys that no such row attends, keep every bit."""
-    given = inputs(n, dtype)
+    arguments = inputs(n, dtype)
     keys = torch.rand(n.B, n.K, n.S, generator=source(n)) < 0.02
     keys[0, :, 70] = True
     keys[0, 0, 40] = True
@@ -112,11 +114,11 @@ def test_what_some_rows_attend(backend: str, dtype: torch.dtype, n: Sizes, leaf:
     with collected() as attempt:
         for name in drawn([*MASKS]):
             mask, sees = made(name, n)
-            clean = call(backend, given, mask)
+            clean = call(backend, arguments, mask)
             bad = split_rows(sees, keys)[0] if leaf in ("key", "value") else rows & sees.any(-1)
             where = keys if leaf in ("key", "value") else rows
             for what in POISONS[:3]:
-                spoiled = {**given, leaf: poison(given[leaf], where[..., None], what)}
+                spoiled = {**arguments, leaf: poison(arguments[leaf], where[..., None], what)}
                 attempt(f"{name}, {what}", check, backend, n, name, spoiled, clean, bad, str(what))
 
 
@@ -125,20 +127,20 @@ def test_what_some_rows_attend(backend: str, dtype: torch.dtype, n: Sizes, leaf:
 def test_one_entry_is_enough(backend: str, dtype: torch.dtype, leaf: str) -> None:
     """NaN in the first or the last entry of one row of a tensor."""
     n = FORMS["many rows"]
-    given, name = inputs(n, dtype), "causal"
+    arguments, name = inputs(n, dtype), "causal"
     mask, sees = made(name, n)
-    clean = call(backend, given, mask)
+    clean = call(backend, arguments, mask)
     place = 70 if leaf in ("key", "value") else n.T - 1
     with collected() as attempt:
-        for entry in (0, given[leaf].shape[3] - 1):
-            x = given[leaf].clone()
+        for entry in (0, arguments[leaf].shape[3] - 1):
+            x = arguments[leaf].clone()
             x[0, 0, place, entry] = math.nan
             bad = torch.zeros(n.B, n.H, n.T, dtype=torch.bool)
             if leaf in ("key", "value"):
                 bad[0, : n.H // n.K] = sees[0, : n.H // n.K, :, place]
             else:
                 bad[0, 0, place] = True
-            attempt(f"entry {entry}", check, backend, n, name, {**given, leaf: x}, clean, bad, "nan")
+            attempt(f"entry {entry}", check, backend, n, name, {**arguments, leaf: x}, clean, bad, "nan")
 
 
 @pytest.mark.sweep
@@ -147,18 +149,18 @@ def test_one_entry_is_enough(backend: str, dtype: torch.dtype, leaf: str) -> Non
 def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """A bias there is never met, and gets a gradient of 0; where nothing forbids, a NaN shows."""
     added = torch.randn(n.B, n.H, n.T, n.S, generator=source(n))
-    given = {**inputs(n, dtype), "bias": added}
+    arguments = {**inputs(n, dtype), "bias": added}
     nobody = torch.zeros(n.B, n.H, n.T, dtype=torch.bool)
     with collected() as attempt:
         for name in drawn([*MASKS]):
             mask, sees = made(name, n)
-            clean = call(backend, given, mask)
+            clean = call(backend, arguments, mask)
             attempt(f"{name}, 0", _is_zero, clean["bias"][~sees])
             for what in POISONS:
-                bad = {**given, "bias": poison(added, ~sees, what)}
+                bad = {**arguments, "bias": poison(added, ~sees, what)}
                 attempt(f"{name}, {what}", check, backend, n, name, bad, clean, nobody, "unseen")
             spots = torch.rand(sees.shape, generator=source(n)) < 0.005
-            bad = {**given, "bias": poison(added, spots)}
+            bad = {**arguments, "bias": poison(added, spots)}
             attempt(f"{name}, seen", check, backend, n, name, bad, clean, (spots & sees).any(-1), "nan")
 
 
@@ -168,11 +170,11 @@ def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: 
 def test_around_and_between(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Before, after and in the gaps of every buffer: the bits of the run with zeros there."""
     bias = torch.randn(n.B, n.H, n.T, n.S, generator=source(n))
-    given = {**inputs(n, dtype), "bias": bias}
+    arguments = {**inputs(n, dtype), "bias": bias}
     mask = made("causal", n)[0]
 
     def spread(pattern: str, slack: float) -> Leaves:
-        odd = {name: strided(x, pattern, slack=slack) if x.ndim == 4 else x for name, x in given.items()}
+        odd = {name: strided(x, pattern, slack=slack) if x.ndim == 4 else x for name, x in arguments.items()}
         return call(backend, odd, mask)
 
     with collected() as attempt:
@@ -187,15 +189,15 @@ def test_these_tests_can_fail() -> None:
     """The definition written in plain torch lets a masked NaN through: 0 * NaN."""
     n = FORMS["many rows"]
     _, sees = made("keep", n)
-    given = inputs(n, torch.float32)
+    arguments = inputs(n, torch.float32)
     unseen = ~of_group(sees, n.K).any(2)[..., None]
-    leaves = {name: poison(given[name], unseen if name == "value" else ~unseen[..., :0].any(-1, keepdim=True) & False)
-              for name in ("key", "value")}  # fmt: skip
-    q, k, v = (x.detach().requires_grad_() for x in (given["query"], leaves["key"], leaves["value"]))
+    nowhere = ~unseen[..., :0].any(-1, keepdim=True) & False
+    leaves = {name: poison(arguments[name], unseen if name == "value" else nowhere) for name in ("key", "value")}
+    q, k, v = (x.detach().requires_grad_() for x in (arguments["query"], leaves["key"], leaves["value"]))
     k2, v2 = (x.repeat_interleave(2, 1) for x in (k, v))
     out = torch.softmax((q @ k2.mT).masked_fill(~sees, -math.inf), -1) @ v2
-    found = torch.autograd.grad(out, q, given["gradient"])[0]
+    grad = torch.autograd.grad(out, q, arguments["gradient"])[0]
     with pytest.raises(AssertionError, match="differ in their bits"):
-        assert_same_bits(found, torch.zeros_like(found))
+        assert_same_bits(grad, torch.zeros_like(grad))
     with pytest.raises(AssertionError, match="are not 0"):
-        _is_zero(found.nan_to_num(1.0))
+        _is_zero(grad.nan_to_num(1.0))

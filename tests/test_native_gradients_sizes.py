@@ -131,12 +131,14 @@ def test_primes(backend: str, dtype: torch.dtype) -> None:
     run(backend, [Case(n, dtype, mask) for n in sizes for mask in (None, "causal", "window 3 2")])
 
 
+@pytest.mark.sweep
 @natives
 @pytest.mark.parametrize(("H", "K", "T"), [(2, 1, 1), (2, 2, 2)])
 def test_seventy_thousand_heads(backend: str, H: int, K: int, T: int) -> None:
     check(backend, Case(Sizes(70_000 // H, H, K, T, 3, 2, 2), mask=None, sinks=True))
 
 
+@pytest.mark.sweep
 @natives
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("T", [2, 53])
@@ -147,8 +149,8 @@ def test_offsets_beyond_2_to_the_31(backend: str, dtype: torch.dtype, T: int) ->
     near = {**leaves, "grad_out": grad_out}
 
     def call(**change: Tensor) -> Leaves:
-        given: dict[str, Any] = {**near, **change}
-        return gradients(backend, case, {name: given[name] for name in leaves}, given["grad_out"])
+        arguments: dict[str, Any] = {**near, **change}
+        return gradients(backend, case, {name: arguments[name] for name in leaves}, arguments["grad_out"])
 
     def same(name: str, dim: int, plain: Leaves) -> None:
         for leaf, x in call(**{name: far_apart(near[name], dim)}).items():

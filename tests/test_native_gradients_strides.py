@@ -47,37 +47,39 @@ def caller(backend: str, case: Case) -> Callable[..., Leaves]:
     leaves, (grad_out, grad_lse) = case.leaves(), case.upstream()
 
     def call(**change: Tensor) -> Leaves:
-        given: dict[str, Any] = {**leaves, "grad_out": grad_out, "grad_lse": grad_lse, **change}
-        lse = given["grad_lse"] if case.lse else None
-        return gradients(backend, case, {name: given[name] for name in leaves}, given["grad_out"], lse)
+        arguments: dict[str, Any] = {**leaves, "grad_out": grad_out, "grad_lse": grad_lse, **change}
+        lse = arguments["grad_lse"] if case.lse else None
+        return gradients(backend, case, {name: arguments[name] for name in leaves}, arguments["grad_out"], lse)
 
     return call
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_query_key_value_and_what_comes_back(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     case = Case(n, dtype, "causal")
     call = caller(backend, case)
     with collected() as attempt:
-        given = {**case.leaves(), "grad_out": case.upstream()[0]}
-        for name, pattern in drawn([*product(given, (*STRIDES, *LAST))]):
-            attempt(f"{name}, {pattern}", same, call, {name: lay(given[name], pattern)})
+        arguments = {**case.leaves(), "grad_out": case.upstream()[0]}
+        for name, pattern in drawn([*product(arguments, (*STRIDES, *LAST))]):
+            attempt(f"{name}, {pattern}", same, call, {name: lay(arguments[name], pattern)})
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_all_at_once(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Each with a layout of its own, and 1e30 in the gaps; without a mask."""
     case = Case(n, dtype)
-    given = {**case.leaves(), "grad_out": case.upstream()[0]}
+    arguments = {**case.leaves(), "grad_out": case.upstream()[0]}
     every, slack = (*STRIDES, *LAST), min(1e30, torch.finfo(dtype).max)
     steps = ((1, 0), (2, 5), (3, 11), (5, 7))
     with collected() as attempt:
         for i in drawn(range(len(every))):
             odd = {
                 name: lay(x, every[(i * step + shift) % len(every)], slack)
-                for (name, x), (step, shift) in zip(given.items(), steps, strict=True)
+                for (name, x), (step, shift) in zip(arguments.items(), steps, strict=True)
             }
             attempt(f"{i}", same, caller(backend, case), odd)
 
@@ -97,11 +99,12 @@ def test_biases(backend: str, dtype: torch.dtype, n: Sizes) -> None:
                 attempt(f"{shape}, {pattern}", same, caller(backend, case), {"bias": odd})
 
 
+@pytest.mark.sweep
 @natives
 @forms
 def test_sinks_slopes_gates_and_the_gradient_of_lse(backend: str, n: Sizes) -> None:
     case = Case(n, mask="causal", sinks=True, slopes=(n.B, n.H), gate=True, lse=True)
-    given = {**case.leaves(), "grad_lse": case.upstream()[1]}
+    arguments = {**case.leaves(), "grad_lse": case.upstream()[1]}
 
     def spread(x: Tensor) -> Tensor:
         """Every third entry of a longer tensor."""
@@ -111,22 +114,23 @@ def test_sinks_slopes_gates_and_the_gradient_of_lse(backend: str, n: Sizes) -> N
     call = caller(backend, case)
     with collected() as attempt:
         for name in ("sinks", "slopes", "gate", "grad_lse"):
-            attempt(f"{name}, spread", same, call, {name: spread(given[name])})
-            if given[name].ndim > 1:
-                attempt(f"{name}, swapped", same, call, {name: given[name].mT.contiguous().mT})
-            attempt(f"{name}, expanded", same, call, {name: given[name][:1].expand(given[name].shape)})
-        attempt("all", same, call, {name: spread(given[name]) for name in ("sinks", "slopes", "gate", "grad_lse")})
+            attempt(f"{name}, spread", same, call, {name: spread(arguments[name])})
+            if arguments[name].ndim > 1:
+                attempt(f"{name}, swapped", same, call, {name: arguments[name].mT.contiguous().mT})
+            attempt(f"{name}, expanded", same, call, {name: arguments[name][:1].expand(arguments[name].shape)})
+        attempt("all", same, call, {name: spread(arguments[name]) for name in ("sinks", "slopes", "gate", "grad_lse")})
 
 
-def operator(backend: str, given: dict[str, Tensor]) -> Leaves:
+def operator(backend: str, arguments: dict[str, Tensor]) -> Leaves:
     """`attend_backward` itself."""
     far = native.FAR
     with instructions(backend):
-        found = torch.ops.headwise.attend_backward(
-            given["grad_out"], None, given["out"], given["ends"], False, given["query"], given["key"], given["value"],
+        grads = torch.ops.headwise.attend_backward(
+            arguments["grad_out"], None, arguments["out"], arguments["ends"], False,
+            arguments["query"], arguments["key"], arguments["value"],
             0.3, 0.0, None, -far, far, None, None, None, None, None, None, 0.0, None,
         )  # fmt: skip
-    return dict(zip(("query", "key", "value"), found, strict=True))
+    return dict(zip(("query", "key", "value"), grads, strict=True))
 
 
 @native_dtypes
@@ -137,10 +141,10 @@ def test_the_operator_takes_what_the_forward_gave_in_any_layout(backend: str, dt
     none = (-far, far, None, None, None, None, None, None)
     with instructions(backend):
         out, _, ends = torch.ops.headwise.attend_kept(*leaves.values(), 0.3, 0.0, None, *none, 0.0, None)
-    given = {**leaves, "out": out, "ends": ends, "grad_out": case.upstream()[0]}
+    arguments = {**leaves, "out": out, "ends": ends, "grad_out": case.upstream()[0]}
 
     def call(**change: Tensor) -> Leaves:
-        return operator(backend, {**given, **change})
+        return operator(backend, {**arguments, **change})
 
     with collected() as attempt:
         for pattern in ("order 0132", "order 3210", "step 2 in 2", "step 3 in 3", "odd offset", "rows padded by 3"):
@@ -189,18 +193,18 @@ def test_projections_as_they_come(backend: str, dtype: torch.dtype) -> None:
 def test_a_gap_that_is_read_would_be_seen() -> None:
     """A backward that takes every tensor for a contiguous one reads gaps and neighbours."""
     case = Case(FORMS["many rows"], mask="causal")
-    given = {**case.leaves(), "grad_out": case.upstream()[0]}
+    arguments = {**case.leaves(), "grad_out": case.upstream()[0]}
 
     def careless(**change: Tensor) -> Leaves:
         flat = {
             name: x.as_strided(x.shape, x.contiguous().stride()) if name in change else x
-            for name, x in {**given, **change}.items()
+            for name, x in {**arguments, **change}.items()
         }
         leaves = {name: flat[name].detach().requires_grad_() for name in ("query", "key", "value")}
         out = headwise.attention(*leaves.values(), mask=headwise.causal(), backend="blocks")
         return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), flat["grad_out"]), strict=True))
 
-    for name, x in given.items():
+    for name, x in arguments.items():
         for pattern in ("order 0213", "step 2 in 2", "order 3012 and step 2"):
             with pytest.raises(AssertionError):
                 same(careless, {name: lay(x, pattern)})

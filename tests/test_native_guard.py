@@ -26,8 +26,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @natives
 def test_no_byte_too_far(backend: str) -> None:
     done = run(backend.removeprefix("native-"))
-    told = done.stdout.splitlines()[-1:]
-    assert done.returncode == 0 and told == ["all done"], f"{done.returncode} at {told}: {done.stderr[-1000:]}"
+    lines = done.stdout.splitlines()[-1:]
+    assert done.returncode == 0 and lines == ["all done"], f"{done.returncode} at {lines}: {done.stderr[-1000:]}"
 
 
 @linux

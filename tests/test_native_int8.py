@@ -66,6 +66,7 @@ def case(n: Sizes, dtype: torch.dtype, mask: str | None = None, kind: str = "nor
     return inputs, answer_of(inputs, **({} if mask is None else {"mask": build(n)}))
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @forms
@@ -75,6 +76,7 @@ def test_every_mask(backend: str, dtype: torch.dtype, form: str) -> None:
             attempt(name, check, backend, *case(FORMS[form], dtype, name))
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @forms
@@ -85,8 +87,8 @@ def test_options(backend: str, dtype: torch.dtype, form: str) -> None:
     with collected() as attempt:
         for name in (None, "causal", "bias BHTS"):
             mask = {} if name is None else {"mask": MASKS[name](n).mask}
-            for given in ({"softcap": 1.3}, {"scale": -0.3}, {"sinks": sinks}, {"softcap": 2.0, "sinks": sinks}):
-                attempt(f"{name}, {list(given)}", check, backend, inputs, answer_of(inputs, **given, **mask))
+            for options in ({"softcap": 1.3}, {"scale": -0.3}, {"sinks": sinks}, {"softcap": 2.0, "sinks": sinks}):
+                attempt(f"{name}, {list(options)}", check, backend, inputs, answer_of(inputs, **options, **mask))
         gate = torch.linspace(0, 1, n.H).to(dtype)
         plain, gated = attend(backend, *inputs), attend(backend, *inputs, gate=gate)
         near = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-7}
@@ -124,6 +126,7 @@ def test_every_head_dim(backend: str, dtype: torch.dtype) -> None:
             attempt(n, check, backend, *case(n, dtype))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("backend", sorted({*NATIVE, *(f"native-{isa}" for isa in ISAS)}))
 @dtypes
 @pytest.mark.parametrize("T", [1, 40])
@@ -166,6 +169,7 @@ def test_powers_of_two_change_no_bit(backend: str, T: int) -> None:
             attempt(f"{power}, lse", assert_same_bits, its, lse)
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @forms
@@ -194,6 +198,7 @@ def test_strides(backend: str, dtype: torch.dtype, form: str) -> None:
         attempt("last axis last", same, Quantized(one[0], key.scale), Quantized(one[1], value.scale))
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @forms
@@ -209,9 +214,10 @@ def test_poison(backend: str, dtype: torch.dtype, form: str) -> None:
             clean = attend(backend, q, key, value, mask=mask, return_lse=True)
             for what in (math.nan, math.inf, 1e30, 0.0):
                 for part in ("key", "value"):
-                    given = key if part == "key" else value
+                    quantized = key if part == "key" else value
                     bad = Quantized(
-                        torch.where(keys[..., None], -given.data, given.data), given.scale.masked_fill(keys, what)
+                        torch.where(keys[..., None], -quantized.data, quantized.data),
+                        quantized.scale.masked_fill(keys, what),
                     )
                     out = attend(
                         backend, q, *((bad, value) if part == "key" else (key, bad)), mask=mask, return_lse=True
@@ -338,13 +344,13 @@ FAR = 1 << 40
 
 def arguments(**change: Any) -> dict[str, Any]:
     q, key, value = make(Sizes(2, 4, 2, 3, 7, 16, 8))
-    given = {
+    values = {
         "query": q, "key": key.data, "key_scale": key.scale, "value": value.data, "value_scale": value.scale,
         "table": None, "length": 0, "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR, "high": FAR,
         "bounds": None, "segments": None, "dense": None, "alibi": None, "maps": None, "relative": None, "gate": None,
         "dropout": 0.0, "seed": None,
     }  # fmt: skip
-    return given | {name: make(given[name]) for name, make in change.items()}
+    return values | {name: make(values[name]) for name, make in change.items()}
 
 
 REFUSED: dict[str, tuple[dict[str, Callable[[Tensor], Tensor]], str]] = {
@@ -374,9 +380,9 @@ def test_no_other_operator_reads_bytes(backend: str) -> None:
     with pytest.raises(RuntimeError, match="a dtype that headwise does not read"):
         torch.ops.headwise.attend(q, k.to(torch.int8), v.to(torch.int8), 0.25, -FAR, FAR)
     ones = torch.ones(2, 4, 3, 8, dtype=torch.int8)
-    for given in (arguments() | {"gate": ones}, arguments() | {"dense": [ones[..., :7]]}):
+    for call in (arguments() | {"gate": ones}, arguments() | {"dense": [ones[..., :7]]}):
         with pytest.raises(RuntimeError, match="a dtype that headwise does not read"):
-            torch.ops.headwise.attend_held(**given)
+            torch.ops.headwise.attend_held(**call)
 
 
 @pytest.mark.parametrize("backend", BEST)

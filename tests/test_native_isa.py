@@ -18,7 +18,7 @@ KNOWN = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon_bf16"
 pytestmark = needs_native
 
 
-def told(code: str, **environment: str) -> str:
+def printed(code: str, **environment: str) -> str:
     """What a fresh process prints."""
     done = fresh.run(code, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -44,11 +44,11 @@ def test_the_best_comes_first_and_the_baseline_is_always_there() -> None:
 @natives
 def test_the_environment_forces_one(backend: str) -> None:
     name = backend.removeprefix("native-")
-    assert told(WHICH, HEADWISE_ISA=name) == name
+    assert printed(WHICH, HEADWISE_ISA=name) == name
 
 
 def test_without_a_word_the_best_is_used() -> None:
-    assert told(WHICH, HEADWISE_ISA="") == ISAS[0]
+    assert printed(WHICH, HEADWISE_ISA="") == ISAS[0]
 
 
 def test_switching() -> None:

@@ -126,6 +126,7 @@ def test_tiny_values_and_weights(backend: str, dtype: torch.dtype, T: int) -> No
     assert float(torch.tensor(1e-40) * 0.5) != 0, "the call left a flush-to-zero mode behind"
 
 
+@pytest.mark.sweep
 @native_dtypes
 @rows
 def test_any_scale(backend: str, dtype: torch.dtype, T: int) -> None:
@@ -186,13 +187,13 @@ def test_scores_that_overflow_beside_some_that_do_not(backend: str, dtype: torch
     with collected() as attempt:
         for what, where in lost.items():
             k[0, 0, :, 0] = torch.where(where, -1e25, 0.0)
-            given = [x.to(dtype) for x in (q, k, v)]
+            qkv = [x.to(dtype) for x in (q, k, v)]
             options: dict[str, Any] = {"sinks": torch.tensor([0.5, -2.0])} if "range" in what else {}
-            out, lse = attend(backend, *given, **options, return_lse=True)
+            out, lse = attend(backend, *qkv, **options, return_lse=True)
             if bool(where.all()):
                 attempt(what, assert_same_bits, out.isnan() & lse.isnan()[..., None], torch.ones_like(out).bool())
                 continue
-            kept = [given[0], *(x[:, :, ~where] for x in given[1:])]
+            kept = [qkv[0], *(x[:, :, ~where] for x in qkv[1:])]
             wanted, its = reference(*(x.double() for x in kept), **options)
             eps = 16 * torch.finfo(dtype).eps
             attempt(what, torch.testing.assert_close, out.double(), wanted, rtol=eps, atol=eps)
@@ -269,6 +270,7 @@ def test_a_bias_is_rounded_to_float32(backend: str, T: int) -> None:
         assert_same_bits(one[1], other[1])
 
 
+@pytest.mark.sweep
 @native_dtypes
 @rows
 def test_one_key_and_equal_keys_are_exact(backend: str, dtype: torch.dtype, T: int) -> None:
@@ -294,14 +296,14 @@ def test_statistics_know_no_height(backend: str, dtype: torch.dtype) -> None:
     n = Sizes(1, 2, 2, 37, 131, 8, 8)
     q, k = torch.ones(1, n.H, n.T, n.D, dtype=dtype), torch.zeros(1, n.K, n.S, n.D, dtype=dtype)
     k[..., 3] = -torch.randint(0, 12, (n.S,), generator=torch.Generator().manual_seed(2)).to(dtype) / 2
-    found = []
+    results = []
     for height in (0.0, 8192.0, -8192.0):
         k[..., 5] = height
         with instructions(backend):
-            found.append(headwise.statistics(q, k, mask=headwise.causal(), scale=1.0, offsets=2))
-    for high in found[1:]:
+            results.append(headwise.statistics(q, k, mask=headwise.causal(), scale=1.0, offsets=2))
+    for high in results[1:]:
         for name in ("entropy", "largest", "largest_key", "distance", "offsets", "received", "pooled"):
-            assert_same_bits(getattr(high, name), getattr(found[0], name), what=name)
+            assert_same_bits(getattr(high, name), getattr(results[0], name), what=name)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -320,10 +322,11 @@ def gradients_at(backend: str, height: float, T: int, S: int, dtype: torch.dtype
     with instructions(backend) as native:
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, lse = headwise.attention(*leaves, scale=1.0, mask=mask, sinks=sinks, return_lse=True, backend=native)
-        found = torch.autograd.grad([out, lse], [*leaves, sinks], [grad_out, torch.ones_like(lse)])
-    return [found[0][..., 3], *found[1:]]
+        grads = torch.autograd.grad([out, lse], [*leaves, sinks], [grad_out, torch.ones_like(lse)])
+    return [grads[0][..., 3], *grads[1:]]
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("S", [7, 131, 1031])
 @pytest.mark.parametrize("T", [1, 3, 37])
@@ -373,14 +376,14 @@ def test_a_value_behind_a_mask_may_overflow(backend: str, T: int) -> None:
     with collected() as attempt:
         for S in (11, 70):
             q, k, v = make_qkv(1, 2, 2, T, S, 16, 16)
-            found = []
+            grads = []
             for hidden in (0.0, 3e38):
                 v[:, :, 7] = hidden
                 with instructions(backend) as native:
                     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
                     out = headwise.attention(*leaves, mask=headwise.keep(torch.arange(S) != 7), backend=native)
-                    found.append(torch.autograd.grad(out, leaves, torch.full_like(out, 64.0)))
-            for name, x, y in zip(("query", "key", "value"), *found, strict=True):
+                    grads.append(torch.autograd.grad(out, leaves, torch.full_like(out, 64.0)))
+            for name, x, y in zip(("query", "key", "value"), *grads, strict=True):
                 attempt(f"{S} keys, {name}", assert_same_bits, x, y)
 
 

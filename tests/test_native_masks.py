@@ -68,6 +68,7 @@ def wanted(form: str, name: str, dtype: torch.dtype) -> Answer:
     return answer_of(make_qkv(*n, dtype=dtype), mask=mask)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_every_mask(backend: str, dtype: torch.dtype, form: str) -> None:
@@ -85,10 +86,11 @@ def with_options(form: str, name: str | None, options: tuple[str, ...], dtype: t
         "scale": -0.3,
         "sinks": torch.randn(n.H, generator=source, dtype=torch.float64).to(dtype),
     }
-    given = {key: known[key] for key in options}
-    return answer_of(make_qkv(*n, dtype=dtype), **given, mask=None if name is None else MASKS[name](n).mask)
+    arguments = {key: known[key] for key in options}
+    return answer_of(make_qkv(*n, dtype=dtype), **arguments, mask=None if name is None else MASKS[name](n).mask)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_options_with_every_kind_of_mask(backend: str, dtype: torch.dtype, form: str) -> None:
@@ -116,6 +118,7 @@ def dense_answers(form: str, dtype: torch.dtype) -> list[tuple[str, Answer]]:
     return answers
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_dense_masks_of_every_form(backend: str, dtype: torch.dtype, form: str) -> None:
@@ -137,6 +140,7 @@ def alibi_answers(form: str, dtype: torch.dtype) -> list[Answer]:
     return [answer_of(make_qkv(*n, dtype=dtype), mask=mask) for mask in masks]
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_alibi(backend: str, dtype: torch.dtype, form: str) -> None:
@@ -152,6 +156,7 @@ def check_relative(backend: str, wanted: Answer) -> None:
     check(backend, replace(wanted, tallest=tallest))
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_gates(backend: str, dtype: torch.dtype, form: str) -> None:

@@ -22,7 +22,7 @@ PAGE = 128
 pytestmark = needs_native
 
 
-def held(query: Tensor, key: Any, value: Any, table: Tensor | None = None, length: int = 0, **given: Any) -> Any:
+def attend(query: Tensor, key: Any, value: Any, table: Tensor | None = None, length: int = 0, **changes: Any) -> Any:
     """(out, lse) of `attend_held`; keys and values are tensors or `Quantized`."""
     (key, key_scale), (value, value_scale) = (
         (x.data, x.scale) if isinstance(x, Quantized) else (x, None) for x in (key, value)
@@ -31,9 +31,9 @@ def held(query: Tensor, key: Any, value: Any, table: Tensor | None = None, lengt
         "scale": 0.25, "softcap": 0.0, "sinks": None, "low": -FAR, "high": FAR, "bounds": None, "segments": None,
         "dense": None, "alibi": None, "maps": None, "relative": None, "gate": None, "dropout": 0.0, "seed": None,
     }  # fmt: skip
-    assert set(given) <= set(rules)
-    held = (query, key, key_scale, value, value_scale, table, length)
-    return torch.ops.headwise.attend_held(*held, *(rules | given).values())
+    assert set(changes) <= set(rules)
+    cache = (query, key, key_scale, value, value_scale, table, length)
+    return torch.ops.headwise.attend_held(*cache, *(rules | changes).values())
 
 
 def one_piece(pages: Any, table: Tensor, length: int) -> Any:
@@ -68,6 +68,7 @@ def drawn(draw: torch.Generator, B: int, S: int, size: int, T: int, dtype: torch
     return query[:B, :, :T].to(dtype), key, value, table
 
 
+@pytest.mark.sweep
 @natives
 @dtypes
 @pytest.mark.parametrize("bytes", [False, True], ids=["floats", "int8"])
@@ -86,8 +87,8 @@ def test_bits_of_one_piece(backend: str, dtype: torch.dtype, bytes: bool) -> Non
                     ("window", {"low": S - T - 69, "high": S - T + 1}),
                     ("bounds", {"bounds": torch.tensor([[-FAR, FAR, 3, S - 1], [-FAR, FAR, 0, S]])}),
                 ):
-                    ours = held(query, key, value, longer[:, : table.shape[1] + T % 2], S, **rules)
-                    for x, y in zip(ours, held(query, *pieces, **rules), strict=True):
+                    ours = attend(query, key, value, longer[:, : table.shape[1] + T % 2], S, **rules)
+                    for x, y in zip(ours, attend(query, *pieces, **rules), strict=True):
                         attempt(f"S = {S}, T = {T}, {what}", assert_same_bits, x, y)
                         attempt(f"S = {S}, T = {T}, {what}", lambda x=x: assert_finite(x))
 
@@ -98,14 +99,14 @@ def assert_finite(x: Tensor) -> None:
 
 def arguments(**change: Callable[[Any], Any]) -> dict[str, Any]:
     query, key, value = make_qkv(2, 4, 2, PAGE, PAGE, 16, 8)
-    given = {
+    values = {
         "query": query[:, :, :3],
         "key": key,
         "value": value,
         "table": torch.tensor([[0, 1], [1, 0]]),
         "length": 200,
     }
-    return given | {name: make(given[name]) for name, make in change.items()}
+    return values | {name: make(values[name]) for name, make in change.items()}
 
 
 REFUSED: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
@@ -137,14 +138,14 @@ REFUSED: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
     change, why = REFUSED[case]
-    held(**arguments())
+    attend(**arguments())
     with pytest.raises(RuntimeError, match=why):
-        held(**arguments(**change))
+        attend(**arguments(**change))
 
 
 @pytest.mark.parametrize("length", [1, 128, 129, 256])
 def test_as_many_keys_as_the_table_has_room_for(length: int) -> None:
-    given = arguments(length=lambda x: length)
-    pieces = [one_piece(given[x], given["table"], length) for x in ("key", "value")]
-    for x, y in zip(held(**given), held(given["query"], *pieces), strict=True):
+    call = arguments(length=lambda x: length)
+    pieces = [one_piece(call[x], call["table"], length) for x in ("key", "value")]
+    for x, y in zip(attend(**call), attend(call["query"], *pieces), strict=True):
         assert_same_bits(x, y)

@@ -96,6 +96,7 @@ def with_poison(backend: str, n: Sizes, name: str, dtype: torch.dtype, keys: Ten
                     assert bool(x[met].isnan().all()), f"{what} in {part} is attended and does not show"
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_keys_and_values_that_no_row_attends(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -128,6 +129,7 @@ def test_keys_and_values_that_some_rows_attend(backend: str, dtype: torch.dtype,
             attempt(f"{name}, key 70", with_poison, backend, n, name, dtype, one, unseen=False)
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_one_entry_is_enough(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -165,6 +167,7 @@ def test_scores_of_minus_infinity_show(backend: str, dtype: torch.dtype) -> None
     assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_query_rows(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -190,6 +193,7 @@ def _is_zero(ours: Any, empty: Tensor) -> None:
     assert bool((ours[0][empty] == 0).all()) and bool((ours[1][empty] == -math.inf).all()), "a row attends nothing"
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: Sizes) -> None:
@@ -213,16 +217,17 @@ def test_biases_where_another_rule_forbids(backend: str, dtype: torch.dtype, n: 
                 attempt(f"{name} shows", _is_nan, x[met])
 
 
+@pytest.mark.sweep
 @native_dtypes
 @forms
 def test_around_and_between(backend: str, dtype: torch.dtype, n: Sizes) -> None:
     """Before, after and in the gaps of every buffer: the bits of the run with zeros there."""
-    given = dict(zip(("query", "key", "value"), make_qkv(*n, dtype=dtype), strict=True))
+    tensors = dict(zip(("query", "key", "value"), make_qkv(*n, dtype=dtype), strict=True))
     bias, gate = torch.randn(n.B, n.H, n.T, n.S, generator=source(n)), torch.ones(n.B, n.H, n.T, n.V)
     sinks = torch.linspace(-1, 1, n.H).view(1, 1, 1, n.H)
 
     def call(slack: float, pattern: str) -> Any:
-        odd = {name: strided(x, pattern, slack=slack) for name, x in given.items()}
+        odd = {name: strided(x, pattern, slack=slack) for name, x in tensors.items()}
         options = {"gate": strided(gate, pattern, slack=slack), "sinks": strided(sinks, pattern, slack=slack)[0, 0, 0]}
         mask = made("causal", n)[0] & headwise.bias(strided(bias, pattern, slack=slack))
         return attend(backend, **odd, **options, mask=mask, return_lse=True)

@@ -133,8 +133,8 @@ def test_any_layout_is_read_or_refused(name: str) -> None:
     arguments = calls()[name]
     wanted = results(name, arguments)
 
-    def same(given: dict[str, Any]) -> None:
-        for x, y in zip(results(name, given), wanted, strict=True):
+    def same(call: dict[str, Any]) -> None:
+        for x, y in zip(results(name, call), wanted, strict=True):
             assert_same_bits(x, y)
 
     with collected() as attempt:
@@ -159,22 +159,22 @@ def test_how_many_there_may_be(name: str) -> None:
     arguments = calls()[name]
     dense, segments, alibi = arguments["dense"], arguments["segments"], arguments["alibi"]
     with collected() as attempt:
-        for given in ({"dense": dense[1:2] * 7}, {"segments": segments * 4}, {"alibi": alibi * 4}, {"dense": []}):
-            results(name, arguments | given)
-        for given in (
+        for changes in ({"dense": dense[1:2] * 7}, {"segments": segments * 4}, {"alibi": alibi * 4}, {"dense": []}):
+            results(name, arguments | changes)
+        for changes in (
             {"dense": dense[1:2] * 8}, {"segments": segments * 5}, {"alibi": alibi * 5}, {"alibi": alibi[:1]},
             {"segments": segments[:1]}, {"scale": float("nan")}, {"softcap": -1.0}, {"softcap": 1e300},
         ):  # fmt: skip
-            attempt(given, refused, name, arguments | given)
+            attempt(changes, refused, name, arguments | changes)
         if "dropout" in arguments:
-            for given in ({"seed": None}, {"dropout": 1.5}, {"dropout": -0.1}, {"dropout": float("nan")}):
-                attempt(given, refused, name, arguments | given)
+            for changes in ({"seed": None}, {"dropout": 1.5}, {"dropout": -0.1}, {"dropout": float("nan")}):
+                attempt(changes, refused, name, arguments | changes)
         if "key_scale" in arguments:
             floats = {n: arguments[n].float() for n in ("key", "value")}
             none = {"key_scale": None, "value_scale": None}
             results(name, arguments | floats | none)
-            for given in ({"key_scale": None}, {"value_scale": None}, none, floats, floats | {"key_scale": None}):
-                attempt(given.keys(), refused, name, arguments | given)
+            for changes in ({"key_scale": None}, {"value_scale": None}, none, floats, floats | {"key_scale": None}):
+                attempt(changes.keys(), refused, name, arguments | changes)
 
 
 def test_bounds_put_no_row_outside_the_keys() -> None:
@@ -224,8 +224,8 @@ def test_an_axis_of_one_has_no_steps() -> None:
     plain, query = none() | {"sinks": wide}, one[:, :, :1]
     assert wide.stride() == table.stride()[1:] == (2,) and ends.stride() == (7, 7, 7)
     full = results("attend_full", {"query": query, "key": one, "value": one, **plain, **UNGATED})
-    held = {"query": query, "key": one, "key_scale": None, "value": one, "value_scale": None, "table": table}
-    for x, y in zip(results("attend_held", {**held, "length": 128, **plain, **UNGATED}), full, strict=True):
+    cache = {"query": query, "key": one, "key_scale": None, "value": one, "value_scale": None, "table": table}
+    for x, y in zip(results("attend_held", {**cache, "length": 128, **plain, **UNGATED}), full, strict=True):
         assert_same_bits(x, y)
     results("attend_received", {"query": query, "key": one, "top": ends, "largest": ends, **plain})
     empty = {"picks": torch.zeros(1, T, 0, dtype=torch.int64), "slots": torch.zeros(0, dtype=torch.int64), "sums": 0}

@@ -125,6 +125,7 @@ def test_primes(backend: str, dtype: torch.dtype) -> None:
     run(backend, dtype, [(n, mask) for n in sizes for mask in (None, "causal", "window 3 2")])
 
 
+@pytest.mark.sweep
 @natives
 @pytest.mark.parametrize(("H", "K", "T"), [(2, 1, 1), (2, 2, 1), (2, 1, 9)])
 def test_seventy_thousand_heads(backend: str, H: int, K: int, T: int) -> None:
@@ -159,9 +160,9 @@ def test_offsets_beyond_2_to_the_31(backend: str, dtype: torch.dtype, T: int) ->
     gate = torch.randn(B, H, T, 8, dtype=dtype)
 
     def call(**change: Any) -> Tensor:
-        given = {**near, **masks, "gate": gate, **change}
-        mask = headwise.keep(given.pop("keep")) & headwise.bias(given.pop("bias"))
-        return attend(backend, **given, mask=mask)
+        tensors = {**near, **masks, "gate": gate, **change}
+        mask = headwise.keep(tensors.pop("keep")) & headwise.bias(tensors.pop("bias"))
+        return attend(backend, **tensors, mask=mask)
 
     plain = call()
     with collected() as attempt:

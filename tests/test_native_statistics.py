@@ -31,7 +31,7 @@ best = pytest.mark.parametrize("backend", BEST)
 @pytest.fixture(autouse=True)
 def never_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that went the other way would be tested for nothing."""
-    monkeypatch.setattr("headwise.ops.statistics.blocks.measure", lambda asked: pytest.fail("not the kernel"))
+    monkeypatch.setattr("headwise.ops.statistics.blocks.measure_in_blocks", lambda request: pytest.fail("not the kernel"))
 
 
 def right(n: Sizes, dtype: torch.dtype, mask: Mask | None, pool: int = 5, **options: Any) -> None:
@@ -111,10 +111,10 @@ def test_seventy_thousand_heads(backend: str) -> None:
     with instructions(backend):
         n = Sizes(35_000, 2, 1, 2, 3, 2, 2)
         query, key = inputs(n)
-        found = statistics(query, key, mask=headwise.causal())
+        result = statistics(query, key, mask=headwise.causal())
         weights = headwise.weights(query.double(), key.double(), mask=headwise.causal())
-        assert (found.largest - weights.amax(-1)).abs().max() <= TOLERANCE
-        assert (found.received - weights.sum(2) / torch.tensor([2, 2, 1])).abs().max() <= TOLERANCE
+        assert (result.largest - weights.amax(-1)).abs().max() <= TOLERANCE
+        assert (result.received - weights.sum(2) / torch.tensor([2, 2, 1])).abs().max() <= TOLERANCE
 
 
 @native_dtypes
@@ -123,11 +123,11 @@ def test_more_rows_than_are_added_up_in_float32(backend: str, dtype: torch.dtype
     query, key = inputs(Sizes(1, 2, 1, 7001, 600, 8, 8), dtype)
     mask = headwise.window(301, 7, offset=-3000)
     with instructions(backend):
-        found = statistics(query, key, mask=mask, pool=3)
+        result = statistics(query, key, mask=mask, pool=3)
     weights = headwise.weights(query.double(), key.double(), mask=mask)
     count = mask.dense(7001, 600).sum(-2)
-    assert count.max() < 7001 and torch.equal(found.keys[0, 0] > 0, weights[0, 0].sum(-1) > 0.5)
-    assert (found.received - weights.sum(2) / count.clamp(min=1)).abs().max() <= TOLERANCE
+    assert count.max() < 7001 and torch.equal(result.keys[0, 0] > 0, weights[0, 0].sum(-1) > 0.5)
+    assert (result.received - weights.sum(2) / count.clamp(min=1)).abs().max() <= TOLERANCE
 
 
 # -- every mask, every option ----------------------------------------------------------------------------------------
@@ -186,6 +186,7 @@ def test_the_first_of_equal_keys_is_the_largest(backend: str, dtype: torch.dtype
         assert torch.equal(statistics(0 * query, key).largest_key, torch.zeros_like(first))
 
 
+@pytest.mark.sweep
 @native_dtypes
 @pytest.mark.parametrize("name", ["causal", "window 3", "keep BHTS", "bias BHTS", "all kinds"])
 def test_out_is_that_of_attention(backend: str, dtype: torch.dtype, name: str) -> None:
@@ -194,12 +195,12 @@ def test_out_is_that_of_attention(backend: str, dtype: torch.dtype, name: str) -
         for n in (*SIZES, TILED, Sizes(2, 4, 2, 1, 1100, 16, 24)):
             qkv, mask = make_qkv(*n, dtype=dtype), MASKS[name](n).mask
             sinks = torch.linspace(-1, 1, n.H)
-            out, found = attention_statistics(*qkv, mask=mask, sinks=sinks)
+            out, result = attention_statistics(*qkv, mask=mask, sinks=sinks)
             attempt(n, check_out, out, answer_of(qkv, mask=mask, sinks=sinks))
             assert out.dtype == dtype and out.stride() == headwise.attention(*qkv).stride()
             alone = row_statistics(*qkv[:2], mask=mask, sinks=sinks)
             for field in NUMBERS:
-                attempt(f"{n} {field}", assert_same_bits, getattr(found, field), getattr(alone, field))
+                attempt(f"{n} {field}", assert_same_bits, getattr(result, field), getattr(alone, field))
 
 
 @natives
@@ -210,12 +211,12 @@ def test_sinks_of_any_size(backend: str) -> None:
     sinks = torch.tensor([-math.inf, 300.0, 3e38])
     for mask in (headwise.causal(), headwise.bias(torch.full((131,), -3e38))):
         with instructions(backend):
-            found, plain = (row_statistics(query, key, mask=mask, sinks=x, pool=5) for x in (sinks, None))
-        assert torch.equal(found.entropy[:, 0], plain.entropy[:, 0]) and bool((found.sink[:, 0] == 0).all())
-        assert torch.equal(found.pooled[:, 0], plain.pooled[:, 0]) and torch.equal(found.keys, plain.keys)
-        for x, what in ((found.entropy, 0), (found.distance, 0), (found.largest, 0), (found.sink, 1)):
+            result, plain = (row_statistics(query, key, mask=mask, sinks=x, pool=5) for x in (sinks, None))
+        assert torch.equal(result.entropy[:, 0], plain.entropy[:, 0]) and bool((result.sink[:, 0] == 0).all())
+        assert torch.equal(result.pooled[:, 0], plain.pooled[:, 0]) and torch.equal(result.keys, plain.keys)
+        for x, what in ((result.entropy, 0), (result.distance, 0), (result.largest, 0), (result.sink, 1)):
             assert bool((x[:, 1:] == what).all()), x[:, 1:]
-        assert bool((found.pooled[:, 1:] == 0).all())
+        assert bool((result.pooled[:, 1:] == 0).all())
 
 
 @natives
@@ -225,10 +226,10 @@ def test_a_row_that_lost_all_its_scores_is_no_empty_one(backend: str, masked: bo
     query, key = torch.ones(1, 1, 3, 4), torch.ones(1, 1, 131, 4)
     query[0, 0, 1] = -3e38
     with instructions(backend):
-        found = row_statistics(query, key, mask=headwise.bias(torch.zeros(131)) if masked else None)
-    assert torch.equal(found.entropy.isnan().flatten(), torch.tensor([False, True, False]))
-    assert int(found.keys[0, 0, 1]) >= 1 and 0 <= int(found.largest_key[0, 0, 1]) < 131
-    assert bool((found.keys[0, 0, ::2] == 131).all())
+        result = row_statistics(query, key, mask=headwise.bias(torch.zeros(131)) if masked else None)
+    assert torch.equal(result.entropy.isnan().flatten(), torch.tensor([False, True, False]))
+    assert int(result.keys[0, 0, 1]) >= 1 and 0 <= int(result.largest_key[0, 0, 1]) < 131
+    assert bool((result.keys[0, 0, ::2] == 131).all())
 
 
 @native_dtypes
@@ -241,10 +242,10 @@ def test_scores_that_overflow_are_honest(backend: str, dtype: torch.dtype) -> No
     query, key = query.to(dtype), key.to(dtype)
     wide = headwise.weights(query.double(), key.double(), scale=1.0)
     with instructions(backend):
-        found = statistics(query, key, scale=1.0)
+        result = statistics(query, key, scale=1.0)
     if dtype == torch.float16:  # nothing overflows in float32
-        assert not found.entropy.isnan().any()
+        assert not result.entropy.isnan().any()
     else:
-        assert torch.equal(found.entropy[0, 0].isnan(), torch.tensor([False, True, False]))
-    assert (found.largest - wide.amax(-1))[0, 0, [0, 2]].abs().max() <= TOLERANCE
-    assert found.keys.eq(150).all()
+        assert torch.equal(result.entropy[0, 0].isnan(), torch.tensor([False, True, False]))
+    assert (result.largest - wide.amax(-1))[0, 0, [0, 2]].abs().max() <= TOLERANCE
+    assert result.keys.eq(150).all()

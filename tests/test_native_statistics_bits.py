@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BEST, instructions, natives, needs_native
-from draw import drawn
+from draw import drawn, repeats
 from mask_cases import MASKS, Sizes
 from native_cases import collected, native_dtypes
 from statistics_cases import NUMBERS, extras, inputs, seen
@@ -30,21 +30,21 @@ best = pytest.mark.parametrize("backend", BEST)
 @pytest.fixture(autouse=True)
 def never_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that went the other way would be tested for nothing."""
-    monkeypatch.setattr("headwise.ops.statistics.blocks.measure", lambda asked: pytest.fail("not the kernel"))
+    monkeypatch.setattr("headwise.ops.statistics.blocks.measure_in_blocks", lambda request: pytest.fail("not the kernel"))
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
-def every_number(found: RowStatistics) -> dict[str, Tensor]:
-    told = {name: x for name, x in vars(found).items() if isinstance(x, Tensor)}
-    told |= {f"feature {name}": x for name, x in found.features.items()}
-    return told | {f"target {name}": x for name, x in found.targets.items()}
+def every_number(result: RowStatistics) -> dict[str, Tensor]:
+    numbers = {name: x for name, x in vars(result).items() if isinstance(x, Tensor)}
+    numbers |= {f"feature {name}": x for name, x in result.features.items()}
+    return numbers | {f"target {name}": x for name, x in result.targets.items()}
 
 
-def all_bits(found: RowStatistics) -> Tensor:
+def all_bits(result: RowStatistics) -> Tensor:
     """Of all its numbers, in a row: to compare them one by one takes as long as to compute them."""
-    return torch.cat([x.flatten().view(torch.uint8) for x in every_number(found).values()])
+    return torch.cat([x.flatten().view(torch.uint8) for x in every_number(result).values()])
 
 
 def same(ours: RowStatistics, theirs: RowStatistics, rows: Any = ...) -> None:
@@ -54,13 +54,13 @@ def same(ours: RowStatistics, theirs: RowStatistics, rows: Any = ...) -> None:
 
 def asked_of(n: Sizes, query: Tensor, key: Tensor, mask: Mask | None) -> list[RowStatistics]:
     features, targets = extras(n)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "mask": mask,
         "features": features,
         "targets": targets,
         "sinks": torch.linspace(-1, 1, n.H),
     }
-    return [statistics(query, key, **given), row_statistics(query, key, **given)]
+    return [statistics(query, key, **options), row_statistics(query, key, **options)]
 
 
 @native_dtypes
@@ -86,7 +86,7 @@ def test_a_thousand_times(backend: str, dtype: torch.dtype) -> None:
         first = statistics(query, key, mask=headwise.causal())
         same(statistics(query, key, mask=headwise.causal()), first)
         wanted = all_bits(first)
-        for _ in range(1000 if backend in BEST else 100):
+        for _ in range(repeats(1000 if backend in BEST else 100)):
             assert torch.equal(all_bits(statistics(query, key, mask=headwise.causal())), wanted)
 
 
@@ -133,16 +133,16 @@ def test_offsets_beyond_2_to_the_31(backend: str) -> None:
     """Of query, key and value along any axis: the same bits as near by."""
     near = dict(zip(("query", "key", "value"), make_qkv(2, 4, 2, 13, 19, 8, 8), strict=True))
     with instructions(backend), collected() as attempt:
-        out, found = attention_statistics(**near, mask=headwise.causal())
+        out, expected = attention_statistics(**near, mask=headwise.causal())
         whole = statistics(near["query"], near["key"], mask=headwise.causal())
         for name, x in near.items():
             for dim in range(4):
                 far = {**near, name: far_apart(x, dim)}
-                ours, told = attention_statistics(**far, mask=headwise.causal())
+                ours, result = attention_statistics(**far, mask=headwise.causal())
                 attempt((name, dim), assert_same_bits, ours, out)
-                attempt((name, dim), same, told, found)
-                given = statistics(far["query"], far["key"], mask=headwise.causal())
-                attempt((name, dim, "received"), same, given, whole)
+                attempt((name, dim), same, result, expected)
+                sums = statistics(far["query"], far["key"], mask=headwise.causal())
+                attempt((name, dim, "received"), same, sums, whole)
 
 
 # -- what may not be attended, and what may --------------------------------------------------------------------------
@@ -172,9 +172,9 @@ def test_what_may_not_be_attended_changes_no_bit(backend: str, dtype: torch.dtyp
         for what in POISONS:
             q, k, v = qkv[0], poison(qkv[1], hidden, what), poison(qkv[2], hidden, what)
             spoilt = {"f": features["f"].masked_fill(HIDDEN, what)} if math.isfinite(what) else features
-            out, told = attention_statistics(q, k, v, mask=mask, features=spoilt)
+            out, result = attention_statistics(q, k, v, mask=mask, features=spoilt)
             attempt((what, "out"), assert_same_bits, out, both[0])
-            attempt(what, same, told, both[1])
+            attempt(what, same, result, both[1])
             attempt((what, "received"), same, statistics(q, k, mask=mask), alone)
 
 
@@ -190,18 +190,18 @@ def test_what_is_no_number_shows_where_it_may_be_attended(backend: str, dtype: t
         clean = statistics(q, k, mask=mask, pool=131)
         k_bad, v_bad = k.clone(), v.clone()
         k_bad[0, 0, 99, 3], v_bad[0, 0, 99, 3] = what, what
-        found = statistics(q, k_bad, mask=mask, pool=131)
+        result = statistics(q, k_bad, mask=mask, pool=131)
         for name in ("entropy", "largest", "distance", "sink"):
-            assert torch.equal(getattr(found, name).isnan(), rows), name
-            assert_same_bits(getattr(found, name)[~rows], getattr(clean, name)[~rows], what=name)
-        assert torch.equal(found.pooled.isnan().any(-1), rows)
-        assert torch.equal(found.received.isnan(), (seen(mask, n) & rows[..., None]).any(2))
-        assert torch.equal(found.keys, clean.keys) and torch.equal(found.rows, clean.rows)
+            assert torch.equal(getattr(result, name).isnan(), rows), name
+            assert_same_bits(getattr(result, name)[~rows], getattr(clean, name)[~rows], what=name)
+        assert torch.equal(result.pooled.isnan().any(-1), rows)
+        assert torch.equal(result.received.isnan(), (seen(mask, n) & rows[..., None]).any(2))
+        assert torch.equal(result.keys, clean.keys) and torch.equal(result.rows, clean.rows)
 
-        out, told = attention_statistics(q, k, v_bad, mask=mask, pool=131)
+        out, other = attention_statistics(q, k, v_bad, mask=mask, pool=131)
         assert torch.equal(out.isnan().all(-1), rows) and torch.equal(out.isnan().any(-1), rows)
         for name in NUMBERS:
-            assert_same_bits(getattr(told, name), getattr(clean, name), what=f"{name} beside a bad value")
+            assert_same_bits(getattr(other, name), getattr(clean, name), what=f"{name} beside a bad value")
 
         q_bad = q.clone()
         q_bad[0, 1, 30, 5] = what
@@ -216,19 +216,21 @@ def test_what_is_no_number_shows_where_it_may_be_attended(backend: str, dtype: t
 def test_a_row_that_attends_nothing_tells_nothing(backend: str) -> None:
     query, key = torch.full((1, 2, 3, 4), math.nan), torch.randn(1, 1, 5, 4)
     with instructions(backend):
-        out, found = attention_statistics(query, key, key, mask=headwise.keep(torch.zeros(3, 5, dtype=torch.bool)))
+        out, result = attention_statistics(query, key, key, mask=headwise.keep(torch.zeros(3, 5, dtype=torch.bool)))
         whole = statistics(query, key, mask=headwise.keep(torch.zeros(3, 5, dtype=torch.bool)))
-    assert out.eq(0).all() and found.rows.eq(0).all() and found.largest_key.eq(-1).all() and whole.received.eq(0).all()
+    assert (
+        out.eq(0).all() and result.rows.eq(0).all() and result.largest_key.eq(-1).all() and whole.received.eq(0).all()
+    )
     for name in ("entropy", "largest", "distance", "keys", "sink", "offsets", "pooled", "pooled_rows"):
-        assert getattr(found, name).eq(0).all(), name
+        assert getattr(result, name).eq(0).all(), name
 
 
 def test_features_that_are_no_numbers_go_by_the_second_pass() -> None:
     query, key = inputs(Sizes(1, 2, 2, 9, 9, 4, 4))
     mask = headwise.lengths(torch.tensor([7]))
     hidden = torch.ones(9).masked_fill(torch.arange(9) >= 7, math.nan)
-    found = row_statistics(query, key, mask=mask, features={"hidden": hidden, "met": 1 / hidden.roll(-1)})
-    assert torch.allclose(found.features["hidden"], torch.ones(1, 2)) and found.features["met"].isnan().all()
+    result = row_statistics(query, key, mask=mask, features={"hidden": hidden, "met": 1 / hidden.roll(-1)})
+    assert torch.allclose(result.features["hidden"], torch.ones(1, 2)) and result.features["met"].isnan().all()
 
 
 # -- the operators ---------------------------------------------------------------------------------------------------
@@ -237,28 +239,28 @@ FAR = 1 << 40
 RULES = (0.5, 0.0, None, -FAR, FAR, None, None, None, None, None, None)
 
 
-def rows_op(**given: Any) -> Any:
+def rows_op(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
         "query": torch.randn(2, 4, 5, 16), "key": torch.randn(2, 2, 7, 16), "value": torch.randn(2, 2, 7, 8),
         "picks": torch.zeros(1, 5, 3, dtype=torch.long), "slots": torch.tensor([0, 1, 1]), "sums": 2,
         "features": torch.randn(2, 7, 3), "bins": 4, "query_bins": 3,
     }  # fmt: skip
-    assert set(given) <= set(arguments)
-    query, key, value, *rest = (arguments | given).values()
+    assert set(changes) <= set(arguments)
+    query, key, value, *rest = (arguments | changes).values()
     return torch.ops.headwise.attend_statistics(query, key, value, *RULES, *rest)
 
 
-def keys_op(**given: Any) -> Any:
+def keys_op(**changes: Any) -> Any:
     arguments: dict[str, Any] = {
         "query": torch.randn(2, 4, 5, 16), "key": torch.randn(2, 2, 7, 16), "top": torch.zeros(2, 4, 5),
         "largest": torch.ones(2, 4, 5),
     }  # fmt: skip
-    assert set(given) <= set(arguments)
-    return torch.ops.headwise.attend_received(*(arguments | given).values(), *RULES)
+    assert set(changes) <= set(arguments)
+    return torch.ops.headwise.attend_received(*(arguments | changes).values(), *RULES)
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("changes", "why"),
     [
         ({"picks": torch.zeros(1, 5, 3)}, "picks must be int64"),
         ({"picks": torch.zeros(5, 3, dtype=torch.long)}, "picks must have 3 axes"),
@@ -283,14 +285,14 @@ def keys_op(**given: Any) -> Any:
         ({"key": torch.randn(2, 2, 7, 16).half(), "value": None}, "one dtype"),
     ],
 )
-def test_refused_by_the_pass_over_rows(given: dict[str, Any], why: str) -> None:
+def test_refused_by_the_pass_over_rows(changes: dict[str, Any], why: str) -> None:
     rows_op()
     with pytest.raises(RuntimeError, match=why):
-        rows_op(**given)
+        rows_op(**changes)
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("changes", "why"),
     [
         ({"top": torch.zeros(2, 4, 6)}, r"top must be \(B, H, T\) and contiguous"),
         ({"top": torch.zeros(4, 5)}, "top must have 3 axes"),
@@ -299,10 +301,10 @@ def test_refused_by_the_pass_over_rows(given: dict[str, Any], why: str) -> None:
         ({"key": torch.randn(2, 3, 7, 16)}, "a multiple of key heads"),
     ],
 )
-def test_refused_by_the_pass_over_keys(given: dict[str, Any], why: str) -> None:
+def test_refused_by_the_pass_over_keys(changes: dict[str, Any], why: str) -> None:
     keys_op()
     with pytest.raises(RuntimeError, match=why):
-        keys_op(**given)
+        keys_op(**changes)
 
 
 def test_picks_beyond_the_keys_are_nobodys() -> None:
@@ -314,14 +316,14 @@ def test_picks_beside_those_that_are_nobodys() -> None:
     """A key far beyond the last changes nothing for another row of the block, whatever is left of it in 32 bits."""
     query, key, _ = make_qkv(2, 4, 2, 5, 300, 16, 8)
     picks = torch.tensor([7, 130, 200, 299, 1])[None, :, None].expand(1, 5, 3).contiguous()
-    given = {"query": query, "key": key, "value": None, "features": None, "slots": torch.tensor([0, 0, 1])}
+    call = {"query": query, "key": key, "value": None, "features": None, "slots": torch.tensor([0, 0, 1])}
     for far in (1 << 32, (1 << 32) + 150, (1 << 31) - 1, 1 << 31, -(1 << 32), 300, -1):
         for row in range(5):
             other, none = picks.clone(), picks.clone()
             other[:, row], none[:, row] = far, -1
-            found, wanted = rows_op(picks=other, **given)[4], rows_op(picks=none, **given)[4]
-            assert_same_bits(found, wanted, what=f"{far}")
-            assert found[..., :2].gt(0).all() and found[..., 2:].eq(4).all()
+            ours, wanted = rows_op(picks=other, **call)[4], rows_op(picks=none, **call)[4]
+            assert_same_bits(ours, wanted, what=f"{far}")
+            assert ours[..., :2].gt(0).all() and ours[..., 2:].eq(4).all()
 
 
 def test_torch_knows_the_operators() -> None:
@@ -340,9 +342,9 @@ def test_what_the_kernel_does_not_take_goes_by_torch(monkeypatch: pytest.MonkeyP
     """float64 and tensors without a number, whose statistics and output come from the other backends."""
     monkeypatch.undo()
     q, k, v = make_qkv(1, 2, 1, 5, 7, 4, 3, dtype=torch.float64)
-    out, found = attention_statistics(q, k, v, mask=headwise.causal())
-    assert out.dtype == found.entropy.dtype == torch.float64 and not hasattr(found, "received")
+    out, result = attention_statistics(q, k, v, mask=headwise.causal())
+    assert out.dtype == result.entropy.dtype == torch.float64 and not hasattr(result, "received")
     assert torch.equal(out, headwise.attention(q, k, v, mask=headwise.causal()))
-    assert torch.equal(found.entropy, statistics(q, k, mask=headwise.causal()).entropy)
-    out, found = attention_statistics(q[:, :, :0].float(), k.float(), v.float())
-    assert out.shape == (1, 2, 0, 3) and found.rows.eq(0).all()
+    assert torch.equal(result.entropy, statistics(q, k, mask=headwise.causal()).entropy)
+    out, result = attention_statistics(q[:, :, :0].float(), k.float(), v.float())
+    assert out.shape == (1, 2, 0, 3) and result.rows.eq(0).all()

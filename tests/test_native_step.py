@@ -26,7 +26,9 @@ def loaded() -> None:
     assert trouble() is None
 
 
-def call(dtype: torch.dtype = torch.float32, paged: bool = False, small: bool = False, **given: Any) -> dict[str, Any]:
+def call(
+    dtype: torch.dtype = torch.float32, paged: bool = False, small: bool = False, **changes: Any
+) -> dict[str, Any]:
     """The arguments of a call by name, all in use."""
     table = torch.tensor([[4, 2], [0, 5], [1, 3]]) if paged else None
     rows, size = (6, 128) if paged else (B, ROOM)
@@ -45,8 +47,8 @@ def call(dtype: torch.dtype = torch.float32, paged: bool = False, small: bool = 
         "bounds": torch.tensor([[-FAR, FAR, 0, 128], [-FAR, FAR, 0, 1], [60, FAR, 0, 201]]), "segments": None,
         "dense": None, "alibi": None, "maps": None, "relative": None,
     }  # fmt: skip
-    assert set(given) <= set(arguments)
-    return arguments | given
+    assert set(changes) <= set(arguments)
+    return arguments | changes
 
 
 def step(arguments: dict[str, Any]) -> Tensor:
@@ -70,8 +72,8 @@ def of_parts(arguments: dict[str, Any]) -> Tensor:
     if a["table"] is None:
         a |= {name: a[name] if a[name] is None else a[name][:, :, :length] for name in WRITTEN}
     rules = list(a.values())[list(a).index("scale") :]
-    held = (turned[0], *(a[name] for name in names), length)
-    out: Tensor = torch.ops.headwise.attend_held(*held, *rules, None, 0.0, None)[0]
+    cache = (turned[0], *(a[name] for name in names), length)
+    out: Tensor = torch.ops.headwise.attend_held(*cache, *rules, None, 0.0, None)[0]
     return out
 
 
@@ -81,8 +83,8 @@ def copied(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @natives
 def test_the_bits_of_its_parts(backend: str) -> None:
-    def check(given: dict[str, Any]) -> None:
-        ours, theirs = copied(given), copied(given)
+    def check(inputs: dict[str, Any]) -> None:
+        ours, theirs = copied(inputs), copied(inputs)
         assert_same_bits(step(ours), of_parts(theirs))
         for name in ("keys", "values"):
             assert_same_bits(ours[name], theirs[name], what=name)
@@ -104,30 +106,30 @@ def test_angles_in_the_dtype_of_the_query_are_rounded_at_each_step(backend: str)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             angle = torch.randn(B, 1, D)
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-            given = call(dtype, first=0, turned=D, interleaved=False) | {"cos": cos, "sin": sin}
-            key = given["key"]
+            inputs = call(dtype, first=0, turned=D, interleaved=False) | {"cos": cos, "sin": sin}
+            key = inputs["key"]
             half = torch.cat((-key[..., D // 2 :], key[..., : D // 2]), -1)
-            step(given)
-            for b, place in enumerate(given["places"]):
+            step(inputs)
+            for b, place in enumerate(inputs["places"]):
                 expected = (key * cos[:, None]) + (half * sin[:, None])
-                assert_same_bits(given["keys"][b, :, place], expected[b, :, 0])
+                assert_same_bits(inputs["keys"][b, :, place], expected[b, :, 0])
 
 
 def test_a_step_into_int8() -> None:
     """Has the bits of appending by append_int8, and of attending after it."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        given = call(dtype, small=True) | {"cos": None, "sin": None, "turned": 0, "first": 0}
-        ours, theirs = copied(given), copied(given)
+        inputs = call(dtype, small=True) | {"cos": None, "sin": None, "turned": 0, "first": 0}
+        ours, theirs = copied(inputs), copied(inputs)
         out = step(ours)
-        spans = [n for b, place in enumerate(given["places"]) for n in (b, 0, b, place, 1)]
+        spans = [n for b, place in enumerate(inputs["places"]) for n in (b, 0, b, place, 1)]
         stores = [theirs[name] for name in ("keys", "key_scale", "values", "value_scale")]
         torch.ops.headwise.append_int8(theirs["key"], theirs["value"], *stores, spans)
         for name in WRITTEN:
             assert_same_bits(ours[name], theirs[name], what=name)
-        rules = list(given.values())[list(given).index("scale") :]
-        held = [x[:, :, :201] for x in stores]
+        rules = list(inputs.values())[list(inputs).index("scale") :]
+        views = [x[:, :, :201] for x in stores]
         assert_same_bits(
-            out, torch.ops.headwise.attend_held(theirs["query"], *held, None, 0, *rules, None, 0.0, None)[0]
+            out, torch.ops.headwise.attend_held(theirs["query"], *views, None, 0, *rules, None, 0.0, None)[0]
         )
 
 
@@ -168,7 +170,7 @@ def test_numbers_that_may_not_be() -> None:
     arguments, huge = call(), (1 << 63) - 1
     none = {"cos": None, "sin": None}
     with collected() as attempt:
-        for given in (
+        for changes in (
             {"places": []}, {"places": [0, 1]}, {"places": [0] * 4}, {"places": [-1]}, {"places": [ROOM]},
             {"places": [0, 0, huge]}, {"places": [0, -huge - 1, 0]}, {"turned": 5}, {"turned": 0}, {"turned": -2},
             {"turned": huge}, {"turned": huge - 1}, {"turned": 16}, {"first": -1}, {"first": 9}, {"first": huge},
@@ -177,7 +179,9 @@ def test_numbers_that_may_not_be() -> None:
             {"value": None, "values": None, "value_dim": 0}, {"scale": float("nan")}, {"softcap": -1.0},
             {"key_scale": torch.rand(B, K, ROOM)}, {"sin": torch.randn(B, 6)}, {"sin": torch.randn(3)},
         ):  # fmt: skip
-            attempt(given.keys() if "places" not in given else given, refused_untouched, copied(arguments) | given)
+            attempt(
+                changes.keys() if "places" not in changes else changes, refused_untouched, copied(arguments) | changes
+            )
         paged = call(paged=True)
         for table in (paged["table"] + 1, paged["table"] - 1, paged["table"] + (1 << 62), paged["table"][:, :1]):
             attempt(table.tolist(), refused_untouched, paged | {"table": table})
@@ -198,9 +202,9 @@ def test_any_layout_is_read() -> None:
             wide[..., ::2] = x
             turned = x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 1 else x
             for how, y in (("apart", wide[..., ::2]), ("turned", turned)):
-                given = copied(arguments) | {name: y}
+                inputs = copied(arguments) | {name: y}
                 apart = how == "apart" and name in ("keys", "values", "sinks", "bounds")
                 if apart or (how == "turned" and name == "bounds"):
-                    attempt((name, how), refused, "decode_step", given)
+                    attempt((name, how), refused, "decode_step", inputs)
                 else:
-                    attempt((name, how), lambda given: assert_same_bits(step(given), wanted), given)
+                    attempt((name, how), lambda inputs: assert_same_bits(step(inputs), wanted), inputs)

@@ -75,15 +75,15 @@ def same(call: Callable[..., Any], odd: dict[str, Tensor], clean: Callable[..., 
 @native_dtypes
 @forms
 def test_query_key_and_value(backend: str, dtype: torch.dtype, n: Sizes) -> None:
-    given = dict(zip(("query", "key", "value"), make_qkv(*n, dtype=dtype), strict=True))
+    tensors = dict(zip(("query", "key", "value"), make_qkv(*n, dtype=dtype), strict=True))
 
     def call(**change: Tensor) -> Any:
-        return attend(backend, **{**given, **change}, mask=headwise.causal(), return_lse=True)
+        return attend(backend, **{**tensors, **change}, mask=headwise.causal(), return_lse=True)
 
     clean = once(call)
     with collected() as attempt:
-        for name, pattern in drawn([*product(given, (*STRIDES, *LAST))]):
-            attempt(f"{name}, {pattern}", same, call, {name: lay(given[name], pattern)}, clean)
+        for name, pattern in drawn([*product(tensors, (*STRIDES, *LAST))]):
+            attempt(f"{name}, {pattern}", same, call, {name: lay(tensors[name], pattern)}, clean)
 
 
 @native_dtypes
@@ -209,16 +209,16 @@ def test_there_are_thirty_layouts_and_they_differ() -> None:
 
 def test_a_gap_that_is_read_would_be_seen() -> None:
     """A kernel that takes every tensor for a contiguous one reads gaps and neighbours."""
-    given = dict(zip(("query", "key", "value"), make_qkv(*FORMS["many rows"]), strict=True))
+    tensors = dict(zip(("query", "key", "value"), make_qkv(*FORMS["many rows"]), strict=True))
 
     def careless(**change: Tensor) -> Any:
         flat = {
             name: x.as_strided(x.shape, x.contiguous().stride()) if name in change else x
-            for name, x in {**given, **change}.items()
+            for name, x in {**tensors, **change}.items()
         }
         return headwise.attention(**flat, return_lse=True, backend="blocks")
 
-    for name, x in given.items():
+    for name, x in tensors.items():
         for pattern in ("order 0213", "step 2 in 2", "order 3012 and step 2"):
             with pytest.raises(AssertionError):
                 same(careless, {name: lay(x, pattern)})

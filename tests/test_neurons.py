@@ -17,7 +17,7 @@ import headwise
 import headwise.hf
 from headwise import models
 from headwise.look import Look, neurons
-from headwise.look.neurons import Neurons, Rows, rows, vectors_of
+from headwise.look.neurons import ByteVectors, Neurons, rows, vectors_of
 from headwise.report import pack, vectors
 
 
@@ -42,8 +42,8 @@ def test_the_first_tokens_of_a_call(tokens: int, scores: int, monkeypatch: pytes
     assert (kept.query.shape, kept.key.shape) == ((4, n, 7), (2, n, 7))
     assert kept.value is not None and kept.value.shape == (2, n, 5)
     wanted = headwise.weights(call.query, call.key, mask=call.mask, softcap=3.0)[0, :, :n, :n].numpy()
-    found = (np.frombuffer(kept.weights, np.uint8).reshape(4, n, n) / 255) ** 2
-    np.testing.assert_allclose(found, wanted, atol=0.004)
+    weights = (np.frombuffer(kept.weights, np.uint8).reshape(4, n, n) / 255) ** 2
+    np.testing.assert_allclose(weights, wanted, atol=0.004)
     assert (kept.layer, kept.scale, kept.softcap) == (0, 7**-0.5, 3.0)
     assert not (kept.biased or kept.gated or kept.sunk)
 
@@ -66,7 +66,7 @@ def test_what_else_acts_on_a_call_is_told() -> None:
 def test_parts_that_do_not_belong_together_are_refused() -> None:
     kept = vectors_of(calls(1, 4, 5)[0])
     with pytest.raises(ValueError, match=r"rows of shape \(1, 2, 3\) take 6 bytes and 8 of steps; got 5 and 8; make"):
-        Rows((1, 2, 3), b"12345", b"12345678")
+        ByteVectors((1, 2, 3), b"12345", b"12345678")
     for change in ({"weights": b""}, {"key": rows(torch.zeros(3, 5, 7))}, {"value": rows(torch.zeros(2, 4, 5))}):
         with pytest.raises(ValueError, match="the parts of a call belong together"):
             replace(kept, **change)
@@ -92,7 +92,7 @@ def unpacked(data: dict[str, Any]) -> list[dict[str, Any]]:
         at += count * tokens * dims
         return codes.reshape(count, tokens, dims) * steps.reshape(count, tokens, 1)
 
-    found = []
+    groups = []
     for c, k in data["groups"]:
         about = data["calls"][c]
         G, T, S = about["group"], about["queries"], about["keys"]
@@ -101,9 +101,9 @@ def unpacked(data: dict[str, Any]) -> list[dict[str, Any]]:
         if data["weights"]:
             group["weights"] = np.frombuffer(content, np.uint8, G * T * S, at).reshape(G, T, S)
             at += G * T * S
-        found.append(group)
+        groups.append(group)
     assert at == len(content)
-    return found
+    return groups
 
 
 @pytest.mark.parametrize("weights", [False, True])

@@ -79,7 +79,7 @@ def test_cross_attention_keeps_its_memory() -> None:
     cache = StaticCache(B, K, D, capacity=7, causal=False)
     first, _ = mha(x[:, :1], memory, cache=cache)
     calls: list[Tensor] = []
-    mha.k_proj.register_forward_hook(lambda *given: calls.append(given[2]))
+    mha.k_proj.register_forward_hook(lambda *arguments: calls.append(arguments[2]))
     rest, _ = mha(x[:, 1:], cache=cache)
     assert not calls and cache.length == 7
     torch.testing.assert_close(torch.cat([first, rest], dim=1), mha(x, memory), rtol=2e-5, atol=2e-6)

@@ -128,9 +128,9 @@ def test_wrong_heads() -> None:
     cases.append((twins, {"num_kv_heads": 1}, "heads that share W_K and W_V share b_K and b_V too; head 1 differs"))
     of_values = [Head(*(getattr(twins[0], n) for n in ("W_Q", "W_K", "W_V", "W_O")), b_V=b) for b in torch.eye(2, D)]
     cases.append((of_values, {"num_kv_heads": 1}, "heads that share W_K and W_V share b_K and b_V too; head 1 differs"))
-    for given, options, text in cases:
+    for argument, options, text in cases:
         with pytest.raises((ValueError, TypeError)) as caught:
-            MultiHeadAttention.from_heads(given, **options)
+            MultiHeadAttention.from_heads(argument, **options)
         assert text in str(caught.value)
 
 

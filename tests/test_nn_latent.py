@@ -116,14 +116,14 @@ def test_the_costs_are_what_the_products_multiply(sizes: dict[str, int]) -> None
     C, N, R, V = (sizes[name] for name in ("kv_lora_rank", "nope_dim", "rope_dim", "value_dim"))
     costs = FormCosts.of(latent_layer(M, H, q_lora_rank=None, **sizes))
     for new in (1, 2, 5, 40):
-        for held in (0, 1, 7, 100):
-            pairs = sum(held + 1 + i for i in range(new))
-            expanded = H * ((held + new) * C * (N + V) + pairs * (N + R + V))
+        for past in (0, 1, 7, 100):
+            pairs = sum(past + 1 + i for i in range(new))
+            expanded = H * ((past + new) * C * (N + V) + pairs * (N + R + V))
             absorbed = H * (new * C * N + new * C * V + pairs * (C + R + C))
-            assert costs.macs(new, held + new) == {"expanded": expanded, "absorbed": absorbed}
+            assert costs.macs(new, past + new) == {"expanded": expanded, "absorbed": absorbed}
             cheaper = "absorbed" if absorbed < expanded else "expanded"
-            assert costs.cheaper(new, [held]) == cheaper
-            assert LatentAttention(M, H, **sizes).form(new, [held]) == cheaper
+            assert costs.cheaper(new, [past]) == cheaper
+            assert LatentAttention(M, H, **sizes).form(new, [past]) == cheaper
 
 
 def test_rows_of_many_lengths_share_the_form_that_is_cheaper_in_sum() -> None:
@@ -221,8 +221,8 @@ def test_autocast_runs_in_the_lower_precision_and_gives_close_numbers(form: Any)
 
 
 def test_the_module_says_its_sizes() -> None:
-    told = repr(make(q_lora_rank=13))
-    assert "23, 3, q_lora_rank=13, kv_lora_rank=17, nope_dim=7, rope_dim=6, value_dim=11" in told
+    text = repr(make(q_lora_rank=13))
+    assert "23, 3, q_lora_rank=13, kv_lora_rank=17, nope_dim=7, rope_dim=6, value_dim=11" in text
     assert "q_lora_rank" not in repr(make())
 
 

@@ -97,10 +97,10 @@ def test_a_mask_narrows_what_a_cache_lets_be_seen(form: Any) -> None:
 def test_a_mask_over_uneven_rows_is_left_to_the_cache() -> None:
     mla, cache, x, mask = make(), Held.of(make(), B), torch.randn(B, T, M), headwise.window(4)
     mla(x, cache=cache, lengths=[3, 9])
-    asked: list[Any] = []
-    cache.attend = lambda query, mask=None, **options: asked.append(mask) or query[..., :C]  # type: ignore
+    masks: list[Any] = []
+    cache.attend = lambda query, mask=None, **options: masks.append(mask) or query[..., :C]  # type: ignore
     mla(x, cache=cache, mask=mask)
-    assert len(asked) == 1 and asked[0] is mask
+    assert len(masks) == 1 and masks[0] is mask
     with pytest.raises(ValueError, match=r"a mask has its place in every row alike, while the rows hold \[22, 28\]"):
         mla(x, cache=cache, mask=mask, form="expanded")
     assert cache.lengths == [22, 28]
@@ -113,10 +113,10 @@ def test_a_cache_that_hides_its_keys_is_attended_to_absorbed() -> None:
     for chunk in x.split([1, T - 1], dim=1):
         assert_same_bits(mla(chunk, cache=cache)[0], mla(chunk, cache=plain, form="absorbed")[0])
     for sealed in (cache, Sealed.of(mla, B)):  # an empty one too: what it may let be seen is not known
-        held = list(sealed.lengths)
+        lengths = list(sealed.lengths)
         with pytest.raises(ValueError, match=r'Sealed has no keys to read; form="absorbed" leaves that'):
             mla(x, cache=sealed, form="expanded")
-        assert sealed.lengths == held  # an error leaves the cache as it was
+        assert sealed.lengths == lengths  # an error leaves the cache as it was
 
 
 def test_a_prompt_is_attended_to_as_it_is_before_a_cache_rounds_it() -> None:

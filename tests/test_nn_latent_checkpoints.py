@@ -57,11 +57,11 @@ class Theirs:
         self.rotary = getattr(modeling, f"{name}RotaryEmbedding")(self.config)
 
     def __call__(self, x: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        held = 0 if cache is None else cache.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         new = x.shape[1]
-        hide = torch.ones(new, held + new, dtype=torch.bool).tril(held).logical_not()
-        mask = torch.zeros(1, 1, new, held + new).masked_fill(hide, -torch.inf)
-        angles = self.rotary(x, torch.arange(held, held + new)[None])
+        hide = torch.ones(new, past + new, dtype=torch.bool).tril(past).logical_not()
+        mask = torch.zeros(1, 1, new, past + new).masked_fill(hide, -torch.inf)
+        angles = self.rotary(x, torch.arange(past, past + new)[None])
         return self.attention(hidden_states=x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)[
             0
         ].detach()
@@ -73,11 +73,11 @@ def ours_of(theirs: Theirs) -> LatentAttention:
     rope = config.qk_rope_head_dim
     frequencies = None
     if config.rope_parameters["rope_type"] == "yarn":
-        factor, given = config.rope_parameters["factor"], config.rope_parameters
-        length = given["original_max_position_embeddings"]
-        frequencies = yarn_frequencies(rope, factor=factor, original_length=length, base=given["rope_theta"])
+        factor, parameters = config.rope_parameters["factor"], config.rope_parameters
+        length = parameters["original_max_position_embeddings"]
+        frequencies = yarn_frequencies(rope, factor=factor, original_length=length, base=parameters["rope_theta"])
         head_dim = config.qk_nope_head_dim + rope
-        arguments["scale"] = yarn_scale(head_dim, factor=factor, mscale=given["mscale_all_dim"])
+        arguments["scale"] = yarn_scale(head_dim, factor=factor, mscale=parameters["mscale_all_dim"])
     return LatentAttention(
         config.hidden_size,
         config.num_attention_heads,
@@ -140,8 +140,8 @@ def test_decoding_with_a_cache_gives_their_numbers_and_holds_as_many(form: Any, 
 def test_yarn_gives_their_frequencies(
     rope_dim: int, factor: float, base: float, fast: float, slow: float, length: int
 ) -> None:
-    given = {"factor": factor, "rope_theta": base, "beta_fast": fast, "beta_slow": slow}
-    parameters = YARN | given | {"original_max_position_embeddings": length}
+    fields = {"factor": factor, "rope_theta": base, "beta_fast": fast, "beta_slow": slow}
+    parameters = YARN | fields | {"original_max_position_embeddings": length}
     theirs = Theirs("v3", qk_rope_head_dim=rope_dim, q_lora_rank=None, rope_parameters=parameters)
     ours = yarn_frequencies(rope_dim, factor=factor, original_length=length, base=base, beta_fast=fast, beta_slow=slow)
     # theirs are float32 powers and mixes: a few roundings

@@ -120,9 +120,9 @@ def test_shape_in_equals_shape_out(shape: str) -> None:
 def test_weights_of_each_head_sum_to_one_over_what_it_may_attend() -> None:
     allowed = torch.rand(B, H, T, T) < 0.3
     allowed[..., 0] = True
-    found = trace(make(**GQA), torch.randn(B, T, M), mask=headwise.keep(allowed))["weights"].tensor
-    assert torch.allclose(found.sum(-1), torch.ones(B, H, T), atol=1e-6)
-    assert bool((found[~allowed] == 0).all()) and bool((found[allowed] > 0).all())
+    weights = trace(make(**GQA), torch.randn(B, T, M), mask=headwise.keep(allowed))["weights"].tensor
+    assert torch.allclose(weights.sum(-1), torch.ones(B, H, T), atol=1e-6)
+    assert bool((weights[~allowed] == 0).all()) and bool((weights[allowed] > 0).all())
 
 
 def test_without_positions_and_mask_permuting_tokens_permutes_the_output() -> None:

@@ -159,8 +159,8 @@ def test_given_frequencies_take_the_place_of_those_of_the_base() -> None:
     )
     assert torch.equal(sin[1], torch.tensor([0.75 * n for n in range(D // 2)]).sin())
     same = [500.0 ** (-2 * n / D) for n in range(D // 2)]
-    given, based = Rotary(D, frequencies=same)(query, key)[0], Rotary(D, base=500.0)(query, key)[0]
-    assert torch.allclose(given, based, atol=1e-6)
+    explicit, based = Rotary(D, frequencies=same)(query, key)[0], Rotary(D, base=500.0)(query, key)[0]
+    assert torch.allclose(explicit, based, atol=1e-6)
     assert "frequencies=..." in repr(Rotary(D, frequencies=same))
 
 

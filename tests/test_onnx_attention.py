@@ -25,6 +25,7 @@ FEW = ["4d_fp16", "4d_attn_mask_3d_causal", "4d_attn_mask_bool_4d", "4d_diff_hea
        "bidirectional_window", "local_window_ext_cache_rank3_head_mask", "local_window_gqa_rank4_mask"]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.unchecked
 @pytest.mark.parametrize("name", FEW)
 def test_output_by_flex(name: str) -> None:
@@ -71,9 +72,9 @@ def test_every_stage_is_covered() -> None:
 def test_present_is_past_and_new(name: str) -> None:
     case = CASES[name]
     (_, key, value), _ = case.call()
-    for given, ours in (("present_key", key), ("present_value", value)):
-        if given in case.outputs:
-            assert torch.equal(ours, case.outputs[given])
+    for present, ours in (("present_key", key), ("present_value", value)):
+        if present in case.outputs:
+            assert torch.equal(ours, case.outputs[present])
 
 
 @pytest.mark.parametrize(

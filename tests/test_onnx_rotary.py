@@ -41,7 +41,7 @@ def cases() -> dict[str, Case]:
         from onnx.backend.test.case.node import _NodeTestCases as made
     import onnx.helper
 
-    found: dict[str, Case] = {}
+    by_name: dict[str, Case] = {}
     for case in made:
         if not case.name.startswith("test_rotary_embedding") or "expanded" in case.name:
             continue
@@ -49,10 +49,10 @@ def cases() -> dict[str, Case]:
         arrays, outputs = case.data_sets[0]
         inputs = {name: onnx_cases.torch_of(array) for name, array in zip(node.input, arrays, strict=True)}
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        found[case.name.removeprefix("test_rotary_embedding")] = Case(
+        by_name[case.name.removeprefix("test_rotary_embedding")] = Case(
             inputs, onnx_cases.torch_of(outputs[0]), attributes
         )
-    return found
+    return by_name
 
 
 def rotated(case: Case) -> Tensor:

@@ -24,10 +24,11 @@ CALLED = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_of_every_kind_of_model(row: Row) -> None:
-    model, given = row.build(), inputs(row, "right")
-    projections = output_projections(model, lambda model: model(**given))
+    model, arguments = row.build(), inputs(row, "right")
+    projections = output_projections(model, lambda model: model(**arguments))
     assert projections.keys() == attention_modules(model).keys()
     for attention, name in projections.items():
         assert name.rpartition(".")[2] == CALLED.get(row.name, "o_proj")

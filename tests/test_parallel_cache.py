@@ -19,12 +19,12 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.int8: 1e-6, torc
 @pytest.mark.parametrize("own", [False, True], ids=["all heads", "own heads"])
 def test_drawn_schedules_give_what_one_cache_gives(world: int, own: bool) -> None:
     cases = [Case.drawn(100 * world + seed, world if own else 0) for seed in range(8)]
-    told = ranks.pool(world).run(shard_cases.run_all, cases)
+    results = ranks.pool(world).run(shard_cases.run_all, cases)
     wrong = []
     for n, (case, want) in enumerate(zip(cases, shard_cases.run_all(cases, False), strict=True)):
         for rank in range(world):
             heads = shard_cases.share_of(case, rank, world).heads if own else slice(None)
-            for x, y in zip(want, told[rank][n], strict=True):
+            for x, y in zip(want, results[rank][n], strict=True):
                 x = x[:, heads]
                 fine = x.isfinite()
                 assert torch.equal(fine, y.isfinite()), case
@@ -55,12 +55,12 @@ def test_every_token_has_one_rank(ranks_: int, block: int) -> None:
 
 def test_what_a_window_does_not_see_is_not_sent_and_memory_is_shared() -> None:
     """301 tokens in blocks of 64 on three ranks: of the last three tokens all are rank 1's, which sends two thirds."""
-    told = ranks.pool(3).run(shard_cases.sent, 301, 3, 64)
-    assert [parts for parts, _, _ in told] == [0, 4 * 9 * 4, 0]
-    assert [nbytes for _, nbytes, _ in told] == [2 * 2 * 200 * 8 * 4] * 3
-    assert [held for _, _, held in told] == [101, 100, 100]
-    told = ranks.pool(3).run(shard_cases.sent, 301, 66, 64)
-    assert [parts for parts, _, _ in told] == [4 * 9 * 4, 4 * 9 * 4, 0], "the window lies on two blocks"
+    results = ranks.pool(3).run(shard_cases.sent, 301, 3, 64)
+    assert [parts for parts, _, _ in results] == [0, 4 * 9 * 4, 0]
+    assert [nbytes for _, nbytes, _ in results] == [2 * 2 * 200 * 8 * 4] * 3
+    assert [tokens for _, _, tokens in results] == [101, 100, 100]
+    results = ranks.pool(3).run(shard_cases.sent, 301, 66, 64)
+    assert [parts for parts, _, _ in results] == [4 * 9 * 4, 4 * 9 * 4, 0], "the window lies on two blocks"
 
 
 OPERATION = "attention to a ShardedCache: "
@@ -93,8 +93,8 @@ def test_what_cannot_be_is_said_on_every_rank_and_changes_nothing(which: str) ->
 
 
 def test_modules_take_it_as_any_cache() -> None:
-    for found in ranks.pool(3).run(shard_cases.modules):
-        for sharded, alone in zip(found[::2], found[1::2], strict=True):
+    for outputs in ranks.pool(3).run(shard_cases.modules):
+        for sharded, alone in zip(outputs[::2], outputs[1::2], strict=True):
             assert torch.allclose(sharded, alone, atol=1e-6), float((sharded - alone).abs().max())
 
 

@@ -11,33 +11,33 @@ WORLDS = {2: 150, 3: 110, 4: 60, 8: 24}
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_drawn_calls_are_those_of_one_process(world: int) -> None:
-    told = ranks.pool(world).run(check, draw.drawn(drawn(world, WORLDS[world]), str(world)), patience=400)
-    assert told == [[]] * world
+    results = ranks.pool(world).run(check, draw.drawn(drawn(world, WORLDS[world]), str(world)), patience=400)
+    assert results == [[]] * world
 
 
 @pytest.mark.parametrize("kind", ["mha", "latent", "absorbed"])
 def test_modules_within_the_context_are_those_of_one_process(kind: str) -> None:
-    for told in ranks.pool(3).run(all_modules, kind):
-        for case, errors in told.items():
+    for by_case in ranks.pool(3).run(all_modules, kind):
+        for case, errors in by_case.items():
             errors.pop("sent")
             assert max(errors.values()) <= 2 * GRADIENT, (case, errors)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_bytes_that_are_predicted_are_those_counted(world: int) -> None:
-    for told in ranks.pool(world).run(bytes_sent):
-        assert {case: pair for case, pair in told.items() if pair[0] != pair[1]} == {}
-        assert len(told) == 30
+    for counts in ranks.pool(world).run(bytes_sent):
+        assert {case: pair for case, pair in counts.items() if pair[0] != pair[1]} == {}
+        assert len(counts) == 30
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gather_and_ulysses_have_the_bits_of_one_process(dtype: torch.dtype, world: int) -> None:
     for layout, order in (("gather", "zigzag"), ("gather", "contiguous"), ("ulysses", "zigzag")):
-        for told in ranks.pool(world).run(bits, layout, dtype, order):
+        for equal in ranks.pool(world).run(bits, layout, dtype, order):
             parted = layout == "ulysses" and world > 2  # two key-value heads: a group is on several ranks
-            assert told["out"] and told["lse"] and (told["dq"] or parted), (layout, order, told)
-            assert told["dk"] or layout == "gather" or parted, (layout, order, told)
+            assert equal["out"] and equal["lse"] and (equal["dq"] or parted), (layout, order, equal)
+            assert equal["dk"] or layout == "gather" or parted, (layout, order, equal)
 
 
 def test_a_gather_sends_home_the_gradients_of_keys_far_from_the_first() -> None:
@@ -46,9 +46,9 @@ def test_a_gather_sends_home_the_gradients_of_keys_far_from_the_first() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_halves_are_no_worse_than_twice_one_pass(layout: str) -> None:
-    for told in ranks.pool(3).run(halves, layout):
-        for name, (ours, one) in told.items():
-            assert ours <= 2 * one, (name, told)
+    for errors in ranks.pool(3).run(halves, layout):
+        for name, (ours, one) in errors.items():
+            assert ours <= 2 * one, (name, errors)
 
 
 def test_the_example_has_the_curve_of_one_process() -> None:

@@ -36,19 +36,19 @@ def test_a_rank_that_ends_is_named_by_all_others(where: str) -> None:
 
 @pytest.mark.parametrize(("how", "where"), CAUSES)
 def test_a_rank_that_hangs_or_raises_is_named_by_all_others_within_the_timeout(how: str, where: str) -> None:
-    told = ranks.pool(3).run(failing_cases.fail, how, where)
-    for text, seconds in (told[0], told[2]):
-        assert text.startswith("RankError: ") and text.endswith(CAUSES[how, where]), told
+    results = ranks.pool(3).run(failing_cases.fail, how, where)
+    for text, seconds in (results[0], results[2]):
+        assert text.startswith("RankError: ") and text.endswith(CAUSES[how, where]), results
         assert seconds < 3 * failing_cases.TIMEOUT  # of one, on a machine that may be busy
     if how == "raises":
-        assert told[1][0] == "MemoryError: planted: no memory"
+        assert results[1][0] == "MemoryError: planted: no memory"
 
 
 def test_a_rank_with_wrong_arguments_is_quoted_by_all_others() -> None:
-    told = ranks.pool(3).run(failing_cases.wrong_argument)
-    assert told[1].startswith("ValueError: scale"), told
-    for text in (told[0], told[2]):
-        assert re.search(r"RankError: context_parallel: rank 1 raised: scale .* nan", text), told
+    messages = ranks.pool(3).run(failing_cases.wrong_argument)
+    assert messages[1].startswith("ValueError: scale"), messages
+    for text in (messages[0], messages[2]):
+        assert re.search(r"RankError: context_parallel: rank 1 raised: scale .* nan", text), messages
 
 
 DISAGREE = {
@@ -64,10 +64,10 @@ DISAGREE = {
 
 
 def test_ranks_that_disagree_say_so_alike() -> None:
-    told = ranks.pool(3).run(failing_cases.disagreements, list(DISAGREE))
+    results = ranks.pool(3).run(failing_cases.disagreements, list(DISAGREE))
     for on, text in DISAGREE.items():
-        for one in told:
-            assert re.search(rf"RankMismatch: .*: rank 1 does not agree with rank 0 {text}", one[on]), (on, told)
+        for one in results:
+            assert re.search(rf"RankMismatch: .*: rank 1 does not agree with rank 0 {text}", one[on]), (on, results)
             assert one[on].endswith("every rank of the group makes the same calls with the same options")
 
 
@@ -77,10 +77,10 @@ def test_lengths_that_are_not_those_of_zigzag_are_refused_by_all() -> None:
 
 
 def test_a_group_that_has_failed_is_not_used_again() -> None:
-    told = ranks.pool(3).run(failing_cases.used_again)
-    for first, second in told[1:]:
-        assert "rank 0 sent nothing for 0.5 s" in first, told
-        assert "this group has failed before (rank 0 sent nothing" in second, told
+    results = ranks.pool(3).run(failing_cases.used_again)
+    for first, second in results[1:]:
+        assert "rank 0 sent nothing for 0.5 s" in first, results
+        assert "this group has failed before (rank 0 sent nothing" in second, results
 
 
 def test_sizes_are_agreed_on_before_anything_is_sent() -> None:
@@ -93,8 +93,8 @@ def test_sizes_are_agreed_on_before_anything_is_sent() -> None:
 
 
 def test_bytes_are_counted_by_kind() -> None:
-    for told in ranks.pool(3).run(failing_cases.counted):
-        assert told == [{"gather": 48}, {"scatter": 48}, {"reduce": 48}, {"all": 32}]
+    for counts in ranks.pool(3).run(failing_cases.counted):
+        assert counts == [{"gather": 48}, {"scatter": 48}, {"reduce": 48}, {"all": 32}]
 
 
 def test_errors_travel_between_processes() -> None:

@@ -7,6 +7,6 @@ from context_models import MODELS, train_all
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_split_model_trains_as_in_one_process(name: str) -> None:
-    for told in ranks.pool(2).run(train_all, name):
-        for case, (error, part) in told.items():
+    for errors in ranks.pool(2).run(train_all, name):
+        for case, (error, part) in errors.items():
             assert error <= 3e-5, (case, part, error)

@@ -60,8 +60,8 @@ def test_parts_of_the_keys_give_what_all_give(name: str, dtype: torch.dtype) -> 
         part = gradient(made, place, some, whole, grad_out, grad_lse, [])
         dq += part.query
         dk[:, :, a:b], dv[:, :, a:b] = part.key, part.value
-    found = (dq, dk, dv, sink_gradient(sinks, whole, grad_out, grad_lse))
-    for ours, want in zip(found, expected, strict=True):
+    grads = (dq, dk, dv, sink_gradient(sinks, whole, grad_out, grad_lse))
+    for ours, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours, want, atol=2e-5, rtol=1e-5)
 
 

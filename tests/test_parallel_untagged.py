@@ -13,7 +13,7 @@ import torch.distributed as dist
 import untagged_cases
 
 from headwise.ops import messages
-from headwise.ops.messages import Block
+from headwise.ops.messages import ReceiveBuffer
 from headwise.parallel import Comm
 
 pytestmark = pytest.mark.unchecked
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.unchecked
 
 @pytest.mark.parametrize("world", [3, 4])
 def test_ranks_that_do_one_batch_after_another_end(world: int) -> None:
-    told = ranks.pool(world).run(untagged_cases.recorded)
-    for name in told[0]:
-        assert untagged_cases.stuck([own[name] for own in told]) == "", name
+    records = ranks.pool(world).run(untagged_cases.recorded)
+    for name in records[0]:
+        assert untagged_cases.stuck([own[name] for own in records]) == "", name
 
 
 def test_a_deadlock_is_seen() -> None:
@@ -34,8 +34,8 @@ def test_a_deadlock_is_seen() -> None:
 
 
 def test_messages_without_tags_give_the_same_bits() -> None:
-    for told in ranks.pool(3).run(untagged_cases.sent):
-        assert all(told.values()), told
+    for equal in ranks.pool(3).run(untagged_cases.sent):
+        assert all(equal.values()), equal
 
 
 def test_headers_lie_where_the_backend_sends_from() -> None:
@@ -60,8 +60,8 @@ def test_what_comes_lies_on_the_device_of_the_call_where_nothing_goes(monkeypatc
     comm._group = lambda: group  # type: ignore[assignment]
     comm.sent, comm.messages = Counter(), Counter()
     meta = torch.device("meta")
-    heard = comm.exchange("kind", {}, {2: Block((3, 5), torch.float32, meta)}).wait()
+    heard = comm.exchange("kind", {}, {2: ReceiveBuffer((3, 5), torch.float32, meta)}).wait()
     assert heard[2].device == meta and [(op[0], op[1].device, op[2]) for op in seen[0]] == [(dist.irecv, meta, 2)]
-    comm.exchange("kind", {1: torch.empty(7, device=meta)}, {1: Block((2,), torch.int8, meta)}).wait()
+    comm.exchange("kind", {1: torch.empty(7, device=meta)}, {1: ReceiveBuffer((2,), torch.int8, meta)}).wait()
     assert [(op[0], op[1].numel()) for op in seen[1]] == [(dist.irecv, 2), (dist.isend, 28)] and len(seen) == 2
     assert messages.has_tags(torch.device("cpu")) and not messages.has_tags(meta)

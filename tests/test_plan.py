@@ -44,9 +44,9 @@ def test_cache_bytes_are_those_of_the_keys_and_values_of_a_token(shape: dict[str
         mha(torch.zeros(1, tokens, mha.d_model, dtype=dtype))
     (call,) = seen.calls
     assert call.value is not None
-    held = sum(t.numel() * t.element_size() for t in (call.key, call.value)) * layers // tokens
+    expected = sum(t.numel() * t.element_size() for t in (call.key, call.value)) * layers // tokens
     sizes = {name: size for name, size in shape.items() if name != "bias"}
-    assert plan.kv_bytes_per_token(**sizes, num_layers=layers, bytes_per_number=dtype.itemsize) == held
+    assert plan.kv_bytes_per_token(**sizes, num_layers=layers, bytes_per_number=dtype.itemsize) == expected
 
 
 def test_sharing_keys_and_values_shrinks_the_cache_by_the_group() -> None:

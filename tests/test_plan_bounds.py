@@ -178,8 +178,8 @@ def test_tied_heads_that_are_marked() -> None:
 @pytest.mark.parametrize("layers", [["full_attention"] * 2 + ["sliding_attention"], None])
 def test_the_layers_a_window_begins_at(layers: list[str] | None) -> None:
     sizes = {"model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 5}
-    found = model_of({**sizes, "max_window_layers": 2, "layer_types": layers})
-    assert [layer.window for layer in found.layers] == [None, None, 5]
+    model = model_of({**sizes, "max_window_layers": 2, "layer_types": layers})
+    assert [layer.window for layer in model.layers] == [None, None, 5]
     odd = model_of({**sizes, "model_type": "qwen2_moe", "num_hidden_layers": 5, "max_window_layers": 4})
     assert [layer.window for layer in odd.layers] == [5, None, 5, None, None]
     every = model_of({"model_type": "gemma2", "sliding_window": None, "num_hidden_layers": 4})

@@ -52,6 +52,7 @@ def tiny(name: str, seed: int = 0) -> tuple[Model, Any, Any]:
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CACHED)
 def test_cache_bytes_are_those_transformers_holds_and_sets_aside(name: str) -> None:
     for seed in (0, 1):
@@ -69,8 +70,8 @@ def test_states_have_the_dtypes_that_transformers_gives_them(name: str) -> None:
     )
     ours, config, real = tiny(name, seed)
     assert ours.number_bytes == 2
-    held = dynamic_cache_bytes(name, config, real.to(torch.bfloat16), TOKENS)
-    assert held == costs.cache_bytes(ours, TOKENS, 2) + costs.state_bytes(ours)
+    expected = dynamic_cache_bytes(name, config, real.to(torch.bfloat16), TOKENS)
+    assert expected == costs.cache_bytes(ours, TOKENS, 2) + costs.state_bytes(ours)
 
 
 def test_windows_and_latents_are_among_what_was_measured() -> None:
@@ -83,19 +84,21 @@ def test_windows_and_latents_are_among_what_was_measured() -> None:
 def test_a_cache_that_ignores_windows_would_be_seen() -> None:
     """Planted: every layer counted whole."""
     model, config, real = tiny("mistral")
-    held = dynamic_cache_bytes("mistral", config, real, TOKENS)
-    assert costs.cache_bytes(model, TOKENS, FLOAT32, windowed=False) != held
+    expected = dynamic_cache_bytes("mistral", config, real, TOKENS)
+    assert costs.cache_bytes(model, TOKENS, FLOAT32, windowed=False) != expected
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SINGLE)
 def test_prefill_is_the_matrix_products_that_run(name: str) -> None:
     ours, theirs = compared_prefill(name, *tiny(name))
     assert ours == theirs
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", [name for name in CACHED if name != KEEPS_ALL])
 def test_a_decoded_token_is_the_matrix_products_that_run(name: str) -> None:
     ours, theirs = compared_decode(name, *tiny(name, seed=2))

@@ -63,6 +63,7 @@ def weights_of(ours: Model, out: Any) -> list[tuple[AttentionLayer, torch.Tensor
     return [(layer, stacks[layer.role][layer.index]) for layer in ours.layers]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SINGLE)
 def test_attention_is_counted_where_weights_come_out(name: str) -> None:
     """Masked weights are exactly 0: so each layer's pairs are counted, and the whole matrix is what eager writes."""
@@ -121,6 +122,7 @@ def next_token(name: str, config: Any, real: Any, tokens: int, source: int) -> t
     return inputs, first.past_key_values
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", [name for name in SINGLE if "moe" not in architectures()[name]])
 def test_what_a_token_passes_is_what_is_called(name: str) -> None:
     """For an encoder-decoder: one decoded token, which passes neither the encoder nor what made the memory's keys."""
@@ -135,6 +137,7 @@ def test_what_a_token_passes_is_what_is_called(name: str) -> None:
     assert ours.active_parameters() == called + taken
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", CACHED)
 def test_one_more_token_takes_the_bytes_a_cache_grows_by(name: str) -> None:
     """The source of an encoder-decoder stays as it is, and so does what cross-attention holds of it."""

@@ -23,12 +23,12 @@ def test_a_heads_plan_is_what_modules_of_those_heads_hold() -> None:
     assert after is not None
     sizes = [(layer.num_heads, layer.num_kv_heads) for layer in after.model.layers]
     assert sizes == [(8, 2), (3, 2), (8, 2)]
-    held = [headwise.MultiHeadAttention(64, 8, num_kv_heads=2, head_dim=8) for _ in range(2)]
+    modules = [headwise.MultiHeadAttention(64, 8, num_kv_heads=2, head_dim=8) for _ in range(2)]
     pruned = headwise.MultiHeadAttention(64, 8, num_kv_heads=4, head_dim=8)
     matrices = [pruned.head(h) for h in (0, 1, 3)]
     queries = sum(head.W_Q.numel() + head.W_O.numel() for head in matrices)
     keys = sum(head.W_K.numel() + head.W_V.numel() for head in (matrices[0], matrices[2]))  # heads 0 and 1 share theirs
-    expected = sum(p.numel() for module in held for p in module.parameters()) + queries + keys
+    expected = sum(p.numel() for module in modules for p in module.parameters()) + queries + keys
     assert after.model.attention_parameters() == expected
     assert after.contexts[0].cache_bytes * 2 == whole.contexts[0].cache_bytes
     assert (
@@ -57,9 +57,9 @@ def test_heads_that_share_in_another_order_count_as_those_that_share_in_theirs()
 
 
 def test_latent_heads_can_go_and_leave_the_cache_as_it_is() -> None:
-    found = plan.of("deepseek-v2-lite", heads_plan={"layers": {"*": {"keep": [0, 1, 2, 3]}}})
-    assert found.planned is not None and found.planned.bytes_per_token == found.bytes_per_token
-    assert found.planned.model.attention_parameters() < found.model.attention_parameters()
+    result = plan.of("deepseek-v2-lite", heads_plan={"layers": {"*": {"keep": [0, 1, 2, 3]}}})
+    assert result.planned is not None and result.planned.bytes_per_token == result.bytes_per_token
+    assert result.planned.model.attention_parameters() < result.model.attention_parameters()
 
 
 HEADS_PLANS: list[tuple[Any, str]] = [
@@ -88,11 +88,11 @@ HEADS_PLANS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "told"), HEADS_PLANS, ids=str)
-def test_heads_plans_that_do_not_fit(given: Any, told: str) -> None:
+@pytest.mark.parametrize(("heads_plan", "text"), HEADS_PLANS, ids=str)
+def test_heads_plans_that_do_not_fit(heads_plan: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        plan.of(SMALL, heads_plan=given)
-    assert str(caught.value).startswith(told)
+        plan.of(SMALL, heads_plan=heads_plan)
+    assert str(caught.value).startswith(text)
 
 
 def test_layers_of_two_stacks_have_names_of_their_own() -> None:
@@ -100,8 +100,8 @@ def test_layers_of_two_stacks_have_names_of_their_own() -> None:
     after = apply_heads(
         model, {"layers": {"encoder.0": {"keep": [0]}, "cross.5": {"keep": [1, 2]}, "0": {"keep": [3]}}}
     )
-    found = {(layer.role, layer.index): layer.num_heads for layer in after.layers if layer.num_heads != 8}
-    assert found == {("encoder", 0): 1, ("cross", 5): 2, ("self", 0): 1}
+    heads = {(layer.role, layer.index): layer.num_heads for layer in after.layers if layer.num_heads != 8}
+    assert heads == {("encoder", 0): 1, ("cross", 5): 2, ("self", 0): 1}
 
 
 def test_a_heads_plan_from_a_file(tmp_path: Path) -> None:

@@ -11,7 +11,18 @@ import pytest
 
 from headwise.plan import links
 from headwise.plan.links import LAYOUTS, Link, decode_sent, price, prices, sent
-from headwise.plan.places import Call, head_shares, held, needed, order_of, places, shares, shown, stretches, toured
+from headwise.plan.places import (
+    MeshCall,
+    head_shares,
+    keys_by_rank,
+    needed,
+    order_of,
+    places,
+    shares,
+    shown,
+    stretches,
+    toured,
+)
 
 pytestmark = pytest.mark.unchecked
 SIZES: dict[str, Any] = dict(heads=6, kv_heads=3, head_dim=5, value_dim=7, number_bytes=2)
@@ -25,7 +36,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def sees(call: Call, i: int, j: int) -> bool:
+def sees(call: MeshCall, i: int, j: int) -> bool:
     """Whether query i sees key j, by the definition."""
     at = i + call.cached
     if call.chunk is not None and j // call.chunk != at // call.chunk:
@@ -34,19 +45,19 @@ def sees(call: Call, i: int, j: int) -> bool:
     return near and (call.right is None or j - at <= call.right)
 
 
-def cases() -> Iterator[tuple[Call, int, str]]:
+def cases() -> Iterator[tuple[MeshCall, int, str]]:
     """Masks, lengths and numbers of ranks, where every rank has a query."""
     dice = random.Random(3)
     for mask in MASKS.values():
         for ranks in (1, 2, 3, 5):
             for cached in (0, dice.randint(1, 19)):
                 queries = dice.randint(2 * ranks, 31)
-                call = Call(queries, queries + cached, **SIZES, **mask)
+                call = MeshCall(queries, queries + cached, **SIZES, **mask)
                 for order in {"contiguous", order_of(call, ranks)}:
                     yield call, ranks, order
 
 
-def owners(call: Call, ranks: int, order: Any) -> tuple[list[int], list[int]]:
+def owners(call: MeshCall, ranks: int, order: Any) -> tuple[list[int], list[int]]:
     """The rank of each query and of each key."""
     of_query = [0] * call.queries
     for r, part in enumerate(places(call.queries, ranks, order)):
@@ -56,39 +67,39 @@ def owners(call: Call, ranks: int, order: Any) -> tuple[list[int], list[int]]:
     return of_query, old + of_query
 
 
-def told(what: Callable[[Call, int, str], tuple[Any, Any]]) -> list[str]:
+def differences(what: Callable[[MeshCall, int, str], tuple[Any, Any]]) -> list[str]:
     """The cases whose two numbers differ."""
-    found = []
+    faults = []
     for call, ranks, order in cases():
         ours, slow = what(call, ranks, order)
         if ours != slow:
-            found.append(f"{ranks} ranks, {order}, {call}: {ours}, one at a time {slow}")
-    return found
+            faults.append(f"{ranks} ranks, {order}, {call}: {ours}, one at a time {slow}")
+    return faults
 
 
 def test_keys_that_others_see_are_counted_one_at_a_time() -> None:
-    def both(call: Call, ranks: int, order: Any) -> tuple[Any, Any]:
+    def both(call: MeshCall, ranks: int, order: Any) -> tuple[Any, Any]:
         of_query, of_key = owners(call, ranks, order)
         seen = {(r, j) for i, r in enumerate(of_query) for j, k in enumerate(of_key) if k != r and sees(call, i, j)}
         counts = Counter(r for r, _ in seen)
         return needed(call, ranks, order), tuple(counts[r] for r in range(ranks))
 
-    assert told(both) == []
+    assert differences(both) == []
 
 
 def test_keys_go_to_each_rank_that_sees_them() -> None:
-    def both(call: Call, ranks: int, order: Any) -> tuple[Any, Any]:
+    def both(call: MeshCall, ranks: int, order: Any) -> tuple[Any, Any]:
         of_query, of_key = owners(call, ranks, order)
         counts = [0] * ranks
         for j, owner in enumerate(of_key):
             counts[owner] += len({r for i, r in enumerate(of_query) if r != owner and sees(call, i, j)})
         return shown(call, ranks, order), tuple(counts)
 
-    assert told(both) == []
+    assert differences(both) == []
 
 
 def test_queries_on_the_way_go_as_far_as_keys_that_they_see() -> None:
-    def both(call: Call, ranks: int, order: Any) -> tuple[Any, Any]:
+    def both(call: MeshCall, ranks: int, order: Any) -> tuple[Any, Any]:
         if call.bounded:
             return 0, 0
         of_query, of_key = owners(call, ranks, order)
@@ -103,11 +114,11 @@ def test_queries_on_the_way_go_as_far_as_keys_that_they_see() -> None:
                 sends[(owner - hop) % ranks] += 1
         return toured(call, ranks, order), (tuple(sends), tuple(answers))
 
-    assert told(both) == []
+    assert differences(both) == []
 
 
 def test_the_work_of_each_rank_is_counted_pair_by_pair() -> None:
-    def both(call: Call, ranks: int, order: Any) -> tuple[Any, Any]:
+    def both(call: MeshCall, ranks: int, order: Any) -> tuple[Any, Any]:
         of_query, of_key = owners(call, ranks, order)
         seen = [(r, k) for i, r in enumerate(of_query) for j, k in enumerate(of_key) if sees(call, i, j)]
         by_query, by_key = Counter(r for r, _ in seen), Counter(k for _, k in seen)
@@ -121,13 +132,13 @@ def test_the_work_of_each_rank_is_counted_pair_by_pair() -> None:
         slow.append(tuple(count * len(seen) for count in heads))
         return ours, slow
 
-    assert told(both) == []
+    assert differences(both) == []
 
 
 def test_an_all_to_all_is_counted_number_by_number() -> None:
     """Each query head of each token goes to the rank of the head, each key-value head to all that read it."""
     for ranks in (1, 2, 3, 4, 5, 6, 8):
-        call = Call(29, 29 + 11, **SIZES)
+        call = MeshCall(29, 29 + 11, **SIZES)
         of_query, of_key = owners(call, ranks, "zigzag")
         of_head = head_shares(6, 3, ranks)
         there, back = [0] * ranks, [0] * ranks
@@ -155,17 +166,17 @@ def test_an_all_to_all_is_counted_number_by_number() -> None:
 def test_heads_are_cut_into_whole_groups_or_into_parts_of_one() -> None:
     for heads, kv_heads in ((8, 8), (8, 4), (12, 3), (8, 1), (7, 7), (6, 2)):
         for ranks in range(1, 14):
-            found = head_shares(heads, kv_heads, ranks)
-            assert len(found) == ranks
-            assert [h for share in found for h in range(*share.query)] == list(range(heads))
-            for share in found:
+            shares = head_shares(heads, kv_heads, ranks)
+            assert len(shares) == ranks
+            assert [h for share in shares for h in range(*share.query)] == list(range(heads))
+            for share in shares:
                 read = {h * kv_heads // heads for h in range(*share.query)}
                 assert read == set(range(*share.kv)) and share.heads == len(range(*share.query))
     assert [share.kv[0] for share in head_shares(8, 2, 8)] == [r * 2 // 8 for r in range(8)]
 
 
 def test_the_bytes_of_a_layout_are_its_numbers_times_their_size() -> None:
-    call = Call(31, 31, **SIZES, batch=3)
+    call = MeshCall(31, 31, **SIZES, batch=3)
     kv = 3 * (5 + 7)
     ring = shown(call, 4)
     assert sent(call, "ring", 4) == tuple(3 * 2 * kv * n for n in ring)
@@ -173,7 +184,7 @@ def test_the_bytes_of_a_layout_are_its_numbers_times_their_size() -> None:
     assert sent(call, "ring", 4, backward=True) == tuple(
         3 * kv * (2 * n + 4 * back) for n, back in zip(ring, home, strict=True)
     )
-    own = held(call, 4)
+    own = keys_by_rank(call, 4)
     assert sum(own) == 31
     assert sent(call, "gather", 4) == tuple(3 * 2 * kv * 3 * n for n in own)
     assert sent(call, "gather", 4, backward=True) == tuple(3 * kv * (2 * 3 * n + 4 * (31 - n)) for n in own)
@@ -184,7 +195,7 @@ def test_the_bytes_of_a_layout_are_its_numbers_times_their_size() -> None:
     assert sent(call, "pass_q", 4, backward=True) == tuple(
         3 * 6 * (n * ((5 + 7) * 2 + 8) + m * 5 * 4) for n, m in zip(goes, answers, strict=True)
     )
-    latent = Call(32, 32, **SIZES, latent=11)
+    latent = MeshCall(32, 32, **SIZES, latent=11)
     assert sent(latent, "gather", 4) == (8 * 3 * 11 * 2,) * 4
     assert sent(latent, "ulysses", 2)[0] == 2 * (16 * 3 * 5 + 16 * 11 + 16 * 3 * 7) - 2 * 16 * (4 - 3) * (5 - 7)
 
@@ -193,20 +204,20 @@ def test_the_formulas_of_the_field_are_met_where_all_divides() -> None:
     """Facts of issue 16: ring and gather (N-1) T/N 2K D e; all-to-all (N-1)/N T/N (2H + 2 max(K, N)) D e."""
     T, H, K, D, e = 64, 8, 4, 16, 2
     for N in (2, 4, 8):
-        call = Call(T, T, H, K, D, D, e, right=None)
+        call = MeshCall(T, T, H, K, D, D, e, right=None)
         assert set(sent(call, "ring", N)) == set(sent(call, "gather", N)) == {(N - 1) * T // N * 2 * K * D * e}
         assert set(sent(call, "ulysses", N)) == {(N - 1) * (T // N) * (2 * H + 2 * max(K, N)) * D * e // N}
         ways = (N - 1) * T // N
         assert set(sent(call, "pass_q", N)) == {ways * H * D * e + ways * H * (D * 4 + 4)}
         assert set(links.all_reduce(T * 96, N)) == {2 * (N - 1) * T * 96 // N}
-        window = Call(T, T, H, K, D, D, e, left=5)
+        window = MeshCall(T, T, H, K, D, D, e, left=5)
         assert max(sent(window, "ring", N)) == 5 * 2 * K * D * e  # whatever N
-    causal = Call(T, T, H, K, D, D, e)
+    causal = MeshCall(T, T, H, K, D, D, e)
     assert sent(causal, "ring", 4)[3] == 3 * T // 4 * 2 * K * D * e
 
 
 def test_a_decoded_token_merges_partial_outputs() -> None:
-    call = Call(1, 101, 8, 2, 16, 12, 2, batch=3)
+    call = MeshCall(1, 101, 8, 2, 16, 12, 2, batch=3)
     parts, merged, queries = 18 * (12 * 4 + 4), 3 * 6 * 12 * 2, 3 * 6 * 16 * 2  # of 24 rows six are each rank's
     assert decode_sent(call, 4) == (parts + merged,) * 4
     assert decode_sent(call, 4, owners=1) == (parts + merged, *(merged,) * 3)
@@ -217,10 +228,10 @@ def test_a_decoded_token_merges_partial_outputs() -> None:
 
 
 def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
-    call = Call(8192, 8192, 32, 8, 128, 128)
-    found = prices(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14)
-    assert [cost.seconds for cost in found] == sorted(cost.seconds or 0 for cost in found)
-    assert {cost.layout for cost in found} == set(LAYOUTS)
+    call = MeshCall(8192, 8192, 32, 8, 128, 128)
+    costs = prices(call, 4, link=Link(50e9, 2e-6), flop_rate=1e14)
+    assert [cost.seconds for cost in costs] == sorted(cost.seconds or 0 for cost in costs)
+    assert {cost.layout for cost in costs} == set(LAYOUTS)
     ring = price(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14)
     assert ring.link_seconds == ring.bytes / 50e9 + 3 * 2e-6 and ring.messages == 3
     assert ring.compute_seconds == 2 * ring.pairs * 256 / 1e14 and ring.seconds == max(
@@ -231,37 +242,46 @@ def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
     back = price(call, "ring", 4, link=Link(50e9, 2e-6), flop_rate=1e14, backward=True)
     assert back.compute_seconds == 2 * back.pairs * 5 * 128 / 1e14
     assert price(call, "ring", 4).seconds is None and price(call, "ring", 1).bytes == 0
-    assert "pass_q" not in {cost.layout for cost in prices(Call(64, 64, 8, 2, 4, 4, left=3), 4)}
+    assert "pass_q" not in {cost.layout for cost in prices(MeshCall(64, 64, 8, 2, 4, 4, left=3), 4)}
     assert prices(call, 4)[0].bytes == min(cost.bytes for cost in prices(call, 4))
 
 
 def test_zigzag_makes_causal_work_even() -> None:
     """As issue 16's facts say: the busiest of 8 has 1.875 times the mean in one stretch, 1.0 in zigzag."""
-    call = Call(8192, 8192, 1, 1, 4, 4)
+    call = MeshCall(8192, 8192, 1, 1, 4, 4)
     mean = call.pairs(8192) / 8
     assert round(max(links.pairs(call, 8, order="contiguous")) / mean, 3) == 1.875
     assert round(max(links.pairs(call, 8)) / mean, 3) == 1.0
-    window = Call(8192, 8192, 1, 1, 4, 4, left=511)
+    window = MeshCall(8192, 8192, 1, 1, 4, 4, left=511)
     assert round(max(links.pairs(window, 8)) / (window.pairs(8192) / 8), 2) == 1.03
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: Call(0, 5, 4, 2, 8, 8), "queries is at least 1; got 0"),
-    (lambda: Call(5, 4, 4, 2, 8, 8), "keys is at least queries; got 4 keys and 5 queries"),
-    (lambda: Call(5, 5, 4, 3, 8, 8), "heads must be a multiple of kv_heads; got 4 and 3"),
+    (lambda: MeshCall(0, 5, 4, 2, 8, 8), "queries is at least 1; got 0"),
+    (lambda: MeshCall(5, 4, 4, 2, 8, 8), "keys is at least queries; got 4 keys and 5 queries"),
+    (lambda: MeshCall(5, 5, 4, 3, 8, 8), "heads must be a multiple of kv_heads; got 4 and 3"),
     (
-        lambda: Call(5, 5, 4, 2, 8, 8, left=2, right=1),
+        lambda: MeshCall(5, 5, 4, 2, 8, 8, left=2, right=1),
         "a mask is causal (right = 0), both ways alike (right = left), or",
     ),
-    (lambda: Call(5, 5, 4, 2, 8, 8, left=-1), "left is at least 1; got -1"),
-    (lambda: sent(Call(5, 5, 4, 2, 8, 8), "star", 2), "layout is one of ring, gather, ulysses, pass_q; got 'star'"),  # type: ignore[arg-type]
-    (lambda: sent(Call(5, 5, 4, 2, 8, 8), "ring", 0), "ranks is at least 1; got 0"),
-    (lambda: sent(Call(5, 5, 4, 2, 8, 8), "ring", 2, order="x"), "order is contiguous or zigzag; got 'x'"),  # type: ignore[arg-type]
-    (lambda: sent(Call(5, 5, 4, 2, 8, 8, left=2), "ring", 2, order="zigzag"), "zigzag is for causal attention without"),
-    (lambda: sent(Call(5, 5, 4, 2, 8, 8, left=2), "pass_q", 2), 'layout "pass_q" is for masks without bound; a window'),
-    (lambda: decode_sent(Call(1, 5, 4, 2, 8, 8), 2, owners=3), "owners is at most ranks; got 3 of 2"),
+    (lambda: MeshCall(5, 5, 4, 2, 8, 8, left=-1), "left is at least 1; got -1"),
     (
-        lambda: decode_sent(Call(1, 5, 4, 2, 8, 8), 3, everywhere=False),
+        lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "star", 2),
+        "layout is one of ring, gather, ulysses, pass_q; got 'star'",
+    ),  # type: ignore[arg-type]
+    (lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "ring", 0), "ranks is at least 1; got 0"),
+    (lambda: sent(MeshCall(5, 5, 4, 2, 8, 8), "ring", 2, order="x"), "order is contiguous or zigzag; got 'x'"),  # type: ignore[arg-type]
+    (
+        lambda: sent(MeshCall(5, 5, 4, 2, 8, 8, left=2), "ring", 2, order="zigzag"),
+        "zigzag is for causal attention without",
+    ),
+    (
+        lambda: sent(MeshCall(5, 5, 4, 2, 8, 8, left=2), "pass_q", 2),
+        'layout "pass_q" is for masks without bound; a window',
+    ),
+    (lambda: decode_sent(MeshCall(1, 5, 4, 2, 8, 8), 2, owners=3), "owners is at most ranks; got 3 of 2"),
+    (
+        lambda: decode_sent(MeshCall(1, 5, 4, 2, 8, 8), 3, everywhere=False),
         "ranks that pass their own heads divide the 4 heads; got 3 ranks",
     ),
 ]
@@ -276,6 +296,6 @@ def test_what_cannot_be_is_refused(call: Callable[[], Any], text: str) -> None:
 
 def test_shares_of_nothing_and_of_less_than_one_each() -> None:
     assert shares(0, 3) == (0, 0, 0) and shares(2, 3) == (1, 1, 0)
-    call = Call(2, 2, **SIZES)
+    call = MeshCall(2, 2, **SIZES)
     assert order_of(call, 3) == "contiguous"
     assert shown(call, 3) == (1, 0, 0) and needed(call, 3) == (0, 1, 0)

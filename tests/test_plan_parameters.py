@@ -31,6 +31,7 @@ pytestmark = pytest.mark.unchecked
 SAMPLE = 3
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SINGLE)
 def test_parameters_are_those_of_the_model_transformers_builds(name: str) -> None:
     for seed in range(SAMPLE):
@@ -76,12 +77,12 @@ def test_attention_s_share_is_that_of_the_attention_modules(name: str) -> None:
     fields = random_config(name, random.Random(5))
     model = build(name, config_of(name, fields))
     inside = ("attn.", "attention.self.", "attention.output.dense", "Attention.", "encoder_attn.")
-    held = sum(
+    expected = sum(
         p.numel()
         for key, p in model.named_parameters()
         if any(part in key for part in inside) and "relative" not in key
     )
-    assert model_of({**fields, "model_type": name}).attention_parameters() == held
+    assert model_of({**fields, "model_type": name}).attention_parameters() == expected
 
 
 def test_there_are_enough_architectures() -> None:
@@ -103,6 +104,7 @@ CANNOT_BE_BUILT = ("ministral", "nemotron", "hunyuan_v1_dense")  # transformers'
 REFUSED_DEFAULTS = ("glm4_moe", "deepseek_v2", "bamba")  # 4096 / 96 heads; null experts a token; no attention layer
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", sorted({*SINGLE} - {*CANNOT_BE_BUILT, *REFUSED_DEFAULTS}))
 def test_defaults_are_those_of_the_config_class(name: str) -> None:
     """A field that a config.json leaves out has transformers' value."""
@@ -129,6 +131,7 @@ OTHER: dict[type, Any] = {bool: lambda v: not v, int: lambda v: v + 1, float: la
 NOT_FREE = {"rope_parameters", "chunk_size_feed_forward", "n_group", "topk_group", "return_dict", "is_encoder_decoder"}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", SINGLE)
 def test_neutral_fields_change_no_count(name: str) -> None:
     """All fields called neutral are changed at once (those with a number or a bool): the model stays as large."""
@@ -176,6 +179,7 @@ def test_other_names_of_a_field_count_the_same(name: str, alias: str, field: str
 LOOKS_FOR_MORE = ["llama", "qwen2", "gpt_neox", "bloom", "stablelm", "olmoe", "phi", "deepseek_v3", "bart"]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", LOOKS_FOR_MORE)
 def test_fields_of_other_architectures_change_nothing_unseen(name: str) -> None:
     """The script does it for all; here those whose code looks for fields that their config class does not have."""
@@ -252,8 +256,8 @@ MARKED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("config", "text"), MARKED, ids=[text[:40] for _, text in MARKED])
 def test_what_is_left_out_is_marked(config: dict[str, Any], text: str) -> None:
-    found = plan.of(config)
-    assert not found.exact and found.notes[0].startswith(text)
+    result = plan.of(config)
+    assert not result.exact and result.notes[0].startswith(text)
     assert plan.of({"model_type": config["model_type"]}).exact
 
 

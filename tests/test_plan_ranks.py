@@ -14,7 +14,7 @@ from headwise.plan.grid import Grid, call_of, local, spread
 from headwise.plan.links import Link
 from headwise.plan.model import Model, model_of
 from headwise.plan.over import FAR
-from headwise.plan.places import Call
+from headwise.plan.places import MeshCall
 from headwise.plan.units import link as read_link
 from headwise.plan.units import show_seconds
 
@@ -61,8 +61,8 @@ def test_one_rank_is_one_machine(name: str) -> None:
     model, tokens, batch = made(name), 61, 3
     one = spread(model, Grid(1, 1, SLOW, 1e9, 1e12), tokens, batch=batch, kv_dtype="fp32")
     assert one.weight_bytes == model.stored_bytes() and one.sent() == 0
-    held = costs.cache_bytes(model, tokens, 4, batch=batch) + costs.state_bytes(model, batch=batch)
-    assert one.cache_bytes == held
+    expected = costs.cache_bytes(model, tokens, 4, batch=batch) + costs.state_bytes(model, batch=batch)
+    assert one.cache_bytes == expected
     assert one.prefill.compute == pytest.approx(costs.prefill(model, tokens, batch=batch).total / 1e12)
     assert one.prefill.link == 0 and sum(layer.count for layer in one.layers) == len(model.layers)
     token = costs.decode(model, tokens, batch=batch)
@@ -70,7 +70,9 @@ def test_one_rank_is_one_machine(name: str) -> None:
         assert one.decode is None
         return
     assert one.decode is not None and one.decode.compute == pytest.approx(token.total / 1e12)
-    assert one.decode.memory == pytest.approx((costs.weight_bytes_read(model) + held) / 1e9) and one.decode.link == 0
+    assert (
+        one.decode.memory == pytest.approx((costs.weight_bytes_read(model) + expected) / 1e9) and one.decode.link == 0
+    )
 
 
 @pytest.mark.parametrize("name", ["plain", "windows", "latent"])
@@ -128,7 +130,7 @@ def test_a_window_needs_a_halo_however_many_ranks() -> None:
         assert ring.bytes == 12 * 2 * 2 * 10 * 2  # W - 1 keys and values of 2 heads of 10 numbers of 2 bytes
         assert window.choose.layout == "ring" and "pass_q" not in window.backward
     assert call_of(made("chunks").layers[0], 64, 2).chunk == 16
-    assert call_of(made("encoder").layers[1], 64, 2) == Call(64, 64, 6, 6, 8, 8, 2, left=6, right=6)
+    assert call_of(made("encoder").layers[1], 64, 2) == MeshCall(64, 64, 6, 6, 8, 8, 2, left=6, right=6)
 
 
 def test_a_decoded_token_sends_two_sums_and_partial_outputs() -> None:
@@ -162,21 +164,21 @@ def test_without_speeds_only_the_link_is_told() -> None:
 
 
 def test_scaling_goes_to_4096_ranks_and_ten_million_tokens() -> None:
-    found = plan.over("llama-3-8b", "50GB/s,2us", tensor=8, ranks=16, tokens=131072, flops="400TF", bandwidth="3TB/s")
+    result = plan.over("llama-3-8b", "50GB/s,2us", tensor=8, ranks=16, tokens=131072, flops="400TF", bandwidth="3TB/s")
     by_tokens: dict[int, list[Any]] = {}
-    for row in found.scaling:
+    for row in result.scaling:
         by_tokens.setdefault(row.tokens, []).append(row)
     assert set(by_tokens) == {131072, FAR}
     for rows in by_tokens.values():
         assert [row.ranks for row in rows] == [8 * 2**i for i in range(10)]
         times = [row.prefill_seconds for row in rows]
         assert times == sorted(times, reverse=True) and rows[0].efficiency == 1.0
-        held = [row.rank_bytes for row in rows]
-        assert held == sorted(held, reverse=True)
+        sizes = [row.rank_bytes for row in rows]
+        assert sizes == sorted(sizes, reverse=True)
         assert all(0 <= row.link_share < 1 for row in rows)
     here = next(row for row in by_tokens[131072] if row.ranks == 128)
-    assert here.prefill_seconds == found.spread.prefill.total
-    assert found.spread.weight_bytes == 2 * (8030261248 - 4096 * 65) // 8 + 2 * 4096 * 65
+    assert here.prefill_seconds == result.spread.prefill.total
+    assert result.spread.weight_bytes == 2 * (8030261248 - 4096 * 65) // 8 + 2 * 4096 * 65
     short = plan.over(LLAMA, "50GB/s,2us", tokens=6)
     assert [row.ranks for row in short.scaling if row.tokens == 6] == [1, 2, 4]
 
@@ -198,10 +200,10 @@ def test_the_command_prints_tables_or_json() -> None:
         "4,096",
     ):
         assert word in result.stdout
-    told = json.loads(ran(*command, "--json").stdout)
-    assert (told["ranks"], told["tokens"], told["prefill"]["compute"]) == (32, 32768, None)
-    assert {layer["kind"] for layer in told["layers"]} == {"causal", "window 1024"}
-    assert {"ring", "gather", "ulysses"} <= {one["layout"] for one in told["layers"][1]["layouts"]}
+    report = json.loads(ran(*command, "--json").stdout)
+    assert (report["ranks"], report["tokens"], report["prefill"]["compute"]) == (32, 32768, None)
+    assert {layer["kind"] for layer in report["layers"]} == {"causal", "window 1024"}
+    assert {"ring", "gather", "ulysses"} <= {one["layout"] for one in report["layers"][1]["layouts"]}
 
 
 WRONG: list[tuple[list[str], str]] = [

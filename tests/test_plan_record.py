@@ -111,14 +111,14 @@ HOSTILE: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), HOSTILE, ids=[text[:30] for text, _ in HOSTILE])
-def test_hostile_configs_get_one_line(text: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), HOSTILE, ids=[text[:30] for text, _ in HOSTILE])
+def test_hostile_configs_get_one_line(text: str, message: str, tmp_path: Path) -> None:
     if text.startswith('{"') and text.endswith("}"):
         text = '{"model_type": "llama", ' + text[1:]
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError) as caught:
         plan.of(tmp_path)
-    assert told in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 400
+    assert message in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
 def test_a_file_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
@@ -177,18 +177,18 @@ def test_any_value_in_any_field_is_answered_or_refused(model_type: str) -> None:
         for value in dice.sample(VALUES, 5):
             config = {**start, field: value, "model_type": model_type}
             try:
-                found = plan.of(config, context=(1, 10), bandwidth=1.0)
+                result = plan.of(config, context=(1, 10), bandwidth=1.0)
             except ValueError as wrong:
                 assert str(wrong).isprintable() and len(str(wrong)) < 400
             else:
-                json.dumps(found.to_dict(), allow_nan=False)
-                assert found.model.total_parameters() > 0
+                json.dumps(result.to_dict(), allow_nan=False)
+                assert result.model.total_parameters() > 0
 
 
 def test_many_layers_are_answered_all_the_same() -> None:
     start = time.process_time()
-    found = plan.of({**SMALL, "num_hidden_layers": 10_000}, context=100, bandwidth=1e12)
-    assert found.model.total_parameters() > 10_000 * 64 and time.process_time() - start < 30
+    result = plan.of({**SMALL, "num_hidden_layers": 10_000}, context=100, bandwidth=1e12)
+    assert result.model.total_parameters() > 10_000 * 64 and time.process_time() - start < 30
 
 
 @pytest.mark.parametrize("payload", PAYLOADS[::3])
@@ -221,11 +221,11 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "told"), ARGUMENTS, ids=str)
-def test_wrong_arguments(arguments: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), ARGUMENTS, ids=str)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         plan.of(SMALL, **arguments)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("speed", ["1e99", 1])
@@ -234,8 +234,8 @@ def test_the_slowest_and_the_fastest_machine(speed: Any) -> None:
     least = {**SMALL, "hidden_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 1,
              "num_hidden_layers": 1, "vocab_size": 1}  # fmt: skip
     for config in (least, {**SMALL, "num_hidden_layers": 10_000}):
-        found = plan.of(config, context=(1, 10**10), batch=10**7, bandwidth=speed, flops=speed)
-        json.dumps(found.to_dict(), allow_nan=False)
+        result = plan.of(config, context=(1, 10**10), batch=10**7, bandwidth=speed, flops=speed)
+        json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_something_that_is_no_config() -> None:
@@ -247,21 +247,21 @@ def test_something_that_is_no_config() -> None:
 
 
 def test_the_record_is_frozen_and_goes_to_json() -> None:
-    found = plan.of("gemma-3-1b", bandwidth="1TB/s", flops="100TF", heads_plan={"layers": {"*": {"keep": [0, 2]}}})
+    result = plan.of("gemma-3-1b", bandwidth="1TB/s", flops="100TF", heads_plan={"layers": {"*": {"keep": [0, 2]}}})
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.batch = 2  # type: ignore[misc]
-    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert told["contexts"][1]["cache_bytes"] == found.contexts[1].cache_bytes
-    assert told["planned"]["parameters"]["attention"] < told["parameters"]["attention"]
-    assert len(told["layers"]) == 26 and told["layers"][5]["window"] is None and told["layers"][4]["window"] == 512
-    assert told["contexts"][0]["floors"][0]["binds"] == "weights"
-    assert set(told["parameters"]) == {*ROOMS, "towers", "total"}
+        result.batch = 2  # type: ignore[misc]
+    data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert data["contexts"][1]["cache_bytes"] == result.contexts[1].cache_bytes
+    assert data["planned"]["parameters"]["attention"] < data["parameters"]["attention"]
+    assert len(data["layers"]) == 26 and data["layers"][5]["window"] is None and data["layers"][4]["window"] == 512
+    assert data["contexts"][0]["floors"][0]["binds"] == "weights"
+    assert set(data["parameters"]) == {*ROOMS, "towers", "total"}
 
 
 def test_what_is_printed() -> None:
-    found = str(plan.of("deepseek-v3", context=8192, bandwidth="3.35TB/s", flops="990TF"))
-    for told in ("70,272 B", "MLA", "W_Q", "W_DKV", "671,026,404,352", "7,808 (layers x heads)", "bound by", "exact:"):
-        assert told in found
+    text = str(plan.of("deepseek-v3", context=8192, bandwidth="3.35TB/s", flops="990TF"))
+    for part in ("70,272 B", "MLA", "W_Q", "W_DKV", "671,026,404,352", "7,808 (layers x heads)", "bound by", "exact:"):
+        assert part in text
     small = str(plan.of({**SMALL, "[bold]x[/bold]": 1}, context=10))
     assert "[bold]x[/bold]" in small and "not counted or not known" in small
     encoder = str(plan.of("bert-base", context=512))
@@ -280,8 +280,8 @@ def test_the_svg_is_an_image_and_carries_no_script() -> None:
     image = ElementTree.fromstring(plan.svg(plans))
     lines = [element for element in image.iter() if element.tag.endswith("polyline")]
     assert len(lines) == 4 and "bert" not in plan.svg(plans)
-    held, reserved = (line.get("points", "").split()[-1] for line in (lines[1], lines[0]))
-    assert float(held.split(",")[1]) > float(reserved.split(",")[1])  # lower on the page
+    cache, reserved = (line.get("points", "").split()[-1] for line in (lines[1], lines[0]))
+    assert float(cache.split(",")[1]) > float(reserved.split(",")[1])  # lower on the page
     for page in (plans[0]._repr_html_(), plans[2]._repr_html_()):
         assert "<script" not in page and "<pre>" in page
     with pytest.raises(ValueError, match="an encoder keeps no cache, so there is nothing to draw"):

@@ -47,11 +47,11 @@ def test_operations_of_a_picture_are_the_products_that_run(name: str) -> None:
 
 
 def test_tokens_that_are_not_fixed_have_no_operations() -> None:
-    found = plan.of({"model_type": "qwen2_vl"})
-    [tower] = found.model.towers
-    assert tower.tokens is None and tower.flops() is None and found.to_dict()["towers"][0]["flops"] is None
+    result = plan.of({"model_type": "qwen2_vl"})
+    [tower] = result.model.towers
+    assert tower.tokens is None and tower.flops() is None and result.to_dict()["towers"][0]["flops"] is None
     assert f"of which vision {tower.parameter_count():,}: 32 layers of 16 heads" in " ".join(
-        str(found).replace("│", " ").split()
+        str(result).replace("│", " ").split()
     )
 
 
@@ -87,8 +87,8 @@ def test_the_text_model_s_counts_are_its_own() -> None:
 
 def test_towers_are_told_as_their_config_has_them() -> None:
     fields = {"model_type": "llava", "text_config": {"model_type": "llama"}, "odd": 1}
-    found = model_of({**fields, "vision_config": {"model_type": "clip_vision_model", "stranger": 2}})
-    assert found.notes == ("fields that are not known, taken to change no count: 'vision_config.stranger', 'odd'",)
+    model = model_of({**fields, "vision_config": {"model_type": "clip_vision_model", "stranger": 2}})
+    assert model.notes == ("fields that are not known, taken to change no count: 'vision_config.stranger', 'odd'",)
     assert set(plan.known()["architectures"]) >= set(COMPOSITE)
 
 

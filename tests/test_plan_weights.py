@@ -38,9 +38,9 @@ def test_deepseek_s_numbers_are_those_of_its_files_by_dtype() -> None:
 
 @pytest.mark.parametrize(("card", "size"), [("gpt-oss-20b", 13_761_264_768), ("gpt-oss-120b", 65_248_815_744)])
 def test_gpt_oss_takes_the_bytes_of_its_files(card: str, size: int) -> None:
-    found = plan.of({**plan.cards()[card]["config"], "quantization_config": MXFP4})
-    assert found.model.stored_bytes() == size and found.exact
-    assert found.to_dict()["packing"] == "mxfp4" and "mxfp4" in str(found)
+    result = plan.of({**plan.cards()[card]["config"], "quantization_config": MXFP4})
+    assert result.model.stored_bytes() == size and result.exact
+    assert result.to_dict()["packing"] == "mxfp4" and "mxfp4" in str(result)
 
 
 def test_fp8_is_what_transformers_builds() -> None:
@@ -103,8 +103,8 @@ def test_a_step_reads_packed_weights() -> None:
 
 def test_what_is_left_unquantised_is_told() -> None:
     about = {"quant_method": "awq", "modules_to_not_convert": ["lm_head", "model.layers.3.mlp.up_proj"]}
-    found = plan.of({"model_type": "llama", "quantization_config": about})
-    assert found.notes == (
+    result = plan.of({"model_type": "llama", "quantization_config": about})
+    assert result.notes == (
         "weights that the checkpoint leaves unquantised are told as if they were not: 'model.layers.3.mlp.up_proj'",
     )
 
@@ -129,9 +129,9 @@ def test_layers_that_predict_further_tokens_are_counted_apart() -> None:
     card = plan.cards()["deepseek-v3"]["config"]
     without, one = plan.of("deepseek-v3"), plan.of({**card, "num_nextn_predict_layers": 1})
     assert one.model.total_parameters() == without.model.total_parameters() and without.further() is None
-    told = one.further()
-    assert told is not None and told["layers"] == 1 and told["bytes_per_token"] == 2 * 576
-    assert round(told["parameters"] / 1e9, 1) == 11.6
+    extra = one.further()
+    assert extra is not None and extra["layers"] == 1 and extra["bytes_per_token"] == 2 * 576
+    assert round(extra["parameters"] / 1e9, 1) == 11.6
     two = plan.of({**card, "num_nextn_predict_layers": 2}).further()
-    assert two is not None and two == {name: 2 * number for name, number in told.items()}
-    assert f"1: {told['parameters']:,}, cache a token 1,152 B" in str(one)
+    assert two is not None and two == {name: 2 * number for name, number in extra.items()}
+    assert f"1: {extra['parameters']:,}, cache a token 1,152 B" in str(one)

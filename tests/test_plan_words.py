@@ -48,15 +48,15 @@ def test_kinds_of_layers_that_differ() -> None:
 
 def test_learned_positions_end_where_they_end() -> None:
     assert plan.of("gpt2", context=1024).exact and plan.of("gpt2", context=1024).notes == ()
-    found = plan.of("gpt2", context=(1024, 1025, 4096))
-    assert found.notes == ("beyond the 1024 positions the model has learned: 1025, 4096",)
+    result = plan.of("gpt2", context=(1024, 1025, 4096))
+    assert result.notes == ("beyond the 1024 positions the model has learned: 1025, 4096",)
     assert plan.of(SMALL, context=10**9).notes == ()
 
 
 def test_five_unknown_fields_are_named() -> None:
-    told = "fields that are not known, taken to change no count: 'a0', 'a1', 'a2', 'a3', 'a4'"
+    note = "fields that are not known, taken to change no count: 'a0', 'a1', 'a2', 'a3', 'a4'"
     for count, end in ((5, ""), (6, ", ...")):
-        assert plan.of({**SMALL, **{f"a{i}": 1 for i in range(count)}}).notes == (told + end,)
+        assert plan.of({**SMALL, **{f"a{i}": 1 for i in range(count)}}).notes == (note + end,)
 
 
 def test_what_stands_around_the_text_model() -> None:
@@ -114,8 +114,8 @@ def test_latent_attention_as_other_kinds() -> None:
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "t5-small", "mistral-7b", "whisper-tiny", "bert-base"])
 def test_a_batch_is_in_every_number_but_the_floors(name: str) -> None:
     one, three = (plan.of(name, context=10_000, batch=n, bandwidth=1e12).contexts[0] for n in (1, 3))
-    told, many = one.to_dict(), three.to_dict()
-    for key, value in told.items():
+    single, many = one.to_dict(), three.to_dict()
+    for key, value in single.items():
         if key in ("context", "source_tokens", "floors"):
             assert many[key] == value
         elif isinstance(value, dict):
@@ -142,8 +142,8 @@ def rows(shown: object) -> dict[str, list[str]]:
 
 
 def test_the_overview_of_an_encoder_with_a_decoder() -> None:
-    found = plan.of("t5-small", context=100, batch=3, bandwidth="1TB/s")
-    cost, shown = found.contexts[0], rows(found)
+    result = plan.of("t5-small", context=100, batch=3, bandwidth="1TB/s")
+    cost, shown = result.contexts[0], rows(result)
     assert cost.decode is not None
     assert shown["attention layers"] == ["6 encoder, 6 self, 6 cross"]
     assert shown["attention parameters"] == ["18,874,368 (31.2% of the model)"]
@@ -194,8 +194,8 @@ def test_remarks() -> None:
     assert str(plan.of("mixtral-8x7b")).endswith(experts) and experts not in str(plan.of("gpt2"))
     assert "exact: every count is that of the model transformers builds (gpt2)" in str(plan.of("gpt2", context=9))
     both = plan.side_by_side([plan.of("gpt2", context=9), plan.of("bert-base", context=9)])
-    told = [str(part) for part in both.renderables[1:]]
-    assert told[0].startswith("gpt2: exact: ") and "\ncard: An encoder: it keeps no key-value cache" in told[1]
+    lines = [str(part) for part in both.renderables[1:]]
+    assert lines[0].startswith("gpt2: exact: ") and "\ncard: An encoder: it keeps no key-value cache" in lines[1]
 
 
 # --- the chart --------------------------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def test_the_contexts_of_a_chart() -> None:
 
 
 def test_bars_are_those_of_the_batch() -> None:
-    found = plan.of({**SMALL, "model_type": "mistral", "sliding_window": 1500}, context=2048, batch=5)
-    bars = chart.bars(found).splitlines()
+    result = plan.of({**SMALL, "model_type": "mistral", "sliding_window": 1500}, context=2048, batch=5)
+    bars = chart.bars(result).splitlines()
     token = 3 * 4 * 16 * 2 * 5
     assert bars[0] == "cache against context (# held, . reserved without windows)"
     assert [line.split("  ")[-1] for line in bars[1:]] == [units.show_bytes(n * token) for n in (1024, 1500)]
@@ -223,9 +223,9 @@ def test_bars_are_those_of_the_batch() -> None:
 
 @pytest.mark.parametrize("dtype", costs.KV_BYTES)
 def test_bars_count_the_scales(dtype: str) -> None:
-    found = plan.of(SMALL, context=2048, kv_dtype=dtype, batch=3)
-    assert chart.cache_at(found, 2048) == found.contexts[0].cache_bytes
-    assert chart.bars(found).endswith(units.show_bytes(found.contexts[0].cache_bytes))
+    result = plan.of(SMALL, context=2048, kv_dtype=dtype, batch=3)
+    assert chart.cache_at(result, 2048) == result.contexts[0].cache_bytes
+    assert chart.bars(result).endswith(units.show_bytes(result.contexts[0].cache_bytes))
 
 
 def points(drawing: str) -> list[list[tuple[float, float]]]:
@@ -234,8 +234,8 @@ def points(drawing: str) -> list[list[tuple[float, float]]]:
 
 
 def test_both_axes_are_logarithmic() -> None:
-    found = plan.of({**SMALL, "model_type": "mistral", "sliding_window": 2048}, context=8192)
-    reserved, held = points(plan.svg([found]))
+    result = plan.of({**SMALL, "model_type": "mistral", "sliding_window": 2048}, context=8192)
+    reserved, cache = points(plan.svg([result]))
     token = 3 * 4 * 16 * 2
     low, high = math.floor(math.log2(1024 * token)), math.ceil(math.log2(8192 * token))
     height = (chart.HEIGHT - chart.TOP - chart.BOTTOM) / (high - low)
@@ -244,7 +244,7 @@ def test_both_axes_are_logarithmic() -> None:
         assert x == pytest.approx(chart.LEFT + i * width, abs=0.06)
         above = math.log2((1024 << i) * token) - low
         assert y == pytest.approx(chart.HEIGHT - chart.BOTTOM - above * height, abs=0.06)
-    assert held == [*reserved[:2], *((x, reserved[1][1]) for x, _ in reserved[2:])]
+    assert cache == [*reserved[:2], *((x, reserved[1][1]) for x, _ in reserved[2:])]
 
 
 def test_a_chart_of_one_context_and_of_one_size() -> None:
@@ -259,13 +259,13 @@ def test_labels_of_a_chart() -> None:
     many = [plan.of(SMALL, context=2**20)] * 7
     image = ElementTree.fromstring(plan.svg(many))
     texts = [element.text or "" for element in image.iter() if element.tag.endswith("text")]
-    for told in ("1K", "512K", "1M", "tokens of context", "dashed: reserved"):
-        assert told in texts
+    for label in ("1K", "512K", "1M", "tokens of context", "dashed: reserved"):
+        assert label in texts
     assert texts.count("llama") == 7 and "Key-value cache against context (bf16, batch 1)" in texts
     colours = [element.get("stroke") for element in image.iter() if element.tag.endswith("polyline")][::2]
     assert colours[6] == colours[0] and len(set(colours)) == len(chart.COLOURS)
-    found = plan.of(SMALL, context=1500)
-    strange = replace(found, model=replace(found.model, name="<b>&amp;" + "x" * 40))
+    result = plan.of(SMALL, context=1500)
+    strange = replace(result, model=replace(result.model, name="<b>&amp;" + "x" * 40))
     texts = [element.text or "" for element in ElementTree.fromstring(plan.svg([strange])).iter()]
     assert "<b>&amp;" + "x" * 16 in texts and "1,500" in texts
     assert chart._tokens(3 * 2**19) == "1.5M" and chart._tokens(2**20 - 1024) == "1023K"

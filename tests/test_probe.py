@@ -62,13 +62,13 @@ def again(call: AttentionCall) -> Tensor:
 
 
 def test_every_call_is_seen_with_all_that_makes_its_result() -> None:
-    model, given = Model().eval(), inputs()
+    model, arguments = Model().eval(), inputs()
     outs: dict[int, Tensor] = {}
     for name, part in model.named_modules():
         if isinstance(part, InnerAttention):
             part.register_forward_hook(lambda *a, n=name: outs.update({len(outs): a[-1]}))
     with probe(model) as seen:
-        model(*given)
+        model(*arguments)
     assert [(call.module, call.order) for call in seen.calls] == [
         ("layers.0", 0),
         ("layers.1", 1),
@@ -105,25 +105,25 @@ def test_each_gets_the_calls_one_by_one_and_nothing_is_kept() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model, given = Model().eval(), inputs()
-    before, state, out = hooks(model), copy.deepcopy(model.state_dict()), model(*given)
+    model, arguments = Model().eval(), inputs()
+    before, state, out = hooks(model), copy.deepcopy(model.state_dict()), model(*arguments)
     with probe(model) as seen:
         assert hooks(model) != before
-        assert_same_bits(model(*given), out)
+        assert_same_bits(model(*arguments), out)
     assert len(seen.calls) == 4
     assert hooks(model) == before
-    assert_same_bits(model(*given), out)
+    assert_same_bits(model(*arguments), out)
     assert len(seen.calls) == 4  # and it does not go on watching
     for name, value in model.state_dict().items():
         assert_same_bits(value, state[name], what=name)
 
 
 def test_the_model_is_left_as_it_was_after_an_exception() -> None:
-    model, given = Model(), inputs()
+    model, arguments = Model(), inputs()
     before = hooks(model)
     model.fails = True
     with pytest.raises(ArithmeticError, match="planted"), probe(model):  # and not the probe's own complaint
-        model(*given)
+        model(*arguments)
     assert hooks(model) == before
     model.fails = False
 
@@ -131,10 +131,10 @@ def test_the_model_is_left_as_it_was_after_an_exception() -> None:
         raise ArithmeticError(f"at {call.module}")
 
     with pytest.raises(ArithmeticError, match=r"at layers\.0"), probe(model, refuse):
-        model(*given)
+        model(*arguments)
     assert hooks(model) == before
     with probe(model) as seen:
-        model(*given)
+        model(*arguments)
     assert len(seen.calls) == 4
 
 
@@ -197,9 +197,9 @@ def test_gradients_flow_through_what_was_seen() -> None:
 
 def test_a_compiled_model_runs_uncompiled_and_is_seen() -> None:
     model = Model().eval()
-    compiled, given = torch.compile(model, fullgraph=True), inputs()
+    compiled, arguments = torch.compile(model, fullgraph=True), inputs()
     with probe(compiled) as seen:
-        assert_same_bits(compiled(*given), model(*given))
+        assert_same_bits(compiled(*arguments), model(*arguments))
     assert [call.module for call in seen.calls[:2]] == ["_orig_mod.layers.0", "_orig_mod.layers.1"]
 
 
@@ -281,24 +281,24 @@ def test_calls_print_short() -> None:
 
 def test_what_each_returns_takes_the_place_of_the_attention() -> None:
     """Halved heads are what a gate of one half gives; the own attention is not computed; None changes no bit."""
-    model, given = Model().eval(), inputs()
+    model, arguments = Model().eval(), inputs()
     before = hooks(model)
     ran: list[str] = []
     own = InnerAttention.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InnerAttention, "forward", lambda self, *a, **k: ran.append("own") or own(self, *a, **k))
         with probe(model, lambda call: 0.5 * call.attend() if call.module == "layers.0" else None) as seen:
-            halved = model(*given)
+            halved = model(*arguments)
     assert ran == ["own", "own"] and seen.seen == 4, "layers.1 and cross alone computed their own"
     gated = model.layers[0]
     plain = type(gated).forward
     gated.forward = lambda *a, **k: plain(gated, *a, gate=torch.full((6,), 0.5), **k)
-    assert_same_bits(halved, model(*given))
+    assert_same_bits(halved, model(*arguments))
     del gated.forward
     with probe(model, lambda call: call.attend()):
-        assert_same_bits(model(*given), out := model(*given), what="the gate of the cross-attention included")
+        assert_same_bits(model(*arguments), out := model(*arguments), what="the gate of the cross-attention included")
     with probe(model, lambda call: None):
-        assert_same_bits(model(*given), out)
+        assert_same_bits(model(*arguments), out)
     assert hooks(model) == before
 
 

@@ -25,6 +25,7 @@ few = pytest.mark.parametrize("number", range(12))
 backends = pytest.mark.parametrize("backend", [*BACKENDS, *BEST])
 
 
+@pytest.mark.sweep
 @numbers
 def test_every_backend_is_the_definition(number: int) -> None:
     case = Drawn(number)
@@ -260,12 +261,12 @@ def test_autocast_lowers_the_inputs_and_nothing_within(backend: str) -> None:
 def test_autocast_leaves_scores_and_statistics_alone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are float32 by promise, and compute in it."""
     case = Drawn(number)
-    (q, k, v), given = case.qkv, {"mask": case.mask, **case.options}
+    (q, k, v), options = case.qkv, {"mask": case.mask, **case.options}
 
     def numbers() -> list[Tensor]:
-        found, rows = headwise.statistics(q, k, **given), headwise.attention_statistics(q, k, v, **given)[1]
-        fields = [x for one in (found, rows) for x in vars(one).values() if isinstance(x, Tensor)]
-        return [headwise.weights(q, k, **given), *headwise.top_keys(q, k, 3, **given), *fields]
+        result, rows = headwise.statistics(q, k, **options), headwise.attention_statistics(q, k, v, **options)[1]
+        fields = [x for one in (result, rows) for x in vars(one).values() if isinstance(x, Tensor)]
+        return [headwise.weights(q, k, **options), *headwise.top_keys(q, k, 3, **options), *fields]
 
     for trouble in (native_library.trouble(), "the library is not there"):
         monkeypatch.setattr(native_library, "_trouble", trouble)
@@ -313,8 +314,8 @@ def test_where_keys_and_values_lie_does_not_matter(backend: str, number: int) ->
         ("pages", in_pages, (k, v), (k, v)),
         ("int8 pages", in_int8_pages, bytes_of, numbers),
     ):
-        held, tables = zip(*(make(x, source.manual_seed(number)) for x in pair), strict=True)
-        laid[name] = [Paged(x, tables[0], case.n.S) for x in held], plain
+        stores, tables = zip(*(make(x, source.manual_seed(number)) for x in pair), strict=True)
+        laid[name] = [Paged(x, tables[0], case.n.S) for x in stores], plain
     for name, (pair, plain) in laid.items():
         exact = attend(backend, q, *plain, mask=case.mask, **case.options)
         if exact is None:

@@ -127,22 +127,22 @@ class Copies(nn.Module):
 def test_copies_are_known_and_clustered() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        found = redundancy(Copies(), torch.randint(0, 53, (1, 37)), name="copies")
-    assert found.patterns == (((0, 0), (1, 1), (1, 2)),) and found.outputs == (((0, 0), (1, 2)),)
-    by = {(twin.layer, twin.head): twin for twin in found.heads}
+        result = redundancy(Copies(), torch.randint(0, 53, (1, 37)), name="copies")
+    assert result.patterns == (((0, 0), (1, 1), (1, 2)),) and result.outputs == (((0, 0), (1, 2)),)
+    by = {(twin.layer, twin.head): twin for twin in result.heads}
     assert by[0, 0].output_of == (1, 2) and by[1, 2].output_of == (0, 0)
     assert by[1, 2].output == pytest.approx(0, abs=1e-9)
     assert by[1, 1].pattern == pytest.approx(0, abs=1e-6) and by[1, 1].output > 0.15
-    assert (found.tokens, found.rows, len(found.heads)) == (37, 37, 6)
-    assert json.loads(found.to_json())["model"] == "copies"
+    assert (result.tokens, result.rows, len(result.heads)) == (37, 37, 6)
+    assert json.loads(result.to_json())["model"] == "copies"
 
 
 def test_cross_attention_is_a_kind_of_its_own() -> None:
     done: list[tuple[int, int]] = []
-    found = redundancy(BY_NAME["T5"].build(), TEXT, threshold=1.0, progress=lambda *a: done.append(a))
-    assert [len(group) for group in found.patterns] == [8, 8, 8] and done == [(1, 3), (2, 3), (3, 3)]
-    kind = {layer: n for n, group in enumerate(found.patterns) for layer, _ in group}
-    for twin in found.heads:
+    result = redundancy(BY_NAME["T5"].build(), TEXT, threshold=1.0, progress=lambda *a: done.append(a))
+    assert [len(group) for group in result.patterns] == [8, 8, 8] and done == [(1, 3), (2, 3), (3, 3)]
+    kind = {layer: n for n, group in enumerate(result.patterns) for layer, _ in group}
+    for twin in result.heads:
         assert kind[twin.pattern_of[0]] == kind[twin.layer] == kind[twin.output_of[0]]
 
 

@@ -46,10 +46,10 @@ def plain_tags() -> Any:
 
 @inside("payload", PAYLOADS)
 def test_a_hostile_string_adds_no_element_and_comes_back_to_the_letter(payload: str) -> None:
-    found = Elements(report.render(hostile_look(payload)))
-    assert found.tags == plain_tags()
-    assert [kind for kind, _ in found.code] == ["style", "json", "script", "script"]
-    data = found.data
+    page = Elements(report.render(hostile_look(payload)))
+    assert page.tags == plain_tags()
+    assert [kind for kind, _ in page.code] == ["style", "json", "script", "script"]
+    data = page.data
     assert data["model"] == data["cells"][0]["text"] == data["places"][0]["module"] == payload
     assert data["places"][0]["part"] == data["numbers"]["roles"][0]["label"] == payload
     assert numbers(data)["details"][0][0] == payload
@@ -241,8 +241,8 @@ def test_each_role_has_a_letter_and_a_colour() -> None:
 def test_weights_that_are_none_are_shown_as_none() -> None:
     """NaN as 0, and what rounding put beyond 0 or 1 at its end."""
     head = replace(make_look().heads[0], map=((float("nan"), 1.5), (-0.1, 0.25)))
-    found = maps.coarse(head)
-    assert (found.rows, found.columns, list(found.data)) == (2, 2, [0, 255, 0, 128])
+    coarse = maps.coarse(head)
+    assert (coarse.rows, coarse.columns, list(coarse.data)) == (2, 2, [0, 255, 0, 128])
 
 
 def test_a_number_that_is_none_is_said_so() -> None:

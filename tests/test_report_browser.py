@@ -24,8 +24,8 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
+    with launched() as chromium:
+        yield chromium
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ SHOWN = "[...document.querySelectorAll('#grid .tile')].map((t) => Number(t.datas
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
+    with launched() as chromium:
+        yield chromium
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def test_the_overview_shows_any_number_and_orders_by_it(page: Any) -> None:
 def test_a_token_is_searched_and_the_heads_that_look_there(page: Any) -> None:
     page.locator("#search").fill("QUICK")
     places = [i for i, token in enumerate(TOKENS) if "quick" in token]
-    found = page.evaluate("[...document.querySelectorAll('#tokens .token')].map((t) => t.classList.contains('found'))")
-    assert [i for i, one in enumerate(found) if one] == places and len(places) == 4
+    flags = page.evaluate("[...document.querySelectorAll('#tokens .token')].map((t) => t.classList.contains('found'))")
+    assert [i for i, one in enumerate(flags) if one] == places and len(places) == 4
     mass = [float(w[places[0] :, places].sum(1).mean()) for w in WEIGHTS]
     said = page.locator("#matches .link").all_text_contents()
     order = sorted(range(12), key=lambda i: -mass[i])[:5]
@@ -120,8 +120,8 @@ def test_arcs_join_the_words_of_a_sentence(page: Any) -> None:
         drawn = page.eval_on_selector_all("#arcs .arc", "(all) => all.map((a) => [a.dataset.query, a.dataset.key])")
         wanted = {(i, j) for i in inside for j in inside if WEIGHTS[6][i, j] >= float(least) + 0.004}
         about = {(i, j) for i in inside for j in inside if WEIGHTS[6][i, j] >= float(least) - 0.004}
-        found = {(int(i), int(j)) for i, j in drawn}
-        assert wanted <= found <= about and wanted
+        pairs = {(int(i), int(j)) for i, j in drawn}
+        assert wanted <= pairs <= about and wanted
     chosen = inside[-1]
     page.locator(f"#arcs .word[data-token='{chosen}']").click()
     best = int(WEIGHTS[6][chosen].argmax())

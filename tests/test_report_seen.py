@@ -27,8 +27,8 @@ GRID = (5, 7)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
+    with launched() as chromium:
+        yield chromium
 
 
 @pytest.fixture

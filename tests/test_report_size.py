@@ -62,9 +62,9 @@ def test_twelve_by_twelve_keeps_its_cells_at_the_worst() -> None:
     data = Elements(report.render(random_look())).data
     assert data["maps"]["rows"] == data["maps"]["columns"] == [128] * 144
     codes = np.frombuffer(inflated(data), np.uint8).astype(float)
-    given = np.frombuffer(b"".join(m.data for m in random_look().maps), np.uint8)
+    weights = np.frombuffer(b"".join(m.data for m in random_look().maps), np.uint8)
     np.testing.assert_allclose(
-        codes / (data["maps"]["levels"] - 1), given / 255.0, atol=0.5001 / (data["maps"]["levels"] - 1)
+        codes / (data["maps"]["levels"] - 1), weights / 255.0, atol=0.5001 / (data["maps"]["levels"] - 1)
     )
 
 
@@ -99,8 +99,8 @@ def test_the_finest_step_that_fits_is_taken() -> None:
             with pytest.raises(ValueError, match="shows up to about 10,000 heads, got 2; look at a part of the model"):
                 maps.packed(large, budget)
         else:
-            found = maps.packed(large, budget)
-            assert (found["levels"], found["rows"]) == (first[1], [first[0]] * 2)
+            result = maps.packed(large, budget)
+            assert (result["levels"], result["rows"]) == (first[1], [first[0]] * 2)
 
 
 def test_numbers_that_do_not_fit_lose_their_details_first() -> None:
@@ -112,16 +112,16 @@ def test_numbers_that_do_not_fit_lose_their_details_first() -> None:
     budget = len(whole["data"])
     while True:
         try:
-            found = numbers_module.packed(heads, budget)
+            result = numbers_module.packed(heads, budget)
         except ValueError as error:
             assert "shows up to about 10,000 heads, got 10; look at a part" in str(error)
             break
-        columns = json.loads(zlib.decompress(base64.b64decode(found["data"]), -zlib.MAX_WBITS))
+        columns = json.loads(zlib.decompress(base64.b64decode(result["data"]), -zlib.MAX_WBITS))
         pieces = max(len(one) for shown in columns["evidence"] for one in shown)
         nulls = sum(x is not None for column in columns["nulls"] for x in column)
-        seen.append((nulls, pieces, bool(columns["offsets"][0]), len(found["roles"])))
+        seen.append((nulls, pieces, bool(columns["offsets"][0]), len(result["roles"])))
         assert columns["roles"] == json.loads(zlib.decompress(base64.b64decode(whole["data"]), -15))["roles"]
-        budget = len(found["data"]) - 4
+        budget = len(result["data"]) - 4
     played = sum(score.null is not None for head in heads for score in head.roles)
     assert seen[0][0] > played and [nulls for nulls, *_ in seen[1:]] == [played] * (len(seen) - 1)
     order = [(3, True, 7), (1, True, 7), (0, True, 4), (0, False, 4), (0, False, 4), (0, False, 4)]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.reshape.axes import Kept, Sizes, form
+from headwise.reshape.axes import KeptHeads, Sizes, form
 
 SIZES = Sizes(H=6, K=3, D=5, V=7, rope_dim=2)
-KEPT = Kept((0, 1, 4, 5), (0, 2))
+KEPT = KeptHeads((0, 1, 4, 5), (0, 2))
 WIDTH = {"q": 5, "k": 5, "v": 7, "o": 7, "n": 3, "": 1}
 
 # The text; then the stretches of its axis by hand: (heads of a kind, the parts of each).
@@ -41,11 +41,11 @@ def labels(stretches: list[tuple[str, str]]) -> list[tuple[int, str, int, int, i
 def case(text: str) -> tuple[int, Tensor, list[bool]]:
     """The axis, a tensor of distinct numbers, and which places of the axis belong to kept heads."""
     axis, stretches = FORMS[text]
-    found = labels(stretches)
+    names = labels(stretches)
     shape = [11] * (2 if text.split()[-1] in ("M", "R") or axis else 1)
-    shape[axis] = len(found)
+    shape[axis] = len(names)
     tensor = 1 + torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-    return axis, tensor, [head in KEPT.of(kind) for _, kind, head, _, _ in found]
+    return axis, tensor, [head in KEPT.of(kind) for _, kind, head, _, _ in names]
 
 
 @pytest.mark.parametrize("text", FORMS)

@@ -16,7 +16,7 @@ from hf_folders import change
 from safetensors.torch import load_file, save_file
 
 import headwise.hf as hf
-from headwise.reshape.source import Source, one_dtype
+from headwise.reshape.source import CheckpointSource, one_dtype
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -25,7 +25,7 @@ def test_every_tensor_is_read_as_it_is_stored(shards: int, tmp_path: Path) -> No
     names = ["model.safetensors"] if shards == 1 else [*SHARDS]
     state = {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
     with hf.checkpoint(str(folder)) as opened:
-        assert isinstance(opened, Source) and opened.folder == folder
+        assert isinstance(opened, CheckpointSource) and opened.folder == folder
         assert opened.tensors.keys() == state.keys() == tensors().keys()
         for name, tensor in state.items():
             entry, read = opened.tensors[name], opened.read(name)

@@ -232,9 +232,9 @@ def test_layers_that_share_a_table_lose_the_same_heads() -> None:
 
 def test_scores_of_calls_belong_to_the_layers_in_their_order() -> None:
     layers = plan_prune(pair_of_stacks(), heads=[]).family.layers
-    found = by_call([[10 * call + head for head in range(3)] for call in range(6)])(layers)
+    scores = by_call([[10 * call + head for head in range(3)] for call in range(6)])(layers)
     order = ["encoder.0", "encoder.1", "0", "cross.0", "1", "cross.1"]
-    assert found == {(key, head): 10 * call + head for call, key in enumerate(order) for head in range(3)}
+    assert scores == {(key, head): 10 * call + head for call, key in enumerate(order) for head in range(3)}
     with pytest.raises(ValueError, match="the model has 6 layers of 3 heads, the scores 5 of 3"):
         by_call([[1, 2, 3]] * 5)(layers)
 

@@ -150,8 +150,8 @@ def test_one_key_value_head_makes_another_class_which_computes_the_same(tmp_path
     before = transformers.GPT2LMHeadModel.from_pretrained(source).eval()
     after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "result").eval()
     assert type(after).__name__ == "GPTBigCodeForCausalLM"
-    given = inputs(FAMILIES["gpt2"])
-    torch.testing.assert_close(logits(after, given), logits(before, given), atol=1e-5, rtol=1e-5)
+    arguments = inputs(FAMILIES["gpt2"])
+    torch.testing.assert_close(logits(after, arguments), logits(before, arguments), atol=1e-5, rtol=1e-5)
 
 
 def test_what_stands_in_the_way_of_each_class_is_said() -> None:

@@ -13,11 +13,11 @@ from headwise.plan.fields import architectures
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reshape.md"
 
 
-def told(name: str, about: Mapping[str, Any]) -> str:
+def describe(name: str, about: Mapping[str, Any]) -> str:
     fields = about.get("fields") or architectures()[name]
     if "text" in fields:
         inner = fields["text"]["type"]
-        return told(inner, {**layouts()["families"][inner], **about})
+        return describe(inner, {**layouts()["families"][inner], **about})
     if "inexact" in about:
         return f"zeros only: {about['inexact']}"
     if not (fields.get("latent") or "head_dim" in fields.get("names", {}) or "head_dim" in fields["defaults"]):
@@ -38,4 +38,4 @@ def told(name: str, about: Mapping[str, Any]) -> str:
 def test_the_page_says_what_the_table_says() -> None:
     rows = dict(re.findall(r"^\| ([a-z0-9_-]+) \| (.+) \|$", PAGE.read_text("utf8"), re.M))
     assert rows.pop("model_type") == "pruned, it loads as"
-    assert rows == {name: told(name, about) for name, about in layouts()["families"].items()}
+    assert rows == {name: describe(name, about) for name, about in layouts()["families"].items()}

@@ -98,10 +98,10 @@ def gated(family: str, source: Path, heads: Heads) -> tuple[Tensor, Tensor]:
     def each(call: AttentionCall) -> Tensor:
         return call.attend() * gate[call.order][:, None, None]
 
-    model, given = loaded(source), taken(family)
+    model, arguments = loaded(source), taken(family)
     with probe(model, each):
-        switched_off = logits(model, given)
-    return switched_off, logits(model, given)
+        switched_off = logits(model, arguments)
+    return switched_off, logits(model, arguments)
 
 
 def taken(family: str) -> dict[str, Tensor]:
@@ -126,6 +126,7 @@ def same(actual: Tensor, expected: Tensor, ungated: Tensor) -> None:
     assert (expected - ungated).abs().max() > 1000 * allowed
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("family", "heads", "model_type"),
     [(family, heads, kind) for family, rows in PRUNED.items() for heads, kind in rows],
@@ -158,6 +159,7 @@ def _header(folder: Path) -> int:
     return 8 + int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", [*REFUSED, "llama GQA", "t5"])
 def test_zeroed_heads_compute_what_the_gated_original_does(family: str, checkpoint: object, tmp_path: Path) -> None:
     source = checkpoint(family)  # type: ignore[operator]
@@ -207,8 +209,8 @@ def test_parameters_and_cache_are_as_planned(family: str, checkpoint: object, tm
     if FAMILIES[family].kind != "decoder":
         return
     cache = model(torch.ones(1, 13, dtype=torch.long), use_cache=True).past_key_values
-    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    size = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     text = model.config.get_text_config()
     windows = any("sliding" in str(kind) for kind in getattr(text, "layer_types", None) or ())
     if not windows and getattr(text, "sliding_window", None) is None:
-        assert facts["plan"][1]["cache_bytes"] == held
+        assert facts["plan"][1]["cache_bytes"] == size

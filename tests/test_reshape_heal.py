@@ -48,17 +48,17 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def test_the_student_comes_to_say_what_the_teacher_says() -> None:
-    held = torch.randint(VOCABULARY, (4, 29))
+    held_out = torch.randint(VOCABULARY, (4, 29))
     student = Model(1).train()
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     recipe = Recipe(40, rows=4, length=17, lr=0.03, warmup=2)
-    curve = run(student, recipe, held=held, first=2, every=20, progress=lambda *n: told.append(n))
+    curve = run(student, recipe, held=held_out, first=2, every=20, progress=lambda *n: calls.append(n))
     assert [step for step, *_ in curve.held] == [0, 20, 40] and len(curve.steps) == 40
     assert curve.held[-1][1] < 0.2 * curve.held[0][1]
-    assert told == [(n, 40) for n in range(1, 41)]
+    assert calls == [(n, 40) for n in range(1, 41)]
     assert all(part.training for part in student.modules()), "the mode that it was in"
     with torch.no_grad():
-        far = divergence(student.eval()(held), Model(0).eval()(held)) / held.numel()
+        far = divergence(student.eval()(held_out), Model(0).eval()(held_out)) / held_out.numel()
     assert float(far) == pytest.approx(curve.held[-1][1], rel=1e-4)
 
 
@@ -129,10 +129,10 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     alone = Model(1)
     curve = run(alone, held=torch.arange(58).view(2, 29) % VOCABULARY, every=6)
     for rank in range(2):
-        got, steps, held = torch.load(tmp_path / f"rank{rank}", weights_only=True)
+        got, steps, points = torch.load(tmp_path / f"rank{rank}", weights_only=True)
         assert torch.allclose(got, weights(alone), atol=1e-4)
         assert steps == pytest.approx(curve.steps, abs=1e-4)
-        assert [x for point in held for x in point] == pytest.approx(
+        assert [x for point in points for x in point] == pytest.approx(
             [x for point in curve.held for x in point], rel=1e-3
         )
 

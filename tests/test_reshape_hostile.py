@@ -133,11 +133,11 @@ def test_hostile_folders_are_inert(family: str, template: Path, tmp_path: Path) 
     (tmp_path / "blobs").mkdir()
     for secret in (tmp_path / "secret.safetensors", tmp_path / "blobs" / "secret"):
         secret.write_bytes((template / "config.json").read_bytes())
-    found = []
+    messages = []
     for case in FAMILIES[family]:
-        found += faults(case, template, tmp_path)
+        messages += faults(case, template, tmp_path)
         (tmp_path / "model").rename(tmp_path / f"met-{len(os.listdir(tmp_path))}")
-    assert found == []
+    assert messages == []
 
 
 @pytest.mark.unchecked

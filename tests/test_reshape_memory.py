@@ -37,7 +37,7 @@ def heads_of(family: str) -> Heads:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "olmo2"])
 def test_a_model_computes_what_it_did_with_gates(family: str) -> None:
     row, heads = FAMILIES[family], heads_of(family)
-    model, given = row.build(), inputs(FAMILIES[family], "none", masked=FAMILIES[family].kind != "vision")
+    model, arguments = row.build(), inputs(FAMILIES[family], "none", masked=FAMILIES[family].kind != "vision")
     pairs = row.kind in ("seq2seq", "speech")
     order = ["encoder.0", "encoder.1", "0", "cross.0", "1", "cross.1"] if pairs else ["0", "1"]
     gone = {str(layer): set(some) for layer, some in heads.items()}
@@ -47,11 +47,11 @@ def test_a_model_computes_what_it_did_with_gates(family: str) -> None:
         return call.attend() * gate[:, None, None]
 
     with probe(model, each):
-        expected = logits(model, given)
-    ungated, size = logits(model, given), sum(weight.numel() for weight in model.parameters())
+        expected = logits(model, arguments)
+    ungated, size = logits(model, arguments), sum(weight.numel() for weight in model.parameters())
     assert prune_module(model, heads, layouts=hf.layouts()) is model
     allowed = 1e-5 * max(1.0, float(expected.abs().max()))
-    assert (logits(model, given) - expected).abs().max() <= allowed
+    assert (logits(model, arguments) - expected).abs().max() <= allowed
     assert (expected - ungated).abs().max() > 1000 * allowed
     assert sum(weight.numel() for weight in model.parameters()) < size
 

@@ -55,14 +55,14 @@ def test_what_was_solved_anew_is_nearer_to_the_original(
 def far(original: Any, other: Any) -> float:
     """The squared error of what the first attention layer gives out, on text that nothing was fitted to."""
     ids = torch.randint(2, VOCAB - 1, (3, 40), generator=torch.Generator().manual_seed(5))
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     for model in (original, other):
         module = model.model.layers[0].self_attn
-        hook = module.register_forward_hook(lambda module, given, out: found.append(out[0].detach()))
+        hook = module.register_forward_hook(lambda module, inputs, out: outputs.append(out[0].detach()))
         with torch.no_grad():
             model(ids)
         hook.remove()
-    return float((found[0] - found[1]).square().mean())
+    return float((outputs[0] - outputs[1]).square().mean())
 
 
 def test_a_model_without_a_head_for_words_has_no_loss() -> None:

@@ -51,6 +51,7 @@ def far(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("turns", TURNS)
 def test_turning_heads_into_one_frame_changes_no_output(turns: str, norm: str) -> None:
@@ -222,9 +223,9 @@ def test_the_search_comes_close_where_it_cannot_try_all() -> None:
     assert partitions(24, 4) > MOST_PARTITIONS
     hidden = torch.arange(24)[torch.randperm(24)] % 6  # six groups of four, drawn
     apart = (hidden[:, None] != hidden).double() + 0.1 * torch.rand(24, 24, dtype=torch.float64)
-    found = grouped(apart, 6)
-    assert all(len({int(hidden[h]) for h in group}) == 1 for group in found)
-    assert found == grouped(apart, 6)
+    grouping = grouped(apart, 6)
+    assert all(len({int(hidden[h]) for h in group}) == 1 for group in grouping)
+    assert grouping == grouped(apart, 6)
     noise = torch.rand(24, 24, dtype=torch.float64)
     d = (noise + noise.T).tolist()
     groups = [list(group) for group in grouped(noise + noise.T, 6)]

@@ -25,7 +25,7 @@ def old(family: str, heads: Heads, folder: Path, *, shrunken: bool = True) -> tu
     """A checkpoint of transformers 4 whose heads were pruned, and what it computes."""
     row = FAMILIES[family]
     model = row.build()
-    given = inputs(row, "none", masked=row.kind != "vision")
+    arguments = inputs(row, "none", masked=row.kind != "vision")
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     pruned = {str(layer): list(some) for layer, some in heads.items()}
@@ -36,7 +36,7 @@ def old(family: str, heads: Heads, folder: Path, *, shrunken: bool = True) -> tu
         model.save_pretrained(folder / "smaller")
         save_file(load_file(folder / "smaller" / "model.safetensors"), folder / "model.safetensors", {"format": "pt"})
         assert any(load_file(folder / "model.safetensors")[name].shape != whole[name].shape for name in whole)
-    return folder, logits(model, given)
+    return folder, logits(model, arguments)
 
 
 def output(family: str, folder: Path) -> Tensor:
@@ -85,9 +85,11 @@ def test_the_proof_loads_the_result(tmp_path: Path) -> None:
     source, _ = old("bert", UNEVEN, tmp_path / "old")
     with hf.checkpoint(source) as opened:
         facts = migrate(opened, tmp_path / "new", proof=None)
-    told = proved(None, tmp_path / "new", None)
-    assert told["parameters"] == [None, facts["plan"][1]["parameters"]] and told["missing"] == told["unexpected"] == []
-    assert "difference" not in told
+    proof = proved(None, tmp_path / "new", None)
+    assert (
+        proof["parameters"] == [None, facts["plan"][1]["parameters"]] and proof["missing"] == proof["unexpected"] == []
+    )
+    assert "difference" not in proof
 
 
 @pytest.mark.parametrize(

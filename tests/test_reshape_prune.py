@@ -67,9 +67,9 @@ def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "new").iterdir()} == names
     assert facts["gone"] == {"0": [1], "1": [3]} and facts["counts"] == {"num_attention_heads": [4, 3]}
     assert facts["model_type"] == ["llama", "mistral"]
-    told, text = facts["proof"], (tmp_path / "new" / "RESHAPE.md").read_text()
-    assert told["class"] == "MistralForCausalLM" and told["difference"] <= 1e-5 and told["tokens"] == 60
-    assert told["tokenizer"] is True  # of another class of model, the same ids
+    proof, text = facts["proof"], (tmp_path / "new" / "RESHAPE.md").read_text()
+    assert proof["class"] == "MistralForCausalLM" and proof["difference"] <= 1e-5 and proof["tokens"] == 60
+    assert proof["tokenizer"] is True  # of another class of model, the same ids
     assert "| 0 | 1 |\n| 1 | 3 |" in text and "as MistralForCausalLM in a fresh process" in text
     assert "Written as mistral, which computes the same: llama wants d_model to be a multiple of" in text
     assert text.endswith("\n\nIn the end there is LICENSE.\n")
@@ -80,7 +80,7 @@ def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
     assert planned.contexts[0].cache_bytes == facts["plan"][1]["cache_bytes"]
     for what, one, other in rows(facts):
         assert f"| {what} | {one} | {other} |" in text
-    assert told["parameters"] == [counted["parameters"] for counted in facts["plan"]]
+    assert proof["parameters"] == [counted["parameters"] for counted in facts["plan"]]
     assert done[-1][0] == done[-1][1] and json.loads(json.dumps(facts)) == facts
 
 
@@ -152,10 +152,10 @@ def test_the_proof_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_a_process_that_fails_ends_the_run_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdout: bytes, text: str
 ) -> None:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def run(command: list[str], *, input: bytes, **_: Any) -> Any:
-        asked.append(json.loads(input))
+        requests.append(json.loads(input))
         return subprocess.CompletedProcess(command, -9, stdout, b"first\nlast words\n")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -163,7 +163,10 @@ def test_a_process_that_fails_ends_the_run_in_one_line(
     with hf.checkpoint(source) as opened, pytest.raises(hf.ModelError, match=text):
         prune(opened, tmp_path / "new", heads=[])
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    assert asked[0]["source"]["weights"] == [str(source / "model.safetensors")] and asked[0]["gates"] == [[1] * 4] * 2
+    assert (
+        requests[0]["source"]["weights"] == [str(source / "model.safetensors")]
+        and requests[0]["gates"] == [[1] * 4] * 2
+    )
 
 
 def test_without_a_proof_the_folder_says_so(tmp_path: Path) -> None:
@@ -181,9 +184,9 @@ def test_speech_images_and_pairs_are_timed_on_an_input_of_theirs(tmp_path: Path)
         source = saved(FAMILIES[family], tmp_path / family)
         with hf.checkpoint(source) as opened:
             gates = plan_prune(opened, heads=[], zero=True).gates()
-        told = proved(source, source, gates, speed=True)
-        assert told["identical"] and told["seconds"].keys() == {"read"} and told["cache_bytes"] == [None, None]
-        assert any(row[0] == "milliseconds to read an input" for row in rows(FACTS | {"proof": told}))
+        proof = proved(source, source, gates, speed=True)
+        assert proof["identical"] and proof["seconds"].keys() == {"read"} and proof["cache_bytes"] == [None, None]
+        assert any(row[0] == "milliseconds to read an input" for row in rows(FACTS | {"proof": proof}))
 
 
 FACTS: dict[str, Any] = {
@@ -196,7 +199,7 @@ FACTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("fields", "text"),
     [
         ({"missing": ["a.weight"]}, "is not what Some loads: 1 missing tensors, 'a.weight' first"),
         ({"unexpected": ["a", "b"]}, "2 unexpected tensors, 'a' first"),
@@ -206,12 +209,12 @@ FACTS: dict[str, Any] = {
         ({"difference": math.nan, "largest": 3.0}, "by nan"),
     ],
 )
-def test_what_is_no_proof_ends_the_run(told: dict[str, Any], text: str) -> None:
+def test_what_is_no_proof_ends_the_run(fields: dict[str, Any], text: str) -> None:
     whole = {"class": "Some", "missing": [], "unexpected": []}
     require(whole | {"difference": 1e-5, "largest": 0.5, "tokenizer": True})
     require(whole | {"tokenizer": None})
     with pytest.raises(ValueError, match=text):
-        require(whole | told)
+        require(whole | fields)
 
 
 def test_a_proof_has_ids() -> None:

@@ -111,16 +111,16 @@ def test_nothing_is_made_worse() -> None:
 def test_progress_counts_every_batch() -> None:
     original, changed = spoilt("o_proj")
     for value_steps, passes in ((0, 1), (1, 2)):
-        told: list[tuple[int, int]] = []
+        steps: list[tuple[int, int]] = []
         recover(
             changed,
             original,
             batches(3),
             LAYERS,
             value_steps=value_steps,
-            progress=lambda *t, told=told: told.append(t),
+            progress=lambda *t, steps=steps: steps.append(t),
         )
-        assert told == [(n + 1, 3 * passes) for n in range(3 * passes)]
+        assert steps == [(n + 1, 3 * passes) for n in range(3 * passes)]
 
 
 def test_normal_equations_are_those_of_all_rows_at_once() -> None:

@@ -84,6 +84,7 @@ def result(plan: Any) -> dict[str, Tensor]:
     return made
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", KEEPS)
 def test_heads_that_are_the_same_become_one(family: str) -> None:
     probe = opened(family)
@@ -94,8 +95,8 @@ def test_heads_that_are_the_same_become_one(family: str) -> None:
     rows = [torch.randint(3, 13, (2, 61))]
     model = source.build(source.config, source.state)
     for method in METHODS:
-        found = None if method in ("aligned", "fitted") else {str(n): groups for n in range(2)}
-        plan = plan_regroup(source, K // 2, method=method, model=model, rows=rows, groups=found)
+        grouping = None if method in ("aligned", "fitted") else {str(n): groups for n in range(2)}
+        plan = plan_regroup(source, K // 2, method=method, model=model, rows=rows, groups=grouping)
         assert plan.target.model_type == source.config["model_type"]
         assert plan.target.config["num_key_value_heads"] == K // 2
         assert {key: [list(group) for group in one.groups] for key, one in plan.merges.items()} == {
@@ -142,9 +143,9 @@ def test_text_decides_and_the_repair_helps_on_other_text() -> None:
                 part.mul_(6)
     source = InMemory(source.config, {name: part.detach().clone() for name, part in model.state_dict().items()})
     rows = [torch.randint(3, 29, (4, 47)) for _ in range(5)]
-    told: list[tuple[str, int, int]] = []
-    plan = plan_regroup(source, 2, method="aligned", model=model, rows=rows, progress=lambda *one: told.append(one))
-    assert {what for what, *_ in told} == {"reading the text", "choosing which heads share"}
+    calls: list[tuple[str, int, int]] = []
+    plan = plan_regroup(source, 2, method="aligned", model=model, rows=rows, progress=lambda *one: calls.append(one))
+    assert {what for what, *_ in calls} == {"reading the text", "choosing which heads share"}
     blind = plan_regroup(source, 2, method="aligned")
     assert sum(sum(one.lost) for one in plan.merges.values()) > 0 and blind.merges["0"].lost != plan.merges["0"].lost
     fixed = repair(plan, model, rows, value_steps=2)

@@ -158,11 +158,11 @@ def test_the_modes_are_those_of_any_new_file(source: Path, tmp_path: Path) -> No
 
 def test_progress_ends_with_all(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwise.reshape.write.PIECE", 100)
-    told: list[tuple[int, int]] = []
-    copied(source, tmp_path / "written", progress=lambda done, total: told.append((done, total)))
+    calls: list[tuple[int, int]] = []
+    copied(source, tmp_path / "written", progress=lambda done, total: calls.append((done, total)))
     total = 2 * sum(tensor.nbytes for tensor in tensors().values())
-    assert {number for _, number in told} == {total} and told[-1] == (total, total)
-    assert [done for done, _ in told] == sorted(done for done, _ in told) and len(told) > 30
+    assert {number for _, number in calls} == {total} and calls[-1] == (total, total)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls) and len(calls) > 30
 
 
 def test_further_files(source: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from headwise.testing import assert_same_bits, poison
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways that `statistics` has: the native kernel, and plain torch ops."""
     if request.param == "blocks":
-        monkeypatch.setattr(statistics_native, "serves", lambda asked, value: False)
+        monkeypatch.setattr(statistics_native, "serves", lambda call, value: False)
     return str(request.param)
 
 
@@ -101,32 +101,32 @@ def test_bool_and_float_tensors_are_masks() -> None:
 
 def test_masses_with_sinks_leave_what_the_sink_took() -> None:
     query = key = torch.zeros(1, 2, 3, 5)
-    found = statistics(query, key, sinks=torch.tensor([0.0, math.log(3.0)]))
-    assert torch.allclose(found.sink, torch.tensor([[[1 / 4], [1 / 2]]]).expand(1, 2, 3))  # 3 keys and the column
-    assert torch.allclose(found.received, 1 - found.sink.mean(-1, keepdim=True).expand(1, 2, 3) - found.received * 2)
-    assert torch.allclose(found.pooled.sum(-1), torch.ones(()))
-    assert found.entropy[0, 0, 0].item() == pytest.approx(math.log(4))
-    assert found.distance[0, 1].tolist() == pytest.approx([1.0, 2 / 3, 1.0])
+    result = statistics(query, key, sinks=torch.tensor([0.0, math.log(3.0)]))
+    assert torch.allclose(result.sink, torch.tensor([[[1 / 4], [1 / 2]]]).expand(1, 2, 3))  # 3 keys and the column
+    assert torch.allclose(result.received, 1 - result.sink.mean(-1, keepdim=True).expand(1, 2, 3) - result.received * 2)
+    assert torch.allclose(result.pooled.sum(-1), torch.ones(()))
+    assert result.entropy[0, 0, 0].item() == pytest.approx(math.log(4))
+    assert result.distance[0, 1].tolist() == pytest.approx([1.0, 2 / 3, 1.0])
 
 
 def test_a_sink_that_takes_all() -> None:
-    found = statistics(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), sinks=torch.tensor([1e4]))
-    assert found.sink.eq(1).all() and found.largest.eq(0).all() and found.entropy.eq(0).all()
-    assert found.pooled.eq(0).all() and found.distance.eq(0).all() and found.rows.eq(2).all()
-    assert found.pooled_rows.eq(0).all()
+    result = statistics(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), sinks=torch.tensor([1e4]))
+    assert result.sink.eq(1).all() and result.largest.eq(0).all() and result.entropy.eq(0).all()
+    assert result.pooled.eq(0).all() and result.distance.eq(0).all() and result.rows.eq(2).all()
+    assert result.pooled_rows.eq(0).all()
 
 
 def test_a_sink_that_takes_nothing() -> None:
     query, key = inputs(SQUARE)
-    without, found = statistics(query, key), statistics(query, key, sinks=torch.full((SQUARE.H,), -math.inf))
-    assert torch.equal(found.entropy, without.entropy) and torch.equal(found.pooled, without.pooled)
+    without, result = statistics(query, key), statistics(query, key, sinks=torch.full((SQUARE.H,), -math.inf))
+    assert torch.equal(result.entropy, without.entropy) and torch.equal(result.pooled, without.pooled)
 
 
 def test_huge_logits_stay_finite_and_exact() -> None:
     query = torch.tensor([1e3, -1e3]).view(1, 1, 2, 1)
-    found = statistics(query, torch.tensor([1.0, 1.0, 0.0]).view(1, 1, 3, 1))
-    assert found.entropy[0, 0].tolist() == pytest.approx([math.log(2), 0.0])
-    assert found.largest[0, 0].tolist() == pytest.approx([0.5, 1.0])
+    result = statistics(query, torch.tensor([1.0, 1.0, 0.0]).view(1, 1, 3, 1))
+    assert result.entropy[0, 0].tolist() == pytest.approx([math.log(2), 0.0])
+    assert result.largest[0, 0].tolist() == pytest.approx([0.5, 1.0])
 
 
 def test_what_may_not_be_attended_cannot_influence() -> None:
@@ -136,9 +136,9 @@ def test_what_may_not_be_attended_cannot_influence() -> None:
     want = statistics(query, key, mask=mask)
     hidden = (torch.arange(n.S) >= 31)[:, None] & torch.tensor([True, False]).view(2, 1, 1, 1)
     for what in (math.nan, math.inf, 1e30):
-        found = statistics(query, poison(key, hidden, what), mask=mask)
+        result = statistics(query, poison(key, hidden, what), mask=mask)
         for name in ("entropy", "largest", "distance", "received", "pooled", "offsets"):
-            assert_same_bits(getattr(found, name), getattr(want, name), what=name)
+            assert_same_bits(getattr(result, name), getattr(want, name), what=name)
     hidden_feature = torch.where(torch.arange(n.S) >= 31, math.nan, 1.0).expand(2, n.S)
     ones = statistics(query, key, mask=mask, features={"f": hidden_feature}).features["f"][0]
     assert ones.tolist() == pytest.approx([1.0] * 3)
@@ -148,11 +148,11 @@ def test_a_nan_shows_where_it_may_be_attended_and_nowhere_else() -> None:
     n = Sizes(1, 1, 1, 13, 13, 5, 5)
     query, key = inputs(n)
     key[0, 0, 7] = math.nan
-    found = statistics(query, key, mask=headwise.causal(), pool=13)
+    result = statistics(query, key, mask=headwise.causal(), pool=13)
     rows = torch.arange(13) >= 7
     for name in ("entropy", "largest", "distance"):
-        assert torch.equal(getattr(found, name)[0, 0].isnan(), rows), name
-    assert torch.equal(found.pooled[0, 0].isnan().any(-1), rows)
+        assert torch.equal(getattr(result, name)[0, 0].isnan(), rows), name
+    assert torch.equal(result.pooled[0, 0].isnan().any(-1), rows)
     query[0, 0, 3] = math.nan
     received = statistics(query, key.nan_to_num(), mask=headwise.window(2)).received[0, 0]
     assert torch.equal(received.isnan(), (torch.arange(13) == 2) | (torch.arange(13) == 3))
@@ -174,21 +174,21 @@ def test_offsets_run_both_ways(mask: headwise.Mask | None) -> None:
     assert_same_bits(before, statistics(query, key, mask=mask, offsets=(0, -1, -2, -3)).offsets)
     p, _ = reference_weights(query.double(), key.double(), mask=mask)
     far = (-(2**40), -17, -16, 2, 1, 13, 2**40)  # query 0 stands at key 4; the last at key 16
-    found = statistics(query, key, mask=mask, offsets=far).offsets
+    result = statistics(query, key, mask=mask, offsets=far).offsets
     want = [0.0, 0.0, p[..., 12, 0], p[..., :11, 6:].diagonal(dim1=-2, dim2=-1).mean(-1)]
     want += [p[..., :12, 5:].diagonal(dim1=-2, dim2=-1).mean(-1), 0.0, 0.0]
     for o, exact in enumerate(want):
-        assert float((found[..., o] - exact).abs().max()) <= TOLERANCE, far[o]
-    assert mask is None or not found[..., 3:5].any()
+        assert float((result[..., o] - exact).abs().max()) <= TOLERANCE, far[o]
+    assert mask is None or not result[..., 3:5].any()
     assert statistics(query, key, mask=mask, offsets=()).offsets.shape == (2, 4, 0)
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 1, 3, 5), (2, 2, 1, 0, 5), (2, 2, 1, 3, 0)], ids=["B", "T", "S"])
 def test_zero_sizes(sizes: tuple[int, ...]) -> None:
     B, H, K, T, S = sizes
-    found = statistics(torch.zeros(B, H, T, 4), torch.zeros(B, K, S, 4), mask=headwise.causal(), pool=2)
-    assert found.entropy.shape == (B, H, T) and found.pooled.shape == (B, H, min(T, 2), min(S, 2))
-    assert found.rows.sum() == 0 and found.received.sum() == 0
+    result = statistics(torch.zeros(B, H, T, 4), torch.zeros(B, K, S, 4), mask=headwise.causal(), pool=2)
+    assert result.entropy.shape == (B, H, T) and result.pooled.shape == (B, H, min(T, 2), min(S, 2))
+    assert result.rows.sum() == 0 and result.received.sum() == 0
 
 
 @pytest.mark.gpu
@@ -200,13 +200,13 @@ def test_on_a_gpu(mask: str) -> None:
     features, targets = extras(n)
     rule = MASKS[mask](n).mask
     exact, _ = reference_weights(query.double(), key.double(), mask=rule)
-    found = statistics(
+    result = statistics(
         query.cuda(), key.cuda(), mask=rule.to("cuda"), offsets=OFFSETS, features=features, targets=targets, pool=5
     )
-    assert found.entropy.is_cuda
+    assert result.entropy.is_cuda
     cpu = HeadStatistics(**{
         name: {k: x.cpu() for k, x in value.items()} if isinstance(value, dict) else value.cpu()
-        for name, value in vars(found).items()
+        for name, value in vars(result).items()
     })  # fmt: skip
     errors = worst(cpu, expected(exact, dense(mask, n)[0], torch.zeros_like(exact[..., 0]), OFFSETS, 5, n))
     assert max(errors.values()) <= TOLERANCE, errors
@@ -214,8 +214,8 @@ def test_on_a_gpu(mask: str) -> None:
 
 def test_no_gradient_is_kept() -> None:
     query = torch.randn(1, 1, 3, 4, requires_grad=True)
-    found = statistics(query, torch.randn(1, 1, 3, 4))
-    assert not found.entropy.requires_grad and not found.pooled.requires_grad
+    result = statistics(query, torch.randn(1, 1, 3, 4))
+    assert not result.entropy.requires_grad and not result.pooled.requires_grad
 
 
 Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)

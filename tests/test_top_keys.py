@@ -23,8 +23,8 @@ def sorted_whole(weights: Tensor, allowed: Tensor, k: int) -> TopKeys:
     """From the weights (B, h, r, S) of the rows and heads chosen; of equal ones the first come first."""
     ranked = weights.masked_fill(~allowed, -1.0)
     order = ranked.argsort(stable=True, dim=-1, descending=True)[..., :k]
-    held = ranked.gather(-1, order)
-    return TopKeys(order.masked_fill(held < 0, -1), held.clamp(min=0))
+    values = ranked.gather(-1, order)
+    return TopKeys(order.masked_fill(values < 0, -1), values.clamp(min=0))
 
 
 def chosen(x: Tensor, rows: Any, heads: Any) -> Tensor:
@@ -44,20 +44,20 @@ def test_every_mask(name: str) -> None:
         allowed = torch.ones_like(whole, dtype=torch.bool) if allowed is None else allowed.expand(whole.shape)
         for k in (1, 3, n.S, n.S + 2):
             for rows, heads in CHOICES:
-                found = top_keys(query, key, k, rows=rows, heads=heads, **options)
+                result = top_keys(query, key, k, rows=rows, heads=heads, **options)
                 want = sorted_whole(chosen(whole, rows, heads), chosen(allowed, rows, heads), k)
-                assert torch.equal(found.keys, want.keys), (n, k, rows, heads)
-                assert torch.allclose(found.weights, want.weights, atol=1e-12), (n, k, rows, heads)
+                assert torch.equal(result.keys, want.keys), (n, k, rows, heads)
+                assert torch.allclose(result.weights, want.weights, atol=1e-12), (n, k, rows, heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype: torch.dtype) -> None:
     query, key, _ = make_qkv(*TILED, dtype=dtype)
-    found = top_keys(query, key, 5, mask=headwise.causal())
-    assert found.weights.dtype == torch.float32 and found.keys.dtype == torch.long
+    result = top_keys(query, key, 5, mask=headwise.causal())
+    assert result.weights.dtype == torch.float32 and result.keys.dtype == torch.long
     exact = headwise.weights(query.double(), key.double(), mask=headwise.causal())
-    assert torch.allclose(found.weights.double(), exact.gather(-1, found.keys.clamp(min=0)), atol=1e-5)
-    assert torch.allclose(found.weights.double(), exact.topk(5).values, atol=1e-5)
+    assert torch.allclose(result.weights.double(), exact.gather(-1, result.keys.clamp(min=0)), atol=1e-5)
+    assert torch.allclose(result.weights.double(), exact.topk(5).values, atol=1e-5)
 
 
 def test_of_equal_keys_the_first_come_first() -> None:
@@ -68,12 +68,12 @@ def test_of_equal_keys_the_first_come_first() -> None:
 
 def test_the_first_is_the_largest_key_of_the_statistics() -> None:
     query, key, _ = make_qkv(*TILED)
-    found, told = (
+    top, stats = (
         top_keys(query, key, 1, mask=headwise.causal()),
         headwise.statistics(query, key, mask=headwise.causal()),
     )
-    assert torch.equal(found.keys[..., 0], told.largest_key)
-    assert torch.allclose(found.weights[..., 0], told.largest, atol=1e-6)
+    assert torch.equal(top.keys[..., 0], stats.largest_key)
+    assert torch.allclose(top.weights[..., 0], stats.largest, atol=1e-6)
 
 
 def test_rows_come_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +99,17 @@ def test_no_gradient_is_kept() -> None:
 
 
 def test_a_row_that_attends_nothing_has_no_keys() -> None:
-    found = top_keys(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 4, 3), 3, mask=headwise.window(2, offset=9))
-    assert found.keys.eq(-1).all() and found.weights.eq(0).all()
+    result = top_keys(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 4, 3), 3, mask=headwise.window(2, offset=9))
+    assert result.keys.eq(-1).all() and result.weights.eq(0).all()
     none = top_keys(torch.ones(1, 1, 2, 3), torch.ones(1, 1, 0, 3), 3)
     assert none.keys.shape == none.weights.shape == (1, 1, 2, 0)
 
 
 def test_weights_that_vanish_are_ranked_by_their_scores() -> None:
     query, key = torch.ones(1, 1, 1, 1), torch.tensor([0.0, -500.0, -400.0, 10.0]).view(1, 1, 4, 1)
-    found = top_keys(query, key, 4, mask=headwise.lengths(torch.tensor([4])))
-    assert found.keys.flatten().tolist() == [3, 0, 2, 1]
-    assert found.weights.flatten().tolist() == pytest.approx([1, math.exp(-10), 0, 0], rel=1e-4)
+    result = top_keys(query, key, 4, mask=headwise.lengths(torch.tensor([4])))
+    assert result.keys.flatten().tolist() == [3, 0, 2, 1]
+    assert result.weights.flatten().tolist() == pytest.approx([1, math.exp(-10), 0, 0], rel=1e-4)
 
 
 @pytest.mark.unchecked

@@ -22,14 +22,14 @@ def make(**arguments: Any) -> MultiHeadAttention:
     return MultiHeadAttention(M, H, **{"num_kv_heads": K, "head_dim": D, "value_dim": V, "bias": True} | arguments)
 
 
-def names(found: headwise.nn.Trace) -> list[str]:
-    return [stage.name for stage in found.stages]
+def names(result: headwise.nn.Trace) -> list[str]:
+    return [stage.name for stage in result.stages]
 
 
 def test_a_plain_trace_has_the_stages_a_learner_expects() -> None:
-    found = trace(make(), torch.randn(B, T, M))
-    assert names(found) == ["x", *PROJECTIONS, "scores", "weights", "heads", "concatenation", "output"]
-    assert [list(stage.shape) for stage in found.stages] == [
+    result = trace(make(), torch.randn(B, T, M))
+    assert names(result) == ["x", *PROJECTIONS, "scores", "weights", "heads", "concatenation", "output"]
+    assert [list(stage.shape) for stage in result.stages] == [
         [B, T, M],
         [B, T, H * D], [B, T, H, D], [B, H, T, D],
         [B, T, K * D], [B, T, K, D], [B, K, T, D],
@@ -53,21 +53,21 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def called(kind: str) -> tuple[MultiHeadAttention, tuple[Any, ...], dict[str, Any]]:
-    built, given = CALLS[kind]
-    memory = given.get("memory")
+    built, arguments = CALLS[kind]
+    memory = arguments.get("memory")
     if memory is not None:
         memory = torch.randn(memory) if isinstance(memory[0], int) else tuple(torch.randn(shape) for shape in memory)
-    options = {name: value for name, value in given.items() if name != "memory"}
+    options = {name: value for name, value in arguments.items() if name != "memory"}
     return make(**built), (torch.randn(B, T, M), memory), options
 
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_the_last_stage_is_the_output_and_each_stage_follows_from_the_one_before(kind: str) -> None:
     mha, inputs, options = called(kind)
-    found = trace(mha, *inputs, **options)
-    assert_same_bits(found.stages[-1].tensor, mha(*inputs, **options))
-    stages = {stage.name: stage.tensor for stage in found.stages}
-    assert list(stages) == names(found)  # no name twice
+    result = trace(mha, *inputs, **options)
+    assert_same_bits(result.stages[-1].tensor, mha(*inputs, **options))
+    stages = {stage.name: stage.tensor for stage in result.stages}
+    assert list(stages) == names(result)  # no name twice
     assert_same_bits(stages["concatenation"], torch.cat(list(stages["heads"].unbind(1)), dim=-1))
     if "weights" in stages:
         values = stages["v_heads"].repeat_interleave(H // K, dim=1)
@@ -97,15 +97,15 @@ def test_parts_add_their_stages_and_a_function_hides_its_own() -> None:
     mha, inputs, _ = called("a function")
     assert "InnerFunction does not show its scores and weights" in trace(mha, *inputs)["heads"].note
     mha, inputs, _ = called("sinks")
-    found = trace(mha, *inputs)["weights"]
-    assert bool((found.tensor.sum(-1) < 1).all()) and "sink" in found.note
+    weights = trace(mha, *inputs)["weights"]
+    assert bool((weights.tensor.sum(-1) < 1).all()) and "sink" in weights.note
 
 
 def test_formulas_name_what_is_there() -> None:
     def of(kind: str, *stages: str) -> list[str]:
         mha, inputs, options = called(kind)
-        found = trace(mha, *inputs, **options)
-        return [found[stage].formula for stage in stages]
+        result = trace(mha, *inputs, **options)
+        return [result[stage].formula for stage in stages]
 
     projections = ("q_proj", "k_proj", "v_proj")
     assert of("plain", *projections) == ["Q = X W_Q + b_Q", "K = X W_K + b_K", "V = X W_V + b_V"]
@@ -132,13 +132,13 @@ def test_a_wrong_input_is_refused_as_by_the_module() -> None:
 @torch.no_grad()
 def test_shares_sum_to_one_and_follow_the_contributions() -> None:
     mha, x = make(), torch.randn(B, T, M)
-    found = trace(mha, x).mixing
-    assert found is not None and sum(found.share) == pytest.approx(1, abs=1e-5) and found.cosine is None
+    mixing = trace(mha, x).mixing
+    assert mixing is not None and sum(mixing.share) == pytest.approx(1, abs=1e-5) and mixing.cosine is None
     parts = torch.stack([head @ mha.head(i).W_O for i, head in enumerate(textbook.head_outputs(mha, x))])
     total = parts.sum(0)
-    assert found.share == pytest.approx([float((p * total).sum() / total.square().sum()) for p in parts], abs=1e-5)
+    assert mixing.share == pytest.approx([float((p * total).sum() / total.square().sum()) for p in parts], abs=1e-5)
     slices = [s.square().sum((1, 2, 3)) for s in parts.tensor_split(H, dim=-1)]  # (slice) of (head,)
-    assert found.own == pytest.approx([float(s[i] / s.sum()) for i, s in enumerate(slices)], abs=1e-5)
+    assert mixing.own == pytest.approx([float(s[i] / s.sum()) for i, s in enumerate(slices)], abs=1e-5)
 
 
 def test_without_mixing_each_slice_is_its_heads_own() -> None:
@@ -146,24 +146,24 @@ def test_without_mixing_each_slice_is_its_heads_own() -> None:
     mha = MultiHeadAttention(12, 3)
     with torch.no_grad():
         mha.o_proj.weight.copy_(torch.eye(12))
-    found = trace(mha, torch.randn(B, T, 12)).mixing
-    assert found is not None
-    assert found.own == pytest.approx([1, 1, 1]) and found.cosine == pytest.approx(1)
+    mixing = trace(mha, torch.randn(B, T, 12)).mixing
+    assert mixing is not None
+    assert mixing.own == pytest.approx([1, 1, 1]) and mixing.cosine == pytest.approx(1)
     with torch.no_grad():
         mha.head(1).W_O.zero_()
-    found = trace(mha, torch.randn(B, T, 12)).mixing
-    assert found is not None and found.share[1] == 0 and found.own == pytest.approx([1, 0, 1])
+    mixing = trace(mha, torch.randn(B, T, 12)).mixing
+    assert mixing is not None and mixing.share[1] == 0 and mixing.own == pytest.approx([1, 0, 1])
     with torch.no_grad():
         mha.o_proj.weight.zero_()
-    found = trace(mha, torch.randn(B, T, 12)).mixing
-    assert found is not None and found.share == (0, 0, 0)  # and no NaN, which JSON has not
+    mixing = trace(mha, torch.randn(B, T, 12)).mixing
+    assert mixing is not None and mixing.share == (0, 0, 0)  # and no NaN, which JSON has not
 
 
 def test_a_random_W_O_mixes_the_heads_evenly() -> None:
-    found = trace_shape(512, 4, batch=4).mixing
-    assert found is not None
-    assert found.own == pytest.approx([0.25] * 4, abs=0.03) and found.share == pytest.approx([0.25] * 4, abs=0.05)
-    assert found.cosine == pytest.approx(0, abs=0.05)
+    mixing = trace_shape(512, 4, batch=4).mixing
+    assert mixing is not None
+    assert mixing.own == pytest.approx([0.25] * 4, abs=0.03) and mixing.share == pytest.approx([0.25] * 4, abs=0.05)
+    assert mixing.cosine == pytest.approx(0, abs=0.05)
 
 
 # --- trace_shape and what it prints -----------------------------------------------------------------------------------
@@ -211,36 +211,36 @@ def test_the_same_sizes_give_the_same_numbers_and_leave_the_random_state_alone()
 @pytest.mark.parametrize("bias", [False, True, "qkv"])
 def test_parameters_are_those_of_the_plan(bias: Any) -> None:
     sizes = {"num_kv_heads": K, "head_dim": D, "value_dim": V, "bias": bias}
-    found = trace_shape(M, H, **sizes)
-    assert found.parameters == plan.parameter_counts(M, H, **sizes)
-    assert found.parameter_count == plan.parameter_count(M, H, **sizes)
+    result = trace_shape(M, H, **sizes)
+    assert result.parameters == plan.parameter_counts(M, H, **sizes)
+    assert result.parameter_count == plan.parameter_count(M, H, **sizes)
 
 
 def test_parts_with_parameters_are_counted_too() -> None:
     mha = make(qk_norm=nn.RMSNorm, inner=functools.partial(headwise.attention, sinks=torch.zeros(H)))
-    found = trace(mha, torch.randn(B, T, M))
-    assert found.parameters["q_norm"] == D and found.parameters["inner"] == H
-    assert found.parameter_count == sum(p.numel() for p in mha.parameters())
+    result = trace(mha, torch.randn(B, T, M))
+    assert result.parameters["q_norm"] == D and result.parameters["inner"] == H
+    assert result.parameter_count == sum(p.numel() for p in mha.parameters())
 
 
 def test_sizes_too_large_to_compute_are_traced_without_numbers() -> None:
-    found = trace_shape(16384, 128, num_kv_heads=8, causal=True, length=8192)
-    assert all(stage.tensor.is_meta for stage in found.stages) and found.mixing is None
-    assert found["weights"].shape == (1, 128, 8192, 8192)
-    assert "not measured" in str(found) and found.to_dict()["mixing"] is None
+    result = trace_shape(16384, 128, num_kv_heads=8, causal=True, length=8192)
+    assert all(stage.tensor.is_meta for stage in result.stages) and result.mixing is None
+    assert result["weights"].shape == (1, 128, 8192, 8192)
+    assert "not measured" in str(result) and result.to_dict()["mixing"] is None
 
 
 def test_to_dict_is_plain_json() -> None:
-    found = trace_shape(12, 3, length=2)
-    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert told["stages"][3] == {
+    result = trace_shape(12, 3, length=2)
+    data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert data["stages"][3] == {
         "name": "q_heads",
         "formula": "Q_i",
         "shape": [1, 3, 2, 4],
         "note": "heads before tokens",
     }
-    assert told["parameter_count"] == 4 * 12**2 == sum(told["parameters"].values())
-    assert len(told["mixing"]["share"]) == len(told["mixing"]["own"]) == 3 and abs(told["mixing"]["cosine"]) <= 1
+    assert data["parameter_count"] == 4 * 12**2 == sum(data["parameters"].values())
+    assert len(data["mixing"]["share"]) == len(data["mixing"]["own"]) == 3 and abs(data["mixing"]["cosine"]) <= 1
 
 
 @pytest.mark.unchecked

@@ -38,8 +38,8 @@ def stages(name: str, n: Sizes, sinks: Tensor | None = None) -> dict[str, Tensor
 def test_every_stage(mask: str, n: Sizes) -> None:
     q, k, _ = make_qkv(*n)
     for stage, exact in stages(mask, n).items():
-        given: dict[str, Any] = {"mask": MASKS[mask](n).mask, "stage": stage, **OPTIONS}
-        ours = headwise.weights(q, k, **given)
+        options: dict[str, Any] = {"mask": MASKS[mask](n).mask, "stage": stage, **OPTIONS}
+        ours = headwise.weights(q, k, **options)
         assert ours.shape == (n.B, n.H, n.T, n.S) and ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=2e-6)
 
@@ -70,12 +70,12 @@ ROWS: list[tuple[Any, Any]] = [
 def test_chosen_rows_and_heads_are_those_of_the_whole(mask: str, rows: Any, heads: Any) -> None:
     n = SHORT
     q, k, _ = make_qkv(*n)
-    given: dict[str, Any] = {"mask": MASKS[mask](n).mask, "sinks": options_of("sinks", n)["sinks"], **OPTIONS}
+    options: dict[str, Any] = {"mask": MASKS[mask](n).mask, "sinks": options_of("sinks", n)["sinks"], **OPTIONS}
     some = lambda pick: [pick] if isinstance(pick, int) else slice(None) if pick is None else pick  # noqa: E731
     for stage in STAGES:
-        given["stage"] = stage
-        whole = headwise.weights(q, k, **given)
-        ours = headwise.weights(q, k, rows=rows, heads=heads, **given)
+        options["stage"] = stage
+        whole = headwise.weights(q, k, **options)
+        ours = headwise.weights(q, k, rows=rows, heads=heads, **options)
         expected = whole[:, some(heads)][:, :, some(rows)]
         assert ours.shape == expected.shape
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
@@ -125,8 +125,8 @@ def test_poison_where_nothing_may_look(mask: str, what: float) -> None:
     bad = poison(k, keys[..., None], what)
     met = (sees & keys.repeat_interleave(n.H // n.K, 1)[:, :, None]).any(-1)
     for stage in STAGES[2:]:
-        given: dict[str, Any] = {"mask": made, "stage": stage}
-        clean, ours = headwise.weights(q, k, **given), headwise.weights(q, bad, **given)
+        options: dict[str, Any] = {"mask": made, "stage": stage}
+        clean, ours = headwise.weights(q, k, **options), headwise.weights(q, bad, **options)
         assert_same_bits(ours[~met], clean[~met], what=stage)
         if math.isnan(what):
             assert bool(ours[met].isnan().any(-1).all()), "what may be attended does not show"

@@ -31,17 +31,17 @@ def random_composite(name: str, dice: random.Random) -> dict[str, Any]:
             text.pop("head_dim", None)
         else:
             text = {key: value for key, value in text.items() if "window" not in key}
-    found: dict[str, Any] = {spec["key"]: {**text, "model_type": kind, "pad_token_id": 0}}
+    config: dict[str, Any] = {spec["key"]: {**text, "model_type": kind, "pad_token_id": 0}}
     for key, tower in about["towers"].items():
-        found[key] = random_tower(tower["type"], dice)
+        config[key] = random_tower(tower["type"], dice)
     for field, default in about["defaults"].items():
         if isinstance(default, bool):
-            found[field] = dice.random() < 0.5
+            config[field] = dice.random() < 0.5
         elif field == "vision_feature_layer":
-            found[field] = dice.choice([-1, [0, 1], [-1]])
+            config[field] = dice.choice([-1, [0, 1], [-1]])
         else:
-            found[field] = dice.randint(1, 9)
-    return found
+            config[field] = dice.randint(1, 9)
+    return config
 
 
 def random_tower(kind: str, dice: random.Random) -> dict[str, Any]:
@@ -50,18 +50,18 @@ def random_tower(kind: str, dice: random.Random) -> dict[str, Any]:
     standard = {own: usual for usual, own in about.get("names", {}).items()}
     back = {new: old for old, new in about.get("rename", {}).items()}
     heads = dice.choice([1, 2, 4])
-    found: dict[str, Any] = {"model_type": kind}
+    config: dict[str, Any] = {"model_type": kind}
     for field, default in about["defaults"].items():
         usual = standard.get(field, field)
         exact = {"hidden_size": heads * 4 * dice.randint(1, 3), "num_attention_heads": heads, "patch_size": 4}
         exact |= {"image_size": 4 * dice.randint(2, 5), "num_hidden_layers": dice.randint(1, 3), "mlp_ratio": 2}
         if isinstance(default, bool):
-            found[field] = dice.random() < 0.5
+            config[field] = dice.random() < 0.5
         elif isinstance(default, list):
-            found[field] = sorted({0, dice.randint(0, 2)})
+            config[field] = sorted({0, dice.randint(0, 2)})
         else:
-            found[back.get(field, field)] = exact.get(usual, dice.randint(2, 9))
-    return found
+            config[back.get(field, field)] = exact.get(usual, dice.randint(2, 9))
+    return config
 
 
 def composite_config(name: str, fields: dict[str, Any]) -> Any:

@@ -64,16 +64,16 @@ def trained(module: Any, kind: str, form: str | None, dtype: torch.dtype = torch
     x, slopes, table, gate = leaf(2, T, M), leaf(H), leaf(H, 5), leaf(2, H)
     mask = headwise.window(4, 2) & headwise.alibi(slopes) & headwise.relative(table)
     mask &= headwise.keep(torch.rand(2, H, T, S, generator=draw) > 0.2)
-    given: dict[str, Any] = {"mask": mask}
+    options: dict[str, Any] = {"mask": mask}
     learn = {"x": x, "slopes": slopes, "table": table}
     if not kind.startswith("mla"):
-        learn["gate"] = given["gate"] = gate
+        learn["gate"] = options["gate"] = gate
     if kind == "cross":
-        learn["keys"], learn["values"] = given["memory"] = leaf(2, S, 11), leaf(2, S, 5)
+        learn["keys"], learn["values"] = options["memory"] = leaf(2, S, 11), leaf(2, S, 5)
     if form is not None:
-        given["form"] = form
+        options["form"] = form
     module.zero_grad()
-    out = module(x, **given)
+    out = module(x, **options)
     (out * torch.randn(out.shape, generator=draw)).sum().backward()
     result = {"out": out.detach(), **{name: whole(one.grad) for name, one in learn.items()}}
     return result | {name: whole(p.grad) for name, p in module.named_parameters()}
@@ -255,10 +255,10 @@ def leaves(x: Any, at: str = "") -> dict[str, Any]:
     items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else None
     if items is None:
         return {at: x}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in items:
-        found |= leaves(value, f"{at}/{key}")
-    return found
+        values |= leaves(value, f"{at}/{key}")
+    return values
 
 
 def unlike(one: Any, other: Any) -> list[str]:
@@ -305,17 +305,17 @@ def read_slices(folder: str) -> dict[str, Any]:
     """Modules made on the meta device and filled from safetensors; and saved as a distributed checkpoint."""
     import torch.distributed.checkpoint as dcp
 
-    found: dict[str, Any] = {}
+    slices: dict[str, Any] = {}
     for kind, H, K in STORED:
         with torch.device("meta"):
             module = build(kind, H, K)
         load_slices(tensor_parallel(module, mesh()), folder, prefix=f"{kind}.")
-        found[kind] = (
+        slices[kind] = (
             sorted(unequal(module, build(kind, H, K))),
             {name: tuple(p.to_local().shape) for name, p in module.named_parameters()},
         )
         dcp.save(module.state_dict(), checkpoint_id=f"{folder}/{kind} {dist.get_world_size()}")
-    return found
+    return slices
 
 
 def read_checkpoint(folder: str, ranks: int) -> list[str]:

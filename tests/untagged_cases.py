@@ -90,23 +90,23 @@ def calls() -> dict[Any, Any]:
 
 def recorded() -> dict[Any, list[Batch]]:
     """What this rank starts in each call, in its order."""
-    found: dict[Any, list[Batch]] = {}
+    batches: dict[Any, list[Batch]] = {}
     undo = messages_of_one_head()
     for name, run in calls().items():
-        with untagged(found.setdefault(name, [])):
+        with untagged(batches.setdefault(name, [])):
             run()
     undo()
-    return found
+    return batches
 
 
 def sent() -> dict[Any, bool]:
     """Whether calls whose messages have no tags give the bits of those whose messages have."""
-    found = {}
+    equal = {}
     for name, run in calls().items():
         want = run()
         with untagged(None):
-            found[name] = all(map(torch.equal, run(), want))
-    return found
+            equal[name] = all(map(torch.equal, run(), want))
+    return equal
 
 
 def messages_of_one_head() -> Any:
@@ -133,12 +133,12 @@ def stuck(ranks: list[list[Batch]]) -> str:
                 moved = True
             for kind, b, size in list(own[0]) if own else ():
                 theirs = left[b][0] if kind == "send" and left[b] else []
-                found = [one for one in theirs if one[:2] == ("receive", a)]
-                if found:
-                    if found[0][2] != size:
-                        return f"rank {a} sends {size} bytes to rank {b}, which takes {found[0][2]}"
+                matches = [one for one in theirs if one[:2] == ("receive", a)]
+                if matches:
+                    if matches[0][2] != size:
+                        return f"rank {a} sends {size} bytes to rank {b}, which takes {matches[0][2]}"
                     own[0].remove((kind, b, size))
-                    theirs.remove(found[0])
+                    theirs.remove(matches[0])
                     moved = True
         if not any(left):
             return ""

@@ -214,8 +214,8 @@ class KVCache(ABC):
         mask = Mask(()) if mask is None else mask
         if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
             return None
-        held = self._held()
-        out = decode_step(query, key, value, turn, held, scores, self._in_sight(held.places, mask))
+        storage = self._held()
+        out = decode_step(query, key, value, turn, storage, scores, self._in_sight(storage.places, mask))
         if out is not None:
             self.lengths = [n + 1 for n in self.lengths]
             self._last, self._input_dtype = _Append(1, [1] * self.batch, "right"), key.dtype

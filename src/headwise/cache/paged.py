@@ -262,7 +262,7 @@ class PagedCache(KVCache):
         for b in range(self.batch):
             self._prepare(b, 1)
         columns = self.columns
-        return self.pool.store.held(self._table_of_rows(), columns[:1] if len(set(columns)) == 1 else columns)
+        return self.pool.store.storage(self._table_of_rows(), columns[:1] if len(set(columns)) == 1 else columns)
 
     def _table_of_rows(self) -> Tensor:
         """int64 (B, N): the pages of each row; kept until one changes."""

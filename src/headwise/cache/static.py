@@ -118,7 +118,7 @@ class StaticCache(KVCache):
     def _held(self) -> Held:
         longest = max(self.lengths)
         places = [longest] if min(self.lengths) == longest else self.lengths
-        return self._store.held(None, places)
+        return self._store.storage(None, places)
 
     @override
     def view(self) -> tuple[Stored, Stored]:

@@ -52,7 +52,7 @@ class Store:
             return False
         return append_int8(key, value, (self.key, self.key_scale, self.value, self.value_scale), spans)
 
-    def held(self, table: Tensor | None, places: list[int]) -> Held:
+    def storage(self, table: Tensor | None, places: list[int]) -> Held:
         """The same for a decode step, whose tokens go to these columns."""
         return Held(self.key, self.value, self.key_scale, self.value_scale, table, places, self.value_dim)
 

@@ -71,7 +71,7 @@ def together(work: Callable[[], T]) -> T:
     if several.started() < 2:
         return work()
 
-    def told() -> T:
+    def run() -> T:
         try:
             return work()
         except Exception as error:
@@ -80,7 +80,7 @@ def together(work: Callable[[], T]) -> T:
                 raise
             raise ValueError(message) from error
 
-    return several.processes().together(told)
+    return several.processes().together(run)
 
 
 def _out_of_memory(error: BaseException) -> bool:

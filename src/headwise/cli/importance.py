@@ -12,7 +12,7 @@ from .loading import load
 from .output import console, progress
 from .texts import read_text
 
-Model = Annotated[
+ModelArgument = Annotated[
     str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
 ]
 Text = Annotated[str | None, typer.Option(help="The text to read.", show_default="a short program")]
@@ -26,7 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the ta
 
 
 def importance(
-    model: Model = None,
+    model: ModelArgument = None,
     by: Annotated[
         str, typer.Option(help="Criteria, with commas: gradient, zero, mean, contribution; the first one sorts.")
     ] = "gradient,zero",
@@ -58,7 +58,7 @@ def importance(
 
 def ablate(
     heads: Annotated[str, typer.Option(help="Heads as layer.head, with commas: 3.1,2.4.")],
-    model: Model = None,
+    model: ModelArgument = None,
     by: Annotated[str, typer.Option(help="What a head that is off gives: zero, or mean (its mean over the text).")] = (
         "zero"
     ),
@@ -90,7 +90,7 @@ def ablate(
 
 
 def circuits(
-    model: Model = None,
+    model: ModelArgument = None,
     text: Text = None,
     file: File = None,
     device: Device = "cpu",

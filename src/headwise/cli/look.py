@@ -21,8 +21,8 @@ def _look(  # private, for a command has as many options as its users need, and 
     file: Annotated[str | None, typer.Option(help="A text file to read instead (UTF-8); - is stdin.")] = None,
     image: media.Image = None,
     audio: media.Audio = None,
-    target: media.Target = None,
-    pair: media.Pair = None,
+    target: media.TargetOption = None,
+    pair: media.PairOption = None,
     corpus: Annotated[
         str | None,
         typer.Option(help="Many texts instead: a text file, a folder of *.txt and *.jsonl, or JSON Lines."),

@@ -16,11 +16,11 @@ Image = Annotated[
     str | None, typer.Option(help="A picture to look at (PNG, JPEG, ...), beside the text where the model reads one.")
 ]
 Audio = Annotated[str | None, typer.Option(help="A sound to listen to (WAV).")]
-Target = Annotated[
+TargetOption = Annotated[
     str | None,
     typer.Option(help="What the decoder of an encoder-decoder reads.", show_default="the encoder's text"),
 ]
-Pair = Annotated[str | None, typer.Option(help="A second sentence, behind the first: a pair.")]
+PairOption = Annotated[str | None, typer.Option(help="A second sentence, behind the first: a pair.")]
 """The options of `headwise look` that put something beside its text."""
 
 MAX_FILE = 64_000_000

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from .output import console, progress
-from .reshaped import AsJson, DryRun, Out, Roles, Verify, check_out, libraries, print_facts, rows_of, tensors, texts_of
+from .reshaped import (
+    AsJson,
+    DryRun,
+    OutOption,
+    Roles,
+    Verify,
+    check_out,
+    libraries,
+    print_facts,
+    rows_of,
+    tensors,
+    texts_of,
+)
 
 MOST_HELD = 16  # windows that healing measures on
 Corpus = Annotated[str | None, typer.Option(help="A file or folder of texts, or JSON Lines, instead.")]
@@ -29,7 +41,7 @@ def _regroup(
         bool, typer.Option("--recover", help="Solve W_O and the values anew on the text, in closed form.")
     ] = False,
     seed: Annotated[int, typer.Option(help="For the search for groups, where there are many heads.")] = 0,
-    out: Out = None,
+    out: OutOption = None,
     dry_run: DryRun = False,
     verify: Verify = True,
     as_json: AsJson = False,
@@ -66,7 +78,7 @@ def _regroup(
                 proof = _proof(reshape, rows) if verify else None
                 roles = Roles(hf, loaded, read[0], show) if verify and loaded is not None else None
                 facts = reshape.write_regrouped(plan, out, proof=proof, progress=tell, remark=roles)
-                facts |= {} if roles is None else {"roles": roles.told}
+                facts |= {} if roles is None else {"roles": roles.record}
     _show(facts, None if dry_run else out, as_json)
 
 
@@ -84,7 +96,7 @@ def _heal(
     ] = 0.0,
     every: Annotated[int, typer.Option(help="Steps between measurements, and between states on disk.")] = 50,
     seed: Annotated[int, typer.Option(help="Which windows of the text are read.")] = 0,
-    out: Out = None,
+    out: OutOption = None,
     verify: Verify = True,
     as_json: AsJson = False,
 ) -> None:

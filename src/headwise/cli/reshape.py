@@ -15,7 +15,7 @@ from .reshaped import (
     AsJson,
     Beside,
     DryRun,
-    Out,
+    OutOption,
     Roles,
     Verify,
     check_out,
@@ -55,9 +55,9 @@ def _prune(  # private, for a command has as many options as its users need, and
     ] = None,
     image: media.Image = None,
     audio: media.Audio = None,
-    target: media.Target = None,
+    target: media.TargetOption = None,
     seed: Annotated[int, typer.Option(help="For --by random.")] = 0,
-    out: Out = None,
+    out: OutOption = None,
     zero: Annotated[
         bool, typer.Option("--zero", help="Write zeros instead: any heads, any model, the same size.")
     ] = False,
@@ -107,13 +107,13 @@ def _prune(  # private, for a command has as many options as its users need, and
                 roles = Roles(hf, loaded, rows[0], show) if verify and loaded is not None else None
                 proof = _proof(reshape, loaded, rows) if verify else None
                 facts = reshape.write_pruned(plan, out, proof=proof, progress=show, remark=roles)
-                facts |= {} if roles is None else {"roles": roles.told}
+                facts |= {} if roles is None else {"roles": roles.record}
     print_facts(facts, None if dry_run else out, as_json)
 
 
 def _migrate(
     folder: Annotated[str, typer.Argument(help="A checkpoint folder whose config.json has pruned_heads.")],
-    out: Out = None,
+    out: OutOption = None,
     dry_run: DryRun = False,
     verify: Verify = True,
     as_json: AsJson = False,

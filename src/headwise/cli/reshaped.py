@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROW, SHORTEST, TOKENS = 256, 4, 65_536  # tokens that are read at once: at most, at least; and in all
 
-Out = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
+OutOption = Annotated[str | None, typer.Option(help="The folder to write; it must not exist.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and write nothing.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Load the result anew and compare, first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")]
@@ -54,7 +54,7 @@ class Roles:
 
     def __init__(self, hf: Any, loaded: Any, row: Any, show: Any) -> None:
         self.hf, self.before, self.row, self.show = hf, loaded, row, show
-        self.told: dict[str, Any] = {}
+        self.record: dict[str, Any] = {}
 
     def __call__(self, folder: Path) -> str:
         """The comparison of the original with what is in the folder, as Markdown."""
@@ -67,7 +67,7 @@ class Roles:
         marks = None if self.before.tokenizer is None else self.before.delimiters
         seen = [look.at(one.model, self.row, delimiters=marks, name=name) for name, one in named]
         compared = look.compare(seen[0], seen[1], kept=plan)
-        self.told = compared.to_dict()
+        self.record = compared.to_dict()
         return f"## What the heads do\n\n```text\n{compared}\n```"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..cache.base import Stored
 from ..nn.dealt import Dealt
 from ..nn.sharded import current
 from ..ops.attention import attention, attention_of_part
@@ -14,18 +15,14 @@ from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias, causal, keep, lengths, segments
 from ..ops.masks.rules import Band, Segments
 from ..ops.statistics.weights import weights
-from ..ops.storage.int8 import Quantized
 from ..ops.storage.layout import in_one_piece
-from ..ops.storage.paged import Paged
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
 from .sessions import record, watched
 from .tensor import heads_here, own_keys, own_part, together
-from .whole import Whole, whole_batch
-
-Keys: TypeAlias = Tensor | Quantized | Paged
+from .whole import WholeBatch, whole_batch
 
 HARMLESS = frozenset(
     {
@@ -56,8 +53,8 @@ HARMLESS = frozenset(
 def headwise_attention(
     module: nn.Module,
     query: Tensor,
-    key: Keys,
-    value: Keys,
+    key: Stored,
+    value: Stored,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -155,8 +152,8 @@ def _recorded(
 def attend(
     module: nn.Module,
     query: Tensor,
-    key: Keys,
-    value: Keys,
+    key: Stored,
+    value: Stored,
     dropout: float,
     backend: str = "auto",
     **options: Any,
@@ -172,7 +169,7 @@ def attend(
     return attention(query, key, value, dropout=dropout, backend=backend, **options)
 
 
-def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: Whole, is_causal: bool | None) -> Mask:
+def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: WholeBatch, is_causal: bool | None) -> Mask:
     """The mask of all tokens, where this process has some."""
     if attention_mask is None:
         return causal() if _is_causal(module, is_causal, batch.tokens) else Mask(())
@@ -182,7 +179,7 @@ def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: Whol
 def _check_split(
     module: nn.Module,
     query: Tensor,
-    key: Keys,
+    key: Stored,
     position_bias: Tensor | None,
     attentions: Any,
     kwargs: dict[str, Any],
@@ -212,7 +209,7 @@ def refuse_unknown(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
+def check_heads(module: nn.Module, query: Tensor, key: Stored) -> None:
     """The shapes say how many query heads share a key-value head; it must be as many as in the model.
 
     Tensor parallelism gives each process some of the heads. Where it gathers keys and values and not queries, H and K
@@ -230,7 +227,7 @@ def check_heads(module: nn.Module, query: Tensor, key: Keys) -> None:
     )
 
 
-def _stored(key: Keys, value: Keys, dtype: torch.dtype) -> tuple[Keys, Keys]:
+def _stored(key: Stored, value: Stored, dtype: torch.dtype) -> tuple[Stored, Stored]:
     """Key and value for `attention`: as a cache stores them, or tensors both where the model computed with one."""
     pair = from_model(key), from_model(value)
     if isinstance(pair[0], Tensor) is isinstance(pair[1], Tensor):
@@ -296,7 +293,7 @@ def without_lowest(added: Tensor) -> Tensor:
     return added.masked_fill(added <= lowest, -torch.inf)
 
 
-def _without_expired(mask: Mask, expired: int, query: Tensor, key: Keys) -> Mask:
+def _without_expired(mask: Mask, expired: int, query: Tensor, key: Stored) -> Mask:
     """Without the first keys, where no window or chunk in the mask says it: some models rely on caches for that.
 
     transformers' caches drop what a sliding window has passed, to the token; ours to the page.
@@ -311,7 +308,7 @@ def _without_expired(mask: Mask, expired: int, query: Tensor, key: Keys) -> Mask
 _SEQUENCES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
 
 
-def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query: Tensor, key: Keys) -> Mask:
+def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query: Tensor, key: Stored) -> Mask:
     """Keeps apart the sequences that `cu_seq_lens_*` (as for flash attention) or `seq_idx` name in a packed batch."""
     packing = {name: kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None}
     if not packing or any(isinstance(part, Segments) for part in mask.parts):

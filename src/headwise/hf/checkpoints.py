@@ -18,7 +18,7 @@ from .errors import ModelError, one_line
 from .fields import harmless, taken
 from .files import fill, opened, parse_json, read_bytes, read_part
 from .folder import INDEX, SINGLE, Weights, find_weights, folder_config
-from .headers import Stored
+from .headers import TensorEntry
 from .layouts import layouts
 from .loading import build
 from .proof import prove
@@ -81,7 +81,7 @@ class Checkpoint:
         self.layouts = layouts()
         self.config: Mapping[str, Any] = taken(raw, f"{folder}/config.json")
         self.dropped = tuple(sorted(raw.keys() - self.config.keys()))
-        self.tensors: Mapping[str, Stored] = {
+        self.tensors: Mapping[str, TensorEntry] = {
             name: entry for table in weights.tensors.values() for name, entry in table.items()
         }
         self._shard_of = {name: shard for shard, table in weights.tensors.items() for name in table}

@@ -65,15 +65,15 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ClosureRules:
     """What a closure stands for: a band around the query's own position (as `window` counts), and masks besides."""
 
     left: int | None = None
     right: int | None = None
     masks: tuple[Mask, ...] = ()
 
-    def __and__(self, other: Rules) -> Rules:
-        return Rules(_least(self.left, other.left), _least(self.right, other.right), self.masks + other.masks)
+    def __and__(self, other: ClosureRules) -> ClosureRules:
+        return ClosureRules(_least(self.left, other.left), _least(self.right, other.right), self.masks + other.masks)
 
     def mask(self, offset: int) -> Mask:
         """One mask; `offset`: position of query 0 among the keys. No rule at all gives a mask of no parts."""
@@ -141,10 +141,10 @@ def dense_mask(function: MaskFunction, frame: Frame, padding: Tensor | None = No
 
 Readers: TypeAlias = Mapping[CodeType, Any]
 """A closure's code -> the reader of it."""
-Reader: TypeAlias = Callable[[Cells, Frame, Readers], Rules | None]
+ClosureReader: TypeAlias = Callable[[Cells, Frame, Readers], ClosureRules | None]
 
 
-def _read(function: MaskFunction, frame: Frame, readers: Readers) -> Rules | None:
+def _read(function: MaskFunction, frame: Frame, readers: Readers) -> ClosureRules | None:
     code = getattr(function, "__code__", None)  # a callable object has none
     reader = None if code is None else readers.get(code)
     return None if reader is None else reader(_cells(function), frame, readers)
@@ -155,43 +155,43 @@ def _cells(function: MaskFunction) -> Cells:
     return dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
 
 
-def _causal(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
-    return Rules(right=0)
+def _causal(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    return ClosureRules(right=0)
 
 
-def _bidirectional(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
-    return Rules()
+def _bidirectional(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    return ClosureRules()
 
 
-def _sliding(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
+def _sliding(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     width = cells["sliding_window"]  # key > query - width: `width` keys with self among them, as headwise counts
-    return Rules(left=width) if width >= 1 else None
+    return ClosureRules(left=width) if width >= 1 else None
 
 
-def _sliding_both_ways(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
+def _sliding_both_ways(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     width = cells["sliding_window"]  # |query - key| <= width: on the left, self comes on top
-    return Rules(left=width + 1, right=width) if width >= 0 else None
+    return ClosureRules(left=width + 1, right=width) if width >= 0 else None
 
 
-def _chunked(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
+def _chunked(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     size, first = cells["chunk_size"], cells["left_padding"].to(frame.device)[:, None]
     positions = (frame.query_positions(), frame.key_positions())
-    return Rules(masks=(segments(*(torch.div(at - first, size, rounding_mode="floor") for at in positions)),))
+    return ClosureRules(masks=(segments(*(torch.div(at - first, size, rounding_mode="floor") for at in positions)),))
 
 
-def _packed(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
+def _packed(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     ids = cells["packed_sequence_mask"]
-    return Rules(masks=(segments(ids),)) if frame.is_square_with(ids) else None
+    return ClosureRules(masks=(segments(ids),)) if frame.is_square_with(ids) else None
 
 
-def _padding(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
-    return Rules(masks=(read_padding(cells["padding_mask"], frame),))
+def _padding(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
+    return ClosureRules(masks=(read_padding(cells["padding_mask"], frame),))
 
 
-def _all_of(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
+def _all_of(cells: Cells, frame: Frame, readers: Readers) -> ClosureRules | None:
     functions = cells["mask_functions"]
     renumbering = _code_of("remap_positions_for_packed_sequence", None, None)
-    joined = Rules()
+    joined = ClosureRules()
     for function in functions:
         is_renumbered = renumbering is not None and getattr(function, "__code__", None) is renumbering
         rules = _renumbered(function, functions, frame, readers) if is_renumbered else _read(function, frame, readers)
@@ -203,7 +203,7 @@ def _all_of(cells: Cells, frame: Frame, readers: Readers) -> Rules | None:
 
 def _renumbered(
     function: MaskFunction, beside: tuple[MaskFunction, ...], frame: Frame, readers: Readers
-) -> Rules | None:
+) -> ClosureRules | None:
     """A mask over positions that begin anew with every packed sequence.
 
     Inside a sequence they differ from the indices by a constant, so a band stays the same band. Across sequences they
@@ -236,7 +236,7 @@ def _code_of(factory: str, *arguments: Any) -> CodeType | None:
 _SQUARE, _LATER = Frame(B=2, T=6, S=6), Frame(B=2, T=3, S=7, q_offset=5, kv_offset=1)
 
 
-def _samples() -> dict[str, tuple[Reader, Callable[[], list[MaskFunction]]]]:
+def _samples() -> dict[str, tuple[ClosureReader, Callable[[], list[MaskFunction]]]]:
     """What each reader reads, by the name of transformers' factory; a reader comes after those it relies on."""
     positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]])
     starts = torch.tensor([0, 2])
@@ -271,7 +271,7 @@ def _samples() -> dict[str, tuple[Reader, Callable[[], list[MaskFunction]]]]:
 @cache
 def trusted_readers() -> Readers:
     """The readers that agree with the installed transformers on what it evaluates; tried once, in about 10 ms."""
-    trusted: dict[CodeType, Reader] = {}
+    trusted: dict[CodeType, ClosureReader] = {}
     with torch.device("cpu"):  # whatever default device the caller has set
         for name, (reader, make) in _samples().items():
             try:

@@ -19,7 +19,7 @@ import torch
 
 from .errors import ModelError
 from .files import inside, opened, read_json
-from .headers import Stored, header
+from .headers import TensorEntry, header
 
 MAX_CONFIG = 1 << 20  # bytes; the largest on the hub are below 100 kB
 MAX_INDEX = 32 << 20  # the largest are below 10 MB
@@ -49,7 +49,7 @@ class Weights:
     """The safetensors files of a folder by name, and the tensors of each."""
 
     files: dict[str, Path]
-    tensors: dict[str, dict[str, Stored]]
+    tensors: dict[str, dict[str, TensorEntry]]
     metadata: dict[str, dict[str, str]]
     index: dict[str, str] | None
     """Which file a tensor is in, as the index has it; None without one."""

@@ -35,7 +35,7 @@ NUMBERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorEntry:
     """A tensor of a file: what it is, and which of the file's bytes it is."""
 
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class Stored:
     size: int
 
 
-def header(file: FileIO, where: str) -> tuple[dict[str, Stored], dict[str, str]]:
+def header(file: FileIO, where: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of an open file by name, and its metadata. Together they fill the file: no hole, nothing twice."""
     room = os.fstat(file.fileno()).st_size - 8
     length = int.from_bytes(read_part(file, 0, 8, where), "little") if room > 0 else 0
@@ -69,7 +69,7 @@ def header(file: FileIO, where: str) -> tuple[dict[str, Stored], dict[str, str]]
     return tensors, metadata
 
 
-def _entry(name: str, entry: Any, base: int, where: str) -> Stored:
+def _entry(name: str, entry: Any, base: int, where: str) -> TensorEntry:
     table = entry if isinstance(entry, dict) else {}
     shape, dtype, offsets = table.get("shape"), table.get("dtype"), table.get("data_offsets")
     if not TENSOR.fullmatch(name):
@@ -89,7 +89,7 @@ def _entry(name: str, entry: Any, base: int, where: str) -> Stored:
         raise ModelError(
             f"{where}: the tensor {name[:80]!r} has {size:,} bytes, and {shape} of {dtype} is {needed:,}; get it anew"
         )
-    return Stored(NUMBERS[dtype], tuple(shape), start, size)
+    return TensorEntry(NUMBERS[dtype], tuple(shape), start, size)
 
 
 def _or_1(size: int) -> int:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import relative
-from ..ops.masks.places import Rows, index, rank4
+from ..ops.masks.places import RowIndex, index, rank4
 from ..ops.masks.pytrees import register
 from ..ops.masks.rules import Rule
 from ..shapes import describe
@@ -55,7 +55,7 @@ class ByContent(Rule):
         return sum(terms[1:], terms[0])
 
     @override
-    def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
+    def grid(self, T: int, S: int, rows: RowIndex, cols: RowIndex, device: torch.device | None) -> Tensor:
         i, j = index(rows, T, device), index(cols, S, device)
         apart = i[:, None] - j[None, :] + S - 1
         by_query = self._added(self.by_query, rows, self.columns_query, apart)
@@ -65,7 +65,7 @@ class ByContent(Rule):
         return by_query + by_key.mT
 
     @staticmethod
-    def _added(table: Tensor | None, own: Rows, columns: Tensor, apart: Tensor) -> Any:
+    def _added(table: Tensor | None, own: RowIndex, columns: Tensor, apart: Tensor) -> Any:
         """(B, H, own, others) of one table."""
         if table is None:
             return None

@@ -280,7 +280,7 @@ def _times(models: list[Any], prepare: Any, run: Any) -> list[float]:
 if __name__ == "__main__":
     out, sys.stdout = sys.stdout, sys.stderr  # what other libraries print is no part of the answer
     try:
-        told = answer(json.loads(sys.stdin.buffer.read()))
+        report = answer(json.loads(sys.stdin.buffer.read()))
     except Exception as error:
-        told = {"error": f"{type(error).__name__}: {error}"}
-    out.write(json.dumps(told))
+        report = {"error": f"{type(error).__name__}: {error}"}
+    out.write(json.dumps(report))

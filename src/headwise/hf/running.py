@@ -24,7 +24,7 @@ from ..ops.storage.layout import in_one_piece
 from .attention import attentions_are_collected
 from .errors import ModelError
 from .lazy import Lazy, LazyKeys
-from .scores import Scores
+from .scores import LazyScores
 from .steps import IN_PLACE, STEPS, Running
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
@@ -33,9 +33,9 @@ _asked_for: ContextVar[bool] = ContextVar("headwise_attentions_asked_for", defau
 
 
 @contextmanager
-def attentions_asked_for(asked: bool) -> Iterator[None]:
+def attentions_asked_for(on: bool) -> Iterator[None]:
     """For calls of modules that are not told themselves whether to return their weights."""
-    before = _asked_for.set(asked)
+    before = _asked_for.set(on)
     try:
         yield
     finally:
@@ -61,7 +61,7 @@ class Seam(TorchFunctionMode):
                 "its attention did not run on headwise; switch back by model.set_attn_implementation('eager')"
             )
         wanted = attentions_are_collected() or _asked_for.get() or _asked(type(module).forward, args, kwargs)
-        return tree_map(lambda x: _returned(x, wanted) if isinstance(x, Scores) else x, result)
+        return tree_map(lambda x: _returned(x, wanted) if isinstance(x, LazyScores) else x, result)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operation of torch inside of the module."""
@@ -74,7 +74,7 @@ class Seam(TorchFunctionMode):
         if result is NotImplemented:
             args, kwargs = _made(args), _made(kwargs)
             return func(*args, **kwargs)
-        if isinstance(result, Scores) and func in IN_PLACE and isinstance(args[0], Scores):
+        if isinstance(result, LazyScores) and func in IN_PLACE and isinstance(args[0], LazyScores):
             return args[0].become(result)
         return result
 
@@ -93,12 +93,12 @@ def _asked(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _made(x: Any) -> Any:
     """With the scores as tensors."""
-    if not any(isinstance(leaf, Scores) for leaf in tree_leaves(x)):
+    if not any(isinstance(leaf, LazyScores) for leaf in tree_leaves(x)):
         return x
-    return tree_map(lambda leaf: leaf.replay() if isinstance(leaf, Scores) else leaf, x)
+    return tree_map(lambda leaf: leaf.replay() if isinstance(leaf, LazyScores) else leaf, x)
 
 
-def _returned(scores: Scores, wanted: bool) -> Tensor:
+def _returned(scores: LazyScores, wanted: bool) -> Tensor:
     chain = scores.chain
     if not chain.weighted:
         return scores.replay()

@@ -43,26 +43,26 @@ class Chain:
         return {"mask": mask, "scale": self.scale}
 
 
-class Scores(Lazy):
+class LazyScores(Lazy):
     """Scores, or weights after the softmax, (B, H, T, S) or (B * H, T, S) as the model's code has them."""
 
     chain: Chain
     replay: Callable[[], Tensor]
     """Makes them by the model's own operations, with gradients."""
 
-    def __new__(cls, chain: Chain, shape: Any, dtype: torch.dtype, replay: Callable[[], Tensor]) -> Scores:
+    def __new__(cls, chain: Chain, shape: Any, dtype: torch.dtype, replay: Callable[[], Tensor]) -> LazyScores:
         """`shape`: one of the two."""
-        scores: Scores = cls._of(replay, shape, dtype, chain.query.device)
+        scores: LazyScores = cls._of(replay, shape, dtype, chain.query.device)
         scores.chain, scores.replay = chain, replay
         return scores
 
-    def next(self, op: Callable[[Tensor], Tensor], chain: Chain | None = None, **changes: Any) -> Scores:
+    def next(self, op: Callable[[Tensor], Tensor], chain: Chain | None = None, **changes: Any) -> LazyScores:
         """The scores after an operation; `op` is that operation on the scores themselves."""
         before = self.replay  # as it is now: an operation in place makes these scores the next ones
         shape, dtype = changes.get("shape", self.shape), changes.get("dtype", self.dtype)
-        return Scores(chain or self.chain, shape, dtype, lambda: op(before()))
+        return LazyScores(chain or self.chain, shape, dtype, lambda: op(before()))
 
-    def become(self, other: Scores) -> Scores:
+    def become(self, other: LazyScores) -> LazyScores:
         """What an operation in place leaves."""
         vars(self).update(vars(other))
         return self

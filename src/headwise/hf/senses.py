@@ -103,20 +103,20 @@ def prepared(
     return Prepared(values, tokens, seconds)
 
 
-def _check_takes(loaded: Loaded, takes: Mapping[str, object], **asked: Any) -> None:
+def _check_takes(loaded: Loaded, takes: Mapping[str, object], **inputs: Any) -> None:
     """Each input that is there is one that the model takes, and none is missing that it cannot do without."""
     name = f"{loaded.name} ({type(loaded.model).__name__})"
     needs = loaded.model.main_input_name
     hears = [one for one in ("input_features", "input_values") if one in takes]
     for needed, there, option in ((["pixel_values"], "image", "--image"), (hears, "sound", "--audio")):
-        if needs in needed and asked[there] is None:
+        if needs in needed and inputs[there] is None:
             raise ModelError(f"{name} reads {needs!r}; give {option} FILE")
     for what, there, wanted in (
-        ("a picture", asked["image"], "pixel_values" in takes),
-        ("a sound", asked["sound"], bool(hears)),
-        ("a text", asked["text"], "input_ids" in takes),
-        ("a second sentence", asked["pair"], "input_ids" in takes),
-        ("a text of its decoder's own", asked["target"], "decoder_input_ids" in takes),
+        ("a picture", inputs["image"], "pixel_values" in takes),
+        ("a sound", inputs["sound"], bool(hears)),
+        ("a text", inputs["text"], "input_ids" in takes),
+        ("a second sentence", inputs["pair"], "input_ids" in takes),
+        ("a text of its decoder's own", inputs["target"], "decoder_input_ids" in takes),
     ):
         if there is not None and not wanted:
             raise ModelError(f"{name} does not read {what}; it takes {', '.join(list(takes)[:4])}; leave that out")

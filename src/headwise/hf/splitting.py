@@ -16,12 +16,12 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from ..nn.sharded import entered
 from ..parallel import Comm, Context, join_sequence, sum_gradients
-from ..parallel.attention import Layout
+from ..parallel.attention import LayoutOption
 from ..parallel.options import digest
-from ..plan.places import Order
+from ..plan.places import TokenOrder
 from .errors import ModelError
 from .interface import NAME, attention_modules, refuse_own_code, title
-from .whole import Whole, of
+from .whole import WholeBatch, of
 
 SPLIT = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels", "token_type_ids")
 """Arguments with an axis of tokens, their second."""
@@ -39,10 +39,10 @@ class Shards:
     """
 
     def __init__(
-        self, model: PreTrainedModel, comm: Comm, order: Order | None, layout: Layout, timeout: float | None
+        self, model: PreTrainedModel, comm: Comm, order: TokenOrder | None, layout: LayoutOption, timeout: float | None
     ) -> None:
         self.model, self.comm, self.layout, self._order = model, comm, layout, order
-        self.order: Order = order or "contiguous"
+        self.order: TokenOrder = order or "contiguous"
         self._open: list[Any] = []
 
     def join(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -74,7 +74,7 @@ class Shards:
         elif arguments.get("attention_mask") is None:
             documents = find_packed_sequence_indices(arguments["position_ids"].expand(B, -1))
         padding = arguments.get("attention_mask")
-        whole = Whole(T, None if padding is None else padding.bool())
+        whole = WholeBatch(T, None if padding is None else padding.bool())
         if arguments.get("labels") is not None:
             after = torch.nn.functional.pad(arguments["labels"], (0, 1), value=-100)[:, 1:]
             arguments.setdefault("num_items_in_batch", (after != -100).sum())
@@ -110,8 +110,8 @@ def context_parallel(
     model: PreTrainedModel,
     mesh: DeviceMesh | ProcessGroup | None = None,
     *,
-    order: Order | None = None,
-    layout: Layout = "auto",
+    order: TokenOrder | None = None,
+    layout: LayoutOption = "auto",
     timeout: float | None = None,
 ) -> Iterator[Shards]:
     """Within, a decoder's forward takes whole sequences, the same on every rank, and computes this rank's tokens.

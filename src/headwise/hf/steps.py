@@ -16,7 +16,7 @@ from ..ops.native.lowering import FORMS
 from .attention import attend, mask_of
 from .lazy import LazyKeys, LazyView
 from .masks import Hidden, StructuralMask
-from .scores import Added, Chain, Scores
+from .scores import Added, Chain, LazyScores
 
 HIDDEN = -1e4
 """Scores filled with this number or less are hidden: models write finite numbers for minus infinity."""
@@ -34,17 +34,17 @@ class Running:
 
 def _product(seam: Running, a: Any, b: Any) -> Any:
     """The product of queries and keys, which begins scores; and that of weights and values, which ends them."""
-    if isinstance(a, Scores):
+    if isinstance(a, LazyScores):
         return _attended(seam, a, b) if a.chain.weighted else NotImplemented
     chain = _begun(seam, a, b)
     if chain is None:
         return NotImplemented
     shape = chain.sizes if a.ndim == 4 else (a.shape[0], a.shape[1], b.shape[2])
-    return Scores(chain, shape, torch.result_type(a, b), partial(torch.matmul, a, b))
+    return LazyScores(chain, shape, torch.result_type(a, b), partial(torch.matmul, a, b))
 
 
 def _begun(seam: Running, a: Any, b: Any) -> Chain | None:
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or isinstance(b, Scores):
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or isinstance(b, LazyScores):
         return None
     if a.ndim != b.ndim or a.ndim not in (3, 4) or a.shape[-1] != b.shape[-2]:
         return None
@@ -72,16 +72,16 @@ def _einsum(seam: Running, equation: Any, *operands: Any) -> Any:
     if not kept or [n.ndim for n in operands] != [4, 4]:
         return NotImplemented
     order, summed = shared + rows + columns, sums.pop()
-    a = a if isinstance(a, Scores) else a.permute([left.index(x) for x in (*shared, *rows, summed)])
-    if (isinstance(a, Scores) and list(left) != [*shared, *rows, summed]) or isinstance(b, Scores):
+    a = a if isinstance(a, LazyScores) else a.permute([left.index(x) for x in (*shared, *rows, summed)])
+    if (isinstance(a, LazyScores) and list(left) != [*shared, *rows, summed]) or isinstance(b, LazyScores):
         return NotImplemented
     result = _product(seam, a, b.permute([right.index(x) for x in (*shared, summed, *columns)]))
-    if isinstance(result, Scores):
+    if isinstance(result, LazyScores):
         return result if list(out) == order else NotImplemented
     return result if result is NotImplemented else result.permute([order.index(x) for x in out])
 
 
-def _attended(seam: Running, scores: Scores, value: Tensor) -> Any:
+def _attended(seam: Running, scores: LazyScores, value: Tensor) -> Any:
     chain, dtype = scores.chain, value.dtype
     flat = scores.ndim == 3
     if isinstance(value, LazyView):
@@ -103,7 +103,7 @@ def _added_product(
     seam: Running, x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Any:
     scores = _product(seam, batch1, batch2)
-    if not isinstance(scores, Scores):
+    if not isinstance(scores, LazyScores):
         return NotImplemented
     return _add(seam, _scale(seam, scores, alpha), x * beta)
 
@@ -120,9 +120,9 @@ def _number(x: Any) -> float | None:
 
 def _scale(seam: Running, scores: Any, by: Any, divide: bool = False) -> Any:
     """Times a number, or times one for each head or query, which is the same as a query times that."""
-    if isinstance(by, Scores) and not divide:
+    if isinstance(by, LazyScores) and not divide:
         scores, by = by, scores
-    if not isinstance(scores, Scores) or scores.chain.weighted:
+    if not isinstance(scores, LazyScores) or scores.chain.weighted:
         return NotImplemented
     chain, factor = scores.chain, _number(by)
     again = partial(torch.div if divide else torch.mul, other=by)
@@ -139,13 +139,13 @@ def _scale(seam: Running, scores: Any, by: Any, divide: bool = False) -> Any:
 
 
 def _divide(seam: Running, scores: Any, by: Any) -> Any:
-    return _scale(seam, scores, by, divide=True) if isinstance(scores, Scores) else NotImplemented
+    return _scale(seam, scores, by, divide=True) if isinstance(scores, LazyScores) else NotImplemented
 
 
 def _add(seam: Running, scores: Any, other: Any) -> Any:
-    if isinstance(other, Scores):
+    if isinstance(other, LazyScores):
         scores, other = other, scores
-    if not isinstance(scores, Scores) or isinstance(other, Scores) or scores.chain.weighted:
+    if not isinstance(scores, LazyScores) or isinstance(other, LazyScores) or scores.chain.weighted:
         return NotImplemented
     if not isinstance(other, Tensor):
         return scores if other == 0 else NotImplemented
@@ -163,14 +163,14 @@ def _add(seam: Running, scores: Any, other: Any) -> Any:
 
 
 def _subtract(seam: Running, scores: Any, other: Any) -> Any:
-    takes = isinstance(scores, Scores) and isinstance(other, Tensor) and not isinstance(other, Scores)
+    takes = isinstance(scores, LazyScores) and isinstance(other, Tensor) and not isinstance(other, LazyScores)
     return _add(seam, scores, -other) if takes else NotImplemented
 
 
 def _fill(seam: Running, scores: Any, hidden: Any, value: Any) -> Any:
     """masked_fill."""
     number = _number(value)
-    if not isinstance(scores, Scores) or scores.chain.weighted or number is None or number > HIDDEN:
+    if not isinstance(scores, LazyScores) or scores.chain.weighted or number is None or number > HIDDEN:
         return NotImplemented
     is_rules = isinstance(hidden, Hidden) and not hidden.exposed
     mask = hidden.mask if is_rules else keep(~scores.spread(hidden))
@@ -179,7 +179,7 @@ def _fill(seam: Running, scores: Any, hidden: Any, value: Any) -> Any:
 
 
 def _where(seam: Running, seen: Any, scores: Any, other: Any) -> Any:
-    if not isinstance(scores, Scores) or not isinstance(seen, Tensor) or isinstance(other, Scores):
+    if not isinstance(scores, LazyScores) or not isinstance(seen, Tensor) or isinstance(other, LazyScores):
         return NotImplemented
     number = _number(other)
     if scores.chain.weighted or number is None or number > HIDDEN:
@@ -191,7 +191,7 @@ def _where(seam: Running, seen: Any, scores: Any, other: Any) -> Any:
 def _at_least(seam: Running, scores: Any, other: Any = None, *args: Any) -> Any:
     """The larger of scores and the lowest number: what guards against overflow leaves them as they are."""
     number = _number(other)
-    if args or not isinstance(scores, Scores) or number is None or number > torch.finfo(scores.dtype).min:
+    if args or not isinstance(scores, LazyScores) or number is None or number > torch.finfo(scores.dtype).min:
         return NotImplemented
     return scores.next(lambda x: torch.maximum(x, other))
 
@@ -199,14 +199,14 @@ def _at_least(seam: Running, scores: Any, other: Any = None, *args: Any) -> Any:
 def _softmax(
     seam: Running, scores: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Any:
-    if not isinstance(scores, Scores) or scores.chain.weighted or dim not in (-1, scores.ndim - 1):
+    if not isinstance(scores, LazyScores) or scores.chain.weighted or dim not in (-1, scores.ndim - 1):
         return NotImplemented
     chain = replace(scores.chain, weighted=True)
     return scores.next(lambda x: x.softmax(-1, dtype=dtype), chain, dtype=dtype or scores.dtype)
 
 
 def _dropout(seam: Running, scores: Any, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    if not isinstance(scores, Scores) or (scores.chain.dropout and training and p):
+    if not isinstance(scores, LazyScores) or (scores.chain.dropout and training and p):
         return NotImplemented
     if not training or not p:
         return scores
@@ -217,7 +217,7 @@ def _dropout(seam: Running, scores: Any, p: Any = 0.5, training: bool = True, in
 
 def _cast(seam: Running, x: Any, *args: Any, **kwargs: Any) -> Any:
     """To another dtype: of scores it says what weights are returned in; keys of a cache are read as they are stored."""
-    if not isinstance(x, (Scores, LazyKeys)):
+    if not isinstance(x, (LazyScores, LazyKeys)):
         return NotImplemented
     kinds = [y for y in (*args, *kwargs.values()) if isinstance(y, (torch.dtype, Tensor))]
     if len(kinds) != 1 or len(kinds) != len(args) + len(kwargs):
@@ -234,16 +234,16 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., Any]:
 
 def _view(seam: Running, x: Any, *shape: Any) -> Any:
     """Heads beside the batch or within it."""
-    if not isinstance(x, (Scores, LazyKeys)):
+    if not isinstance(x, (LazyScores, LazyKeys)):
         return NotImplemented
     sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if sizes.count(-1) == 1:
         rest = -torch.Size(sizes).numel()
         sizes[sizes.index(-1)] = x.numel() // rest if rest else 0
-    B, H, T, S = x.chain.sizes if isinstance(x, Scores) else x.shape
+    B, H, T, S = x.chain.sizes if isinstance(x, LazyScores) else x.shape
     if tuple(sizes) not in ((B, H, T, S), (B * H, T, S)):
         return NotImplemented
-    if isinstance(x, Scores):
+    if isinstance(x, LazyScores):
         return x.next(lambda y: y.reshape(sizes), shape=tuple(sizes))
     return x if len(sizes) == 4 else LazyView(x, turned=False, flat=True)
 
@@ -257,7 +257,7 @@ def _turn(seam: Running, x: Any, a: int, b: int) -> Any:
 
 
 def _same(seam: Running, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return x if isinstance(x, Scores) else NotImplemented
+    return x if isinstance(x, LazyScores) else NotImplemented
 
 
 STEPS: dict[Any, Callable[..., Any]] = {

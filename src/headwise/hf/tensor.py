@@ -23,14 +23,14 @@ Config = TypeVar("Config", bound=PreTrainedConfig)
 KEYS = ("k_proj", "v_proj")
 
 
-class Heads(NamedTuple):
+class RankHeads(NamedTuple):
     """What a call has of all heads, and whether it has keys and values of all."""
 
     dealt: Dealt
     gathered: bool
 
 
-def heads_here(module: nn.Module, query: Tensor, key: Any) -> Heads | None:
+def heads_here(module: nn.Module, query: Tensor, key: Any) -> RankHeads | None:
     """Which heads a call of the module has, where they are dealt out to several processes; None where it has all.
 
     Raises:
@@ -61,7 +61,7 @@ def heads_here(module: nn.Module, query: Tensor, key: Any) -> Heads | None:
             f"{group.size} processes, so queries would read the wrong keys; headwise.hf.tensor_parallel splits models "
             "by whole heads, any number of key-value heads included"
         )
-    return Heads(Dealt(group, share), gathered)
+    return RankHeads(Dealt(group, share), gathered)
 
 
 def own_keys(module: nn.Module, here: Dealt, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

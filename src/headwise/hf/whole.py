@@ -12,7 +12,7 @@ from transformers import masking_utils
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class WholeBatch:
     """A batch before it was split.
 
     Attributes:
@@ -24,16 +24,16 @@ class Whole:
     padding: Tensor | None = None
 
 
-_whole: list[Whole] = []  # no context variable, which torch.compile does not trace; a process is one rank
+_whole: list[WholeBatch] = []  # no context variable, which torch.compile does not trace; a process is one rank
 
 
-def whole_batch() -> Whole | None:
+def whole_batch() -> WholeBatch | None:
     """Of the forward that runs; None where its tokens are all here."""
     return _whole[-1] if _whole else None
 
 
 @contextmanager
-def of(batch: Whole, positions: Tensor, documents: Tensor | None) -> Iterator[None]:
+def of(batch: WholeBatch, positions: Tensor, documents: Tensor | None) -> Iterator[None]:
     """Within, masks are those of that batch.
 
     transformers finds the documents (B, T) of a packed batch by gaps in positions (B, T), of which a part of the tokens

@@ -17,7 +17,7 @@ from ..nn.unwrap import unwrap
 from ..shapes.kinds import check_functions, shown
 from .inputs import check_told, model_name
 from .reading import Loss, Reading, logits_of, readings, texts_of
-from .switching import WAYS, Head, Survey, gates_of, off, rises, survey
+from .switching import WAYS, LayerHead, Survey, gates_of, off, rises, survey
 
 if TYPE_CHECKING:
     import rich.table
@@ -210,7 +210,7 @@ def _changes(
     model: nn.Module,
     texts: Sequence[Reading],
     base: Survey,
-    heads: Sequence[Head],
+    heads: Sequence[LayerHead],
     by: str,
     decode: Callable[[int], str],
 ) -> tuple[float, tuple[PlaceChange, ...]]:

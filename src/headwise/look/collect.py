@@ -16,9 +16,9 @@ from ..nn.unwrap import unwrap
 from . import inputs
 from .excerpts import around
 from .finish import records
-from .measure import Sizes
+from .measure import MapSizes
 from .memory import kept
-from .passes import Progress, Reader, Steps, batches, numbered, random_copies
+from .passes import OnProgress, Reader, Steps, batches, numbered, random_copies
 from .processed import source_of
 from .records import Look
 from .repeats import Repeats
@@ -52,7 +52,7 @@ def at(
     full_maps: bool = True,
     repeats: Repeats | None = REPEATS,
     readings: Mapping[str, Sequence[Passage]] | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Look:
     """Look at every attention head of a model while it reads a text.
 
@@ -137,10 +137,10 @@ def _read(
     return None, (row, []), inputs.as_tokens(row, tokens), facts
 
 
-def _sizes(source: Source | None, map_size: int, full_maps: bool) -> Sizes:
+def _sizes(source: Source | None, map_size: int, full_maps: bool) -> MapSizes:
     """Of the maps: those over patches keep a cell a patch, as far as there are not too many."""
     large = LARGE_MAP if source is None or not source.beside() else LARGE_PICTURE
-    return Sizes(map_size, map_size * max(1, large // map_size) if full_maps else 0)
+    return MapSizes(map_size, map_size * max(1, large // map_size) if full_maps else 0)
 
 
 def look_of(reader: Reader, name: str | None, started: float, **rest: Any) -> Look:

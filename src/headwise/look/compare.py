@@ -19,9 +19,8 @@ from .records import HeadRecord, Look
 if TYPE_CHECKING:
     import rich.table
 
-Kept: TypeAlias = Mapping[Any, Any]
+KeptRecords: TypeAlias = Mapping[Any, Any]
 Layers = dict[int, list[HeadRecord]]
-Floats = npt.NDArray[np.float64]
 
 OTHERS = "*"
 """In a heads plan: every layer that it does not name."""
@@ -191,7 +190,7 @@ def _places(places: Sequence[tuple[int, int]]) -> str:
     return f"{listed}{f' and {len(places) - 24} more' if len(places) > 24 else ''}"
 
 
-def compare(a: Look, b: Look, *, kept: Kept | None = None) -> Comparison:
+def compare(a: Look, b: Look, *, kept: KeptRecords | None = None) -> Comparison:
     """What changed from one look to another: two checkpoints, or a model before and after its heads were reshaped.
 
     Heads are paired by number. Where a layer of `b` has fewer, `kept` says which of `a` they were; without it they are
@@ -360,12 +359,12 @@ def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[fl
     return distances
 
 
-def _variation(p: Floats, q: Floats) -> Floats:
+def _variation(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Mean over rows of half the sum of differences, (..., rows, columns) -> (...)."""
     return np.asarray(np.abs(p - q).sum(-1).mean(-1) / 2)
 
 
-def _divergence(p: Floats, q: Floats) -> float:
+def _divergence(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> float:
     """Mean over rows of the Jensen-Shannon divergence, in bits."""
     middle = (p + q) / 2
     parts = [x * np.log2(np.where(x > 0, x, 1) / np.where(x > 0, middle, 1)) for x in (p, q)]

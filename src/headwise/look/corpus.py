@@ -19,9 +19,9 @@ from ..processes import Processes
 from ..shapes.kinds import check_counts, check_paths, shown
 from . import inputs
 from .collect import BATCH, REPEATS, Ids, look_of, read_more, version
-from .measure import Sizes
+from .measure import MapSizes
 from .memory import kept
-from .passes import Progress, Reader, Steps
+from .passes import OnProgress, Reader, Steps
 from .records import Look
 from .repeats import Repeats
 from .roles import ROLES
@@ -42,7 +42,7 @@ def over(
     repeats: Repeats | None = REPEATS,
     readings: Mapping[str, Sequence[Passage]] | None = None,
     state: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Look:
     """Look at every attention head of a model over many texts, as `at` does over one.
@@ -98,7 +98,7 @@ def over(
         facts = inputs.IdFacts.of(model, row)
         known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
         others = inputs.checked_readings(readings, facts)
-        reader = Reader(model, facts, known, ROLES, Sizes(32, 0), Steps(None, 1))
+        reader = Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
         about = fingerprint(name or inputs.model_name(model), repeats, known, others, row)
         return reader, itertools.chain([first], stream), others, about
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 
-Grid = tuple[tuple[float | None, ...], ...]
+HeadValues = tuple[tuple[float | None, ...], ...]
 """A value a head, by layer; None where it was not measured."""
 
 Places = tuple[tuple[int, int], ...]
@@ -49,7 +49,7 @@ class Point:
     step: int
     seconds: float
     numbers: Mapping[str, float]
-    scores: Mapping[str, Grid]
+    scores: Mapping[str, HeadValues]
     plays: Mapping[str, Places]
 
     @classmethod

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .records import HeadRecord, Look
     from .scores import Score
 
-Floats = npt.NDArray[np.float64]
 
 MOST_LETTERS = 48
 """Heads a side up to which each cell holds its letter."""
@@ -40,7 +39,7 @@ MOST_ROLES = 12
 
 
 @runtime_checkable
-class Importance(Protocol):
+class HasImportance(Protocol):
     """What `plot_importance` reads of the importance of heads."""
 
     @property
@@ -118,14 +117,14 @@ def plot_head(look: Look, layer: int, head: int) -> Figure:
     return figure
 
 
-def plot_importance(importance: Importance) -> Figure:
+def plot_importance(importance: HasImportance) -> Figure:
     """How much each head matters, by each criterion: a panel each, a row a layer, a column a head.
 
     Raises:
         TypeError: something else.
         MissingExtra: Matplotlib is not installed.
     """
-    if not isinstance(importance, Importance):
+    if not isinstance(importance, HasImportance):
         raise TypeError(f"plot_importance draws what headwise.look.importance gives; got {type(importance).__name__}")
     grids = {by: _grid(importance.scores(by)) for by in importance.by}
     height, width = next(iter(grids.values())).shape
@@ -206,7 +205,7 @@ def _letter(axes: Axes, x: int, y: int, letter: str, colour: str) -> None:
     axes.text(x, y, letter, ha="center", va="center", color=colour, fontsize=8, fontweight="bold", parse_math=False)
 
 
-def _cells(axes: Axes, numbers: Floats, colours: list[str]) -> None:
+def _cells(axes: Axes, numbers: npt.NDArray[np.float64], colours: list[str]) -> None:
     """Coloured cells with white between them; those that are NaN are left out."""
     from matplotlib.colors import ListedColormap
 
@@ -242,7 +241,7 @@ def _legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
         text.set_parse_math(False)
 
 
-def _map(axes: Axes, look: Look, record: HeadRecord, weights: Floats) -> None:
+def _map(axes: Axes, look: Look, record: HeadRecord, weights: npt.NDArray[np.float64]) -> None:
     """Attention weights, small ones told apart: the scale is that of their square root."""
     from matplotlib.colors import PowerNorm
 
@@ -274,7 +273,7 @@ def _scores(axes: Axes, scores: Sequence[Score]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _grid(layers: Sequence[Sequence[float]]) -> Floats:
+def _grid(layers: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
     """(layers, heads), NaN where a layer has fewer heads."""
     grid = np.full((len(layers), max(map(len, layers))), np.nan)
     for layer, values in enumerate(layers):

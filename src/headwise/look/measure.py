@@ -19,7 +19,7 @@ from .tally import MOST_SHOWN, LayerTally
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MapSizes:
     """Cells a side of the two maps; the large one is a multiple of the small one, so the one pools into the other."""
 
     small: int

@@ -134,7 +134,7 @@ class AtOffset:
 
 
 @dataclass(frozen=True)
-class Band:
+class BandShare:
     """Mean of the sum of A[i, j] over |i - j| <= reach, 0 where one offset exceeds half; null: uniform attention."""
 
     reach: int

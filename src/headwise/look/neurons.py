@@ -28,7 +28,7 @@ SCORES = 1 << 23
 
 
 @dataclass(frozen=True)
-class Rows:
+class ByteVectors:
     """Vectors, a byte a number.
 
     Attributes:
@@ -61,7 +61,7 @@ class Rows:
         return {"shape": list(self.shape), "data": data, "steps": steps}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Rows:
+    def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
         """The rows that `to_dict` wrote."""
         heads, tokens, dims = data["shape"]
         return cls((heads, tokens, dims), base64.b64decode(data["data"]), base64.b64decode(data["steps"]))
@@ -90,9 +90,9 @@ class Neurons:
     biased: bool
     gated: bool
     sunk: bool
-    query: Rows
-    key: Rows
-    value: Rows | None
+    query: ByteVectors
+    key: ByteVectors
+    value: ByteVectors | None
     weights: bytes
 
     def __post_init__(self) -> None:
@@ -124,15 +124,15 @@ class Neurons:
             value = data["value"]
             return cls(
                 **parts,
-                query=Rows.from_dict(data["query"]),
-                key=Rows.from_dict(data["key"]),
-                value=None if value is None else Rows.from_dict(value),
+                query=ByteVectors.from_dict(data["query"]),
+                key=ByteVectors.from_dict(data["key"]),
+                value=None if value is None else ByteVectors.from_dict(value),
                 weights=base64.b64decode(data["weights"]),
             )
         raise ValueError(f"neurons are read from what to_dict() wrote; got {shown(data)}")
 
 
-def rows(vectors: Tensor) -> Rows:
+def rows(vectors: Tensor) -> ByteVectors:
     """(heads, tokens, dimensions) as bytes: each vector by its own largest number; NaN as 0.
 
     >>> rows(torch.tensor([[[1.0, -0.5], [0.0, 0.0]]])).array().round(2).tolist()
@@ -142,7 +142,7 @@ def rows(vectors: Tensor) -> Rows:
     steps = x.abs().amax(-1, keepdim=True) / 127
     codes = (x / torch.where(steps > 0, steps, 1.0)).round().to(torch.int8)
     heads, tokens, dims = x.shape
-    return Rows((heads, tokens, dims), codes.numpy().tobytes(), steps.numpy().astype("<f4").tobytes())
+    return ByteVectors((heads, tokens, dims), codes.numpy().tobytes(), steps.numpy().astype("<f4").tobytes())
 
 
 def vectors_of(call: AttentionCall, tokens: int = TOKENS) -> Neurons:

@@ -14,7 +14,7 @@ from ..ops.masks import keep
 from . import axes, inputs
 from .axes import MIXED, NOWHERE, Axis
 from .inputs import IdFacts
-from .measure import Sizes, Uniform, add_numbers, add_roles, looks_ahead, measure, quantised
+from .measure import MapSizes, Uniform, add_numbers, add_roles, looks_ahead, measure, quantised
 from .neurons import Neurons, vectors_of
 from .placed import only
 from .records import HeadMap
@@ -24,7 +24,7 @@ from .scene import Passage, Scene, Vocabulary
 from .sources import Source, View, part_of
 from .tally import ON_PICTURE, LayerTally
 
-Progress = Callable[[int, int], object]
+OnProgress = Callable[[int, int], object]
 
 SHORT = 1024
 """Most queries of a call whose vectors are kept: the weights among them come from whole rows, which cost time."""
@@ -34,7 +34,7 @@ SHORT = 1024
 class Steps:
     """Tells the user's callback how far the passes have come."""
 
-    tell: Progress | None
+    tell: OnProgress | None
     passes: int
     total: int = 0
     done: int = 0
@@ -72,7 +72,7 @@ class Reader:
     facts: IdFacts
     words: Vocabulary
     roles: Sequence[Role]
-    sizes: Sizes
+    sizes: MapSizes
     steps: Steps
     tallies: list[LayerTally] = field(default_factory=list)
     maps: list[HeadMap] = field(default_factory=list)

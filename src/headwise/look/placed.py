@@ -74,7 +74,7 @@ def _linked(scene: Scene, wanted: Callable[[int, int, int], object]) -> Tensor |
 
 
 @dataclass(frozen=True)
-class Spread:
+class NeighbourShare:
     """Mean of the sum of A[i, j] over the patches around i, 0 where one direction exceeds half; null: uniform."""
 
     shifts: tuple[Shift, ...] = AROUND

@@ -27,7 +27,7 @@ SMOOTHING = 0.999
 ROWS, NUMBERS = 128, 1 << 23
 """Query rows that are compared, evenly spaced; and the most weights that are in memory at once."""
 
-Matrix = npt.NDArray[np.float64]
+Distances = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, 
 
 
 @torch.no_grad()
-def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Matrix:
+def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Distances:
     """(N, N): the Jensen-Shannon divergence of each two heads of the calls, bits, mean over (at most) `rows` rows.
 
     The calls have as many queries and keys. A block of rows of all heads is in memory at a time.
@@ -206,7 +206,7 @@ def _rows(call: AttentionCall, rows: Tensor, columns: int) -> Tensor:
 
 
 @torch.no_grad()
-def output_distances(outs: Sequence[Tensor]) -> Matrix:
+def output_distances(outs: Sequence[Tensor]) -> Distances:
     """(N, N): 1 - CKA, linear and debiased, of each two heads; outs are (H, T, V) each, with one T.
 
     CKA(X, Y) = HSIC(X, Y) / sqrt(HSIC(X, X) HSIC(Y, Y)); HSIC is the unbiased estimate, from K = X X^T and L = Y Y^T
@@ -230,7 +230,7 @@ def output_distances(outs: Sequence[Tensor]) -> Matrix:
     return np.asarray((1 - alike).fill_diagonal_(0).cpu())
 
 
-def _nearest(distances: Matrix, places: Sequence[tuple[int, int]]) -> list[tuple[Any, Any]]:
+def _nearest(distances: Distances, places: Sequence[tuple[int, int]]) -> list[tuple[Any, Any]]:
     """Of each head the least distance, and to which other head it is."""
     if len(places) < 2:
         return [(None, None)] * len(places)
@@ -238,7 +238,7 @@ def _nearest(distances: Matrix, places: Sequence[tuple[int, int]]) -> list[tuple
     return [(float(others[n].min()), places[int(others[n].argmin())]) for n in range(len(places))]
 
 
-def linked(distances: Matrix, threshold: float) -> list[list[int]]:
+def linked(distances: Distances, threshold: float) -> list[list[int]]:
     """Clusters by average linkage: every merge at a mean distance of at most `threshold`; in order of first members.
 
     By chains of nearest neighbours, in O(n^2): what merges at a height is the same as by the closest pair first.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from . import axes, links, placed
 from .links import CLARK_KEYS, FEW_KEYS
-from .measures import FAR, Argmax, AtOffset, Band, Measure, OfRows, OnKeys, OnLinks
+from .measures import FAR, Argmax, AtOffset, BandShare, Measure, OfRows, OnKeys, OnLinks
 from .scene import FIRST, SECOND
 
 TIMES_CHANCE = 2.0
@@ -197,7 +197,7 @@ ROLES: tuple[Role, ...] = (
         0.8,
         f"Voita et al. 2019 and Child et al. 2019 (arXiv 1904.10509) describe such heads{_OURS}",
         _UNIFORM,
-        Band(FAR),
+        BandShare(FAR),
         over=LINE,
     ),
     Role(
@@ -265,7 +265,7 @@ ROLES: tuple[Role, ...] = (
         0.6,
         f"Cordonnier et al. 2020, arXiv 1911.03584 (heads as small convolutions){_OURS}",
         _UNIFORM,
-        placed.Spread(),
+        placed.NeighbourShare(),
         over=PATCHES,
     ),
     _line("same row", 0),

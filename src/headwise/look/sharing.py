@@ -20,7 +20,7 @@ from torch import nn
 
 from ..processes import Processes
 from . import inputs
-from .passes import Progress, Reader, batches
+from .passes import OnProgress, Reader, batches
 from .roles import TEXT
 from .scene import Passage
 from .state import load, pack, save, unpack
@@ -49,7 +49,7 @@ class Shared:
     processes: Processes
     about: str
     state: str | os.PathLike[str] | None = None
-    progress: Progress | None = None
+    progress: OnProgress | None = None
     done: int = 0
     length: int = 0
     saves: bool = False

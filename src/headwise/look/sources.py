@@ -80,10 +80,10 @@ class Source:
     numbers: dict[object, int] = field(default_factory=dict)
 
     @classmethod
-    def of_rows(cls, model: nn.Module, passages: Sequence[Passage], facts: IdFacts, given: Source | None) -> Source:
-        """Of texts of one length; a model of two towers, whose text holds no picture, keeps what else was `given`."""
+    def of_rows(cls, model: nn.Module, passages: Sequence[Passage], facts: IdFacts, like: Source | None) -> Source:
+        """Of texts of one length; a model of two towers, whose text holds no picture, keeps the inputs of `like`."""
         rows = inputs.rows(model, _as_ids(model, [passage.ids for passage in passages]), facts)
-        call = {} if given is None or given.image_id() is not None else given.beside()
+        call = {} if like is None or like.image_id() is not None else like.beside()
         return cls(model, (rows[0], rows[1] if len(rows) > 1 else None), passages, call)
 
     def beside(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ ROWS, TOKENS, NUMBERS = 32, 8192, 1 << 26
 WAYS = ("zero", "mean")
 """What a head that is switched off gives: nothing, or its mean over all tokens of all texts."""
 
-Head = tuple[int, int]
+LayerHead = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Survey:
         return sum(self.losses) / len(self.losses)
 
     @property
-    def heads(self) -> list[Head]:
+    def heads(self) -> list[LayerHead]:
         """Every head, as (layer, head)."""
         return [(site.layer, head) for site in self.sites for head in range(site.num_heads)]
 
@@ -58,7 +58,7 @@ class Survey:
         """(H, 1, V) float32: what each head of a layer gives in the mean over all tokens of all texts."""
         return (self.sums[layer] / self.rows[layer])[:, None]
 
-    def check(self, heads: Iterable[Sequence[int]]) -> list[Head]:
+    def check(self, heads: Iterable[Sequence[int]]) -> list[LayerHead]:
         """The pairs (layer, head), once it is sure that the model has each.
 
         Raises:
@@ -124,7 +124,7 @@ def survey(
     return result
 
 
-def gates_of(base: Survey, groups: Sequence[Sequence[Head]]) -> dict[int, Tensor]:
+def gates_of(base: Survey, groups: Sequence[Sequence[LayerHead]]) -> dict[int, Tensor]:
     """layer -> (rows, H) bool, a row a group, False where its heads are off; layers of none are left out."""
     sizes = {site.layer: site.num_heads for site in base.sites}
     gates: dict[int, Tensor] = {}
@@ -154,7 +154,7 @@ def rises(
     model: nn.Module,
     texts: Sequence[Reading],
     base: Survey,
-    groups: Sequence[Sequence[Head]],
+    groups: Sequence[Sequence[LayerHead]],
     by: str,
     step: Callable[[int], object] = lambda heads: None,
 ) -> list[float]:

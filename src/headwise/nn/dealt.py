@@ -58,7 +58,7 @@ class SumOfHeads(nn.Linear):
         return out if self.bias is None else out + here_of(self.bias)
 
 
-class Whole(nn.Linear):
+class ReplicatedLinear(nn.Linear):
     """A projection that every process has and computes alike."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from .cached import ModuleCache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .dealt import Dealt, dealt
 from .inner import InnerAttention
-from .latent_form import Choice, Form, FormCosts, latent_layer
+from .latent_form import Choice, FormCosts, LatentForm, latent_layer
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
 from .sharded import check_splits, check_uncached, current, placed
 from .steps import latent_step
 
-Lengths = Sequence[int] | Tensor | None
+RowLengths = Sequence[int] | Tensor | None
 NORM_EPS = 1e-6  # of the norms on both latents, in every published model
 
 
@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         sizes = {"kv_lora_rank": kv_lora_rank, "nope_dim": nope_dim, "rope_dim": rope_dim, "value_dim": value_dim}
         self.costs = FormCosts.of(latent_layer(d_model, num_heads, q_lora_rank=q_lora_rank, **sizes))
-        self.uncached: Form = self.costs.cheaper(1, [0])  # with S = T it is the same form for every length
+        self.uncached: LatentForm = self.costs.cheaper(1, [0])  # with S = T it is the same form for every length
         self.d_model, self.num_heads, self.q_lora_rank = d_model, num_heads, q_lora_rank
         self.kv_lora_rank, self.nope_dim, self.rope_dim, self.value_dim = kv_lora_rank, nope_dim, rope_dim, value_dim
         self.head_dim = nope_dim + rope_dim
@@ -138,7 +138,7 @@ class LatentAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         positions: Positions = None,
         cache: LatentCache | None = None,
-        lengths: Lengths = None,
+        lengths: RowLengths = None,
         form: Choice = "auto",
     ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], LatentCache]:
         """Attend from `x` to itself, or with a cache to its tokens and then `x`.
@@ -297,7 +297,7 @@ class LatentAttention(nn.Module):
 
     # --- cache --------------------------------------------------------------------------------------------------------
 
-    def form(self, queries: int, held: Sequence[int] | None = None) -> Form:
+    def form(self, queries: int, held: Sequence[int] | None = None) -> LatentForm:
         """The form that "auto" takes for T new tokens where each row has `held` tokens in the cache; None is no cache.
 
         Example:
@@ -308,7 +308,7 @@ class LatentAttention(nn.Module):
         check_counts(queries=queries)
         return self.uncached if held is None else self.costs.cheaper(queries, whole_numbers("held", held))
 
-    def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: Lengths) -> bool:
+    def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
         """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
         if cache is None:
             return (self.form(new) if form == "auto" else form) == "absorbed"
@@ -334,7 +334,7 @@ class LatentAttention(nn.Module):
             return positions
         return positions_of(cache.lengths, x.shape[1], x.device)
 
-    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Lengths) -> Tensor:
+    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: RowLengths) -> Tensor:
         """Weighted sums of latents (B, H, T, C) over the cache, with the new ones appended; options in use go along."""
         options = {name: option for name, option in self.inner.options().items() if option is not None}
         if options.get("dropout") == 0:
@@ -348,7 +348,7 @@ class LatentAttention(nn.Module):
         return mixed
 
     @staticmethod
-    def _expanded(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: Lengths) -> tuple[Tensor, Mask]:
+    def _expanded(cache: Any, new: Tensor, mask: Mask | Tensor | None, lengths: RowLengths) -> tuple[Tensor, Mask]:
         """The keys (B, 1, S, E) that the expanded form attends to, the new ones appended, and the mask of the call."""
         before, length = list(cache.lengths), new.shape[2]
         cache.append(new, lengths=lengths)

@@ -10,7 +10,7 @@ from ..plan.layer import AttentionLayer, Latent
 from ..plan.shape import check_size
 from ..shapes.kinds import check_counts, shown
 
-Form = Literal["expanded", "absorbed"]
+LatentForm = Literal["expanded", "absorbed"]
 Choice = Literal["auto", "expanded", "absorbed"]
 
 
@@ -76,7 +76,7 @@ class FormCosts:
         """The costs of a layer of these sizes."""
         return cls(layer.expansion_macs(), layer.score_macs(), *layer.absorbed_macs())
 
-    def macs(self, queries: int, keys: int) -> dict[Form, int]:
+    def macs(self, queries: int, keys: int) -> dict[LatentForm, int]:
         """Multiply-adds of each form for the last `queries` of `keys` tokens, causal."""
         check_counts(queries=queries, keys=keys)
         pairs = queries * keys - queries * (queries - 1) // 2
@@ -96,12 +96,12 @@ class FormCosts:
         absorbed = self.absorbed_query * len(held) + self.absorbed_pair * keys
         return absorbed < (self.expanded_key + self.expanded_pair) * keys
 
-    def cheaper(self, queries: int, held: Iterable[int]) -> Form:
+    def cheaper(self, queries: int, held: Iterable[int]) -> LatentForm:
         """The form with fewer multiply-adds where each row has `held` tokens and appends `queries` more.
 
         One form serves the whole batch, so the rows' costs are added up. At a tie it is the expanded one.
         """
-        total: dict[Form, int] = {"expanded": 0, "absorbed": 0}
+        total: dict[LatentForm, int] = {"expanded": 0, "absorbed": 0}
         for tokens in held:
             for form, macs in self.macs(queries, tokens + queries).items():
                 total[form] += macs

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..ops.masks.compose import Mask, as_mask
-from ..plan.shape import Bias
+from ..plan.shape import BiasOption
 from ..shapes.kinds import check_counts
 from .cached import ModuleCache, positions_of, step, traits_of
 from .checks import (
@@ -85,7 +85,7 @@ class MultiHeadAttention(nn.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         memory_dim: int | tuple[int, int] | None = None,
-        bias: Bias = False,
+        bias: BiasOption = False,
         rotary: Rotate | None = None,
         qk_norm: Callable[[int], nn.Module] | None = None,
         inner: Callable[..., Tensor] | None = None,

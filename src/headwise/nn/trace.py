@@ -13,7 +13,7 @@ from ..ops.masks.compose import Mask
 from ..ops.masks.make import causal as causal_mask
 from ..ops.statistics.weights import weights
 from ..plan import AttentionShape, parameter_count
-from ..plan.shape import Bias
+from ..plan.shape import BiasOption
 from ..shapes.kinds import check_counts, check_flags
 from .checks import check_input
 from .inner import Inner
@@ -199,7 +199,7 @@ def trace_shape(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
-    bias: Bias = False,
+    bias: BiasOption = False,
     batch: int = 1,
     length: int = 16,
     causal: bool = False,

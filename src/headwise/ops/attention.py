@@ -19,7 +19,7 @@ from .reference import reference
 from .scores import autocasts, without_autocast
 from .scoring import CallOptions, Options, Scoring
 from .storage.int8 import Quantized
-from .storage.layout import Cache, Layout, parts_of
+from .storage.layout import Cache, StorageLayout, parts_of
 from .storage.paged import Paged
 from .wrappers import aligned, dense_keys, fenced, gated
 
@@ -298,7 +298,7 @@ def _checked(
     dropout: float = 0.0,
     gate: Tensor | None = None,
     return_lse: bool = False,
-    layout: Layout | None = None,
+    layout: StorageLayout | None = None,
 ) -> Call:
     quantised, sized = layout is not None and layout.key_scale is not None, key
     if layout is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .scoring import Scoring
-from .storage.layout import Layout
+from .storage.layout import StorageLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Call:
     dropout: float = 0.0
     return_lse: bool = False
     gate: Tensor | None = None  # four axes, each 1 or the output's
-    layout: Layout | None = None  # where key and value are int8 or lie in pages
+    layout: StorageLayout | None = None  # where key and value are int8 or lie in pages
     seed: Tensor | None = None  # what dropout is drawn from where the call is a part of one: `seed_of_part`
 
     @property

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..shapes.kinds import check_numbers, shown
-from .messages import Block, Pending, Shape, started
+from .messages import Pending, ReceiveBuffer, Shape, started
 from .rank_errors import RankError, RankMismatch
 
 TIMEOUT = 30.0
@@ -150,7 +150,7 @@ class Comm:
             raise ValueError(f"{operation}: what ranks agree on takes {len(text)} bytes, at most {HEADER}")
         buffer = torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8).to(self._headers_lie)
         others = [rank for rank in range(self.world) if rank != self.rank]
-        block = Block((HEADER,), torch.uint8, buffer.device)
+        block = ReceiveBuffer((HEADER,), torch.uint8, buffer.device)
         pending = self._post(
             operation, "agree", dict.fromkeys(others, buffer), dict.fromkeys(others, block), _HEADER_TAG
         )
@@ -166,7 +166,7 @@ class Comm:
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def exchange(
-        self, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block | Tensor], *, step: int = 0
+        self, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, ReceiveBuffer | Tensor], *, step: int = 0
     ) -> Pending:
         """Starts to send a tensor to each rank of `sends` and to take a block, or what fills a tensor, from others.
 
@@ -183,14 +183,14 @@ class Comm:
     def gather(self, kind: str, x: Tensor, shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
         """Every rank's `x`, in the order of ranks; they have these shapes and one dtype."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        receives = {rank: Block(tuple(shapes[rank]), x.dtype, x.device) for rank in others}
+        receives = {rank: ReceiveBuffer(tuple(shapes[rank]), x.dtype, x.device) for rank in others}
         heard = self.exchange(kind, dict.fromkeys(others, x), receives, step=step).wait()
         return [x if rank == self.rank else heard[rank] for rank in range(self.world)]
 
     def scatter(self, kind: str, parts: Sequence[Tensor], shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
         """An all-to-all: part r goes to rank r; returns what each rank had for this one, of these shapes."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        receives = {rank: Block(tuple(shapes[rank]), parts[rank].dtype, parts[rank].device) for rank in others}
+        receives = {rank: ReceiveBuffer(tuple(shapes[rank]), parts[rank].dtype, parts[rank].device) for rank in others}
         heard = self.exchange(kind, {rank: parts[rank] for rank in others}, receives, step=step).wait()
         return [parts[rank] if rank == self.rank else heard[rank] for rank in range(self.world)]
 
@@ -215,12 +215,21 @@ class Comm:
     # -- failure -------------------------------------------------------------------------------------------------------
 
     def _post(
-        self, operation: str, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, Block | Tensor], tag: int
+        self,
+        operation: str,
+        kind: str,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, ReceiveBuffer | Tensor],
+        tag: int,
     ) -> Pending:
         pending = Pending(self, operation)
         ops: list[tuple[int, Any, Tensor]] = []
         for rank, block in receives.items():
-            to = torch.empty(block.shape, dtype=block.dtype, device=block.device) if isinstance(block, Block) else block
+            to = (
+                torch.empty(block.shape, dtype=block.dtype, device=block.device)
+                if isinstance(block, ReceiveBuffer)
+                else block
+            )
             if to.numel():
                 ops.append((rank, dist.irecv, to.view(-1).view(torch.uint8)))
             pending.heard[rank] = to

@@ -17,7 +17,7 @@ Op = tuple[int, Any, Tensor]
 """The other rank, `dist.irecv` or `dist.isend`, and the bytes."""
 
 
-class Block(NamedTuple):
+class ReceiveBuffer(NamedTuple):
     """What is to come from another rank, and where it is to lie."""
 
     shape: Shape

@@ -64,7 +64,7 @@ def strip_of(
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class ScoreBlock:
     """Scores of some query rows against the keys within their reach; -inf where a row may not attend."""
 
     rows: slice
@@ -73,11 +73,11 @@ class Block:
     allowed_BHRC: Tensor | None
 
 
-def score_block(query: Tensor, key: Tensor, scoring: Scoring, rows: slice) -> Block:
+def score_block(query: Tensor, key: Tensor, scoring: Scoring, rows: slice) -> ScoreBlock:
     """The block of scores of these rows, masked."""
     keys, allowed, added = strip_of(scoring.mask, rows, query.shape[2], key.shape[2], query.device)
     scores_BHRC = softcapped(score_rows(query[:, :, rows], key[:, :, keys], scoring.scale), scoring.softcap, allowed)
-    return Block(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
+    return ScoreBlock(rows, keys, mask_scores(scores_BHRC, allowed, added), allowed)
 
 
 def score_rows(q_BHRD: Tensor, k_BKCD: Tensor, scale: float) -> Tensor:

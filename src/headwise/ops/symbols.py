@@ -14,7 +14,7 @@ def is_symbol(size: int) -> bool:
     return not has_static_value(size)
 
 
-def known(condition: bool) -> bool:
+def statically_true(condition: bool) -> bool:
     """The condition; False where it hangs on a symbol, so the graph stays right for every size."""
     if not torch.compiler.is_compiling():
         return bool(condition)

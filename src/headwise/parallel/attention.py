@@ -13,7 +13,7 @@ from ..ops.comm import Comm
 from ..ops.masks.compose import as_mask
 from ..ops.scores import autocasts
 from ..ops.spread import drawn
-from ..plan.places import Order
+from ..plan.places import TokenOrder
 from ..shapes import check_attention, check_gate, check_options, check_query_key, check_sinks, compute_dtype
 from ..shapes.kinds import check_flags, shown
 from .gather import GATHER
@@ -25,8 +25,8 @@ from .ring import RING
 from .stay import Stay
 from .ulysses import ulysses
 
-Layout: TypeAlias = Literal["auto", "ring", "gather", "ulysses"]
-LAYOUTS: tuple[str, ...] = get_args(Layout)
+LayoutOption: TypeAlias = Literal["auto", "ring", "gather", "ulysses"]
+LAYOUTS: tuple[str, ...] = get_args(LayoutOption)
 
 
 def context_parallel(
@@ -36,8 +36,8 @@ def context_parallel(
     *,
     mask: Any = None,
     group: ProcessGroup | DeviceMesh | None = None,
-    layout: Layout = "auto",
-    order: Order = "contiguous",
+    layout: LayoutOption = "auto",
+    order: TokenOrder = "contiguous",
     expansion: Expansion | None = None,
     timeout: float | None = None,
     return_lse: bool = False,

@@ -26,7 +26,7 @@ from ..shapes import check_gate, check_options, check_sinks, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown, whole_numbers
 from .deal import Deal, owned, picked, picks
 from .options import digest, mask_text
-from .parts import Heads, merged
+from .parts import HeadExchange, merged
 from .shard_mask import fallen_at, fallen_on, spans
 
 APPEND = "append to a ShardedCache"
@@ -116,7 +116,7 @@ class ShardedCache(KVCache):
             check_counts(1, own_heads=own_heads)
             share = Share(own_heads, own.num_kv_heads, self.comm.world, self.comm.rank)
             self.num_kv_heads = len(share.keys)  # of an append
-        self._of, self._told = Heads(self.comm, share), True
+        self._of, self._told = HeadExchange(self.comm, share), True
 
     @property
     @override

@@ -54,16 +54,16 @@ class Deal:
         return Deal(rank, self.ranks, self.block)
 
 
-Rows = Sequence[tuple[int, int, int]]
+RowSpans = Sequence[tuple[int, int, int]]
 """Of each batch row: the tokens that it has, those that come, and the first of these in what is passed."""
 
 
-def owned(deal: Deal, rows: Rows) -> list[int]:
+def owned(deal: Deal, rows: RowSpans) -> list[int]:
     """How many of the tokens that come are a rank's, row by row."""
     return [deal.count(have + come) - deal.count(have) for have, come, _ in rows]
 
 
-def picks(deal: Deal, rows: Rows) -> list[list[int]]:
+def picks(deal: Deal, rows: RowSpans) -> list[list[int]]:
     """Which tokens of what is passed are a rank's, row by row; all as many as the most, filled up with the first."""
     chosen = [[start + k for k in range(come) if deal.owns(have + k)] for have, come, start in rows]
     most = max(map(len, chosen))

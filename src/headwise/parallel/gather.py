@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.messages import Block, Pending
+from ..ops.messages import Pending, ReceiveBuffer
 from ..plan.places import Stretch
 from ..shapes import compute_dtype
 from .job import Job
 from .rectangle import Partial
-from .stay import Came, Layout, Sums, Travellers, attended, met
+from .stay import Came, GradientSums, Route, Travellers, attended, met
 
 SPLIT = 1024
 """Keys that the native kernel sums on their own where rows are few: cut there, the sums are those of one process."""
@@ -32,9 +32,9 @@ SPLIT = 1024
 class Stages:
     """The gather of what travels, head by head, for one rank of a job."""
 
-    def __init__(self, job: Job, held: Travellers) -> None:
-        self.job, self.held = job, held
-        self.widths, self.batch = [x.shape[3] for x in held], held[0].shape[0]
+    def __init__(self, job: Job, shards: Travellers) -> None:
+        self.job, self.shards = job, shards
+        self.widths, self.batch = [x.shape[3] for x in shards], shards[0].shape[0]
         self.others = [rank for rank in range(job.comm.world) if rank != job.comm.rank]
         self.strips = max(map(len, job.keys))  # stretches of a rank: a message has one
         self.spans = met(job, self._span)
@@ -63,9 +63,9 @@ class Stages:
         """Starts the messages of a head, to where all its keys lie: (S, B, widths), those of a stretch in a row."""
         if stage >= self.job.kv_heads:
             return []
-        whole, keys = self.held[0].new_empty((self.job.S, self.batch, sum(self.widths))), self.job.keys
+        whole, keys = self.shards[0].new_empty((self.job.S, self.batch, sum(self.widths))), self.job.keys
         for (a, b), at in self.job.local(keys[self.job.comm.rank]):
-            for part, x in zip(whole[a:b].split(self.widths, dim=2), self.held, strict=True):
+            for part, x in zip(whole[a:b].split(self.widths, dim=2), self.shards, strict=True):
                 part.copy_(x[:, stage, at].transpose(0, 1))
         pending: list[Pending] = []
         for n in range(self.strips):
@@ -94,7 +94,7 @@ class Stages:
                 return me, None
             target, source = (me + away) % N, (me - away) % N
             flat = torch.cat([x.reshape(-1) for x in share(target)])
-            block = Block((sum(counts),), flat.dtype, flat.device)
+            block = ReceiveBuffer((sum(counts),), flat.dtype, flat.device)
             return source, comm.exchange("gather backward", {target: flat}, {source: block}, step=step)
 
         following = start(1)
@@ -118,12 +118,12 @@ def _from(x: Tensor, start: int, stop: int) -> Tensor:
     return keys
 
 
-def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) -> Partial:
+def _forward(job: Job, query: Tensor, shards: Travellers, sinks: Tensor | None) -> Partial:
     B, H, T, _ = query.shape
     out = query.new_zeros((B, T, H, job.value_dim)).transpose(1, 2)
     lse = query.new_full((B, H, T), -torch.inf, dtype=compute_dtype(query))
     ends = torch.stack([lse, torch.zeros_like(lse)])
-    stages, native = Stages(job, held), True
+    stages, native = Stages(job, shards), True
     for came in stages.coming():
         for heads, rows, part in attended(job, query, came, stages.spans, sinks):
             out[:, heads, rows], lse[:, heads, rows] = part.out, part.lse
@@ -134,9 +134,9 @@ def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) ->
     return Partial(out, lse, ends if native else None)
 
 
-def _backward(sums: Sums, held: Travellers) -> Travellers:
-    stages = Stages(sums.job, held)
-    total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
+def _backward(sums: GradientSums, shards: Travellers) -> Travellers:
+    stages = Stages(sums.job, shards)
+    total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     for stage in range(sums.job.kv_heads):
         came = stages.taken(stage, stages.bring(stage))  # none ahead: it would lie beside the gradients of this one
         low, grads = 0, [x[:, :, :0].to(sums.wide) for x in came.keys]
@@ -147,4 +147,4 @@ def _backward(sums: Sums, held: Travellers) -> Travellers:
     return total
 
 
-GATHER = Layout(_forward, _backward, has_all=True)
+GATHER = Route(_forward, _backward, has_all=True)

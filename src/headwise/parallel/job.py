@@ -105,20 +105,20 @@ class Job:
         low, high = max(low, cols[0]), min(high, cols[1])
         return (low, high) if low < high else None
 
-    def local(self, held: Sequence[Stretch]) -> list[tuple[Stretch, slice]]:
+    def local(self, stretches: Sequence[Stretch]) -> list[tuple[Stretch, slice]]:
         """Each stretch that a rank holds, and where it lies in what it holds."""
         places, at = [], 0
-        for a, b in held:
+        for a, b in stretches:
             places.append(((a, b), slice(at, at + b - a)))
             at += b - a
         return places
 
-    def mine(self, held: Sequence[Stretch], part: Stretch) -> slice:
+    def mine(self, stretches: Sequence[Stretch], part: Stretch) -> slice:
         """Where a part of one of the stretches that a rank holds lies in what it holds."""
-        for (a, b), at in self.local(held):
+        for (a, b), at in self.local(stretches):
             if a <= part[0] and part[1] <= b:
                 return slice(at.start + part[0] - a, at.start + part[1] - a)
-        raise ValueError(f"{part} is no part of {held}")
+        raise ValueError(f"{part} is no part of {stretches}")
 
     def with_leaves(self, query: Tensor, leaves: Sequence[Tensor]) -> Job:
         """The job with other tensors in its mask, in the order of `leaves_of`, in the precision of the query."""

@@ -13,9 +13,9 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..nn.sharded import Make, entered
 from ..ops.comm import Comm
 from ..ops.spread import as_dtensor
-from ..plan.places import Order
+from ..plan.places import TokenOrder
 from ..shapes.kinds import check_counts
-from .attention import Layout, context_parallel
+from .attention import LayoutOption, context_parallel
 from .job import Expansion
 from .order import check_order, held_places, positions
 
@@ -30,7 +30,7 @@ class Context:
         length: tokens of the whole sequence, where said.
     """
 
-    def __init__(self, comm: Comm, order: Order, layout: Layout, length: int | None) -> None:
+    def __init__(self, comm: Comm, order: TokenOrder, layout: LayoutOption, length: int | None) -> None:
         self.comm, self.order, self.layout, self.length = comm, order, layout, length
 
     def positions(self, tokens: int) -> Tensor:
@@ -71,8 +71,8 @@ class Context:
 def context(
     group: ProcessGroup | DeviceMesh | None = None,
     *,
-    order: Order = "contiguous",
-    layout: Layout = "auto",
+    order: TokenOrder = "contiguous",
+    layout: LayoutOption = "auto",
     length: int | None = None,
     timeout: float | None = None,
 ) -> Iterator[Context]:

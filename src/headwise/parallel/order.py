@@ -13,10 +13,10 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..ops.comm import Comm
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.rank_errors import RankMismatch
-from ..plan.places import Order, Stretch, places, stretches
+from ..plan.places import Stretch, TokenOrder, places, stretches
 from ..shapes.kinds import check_counts, check_tensor, shown
 
-ORDERS: tuple[Order, ...] = get_args(Order)
+ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
 STRIPS = 32  # of a rank's queries, whose work is added up
 
 
@@ -29,7 +29,7 @@ def check_order(order: object) -> None:
         )
 
 
-def held_places(lengths: list[int], order: Order, operation: str, what: str) -> tuple[tuple[Stretch, ...], ...]:
+def held_places(lengths: list[int], order: TokenOrder, operation: str, what: str) -> tuple[tuple[Stretch, ...], ...]:
     """The stretches of each rank, where they hold so many tokens; RankMismatch where these are not that order's."""
     world = len(lengths)
     if order == "contiguous":
@@ -48,7 +48,7 @@ def held_places(lengths: list[int], order: Order, operation: str, what: str) -> 
     return stretches
 
 
-def order_for(mask: Mask | Tensor | None, length: int, ranks: int) -> Order:
+def order_for(mask: Mask | Tensor | None, length: int, ranks: int) -> TokenOrder:
     """The order in which ranks have the more even work under a mask, for as many queries as keys.
 
     Contiguous, unless the busiest rank has a tenth more to do than in zigzag: causal attention is for zigzag, a window
@@ -61,7 +61,7 @@ def order_for(mask: Mask | Tensor | None, length: int, ranks: int) -> Order:
     check_counts(1, length=length, ranks=ranks)
     mask = as_mask(mask)
 
-    def busiest(order: Order) -> int:
+    def busiest(order: TokenOrder) -> int:
         return max(
             sum(_work(mask, rows, length, STRIPS // len(own)) for rows in own) for own in places(length, ranks, order)
         )
@@ -80,7 +80,11 @@ def _work(mask: Mask, rows: Stretch, length: int, strips: int) -> int:
 
 
 def positions(
-    length: int, group: ProcessGroup | DeviceMesh | None = None, *, order: Order = "contiguous", rank: int | None = None
+    length: int,
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    order: TokenOrder = "contiguous",
+    rank: int | None = None,
 ) -> Tensor:
     """(n,) the places, among all `length` tokens, of those that a rank holds; this one by default. On the CPU.
 
@@ -94,7 +98,7 @@ def positions(
 
 
 def split_sequence(
-    x: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, order: Order = "contiguous", dim: int = 1
+    x: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, order: TokenOrder = "contiguous", dim: int = 1
 ) -> Tensor:
     """This rank's tokens of a tensor that every rank has as a whole. Any length: some ranks have one token more.
 
@@ -109,7 +113,7 @@ def split_sequence(
 
 
 def join_sequence(
-    x: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, order: Order = "contiguous", dim: int = 1
+    x: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, order: TokenOrder = "contiguous", dim: int = 1
 ) -> Tensor:
     """All tokens, in their order, on every rank: the inverse of `split_sequence`.
 
@@ -131,16 +135,16 @@ def join_sequence(
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: Comm, held: tuple[tuple[Stretch, ...], ...], x: Tensor) -> Tensor:
-        lengths = [sum(b - a for a, b in own) for own in held]
+    def forward(ctx: Any, comm: Comm, stretches: tuple[tuple[Stretch, ...], ...], x: Tensor) -> Tensor:
+        lengths = [sum(b - a for a, b in own) for own in stretches]
         parts = comm.gather("join", x.contiguous(), [(n, *x.shape[1:]) for n in lengths])
         whole = x.new_empty((sum(lengths), *x.shape[1:]))
-        for own, part in zip(held, parts, strict=True):
+        for own, part in zip(stretches, parts, strict=True):
             at = 0
             for a, b in own:
                 whole[a:b] = part[at : at + b - a]
                 at += b - a
-        ctx.comm, ctx.held = comm, held
+        ctx.comm, ctx.stretches = comm, stretches
         return whole
 
     @staticmethod
@@ -148,5 +152,5 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         comm: Comm = ctx.comm
         comm.agree("backward of join_sequence", {})
-        parts = [torch.cat([grad[a:b] for a, b in own]) for own in ctx.held]
+        parts = [torch.cat([grad[a:b] for a, b in own]) for own in ctx.stretches]
         return None, None, comm.reduce_scatter("join backward", parts)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.comm import Comm
-from ..ops.messages import Block
+from ..ops.messages import ReceiveBuffer
 from ..ops.spread import Share
 from ..shapes import compute_dtype
 from .deal import picked
@@ -16,7 +16,7 @@ from .merge import Merged
 from .rectangle import Partial
 
 
-class Heads:
+class HeadExchange:
     """Who passes which heads.
 
     Args:
@@ -79,7 +79,7 @@ class Heads:
 
 
 def merged(
-    heads: Heads,
+    heads: HeadExchange,
     query: Tensor,
     value_dim: int,
     active: list[int],
@@ -99,7 +99,7 @@ def merged(
         flat = both.transpose(0, 1).reshape(-1, V + 1)
         sends = {rank: flat[a:b] for rank, (a, b) in enumerate(ends) if rank != comm.rank}
         heard[comm.rank] = flat[first:last]
-    block = Block((last - first, V + 1), dtype, query.device)
+    block = ReceiveBuffer((last - first, V + 1), dtype, query.device)
     receives = {rank: block for rank in active if rank != comm.rank}
     heard |= comm.exchange("cache parts", sends, receives, step=1).wait()
     total = Merged(query.new_empty((1, last - first, 1, 1)), V)

@@ -10,12 +10,12 @@ from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.patterns import Blocks
 from ..ops.masks.rules import Band
 from ..plan.links import SERVED, Cost, Link, price
-from ..plan.places import Call
+from ..plan.places import MeshCall
 from ..shapes import check_attention
 from .job import Job
 
 
-def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> Call:
+def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
     """A call as the cost model knows it: causal, windowed, in chunks, or full; for other masks one that contains it."""
     lefts: list[int] = []
     rights: list[int] = []
@@ -34,7 +34,7 @@ def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> Call:
         chunk = None
     if right not in (0, left):
         left = right = None if right is None or left is None else max(left, right)
-    return Call(T, S, left=left, right=right, chunk=chunk, **sizes)  # type: ignore[arg-type]
+    return MeshCall(T, S, left=left, right=right, chunk=chunk, **sizes)  # type: ignore[arg-type]
 
 
 def cheapest(job: Job, query: Tensor, order: str) -> str:

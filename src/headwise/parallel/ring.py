@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..ops import messages
-from ..ops.messages import Block, Pending
+from ..ops.messages import Pending, ReceiveBuffer
 from ..plan.places import Stretch, heads_at_once
 from .job import Job
 from .merge import Merged
 from .rectangle import Partial
-from .stay import Came, Layout, Met, Sums, Travellers, attended, met
+from .stay import Came, GradientSums, Met, Route, Travellers, attended, met
 
 
 class Piece(NamedTuple):
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     heads: Stretch
 
 
-class Turn(NamedTuple):
+class Exchange(NamedTuple):
     """What comes and what goes at the same time; None for nothing. `number` counts within a pair of ranks."""
 
     number: int
@@ -48,20 +48,20 @@ class Turn(NamedTuple):
 class Traffic:
     """Who sends which keys to whom in which order, for one rank of a job."""
 
-    def __init__(self, job: Job, held: Travellers) -> None:
-        self.job, self.held = job, held
-        self.widths, self.batch, self.dtype = [x.shape[3] for x in held], held[0].shape[0], held[0].dtype
-        self.device = held[0].device
+    def __init__(self, job: Job, shards: Travellers) -> None:
+        self.job, self.shards = job, shards
+        self.widths, self.batch, self.dtype = [x.shape[3] for x in shards], shards[0].shape[0], shards[0].dtype
+        self.device = shards[0].device
         me, N = job.comm.rank, job.comm.world
         self.mine = self.pieces(job.needed(me, me))
         # Without tags messages are taken in the order in which ranks start them: all ranks have the same turns then.
         least = 0 if messages.has_tags(self.device) else job.kv_heads
-        self.turns: list[Turn] = []
+        self.turns: list[Exchange] = []
         for step in range(1, N):
             source, target = (me - step) % N, (me + step) % N
             parts = self.pieces(job.needed(me, source)), self.pieces(job.needed(target, me))
             both = zip_longest(*parts, [None] * least)
-            self.turns += [Turn(n, source, target, comes, goes) for n, (comes, goes, *_) in enumerate(both)]
+            self.turns += [Exchange(n, source, target, comes, goes) for n, (comes, goes, *_) in enumerate(both)]
 
     def pieces(self, parts: list[Stretch]) -> list[Piece]:
         """How keys are cut into messages: alike on the rank that sends them and on the one that gets them."""
@@ -76,17 +76,17 @@ class Traffic:
 
     def own(self, piece: Piece, tensors: Travellers) -> list[Travellers]:
         """A piece of what this rank holds, stretch by stretch."""
-        held = self.job.keys[self.job.comm.rank]
-        return [[x[:, slice(*piece.heads), self.job.mine(held, part)] for x in tensors] for part in piece.parts]
+        stretches = self.job.keys[self.job.comm.rank]
+        return [[x[:, slice(*piece.heads), self.job.mine(stretches, part)] for x in tensors] for part in piece.parts]
 
-    def coming(self) -> Iterator[tuple[Turn | None, Piece | None, list[Travellers]]]:
+    def coming(self) -> Iterator[tuple[Exchange | None, Piece | None, list[Travellers]]]:
         """This rank's own keys, then those of others, turn by turn: those of the next are on their way meanwhile.
 
         Who takes them empties the list, and so lets go of them, before those after the next are on their way.
         """
         following = self._bring(0)
         for piece in self.mine:
-            yield None, piece, self.own(piece, self.held)
+            yield None, piece, self.own(piece, self.shards)
         for n, turn in enumerate(self.turns):
             pending, following = following, self._bring(n + 1)
             assert pending is not None
@@ -99,16 +99,20 @@ class Traffic:
         if number >= len(self.turns):
             return None
         turn = self.turns[number]
-        sends = {} if turn.goes is None else {turn.target: _row(self.own(turn.goes, self.held))}
+        sends = {} if turn.goes is None else {turn.target: _row(self.own(turn.goes, self.shards))}
         receives = (
-            {} if turn.comes is None else {turn.source: Block((self.numbers(turn.comes),), self.dtype, self.device)}
+            {}
+            if turn.comes is None
+            else {turn.source: ReceiveBuffer((self.numbers(turn.comes),), self.dtype, self.device)}
         )
         return self.job.comm.exchange("ring", sends, receives, step=2 * turn.number)
 
-    def home(self, turn: Turn, grads: list[Travellers], wide: torch.dtype) -> Pending:
+    def home(self, turn: Exchange, grads: list[Travellers], wide: torch.dtype) -> Pending:
         """Starts the gradients of a turn's keys on their way to their owner; those of own keys come."""
         sends = {} if turn.comes is None else {turn.source: _row(grads)}
-        receives = {} if turn.goes is None else {turn.target: Block((self.numbers(turn.goes),), wide, self.device)}
+        receives = (
+            {} if turn.goes is None else {turn.target: ReceiveBuffer((self.numbers(turn.goes),), wide, self.device)}
+        )
         return self.job.comm.exchange("ring backward", sends, receives, step=2 * turn.number + 1)
 
     def cut(self, heard: dict[int, Tensor], rank: int, piece: Piece | None) -> list[Travellers]:
@@ -132,9 +136,9 @@ def _came(job: Job, piece: Piece | None, keys: list[Travellers]) -> Iterator[tup
             yield Came(keys.pop(0), piece.heads, cols[0]), met(job, partial(job.reach, cols=cols))
 
 
-def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) -> Partial:
+def _forward(job: Job, query: Tensor, shards: Travellers, sinks: Tensor | None) -> Partial:
     merged = Merged(query, job.value_dim)
-    for _, piece, keys in Traffic(job, held).coming():
+    for _, piece, keys in Traffic(job, shards).coming():
         for came, spans in _came(job, piece, keys):
             for heads, rows, part in attended(job, query, came, spans):
                 merged.add(rows, part, heads)
@@ -143,9 +147,9 @@ def _forward(job: Job, query: Tensor, held: Travellers, sinks: Tensor | None) ->
     return merged.result(query.dtype)
 
 
-def _backward(sums: Sums, held: Travellers) -> Travellers:
-    traffic = Traffic(sums.job, held)
-    total = [torch.zeros_like(x, dtype=sums.wide) for x in held]
+def _backward(sums: GradientSums, shards: Travellers) -> Travellers:
+    traffic = Traffic(sums.job, shards)
+    total = [torch.zeros_like(x, dtype=sums.wide) for x in shards]
     home: tuple[Piece | None, int, Pending] | None = None  # of the turn before: with more, a rank would hold all sums
 
     def add(piece: Piece, grads: list[Travellers]) -> None:
@@ -175,4 +179,4 @@ def _backward(sums: Sums, held: Travellers) -> Travellers:
     return total
 
 
-RING = Layout(_forward, _backward, has_all=False)
+RING = Route(_forward, _backward, has_all=False)

@@ -47,11 +47,11 @@ class Met(NamedTuple):
     span: Stretch
 
 
-class Layout(NamedTuple):
+class Route(NamedTuple):
     """How keys travel: what is attended in which order, forward and backward."""
 
     forward: Callable[[Job, Tensor, Travellers, Tensor | None], Partial]
-    backward: Callable[[Sums, Travellers], Travellers]
+    backward: Callable[[GradientSums, Travellers], Travellers]
     has_all: bool
     """Whether queries meet all keys that they may see in one call: the kernel may do as in one process."""
 
@@ -60,7 +60,7 @@ class Stay(torch.autograd.Function):
     """out and lse of this rank's queries over all ranks' keys."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, job: Job, *tensors: Any) -> Any:
+    def forward(ctx: Any, layout: Route, job: Job, *tensors: Any) -> Any:
         """out and lse."""
         query, key, value, sinks, n, *rest = tensors
         with job.comm.telling():
@@ -81,9 +81,11 @@ class Stay(torch.autograd.Function):
         with job.comm.telling():
             job.comm.agree(f"backward of {job.name}", {})
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-            sums = Sums(ctx.layout, job, query, rest[: ctx.n], sinks, (Partial(out, lse, ends), grad_out, grad_lse))
-            held = ctx.layout.backward(sums, [key] if value is None else [key, value])
-            dk, dv = [*(x.to(key.dtype) for x in held), None][:2]
+            sums = GradientSums(
+                ctx.layout, job, query, rest[: ctx.n], sinks, (Partial(out, lse, ends), grad_out, grad_lse)
+            )
+            grads = ctx.layout.backward(sums, [key] if value is None else [key, value])
+            dk, dv = [*(x.to(key.dtype) for x in grads), None][:2]
             of_sinks = None if sinks is None else sink_gradient(sinks, sums.whole, grad_out, grad_lse)
         return None, None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
 
@@ -118,12 +120,12 @@ def groups(job: Job, came: Came) -> list[Stretch]:
     return [(h, min(h + few, job.heads)) for h in range(0, job.heads, few)]
 
 
-class Sums:
+class GradientSums:
     """What a rank adds to gradients, part by part of the keys; in float32 where a number has several parts."""
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Route,
         job: Job,
         query: Tensor,
         leaves: Sequence[Tensor],

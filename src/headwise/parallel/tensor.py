@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ..nn.dealt import OwnHeads, SumOfHeads, Whole, WholeNorm
+from ..nn.dealt import OwnHeads, ReplicatedLinear, SumOfHeads, WholeNorm
 from ..nn.inner import InnerAttention
 from ..nn.latent import LatentAttention
 from ..nn.multihead import MultiHeadAttention
@@ -114,12 +114,12 @@ def _deal_latent(mla: LatentAttention, group: Group) -> None:
     if mla.q_lora_rank is None:
         mla.q_proj = _rows(mla.q_proj, group, None, mla.head_dim)
     else:
-        mla.q_a_proj = _like(Whole, mla.q_a_proj)
+        mla.q_a_proj = _like(ReplicatedLinear, mla.q_a_proj)
         mla.q_a_layernorm = _whole_norm(mla.q_a_layernorm)
         mla.q_b_proj = _rows(mla.q_b_proj, group, None, mla.head_dim)
         _replicate(mla.q_a_proj, group)
         _replicate(mla.q_a_layernorm, group)
-    mla.kv_a_proj_with_mqa = _like(Whole, mla.kv_a_proj_with_mqa)
+    mla.kv_a_proj_with_mqa = _like(ReplicatedLinear, mla.kv_a_proj_with_mqa)
     mla.kv_a_layernorm = _whole_norm(mla.kv_a_layernorm)
     _replicate(mla.kv_a_proj_with_mqa, group)
     _replicate(mla.kv_a_layernorm, group)

@@ -15,25 +15,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.messages import Block, Pending
+from ..ops.messages import Pending, ReceiveBuffer
 from ..plan.places import HeadShare, Stretch, head_shares
 from ..shapes import compute_dtype
 from .job import Job
 from .rectangle import Rectangle, as_one, scoring_of
 
-Heads = tuple[Stretch, ...]
+HeadRanges = tuple[Stretch, ...]
 """The heads of each rank."""
 
 
-class Deal:
+class HeadShares:
     """Which heads of which tokens each rank has: of its own tokens all heads, or of all tokens its own heads."""
 
     def __init__(
-        self, job: Job, held: tuple[tuple[Stretch, ...], ...], heads: Heads, total: int, *, shared: bool = False
+        self,
+        job: Job,
+        stretches: tuple[tuple[Stretch, ...], ...],
+        heads: HeadRanges,
+        total: int,
+        *,
+        shared: bool = False,
     ) -> None:
-        self.job, self.held, self.heads, self.total = job, held, heads, total
+        self.job, self.stretches, self.heads, self.total = job, stretches, heads, total
         self.shared = shared  # several ranks may have one head: its gradient is a sum
-        self.lengths = [sum(b - a for a, b in own) for own in held]
+        self.lengths = [sum(b - a for a, b in own) for own in stretches]
         me = job.comm.rank
         self.own, self.mine = self.lengths[me], heads[me]
 
@@ -45,13 +51,15 @@ class Deal:
     def to_tokens(self, x: Tensor, wide: torch.dtype) -> Move:
         """All tokens of own heads go to the ranks of their tokens, as numbers of that dtype."""
         shapes = [(x.shape[0], b - a, self.own, x.shape[3]) for a, b in self.heads]
-        return Move(lambda: [torch.cat([x[:, :, a:b].to(wide) for a, b in own], dim=2) for own in self.held], shapes)
+        return Move(
+            lambda: [torch.cat([x[:, :, a:b].to(wide) for a, b in own], dim=2) for own in self.stretches], shapes
+        )
 
     def all_tokens(self, parts: Sequence[Tensor]) -> Tensor:
         """Own heads of all tokens, in their order."""
         B, h, _, width = parts[0].shape
         whole = parts[0].new_empty((B, h, sum(self.lengths), width))
-        for own, part in zip(self.held, parts, strict=True):
+        for own, part in zip(self.stretches, parts, strict=True):
             for (a, b), at in self.job.local(own):
                 whole[:, :, a:b] = part[:, :, at]
         return whole
@@ -76,7 +84,7 @@ def swap(job: Job, kind: str, step: int, moves: Sequence[Move]) -> Iterator[list
             return [], None
         parts, shapes = moves[n].cut(), moves[n].shapes
         others = [rank for rank in range(comm.world) if rank != comm.rank]
-        receives = {rank: Block(shapes[rank], parts[rank].dtype, parts[rank].device) for rank in others}
+        receives = {rank: ReceiveBuffer(shapes[rank], parts[rank].dtype, parts[rank].device) for rank in others}
         return parts[comm.rank : comm.rank + 1], comm.exchange(
             kind, {rank: parts[rank] for rank in others}, receives, step=4 * step + n
         )
@@ -100,7 +108,7 @@ class ToHeads(torch.autograd.Function):
     """Own tokens of all heads become own heads of all tokens: of each tensor, by its deal."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, job: Job, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
         """Each tensor, dealt anew."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_heads(x) for deal, x in zip(deals, tensors, strict=True)]
@@ -123,7 +131,7 @@ class ToTokens(torch.autograd.Function):
     """Own heads of all tokens become own tokens of all heads."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, deals: Sequence[Deal], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, job: Job, deals: Sequence[HeadShares], *tensors: Tensor) -> Any:
         """Each tensor, dealt anew."""
         ctx.job, ctx.deals = job, deals
         moves = [deal.to_tokens(x, x.dtype) for deal, x in zip(deals, tensors, strict=True)]
@@ -148,15 +156,15 @@ def ulysses(
     world = job.comm.world
     groups = job.heads if job.expansion is not None else job.kv_heads
     shares = head_shares(job.heads, groups, world)
-    deal = Deal(job, job.queries, tuple(share.query for share in shares), job.heads)
+    deal = HeadShares(job, job.queries, tuple(share.query for share in shares), job.heads)
     if job.expansion is None:
         assert value is not None
         shared = world > job.kv_heads
-        of_keys = Deal(job, job.keys, tuple(share.kv for share in shares), job.kv_heads, shared=shared)
+        of_keys = HeadShares(job, job.keys, tuple(share.kv for share in shares), job.kv_heads, shared=shared)
         q, k, v = ToHeads.apply(job, [deal, of_keys, of_keys], query, key, value)
     else:  # what keys are made of goes to every rank that has a head
-        every: Heads = tuple((0, 1 if share.heads else 0) for share in shares)
-        q, k = ToHeads.apply(job, [deal, Deal(job, job.keys, every, 1, shared=world > 1)], query, key)
+        every: HeadRanges = tuple((0, 1 if share.heads else 0) for share in shares)
+        q, k = ToHeads.apply(job, [deal, HeadShares(job, job.keys, every, 1, shared=world > 1)], query, key)
         v = None
     with job.comm.telling():
         out, lse = _own_heads(job, shares[job.comm.rank], q, k, v, sinks)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from .fields import Fields, heads_of
-from .layer import AttentionLayer, Biases, Latent, LayerRole, Positions, QkNorm
+from .layer import AttentionLayer, Biases, Latent, LayerRole, PositionTerms, QkNorm
 from .parts import Part, linear, repeated, table, vector
 from .shape import short
 from .states import layer_kinds
@@ -62,7 +62,7 @@ def plain_layer(fields: Fields, role: LayerRole) -> AttentionLayer:
     )
 
 
-def _positions(fields: Fields) -> Positions | None:
+def _positions(fields: Fields) -> PositionTerms | None:
     """Content against position: which terms there are, a list or a text such as ``c2p|p2c``."""
     about: dict[str, Any] | None = fields.architecture.get("disentangled")
     if about is None or not fields.flag(about["when"]):
@@ -74,7 +74,7 @@ def _positions(fields: Fields) -> Positions | None:
     reach = [fields.optional(name, least=-1) or -1 for name in about["reach"]]
     span = next((number for number in reach if number > 0), None) or fields.size("max_position_embeddings")
     shared = fields.flag(about.get("shared"))
-    return Positions(
+    return PositionTerms(
         2 * span, "c2p" in kinds, "p2c" in kinds, shared, about.get("key_bias", True), about.get("grows", False)
     )
 

@@ -5,7 +5,7 @@ One multiply and one add are two operations (FLOPs), as everywhere in the field.
 
 from __future__ import annotations
 
-from .shape import AttentionShape, Bias, check_size, short
+from .shape import AttentionShape, BiasOption, check_size, short
 
 
 def parameter_counts(
@@ -16,7 +16,7 @@ def parameter_counts(
     head_dim: int | None = None,
     value_dim: int | None = None,
     memory_dim: int | tuple[int, int] | None = None,
-    bias: Bias = False,
+    bias: BiasOption = False,
 ) -> dict[str, int]:
     """Parameters of each projection, biases included; arguments as for `headwise.MultiHeadAttention`.
 
@@ -52,7 +52,7 @@ def parameter_count(
     head_dim: int | None = None,
     value_dim: int | None = None,
     memory_dim: int | tuple[int, int] | None = None,
-    bias: Bias = False,
+    bias: BiasOption = False,
 ) -> int:
     """Parameters of one attention layer's four projections: 4 d_model^2 for plain multi-head attention.
 

@@ -16,7 +16,7 @@ from .layer import AttentionLayer
 from .links import Cost, Link
 from .model import Model
 from .parts import Part
-from .places import Call, heads_at_once, held, needed, shares
+from .places import MeshCall, heads_at_once, keys_by_rank, needed, shares
 from .rank_parts import WHOLE, parts_of, rank_bytes
 from .rank_parts import local as local
 
@@ -191,11 +191,11 @@ def check_grid(model: Model, grid: Grid) -> None:
             raise ValueError(f"tensor = {n} does not divide the width of the feed-forward layers, {inner}")
 
 
-def call_of(layer: AttentionLayer, tokens: int, number_bytes: int, batch: int = 1) -> Call:
+def call_of(layer: AttentionLayer, tokens: int, number_bytes: int, batch: int = 1) -> MeshCall:
     """The attention of a layer over a whole text, under its own mask."""
     both, window = layer.role == "encoder", layer.window
     reach = None if window is None else (window - 1) // 2 if both else window - 1
-    return Call(
+    return MeshCall(
         tokens,
         tokens,
         layer.num_heads,
@@ -235,7 +235,7 @@ def _layer(model: Model, grid: Grid, layer: AttentionLayer, count: int, tokens: 
     )
 
 
-def _merging(call: Call, mine: AttentionLayer, ranks: int, tokens: int) -> tuple[int, int]:
+def _merging(call: MeshCall, mine: AttentionLayer, ranks: int, tokens: int) -> tuple[int, int]:
     """Bytes and messages between the context ranks in a decoded token: partial outputs go, merged ones come.
 
     Latent attention runs absorbed there: its outputs are in the space of the latents.
@@ -258,14 +258,14 @@ def _steps(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: Call, cost: Cost) -> int:
+def _activations(model: Model, grid: Grid, mine: AttentionLayer, call: MeshCall, cost: Cost) -> int:
     """Bytes at once: the stream and what is added to it, and attention or feed-forward, whichever is more.
 
     Of keys that travel a rank holds a few heads: in a ring three messages (attended, coming, going), in a gather two
     heads of all keys, which is the part that more ranks do not make smaller.
     """
     n, width = grid.context, mine.d_model
-    tokens = max(held(call, n, cost.order))
+    tokens = max(keys_by_rank(call, n, cost.order))
     heads = mine.num_heads * (mine.head_dim + mine.value_dim)
     kv_heads = 1 if call.latent else call.kv_heads
     one = call.kv_numbers // kv_heads  # of a token, of one head

@@ -31,7 +31,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Positions:
+class PositionTerms:
     """Terms of content against position in the scores, as disentangled attention has them.
 
     Attributes:
@@ -110,7 +110,7 @@ class AttentionLayer:
     qk_norm_bias: bool = False
     sinks: bool = False
     gated: bool = False
-    positions: Positions | None = None
+    positions: PositionTerms | None = None
     out_width: int | None = None
     sub_norm: int = 0
     latent: Latent | None = None

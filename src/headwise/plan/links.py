@@ -43,10 +43,10 @@ from typing import Literal, get_args
 
 from .places import (
     FLOAT32,
-    Call,
-    Order,
+    MeshCall,
+    TokenOrder,
     head_shares,
-    held,
+    keys_by_rank,
     length,
     needed,
     neighbours,
@@ -58,9 +58,13 @@ from .places import (
 )
 from .shape import check_size, short
 
-Layout = Literal["ring", "gather", "ulysses", "pass_q"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-SERVED: tuple[Layout, ...] = ("ring", "gather", "ulysses")  # by `headwise.parallel`; the other is there to compare
+ContextLayout = Literal["ring", "gather", "ulysses", "pass_q"]
+LAYOUTS: tuple[ContextLayout, ...] = get_args(ContextLayout)
+SERVED: tuple[ContextLayout, ...] = (
+    "ring",
+    "gather",
+    "ulysses",
+)  # by `headwise.parallel`; the other is there to compare
 OVERLAPS = ("ring", "gather")  # what they send can travel while they compute
 
 
@@ -117,7 +121,7 @@ def all_reduce(numbers: int, ranks: int) -> tuple[int, ...]:
 
 
 def sent(
-    call: Call, layout: Layout, ranks: int, *, order: Order | None = None, backward: bool = False
+    call: MeshCall, layout: ContextLayout, ranks: int, *, order: TokenOrder | None = None, backward: bool = False
 ) -> tuple[int, ...]:
     """Bytes that each rank sends in one call, forward or (`backward`) on the way back.
 
@@ -132,7 +136,7 @@ def sent(
     check_size("ranks", ranks)
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is one of {', '.join(LAYOUTS)}; got {short(layout)}")
-    if order not in (None, *get_args(Order)):
+    if order not in (None, *get_args(TokenOrder)):
         raise ValueError(f"order is contiguous or zigzag; got {short(order)}")
     order = order or order_of(call, ranks)
     if order == "zigzag" and order_of(call, ranks) != order:
@@ -140,21 +144,21 @@ def sent(
     return tuple(call.batch * count for count in _SENT[layout](call, ranks, order, backward))
 
 
-def _ring(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
+def _ring(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
     keys, e, kv = shown(call, ranks, order), call.number_bytes, call.kv_numbers
     home = needed(call, ranks, order) if backward else [0] * ranks
     return [n * kv * e + back * kv * FLOAT32 for n, back in zip(keys, home, strict=True)]
 
 
-def _gather(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
-    keys, e, kv = held(call, ranks, order), call.number_bytes, call.kv_numbers
+def _gather(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
+    keys, e, kv = keys_by_rank(call, ranks, order), call.number_bytes, call.kv_numbers
     home = reduce_scatter(keys) if backward else [0] * ranks
     return [n * kv * e + back * kv * FLOAT32 for n, back in zip(all_gather(keys), home, strict=True)]
 
 
-def _ulysses(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
+def _ulysses(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
     own = [sum(map(length, part)) for part in places(call.queries, ranks, order)]
-    keys, e, D, V = held(call, ranks, order), call.number_bytes, call.head_dim, call.value_dim
+    keys, e, D, V = keys_by_rank(call, ranks, order), call.number_bytes, call.head_dim, call.value_dim
     heads = head_shares(call.heads, call.kv_heads, ranks)
     per_kv = [call.latent if call.latent and share.heads else share.kv_heads * (D + V) for share in heads]
     owners = ranks if call.latent else -(-ranks // call.kv_heads)
@@ -171,14 +175,14 @@ def _ulysses(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
     return per_rank
 
 
-def _pass_q(call: Call, ranks: int, order: Order, backward: bool) -> list[int]:
+def _pass_q(call: MeshCall, ranks: int, order: TokenOrder, backward: bool) -> list[int]:
     e, p, H, D, V = call.number_bytes, call.partial_bytes, call.heads, call.head_dim, call.value_dim
     going = (D + V) * e + 2 * FLOAT32 if backward else D * e
     coming = D * FLOAT32 if backward else V * p + FLOAT32
     return [H * (n * going + back * coming) for n, back in zip(*toured(call, ranks, order), strict=True)]
 
 
-_SENT: dict[Layout, Callable[[Call, int, Order, bool], list[int]]] = {
+_SENT: dict[ContextLayout, Callable[[MeshCall, int, TokenOrder, bool], list[int]]] = {
     "ring": _ring,
     "gather": _gather,
     "ulysses": _ulysses,
@@ -186,7 +190,7 @@ _SENT: dict[Layout, Callable[[Call, int, Order, bool], list[int]]] = {
 }
 
 
-def decode_sent(call: Call, ranks: int, *, owners: int | None = None, everywhere: bool = True) -> tuple[int, ...]:
+def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everywhere: bool = True) -> tuple[int, ...]:
     """Bytes that each rank sends in a step whose keys are cached on the ranks, token n on rank n mod N.
 
     Rows (head, batch row, query) are dealt out to the ranks, each of which merges its own: partial outputs and lse go
@@ -229,7 +233,9 @@ def decode_sent(call: Call, ranks: int, *, owners: int | None = None, everywhere
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def pairs(call: Call, ranks: int, layout: Layout = "ring", order: Order | None = None) -> tuple[int, ...]:
+def pairs(
+    call: MeshCall, ranks: int, layout: ContextLayout = "ring", order: TokenOrder | None = None
+) -> tuple[int, ...]:
     """(query, key) pairs times query heads that each rank computes."""
     order = order or order_of(call, ranks)
     if layout == "ulysses":
@@ -243,12 +249,12 @@ def pairs(call: Call, ranks: int, layout: Layout = "ring", order: Order | None =
 
 
 @cache
-def _pairs(call: Call, ranks: int, order: Order) -> tuple[int, ...]:
+def _pairs(call: MeshCall, ranks: int, order: TokenOrder) -> tuple[int, ...]:
     own = places(call.queries, ranks, order)
     return tuple(call.heads * sum(call.pairs(stop) - call.pairs(start) for start, stop in part) for part in own)
 
 
-def messages(call: Call, layout: Layout, ranks: int, *, backward: bool = False) -> int:
+def messages(call: MeshCall, layout: ContextLayout, ranks: int, *, backward: bool = False) -> int:
     """Messages one after another on the longest way.
 
     N - 1 in a ring, one from each rank that a halo reaches to, log2 N in a gather, one in each all-to-all.
@@ -277,8 +283,8 @@ class Cost:
         compute_seconds: For the pairs; None without a speed.
     """
 
-    layout: Layout
-    order: Order
+    layout: ContextLayout
+    order: TokenOrder
     bytes: int
     messages: int
     pairs: int
@@ -295,8 +301,8 @@ class Cost:
 
 
 def price(
-    call: Call,
-    layout: Layout,
+    call: MeshCall,
+    layout: ContextLayout,
     ranks: int,
     *,
     link: Link | None = None,
@@ -329,7 +335,7 @@ def price(
 
 
 def prices(
-    call: Call, ranks: int, *, link: Link | None = None, flop_rate: float | None = None, backward: bool = False
+    call: MeshCall, ranks: int, *, link: Link | None = None, flop_rate: float | None = None, backward: bool = False
 ) -> tuple[Cost, ...]:
     """What each layout that serves the mask costs, the cheapest first: by time, then by bytes."""
     layouts = [layout for layout in LAYOUTS if not (layout == "pass_q" and call.bounded)]

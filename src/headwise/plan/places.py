@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from .shape import check_size
 
-Order = Literal["contiguous", "zigzag"]
+TokenOrder = Literal["contiguous", "zigzag"]
 Stretch = tuple[int, int]
 FLOAT32 = 4
 MESSAGE = 1 << 18
@@ -18,7 +18,7 @@ MESSAGE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Call:
+class MeshCall:
     """One attention call over all ranks together; the last query lies at the last key.
 
     Attributes:
@@ -143,7 +143,7 @@ def stretches(total: int, parts: int) -> tuple[Stretch, ...]:
     return tuple(pairwise(starts))
 
 
-def order_of(call: Call, ranks: int) -> Order:
+def order_of(call: MeshCall, ranks: int) -> TokenOrder:
     """How queries are placed: zigzag where attention is causal without bound, for then late queries see more.
 
     Example:
@@ -155,7 +155,7 @@ def order_of(call: Call, ranks: int) -> Order:
 
 
 @cache
-def places(queries: int, ranks: int, order: Order = "contiguous") -> tuple[tuple[Stretch, ...], ...]:
+def places(queries: int, ranks: int, order: TokenOrder = "contiguous") -> tuple[tuple[Stretch, ...], ...]:
     """The stretches of queries that each rank has.
 
     Example:
@@ -169,7 +169,7 @@ def places(queries: int, ranks: int, order: Order = "contiguous") -> tuple[tuple
 
 
 @cache
-def held(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
+def keys_by_rank(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
     """Keys that each rank has: those of its queries, and its share of the cached."""
     own = places(call.queries, ranks, order or order_of(call, ranks))
     old = shares(call.cached, ranks)
@@ -225,7 +225,7 @@ def heads_at_once(heads: int, head_bytes: int) -> int:
 
 
 @cache
-def needed(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
+def needed(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
     """Keys of other ranks that each rank's queries see.
 
     Example:
@@ -245,12 +245,12 @@ def needed(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...
     return tuple(result)
 
 
-def neighbours(call: Call, ranks: int) -> int:
+def neighbours(call: MeshCall, ranks: int) -> int:
     """From how many ranks the one with most of them gets keys, under a bounded mask."""
     return max(len({owner for owner, _ in _halo(call, ranks, r)}) for r in {0, ranks // 2, ranks - 1})
 
 
-def _halo(call: Call, ranks: int, rank: int) -> list[tuple[int, Stretch]]:
+def _halo(call: MeshCall, ranks: int, rank: int) -> list[tuple[int, Stretch]]:
     """(owner, keys) for all that a rank sees of others under a bounded mask, keys counted over all S."""
     start, stop = stretches(call.queries, ranks)[rank]
     if start == stop:
@@ -275,7 +275,7 @@ def _key_starts(queries: int, cached: int, ranks: int) -> tuple[int, ...]:
 
 
 @cache
-def shown(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]:
+def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[int, ...]:
     """Keys that each rank sends, its own, once to each other rank that sees them.
 
     Example:
@@ -307,7 +307,7 @@ def shown(call: Call, ranks: int, order: Order | None = None) -> tuple[int, ...]
     return tuple(result)
 
 
-def toured(call: Call, ranks: int, order: Order | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def toured(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """With queries on the way: (queries that each rank sends or sends on, others' queries that it answers).
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Bias = bool | Literal["qkv"]
+BiasOption = bool | Literal["qkv"]
 MOST = 10**15  # of any size: beyond it lies a mistake
 
 
@@ -21,7 +21,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    bias: Bias = False
+    bias: BiasOption = False
     num_layers: int | None = None
 
     @classmethod
@@ -33,7 +33,7 @@ class AttentionShape:
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
-        bias: Bias = False,
+        bias: BiasOption = False,
         num_layers: int | None = None,
     ) -> AttentionShape:
         """The shape with its defaults: K = H, D = d_model / H, V = D.

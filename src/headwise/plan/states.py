@@ -124,7 +124,7 @@ def state_layers(fields: Fields, layers: int) -> tuple[StateLayer, ...]:
 
 # --- the families -----------------------------------------------------------------------------------------------------
 
-Sizes = tuple[int, int, Iterator[Part]]  # numbers of the convolution, of the state; the parts
+StateSizes = tuple[int, int, Iterator[Part]]  # numbers of the convolution, of the state; the parts
 
 
 def _matrix(name: str, inputs: int, outputs: int, *, bias: bool = False) -> Part:
@@ -141,7 +141,7 @@ def _conv(channels: int, kernel: int, *, bias: bool) -> Part:
     return Part("conv", "state", size, channels * kernel, size)
 
 
-def _delta(fields: Fields, about: dict[str, Any]) -> Sizes:
+def _delta(fields: Fields, about: dict[str, Any]) -> StateSizes:
     """Gated delta rule: a matrix of keys by values a head, moved by an outer product a token."""
     width, kernel = fields.size("hidden_size"), fields.size("linear_conv_kernel_dim")
     keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
@@ -160,7 +160,7 @@ def _delta(fields: Fields, about: dict[str, Any]) -> Sizes:
     return channels * kernel, values * key_dim * value_dim, parts()
 
 
-def _mamba(fields: Fields, about: dict[str, Any]) -> Sizes:
+def _mamba(fields: Fields, about: dict[str, Any]) -> StateSizes:
     """Selective state space, a state of its own for each channel."""
     width, kernel, state = (fields.size(name) for name in ("hidden_size", "mamba_d_conv", "mamba_d_state"))
     inner = fields.size("mamba_expand") * width
@@ -180,7 +180,7 @@ def _mamba(fields: Fields, about: dict[str, Any]) -> Sizes:
     return inner * kernel, inner * state, parts()
 
 
-def _mamba2(fields: Fields, about: dict[str, Any]) -> Sizes:
+def _mamba2(fields: Fields, about: dict[str, Any]) -> StateSizes:
     """State space with one decay a head."""
     width, kernel, state = (fields.size(name) for name in ("hidden_size", "mamba_d_conv", "mamba_d_state"))
     heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
@@ -205,7 +205,7 @@ def _mamba2(fields: Fields, about: dict[str, Any]) -> Sizes:
     return channels * kernel, heads * (inner // heads) * state, parts()
 
 
-def _short_conv(fields: Fields, about: dict[str, Any]) -> Sizes:
+def _short_conv(fields: Fields, about: dict[str, Any]) -> StateSizes:
     """A convolution between two gates; it has no recurrent state."""
     width, kernel, bias = fields.size("hidden_size"), fields.size("conv_L_cache"), fields.flag("conv_bias")
 
@@ -217,7 +217,7 @@ def _short_conv(fields: Fields, about: dict[str, Any]) -> Sizes:
     return width * kernel, 0, parts()
 
 
-def _lightning(fields: Fields, about: dict[str, Any]) -> Sizes:
+def _lightning(fields: Fields, about: dict[str, Any]) -> StateSizes:
     """Linear attention with a fixed decay a head: a matrix of D by D for each."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     dim = fields.optional("head_dim") or width // heads
@@ -232,7 +232,7 @@ def _lightning(fields: Fields, about: dict[str, Any]) -> Sizes:
     return 0, heads * dim * dim, parts()
 
 
-_KINDS: dict[str, Callable[[Fields, dict[str, Any]], Sizes]] = {
+_KINDS: dict[str, Callable[[Fields, dict[str, Any]], StateSizes]] = {
     "delta": _delta,
     "mamba": _mamba,
     "mamba2": _mamba2,

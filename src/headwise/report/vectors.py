@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headwise.look.neurons import Neurons, Rows
+from headwise.look.neurons import ByteVectors, Neurons
 from headwise.look.records import HeadRecord
 
 from .squeeze import squeezed
@@ -15,7 +15,7 @@ from .squeeze import squeezed
 TOKENS = (64, 48, 32, 24, 16)
 """Tokens kept, from many to few: the first number at which every head fits; at the last of them, the heads that fit."""
 
-Group = tuple[int, int]
+CallHead = tuple[int, int]
 """A call, by its place in the list, and one of its key-value heads."""
 
 
@@ -35,7 +35,7 @@ def packed(calls: Sequence[Neurons], heads: Sequence[HeadRecord], budget: int, *
         if text is not None:
             break
     else:
-        kept: list[Group] = []
+        kept: list[CallHead] = []
         room = 0.99 * most
         for group in groups:
             room -= _size(calls, group, tokens, weights)
@@ -60,7 +60,7 @@ def _described(call: Neurons, tokens: int) -> dict[str, Any]:
     return {**named, "group": H // K, "queries": min(T, tokens), "keys": min(S, tokens), "dims": D, "value": V}
 
 
-def _ordered(calls: Sequence[Neurons], heads: Sequence[HeadRecord]) -> list[Group]:
+def _ordered(calls: Sequence[Neurons], heads: Sequence[HeadRecord]) -> list[CallHead]:
     """All groups: those with a head of a strong role first, then in the order of layers."""
     strengths: dict[tuple[int, int], float] = {}
     for head in heads:
@@ -75,14 +75,14 @@ def _ordered(calls: Sequence[Neurons], heads: Sequence[HeadRecord]) -> list[Grou
     return [(c, k) for _, c, k in sorted(order)]
 
 
-def _size(calls: Sequence[Neurons], group: Group, tokens: int, weights: bool) -> int:
+def _size(calls: Sequence[Neurons], group: CallHead, tokens: int, weights: bool) -> int:
     about = _described(calls[group[0]], tokens)
     G, T, S = about["group"], about["queries"], about["keys"]
     value = S * (about["value"] + 4) if about["value"] else 0
     return int(G * T * (about["dims"] + 4) + S * (about["dims"] + 4) + value + weights * G * T * S)
 
 
-def _bytes(calls: Sequence[Neurons], groups: Sequence[Group], tokens: int, weights: bool) -> Iterator[bytes]:
+def _bytes(calls: Sequence[Neurons], groups: Sequence[CallHead], tokens: int, weights: bool) -> Iterator[bytes]:
     for c, k in groups:
         call = calls[c]
         G = call.query.shape[0] // call.key.shape[0]
@@ -96,7 +96,7 @@ def _bytes(calls: Sequence[Neurons], groups: Sequence[Group], tokens: int, weigh
             yield codes[k * G : (k + 1) * G, :tokens, :tokens].tobytes()
 
 
-def _first(rows: Rows, head: int, count: int, tokens: int) -> Iterator[bytes]:
+def _first(rows: ByteVectors, head: int, count: int, tokens: int) -> Iterator[bytes]:
     """Steps and bytes of some heads' first tokens."""
     steps = np.frombuffer(rows.steps, "<f4").reshape(rows.shape[:2])
     data = np.frombuffer(rows.data, np.int8).reshape(rows.shape)

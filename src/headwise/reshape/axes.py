@@ -42,7 +42,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptHeads:
     """The heads of a layer that stay: query heads, and the key-value heads they read, both in order."""
 
     query: tuple[int, ...]
@@ -58,7 +58,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Run:
+class HeadRun:
     """A stretch of an axis: for each head of a kind (H or K), its parts one after another."""
 
     kind: str
@@ -69,11 +69,11 @@ class Run:
         return sum(sizes.of(part) for part in self.parts)
 
 
-Axis = tuple[Run, ...]
+AxisRuns = tuple[HeadRun, ...]
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorRuns:
     """A tensor's axes, each the runs of heads that it is made of; an axis without heads has none.
 
     Example:
@@ -83,7 +83,7 @@ class Form:
         (12, 7)
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[AxisRuns, ...]
     whole: bool = False
 
     def parts(self) -> set[str]:
@@ -99,7 +99,7 @@ class Form:
             for axis, length in zip(self.axes, shape, strict=True)
         )
 
-    def shape(self, shape: Sequence[int], sizes: Sizes, kept: Kept) -> tuple[int, ...]:
+    def shape(self, shape: Sequence[int], sizes: Sizes, kept: KeptHeads) -> tuple[int, ...]:
         """The shape with these heads alone."""
         if self.whole:
             return tuple(shape)
@@ -108,13 +108,13 @@ class Form:
             for axis, length in zip(self.axes, shape, strict=True)
         )
 
-    def keep(self, tensor: Tensor, sizes: Sizes, kept: Kept) -> Tensor:
+    def keep(self, tensor: Tensor, sizes: Sizes, kept: KeptHeads) -> Tensor:
         """The tensor with these heads alone."""
         for n, places in self._places(sizes, kept):
             tensor = tensor.index_select(n, places.to(tensor.device))
         return tensor
 
-    def zero(self, tensor: Tensor, sizes: Sizes, kept: Kept) -> Tensor:
+    def zero(self, tensor: Tensor, sizes: Sizes, kept: KeptHeads) -> Tensor:
         """The tensor itself, with 0 in what o_proj reads of the heads that go; other tensors stay as they are."""
         if "o" in self.parts():
             for n, places in self._places(sizes, kept):
@@ -124,10 +124,10 @@ class Form:
 
     def full(self, shape: Sequence[int], sizes: Sizes) -> tuple[int, ...]:
         """The shape with all heads of `sizes`; the lengths of axes without heads are those of `shape`."""
-        every = Kept(tuple(range(sizes.H)), tuple(range(sizes.K)))
+        every = KeptHeads(tuple(range(sizes.H)), tuple(range(sizes.K)))
         return self.shape(shape, sizes, every)
 
-    def spread(self, tensor: Tensor, sizes: Sizes, kept: Kept) -> Tensor:
+    def spread(self, tensor: Tensor, sizes: Sizes, kept: KeptHeads) -> Tensor:
         """The way back from `keep`: the tensor of all heads of `sizes`, with 0 for those that are not there."""
         for n, places in self._places(sizes, kept):
             shape = list(tensor.shape)
@@ -135,7 +135,7 @@ class Form:
             tensor = tensor.new_zeros(shape).index_copy_(n, places, tensor)
         return tensor
 
-    def _places(self, sizes: Sizes, kept: Kept) -> Iterator[tuple[int, Tensor]]:
+    def _places(self, sizes: Sizes, kept: KeptHeads) -> Iterator[tuple[int, Tensor]]:
         """(axis, its indices that belong to kept heads), of each axis that is made of heads."""
         for n, axis in enumerate(self.axes):
             if not axis:
@@ -150,7 +150,7 @@ class Form:
 
 
 @functools.cache
-def form(text: str) -> Form:
+def form(text: str) -> TensorRuns:
     """What a text such as ``(H q | K k | K v) M`` says.
 
     Raises:
@@ -161,16 +161,16 @@ def form(text: str) -> Form:
         ((), (Run(kind='H', parts=('',)),))
     """
     if text == WHOLE:
-        return Form((), whole=True)
+        return TensorRuns((), whole=True)
     axes = re.findall(r"\((?:[^()]|\([^()]*\))*\)|[^\s()]+", text)
     if not axes or "".join(axes).replace(" ", "") != text.replace(" ", ""):
         raise ValueError(f"the form of a tensor is such as '(H q | K k) M'; got {text!r}")
-    return Form(tuple(_axis(axis, text) for axis in axes))
+    return TensorRuns(tuple(_axis(axis, text) for axis in axes))
 
 
-def _axis(axis: str, text: str) -> Axis:
+def _axis(axis: str, text: str) -> AxisRuns:
     if axis in ("H", "K"):
-        return (Run(axis, ("",)),)
+        return (HeadRun(axis, ("",)),)
     if not axis.startswith("("):
         return ()
     runs = []
@@ -181,5 +181,5 @@ def _axis(axis: str, text: str) -> Axis:
             raise ValueError(
                 f"heads on an axis are such as (H q) or (H (q | k | v)); got {stretch.strip()!r} in {text!r}"
             )
-        runs.append(Run(match[1], parts))
+        runs.append(HeadRun(match[1], parts))
     return tuple(runs)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from ..nn.probe import AttentionCall, probe
 from ..nn.resting import resting
 from ..shapes.kinds import shown
-from .axes import Form, Sizes
+from .axes import Sizes, TensorRuns
 from .heads import HeadWeights
 from .layers import head_weights
 from .layout import Family, Layer, family_of
 from .moments import Moments
 from .pair import Projections
 
-Told = Callable[[int, int], None] | None
+OnBatch = Callable[[int, int], None] | None
 
 
 def family_in_memory(model: nn.Module, layouts: Mapping[str, Any]) -> Family:
@@ -53,7 +53,7 @@ def projections_of(family: Family) -> dict[str, Projections]:
     return made
 
 
-def rows_of(form: Form, sizes: Sizes, part: str) -> tuple[int, ...]:
+def rows_of(form: TensorRuns, sizes: Sizes, part: str) -> tuple[int, ...]:
     """Places on its axis of heads of what belongs to a part, head by head."""
     places: list[int] = []
     for axis in form.axes:
@@ -69,7 +69,9 @@ def rows_of(form: Form, sizes: Sizes, part: str) -> tuple[int, ...]:
     return tuple(places)
 
 
-def read_moments(model: nn.Module, family: Family, rows: Sequence[Tensor], progress: Told = None) -> dict[str, Moments]:
+def read_moments(
+    model: nn.Module, family: Family, rows: Sequence[Tensor], progress: OnBatch = None
+) -> dict[str, Moments]:
     """The moments of each layer's heads while the model reads rows of ids, each (B, T), by the layer's key."""
     made = {layer.key: Moments.like(weights_in_memory(model, family, layer)) for layer in family.layers}
     prefixes = {layer.prefix: layer.key for layer in family.layers}

@@ -10,10 +10,10 @@ from typing import Any
 
 from ..plan.shape import short
 from ..shapes.kinds import check_numbers
-from .axes import Kept, Sizes
+from .axes import KeptHeads, Sizes
 from .layout import Family, Layer
 
-Scores = Mapping[tuple[str | int, int], float | int]
+HeadScores = Mapping[tuple[str | int, int], float | int]
 """What each head is worth: (key of the layer, head) to a number."""
 Count = tuple[int, int]
 """(query heads, key-value heads) that a layer keeps."""
@@ -73,7 +73,7 @@ def _pair(item: Any) -> tuple[Any, Any]:
     return item[0], item[1]
 
 
-def checked_scores(family: Family, scores: Scores) -> Scores:
+def checked_scores(family: Family, scores: HeadScores) -> HeadScores:
     """A finite score of every head of every layer; raises ValueError for one that is missing."""
     if not isinstance(scores, Mapping) or not all(isinstance(key, tuple) and len(key) == 2 for key in scores):
         raise TypeError(f"scores are numbers by (layer, head), or a function that gives them; got {short(scores)}")
@@ -96,7 +96,7 @@ def checked_scores(family: Family, scores: Scores) -> Scores:
 # --- what stays of one layer ------------------------------------------------------------------------------------------
 
 
-def kept_exactly(layer: Layer, gone: set[int]) -> Kept | None:
+def kept_exactly(layer: Layer, gone: set[int]) -> KeptHeads | None:
     """What stays where these heads go, and no other; None where the key-value heads would be read unevenly."""
     sizes, group = layer.sizes, layer.sizes.group
     query = [head for head in range(sizes.H) if head not in gone]
@@ -104,10 +104,10 @@ def kept_exactly(layer: Layer, gone: set[int]) -> Kept | None:
     kv = list(dict.fromkeys(read))
     if not query or len({read.count(one) for one in kv}) != 1:
         return None
-    return Kept(tuple(query), tuple(kv))
+    return KeptHeads(tuple(query), tuple(kv))
 
 
-def best_kept(sizes: Sizes, count: Count, gone: set[int], score: Sequence[float | int]) -> Kept | None:
+def best_kept(sizes: Sizes, count: Count, gone: set[int], score: Sequence[float | int]) -> KeptHeads | None:
     """The best-scored heads of a layer, so many of them, none that must go; None where there are not so many.
 
     Whole groups go, and as many heads of each group that stays. Of equal scores the first stay.
@@ -123,7 +123,7 @@ def best_kept(sizes: Sizes, count: Count, gone: set[int], score: Sequence[float 
     if len(groups) < kv_heads:
         return None
     chosen = sorted(sorted(groups, key=lambda entry: -entry[2])[:kv_heads])
-    return Kept(tuple(head for _, best, _ in chosen for head in best), tuple(kv for kv, _, _ in chosen))
+    return KeptHeads(tuple(head for _, best, _ in chosen for head in best), tuple(kv for kv, _, _ in chosen))
 
 
 def possible(sizes: Sizes) -> list[Count]:
@@ -144,10 +144,10 @@ def nearest(sizes: Sizes, counts: Iterable[Count], fraction: float | int) -> lis
 
 
 def choose(
-    family: Family, counts: Mapping[str, Count], gone: Mapping[str, set[int]], scores: Scores
-) -> dict[str, Kept] | None:
+    family: Family, counts: Mapping[str, Count], gone: Mapping[str, set[int]], scores: HeadScores
+) -> dict[str, KeptHeads] | None:
     """The best heads of every layer, so many as `counts` says by config field; None where too many must go."""
-    kept: dict[str, Kept] = {}
+    kept: dict[str, KeptHeads] = {}
     for field, layers in family.counts.items():
         for together in _together(family, layers):
             sizes = together[0].sizes
@@ -167,12 +167,12 @@ def _together(family: Family, layers: list[Layer]) -> list[list[Layer]]:
     return [some for some in shared if some] + alone
 
 
-def total(kept: Mapping[str, Kept], scores: Scores) -> float | int:
+def total(kept: Mapping[str, KeptHeads], scores: HeadScores) -> float | int:
     """The scores of all heads that stay."""
     return sum(scores[key, head] for key, some in kept.items() for head in some.query)
 
 
-def exactly(family: Family, gone: Mapping[str, set[int]]) -> dict[str, Kept]:
+def exactly(family: Family, gone: Mapping[str, set[int]]) -> dict[str, KeptHeads]:
     """What stays where these heads go and no other.
 
     Raises:

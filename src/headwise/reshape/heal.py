@@ -22,7 +22,7 @@ from ..shapes import INTEGERS, describe
 from ..shapes.kinds import check_counts, check_functions, check_numbers, check_paths, check_tensor, shown
 from .arguments import check_kind, check_models, check_rows
 
-Call = Callable[[nn.Module, Tensor], Tensor]
+Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def heal(
     first: int | None = None,
     state: str | os.PathLike[str] | None = None,
     every: int = 50,
-    call: Call | None = None,
+    call: Forward | None = None,
     accelerator: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Curve:
@@ -177,7 +177,13 @@ class _Run:
     """A run: models, optimizer, where it stands."""
 
     def __init__(
-        self, student: nn.Module, teacher: nn.Module, recipe: Recipe, call: Call, accelerator: Any, state: Path | None
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        recipe: Recipe,
+        call: Forward,
+        accelerator: Any,
+        state: Path | None,
     ) -> None:
         self.recipe, self.call, self.accelerator, self.state = recipe, call, accelerator, state
         self.processes = Processes.here()

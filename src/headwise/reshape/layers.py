@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.shape import short
-from .axes import Form, Run
+from .axes import HeadRun, TensorRuns
 from .heads import HeadWeights, Norm, Turns
 from .layout import Family, Layer
 
@@ -115,7 +115,7 @@ def _norm(tensor: Tensor, layer: Layer, leaf: str) -> Tensor:
     return tensor.unflatten(0, (-1, layer.sizes.D)) if tensor.ndim == 1 and len(tensor) > layer.sizes.D else tensor
 
 
-def _cut(tensor: Tensor, form: Form, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def _cut(tensor: Tensor, form: TensorRuns, layer: Layer) -> Iterator[tuple[str, Tensor]]:
     """(part, its numbers by head): (H, D, M), for o (M, H, V), for biases (H, D)."""
     for n, axis in enumerate(form.axes):
         start = 0
@@ -131,13 +131,13 @@ def _cut(tensor: Tensor, form: Form, layer: Layer) -> Iterator[tuple[str, Tensor
                 yield part, some.movedim((n, n + 1), (1, 2) if part == "o" else (0, 1))
 
 
-def _joined(form: Form, weights: HeadWeights, *, bias: bool) -> Tensor:
+def _joined(form: TensorRuns, weights: HeadWeights, *, bias: bool) -> Tensor:
     """The way back from `_cut`."""
     [n] = [n for n, axis in enumerate(form.axes) if axis]
     return torch.cat([_stretch(run, n, weights, bias=bias) for run in form.axes[n]], n)
 
 
-def _stretch(run: Run, n: int, weights: HeadWeights, *, bias: bool) -> Tensor:
+def _stretch(run: HeadRun, n: int, weights: HeadWeights, *, bias: bool) -> Tensor:
     parts = []
     for part in run.parts:
         some = getattr(weights, f"{NAMES[part]}_bias" if bias else NAMES[part])

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..plan.fields import Fields, architectures, heads_of
 from ..plan.shape import short
-from .axes import Form, Sizes, form
+from .axes import Sizes, TensorRuns, form
 
 ROLES = ("encoder", "self", "cross")
 NEEDED = ({"q"}, {"k", "n"}, {"v"}, {"o"})
@@ -35,7 +35,7 @@ class Layer:
     index: int
     prefix: str
     sizes: Sizes
-    tensors: Mapping[str, Form]
+    tensors: Mapping[str, TensorRuns]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _found(path: str, names: list[str]) -> dict[int, tuple[str, list[str]]]:
     return layers
 
 
-def _forms(prefix: str, tensors: list[str], known: Mapping[str, Form]) -> dict[str, Form]:
+def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> dict[str, TensorRuns]:
     """The tensors of a layer by their full names."""
     unknown = sorted(set(tensors) - set(known))
     if unknown:

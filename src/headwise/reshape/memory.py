@@ -11,7 +11,7 @@ from ..nn.inner import InnerAttention
 from ..nn.multihead import MultiHeadAttention
 from ..shapes.kinds import shown, whole_numbers
 from . import choose
-from .axes import Kept, Sizes, form
+from .axes import KeptHeads, Sizes, form
 from .layout import Family, Layer, family_of, with_heads
 
 OURS = {"q_proj": "(H q)", "k_proj": "(K k)", "v_proj": "(K v)"}
@@ -103,7 +103,7 @@ def _check_inner(name: str, mha: MultiHeadAttention) -> None:
         )
 
 
-def _checked(layer: Layer, gone: list[int]) -> Kept:
+def _checked(layer: Layer, gone: list[int]) -> KeptHeads:
     """What stays of one layer; raises ValueError for heads that cannot go."""
     wrong = [head for head in gone if not 0 <= head < layer.sizes.H]
     if wrong:
@@ -114,7 +114,7 @@ def _checked(layer: Layer, gone: list[int]) -> Kept:
     return kept
 
 
-def _cut(linear: nn.Linear, weight: Any, bias: Any, sizes: Sizes, kept: Kept) -> None:
+def _cut(linear: nn.Linear, weight: Any, bias: Any, sizes: Sizes, kept: KeptHeads) -> None:
     """The rows or columns of a projection that belong to kept heads."""
     linear.weight = _parameter(weight(linear.weight.detach(), sizes, kept), linear.weight)
     if bias is not None and linear.bias is not None:
@@ -158,7 +158,7 @@ def _prune_known(model: nn.Module, heads: Any, layouts: Mapping[str, Any]) -> No
                     setattr(part, name, value)
 
 
-def _check_together(family: Family, kept: Mapping[str, Kept]) -> None:
+def _check_together(family: Family, kept: Mapping[str, KeptHeads]) -> None:
     """Layers that share a table of biases keep the same heads; where they share more, as many."""
     for role in family.same_heads:
         if len({kept[layer.key] for layer in family.layers if layer.role == role}) > 1:
@@ -180,7 +180,7 @@ def _check_shapes(layer: Layer, state: Mapping[str, Tensor]) -> None:
             )
 
 
-def _prune_layer(model: nn.Module, layer: Layer, kept: Kept, attributes: Mapping[str, str]) -> None:
+def _prune_layer(model: nn.Module, layer: Layer, kept: KeptHeads, attributes: Mapping[str, str]) -> None:
     """The tensors of one layer, and what its modules keep of their numbers."""
     sizes, after = layer.sizes, kept.sizes(layer.sizes)
     for name, one in layer.tensors.items():

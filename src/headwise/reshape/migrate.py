@@ -15,14 +15,14 @@ from typing import Any
 
 from . import choose
 from .arguments import check_writing
-from .axes import Form, Kept
+from .axes import KeptHeads, TensorRuns
 from .classes import refusal
 from .layout import Family, Layer, family_of, with_heads
 from .proof import PLAIN, Proof, planned, require
 from .prune import Known, changed
 from .report import README, RESHAPE, markdown, readme
 from .select import bytes_of, counts_of
-from .source import Source, check_source
+from .source import CheckpointSource, check_source
 from .write import Planned, kept, write
 
 FILLED = (
@@ -43,9 +43,9 @@ class Migration:
         filled: Whether missing heads come back as zeros.
     """
 
-    source: Source
+    source: CheckpointSource
     family: Family
-    kept: Mapping[str, Kept]
+    kept: Mapping[str, KeptHeads]
     config: Mapping[str, Any]
     filled: bool
 
@@ -77,7 +77,7 @@ class Migration:
             "plan": [None, planned(self.config, context)],
         }
 
-    def _tensor(self, stored: Planned, layer: Layer | None, form: Form | None) -> Planned:
+    def _tensor(self, stored: Planned, layer: Layer | None, form: TensorRuns | None) -> Planned:
         if layer is None or form is None:
             return stored
         some, make = self.kept[layer.key], stored.make
@@ -113,17 +113,17 @@ def plan_migrate(source: Known) -> Migration:
     return Migration(source, family, some, family.whole(new), filled)
 
 
-def _kept(layer: Layer, gone: set[int]) -> Kept:
+def _kept(layer: Layer, gone: set[int]) -> KeptHeads:
     """The heads that a layer has; each had its own keys and values."""
     if layer.sizes.group != 1:
         raise ValueError(f"pruned_heads beside shared key-value heads (layer {layer.key}): no such checkpoint is known")
     heads = tuple(head for head in range(layer.sizes.H) if head not in gone)
     if not heads:
         raise ValueError(f"pruned_heads leaves layer {layer.key} none of its {layer.sizes.H} heads")
-    return Kept(heads, heads)
+    return KeptHeads(heads, heads)
 
 
-def _check(source: Source, layer: Layer, some: Kept) -> None:
+def _check(source: CheckpointSource, layer: Layer, some: KeptHeads) -> None:
     """Every tensor has the size of the heads that are left, or of all."""
     for name, form in layer.tensors.items():
         shape = source.tensors[name].shape
@@ -134,7 +134,7 @@ def _check(source: Source, layer: Layer, some: Kept) -> None:
             )
 
 
-def _even(family: Family, some: Mapping[str, Kept]) -> bool:
+def _even(family: Family, some: Mapping[str, KeptHeads]) -> bool:
     """Whether one config counts what is left, and the class itself loads it."""
     for layers in family.counts.values():
         if len({len(some[layer.key].query) for layer in layers}) > 1:

@@ -33,7 +33,7 @@ class Projections:
 
 
 @dataclass(eq=False)
-class Seen:
+class ModuleBatch:
     """Of one attention module and one batch: what the changed one takes, and what the original gives out.
 
     A part that was not run is None.
@@ -58,13 +58,13 @@ class Pair:
     layers: Mapping[str, Projections]
     forced: bool
     call: Callable[[nn.Module, Batch], Any]
-    seen: dict[str, Seen] = field(default_factory=dict)
+    seen: dict[str, ModuleBatch] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     last: str | None = None
 
-    def read(self, batch: Batch, until: str | None = None) -> dict[str, Seen]:
+    def read(self, batch: Batch, until: str | None = None) -> dict[str, ModuleBatch]:
         """What each attention module saw; with `until`, no module after that one is run."""
-        self.seen, self.last = {name: Seen() for name in self.layers}, until
+        self.seen, self.last = {name: ModuleBatch() for name in self.layers}, until
         for model in (self.original, self.changed):
             with suppress(_Enough):
                 self.call(model, batch)

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..shapes.kinds import check_flags, shown
 from . import choose
 from .arguments import check_kind, check_writing
-from .axes import Form, Kept, Sizes
-from .choose import OR_ZERO, Scores
+from .axes import KeptHeads, Sizes, TensorRuns
+from .choose import OR_ZERO, HeadScores
 from .classes import Target, target
 from .layout import Family, Layer, check_shapes, family_of
 from .proof import PLAIN, Proof, planned, require
@@ -23,14 +23,14 @@ from .report import PLAN, README, RESHAPE, ZEROED, markdown, readme
 from .scores import Scorer, in_order
 from .select import Budget, Wish, bytes_of, counts_of, loadable, select
 from .shards import as_json
-from .source import Source, check_source
+from .source import CheckpointSource, check_source
 from .write import Planned, kept, write
 
-Heads = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
+HeadChoice = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
 
 
 @runtime_checkable
-class Known(Source, Protocol):
+class Known(CheckpointSource, Protocol):
     """A checkpoint with the table of layouts, and what proves the result, as `headwise.hf.checkpoint` gives it."""
 
     @property
@@ -58,7 +58,7 @@ class Pruning:
 
     source: Known
     family: Family
-    kept: Mapping[str, Kept]
+    kept: Mapping[str, KeptHeads]
     target: Target
     zero: bool
     notes: tuple[str, ...]
@@ -79,7 +79,7 @@ class Pruning:
         where = {name: (layer, form) for layer in self.family.layers for name, form in layer.tensors.items()}
         return [self._tensor(name, *where.get(name, (None, None))) for name in self.source.tensors]
 
-    def _tensor(self, name: str, layer: Layer | None, form: Form | None) -> Planned:
+    def _tensor(self, name: str, layer: Layer | None, form: TensorRuns | None) -> Planned:
         planned = kept(self.source, name)
         if layer is not None and form is not None and layer.key in self.gone:
             planned = changed(planned, form, layer.sizes, self.kept[layer.key], zero=self.zero)
@@ -137,7 +137,7 @@ class Pruning:
         return counts
 
 
-def changed(planned: Planned, form: Form, sizes: Sizes, some: Kept, *, zero: bool) -> Planned:
+def changed(planned: Planned, form: TensorRuns, sizes: Sizes, some: KeptHeads, *, zero: bool) -> Planned:
     """A tensor with these heads alone, or with 0 for the others."""
     make = planned.make
     if zero:
@@ -155,10 +155,10 @@ def transposed(planned: Planned) -> Planned:
 def plan_prune(
     source: Known,
     *,
-    heads: Heads | None = None,
+    heads: HeadChoice | None = None,
     keep_fraction: float | int | None = None,
     budget: Budget | None = None,
-    scores: Scores | Scorer | None = None,
+    scores: HeadScores | Scorer | None = None,
     zero: bool = False,
 ) -> Pruning:
     """What `prune` would change, and nothing written. The arguments are those of `prune`.
@@ -201,7 +201,7 @@ def _check_wish(heads: object, keep_fraction: object, budget: object, zero: obje
         )
 
 
-def _target(family: Family, chosen: Mapping[str, Kept]) -> Target:
+def _target(family: Family, chosen: Mapping[str, KeptHeads]) -> Target:
     """The class that loads what is left, or an error that says what would load instead."""
     loses = any(len(chosen[layer.key].query) < layer.sizes.H for layer in family.layers)
     if loses and "inexact" in family.about:
@@ -227,10 +227,10 @@ def prune(
     source: Known,
     destination: str | os.PathLike[str],
     *,
-    heads: Heads | None = None,
+    heads: HeadChoice | None = None,
     keep_fraction: float | int | None = None,
     budget: Budget | None = None,
-    scores: Scores | Scorer | None = None,
+    scores: HeadScores | Scorer | None = None,
     zero: bool = False,
     proof: Proof | None = PLAIN,
     progress: Callable[[int, int], None] | None = None,

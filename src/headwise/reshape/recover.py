@@ -17,8 +17,8 @@ from ..shapes.kinds import check_counts, check_functions, shown
 from .arguments import check_models
 from .matrices import Matrix
 from .normal import NormalEquations, best
-from .pair import Batch, Pair, Projections, Seen, batches_of, run_model
-from .values import Layer, Sample, solve_values
+from .pair import Batch, ModuleBatch, Pair, Projections, batches_of, run_model
+from .values import Sample, ValueSystem, solve_values
 
 Inputs = Literal["original", "own"]
 
@@ -95,7 +95,7 @@ def recover(
     if not isinstance(inputs, str) or inputs not in ("original", "own"):
         raise ValueError(f'inputs is "original" or "own"; got {shown(inputs)}')
     check_counts(value_steps=value_steps)
-    run = _Run(Pair(changed, original, layers, inputs == "original", call), *batches_of(batches), progress)
+    run = _Recovery(Pair(changed, original, layers, inputs == "original", call), *batches_of(batches), progress)
     with run.pair.watched(calls=value_steps > 0):
         run.begin(passes=len(layers) if value_steps or inputs == "own" else 1)
         if run.passes == 1 and not value_steps:
@@ -106,7 +106,7 @@ def recover(
         return [run.repair_both(name, value_steps) for name in run.order]
 
 
-class _Run:
+class _Recovery:
     """One recovery: both models under hooks, the text to fit to and the text to check by."""
 
     def __init__(
@@ -126,7 +126,7 @@ class _Run:
             self.projection(output)
         self.order = list(self.pair.order)
 
-    def read(self, batches: list[Batch], until: str | None) -> Iterator[dict[str, Seen]]:
+    def read(self, batches: list[Batch], until: str | None) -> Iterator[dict[str, ModuleBatch]]:
         """What the modules see of each batch."""
         for batch in batches:
             yield self.pair.read(batch, until)
@@ -179,7 +179,7 @@ class _Run:
         value = self.projection(where.value)
         rows = torch.arange(value.W.shape[1]) if where.value_rows is None else torch.tensor(where.value_rows)
         call = samples[0][0].call
-        layer = Layer(matrix.W, matrix.b, None if value.b is None else value.b[rows], call.key.shape[1])
+        layer = ValueSystem(matrix.W, matrix.b, None if value.b is None else value.b[rows], call.key.shape[1])
         _check_heads(layer, value.W[:, rows], samples[0][0], name)
         W = solve_values(layer, value.W[:, rows], samples[0], samples[1], steps)
         if W is None:
@@ -209,7 +209,7 @@ def _with_ones(heads: Tensor, matrix: Matrix) -> Tensor:
     return heads if matrix.b is None else torch.cat([heads, heads.new_ones(*heads.shape[:-1], 1)], -1)
 
 
-def _sample(seen: Seen, name: str) -> Sample:
+def _sample(seen: ModuleBatch, name: str) -> Sample:
     if seen.call is None or seen.source is None:
         raise ValueError(
             f"the values of module {name!r} were not seen; name its modules as `headwise.nn.probe` does, or leave the "
@@ -218,7 +218,7 @@ def _sample(seen: Seen, name: str) -> Sample:
     return Sample(seen.call, seen.source, seen.target, seen.heads)
 
 
-def _check_heads(layer: Layer, W: Tensor, sample: Sample, name: str) -> None:
+def _check_heads(layer: ValueSystem, W: Tensor, sample: Sample, name: str) -> None:
     """What we attend to is what the module makes of it: no norm of the values, no gate between."""
     expected = layer.heads(W, sample.call, sample.source)
     if not torch.allclose(expected, sample.heads, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):

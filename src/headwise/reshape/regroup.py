@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..shapes.kinds import check_counts, check_flags
 from .arguments import check_groups_by_layer, check_kind, check_models, check_rows, check_writing
-from .axes import Kept
+from .axes import KeptHeads
 from .calibrate import (
     family_in_memory,
     loss_of,
@@ -37,7 +37,7 @@ from .shards import as_json
 from .source import check_source
 from .write import Planned, kept, write
 
-Told = Callable[[str, int, int], None] | None
+OnLayer = Callable[[str, int, int], None] | None
 REPAIRED = ("value", "output", "value_bias", "output_bias")
 
 
@@ -135,7 +135,7 @@ class _Maker:
 
     def planned(self, before: Planned, layer: Layer) -> Planned:
         sizes = layer.sizes
-        left = Kept(tuple(range(sizes.H)), tuple(range(self.plan.num_kv_heads)))
+        left = KeptHeads(tuple(range(sizes.H)), tuple(range(self.plan.num_kv_heads)))
         shape = layer.tensors[before.name].shape(before.shape, sizes, left)
         return Planned(before.name, before.dtype, shape, lambda: self.of(layer)[before.name].to(before.dtype))
 
@@ -172,7 +172,7 @@ def plan_regroup(
     rows: Sequence[Tensor] = (),
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
     seed: int = 0,
-    progress: Told = None,
+    progress: OnLayer = None,
 ) -> Regrouping:
     """What `regroup` would change, and nothing written. The arguments are those of `regroup`.
 
@@ -233,7 +233,7 @@ def repair(
     *,
     inputs: Inputs = "original",
     value_steps: int = 12,
-    progress: Told = None,
+    progress: OnLayer = None,
 ) -> Regrouping:
     """The same regrouping with output projections and values solved anew: see `recover`.
 
@@ -304,7 +304,7 @@ def regroup(
     seed: int = 0,
     recovering: bool = False,
     proof: Proof | None = PLAIN,
-    progress: Told = None,
+    progress: OnLayer = None,
 ) -> dict[str, Any]:
     """Lets groups of key-value heads of a checkpoint share one, and writes one that stock transformers loads.
 
@@ -349,7 +349,7 @@ def write_regrouped(
     destination: str | os.PathLike[str],
     *,
     proof: Proof | None = PLAIN,
-    progress: Told = None,
+    progress: OnLayer = None,
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
     """Writes what was planned, as `regroup` does.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..plan.units import show, show_bytes
-from .source import Source
+from .source import CheckpointSource
 
 README, RESHAPE, PLAN = "README.md", "RESHAPE.md", "heads-plan.json"
 ZEROED = (
@@ -22,7 +22,7 @@ def readme(title: str, *notes: str) -> bytes:
     return f"# {title}\n\n{' '.join(notes)}\n\n{RESHAPE} has the details.\n".encode()
 
 
-def markdown(facts: Mapping[str, Any], source: Source, further: str = "") -> bytes:
+def markdown(facts: Mapping[str, Any], source: CheckpointSource, further: str = "") -> bytes:
     """RESHAPE.md of the facts; `further` is Markdown to end with."""
     paragraphs = [f"# {facts['done']}", *(_sentence(note) for note in facts["notes"])]
     if facts["gone"]:

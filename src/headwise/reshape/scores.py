@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from ..shapes.kinds import check_counts, check_numbers, shown
-from .choose import Scores
+from .choose import HeadScores
 from .layout import Layer
 
-Scorer = Callable[[tuple[Layer, ...]], Scores]
+Scorer = Callable[[tuple[Layer, ...]], HeadScores]
 """Says what each head is worth: from the layers to a number for every (key of the layer, head). The least go first."""
-Twin = tuple[tuple[int, int], float | None, tuple[int, int] | None]
+NearestHead = tuple[tuple[int, int], float | None, tuple[int, int] | None]
 """A head as (layer, head), how far its nearest is, and which that is; None where there is none."""
 
 
@@ -19,7 +19,7 @@ def random_scores(seed: int = 0) -> Scorer:
     """A scorer that knows nothing: what any other has to beat."""
     check_counts(0, seed=seed)
 
-    def score(layers: tuple[Layer, ...]) -> Scores:
+    def score(layers: tuple[Layer, ...]) -> HeadScores:
         draw = random.Random(seed)
         return {(layer.key, head): draw.random() for layer in layers for head in range(layer.sizes.H)}
 
@@ -37,7 +37,7 @@ def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
     if not _is_list(values) or not all(map(_is_list, values)):
         raise TypeError(f"{rule}; got {shown(values)}")
 
-    def score(layers: tuple[Layer, ...]) -> Scores:
+    def score(layers: tuple[Layer, ...]) -> HeadScores:
         order = in_order(layers)
         sizes = [layer.sizes.H for layer in order]
         if [len(row) for row in values] != sizes:
@@ -61,7 +61,7 @@ def in_order(layers: Iterable[Layer]) -> list[Layer]:
     return sorted(layers, key=lambda layer: (layer.role != "encoder", layer.index, layer.role == "cross"))
 
 
-def by_twins(twins: Iterable[Twin]) -> list[list[float]]:
+def by_twins(twins: Iterable[NearestHead]) -> list[list[float]]:
     """``[layer][head]``: how little a head is repeated by another, for `by_call`; of two that are alike one is spared.
 
     A head is worth its distance (0 to 1) to the nearest one; if that one is to go before it, 1 more.

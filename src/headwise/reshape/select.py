@@ -12,14 +12,14 @@ from ..plan.shape import short
 from ..plan.units import show_bytes
 from ..shapes.kinds import is_finite
 from . import choose
-from .axes import Kept
-from .choose import OR_ZERO, Count, Scores
+from .axes import KeptHeads
+from .choose import OR_ZERO, Count, HeadScores
 from .classes import loads, target
 from .layout import Family, Layer
 from .source import Entry
 from .write import Planned
 
-Chosen = tuple[dict[str, Kept], tuple[str, ...]]
+Chosen = tuple[dict[str, KeptHeads], tuple[str, ...]]
 """The heads that stay, by layer, and what to say of the choice."""
 
 
@@ -57,7 +57,7 @@ class Wish:
     """
 
     gone: Mapping[str, set[int]]
-    scores: Scores | None = None
+    scores: HeadScores | None = None
     keep_fraction: float | int | None = None
     budget: Budget | None = None
     zero: bool = False
@@ -85,12 +85,12 @@ def select(family: Family, tensors: Mapping[str, Entry], wish: Wish) -> Chosen:
     return _fraction(family, wish.keep_fraction, wish.scores, zero=wish.zero)
 
 
-def _all_but(layer: Layer, gone: set[int]) -> Kept:
+def _all_but(layer: Layer, gone: set[int]) -> KeptHeads:
     """Any heads at all, for what keeps its size."""
-    return Kept(tuple(head for head in range(layer.sizes.H) if head not in gone), tuple(range(layer.sizes.K)))
+    return KeptHeads(tuple(head for head in range(layer.sizes.H) if head not in gone), tuple(range(layer.sizes.K)))
 
 
-def counts_of(family: Family, chosen: Mapping[str, Kept]) -> dict[str, Count]:
+def counts_of(family: Family, chosen: Mapping[str, KeptHeads]) -> dict[str, Count]:
     """(query heads, key-value heads) by config field."""
     first = {field: chosen[layers[0].key] for field, layers in family.counts.items()}
     return {field: (len(some.query), len(some.kv)) for field, some in first.items()}
@@ -102,7 +102,7 @@ def _only(family: Family, field: str, count: Count) -> dict[str, Count]:
     return {**now, field: count}
 
 
-def _best(family: Family, counts: Mapping[str, Count], scores: Scores) -> dict[str, Kept]:
+def _best(family: Family, counts: Mapping[str, Count], scores: HeadScores) -> dict[str, KeptHeads]:
     """The best heads, so many, where none must go."""
     best = choose.choose(family, counts, {layer.key: set() for layer in family.layers}, scores)
     assert best is not None
@@ -115,7 +115,7 @@ def loadable(family: Family, field: str) -> list[Count]:
     return [count for count in choose.possible(sizes) if loads(family, _only(family, field, count))]
 
 
-def _fraction(family: Family, fraction: float | int, scores: Scores, *, zero: bool) -> Chosen:
+def _fraction(family: Family, fraction: float | int, scores: HeadScores, *, zero: bool) -> Chosen:
     """As near to the fraction as can be, in each field; of equally many heads, the better ones."""
     counts: dict[str, Count] = {}
     notes = []
@@ -147,7 +147,7 @@ def _no_such_part(family: Family, field: str, fraction: float | int) -> str:
     return f"{wanted}, and its {sizes.K} groups of {sizes.group} allow no fewer than all; {OR_ZERO.removeprefix('or ')}"
 
 
-def _completed(family: Family, gone: Mapping[str, set[int]], scores: Scores) -> Chosen:
+def _completed(family: Family, gone: Mapping[str, set[int]], scores: HeadScores) -> Chosen:
     """The named heads go, and as few others as one config needs, the worst by score."""
     counts: dict[str, Count] = {}
     for field, layers in family.counts.items():
@@ -200,9 +200,9 @@ def _steps(family: Family) -> list[dict[str, Count]]:
     return steps
 
 
-def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores: Scores) -> Chosen:
+def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores: HeadScores) -> Chosen:
     """The most heads that the budget allows; of equally many, the better ones."""
-    best: tuple[float, dict[str, Kept], int] | None = None
+    best: tuple[float, dict[str, KeptHeads], int] | None = None
     size, least, most = (0, 0), 0, budget.megabytes * 1e6
     for counts in _steps(family):
         heads = sum(count[0] for count in counts.values())
@@ -229,7 +229,7 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
     )
 
 
-def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str, Kept]) -> int:
+def weight_bytes(family: Family, tensors: Mapping[str, Entry], kept: Mapping[str, KeptHeads]) -> int:
     """Bytes of all weights once these heads alone are left."""
     forms = {name: (layer, form) for layer in family.layers for name, form in layer.tensors.items()}
     total = 0

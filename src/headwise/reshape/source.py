@@ -32,7 +32,7 @@ def check_source(source: object) -> None:
 
 
 @runtime_checkable
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint folder, opened read-only, every header checked, no tensor in memory."""
 
     @property
@@ -68,7 +68,7 @@ class Source(Protocol):
         """Raises ValueError unless every file is what it was when the folder was opened."""
 
 
-def one_dtype(source: Source, names: list[str]) -> torch.dtype:
+def one_dtype(source: CheckpointSource, names: list[str]) -> torch.dtype:
     """The dtype that these tensors share; for sums and products across them. To cut or copy one needs no such thing.
 
     Raises:

@@ -13,7 +13,7 @@ from ..ops.attention import attention
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class ValueSystem:
     """What stays while W_V is solved.
 
     Attributes:
@@ -50,7 +50,7 @@ class Sample:
     heads: Tensor
 
 
-def error(layer: Layer, W: Tensor, samples: Sequence[Sample]) -> float:
+def error(layer: ValueSystem, W: Tensor, samples: Sequence[Sample]) -> float:
     """The squared error of the output with these values, as a share of the squares of the output to reach."""
     left = whole = 0.0
     with torch.no_grad():
@@ -63,7 +63,7 @@ def error(layer: Layer, W: Tensor, samples: Sequence[Sample]) -> float:
 
 
 def solve_values(
-    layer: Layer, start: Tensor, fit: Sequence[Sample], check: Sequence[Sample], steps: int
+    layer: ValueSystem, start: Tensor, fit: Sequence[Sample], check: Sequence[Sample], steps: int
 ) -> Tensor | None:
     """The W (N, K V) of least error on `fit`, by so many steps of conjugate gradients from `start`.
 
@@ -111,7 +111,7 @@ def solve_values(
     return best
 
 
-def _scaling(layer: Layer, start: Tensor, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+def _scaling(layer: ValueSystem, start: Tensor, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """Inverses of the second moments of the sources (N, N), and of W_O for each key-value head (K, V, V)."""
     source = torch.zeros(start.shape[0], start.shape[0], dtype=torch.float64, device=start.device)
     for sample in samples:

@@ -17,7 +17,7 @@ from .manifest import FILE, MANIFEST, Digest, Manifest, digest
 from .place import check_destination, claim, clear, ended_in_order, hidden_name, remove, settle
 from .shards import Planned as Planned
 from .shards import Shard, as_json, index, lay_out
-from .source import Source
+from .source import CheckpointSource
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 PIECE = 8 << 20
@@ -26,7 +26,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 Bytes = bytes | memoryview
 
 
-def kept(source: Source, name: str) -> Planned:
+def kept(source: CheckpointSource, name: str) -> Planned:
     """A tensor of the source as it is."""
     entry = source.tensors[name]
     return Planned(name, entry.dtype, entry.shape, lambda: source.read(name))
@@ -37,7 +37,7 @@ def write(
     *,
     config: Mapping[str, Any],
     tensors: Sequence[Planned],
-    source: Source,
+    source: CheckpointSource,
     extra: Mapping[str, bytes] | None = None,
     check: Callable[[Path], Mapping[str, bytes] | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -77,7 +77,7 @@ def write(
     target = check_destination(destination, source.folder, size)
     source.check()
     clear(target.parent)
-    folder = Folder(hidden_name(target), destination, Progress(progress, shards, source))
+    folder = Folder(hidden_name(target), destination, ByteProgress(progress, shards, source))
     with ended_in_order(), cleared(folder):
         folder.claim()
         for name, content in further.items():
@@ -136,10 +136,12 @@ def _bytes(planned: Planned) -> Iterator[Bytes]:
 # -- the folder that is written ---------------------------------------------------------------------------------------
 
 
-class Progress:
+class ByteProgress:
     """Counts bytes, of tensors to be written and then of those to be hashed, and tells."""
 
-    def __init__(self, tell: Callable[[int, int], None] | None, shards: Sequence[Shard], source: Source) -> None:
+    def __init__(
+        self, tell: Callable[[int, int], None] | None, shards: Sequence[Shard], source: CheckpointSource
+    ) -> None:
         self.tell = tell
         sizes = (prod(entry.shape) * entry.dtype.itemsize for entry in source.tensors.values())
         self.done, self.total = 0, sum(shard.size for shard in shards) + sum(sizes)
@@ -160,13 +162,13 @@ class Progress:
 class Folder:
     """The hidden folder, which files are put into one by one, each synced and hashed."""
 
-    def __init__(self, path: Path, destination: str | os.PathLike[str], progress: Progress) -> None:
+    def __init__(self, path: Path, destination: str | os.PathLike[str], progress: ByteProgress) -> None:
         self.path, self.destination, self.progress = path, destination, progress
         self.files: dict[str, Digest] = {}
         self.lock: int | None = None
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def plain_errors(self) -> Iterator[None]:
         """What the system says, in a line that tells what to do; texts of ours stay as they are."""
         try:
             yield
@@ -179,17 +181,17 @@ class Folder:
 
     def claim(self) -> None:
         """Makes it and locks it."""
-        with self.told():
+        with self.plain_errors():
             self.lock = claim(self.path)
 
     def put(self, name: str, pieces: Iterable[Bytes]) -> None:
         """Writes a new file, and makes it last."""
         sha, size = hashlib.sha256(), 0
-        with self.told():
+        with self.plain_errors():
             descriptor = os.open(self.path / name, NEW, 0o666)
         try:
             for piece in pieces:  # what goes wrong in making one is not ours to tell
-                with self.told():
+                with self.plain_errors():
                     done = 0
                     while done < len(piece):
                         done += os.write(descriptor, piece[done:])
@@ -197,16 +199,16 @@ class Folder:
                 size += len(piece)
                 self.progress.add(len(piece))
                 del piece  # it holds the tensor that it is of, and the next is about to be made
-            with self.told():
+            with self.plain_errors():
                 os.fsync(descriptor)
         finally:
-            with self.told():
+            with self.plain_errors():
                 os.close(descriptor)
         self.files[name] = size, sha.hexdigest()
 
     def settle(self, target: Path) -> None:
         """Gives it its name."""
-        with self.told():
+        with self.plain_errors():
             settle(self.path, target)
 
     def check(self) -> None:

@@ -104,7 +104,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StreamSlots:
     """Which numbers of the residual stream hold what: blocks of one-hot vectors, in a row, and a constant 1."""
 
     vocabulary: int
@@ -142,7 +142,7 @@ def number_in(job: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def known(job: str, among: Sequence[str]) -> bool:
+def is_job(job: str, among: Sequence[str]) -> bool:
     """Whether a text is a job, one with a number included."""
     return job in among if number_in(job) is None else "sink at K" in among
 
@@ -215,7 +215,7 @@ def targets(job: str, ids: Tensor, memory: Tensor | None = None, *, tables: Tabl
 
 def _check_asked(job: object, tables: object, causal: object) -> None:
     """What `targets` takes beside ids; raises TypeError or ValueError."""
-    if not isinstance(job, str) or not known(job, JOBS):
+    if not isinstance(job, str) or not is_job(job, JOBS):
         raise ValueError(f"a job is one of {', '.join(JOBS)}; got {shown(job)}")
     if not isinstance(tables, Tables):
         raise TypeError(f"tables is a headwise.testing.constructed.Tables; got {shown(tables)}")
@@ -239,7 +239,7 @@ def _read(table: Mapping[int, int], ids: Tensor, missing: int = -1) -> Tensor:
 class _Scores:
     """W_Q (width, D) and W_K (width, D) of a head in the making; a number of D for each place, id, and two more."""
 
-    layout: Layout
+    layout: StreamSlots
     rest: Tensor
 
     def __post_init__(self) -> None:
@@ -288,7 +288,7 @@ class _Scores:
         self.W_Q[self.place, 1], self.W_Q[self.token, 1], self.W_K[self.place, 1] = 2 * SHARP * j, 2 * SHARP * steps, j
 
 
-def planted(job: str, layout: Layout, tables: Tables, *, rest: Tensor, share: float = 1.0, away: Tensor) -> Head:
+def planted(job: str, layout: StreamSlots, tables: Tables, *, rest: Tensor, share: float = 1.0, away: Tensor) -> Head:
     """A head with this job.
 
     Args:
@@ -335,7 +335,7 @@ def planted(job: str, layout: Layout, tables: Tables, *, rest: Tensor, share: fl
     return Head(scores.W_Q * layout.head_dim**0.5, scores.W_K, *_written(job, layout, tables, share))
 
 
-def _written(job: str, layout: Layout, tables: Tables, share: float) -> tuple[Tensor, Tensor]:
+def _written(job: str, layout: StreamSlots, tables: Tables, share: float) -> tuple[Tensor, Tensor]:
     """W_V (width, V) and W_O (V, width): the token, but for the opener, goes to the job's block."""
     W_V, W_O = torch.zeros(layout.width, layout.vocabulary), torch.zeros(layout.vocabulary, layout.width)
     copied = layout.block("token") != tables.opener

@@ -29,15 +29,15 @@ from headwise.nn import MultiHeadAttention
 from headwise.ops.masks import Mask, causal
 from headwise.shapes.kinds import check_counts, shown
 
-from .circuits import BY_TABLE, COPIES, JOBS, NEEDS, WRITES, Layout, Tables, known, planted, targets
+from .circuits import BY_TABLE, COPIES, JOBS, NEEDS, WRITES, StreamSlots, Tables, is_job, planted, targets
 from .drawn import random_model
+from .pictures import Jobs
 
 __all__ = [
     "DECODER", "ENCODER", "JOBS", "NAMES", "PAIR", "Constructed", "ConstructedPair", "Tables", "constructed",
     "constructed_pair", "random_model", "targets",
 ]  # fmt: skip
 
-Jobs = Sequence[Sequence[str]]
 Table = dict[tuple[int, int], str]
 
 DECODER: Jobs = (
@@ -176,7 +176,7 @@ def constructed_pair(
 class _Builder:
     """Makes attention modules from jobs; where queries rest is drawn once."""
 
-    def __init__(self, layout: Layout, tables: Tables, rest: str, seed: int, *, back: bool) -> None:
+    def __init__(self, layout: StreamSlots, tables: Tables, rest: str, seed: int, *, back: bool) -> None:
         self.layout, self.tables, self.back = layout, tables, back
         draw = torch.Generator().manual_seed(seed)
         P, V = layout.places, layout.vocabulary
@@ -203,7 +203,7 @@ class _Builder:
 class _Ids(nn.Module):
     """Ids in, logits out: what every constructed model has around its layers."""
 
-    def __init__(self, layout: Layout, tables: Tables) -> None:
+    def __init__(self, layout: StreamSlots, tables: Tables) -> None:
         super().__init__()
         self.tables = tables
         self.embed, self.place = (
@@ -292,7 +292,7 @@ class Constructed(_Ids):
 class ConstructedPair(_Ids):
     """An encoder-decoder: ``model(ids, decoder_input_ids)``. Build one with `constructed_pair`."""
 
-    def __init__(self, layout: Layout, tables: Tables, rest: str, seed: int, jobs: Sequence[Jobs]) -> None:
+    def __init__(self, layout: StreamSlots, tables: Tables, rest: str, seed: int, jobs: Sequence[Jobs]) -> None:
         super().__init__(layout, tables)
         self.jobs = jobs
         ahead, back = (_Builder(layout, tables, rest, seed, back=back) for back in (False, True))
@@ -335,7 +335,7 @@ def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, amon
     for layer, row in enumerate(jobs):
         below = {job for lower in jobs[:layer] for job in lower}
         for job in row:
-            if not isinstance(job, str) or not known(job, among):
+            if not isinstance(job, str) or not is_job(job, among):
                 raise ValueError(f"a job is one of {', '.join(among)}; got {shown(job)}")
             if not back and job in (*NEEDS, *NEEDS.values()) and job != "previous-token":
                 raise ValueError(f"{job!r} is a job in a decoder: it looks back alone; build one with kind='decoder'")
@@ -360,10 +360,10 @@ def _check_jobs(jobs: Jobs, tables: Tables, vocabulary: int, *, back: bool, amon
         )
 
 
-def _layout(jobs: Jobs, vocabulary: int, places: int) -> Layout:
+def _layout(jobs: Jobs, vocabulary: int, places: int) -> StreamSlots:
     """The blocks that the jobs need: those that are read, and one for all that is not."""
     needed = {NEEDS[job] for row in jobs for job in row if job in NEEDS}
-    return Layout(vocabulary, places, (*(block for job, block in WRITES.items() if job in needed), "seen"))
+    return StreamSlots(vocabulary, places, (*(block for job, block in WRITES.items() if job in needed), "seen"))
 
 
 def _draw_tables(vocabulary: int, back: bool, seed: int) -> Tables:

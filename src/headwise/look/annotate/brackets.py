@@ -48,7 +48,7 @@ class _Open:
     wrong: Wrong
     opened: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)  # by label: line, first word, kind
     parts: dict[str, tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)  # by entity: line, parts, words
-    found: list[Mention] = field(default_factory=list)
+    mentions: list[Mention] = field(default_factory=list)
     size: int = 0
 
     def open(self, label: str, kind: str, number: int, first: int) -> None:
@@ -74,7 +74,7 @@ class _Open:
         if self.size > MAX_MENTIONED:
             raise self.wrong(number, f"the mentions of a sentence hold at most {MAX_MENTIONED} words; split it")
         if words and (cut is None or part >= parts):
-            self.found.append(Mention(entity, words, kind))
+            self.mentions.append(Mention(entity, words, kind))
 
     def check_closed(self) -> None:
         """Raise ValueError where the sentence ends before a mention."""
@@ -113,4 +113,4 @@ def mentions_of(tokens: Sequence[tuple[int, Any]], order: Order, wrong: Wrong) -
                 brackets.close(label, number, done if real else done - 1)
         done += real
     brackets.check_closed()
-    return tuple(sorted(brackets.found, key=lambda mention: (mention.first, -mention.last)))
+    return tuple(sorted(brackets.mentions, key=lambda mention: (mention.first, -mention.last)))

@@ -13,7 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..call import Call, Limit
 from ..scores import strip_of, strips
-from ..symbols import known
+from ..symbols import statically_true
 
 # Query rows a strip: the strip's mask is (B|1, H|1, STRIP, S), linear in S.
 STRIP = 256
@@ -41,7 +41,7 @@ LIMITS = (
 def loses(call: Call) -> bool:
     """Decoding without groups in float32 on the CPU, where the filled-up rows cost more than the kernel saves."""
     _, H, K, T, _ = call.sizes
-    small = known(T * (H // K) < ALIGNED_ROWS)
+    small = statically_true(T * (H // K) < ALIGNED_ROWS)
     return call.device_type == "cpu" and call.query.dtype == torch.float32 and small
 
 
@@ -52,7 +52,7 @@ def run(call: Call) -> tuple[Tensor, None]:
     mask = call.scoring.mask
     if not mask.parts or (mask.is_top_left and call.scoring.scale > 0):  # it masks first and scales -inf then
         return _fused(call, query, key, value, causal=bool(mask.parts))[..., :V], None
-    if mask.is_same_for_rows and known(T >= TILE_ROWS):  # one row of the mask serves all
+    if mask.is_same_for_rows and statically_true(T >= TILE_ROWS):  # one row of the mask serves all
         return _strip(call, query, key, value, slice(None), mask_rows=slice(0, 1))[..., :V], None
     outs = [_strip(call, query, key, value, rows) for rows in strips(T, STRIP)]
     return torch.cat(outs, dim=2)[..., :V], None
@@ -64,13 +64,13 @@ def _fused(
     """SDPA itself, the query heads of a group folded into the rows where that wins; mask (B|1, H|1, R, C)."""
     _, H, K, T, _ = call.sizes
     G = 1
-    if H != K and not causal and known(T <= FOLD_ROWS):
+    if H != K and not causal and statically_true(T <= FOLD_ROWS):
         G = H // K
         query = query.unflatten(1, (K, G)).flatten(2, 3)
         if mask is not None:
             mask = mask.expand(-1, H if mask.shape[1] > 1 else G, -1, -1).unflatten(1, (-1, G)).flatten(2, 3)
     R = query.shape[2]
-    lacking = -R % ALIGNED_ROWS if call.device_type == "cpu" and known(R < TILE_ROWS) else 0
+    lacking = -R % ALIGNED_ROWS if call.device_type == "cpu" and statically_true(R < TILE_ROWS) else 0
     if lacking:
         query = pad(query, (0, 0, 0, lacking))
         if mask is not None:  # by repeated rows: inductor cannot compile the padding of a bool mask (torch 2.13)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from .places import Part, Rows
+from .places import Region, RowIndex
 from .pytrees import register
 from .rules import Band, Lengths, Rule
 
@@ -32,7 +32,7 @@ class _Joined(Rule):
         return self._join([rule.at(i, j, T, S) for rule in self.rules])
 
     @override
-    def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
+    def grid(self, T: int, S: int, rows: RowIndex, cols: RowIndex, device: torch.device | None) -> Tensor:
         return self._join([rule.grid(T, S, rows, cols, device) for rule in self.rules])
 
     @override
@@ -41,7 +41,7 @@ class _Joined(Rule):
             rule.check(B, H, T, S, device)
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Rule:
+    def part(self, part: Region, T: int, S: int) -> Rule:
         return type(self)(tuple(rule.part(part, T, S) for rule in self.rules))
 
     @override
@@ -74,7 +74,7 @@ class AllOf(_Joined):
         return max(k0 for k0, _ in ends), min(k1 for _, k1 in ends)
 
     @override
-    def meets(self, part: Part, T: int, S: int) -> bool:
+    def meets(self, part: Region, T: int, S: int) -> bool:
         return all(rule.meets(part, T, S) for rule in self.rules)
 
 
@@ -93,7 +93,7 @@ class AnyOf(_Joined):
         return min(k0 for k0, _ in ends), max(k1 for _, k1 in ends)
 
     @override
-    def meets(self, part: Part, T: int, S: int) -> bool:
+    def meets(self, part: Region, T: int, S: int) -> bool:
         return any(rule.meets(part, T, S) for rule in self.rules)
 
 

@@ -27,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 from ...shapes import MASK_RULE, check_integers, check_made
 from ...shapes.kinds import MOST, check_counts, check_device, check_dtype, check_span
-from ..symbols import known
+from ..symbols import statically_true
 from .algebra import both, either, neither
-from .places import Part, Rows, check_asked, checked_at, full_rank, wide
+from .places import Region, RowIndex, check_asked, checked_at, full_rank, wide
 from .pytrees import register
 from .rules import Band, Bias, Keep, Rule
 
@@ -66,7 +66,7 @@ class Mask:
         return Mask(neither(_places("~", self)))
 
     def allowed(
-        self, T: int, S: int, *, rows: Rows = None, cols: Rows = None, device: torch.device | None = None
+        self, T: int, S: int, *, rows: RowIndex = None, cols: RowIndex = None, device: torch.device | None = None
     ) -> Tensor | None:
         """What may be attended: bool (B|1, H|1, R, C), True = attend; None where everything may be.
 
@@ -81,7 +81,7 @@ class Mask:
         return full_rank(reduce(torch.logical_and, grids), T, S, rows, cols) if grids else None
 
     def added(
-        self, T: int, S: int, *, rows: Rows = None, cols: Rows = None, device: torch.device | None = None
+        self, T: int, S: int, *, rows: RowIndex = None, cols: RowIndex = None, device: torch.device | None = None
     ) -> Tensor | None:
         """What is added to the scores: float (B|1, H|1, R, C); None where nothing is."""
         check_asked(T, S, rows, cols, device)
@@ -132,7 +132,7 @@ class Mask:
             return False
         band = self.parts[0]
         top_left = band.left is None and band.right == 0 and band.offset is not None
-        return top_left and not isinstance(band.offset, Tensor) and known(band.offset == 0)
+        return top_left and not isinstance(band.offset, Tensor) and statically_true(band.offset == 0)
 
     @cached_property
     def simple_band(self) -> tuple[int | None, int | None, bool] | None:
@@ -254,14 +254,14 @@ class Mask:
         """
         check_counts(T=T, S=S)
         some = None if heads is None else check_span("heads", heads, MOST)
-        part = Part(check_span("rows", rows, T), check_span("cols", cols, S), some)
+        part = Region(check_span("rows", rows, T), check_span("cols", cols, S), some)
         return Mask(tuple(rule.part(part, T, S) for rule in self.parts))
 
     def meets(self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int) -> bool:
         """Whether some of these queries may attend some of these keys; True where the rules do not plainly tell."""
         check_counts(T=T, S=S)
         rows, cols = check_span("rows", rows, T), check_span("cols", cols, S)
-        part = Part(rows, cols)
+        part = Region(rows, cols)
         if rows[0] >= rows[1] or cols[0] >= cols[1]:
             return False
         return all(rule.meets(part, T, S) for rule in self.parts if rule.restricts)

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...shapes import MASK_RULE, check_index_tensor, check_mask_tensor, describe
-from .places import Part, per_batch, rank4, saturated, wide
+from .places import Region, per_batch, rank4, saturated, wide
 from .pytrees import register
 from .rules import Rule, Segments
 
@@ -27,7 +27,7 @@ class _Placed(Rule):
         return i + (S - T if self.offset is None else per_batch(saturated(self.offset)))
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Rule:
+    def part(self, part: Region, T: int, S: int) -> Rule:
         offset = S - T if self.offset is None else saturated(self.offset)
         return replace(self, offset=offset + part.shift)
 
@@ -72,7 +72,7 @@ class Blocks(_Placed):
         return floor_divide(pos, self.size), floor_divide(torch.arange(S, device=device), self.size)
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Segments:
+    def part(self, part: Region, T: int, S: int) -> Segments:
         device = self.offset.device if isinstance(self.offset, Tensor) else None
         query_ids, key_ids = self.ids(T, S, device)
         return Segments(query_ids[..., slice(*part.rows)], key_ids[slice(*part.cols)])
@@ -113,7 +113,7 @@ class Alibi(Rule):
         return self.slopes.requires_grad
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Alibi:
+    def part(self, part: Region, T: int, S: int) -> Alibi:
         offset = S - T if self.offset is None else saturated(self.offset)
         return Alibi(part.of_heads(self.slopes, -1), offset + part.shift)
 
@@ -157,7 +157,7 @@ class Relative(_Placed):
         return wide(self.table)[head, apart]
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Relative:
+    def part(self, part: Region, T: int, S: int) -> Relative:
         offset = S - T if self.offset is None else saturated(self.offset)
         return Relative(part.of_heads(self.table, 0), offset=offset + part.shift)
 
@@ -216,7 +216,7 @@ class Function(Rule):
         return rank4(seen)
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Function:
+    def part(self, part: Region, T: int, S: int) -> Function:
         first, last = part.heads or (0, self.heads)
         return Function(_Elsewhere(self.function, first, part.rows[0], part.cols[0]), self.batch, last - first)
 

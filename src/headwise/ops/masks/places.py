@@ -10,11 +10,11 @@ from torch import Tensor
 from ...shapes import describe
 from ...shapes.kinds import FAR, check_counts, check_device, check_index
 
-Rows: TypeAlias = "slice | Tensor | None"
+RowIndex: TypeAlias = "slice | Tensor | None"
 """Which of the queries, or of the keys: a slice or a 1-D index tensor; all where None."""
 
 
-class Part(NamedTuple):
+class Region(NamedTuple):
     """Some queries and keys of a call, and perhaps some heads: (start, stop) each."""
 
     rows: tuple[int, int]
@@ -33,7 +33,7 @@ class Part(NamedTuple):
         return x.narrow(axis, self.heads[0], self.heads[1] - self.heads[0])
 
 
-def index(pick: Rows, length: int, device: torch.device | None) -> Tensor:
+def index(pick: RowIndex, length: int, device: torch.device | None) -> Tensor:
     """The chosen indices of an axis as a 1-D integer tensor."""
     if isinstance(pick, Tensor):
         return pick.long()  # of a smaller type a sum would overflow, and uint8 would pick as bools do
@@ -48,7 +48,7 @@ def _ends(pick: slice | None, length: int) -> tuple[int, int, int]:
     return pick.indices(length)
 
 
-def count(pick: Rows, length: int) -> int:
+def count(pick: RowIndex, length: int) -> int:
     """How many of an axis are chosen."""
     if isinstance(pick, Tensor):
         return pick.shape[0]
@@ -56,7 +56,7 @@ def count(pick: Rows, length: int) -> int:
     return stop - start if torch.compiler.is_compiling() else len(range(start, stop, step))
 
 
-def check_asked(T: int, S: int, rows: Rows, cols: Rows, device: Any) -> None:
+def check_asked(T: int, S: int, rows: RowIndex, cols: RowIndex, device: Any) -> None:
     """What a rule is asked for: sizes, which of its rows and columns, where; raises TypeError or ValueError."""
     check_counts(T=T, S=S)
     check_device(device)
@@ -104,7 +104,7 @@ def rank4(x: Tensor) -> Tensor:
     return x.view((1,) * (4 - x.ndim) + tuple(x.shape))
 
 
-def full_rank(rule: Tensor, T: int, S: int, rows: Rows, cols: Rows) -> Tensor:
+def full_rank(rule: Tensor, T: int, S: int, rows: RowIndex, cols: RowIndex) -> Tensor:
     """A rule with four axes, its last two the rows and columns asked for; a view."""
     return rank4(rule).expand(-1, -1, count(rows, T), count(cols, S))
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...shapes import check_index_tensor, check_mask_tensor, describe
-from ..symbols import known
-from .places import Part, Rows, index, per_batch, rank4, saturated
+from ..symbols import statically_true
+from .places import Region, RowIndex, index, per_batch, rank4, saturated
 from .pytrees import register
 
 Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]
@@ -32,7 +32,7 @@ class Rule:
         """The rule at gathered places: i, j integer tensors that broadcast to (B, H, R, C)."""
         raise NotImplementedError
 
-    def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
+    def grid(self, T: int, S: int, rows: RowIndex, cols: RowIndex, device: torch.device | None) -> Tensor:
         """The rule on chosen rows and columns, (B|1, H|1, R, C)."""
         i, j = index(rows, T, device), index(cols, S, device)
         return self.at(i[:, None], j[None, :], T, S)
@@ -63,11 +63,11 @@ class Rule:
         """The rule with query 0 at `offset` among the keys, where it leaves that to the lengths."""
         return self
 
-    def part(self, part: Part, T: int, S: int) -> Rule:
+    def part(self, part: Region, T: int, S: int) -> Rule:
         """The rule as a call of these queries, keys and heads alone takes it: the same pairs, counted from there."""
         raise NotImplementedError
 
-    def meets(self, part: Part, T: int, S: int) -> bool:
+    def meets(self, part: Region, T: int, S: int) -> bool:
         """Whether some of these queries may attend some of these keys; True where that is not plain to see."""
         low, high = self.reach(*part.rows, T, S)
         return low < part.cols[1] and high > part.cols[0]
@@ -144,7 +144,7 @@ class Band(Rule):
         return k0, S if self.right is None else last + shift + self.right
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Band:
+    def part(self, part: Region, T: int, S: int) -> Band:
         return Band(self.left, self.right, self.shift(T, S) + part.shift, max(0, self.first - part.cols[0]))
 
     @override
@@ -155,7 +155,9 @@ class Band(Rule):
         """Both bands as one; None where no band says that."""
         if self.first or other.first or isinstance(self.offset, Tensor) or isinstance(other.offset, Tensor):
             return None
-        if (self.offset is None) != (other.offset is None) or not known((self.offset or 0) == (other.offset or 0)):
+        if (self.offset is None) != (other.offset is None) or not statically_true(
+            (self.offset or 0) == (other.offset or 0)
+        ):
             return None
         lefts = [x for x in (self.left, other.left) if x is not None]
         rights = [x for x in (self.right, other.right) if x is not None]
@@ -176,8 +178,8 @@ class Band(Rule):
         shift = self.shift(T, S)
         if isinstance(shift, Tensor) or T == 0 or S == 0:
             return self
-        left = None if self.left is None or known(T - 1 + shift - self.left < 0) else self.left
-        right = None if self.right is None or known(shift + self.right >= S - 1) else self.right
+        left = None if self.left is None or statically_true(T - 1 + shift - self.left < 0) else self.left
+        right = None if self.right is None or statically_true(shift + self.right >= S - 1) else self.right
         return None if left is None and right is None else Band(left, right, shift, self.first)
 
     @property
@@ -209,13 +211,13 @@ class Lengths(Rule):
         return 0, S if isinstance(self.stop, Tensor) else self.stop
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Lengths:
+    def part(self, part: Region, T: int, S: int) -> Lengths:
         stop, start = (None if end is None else _from(end, part.cols[0]) for end in (self.stop, self.start))
         assert stop is not None and not isinstance(start, int)
         return Lengths(stop, start)
 
     @override
-    def meets(self, part: Part, T: int, S: int) -> bool:
+    def meets(self, part: Region, T: int, S: int) -> bool:
         longest = self.stop if isinstance(self.stop, int) else int(self.stop.max())
         least = 0 if self.start is None else int(self.start.min())
         return longest > part.cols[0] and least < part.cols[1]
@@ -253,11 +255,11 @@ class Segments(Rule):
         return _pick(self.query_ids, i) == _pick(self.key_ids, j)
 
     @override
-    def part(self, part: Part, T: int, S: int) -> Segments:
+    def part(self, part: Region, T: int, S: int) -> Segments:
         return Segments(self.query_ids[..., slice(*part.rows)], self.key_ids[..., slice(*part.cols)])
 
     @override
-    def meets(self, part: Part, T: int, S: int) -> bool:
+    def meets(self, part: Region, T: int, S: int) -> bool:
         ids = [x[..., slice(*ends)].reshape(-1) for x, ends in ((self.query_ids, part.rows), (self.key_ids, part.cols))]
         if not all(x.numel() for x in ids):
             return False
@@ -296,7 +298,7 @@ class _Dense(Rule):
         return full
 
     @override
-    def grid(self, T: int, S: int, rows: Rows, cols: Rows, device: torch.device | None) -> Tensor:
+    def grid(self, T: int, S: int, rows: RowIndex, cols: RowIndex, device: torch.device | None) -> Tensor:
         out = self._of_size(T, S)
         if rows is not None and out.shape[2] > 1:
             out = out[:, :, rows if isinstance(rows, slice) else rows.long()]
@@ -317,13 +319,13 @@ class _Dense(Rule):
         check_mask_tensor(self.tensor, (B, H, T, S), device)
 
     @override
-    def part(self, part: Part, T: int, S: int) -> _Dense:
+    def part(self, part: Region, T: int, S: int) -> _Dense:
         x = part.of_heads(self.full, 1)
         x = x[:, :, slice(*part.rows)] if x.shape[2] > 1 else x
         return type(self)(x[..., slice(*part.cols)] if x.shape[3] > 1 else x)
 
     @override
-    def meets(self, part: Part, T: int, S: int) -> bool:
+    def meets(self, part: Region, T: int, S: int) -> bool:
         seen = self.part(part, T, S).tensor
         return bool((seen != -torch.inf if self.biases else seen).any())
 

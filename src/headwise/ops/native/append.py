@@ -26,7 +26,7 @@ class Span(NamedTuple):
 def append_int8(
     key: Tensor,
     value: Tensor | None,
-    held: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    storage: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     spans: Iterable[Span],
 ) -> bool:
     """Writes spans of key (B, K, T, D) and value (B, K, T, V) as `cache.quantize` makes them. False: writes nothing.
@@ -36,12 +36,12 @@ def append_int8(
     Args:
         key: in any float dtype.
         value: None where values are columns of the keys.
-        held: int8 keys (N, K, L, D), their scales (N, K, L), values and their scales, which are written to.
+        storage: int8 keys (N, K, L, D), their scales (N, K, L), values and their scales, which are written to.
         spans: no place twice.
     """
     if (
         trouble() is not None
-        or not all(x is None or (isinstance(x, Tensor) and x.is_cpu) for x in (key, value, *held))
+        or not all(x is None or (isinstance(x, Tensor) and x.is_cpu) for x in (key, value, *storage))
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     ):
@@ -49,7 +49,7 @@ def append_int8(
     numbers = [number for span in spans for number in span]
     try:
         with torch.no_grad():
-            native_library.append_int8(key, value, *held, numbers)
+            native_library.append_int8(key, value, *storage, numbers)
     except RuntimeError as error:  # it refuses before it writes: memory that lies oddly, a subclass of tensors
         if isinstance(error, NotImplementedError) or str(error).startswith("headwise: "):
             return False

@@ -19,7 +19,7 @@ from ...shapes.kinds import FAR
 from ..call import Call, Limit, Result
 from ..masks.compose import Mask, as_mask
 from ..scoring import Scoring
-from ..storage.layout import Layout
+from ..storage.layout import StorageLayout
 from ..wrappers import gated
 from . import library as native_library
 from .library import trouble
@@ -85,7 +85,7 @@ def at_once(
     dropout: float,
     gate: Tensor | None,
     return_lse: bool,
-    layout: Layout | None = None,
+    layout: StorageLayout | None = None,
 ) -> Any:
     """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
 
@@ -154,7 +154,7 @@ def _with_rules(
     gate: Tensor | None,
     return_lse: bool,
     S: int,
-    layout: Layout | None,
+    layout: StorageLayout | None,
 ) -> Any:
     """`at_once` with a mask of any kind and further options."""
     if (

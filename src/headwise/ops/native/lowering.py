@@ -181,29 +181,29 @@ def _put_map(rule: Rule, terms: _Terms) -> None:
     terms.maps += tile_map(rule, terms.T, terms.S)
 
 
-class Form(NamedTuple):
+class RuleForm(NamedTuple):
     """How the operator takes a rule: what puts it there, and the room it takes up, of which there is so much."""
 
     put: Callable[[Any, _Terms], None]
     room: str | None = None
 
 
-FORMS: dict[type[Rule], Form] = {
-    Band: Form(_put_band),
-    Lengths: Form(_put_lengths),
-    Segments: Form(_put_segments, "pairs of segments"),
-    Blocks: Form(_put_blocks, "pairs of segments"),
-    Keep: Form(_put_dense, "mask tensors"),
-    Bias: Form(_put_dense, "mask tensors"),
-    Alibi: Form(_put_alibi, "rules of ALiBi"),
-    Relative: Form(_put_relative, "mask tensors"),
+FORMS: dict[type[Rule], RuleForm] = {
+    Band: RuleForm(_put_band),
+    Lengths: RuleForm(_put_lengths),
+    Segments: RuleForm(_put_segments, "pairs of segments"),
+    Blocks: RuleForm(_put_blocks, "pairs of segments"),
+    Keep: RuleForm(_put_dense, "mask tensors"),
+    Bias: RuleForm(_put_dense, "mask tensors"),
+    Alibi: RuleForm(_put_alibi, "rules of ALiBi"),
+    Relative: RuleForm(_put_relative, "mask tensors"),
 }
 
 
-_BY_MAP = Form(_put_map, MAPS)
+_BY_MAP = RuleForm(_put_map, MAPS)
 
 
-def form_of(rule: Rule) -> Form | None:
+def form_of(rule: Rule) -> RuleForm | None:
     """How the operator takes a rule: its own form, or a map of tiles for whatever restricts; None where it does not."""
     form = FORMS.get(type(rule))
     if form is not None or rule.biases or torch.compiler.is_compiling():

@@ -84,7 +84,7 @@ def runs_plain() -> bool:
 
 
 def decode_step(
-    query: Tensor, key: Tensor, value: Tensor | None, turn: Turn | None, held: Held, scores: Scores, seen: Seen
+    query: Tensor, key: Tensor, value: Tensor | None, turn: Turn | None, storage: Held, scores: Scores, seen: Seen
 ) -> Tensor | None:
     """(B, H, 1, V) of query (B, H, 1, D), key (B, K, 1, D), value (B, K, 1, V), which the cache then has.
 
@@ -100,16 +100,16 @@ def decode_step(
     else:
         sized = mask.sized(query.shape[0], query.shape[1])
         try:
-            rules = lowered(Scoring(sized, scale, softcap, sinks), 1, max(held.places) + 1)
+            rules = lowered(Scoring(sized, scale, softcap, sinks), 1, max(storage.places) + 1)
         except (NoForm, RuntimeError):
             return None
     turned = (
         (None, None, 0, 0, False) if turn is None else (turn.cos, turn.sin, turn.first, turn.size, turn.interleaved)
     )
     try:
-        out: Tensor = native_library.decode_step(query, key, value, *turned, *held, *rules)
+        out: Tensor = native_library.decode_step(query, key, value, *turned, *storage, *rules)
     except RuntimeError as error:
         refused(error)
         return None
-    increment_version([x for x in held[:4] if x is not None])
+    increment_version([x for x in storage[:4] if x is not None])
     return out

@@ -139,8 +139,8 @@ def _measured(
     """The fields of `RowStatistics`, with `received` of `HeadStatistics`; the output too where the kernel makes it."""
     with torch.no_grad():
         if native.serves(request, value):
-            return native.measure(request, value, received=received)
-        fields = blocks.measure(request)
+            return native.measure_natively(request, value, received=received)
+        fields = blocks.measure_in_blocks(request)
     if not received:
         del fields["received"]
     return None, fields

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ...shapes import compute_dtype
-from ..scores import Block, row_blocks, score_block, without_autocast
+from ..scores import ScoreBlock, row_blocks, score_block, without_autocast
 from .request import Request
 
 
-def measure(request: Request) -> dict[str, Any]:
+def measure_in_blocks(request: Request) -> dict[str, Any]:
     """The fields of `HeadStatistics`."""
     query, key, scoring = request.query, request.key, request.scoring
     sums = _Sums(request)
@@ -49,7 +49,7 @@ class _Sums:
         self.column_bins = (column == torch.arange(self.bins[1], device=query.device)).to(self.dtype)  # (S, bins)
         self.pooled, self.pooled_rows = zeros(*self.bins, dtype=wide), zeros(self.bins[0], dtype=torch.long)
 
-    def add(self, block: Block, sinks: Tensor | None) -> None:
+    def add(self, block: ScoreBlock, sinks: Tensor | None) -> None:
         """Fold in one block: its softmax first, then one small method a family of statistics."""
         r = block.rows
         n = _allowed_keys(block)
@@ -82,24 +82,24 @@ class _Sums:
         self._add_targets(block, p_BHRC, alive)
         self._add_maps(block, p_BHRC, mass, alive)
 
-    def _places(self, block: Block) -> tuple[Tensor, Tensor]:
+    def _places(self, block: ScoreBlock) -> tuple[Tensor, Tensor]:
         """pos (R, 1) of the block's queries among the keys, and its keys (1, C)."""
         pos = torch.arange(block.rows.start, block.rows.stop, device=self.device)[:, None] + (self.S - self.T)
         return pos, torch.arange(block.keys.start, block.keys.stop, device=self.device)[None]
 
-    def _add_positions(self, block: Block, p_BHRC: Tensor, mass: Tensor) -> None:
+    def _add_positions(self, block: ScoreBlock, p_BHRC: Tensor, mass: Tensor) -> None:
         pos, keys = self._places(block)
         away = (p_BHRC * (pos - keys).abs().to(self.dtype)).sum(-1)
         self.distance[:, :, block.rows] = torch.where(mass == 0, 0.0, away / mass)
 
-    def _add_offsets(self, block: Block, p_BHRC: Tensor) -> None:
+    def _add_offsets(self, block: ScoreBlock, p_BHRC: Tensor) -> None:
         pos, _ = self._places(block)
         keys = pos + self.steps
         weights, seen = _gather(p_BHRC, block, keys.expand(1, 1, *keys.shape))
         self.offsets += weights.sum(-2)
         self.offset_rows += seen.sum(-2)
 
-    def _add_targets(self, block: Block, p_BHRC: Tensor, alive: Tensor) -> None:
+    def _add_targets(self, block: ScoreBlock, p_BHRC: Tensor, alive: Tensor) -> None:
         for name, j_BTn in self.targets.items():
             j_BRn = j_BTn[:, block.rows]
             weights, _ = _gather(p_BHRC, block, j_BRn[:, None])
@@ -107,7 +107,7 @@ class _Sums:
             self.target_mass[name] += weights.sum((-1, -2))
             self.target_rows[name] += has.sum(-1)
 
-    def _add_maps(self, block: Block, p_BHRC: Tensor, mass: Tensor, alive: Tensor) -> None:
+    def _add_maps(self, block: ScoreBlock, p_BHRC: Tensor, mass: Tensor, alive: Tensor) -> None:
         self.received[:, :, block.keys] += p_BHRC.sum(2)
         self.received_rows[:, :, block.keys] += _allowed_rows(block)
         bins, first, last = self.bins[0], block.rows.start, block.rows.stop
@@ -147,7 +147,7 @@ class _Sums:
         return (total / count.clamp(min=1)).to(self.dtype)
 
 
-def _allowed_keys(block: Block) -> Tensor:
+def _allowed_keys(block: ScoreBlock) -> Tensor:
     """(B, H, R) long: how many keys each row of the block may attend."""
     B, H, R, C = block.scores_BHRC.shape
     if block.allowed_BHRC is None:
@@ -155,12 +155,12 @@ def _allowed_keys(block: Block) -> Tensor:
     return block.allowed_BHRC.sum(-1).expand(B, H, R)
 
 
-def _allowed_rows(block: Block) -> Tensor | int:
+def _allowed_rows(block: ScoreBlock) -> Tensor | int:
     """(B|1, H|1, C) long, or the number of rows: how many rows of the block may attend each key."""
     return block.scores_BHRC.shape[2] if block.allowed_BHRC is None else block.allowed_BHRC.sum(-2)
 
 
-def _gather(p_BHRC: Tensor, block: Block, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _gather(p_BHRC: Tensor, block: ScoreBlock, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Weights on chosen keys, (B, H, R, n), and whether the row may attend them.
 
     keys: (B|1, 1, R, n) long; those outside of the block's keys weigh 0.

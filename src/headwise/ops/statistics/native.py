@@ -22,7 +22,7 @@ def serves(request: Request, value: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and refusal(native.LIMITS, call) is None
 
 
-def measure(request: Request, value: Tensor | None, *, received: bool) -> tuple[Tensor, dict[str, Any]]:
+def measure_natively(request: Request, value: Tensor | None, *, received: bool) -> tuple[Tensor, dict[str, Any]]:
     """out, of V = 0 without a value, and the fields of `RowStatistics`, with `received` of `HeadStatistics`."""
     query, key, targets = request.query, request.key, request.targets
     rules = lowered(request.scoring, query.shape[2], key.shape[2])

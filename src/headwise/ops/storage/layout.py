@@ -21,7 +21,7 @@ class Cache(Protocol):
         """(B, H, T, V) of query (B, H, T, D), whose tokens are the last T that were appended."""
 
 
-class Layout(NamedTuple):
+class StorageLayout(NamedTuple):
     """The storage of key and value where they are not plain (B, K, S, n) in the query's dtype."""
 
     key_scale: Tensor | None  # float32 (B, K, S), of int8; in pages (P, K, size)
@@ -61,7 +61,7 @@ class Layout(NamedTuple):
         return x if self.table is None else gathered(x, self.table, self.length)
 
 
-def parts_of(key: Any, value: Any) -> tuple[Any, Any, Layout | None]:
+def parts_of(key: Any, value: Any) -> tuple[Any, Any, StorageLayout | None]:
     """key and value as tensors, and their layout where they are quantised or in pages.
 
     Raises TypeError where one of them is quantised or in pages and the other is not.
@@ -76,7 +76,7 @@ def parts_of(key: Any, value: Any) -> tuple[Any, Any, Layout | None]:
         table, length = key.table, key.length
         key, value = key.pages, value.pages
     if isinstance(key, Quantized) and isinstance(value, Quantized):
-        return key.data, value.data, Layout(key.scale, value.scale, table, length)
+        return key.data, value.data, StorageLayout(key.scale, value.scale, table, length)
     for x, name, others in ((key, "key", "value"), (value, "value", "key")):
         if isinstance(x, Quantized):
             raise TypeError(
@@ -85,7 +85,7 @@ def parts_of(key: Any, value: Any) -> tuple[Any, Any, Layout | None]:
             )
     if isinstance(key, Paged) or isinstance(value, Paged):
         raise TypeError("key and value lie in pages both or neither; take .dense() of the one that does")
-    return key, value, None if table is None else Layout(None, None, table, length)
+    return key, value, None if table is None else StorageLayout(None, None, table, length)
 
 
 def in_one_piece(x: Tensor | Quantized | Paged, dtype: torch.dtype) -> Tensor:
