@@ -25,7 +25,8 @@ static inline void load_tile(const Problem& p, int64_t b, int64_t kv_head, int64
     tile.key_pairs = {reinterpret_cast<const char*>(s.pair_copy), 0};
     pack_key_columns(p.key, b, kv_head, tile, p.D, reinterpret_cast<uint16_t*>(s.pair_copy),
                      reinterpret_cast<uint16_t*>(s.spare));
-  } else if constexpr (N::kPair == 2) tile.key_pairs = tile_pairs<N>(p.key, b, kv_head, tile, p.D, true, s.pair_copy, s.spare);
+  } else if constexpr (N::kPair == 2)
+    tile.key_pairs = tile_pairs<N>(p.key, b, kv_head, tile, p.D, true, s.pair_copy, s.spare);
 }
 
 // Whether x and y of 16 keys are computed together. With smaller head dims Q^T and dO^T stay in the L1 cache beside 32.
@@ -73,21 +74,10 @@ static inline void recompute_tile(const Problem& p, const KeySpan& span, const P
   recompute_softmax<NV>(products.x, products.y, span.n, softmax_scale(p) * kLog2e, keep, s.row_max, s.row_sum, s.dot);
 }
 
-// dS = dS * (1 - (x / softcap)^2), where x is the capped score: the gradient of the raw score. 0 stays 0, for a masked
-// score may be NaN.
-static inline void softcap_backward(float softcap, const float* capped, float* dS, int64_t cells) {
-  const F one = set1(1.0f), inverse = set1(1.0f / softcap);
-  for (int64_t i = 0; i < cells; i += W) {
-    const F t = mul(load(capped + i), inverse), before = load(dS + i);
-    const F after = mul(before, sub(one, mul(t, t)));
-    store(dS + i, select(not_less(abs(before), set1(1e-45f)), after, zero()));
-  }
-}
-
 // Adds to the gradients of biases and slopes. Whether x and y have become P and dS: floats, where a rule needs them.
 template <class N, int NV>
 static inline bool float_scores(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
-                                   const KeySpan& span, int block, const Products& products, BackwardScratch<N>& s) {
+                                const KeySpan& span, int block, const Products& products, BackwardScratch<N>& s) {
   const QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
   const int64_t b = to.b, chunk = to.chunk, j0 = span.j0;
@@ -179,11 +169,12 @@ static inline void backward_keys(const Problem& p, const BackwardPlan& plan, con
 // The same of a tile, and dQ; dV and dK follow when all blocks of rows are done.
 template <class N, int NV>
 static inline void backward_units(const Problem& p, const BackwardPlan& plan, const BackwardTarget& to,
-                                  const BackwardTile& tile, const KeySpan& span, int block, int blocks,
-                                  UnitRows* units, NextTile& next, BackwardScratch<N>& s) {
+                                  const BackwardTile& tile, const KeySpan& span, int block, int blocks, UnitRows* units,
+                                  NextTile& next, BackwardScratch<N>& s) {
   constexpr int64_t unit_pairs = W * NV * W;
   const bool in_cache = plan.partial_floats(p) <= kSumsInCache;
-  const int from = static_cast<int>(span.j0 - tile.j0) / kTileStep, to_unit = from + (span.n + kTileStep - 1) / kTileStep;
+  const int from = static_cast<int>(span.j0 - tile.j0) / kTileStep,
+            to_unit = from + (span.n + kTileStep - 1) / kTileStep;
   const int part = takes_both(p) && NV == 3 ? W : kTileStep;
   UnitAhead ahead{&next};
   if (s.block[block].one_tile) block_products<N, NV>(p, plan, to.b, tile, span, block, s);
@@ -275,15 +266,15 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
                                       });
     finish_recompute(p, 0, s);
   }
-  walk_blocks<kKeysOf<N>, N::kStep>(p, to.b, to.kv_head, reach, blocks, span_of, load,
-                                    [&](int i, const KeySpan& span, NextTile& next) {
-                                      if constexpr (N::kTiles) {
-                                        HW_BY_VECTORS(s.rows[i].n, backward_units, p, plan, to, tile, span, i, blocks, units, next, s);
-                                      } else {
-                                        next.rest();
-                                        HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s);
-                                      }
-                                    });
+  walk_blocks<kKeysOf<N>, N::kStep>(
+      p, to.b, to.kv_head, reach, blocks, span_of, load, [&](int i, const KeySpan& span, NextTile& next) {
+        if constexpr (N::kTiles) {
+          HW_BY_VECTORS(s.rows[i].n, backward_units, p, plan, to, tile, span, i, blocks, units, next, s);
+        } else {
+          next.rest();
+          HW_BY_VECTORS(s.rows[i].n, backward_tile, p, plan, to, tile, span, i, s);
+        }
+      });
   end_tile();
   for (int i = 0; i < blocks && to.queries; ++i) HW_BY_VECTORS(s.rows[i].n, end_block, p, g, plan, to, i, s);
 }

@@ -61,9 +61,9 @@ struct UnitPlaces {
   }
 };
 
-// The gradients of a block's scores for the keys of a tile: x = S and y = dP, or P and dS if `ready`, become P and dS by
-// key and row, and dS in pairs of keys. Behind the last key are zeros, up to `padded` keys. `full`: no score is -inf by a
-// mask.
+// The gradients of a block's scores for the keys of a tile: x = S and y = dP, or P and dS if `ready`, become P and dS
+// by key and row, and dS in pairs of keys. Behind the last key are zeros, up to `padded` keys. `full`: no score is -inf
+// by a mask.
 template <int NV>
 static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRICT y, int64_t keys, int64_t padded,
                              float c, const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
@@ -124,8 +124,8 @@ static inline void pack_unit(const float* HW_RESTRICT x, const float* HW_RESTRIC
   }
 }
 
-// out[key][column] += sum over rows of k[key][row] * second[row][column], for 16 U keys and 16 NV columns, `steps` times
-// 32 rows.
+// out[key][column] += sum over rows of k[key][row] * second[row][column], for 16 U keys and 16 NV columns, `steps`
+// times 32 rows.
 template <int U, int NV>
 static inline void add_rows_to(const uint16_t* k, int64_t steps, const uint32_t* second, int64_t panel, float* out,
                                int64_t to) {
@@ -178,8 +178,8 @@ static inline void pack_key_columns(const Tensor4& x, int64_t b, int64_t kv_head
   }
 }
 
-// out[u][row] += sum over keys of columns[u][key] * pairs[key][row], for 16 U columns and `units` of keys, whose columns
-// are `unit` elements apart.
+// out[u][row] += sum over keys of columns[u][key] * pairs[key][row], for 16 U columns and `units` of keys, whose
+// columns are `unit` elements apart.
 template <int U, int NV>
 static inline void add_keys_to(const uint16_t* columns, int64_t unit, int64_t units, const uint32_t* pairs,
                                float* out) {
@@ -200,8 +200,8 @@ static inline void add_keys(const uint16_t* columns, int64_t width, int64_t unit
   if (u < width) add_keys_to<1, NV>(columns + u * kTileStep, unit, units, pairs, out + u * NV * W);
 }
 
-// x and y, the products of 16 keys with Q^T and of their values with dO^T. Both together: three sums alone would wait for
-// one another, and 16 keys leave room for Q^T and dO^T in the L1 cache.
+// x and y, the products of 16 keys with Q^T and of their values with dO^T. Both together: three sums alone would wait
+// for one another, and 16 keys leave room for Q^T and dO^T in the L1 cache.
 static inline void add_both(const uint32_t* query, const uint32_t* dout, int64_t steps, const uint16_t* key,
                             int64_t key_stride, const uint16_t* value, int64_t value_stride, float* x, float* y) {
   constexpr int64_t R = 3 * W, pitch = R * 4;

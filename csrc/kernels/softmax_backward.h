@@ -160,6 +160,17 @@ static inline void softmax_backward_pairs(const float* HW_RESTRICT x, const floa
   }
 }
 
+// dS = dS * (1 - (x / softcap)^2), where x is the capped score: the gradient of the raw score. 0 stays 0, for a masked
+// score may be NaN.
+static inline void softcap_backward(float softcap, const float* capped, float* dS, int64_t cells) {
+  const F one = set1(1.0f), inverse = set1(1.0f / softcap);
+  for (int64_t i = 0; i < cells; i += W) {
+    const F t = mul(load(capped + i), inverse), before = load(dS + i);
+    const F after = mul(before, sub(one, mul(t, t)));
+    store(dS + i, select(not_less(abs(before), set1(1e-45f)), after, zero()));
+  }
+}
+
 // out[u][column] += sum over rows of k[u][row] * rows[row][column], for U keys and NV vectors of columns.
 template <class N, int NV, int U>
 static inline void add_columns(const typename N::Key* HW_RESTRICT k, int64_t stride, int64_t depth,
