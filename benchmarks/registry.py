@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import headwise
+from headwise.cache import StaticCache
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 HALVES = ("bfloat16", "float16")
@@ -87,7 +89,16 @@ class Case:
             k[..., 0] = self.cliff()
         q, k = (x.to(dtype).requires_grad_(self.backward) for x in (q, k))
         v = k[..., : self.V] if v is None else v.to(dtype).requires_grad_(self.backward)
-        return q, k, v
+        return (q, *self.kept(k, v)) if self.T == 1 and not self.backward else (q, k, v)
+
+    def kept(self, key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+        """Keys and values in the memory of a cache, on huge pages where there are any: where a single query meets them.
+
+        All ways and the limits read them there; a way that must have copies makes them in memory of its own.
+        """
+        sizes = (self.B, self.K, self.D, self.value_dim)
+        cache = StaticCache(*sizes, capacity=self.S, dtype=dtype or key.dtype, shared=bool(self.V))
+        return cache.append(key, None if self.V else value).view()
 
     def mask(self) -> headwise.Mask | None:
         """The case's mask as an object of headwise."""

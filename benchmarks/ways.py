@@ -108,7 +108,7 @@ def headwise_way(case: Case, inputs: Inputs) -> Run:
     if case.regime == "statistics":
         return lambda: headwise.attention_statistics(q, k, v, mask=mask)[0]
     if case.int8:
-        k8, v8 = quantize(k), quantize(v)
+        k8, v8 = case.kept(k, v, torch.int8) if case.T == 1 else (quantize(k), quantize(v))
         return lambda: headwise.attention(q, k8, v8, mask=mask)
     return lambda: headwise.attention(q, k, v, mask=mask)
 

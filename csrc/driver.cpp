@@ -171,9 +171,14 @@ void attend(const Problem& call) {
     plan.partial = partial->data;
   }
   const int64_t items = plan.groups(p) * plan.splits;
-  const auto item = [&](int64_t i, char* scratch) {
+  const auto item = [&](int64_t i, char* scratch, Queue& queue) {
+    auto next = [&] {
+      const int64_t number = queue.upcoming();
+      return number < 0 ? number : deal.item(number, items);
+    };
+    const Upcoming upcoming = {[](void* asked) { return (*static_cast<decltype(next)*>(asked))(); }, &next};
     const int64_t at = deal.item(i, items);
-    set.run(p, plan, at / plan.splits, at % plan.splits, scratch);
+    set.run(p, plan, at / plan.splits, at % plan.splits, scratch, upcoming);
   };
   share(workers, items, plan.scratch_bytes, item, scratch_of);
   if (plan.splits == 1) return;

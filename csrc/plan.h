@@ -109,11 +109,19 @@ struct ItemPlan {
 // Whether the rows first <= r < last of a key-value head reach any of the keys from <= j < to, by their bounds.
 bool reaches_any(const Problem& p, int64_t b, int64_t first, int64_t last, int64_t from, int64_t to);
 
+// The item that a thread runs after this one, its own from when it is asked for: group * splits + split. -1: none.
+struct Upcoming {
+  int64_t (*ask)(void* queue) = nullptr;
+  void* queue = nullptr;
+
+  int64_t item() const { return ask == nullptr ? -1 : ask(queue); }
+};
+
 struct Kernels {
   const char* name;
   Plan (*plan)(const Problem&);
   // One item: group (batch, key-value head, rows) and split.
-  void (*run)(const Problem&, const Plan&, int64_t group, int64_t split, char* scratch);
+  void (*run)(const Problem&, const Plan&, int64_t group, int64_t split, char* scratch, const Upcoming&);
   // Merges the splits of the rows first <= row < last of (batch, key-value head).
   void (*merge)(const Problem&, const Plan&, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
   BackwardPlan (*plan_backward)(const Problem&);

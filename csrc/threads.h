@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
+#include <type_traits>
 
 #include "torch/torch_abi.h"
 
@@ -23,7 +24,29 @@ void parallel(int64_t workers, Body body) {
   if (torch_parallel_for(0, workers, 1, range, &body) != 0) throw std::runtime_error("a worker of the kernel failed");
 }
 
-// Runs item(i, scratch) for 0 <= i < items. Each worker takes the next item when it has finished one.
+// The items as one worker takes them: the next one that nobody has, when it is asked for.
+class Queue {
+ public:
+  Queue(std::atomic<int64_t>& next, int64_t items) : next_(next), items_(items) {}
+  // The number of the item that `take` will give, or -1.
+  int64_t upcoming() {
+    if (mine_ < 0) mine_ = next_.fetch_add(1, std::memory_order_relaxed);
+    return mine_ < items_ ? mine_ : -1;
+  }
+  int64_t take() {
+    const int64_t number = upcoming();
+    mine_ = -1;
+    return number;
+  }
+
+ private:
+  std::atomic<int64_t>& next_;
+  const int64_t items_;
+  int64_t mine_ = -1;
+};
+
+// Runs item(i, scratch) or item(i, scratch, queue) for 0 <= i < items. Each worker takes the next item when it has
+// finished one.
 template <class Item, class Scratch>
 void share(int64_t workers, int64_t items, int64_t scratch_bytes, const Item& item, const Scratch& scratch_of) {
   if (workers > items) workers = items;
@@ -33,8 +56,14 @@ void share(int64_t workers, int64_t items, int64_t scratch_bytes, const Item& it
   } counter;
   const auto work = [&] {
     char* scratch = scratch_of(scratch_bytes);
-    const auto take = [&] { return counter.next.fetch_add(1, std::memory_order_relaxed); };
-    for (int64_t i = take(); i < items; i = take()) item(i, scratch);
+    Queue queue(counter.next, items);
+    for (int64_t i = queue.take(); i >= 0; i = queue.take()) {
+      if constexpr (std::is_invocable_v<Item, int64_t, char*, Queue&>) {
+        item(i, scratch, queue);
+      } else {
+        item(i, scratch);
+      }
+    }
   };
   if (workers <= 1) {
     work();

@@ -73,6 +73,9 @@ def room_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
+parsed = functools.cache(ast.parse)  # for every rule; none changes a tree
+
+
 @functools.cache
 def imports(path: str, source: str) -> list[str]:
     """Every dotted name a file imports, wherever in the file; `from a import b` is a.b."""
@@ -80,7 +83,7 @@ def imports(path: str, source: str) -> list[str]:
     package = module_of(path).split(".")
     if Path(path).stem != "__init__":
         package = package[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -108,7 +111,7 @@ def functions(source: str) -> list[tuple[str, Function]]:
                 inner = f"{prefix}{child.name}."
             yield from walk(child, inner)
 
-    return list(walk(ast.parse(source), ""))
+    return list(walk(parsed(source), ""))
 
 
 def code_lines(function: Function) -> int:
@@ -261,6 +264,8 @@ def circles(tree: Tree) -> list[str]:
 @functools.cache
 def without_types(source: str) -> str:
     """The source without `if TYPE_CHECKING` blocks."""
+    if "TYPE_CHECKING" not in source:
+        return source  # which is parsed already
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -20,7 +21,7 @@ from looks import make_look
 from typer.testing import CliRunner
 
 import headwise
-from headwise import cli, models
+from headwise import cli, hf, models
 from headwise.ops.native import library
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
@@ -109,6 +110,26 @@ def test_the_table_cannot_steer_the_terminal(looked: Any, here: Path) -> None:
     assert "\x1b" not in result.stdout and "\u202e" not in result.stdout
 
 
+def test_a_narrow_terminal_leaves_out_columns_and_breaks_no_word(
+    looked: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    for width, gone in (
+        (140, ""),
+        (80, "no room for next, self, dup"),
+        (60, "no room for next, self, dup, delim, largest, distance"),
+    ):
+        monkeypatch.setattr(cli.look, "console", lambda width=width: Console(markup=False, width=width))
+        shown = runner.invoke(cli.app, ["look", "--out", "x.json"]).stdout
+        assert max(map(len, shown.splitlines())) <= width
+        assert re.sub(" +", " ", gone) in re.sub(" +", " ", shown) and bool(gone) is ("no room" in shown), (
+            width,
+            shown,
+        )
+        assert all(str(score) in shown for head in looked.heads for score in head.roles), (width, shown)
+
+
 def test_text_from_stdin(looked: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(cli.look, "look_at", lambda model, text, *_: (seen.append(text), looked)[1])
@@ -179,6 +200,27 @@ def test_the_example_in_each_help_runs(looked: Any, here: Path) -> None:
         import shlex
 
         assert runner.invoke(cli.app, shlex.split(example[1].strip(" │"))).exit_code == 0, example[1]
+
+
+def test_the_default_text_is_cut_to_the_model_and_a_user_s_own_is_not(
+    tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has 129 tokens, and a model of 128 places is common."""
+    loaded = dataclasses.replace(hf.load(tiny), max_positions=17, name="a\x1bb")
+    monkeypatch.setattr(hf, "load", lambda *_, **options: loaded)
+    for command in ("look", "circuits", "importance"):
+        result = runner.invoke(cli.app, [command, "small", "--json"])
+        assert result.exit_code == 0, (command, result.stderr)
+        assert json.loads(result.stdout)
+        assert result.stderr == (
+            "headwise: a\\x1bb takes 17 tokens, so the default text is cut (39 of 405 characters); --text or --file "
+            "gives another\n"
+        )
+        assert "tokens, and the model takes 17; give a shorter text" in refused(
+            command, "small", "--text", models.default_text() + " "
+        )
+    loaded = dataclasses.replace(loaded, max_positions=1)
+    assert "tokens, and the model takes 1; give a shorter text" in refused("look", "small")
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------
@@ -274,6 +316,7 @@ def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
     assert "d_model is at most 1,000,000,000,000,000; got a larger number" in refused("trace", *sizes)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("payload", PAYLOADS[::5])
 def test_hostile_arguments_are_told_harmlessly(payload: str, here: Path) -> None:
     refused("look", "--out", f"none/{payload}/r.html")

@@ -106,10 +106,12 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     assert "flops is a number between 1 and 1e100" in refused("gpt2", "--flops", "nan")
     assert "heads plan 'none.json': cannot be read" in refused("gpt2", "--heads-plan", "none.json")
     assert "its folder does not exist" in refused("gpt2", "--svg", "none/chart.svg")
+    assert "--svg chart.png: an SVG is written; end the name in .svg" in refused("gpt2", "--svg", "chart.png")
     assert "an encoder keeps no cache" in refused("bert-base", "--svg", str(tmp_path / "chart.svg"))
     assert not (tmp_path / "chart.svg").exists()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("payload", PAYLOADS[::4])
 def test_hostile_arguments_are_told_harmlessly(payload: str, tmp_path: Path) -> None:
     refused(f"none/{payload}")

@@ -250,3 +250,27 @@ def test_threads_change_no_bit() -> None:
     for other in outs[1:]:
         for a, b in zip(outs[0], other, strict=True):
             assert_same_bits(a, b)
+
+
+@torch.no_grad()
+def test_views_of_a_weight_are_made_again_where_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step keeps from one token to the next follows the weights and the rotation that the module has now."""
+    sizes = {"kv_lora_rank": 13, "nope_dim": 7, "rope_dim": 6, "value_dim": 5}
+    module, other = (LatentAttention(31, 3, **sizes).eval() for _ in range(2))
+
+    def change(name: str) -> None:
+        if name == "in place":
+            module.kv_b_proj.weight.mul_(2)
+        elif name == "assigned":
+            module.load_state_dict(other.state_dict(), assign=True)
+        elif name == "rotary":
+            module.rotary.base = 7.0
+        elif name == "dtype":
+            module.bfloat16()
+
+    with collected() as attempt:
+        for name in ("", "in place", "assigned", "rotary", "dtype"):
+            change(name)
+            dtype = module.kv_b_proj.weight.dtype
+            cache = fill(a_cache("static", 2, 1, 19, 13, dtype, shared=True), [126, 126], dtype)
+            attempt(name, same_steps, monkeypatch, module, cache, torch.randn(2, 1, 31).to(dtype))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import headwise
 from headwise.ops.native import library as native_library
@@ -23,6 +24,9 @@ Q, K, V = make_qkv(2, 6, 3, 5, 7, 11, 13)
 def call(**changed: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
     arguments = {"query": Q, "key": K, "value": V, **changed}
     return (arguments.pop("query"), arguments.pop("key"), arguments.pop("value")), arguments
+
+
+BLOCK_MASK = create_block_mask(lambda b, h, i, j: i >= j, 2, 6, 5, 7, device="cpu")
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -72,7 +76,14 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "heads not a multiple": (
         {"query": zeros(2, 7, 5, 11)},
         ValueError,
-        ["multiple of num_kv_heads", "H = 7, K = 3", "1 over", "h // (H / K)"],
+        [
+            "multiple of num_kv_heads",
+            "H = 7, K = 3",
+            "1 over",
+            "h // (H / K)",
+            "(B, heads, length, D)?",
+            "(2, 3, 7, 11)",
+        ],
     ),
     "fewer heads than key-value heads": ({"query": zeros(2, 2, 5, 11)}, ValueError, ["multiple", "H = 2, K = 3"]),
     "no heads": ({"query": zeros(2, 0, 5, 11)}, ValueError, ["at least 1", "H = 0"]),
@@ -129,9 +140,11 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "no backend": ({"backend": None}, ValueError, ["auto, native, sdpa, flex, blocks, reference", "got None"]),
     # masks
-    "mask is a list": ({"mask": [[True]]}, TypeError, ["a Mask", "a bool tensor with True = attend", "list"]),
+    "mask is a list": ({"mask": [[True]]}, TypeError, ["a Mask", "True = attend", "got list", "torch.as_tensor"]),
+    "mask is an array": ({"mask": np.ones((5, 7), bool)}, TypeError, ["got ndarray", "torch.as_tensor"]),
+    "mask is a BlockMask": ({"mask": BLOCK_MASK}, TypeError, ["got BlockMask", "wrap its mask_mod in rule()"]),
     "mask is text": ({"mask": "causal"}, TypeError, ["a Mask (causal(), window(), ...)", "str"]),
-    "mask is a function": ({"mask": headwise.causal}, TypeError, ["a Mask (causal(), window(), ...)", "function"]),
+    "mask is a function": ({"mask": headwise.causal}, TypeError, ["got function", "call it, as in causal()", "rule()"]),
     "mask of integers": (
         {"mask": zeros(5, 7, dtype=torch.int64)},
         TypeError,
@@ -182,6 +195,24 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["offset of the mask", "(2,)", "(3,)"],
     ),
     "slopes of key-value heads": ({"mask": headwise.alibi(torch.ones(3))}, ValueError, ["(2, 6, 5, 7)", "3"]),
+    # what other libraries call it
+    "is_causal": ({"is_causal": True}, TypeError, ["no option 'is_causal'", "causal()", "causal_top_left()"]),
+    "attn_mask": ({"attn_mask": None}, TypeError, ["no option 'attn_mask'", "mask= takes it", "True = attend"]),
+    "enable_gqa": ({"enable_gqa": True}, TypeError, ["no option 'enable_gqa'", "leave it out"]),
+    "flash": ({"window_size": (3, 0)}, TypeError, ["no option 'window_size'", "window(left + 1, right)"]),
+    "no such option": ({"sofcap": 3.0}, TypeError, ["no option 'sofcap'", "softcap, sinks, dropout, gate"]),
+    "length of no axes": ({"mask": headwise.lengths(torch.tensor(3))}, ValueError, ["lengths", "(2,)", "int64 ()"]),
+    "start of no axes": (
+        {"mask": headwise.lengths(torch.tensor([3]), torch.tensor(1))},
+        ValueError,
+        ["start of the lengths", "int64 ()"],
+    ),
+    "offset of no axes": ({"mask": headwise.causal(offset=torch.tensor(3))}, ValueError, ["offset", "int64 ()"]),
+    "offset of a table of no axes": (
+        {"mask": headwise.relative(torch.ones(6, 3), offset=torch.tensor(3))},
+        ValueError,
+        ["offset", "int64 ()"],
+    ),
     "one slope": ({"mask": headwise.alibi(torch.ones(1))}, ValueError, ["one slope a query head", "H = 6", "(1,)"]),
 }
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import linecache
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from backends import needs_native
-from hf_models import BY_NAME, VOCAB, stir
+from hf_models import BY_NAME, VOCAB, WINDOW, inputs, stir
 from native_cases import collected
 from transformers import PreTrainedModel
 
 import headwise.hf
 from headwise.cache.base import KVCache
-from headwise.hf import decoding, make_cache
+from headwise.hf import decoding, make_cache, syntax
 from headwise.ops.native.library import trouble
 
 pytestmark = needs_native
@@ -37,6 +39,27 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_EIGHTS: dict[str, Any] = dict(hidden_size=32, head_dim=8)  # of which a part turns
+SIZES: dict[str, dict[str, Any]] = {
+    "Cohere2": dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    "Exaone4": dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    "ModernBertDecoder": dict(
+        hidden_size=24, local_attention=4, layer_types=["sliding_attention", "full_attention"], bos_token_id=1,
+        cls_token_id=1, sep_token_id=2,
+    ),
+    "Helium": dict(hidden_size=24),
+    "Phi": _EIGHTS,
+    "StableLm": _EIGHTS,
+    "Persimmon": _EIGHTS,
+    "SmolLM3": dict(no_rope_layers=[1, 0]),
+    "Gemma4": dict(
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=WINDOW,
+        global_head_dim=6, vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=5,
+    ),
+}  # fmt: skip
+"""Sizes of configs, beside `_SIZES`."""
+
+
 def a_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny one on headwise; a name of `ROPES` is Llama with that scaling."""
     if name in ROPES:
@@ -48,20 +71,33 @@ def a_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model = BY_NAME[name].build()
         model.set_attn_implementation("headwise")
     else:
-        config = getattr(transformers, f"{name}Config")(**_SIZES)
+        config = getattr(transformers, f"{name}{'Text' if name == 'Gemma4' else ''}Config")(
+            **_SIZES | SIZES.get(name, {})
+        )
         model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="headwise")
         stir(model)
     return model.to(dtype).eval()
 
 
-def generated(model: PreTrainedModel, cache: Any, **inputs: Any) -> tuple[Any, ...]:
-    """Eight tokens, and the logits of each."""
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options, **inputs)
+def decoded(model: PreTrainedModel, cache: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+    """The logits of a text, and of three tokens more."""
+    n = input_ids.shape[1] - 3
+    tokens = [input_ids[:, :n], *input_ids[:, n:].split(1, dim=1)]
+    masks = [attention_mask[:, : n + t] for t in range(4)]
+    pairs = zip(tokens, masks, strict=True)
+    return [model(ids, attention_mask=mask, past_key_values=cache).logits for ids, mask in pairs]
+
+
+def generated(model: PreTrainedModel, cache: Any, **text: Any) -> Any:
+    """Three tokens, and the logits of each."""
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options, **text)
     return out.sequences, *out.logits
 
 
-def steps(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, inputs: dict[str, Any], **cache: Any) -> int:
+def steps(
+    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, text: dict[str, Any], run: Any = decoded, **cache: Any
+) -> int:
     """How many steps ran in one call; the logits are those of running without them."""
     taken = 0
     step = KVCache.step
@@ -69,84 +105,241 @@ def steps(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, inputs: dict[
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal taken
         out = step(*args, **options)
-        assert out is not None
-        taken += 1
+        taken += out is not None
         return out
 
     outs = []
-    for stepped in (counted, None):
+    for stepped in (counted, lambda *args, **options: None):
         with monkeypatch.context() as patch:
             patch.setattr(KVCache, "step", stepped)
-            if stepped is None:
-                patch.setattr(KVCache, "takes_steps", lambda *_: False)
-            outs.append(generated(model, make_cache(model, max_length=64, **cache), **inputs))
+            outs.append(run(model, make_cache(model, max_length=64, **cache), **text))
     for ours, theirs in zip(*outs, strict=True):
         assert torch.equal(ours, theirs)
     return taken
 
 
 def prompt(B: int, padded: bool = False) -> dict[str, Any]:
-    ids = torch.randint(1, VOCAB, (B, 9))
+    ids = torch.randint(1, VOCAB, (B, 12))
     mask = torch.ones_like(ids)
     if padded:
         mask[0, :4] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
-NAMES = ("Llama GQA", "Mistral window", "Mixtral", "Qwen2", "Qwen3", "Gemma2 softcap", "Apertus", "Glm", *ROPES)
+NAMES = (
+    "Llama GQA", "Mistral window", "Mixtral", "Qwen2", "Qwen3", "Gemma2 softcap", "Apertus", "Glm", "Phi-3", "GPT-NeoX",
+    "Gemma3 text", "gpt-oss sinks", "Llama4 chunked", "OPT", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Granite",
+    "Helium", "HunYuanDenseV1", "ModernBertDecoder", "Nemotron", "Olmo2", "Persimmon", "Phi", "SmolLM3", "StableLm",
+    "Starcoder2", *ROPES,
+)  # fmt: skip
+
+OFTEN = ("Llama GQA", "Mistral window", "Gemma2 softcap", "Glm", "gpt-oss sinks", "Cohere", "Phi")
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
 def test_the_logits_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trouble() is None
-    with torch.no_grad(), collected() as attempt:
-        for dtype, kind, small in (
-            (torch.float32, "static", None), (torch.bfloat16, "paged", None), (torch.float16, "static", torch.int8),
-        ):  # fmt: skip
-            model = a_model(name, dtype)
+    model = a_model(name)
+    with collected() as attempt:
 
-            def check(model: PreTrainedModel, **call: Any) -> None:
-                assert steps(monkeypatch, model, **call) == 2 * 7  # two layers; the first token is the prompt's
+        def check(dtype: torch.dtype, kind: str, small: torch.dtype | None) -> None:
+            text = prompt(3, padded=small is None)
+            assert steps(monkeypatch, model.to(dtype), text, kind=kind, dtype=small) == 2 * 3  # two layers
 
-            if kind == "static":
-                attempt((dtype, kind), check, model, inputs=prompt(2), kind=kind, dtype=small)
-            attempt((dtype, kind, "padded"), check, model, inputs=prompt(3, True), kind=kind, dtype=small)
+        for case in ((torch.float32, "static", None), (torch.bfloat16, "paged", None)):
+            attempt(case, check, *case)
+        if name in OFTEN:
+            attempt("int8", check, torch.float16, "static", torch.int8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shared", [0, 1])
+def test_layers_that_share_their_keys_take_their_own_way(shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's last layers read the keys of others, and the last of each kind keep theirs whole beside the cache."""
+    with monkeypatch.context() as patch:
+        patch.setitem(SIZES, "Gemma4", SIZES["Gemma4"] | {"num_kv_shared_layers": shared})
+        model = a_model("Gemma4")
+    assert steps(monkeypatch, model, prompt(3, True)) == 3 * (4 - 3 * shared)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Whisper", "BART"])
+def test_the_decoder_beside_an_encoder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own tokens; the encoder's keys are another cache's."""
+    model, sample = a_model(name), inputs(BY_NAME[name])
+    read = {key: x for key, x in sample.items() if not key.startswith("decoder")}
+    encoded = model.get_encoder()(**read)
+
+    def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+        parts = ids[:, :4], *ids[:, 4:].split(1, dim=1)
+        return [model(encoder_outputs=encoded, decoder_input_ids=x, past_key_values=cache).logits for x in parts]
+
+    assert steps(monkeypatch, model, {"ids": sample["decoder_input_ids"]}, run) == 2 * 3
+
+
+@torch.no_grad()
+def test_a_decoder_made_of_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.BertConfig(**_SIZES, is_decoder=True)
+    model = transformers.BertLMHeadModel._from_config(config, attn_implementation="headwise").eval()
+    stir(model)
+    assert steps(monkeypatch, model, prompt(2, True)) == 2 * 3
+
+
+@torch.no_grad()
+def test_generation_and_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model("Llama GQA")
+    assert steps(monkeypatch, model, prompt(2), generated) == 2 * 3  # the first token is the prompt's
+    assert steps(monkeypatch, model, prompt(2), kind="paged") == 2 * 3
 
 
 def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of other code, attentions, probes, and a rotation that somebody has replaced."""
     model = a_model("Llama GQA")
     file = importlib.import_module(type(model).__module__)
-    inputs = prompt(1)
+    text = prompt(1)
     with torch.no_grad():
-        assert steps(monkeypatch, a_model("Phi-3"), inputs) == 0
-        assert steps(monkeypatch, model, inputs) == 14
-        assert steps(monkeypatch, model.train(), inputs) == 0
+        assert steps(monkeypatch, a_model("DeepSeek-V3"), text) == 0  # keys are made anew from what is cached
+        assert steps(monkeypatch, model, text) == 6
+        assert steps(monkeypatch, model.train(), text) == 0
         model.eval()
         with headwise.hf.probe(model):
-            assert steps(monkeypatch, model, inputs) == 0
+            assert steps(monkeypatch, model, text) == 0
         with monkeypatch.context() as patch:
             theirs = file.apply_rotary_pos_emb
             patch.setattr(file, "apply_rotary_pos_emb", lambda *args, **kwargs: theirs(*args, **kwargs))
-            assert steps(monkeypatch, model, inputs) == 0
-        out = model(**inputs, past_key_values=(cache := make_cache(model)))
+            assert steps(monkeypatch, model, text) == 0
+        out = model(**text, past_key_values=(cache := make_cache(model)))
         more = model(torch.tensor([[5]]), past_key_values=cache, output_attentions=True)
-        assert more.attentions[0].shape == (1, 4, 1, 10) and out.logits.shape[1] == 9
+        assert more.attentions[0].shape == (1, 4, 1, 13) and out.logits.shape[1] == 12
     with_gradient = model(torch.tensor([[5]]), past_key_values=make_cache(model))
     assert with_gradient.logits.requires_grad
 
 
-def test_other_code_is_not_prepared() -> None:
-    """A forward is taken over only where its code, and that of its rotation, is known."""
-    known = importlib.import_module("transformers.models.llama.modeling_llama").LlamaAttention
-    theirs = getattr(known.forward, "__wrapped__", known.forward)
-    form, rotation = decoding._form_of(theirs)
-    assert (form, rotation) == (decoding.Form(), decoding.Rotation())
+_LLAMA = importlib.import_module("transformers.models.llama.modeling_llama")
+_FORWARD = "        cos, sin = position_embeddings\n"
+_INTERFACE = "        attention_interface: Callable ="
+_OUT = "        attn_output = self.o_proj(attn_output)\n"
 
+
+def changed(*passages: tuple[str, str]) -> Any:
+    """The `forward` of Llama's attention, in a file of which some passages read otherwise."""
+    source, name = "".join(linecache.getlines(str(_LLAMA.__file__))), f"<changed {passages}>"
+    for old, new in passages:
+        assert old in source
+        source = source.replace(old, new)
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    names = dict(vars(_LLAMA)) | {"__name__": "changed"}
+    only = "def rotate_half", "def apply_rotary_pos_emb", "class LlamaAttention"
+    for part in only:  # the rest of the file stays as it is
+        start = source.index(part)
+        end = min(n for n in (source.find(f"\n{word}", start) for word in ("@", "def ", "class ")) if n > 0)
+        padding = "\n" * source.count("\n", 0, start)
+        exec(compile(padding + source[start:end], name, "exec"), names)
+    return names["LlamaAttention"].forward
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("update(key_states, value_states", "update(value_states, key_states"),
+        ("past_key_values.update(", "past_key_values.append("),
+        ("past_key_values is not None:\n            key", "past_key_values is None:\n            key"),
+        (_INTERFACE, "        query_states = 2 * query_states\n" + _INTERFACE),
+        (_OUT, _OUT + "        attn_output = attn_output + key_states.mean()\n"),
+        (_INTERFACE, "        if key_states.ndim > 9:\n            value_states = 2 * value_states\n" + _INTERFACE),
+        ("attn_output, attn_weights = attention_interface(", "attn_output = attention_interface("),
+        ("            query_states,\n            key_states,", "            key_states,\n            query_states,"),
+    ],
+)  # fmt: skip
+def test_other_code_is_not_prepared(old: str, new: str) -> None:
+    """A forward is taken over only where what it does from rotation to attention reads like what is known."""
+    assert decoding.stepping(changed())[0] is not None
+    assert decoding.stepping(changed((old, new))) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("q_embed = (q * cos) + (rotate_half(q) * sin)", "q_embed = (q * cos) - (rotate_half(q) * sin)"),
+        ("torch.cat((-x2, x1), dim=-1)", "torch.cat((x2, -x1), dim=-1)"),
+        ("key_states, cos, sin)\n", "key_states, cos, sin)\n        query_states = self.q_norm(query_states)\n"),
+        ("(query_states, key_states, cos, sin)", "(query_states, key_states, sin, cos, unsqueeze_dim=2)"),
+    ],
+)
+def test_another_rotation_is_left_to_the_model(old: str, new: str) -> None:
+    """Then a step is what comes after it."""
+    known, _ = decoding.stepping(changed())
+    other, _ = decoding.stepping(changed((old, new)))
+    assert known is not None and known.rotation == decoding.Rotation()
+    assert other is not None and other.rotation is None
+
+
+@torch.no_grad()
+def test_what_stands_around_is_the_class_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code before rotation and after attention may be any: it runs as it is."""
+    model = a_model("Llama GQA")
+    plain = decoded(model, make_cache(model), **prompt(2))
+    decoding._prepare.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            other = "        query_states = 3 * query_states\n", _OUT.replace("self.o", "2 * self.o")
+            patch.setattr(_LLAMA.LlamaAttention, "forward", changed((_FORWARD, other[0] + _FORWARD), (_OUT, other[1])))
+            assert steps(monkeypatch, model, prompt(2)) == 6
+            assert not torch.equal(decoded(model, make_cache(model), **prompt(2))[-1], plain[-1])
+    finally:
+        decoding._prepare.cache_clear()
+
+
+@torch.no_grad()
+def test_a_layer_that_does_not_cache_takes_no_step() -> None:
+    """Where the code asks more than whether there is a cache, a step is asked with the cache only if that is so."""
+    seen: list[Any] = []
+
+    def step(*args: Any, **options: Any) -> torch.Tensor:
+        seen.append(args[3])
+        return torch.zeros(1, 1, 4, 6)
+
+    condition = "past_key_values is not None:\n            key"
+    forward = changed((condition, condition.replace("None:", "None and self.layer_idx > 0:")))
+    core = syntax.core_of(syntax.syntax_of(forward))
+    assert core is not None
+    made, cache = syntax.with_steps(forward, core, True, step), object()
+    for layer in a_model("Llama GQA").model.layers:
+        made(layer.self_attn, torch.randn(1, 1, 28), (None, None), None, past_key_values=cache)
+    assert seen == [None, cache]
+
+
+def test_functions_without_a_text() -> None:
     def forward(self: Any, hidden_states: Any) -> Any:
         return hidden_states
 
-    assert decoding._form_of(forward) == (None, None)
-    assert decoding._form_of(None) == (None, None)
-    wrapped = decoding.wraps(theirs)(lambda *args, **kwargs: None)
-    assert decoding._form_of(wrapped) == (None, None)
+    assert decoding.stepping(forward) == (None, None)
+    assert decoding.stepping(None) == (None, None)
+    theirs = changed()
+    assert decoding.stepping(decoding.wraps(theirs)(lambda *args, **kwargs: None)) == (None, None)
+    blind = FunctionType(theirs.__code__.replace(co_filename="<nowhere>"), theirs.__globals__)
+    assert decoding.stepping(blind) == (None, None)
+
+
+def test_what_a_step_does_to_scores() -> None:
+    scores = decoding._scores_of(dropout=0.0, scaling=0.5, softcap=3.0, position_ids=1, use_cache=True, seq_idx=None)
+    assert scores == decoding.Scores(0.5, 3.0, None)
+    for other in ({"dropout": 0.1}, {"output_attentions": True}, {"softcap": 0.0}, {"seq_idx": 1}, {"other": 1}):
+        assert decoding._scores_of(**other) is None
+
+
+def test_angles_that_do_not_fit() -> None:
+    query, pair = torch.randn(3, 2, 1, 8), (torch.randn(1, 1, 8), torch.randn(1, 1, 8))
+    plain, part, wide = decoding.Rotation(), decoding.Rotation(partly=True), decoding.Rotation(wide=True)
+    half = tuple(x[..., :4] for x in pair)
+    assert decoding._turn_of(pair, query, plain, None).size == 8
+    assert decoding._turn_of(half, query, part, None).size == decoding._turn_of(half, query, plain, 4).size == 4
+    assert decoding._turn_of(pair, query.bfloat16(), wide, None).cos.dtype == torch.float32
+    for angles, x, turning, size in (
+        (half, query, plain, None), (pair, query, plain, 4), (pair, query.bfloat16(), plain, None),
+        (tuple(y.expand(2, 1, 8) for y in pair), query, plain, None), ((pair[0], half[0]), query, plain, None),
+        (tuple(y.expand(1, 2, 8) for y in pair), query, plain, None), ((pair[0], None), query, plain, None),
+    ):  # fmt: skip
+        assert decoding._turn_of(angles, x, turning, size) is None

@@ -111,6 +111,15 @@ def test_alignment_is_found_in_cross_attention_alone() -> None:
     assert [head.part for head in record.heads] == ["encoder"] * 3 + ["decoder"] * 2 + ["cross"] * 4
 
 
+def test_a_sink_is_no_offset_in_a_text_hardly_longer_than_it() -> None:
+    """Of five tokens one query has a key four before it: the first token, which a sink attends from everywhere."""
+    model, _ = constructed([["first-token sink"]])
+    seen = look.at(model, [1, 3, 4, 5, 6], delimiters=[], full_maps=False, map_size=1, repeats=None)
+    scores = seen.heads[0].scores
+    assert scores["offset-4"].value > 0.9 and scores["offset-4"].count == 1
+    assert not [score.name for score in seen.heads[0].roles if score.name.startswith("offset")]
+
+
 def test_random_models_play_hardly_a_role() -> None:
     """Of the roles of all heads of 200 models at most 1 % are false: a broad head is one, random or not."""
     played = heads = 0

@@ -62,6 +62,13 @@ def test_the_reach_of_a_union_holds_both() -> None:
         (lambda: causal() | bias(torch.zeros(2, 2)), "a bias adds to the scores and joins by `&` alone; `|` met Bias"),
         (lambda: ~headwise.alibi(torch.ones(2)), "`~` met Alibi; join the rules first"),
         (lambda: causal() | torch.ones(2, 2, dtype=torch.bool), "`|` joins masks; got Tensor; wrap a bool tensor in"),
+        (
+            lambda: torch.ones(2, 2, dtype=torch.bool) & causal(),
+            "`&` joins masks; got Tensor; wrap a bool tensor in keep",
+        ),
+        (lambda: None | causal(), "`|` joins masks; got NoneType"),
+        (lambda: causal() and causal(), "join masks by `&`, `|` and `~`, not by `and`, `or` and `not`"),
+        (lambda: not causal(), "a mask is neither true nor false"),
         (lambda: rule(3), "rule() takes a function of (b, h, i, j); got int"),
         (lambda: rule(lambda b, h, i, j: i - j).dense(2, 2), "gives a bool tensor, True = attend"),
         (lambda: rule(lambda b, h, i, j: True).dense(2, 2), "got bool"),

@@ -30,7 +30,9 @@ best = pytest.mark.parametrize("backend", BEST)
 @pytest.fixture(autouse=True)
 def never_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that went the other way would be tested for nothing."""
-    monkeypatch.setattr("headwise.ops.statistics.blocks.measure_in_blocks", lambda request: pytest.fail("not the kernel"))
+    monkeypatch.setattr(
+        "headwise.ops.statistics.blocks.measure_in_blocks", lambda request: pytest.fail("not the kernel")
+    )
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from torch import Tensor
 
 import headwise
 from headwise import LatentAttention
+from headwise.cache import StaticCache
 from headwise.nn import InnerAttention
+from headwise.nn.inner import InnerFunction
 from headwise.testing import assert_same_bits
 
 C, R = SIZES["kv_lora_rank"], SIZES["rope_dim"]
@@ -137,3 +139,37 @@ def test_the_options_in_use_reach_the_cache(form: Any) -> None:
     assert torch.allclose(out, mla(x, mask=headwise.causal()), atol=1e-5)
     mla.inner = InnerAttention(scale=0.2)
     assert not torch.allclose(out, mla(x, mask=headwise.causal()), atol=1e-2)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_scale_of_a_replaced_inner_part_is_that_of_both_forms(scale: float | None) -> None:
+    """Without one of its own it takes that of a key's size, which is the expanded key's whatever the form."""
+    mla, x = make(), torch.randn(B, T, M)
+    mla.inner = InnerAttention(scale=scale)
+    exact = mla.double()(x.double(), mask=headwise.causal(), form="expanded").float()
+    mla = mla.float()
+    outs = [mla(x, mask=headwise.causal(), form=form) for form in FORMS] + [fed(mla, x, [11, 8], form="absorbed")[0]]
+    with torch.no_grad():
+        cache = StaticCache(B, num_kv_heads=1, head_dim=C + R, value_dim=C, shared=True, capacity=T)
+        first, _ = mla(x[:, :-1], cache=cache)
+        outs.append(torch.cat((first, mla(x[:, -1:], cache=cache, form="absorbed")[0]), dim=1))
+    for out in outs:
+        assert torch.allclose(out, exact, atol=1e-5)
+
+
+@pytest.mark.unchecked
+def test_the_absorbed_form_needs_an_inner_part_that_says_its_scale() -> None:
+    mla, x = make(), torch.randn(B, T, M)
+    mla.uncached = "absorbed"  # as where the rank is small
+    assert not torch.equal(mla(x), mla(x, form="expanded"))
+    mla.inner = InnerFunction(headwise.attention)
+    assert torch.equal(mla(x), mla(x, form="expanded"))
+    mla.inner = Plain()
+    assert torch.equal(mla(x), mla(x, form="expanded"))
+    with pytest.raises(NotImplementedError, match=r'Plain does not say what it computes; .* form="expanded"'):
+        mla(x, form="absorbed")
+
+
+class Plain(torch.nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None) -> Tensor:
+        return headwise.attention(query, key, value, mask=mask)

@@ -276,6 +276,8 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
     "falcon-40b": 41_303_293_952, "mpt-7b": 6_649_286_656, "llama-4-scout": 108_641_793_536,
     "qwen2.5-vl-7b": 8_292_166_656, "jamba-v0.1": 51_570_323_328, "lfm2-1.2b": 1_170_340_608,
+    "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824, "qwen2.5-0.5b": 494_032_768, "qwen2.5-7b": 7_615_616_512,
     "whisper-tiny": 37_760_640, "whisper-large-v3": 1_543_490_560,
 }  # fmt: skip
 """What the safetensors files of the published checkpoints hold."""
@@ -284,6 +286,33 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_cards_have_the_parameters_of_the_published_checkpoints(name: str) -> None:
     assert plan.of(name).model.total_parameters() == PUBLISHED[name]
+
+
+def test_bloom_is_counted_from_its_published_config() -> None:
+    """Its files say n_embed, which transformers takes for hidden_size; without it the default of 64 would count."""
+    published = {
+        "model_type": "bloom", "architectures": ["BloomForCausalLM"], "n_embed": 1024, "n_layer": 24,
+        "num_attention_heads": 16, "vocab_size": 250880, "n_inner": None, "offset_alibi": 100, "seq_length": 2048,
+        "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True,
+        "skip_bias_add": True, "skip_bias_add_qkv": False, "pretraining_tp": 1, "use_cache": True,
+    }  # fmt: skip
+    bloom = plan.of(published)
+    assert bloom.model.total_parameters() == 559_214_592 and bloom.exact
+    assert bloom.bytes_per_token == 24 * 2 * 1024 * 2
+
+
+def test_what_published_configs_say_beside_the_counts_is_known() -> None:
+    """Fields of old versions, which transformers reads no more: a note about each would make every count look vague."""
+    for name, beside in {
+        "t5": {"n_positions": 512},
+        "mt5": {"n_positions": 512},
+        "gptj": {"rotary": True},
+        "phi3": {"attention_bias": False},
+        "qwen3_moe": {"max_window_layers": 48},
+        "whisper": {"forced_decoder_ids": [[1, 50259]]},
+        "cohere": {"model_max_length": 131072},
+    }.items():
+        assert plan.of({"model_type": name, **beside}, context=100).notes == (), name
 
 
 @pytest.mark.parametrize("name", plan.cards())

@@ -59,6 +59,18 @@ def test_five_unknown_fields_are_named() -> None:
         assert plan.of({**SMALL, **{f"a{i}": 1 for i in range(count)}}).notes == (note + end,)
 
 
+def test_a_dtype_counts_under_either_name() -> None:
+    """As transformers reads it: a null says nothing, and the name of today goes first."""
+    for names, size in (
+        ({"dtype": None, "torch_dtype": "float32"}, 4),
+        ({"dtype": "float32", "torch_dtype": None}, 4),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, 4),
+        ({"torch_dtype": "float32"}, 4),
+        ({"dtype": None, "torch_dtype": None}, 2),
+    ):
+        assert model_of({**SMALL, **names}).weight_bytes == size, names
+
+
 def test_what_stands_around_the_text_model() -> None:
     """The dtype, a quantisation and whether the head is tied may stand in the wrapper; the rest is the text model's."""
     text = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 50, "head_dim": 8}
@@ -73,6 +85,8 @@ def test_what_stands_around_the_text_model() -> None:
     del outer["quantization_config"]
     assert plan.of(outer).notes == ()
     assert [model_of({**outer, "dtype": dtype}).weight_bytes for dtype in ("float32", "bfloat16")] == [4, 2]
+    said = {**outer, "torch_dtype": "bfloat16", "text_config": {**text, "dtype": None, "torch_dtype": "float32"}}
+    assert model_of(said).weight_bytes == 4, "the text model's own, under either name"
     sizes = [
         model_of({**outer, "text_config": {**text, "tie_word_embeddings": not tied}, "tie_word_embeddings": tied})
         for tied in (True, False)

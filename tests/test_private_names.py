@@ -5,14 +5,14 @@ import functools
 import re
 
 import pytest
-from test_architecture import Tree, inside, module_of, real_tree, room_of, with_planted
+from test_architecture import Tree, inside, module_of, parsed, real_tree, room_of, with_planted
 
 
 @functools.cache
 def names_in(source: str) -> tuple[set[str], set[str]]:
     """(names that a file defines or sets, attributes that it uses)."""
     defined, used = set[str](), set[str]()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         stored = isinstance(getattr(node, "ctx", None), ast.Store)
         name = getattr(node, "attr", getattr(node, "id", "")) if stored else getattr(node, "name", "")
         defined.add(name or "")

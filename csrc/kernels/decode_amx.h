@@ -28,11 +28,21 @@ HW_INLINE void load_rows(const uint16_t* from, int64_t stride, int64_t n, TileCo
   tile_load<Tile>(copy.rows, kTileStep * 2);
 }
 
-// Prefetches as many lines as a register has.
+// Of the 16 lines that a product reads, 12 are prefetched beside it. The others come at once before the stretches that
+// have no products, which are computed while memory answers.
+constexpr int kBeside = 12;
+
 template <class Read>
 HW_INLINE void tile_ahead(Ahead<Read>& ahead) {
   HW_UNROLL
-  for (int64_t i = 0; i < W; i += Ahead<Read>::kLines) ahead.step();
+  for (int64_t i = 0; i < kBeside; i += Ahead<Read>::kLines) ahead.step();
+}
+
+// Prefetches the others, or a part of them, of the products of n keys with so many columns.
+template <class Read>
+HW_INLINE void rest_ahead(Ahead<Read>& ahead, int n, int64_t columns, int64_t part) {
+  const int64_t products = (n + W - 1) / W * (columns / kTileStep);
+  for (int64_t i = 0; i < products * (W - kBeside) / part; i += Ahead<Read>::kLines) ahead.step();
 }
 
 // Adds the products of the u-th 16 of n keys.
@@ -72,6 +82,7 @@ static inline void tile_scores_of(const float* query, int64_t padded_D, const ui
       tile_load<kSecond>(q + d / 2 * W, W * 4);
       add_keys<0>(keys + d, stride, left, copy, ahead), add_keys<1>(keys + d, stride, left, copy, ahead);
     }
+    if (left <= 2 * W) rest_ahead(ahead, n, padded_D, 1);  // the softmax is next
     store_scores<0, R, Read::kTile>(left, out + j), store_scores<1, R, Read::kTile>(left, out + j);
   }
 }
@@ -147,6 +158,7 @@ static inline void tile_sums_of(const uint32_t* weights, int n, const uint16_t* 
         add_value_columns<3, Quads>(rows, stride, n - j, width, copy, ahead);
       }
     }
+    rest_ahead(ahead, n, min(width, Columns * kTileStep), 2);
     join_columns<0, R>(rescale, sums + d, padded_V, width), join_columns<1, R>(rescale, sums + d, padded_V, width);
     if constexpr (Quads == 1) {
       join_columns<2, R>(rescale, sums + d, padded_V, width), join_columns<3, R>(rescale, sums + d, padded_V, width);

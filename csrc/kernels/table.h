@@ -83,19 +83,21 @@ static inline void with_reader(const Problem& p, const Run& run) {
 }
 
 template <class Read>
-static void run_decode_rows(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+static void run_decode_rows(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
+                            const Upcoming& upcoming) {
   if (plan.rows == 1) {
-    run_decode<Read, 1>(p, plan, group, split, scratch);
+    run_decode<Read, 1>(p, plan, group, split, scratch, upcoming);
   } else if (plan.rows == 2) {
-    run_decode<Read, 2>(p, plan, group, split, scratch);
+    run_decode<Read, 2>(p, plan, group, split, scratch, upcoming);
   } else if (plan.rows <= 4) {
-    run_decode<Read, 4>(p, plan, group, split, scratch);
+    run_decode<Read, 4>(p, plan, group, split, scratch, upcoming);
   } else {
-    if constexpr (kDecodeRows == 8) run_decode<Read, 8>(p, plan, group, split, scratch);
+    if constexpr (kDecodeRows == 8) run_decode<Read, 8>(p, plan, group, split, scratch, upcoming);
   }
 }
 
-static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch) {
+static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t split, char* scratch,
+                     const Upcoming& upcoming) {
   const FlushDenormals flush;
   if (plan.splits > 1) {
     const Item item(p, plan, group);
@@ -105,7 +107,7 @@ static void run_item(const Problem& p, const Plan& plan, int64_t group, int64_t 
     }
   }
   if (plan.by_row) {
-    with_reader(p, [&](auto read) { run_decode_rows<decltype(read)>(p, plan, group, split, scratch); });
+    with_reader(p, [&](auto read) { run_decode_rows<decltype(read)>(p, plan, group, split, scratch, upcoming); });
   } else {
     if constexpr (kHasBf16) {
       if (p.bytes() && p.dtype() == Dtype::bf16) {

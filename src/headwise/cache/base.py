@@ -24,6 +24,7 @@ Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
 SERVED = {torch.float32, torch.bfloat16, torch.float16}
 """What queries of a step may be."""
+_ALL = Mask(())
 Stored: TypeAlias = Tensor | Quantized | Paged
 """Keys or values (B, K, S, n) in the form that a cache stores them in."""
 
@@ -211,7 +212,7 @@ class KVCache(ABC):
             gradient, autocast, tracing, other sizes or dtypes, a cache of another kind. Then nothing was added, and
             `append` and `attend` do it, or say what is wrong.
         """
-        mask = Mask(()) if mask is None else mask
+        mask = _ALL if mask is None else mask
         if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
             return None
         storage = self._held()

@@ -60,7 +60,8 @@ class PagePool:
         self.num_kv_heads, self.head_dim, self.dtype, self.shared = num_kv_heads, head_dim, dtype, shared
         self.value_dim = head_dim if value_dim is None else value_dim
         self.page_size = page_size
-        self.store = Store((num_pages, num_kv_heads, page_size), head_dim, self.value_dim, dtype, shared, device)
+        size = (num_pages, num_kv_heads, page_size)
+        self.store = Store(size, head_dim, self.value_dim, dtype, shared, device).on_huge_pages()
         self._refs = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
 
@@ -136,7 +137,7 @@ class PagePool:
     def clone(self) -> PagePool:
         """Another pool with the same pages and references."""
         new = copy(self)
-        new.store = self.store.map(torch.clone)
+        new.store = self.store.copied()
         new._refs, new._free = list(self._refs), list(self._free)
         return new
 
@@ -144,7 +145,7 @@ class PagePool:
         """As many pages more; the others are copied."""
         check_counts(pages=pages)
         have = len(self._refs)
-        self.store = self.store.map(lambda x: torch.cat([x, x.new_empty(pages, *x.shape[1:])]))
+        self.store = self.store.copied(more=pages)
         self._refs += [0] * pages
         self._free = list(range(have + pages - 1, have - 1, -1)) + self._free
 

@@ -15,6 +15,7 @@ from ..ops.native.step import Held
 from ..ops.storage.layout import in_one_piece
 from .base import KVCache, Stored
 from .checks import check_cache_sizes, check_rows, check_truncate
+from .memory import HUGE
 from .store import Store
 
 StaticT = TypeVar("StaticT", bound="StaticCache")
@@ -69,6 +70,9 @@ class StaticCache(KVCache):
         super().__init__(batch, num_kv_heads, head_dim, value_dim, dtype, shared=shared, causal=causal)
         self.capacity = capacity
         self._store = Store((batch, num_kv_heads, capacity), head_dim, self.value_dim, dtype, shared, device)
+        # A head has a place of its own in the store, which may never be used up: so it is on huge pages when its keys
+        # fill half of that, or of one of them.
+        self._small: int | None = min(capacity, HUGE // (head_dim * dtype.itemsize)) // 2
 
     @property
     @override
@@ -94,6 +98,13 @@ class StaticCache(KVCache):
                 f"a StaticCache of capacity {self.capacity} has no room for {max(ends)} tokens: make it larger, "
                 "truncate() it, or take a RollingCache (window) or a PagedCache"
             )
+        self._widen(max(ends))
+
+    def _widen(self, length: int) -> None:
+        """The store, on huge pages from so many tokens on."""
+        if self._small is not None and length >= self._small:
+            self._store.on_huge_pages()
+            self._small = None
 
     @override
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
@@ -117,6 +128,7 @@ class StaticCache(KVCache):
     @override
     def _held(self) -> Held:
         longest = max(self.lengths)
+        self._widen(longest + 1)
         places = [longest] if min(self.lengths) == longest else self.lengths
         return self._store.storage(None, places)
 
@@ -133,13 +145,12 @@ class StaticCache(KVCache):
     def reorder(self: StaticT, rows: Tensor | Sequence[int]) -> StaticT:
         wanted = check_rows(rows, self.batch)
         if wanted != list(range(self.batch)):
-            index = torch.tensor(wanted, device=self._store.key.device)
-            self._store = self._store.map(lambda x: x.index_select(0, index))
+            self._store = self._store.copied(wanted)
         self.set_rows(wanted)
         return self
 
     @override
     def fork(self: StaticT) -> StaticT:
         new = copy(self)
-        new._store = self._store.map(torch.clone)
+        new._store = self._store.copied()
         return new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..ops.native.append import Span, append_int8
 from ..ops.native.step import Held
 from ..ops.storage.int8 import Quantized
+from .memory import on_huge_pages, reserve
 from .quantize import rounded
 
 
@@ -31,12 +32,12 @@ class Store:
         device: torch.device | str | None,
     ) -> None:
         self.value_dim, self.shared = value_dim, shared
-        self.key = torch.empty(*size, head_dim, dtype=dtype, device=device)
-        self.value = None if shared else torch.empty(*size, value_dim, dtype=dtype, device=device)
+        self.key = reserve((*size, head_dim), dtype, device)
+        self.value = None if shared else reserve((*size, value_dim), dtype, device)
         self.key_scale = self.value_scale = None
         if dtype == torch.int8:
-            self.key_scale = torch.empty(size, device=device)
-            self.value_scale = None if shared else torch.empty(size, device=device)
+            self.key_scale = reserve(size, torch.float32, device)
+            self.value_scale = None if shared else reserve(size, torch.float32, device)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -68,11 +69,25 @@ class Store:
                 small = rounded(x.reshape(1, 1, -1, x.shape[-1]))
                 to[where], scales[where] = small.data.view(x.shape), small.scale.view(x.shape[:-1])
 
-    def map(self, change: Any) -> Store:
-        """Another store, of the tensors that `change` makes of this one's."""
+    def on_huge_pages(self) -> Store:
+        """Itself, on huge pages from here on, each resident as a whole."""
+        for x in self._tensors().values():
+            on_huge_pages(x)
+        return self
+
+    def copied(self, entries: Sequence[int] | None = None, more: int = 0) -> Store:
+        """Another store: these of the N entries (all by default), and room for as many more."""
         new = copy(self)
         for name, x in self._tensors().items():
-            setattr(new, name, change(x))
+            kept = len(x) if entries is None else len(entries)
+            to = reserve((kept + more, *x.shape[1:]), x.dtype, x.device)
+            on_huge_pages(to)
+            if entries is None:
+                to[:kept] = x
+            else:
+                for at, entry in enumerate(entries):
+                    to[at] = x[entry]
+            setattr(new, name, to)
         return new
 
     def view(self, length: int | None = None) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import typer
 
 from .loading import load
 from .output import console, progress
-from .texts import read_text
+from .texts import fitting, read_text
 
 ModelArgument = Annotated[
     str | None, typer.Argument(help="A checkpoint folder or hub name.", show_default="the model in the package")
@@ -138,7 +138,7 @@ def _measured(
 
     with progress() as show:
         loaded = load(model, device, dtype, show, f"headwise {command}")
-        ids, _ = loaded.encode(content)
+        ids, _ = loaded.encode(fitting(loaded, content))
         show("measuring")
         result = work(loaded, ids, show)
     return replace(result, model=visible(result.model if model is not None else "headwise tiny", limit=100))

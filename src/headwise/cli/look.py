@@ -10,7 +10,7 @@ from . import guard, media, reading, several, writing
 from .against import either, read_plan
 from .loading import load
 from .output import console, progress
-from .texts import read_text
+from .texts import fitting, read_text
 
 
 def _look(  # private, for a command has as many options as its users need, and no one calls it from Python
@@ -122,6 +122,7 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
         show("looking")
         if more.corpus is not None:
             return reading.look_over(loaded, more, name, show)
+        text = text and fitting(loaded, text)
         if more.beside or text is None or loaded.tokenizer is None or loaded.model.main_input_name != "input_ids":
             return reading.look_beside(loaded, text, more, beside, name, show)
         ids, tokens = loaded.encode(text)
@@ -138,15 +139,37 @@ def look_at(model: str | None, text: str | None, device: str, dtype: str | None,
         return reading.with_more(loaded, result, ids, read, more)
 
 
+ROLE = 28
+"""Letters that the last column has at least, the longest role with its number among them."""
+SPARE = ("next", "self", "dup", "delim", "largest", "distance", "entropy")
+"""What a narrow terminal goes without, the first one first; the files and --json have it."""
+
+
 def _print_heads(result: Any) -> None:
-    """The table of heads, its name harmless; without frame and with folded roles where the terminal is narrow."""
+    """The table of heads, its name harmless; without frame and with fewer columns where the terminal is narrow."""
     from dataclasses import replace
 
     from headwise.report.escape import visible
 
-    shown = console()
-    table = replace(result, model=visible(result.model, limit=100)).table()
-    if shown.width < shown.measure(table, options=shown.options.update(width=1000)).maximum:
-        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
-        table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    shown, look = console(), replace(result, model=visible(result.model, limit=100))
+    table = look.table()
+    if shown.measure(table, options=shown.options.update(width=1000)).maximum > shown.width:
+        table = _narrow(look, shown)
     shown.print(table)
+
+
+def _narrow(look: Any, shown: Any) -> Any:
+    """The table without frame, its roles folded, and without as many columns as leave those room."""
+    from headwise.look.tables import rich_table
+
+    table: Any = None
+    for count in range(len(SPARE) + 1):
+        table = rich_table(look, SPARE[:count])
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+        longest = max(len(cell) for cell in table.columns[-1].cells)
+        whole = shown.measure(table, options=shown.options.update(width=1000)).maximum
+        if whole - max(longest - ROLE, 0) <= shown.width:
+            break
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    table.caption = f"no room for {', '.join(SPARE[:count])}" if count else None
+    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,6 +45,8 @@ def _plan(  # private, for a command has as many options as its users need, and 
         from headwise.report import check_destination, put
 
         check_destination(svg)
+        if Path(svg).suffix.lower() != ".svg":
+            raise typer.BadParameter(f"--svg {svg}: an SVG is written; end the name in .svg")
     speeds = {"bandwidth": bandwidth, "flops": flops}
     lengths = planning.contexts(context)
     if link is None and (tensor, context_ranks) != (1, 1):

@@ -25,6 +25,7 @@ from .reshaped import (
     tensors,
     texts_of,
 )
+from .texts import fitting
 
 MEASURED = ("importance", "ablation", "redundancy")
 CRITERIA = {"importance": "gradient", "ablation": "zero"}
@@ -159,7 +160,7 @@ def _read(
         rows: list[Any] = rows_of(hf, loaded, texts)
         read: Any = rows
     else:
-        read = (beside or Beside()).values(hf, loaded, texts)
+        read = (beside or Beside()).values(hf, loaded, (fitting(loaded, text) for text in texts))
         rows = [read]
     show(f"ranking heads by {by}")
     if by in CRITERIA:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from typing import Any
 
 import typer
+
+from . import several
 
 MAX_FILE = 64_000_000
 
@@ -26,6 +29,27 @@ def read_text(text: str | None, file: str | None) -> str:
     if not content.strip():
         raise typer.BadParameter(f"{where}: the text is empty; give a few words at least")
     return content
+
+
+def fitting(loaded: Any, text: str) -> str:
+    """The text; of the default text as much as the model takes, which stderr says. A user's own text is never cut."""
+    from headwise.models import default_text
+
+    if text != default_text() or loaded.tokenizer is None or loaded.max_positions is None:
+        return text
+    from headwise.hf import tokens
+    from headwise.report.escape import visible
+
+    part = tokens.beginning(loaded.tokenizer, text, loaded.max_positions)
+    if not part or part == text.rstrip():
+        return text
+    if several.speaks():
+        takes = f"{visible(loaded.name, limit=100)} takes {loaded.max_positions:,} tokens"
+        read = f"{len(part):,} of {len(text):,} characters"
+        print(
+            f"headwise: {takes}, so the default text is cut ({read}); --text or --file gives another", file=sys.stderr
+        )
+    return part
 
 
 def _typed(text: str) -> bytes:

@@ -337,7 +337,7 @@ def make_cache(
     return HeadwiseEncoderDecoderCache(cache, DynamicCache())
 
 
-def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> CacheLayerMixin:
+def _layer(theirs: Any, kind: str, max_length: int, dtype: torch.dtype | None) -> Any:
     """Ours for one of theirs; a DummyLayer keeps nothing: it has no attention, or reads another layer's keys."""
     if isinstance(theirs, DynamicSlidingWindowLayer):
         return SlidingLayer(theirs.sliding_window, max_length, dtype)

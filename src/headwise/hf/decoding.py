@@ -2,108 +2,79 @@
 
 transformers calls attention functions after rotation and cache; each is some operations of torch, and some calls of
 Python, more than the attention of one token. `make_cache` therefore prepares the classes of attention whose `forward`
-and whose rotation read, but for names of types and comments, like one of those here: with a cache of ours and one token
-a row, their projections are called as before, and between them one function of the native kernel, which rotates,
-appends and attends. Everything else, and every other class, runs its own code. The numbers are the same, bit by bit.
+rotates, caches and attends in statements that read like those of `syntax`: with a cache of ours and one token a row,
+one function of the native kernel stands for them. Projections, norms, gates and all else are the class's own code, and
+so is every other call. The numbers are the same, bit by bit.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable
-from functools import lru_cache, wraps
-from hashlib import blake2b
+from functools import lru_cache, partial, wraps
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..nn.sharded import current
-from ..nn.steps import heads_of
 from ..ops.masks.compose import Mask
 from ..ops.native.step import Scores, Turn, runs_plain
 from .attention import HARMLESS, attentions_are_collected, headwise_attention
-from .interface import NAME
 from .masks import StructuralMask
 from .sessions import watched
+from .syntax import core_of, fingerprint, syntax_of, with_steps
+from .tensor import heads_here
 from .whole import whole_batch
 
 
-class Form(NamedTuple):
-    """What an attention's `forward` does around the rotation.
-
-    Attributes:
-        norms: where q_norm and k_norm stand: "before" or "after" heads and tokens change places; "" for none.
-        softcap: the module's attribute that caps the scores.
-    """
-
-    norms: str = ""
-    softcap: str | None = None
-
-
 class Rotation(NamedTuple):
-    """What `apply_rotary_pos_emb` does.
+    """What a function of transformers does to queries and keys, (q, k, cos, sin) -> (q, k).
 
     Attributes:
         partly: the angles say how much of a head turns; else they are for all of it.
-        interleaved: pairs are neighbours, and the first half of the angles is theirs; else halves are.
+        interleaved: pairs are neighbours; else n and n + half of what turns.
+        angles: "each": one for each number that turns; "first": the same, of which the first half is read, one for each
+            pair; "pair": one for each pair.
+        wide: computed in float32 and rounded at the end; else so with angles in float32 alone, where `back` allows it.
+        back: the result has the dtype that came in.
     """
 
     partly: bool = False
     interleaved: bool = False
+    angles: str = "each"
+    wide: bool = False
+    back: bool = False
 
 
-FORMS: dict[str, Form] = {
-    "76cc852207c1f960": Form(),
-    "c4d247fc414b97d6": Form(),
-    "b70147fe6b8bc2f1": Form(),
-    "10c38eb26a71819b": Form(norms="before"),
-    "5021eaf501297a52": Form(norms="after"),
-    "7529ea12e299bc73": Form(softcap="attn_logit_softcapping"),
-}
-"""The `forward` of attention classes, by the fingerprint of its code: those of Llama, Mistral, Qwen 2, Qwen 3, Apertus
-and Gemma 2, which transformers has in some 45 files."""
+_HALF, _PAIRS, _PAIRS_TOO = "3f33ea54d4fc5890", "55a9e6fe73e0f9f2", "75f8d6179b6ab18a"
 
 ROTATIONS: dict[str, Rotation] = {
-    "6624cf83ff11cb45 3f33ea54d4fc5890": Rotation(),
-    "904b17fa28ba0560 3f33ea54d4fc5890": Rotation(partly=True),
-    "b70d37fa6dae8b0c 55a9e6fe73e0f9f2": Rotation(partly=True, interleaved=True),
+    f"6624cf83ff11cb45 {_HALF}": Rotation(),  # Llama
+    f"6624cf83ff11cb45 {_PAIRS_TOO}": Rotation(interleaved=True),  # BLT
+    f"904b17fa28ba0560 {_HALF}": Rotation(partly=True),  # GPT-NeoX
+    f"19f3825b1e614590 {_HALF}": Rotation(partly=True),  # Phi-3
+    f"54441609d0c78029 {_HALF}": Rotation(partly=True),  # Nemotron
+    f"c7e07601b69b089a {_HALF}": Rotation(partly=True),  # Qwen 4
+    f"e2a71c7dc03e03cd {_HALF}": Rotation(back=True),  # OLMo
+    f"e44eef2d3bb47a5d {_HALF}": Rotation(wide=True),  # ModernBERT
+    f"b70d37fa6dae8b0c {_PAIRS}": Rotation(partly=True, interleaved=True, angles="first"),  # GLM
+    f"8ebb5a3efde4556b {_PAIRS}": Rotation(partly=True, interleaved=True),  # GLM-4V
+    f"65f89eedfe395261 {_PAIRS}": Rotation(interleaved=True, angles="first"),  # Helium
+    f"daff905433650397 {_PAIRS}": Rotation(interleaved=True, angles="first", wide=True),  # Ernie 4.5
+    f"bae3f3d6a5499262 {_PAIRS}": Rotation(interleaved=True, wide=True),  # Ernie 4.5 VL
+    f"96216ea88aad73ee {_PAIRS_TOO}": Rotation(interleaved=True, wide=True),  # Cohere
+    "934b2313c546966d cc8fc069beeccde0": Rotation(angles="pair"),  # gpt-oss
 }
-"""`apply_rotary_pos_emb` and its `rotate_half`, by fingerprint: those of Llama, GPT-NeoX and GLM."""
+"""The functions that turn, each with the function of its file that it calls, by the fingerprints of their code."""
 
 
-def fingerprint(function: Callable[..., Any]) -> str:
-    """Of what a function does: its syntax without decorators, annotations and its docstring.
+class Form(NamedTuple):
+    """How a class takes its steps: `rotation` is None where its own code turns; `functions` are those that turn."""
 
-    >>> def one(x: int) -> int:
-    ...     "Adds."
-    ...     return x + 1
-    >>> def other(x):
-    ...     return (x +
-    ...             1)
-    >>> fingerprint(one) == fingerprint(other).replace("other", "one")
-    True
-    """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    if not isinstance(tree, ast.FunctionDef):
-        raise OSError("no function")
-    if isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant):
-        del tree.body[0]
-    return blake2b(repr(_plain(tree)).encode(), digest_size=8).hexdigest()
-
-
-_NOT_SAID = frozenset({"decorator_list", "annotation", "returns", "type_comment", "type_params", "kind", "ctx", "name"})
-
-
-def _plain(node: Any) -> Any:
-    """Syntax as tuples, alike in all versions of Python; names of functions are left out."""
-    if isinstance(node, ast.AST):
-        fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _NOT_SAID)
-        return type(node).__name__, [(name, _plain(value)) for name, value in fields if value not in (None, [])]
-    return [_plain(part) for part in node] if isinstance(node, list) else node
+    rotation: Rotation | None
+    functions: dict[str, FunctionType]
 
 
 def prepare(model: nn.Module) -> None:
@@ -117,90 +88,110 @@ def prepare(model: nn.Module) -> None:
 @lru_cache(maxsize=4096)
 def _prepare(owner: type[nn.Module]) -> None:
     theirs = vars(owner)["forward"]
-    form, turning = _form_of(theirs)
-    if form is None or turning is None:
+    form, ours = stepping(theirs)
+    if form is None or ours is None:
         return
-    names = theirs.__globals__
-    rotation = names["apply_rotary_pos_emb"], names["rotate_half"]
+    names, functions = theirs.__globals__, form.functions
 
     @wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and runs_plain() and (names["apply_rotary_pos_emb"], names["rotate_half"]) == rotation:
-            heads = _step(self, form, turning, **kwargs)
-            if heads is not None:
-                return self.o_proj(heads), None
+        if runs_plain() and all(names.get(name) is function for name, function in functions.items()):
+            return ours(self, *args, **kwargs)
         return theirs(self, *args, **kwargs)
 
     owner.forward = forward
 
 
-def _form_of(forward: Any) -> tuple[Form | None, Rotation | None]:
-    """The form of a `forward`, and that of its rotation; None where it is not known."""
-    names = getattr(forward, "__globals__", {})
-    functions = [forward, names.get("apply_rotary_pos_emb"), names.get("rotate_half")]
-    known = names.get("ALL_ATTENTION_FUNCTIONS") is ALL_ATTENTION_FUNCTIONS
-    if not known or not all(type(each) is FunctionType and not hasattr(each, "__wrapped__") for each in functions):
+def stepping(forward: Any) -> tuple[Form | None, Callable[..., Any] | None]:
+    """How a `forward` takes steps, and one that does; None twice where its code is not known."""
+    if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or forward.__closure__:
         return None, None
     try:
-        of_forward, of_rotation, of_half = map(fingerprint, functions)
+        core = core_of(syntax_of(forward))
+        if core is None:
+            return None, None
+        rotation, functions = _rotation_of(core.rotate, forward.__globals__)
     except (OSError, TypeError, SyntaxError):  # no text to read
         return None, None
-    return FORMS.get(of_forward), ROTATIONS.get(f"{of_rotation} {of_half}")
+    step = partial(_step, rotation or Rotation())
+    return Form(rotation, functions), with_steps(forward, core, rotation is not None, step)
+
+
+def _rotation_of(name: str | None, names: dict[str, Any]) -> tuple[Rotation | None, dict[str, FunctionType]]:
+    """What the function of that name does, and the functions that say so; None where it is not known."""
+    function = names.get(name) if name is not None else None
+    if name is None or not _is_plain_function(function):
+        return None, {}
+    called = [x for x in function.__code__.co_names if _is_plain_function(names.get(x))]
+    functions = {x: names[x] for x in (name, *called)}
+    rotation = ROTATIONS.get(" ".join(map(fingerprint, functions.values())))
+    return (None, {}) if rotation is None else (rotation, functions)
+
+
+def _is_plain_function(x: Any) -> TypeGuard[FunctionType]:
+    return type(x) is FunctionType and not hasattr(x, "__wrapped__")
 
 
 def _step(
-    module: Any,
-    form: Form,
     turning: Rotation,
-    hidden_states: Any = None,
-    position_embeddings: Any = None,
+    attend: Any,
+    angles: Any,
+    size: int | None,
+    cache: Any,
+    layer_idx: Any,
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    /,
     attention_mask: Any = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> Tensor | None:
-    """The heads of one token a row side by side, (B, 1, H * V); None where the module's own code has to run."""
-    cache = getattr(past_key_values, "stepped", None)
-    layer = None if cache is None else cache(module.layer_idx)
-    if layer is None or not _is_plain(module, hidden_states, kwargs):
+    """The heads (B, 1, H, V) of one token a row; None where the module's own code has to run."""
+    stepped = getattr(cache, "stepped", None)
+    layer = None if stepped is None or attend is not headwise_attention else stepped(layer_idx)
+    if layer is None or type(query) is not Tensor or query.ndim != 4 or query.shape[2] != 1:
         return None
-    mask = _mask_of(attention_mask, layer.columns[0] + 1)
-    turn = _turn_of(position_embeddings, hidden_states, module.head_dim, turning)
-    if mask is None or turn is None or not layer.takes_steps(mask):
+    mask, scores = _mask_of(attention_mask, layer.columns[0] + 1), _scores_of(**options)
+    if mask is None or scores is None or not _is_plain(module, query, key):
         return None
-    D, B = module.head_dim, hidden_states.shape[0]
-    heads = []
-    for projection, norm in ((module.q_proj, "q_norm"), (module.k_proj, "k_norm"), (module.v_proj, "")):
-        fused = projection(hidden_states)
-        x = heads_of(fused, fused.shape[-1] // D, D) if type(fused) is Tensor else None
-        if x is None:
-            return None
-        if norm and form.norms:
-            x = getattr(module, norm)(x.transpose(1, 2) if form.norms == "before" else x)
-            x = x.transpose(1, 2) if form.norms == "before" else x
-        heads.append(x)
-    query, key, value = heads
-    if query.shape[1] != key.shape[1] * module.num_key_value_groups:
+    turn = None if angles is None else _turn_of(angles, query, turning, size)
+    if turn is None and angles is not None:
         return None
-    softcap = None if form.softcap is None else getattr(module, form.softcap)
-    out = layer.step(query, key, value, turn=turn, mask=mask, scores=Scores(module.scaling, softcap))
-    return None if out is None else out.view(B, 1, -1)
+    out: Tensor | None = layer.step(query, key, value, turn=turn, mask=mask, scores=scores)
+    return None if out is None else out.transpose(1, 2)
 
 
-def _is_plain(module: Any, x: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a module's call asks for nothing but the output of one token a row, on headwise."""
+def _scores_of(
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool | None = False,
+    is_causal: bool | None = None,  # one query sees all that is there
+    **others: Any,
+) -> Scores | None:
+    """What a call does to scores; None where it asks for more than a step gives."""
+    if dropout or output_attentions or not (scaling is None or isinstance(scaling, (float, int))):
+        return None
+    if not all(value is None or name in HARMLESS for name, value in others.items()):
+        return None
+    return Scores(scaling, softcap, s_aux) if softcap is None or softcap > 0 else None
+
+
+def _is_plain(module: Any, query: Tensor, key: Any) -> bool:
+    """Whether nobody else has a part in a module's call: training, probes, other processes, collected attentions."""
+    groups = getattr(module, "num_key_value_groups", None)
     return (
-        type(x) is Tensor
-        and x.ndim == 3
-        and x.shape[1] == 1
-        and not module.training
-        and all(value is None or name in HARMLESS for name, value in kwargs.items())
-        and type(getattr(module.q_proj, "weight", None)) is nn.Parameter  # no heads of other processes
-        and module.config._attn_implementation == NAME
-        and ALL_ATTENTION_FUNCTIONS.get(NAME) is headwise_attention
+        not module.training
+        and type(key) is Tensor
+        and key.ndim == 4
+        and (groups is None or key.shape[1] * groups == query.shape[1])
         and not watched(module)
         and whole_batch() is None
         and current() is None
         and not attentions_are_collected()
+        and not (dist.is_available() and dist.is_initialized() and heads_here(module, query, key) is not None)
     )
 
 
@@ -213,15 +204,23 @@ def _mask_of(mask: Any, S: int) -> Mask | None:
     return mask.mask
 
 
-def _turn_of(embeddings: Any, x: Tensor, D: int, turning: Rotation) -> Turn | None:
-    """The rotation by (cos, sin), (B|1, 1, n) each, as the model's own code computes it; None for other tensors."""
-    cos, sin = embeddings if type(embeddings) is tuple and len(embeddings) == 2 else (None, None)
-    if not type(cos) is type(sin) is Tensor or cos.ndim != 3 or cos.shape != sin.shape:
+def _turn_of(pair: tuple[Any, Any], x: Tensor, turning: Rotation, size: int | None) -> Turn | None:
+    """The rotation by (cos, sin), (B|1, 1, n) each, as the model's own code computes it; None for other tensors.
+
+    Where the code says itself how much of a head turns, `size` is that.
+    """
+    cos, sin = pair
+    if not type(cos) is type(sin) is Tensor or cos.ndim != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
         return None
-    rows, tokens, n = cos.shape
-    alike = cos.dtype == sin.dtype == x.dtype and rows in (1, x.shape[0]) and tokens == 1 and n % 2 == 0
-    if not alike or not (n == D or (turning.partly and n < D)):
+    (rows, tokens, n), D = cos.shape, x.shape[3]
+    n = 2 * n if turning.angles == "pair" else n
+    fits = n == (D if size is None else size) or (turning.partly and n < D)
+    if not fits or rows not in (1, x.shape[0]) or tokens != 1 or n % 2:
         return None
-    if turning.interleaved:
+    if cos.dtype != x.dtype and not (cos.dtype == torch.float32 and (turning.back or turning.wide)):
+        return None
+    if turning.wide:
+        cos, sin = cos.float(), sin.float()
+    if turning.angles == "first":
         cos, sin = cos[..., : n // 2], sin[..., : n // 2]
     return Turn(cos, sin, n, interleaved=turning.interleaved)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -122,6 +123,13 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[tuple[list[int], li
     return [*zip(read["input_ids"], read["offset_mapping"], strict=True)]
 
 
+def beginning(tokenizer: Any, text: str, max_positions: int) -> str:
+    """As many words of a text, from its first, as the model takes; nothing where it takes not even one."""
+    stops = [word.end() for word in re.finditer(r"\S+", text)]
+    counts = _counts(tokenizer, [text[:stop] for stop in stops])
+    return text[: max((stop for stop, count in zip(stops, counts, strict=True) if count <= max_positions), default=0)]
+
+
 def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:
     """Raises ModelError where the text has more tokens than the model takes; a far too long one is not read to its end.
 
@@ -131,21 +139,26 @@ def _refuse_long(tokenizer: Any, text: str, max_positions: int | None) -> None:
     if max_positions is None:
         _count(tokenizer, text)
         return
-    beginning = text[: A_TOKEN * max_positions]
-    count = _count(tokenizer, beginning)
+    start = text[: A_TOKEN * max_positions]
+    count = _count(tokenizer, start)
     what = "the text has"
-    if count > 2 * max_positions and len(text) > len(beginning):
-        what = f"the first {len(beginning):,} of {len(text):,} characters are"
-    elif len(text) > len(beginning):
+    if count > 2 * max_positions and len(text) > len(start):
+        what = f"the first {len(start):,} of {len(text):,} characters are"
+    elif len(text) > len(start):
         count = _count(tokenizer, text)
     if count > max_positions:
         raise ModelError(f"{what} {count:,} tokens, and the model takes {max_positions:,}; give a shorter text")
 
 
 def _count(tokenizer: Any, text: str) -> int:
+    return _counts(tokenizer, [text])[0]
+
+
+def _counts(tokenizer: Any, texts: list[str]) -> list[int]:
+    """How many tokens each text has."""
     if not tokenizer.is_fast:  # plain Python, which an interrupt stops
-        return len(tokenizer(text)["input_ids"])
-    return _rehearse(tokenizer.backend_tokenizer.to_str().encode(), [text])[0]
+        return [len(tokenizer(text)["input_ids"]) for text in texts]
+    return _rehearse(tokenizer.backend_tokenizer.to_str().encode(), texts)
 
 
 def _rehearse(source: bytes, texts: list[str], *, decode: bool = False) -> list[int]:

@@ -90,7 +90,8 @@ def _at(offset: int, name: str, source: str) -> Role:
     """The role of attending one place, seen from the query."""
     place = f"i{offset:+}" if offset else "i"
     over = LINE if offset else LINE | {axes.PICTURE}
-    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), over=over)
+    least = 1 if abs(offset) < 2 else 4  # in a text hardly longer, a sink on its first token would pass for an offset
+    return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), least=least, over=over)
 
 
 def _neighbour(name: str, rows: int, columns: int) -> Role:

@@ -48,21 +48,23 @@ def _cells(head: HeadRecord) -> Sequence[str]:
     )
 
 
-def rich_table(look: Look) -> rich.table.Table:
-    """For a Rich console: a section a layer, heads without a role dim."""
+def rich_table(look: Look, without: Sequence[str] = ()) -> rich.table.Table:
+    """For a Rich console: a section a layer, heads without a role dim; `without` names columns to leave out."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(title(look)), header_style="bold")
-    for i, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
+    kept = [i for i, name in enumerate(_COLUMNS) if name not in without]
+    for i in kept:
+        table.add_column(_COLUMNS[i], justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)
     layer = None
     for head in look.heads:
         if layer is not None and head.layer != layer:
             table.add_section()
         layer = head.layer
         style = "" if head.roles else "dim"
-        table.add_row(*(Text(cell) for cell in _cells(head)), style=style)
+        cells = _cells(head)
+        table.add_row(*(Text(cells[i]) for i in kept), style=style)
     return table
 
 

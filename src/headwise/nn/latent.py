@@ -17,7 +17,7 @@ from ..shapes.kinds import check_counts, check_flags, check_span, whole_numbers
 from .cached import ModuleCache, positions_of, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .dealt import Dealt, dealt
-from .inner import InnerAttention
+from .inner import Inner, InnerAttention
 from .latent_form import Choice, FormCosts, LatentForm, latent_layer
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
@@ -168,9 +168,9 @@ class LatentAttention(nn.Module):
             ValueError: wrong shapes, an unknown form, or a cache of another size.
         """
         if cache is not None and type(self) is LatentAttention and positions is lengths is None:
-            mixed_BHTC = latent_step(self, x, cache, mask, form)
-            if mixed_BHTC is not None:
-                return self.o_proj(MultiHeadAttention.concatenate(self.from_latent(mixed_BHTC))), cache
+            heads = latent_step(self, x, cache, mask, form)
+            if heads is not None:
+                return self.o_proj(heads), cache
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         lengths = check_latent_call(x, cache, lengths, form, mask)
         check_uncached(cache)
@@ -249,10 +249,14 @@ class LatentAttention(nn.Module):
         C, sharded, here = self.kv_lora_rank, current(), self.dealt
         if sharded is None:
             keys = (key, key[..., :C]) if absorbed else self.expand(key)
+            if absorbed and self._inner_options()["scale"] != self.inner.options().get(
+                "scale"
+            ):  # which it takes from the size
+                query = query * (query.shape[3] / self.head_dim) ** 0.5
             inner = self.inner if here is None else partial(here.call, self.inner)
             return inner(query, *keys, mask=mask)
         check_splits(self.inner)
-        options = {"mask": mask, **self.inner.options()}
+        options = {"mask": mask, **self._inner_options()}
         if here is not None:
             sinks = options.get("sinks")
             options |= {"some": here.some, "sinks": None if sinks is None else here.parameter(sinks)}
@@ -295,6 +299,24 @@ class LatentAttention(nn.Module):
         """What of kv_b_proj's weight is for the heads here."""
         return self.kv_b_proj.weight if (here := self.dealt) is None else here.parameter(self.kv_b_proj.weight)
 
+    def _inner_options(self) -> dict[str, Any]:
+        """The options of the inner part. A scale that it takes from the size of a key is that of the expanded form."""
+        if not isinstance(self.inner, Inner):
+            raise NotImplementedError(
+                f"the absorbed form needs the scale of its inner part, and {type(self.inner).__name__} does not say "
+                "what it computes; derive it from headwise.nn.Inner and define options(), or take "
+                'form="expanded" without a cache'
+            )
+        options = self.inner.options()
+        return options | {"scale": self.head_dim**-0.5} if options.get("scale") is None else options
+
+    def _tells(self) -> bool:
+        """Whether the inner part says what it computes."""
+        try:
+            return bool(self._inner_options())
+        except NotImplementedError:
+            return False
+
     # --- cache --------------------------------------------------------------------------------------------------------
 
     def form(self, queries: int, held: Sequence[int] | None = None) -> LatentForm:
@@ -311,7 +333,7 @@ class LatentAttention(nn.Module):
     def _absorbs(self, new: int, cache: LatentCache | None, form: Choice, *, mask: object, lengths: RowLengths) -> bool:
         """Whether this call runs absorbed; ValueError where it cannot be expanded and has to."""
         if cache is None:
-            return (self.form(new) if form == "auto" else form) == "absorbed"
+            return (self.form(new) if form == "auto" and self._tells() else form) == "absorbed"
         stored = list(cache.lengths)
         if (self.form(new, stored) if form == "auto" else form) == "absorbed":
             return True
@@ -336,7 +358,7 @@ class LatentAttention(nn.Module):
 
     def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: RowLengths) -> Tensor:
         """Weighted sums of latents (B, H, T, C) over the cache, with the new ones appended; options in use go along."""
-        options = {name: option for name, option in self.inner.options().items() if option is not None}
+        options = {name: option for name, option in self._inner_options().items() if option is not None}
         if options.get("dropout") == 0:
             del options["dropout"]
         if (here := self.dealt) is not None and "sinks" in options:

@@ -6,14 +6,16 @@ the modules take their usual way, with all its checks; outputs and caches have t
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..ops.masks.compose import Mask
-from ..ops.native.step import Scores, Turn, runs_plain
+from ..ops.native.step import Scores, Turn
 from .inner import InnerAttention
 from .rotary import Rotary
 from .sharded import current
@@ -21,14 +23,16 @@ from .sharded import current
 
 def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -> bool:
     """Whether a call with a cache may be a step: one plain token a row, and parts of the module that are known."""
-    inner, rotary, weight = module.inner, module.rotary, getattr(projection, "weight", None)
+    parts = module._modules  # as an attribute each costs a call of Python
+    inner, rotary, weight = parts["inner"], parts.get("rotary"), getattr(projection, "weight", None)
     return (
-        runs_plain()
+        (mask is None or type(mask) is Mask)
+        and hasattr(cache, "takes_steps")
+        and cache.takes_steps(mask)  # nothing but plain computing goes on
         and type(x) is Tensor
         and x.ndim == 3
         and x.shape[1] == 1
         and x.shape[2] == module.d_model
-        and (mask is None or type(mask) is Mask)
         and type(weight) is nn.Parameter  # no part of heads that are dealt out to processes
         and type(projection) is nn.Linear
         and x.dtype == weight.dtype
@@ -37,20 +41,19 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and inner.backend in ("auto", "native")
         and not (inner.training and inner.dropout)
         and _is_itself(inner)
-        and (rotary is None or (type(rotary) is Rotary and _is_itself(rotary)))
-        and hasattr(cache, "takes_steps")
-        and cache.takes_steps(mask)
+        and (rotary is module.rotary is None or (type(rotary) is Rotary and _is_itself(rotary)))
     )
 
 
 def _is_itself(module: nn.Module) -> bool:
     """Whether nothing listens to the calls of a part, or answers in its place."""
+    own = vars(module)
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
         or _has_any_global_hook()
     )
 
@@ -67,9 +70,16 @@ def scores_of(inner: InnerAttention) -> Scores:
     return Scores(inner.scale, inner.softcap, inner.sinks)
 
 
-def turn_of(rotary: Rotary | None, cache: Any) -> Turn | None:
-    """How the next token of each row turns."""
-    return None if rotary is None else rotary.turn(cache.lengths)
+def turned(rotary: Rotary, lengths: list[int]) -> Turn:
+    """How the next token of each row turns. Layers one after another ask for the same: the last answers are kept."""
+    return _turned(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths))
+
+
+@lru_cache(maxsize=4)
+def _turned(
+    base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...]
+) -> Turn:
+    return Rotary(size, base=base, frequencies=frequencies, interleaved=interleaved).turn(at)
 
 
 def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) -> Tensor | None:
@@ -85,22 +95,67 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
         return None
     if mha.q_norm is not None:
         query, key = mha.normalize(query, key)
-    out = cache.step(query, key, value, turn=turn_of(mha.rotary, cache), mask=mask, scores=scores_of(mha.inner))
+    turn = None if mha.rotary is None else turned(mha.rotary, cache.lengths)
+    out = cache.step(query, key, value, turn=turn, mask=mask, scores=scores_of(mha.inner))
     return None if out is None else out.view(x.shape[0], 1, -1)
 
 
 def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, form: str) -> Tensor | None:
-    """Weighted sums of latents (B, H, 1, C) of `LatentAttention`; None where the usual way has to be taken."""
-    rotary, C, R = mla.rotary, mla.kv_lora_rank, mla.rope_dim
-    if not is_step(mla, x, cache, mask, mla.kv_a_proj_with_mqa) or rotary is None or rotary.head_dim != R:
+    """The heads side by side (B, 1, H * V) of `LatentAttention`, absorbed; None where the usual way has to be taken.
+
+    Queries are carried into the latent space, and what comes out of it back, by the products that `to_latent` and
+    `from_latent` make of one token.
+    """
+    parts, H, C = mla._modules, mla.num_heads, mla.kv_lora_rank
+    compress, rotary, up = parts["kv_a_proj_with_mqa"], parts.get("rotary"), parts["kv_b_proj"].weight
+    if rotary is None or not is_step(mla, x, cache, mask, compress) or rotary.head_dim != mla.rope_dim:
         return None
-    if type(mla.kv_b_proj.weight) is not nn.Parameter:
+    if type(up) is not nn.Parameter or up.dtype != x.dtype or not (up.is_cpu and x.is_cpu and up.is_contiguous()):
         return None
     if form != "absorbed" and not (form == "auto" and mla.costs.absorbs_token(cache.lengths)):
         return None
-    nope, rope = mla.queries(x)
-    key = torch.cat(mla.compress(x), dim=-1)
-    query = torch.cat((mla.to_latent(nope), rope), dim=-1)
-    turn = rotary.turn(cache.lengths)._replace(first=C)
-    out: Tensor | None = cache.step(query, key, turn=turn, mask=mask, scores=scores_of(mla.inner))
-    return out
+    B, R, fused, new = x.shape[0], mla.rope_dim, _queries(mla, parts, x), compress(x)
+    plain = type(fused) is type(new) is Tensor and fused.dtype == new.dtype == up.dtype
+    if not plain or fused.shape != (B, 1, H * mla.head_dim) or new.shape != (B, 1, C + R):
+        return None
+    nope_BHN, rope_BHR = fused.reshape(B, H, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
+    latent_B1C, rope_B1R = new.split_with_sizes((C, R), -1)
+    up_HNC, up_HCV = _up(mla, up)
+    key = torch.cat((_normed(parts["kv_a_layernorm"], latent_B1C), rope_B1R), -1)
+    query = torch.cat((torch.bmm(nope_BHN.transpose(0, 1), up_HNC).transpose(0, 1), rope_BHR), -1)
+    scores = scores_of(parts["inner"])
+    if scores.scale is None:
+        scores = scores._replace(scale=mla.head_dim**-0.5)
+    turn = turned(rotary, cache.lengths)._replace(first=C)
+    out = cache.step(query.unsqueeze(2), key.unsqueeze(1), turn=turn, mask=mask, scores=scores)
+    if out is None:
+        return None
+    return torch.bmm(out.squeeze(2).transpose(0, 1), up_HCV).transpose(0, 1).reshape(B, 1, -1)
+
+
+_UPS: WeakKeyDictionary[nn.Module, tuple[Any, Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def _up(mla: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Each head's part of kv_b_proj for queries (H, N, C), and for values (H, C, V): views, made once for a weight."""
+    made, at = _UPS.get(mla), (weight.data_ptr(), weight.dtype, mla.num_heads, mla.nope_dim)
+    if made is None or made[0] != at:
+        key, value = weight.detach().view(mla.num_heads, -1, mla.kv_lora_rank).split((mla.nope_dim, mla.value_dim), 1)
+        made = _UPS[mla] = at, key, value.transpose(1, 2)
+    return made[1], made[2]
+
+
+def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
+    """What `LatentAttention.queries` splits into heads."""
+    if mla.q_lora_rank is None:
+        return parts["q_proj"](x)
+    latent = parts["q_a_proj"](x)
+    return parts["q_b_proj"](_normed(parts["q_a_layernorm"], latent))
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """What a norm gives, in the dtype of `x`; of a plain one without the detour over its module."""
+    if type(norm) is not nn.RMSNorm or not _is_itself(norm):
+        return norm(x).to(x.dtype)
+    out = torch.rms_norm(x, norm.normalized_shape, norm._parameters["weight"], norm.eps)
+    return out if out.dtype == x.dtype else out.to(x.dtype)

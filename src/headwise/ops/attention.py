@@ -15,6 +15,7 @@ from .call import Call, Limit, Result, Run, refusal
 from .dtensors import any_dtensor, attend_parts
 from .masks.compose import Mask
 from .native import backend as native
+from .others import refuse_others
 from .reference import reference
 from .scores import autocasts, without_autocast
 from .scoring import CallOptions, Options, Scoring
@@ -56,6 +57,7 @@ def attention(
     gate: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **others: Any,
 ) -> Out | tuple[Out, Lse]:
     """Scaled dot-product attention: `softmax(scale * Q K^T) V`, head by head (Vaswani et al. 2017, arXiv 1706.03762).
 
@@ -92,6 +94,8 @@ def attention(
     >>> attention(q, k, v, mask=causal() & window(4)).shape
     torch.Size([2, 8, 5, 16])
     """
+    if others:
+        refuse_others(others)
     if value is None:
         options = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout, "gate": gate}
         return _of_cache(key).attend(query, return_lse=return_lse, backend=backend, **options)
@@ -188,6 +192,7 @@ def explain(
       not flex: FlexAttention has no float64
       not blocks: able, but slower than a fused kernel
     """
+    refuse_others({name: None for name in options if name not in CallOptions.__optional_keys__})
     k, v, layout = parts_of(key, value)
     query, k, v = _autocast(query, k, v)
     call = _checked(query, k, v, return_lse=return_lse, layout=layout, **options)

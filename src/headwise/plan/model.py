@@ -210,11 +210,11 @@ def _text_of(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[dict[
             "one of text alone is modelled" if takes is True else f"{' or '.join(takes or [spec['type']])} is modelled"
         )
         raise ValueError(f"{spec['key']} has the architecture {short(kind)}; {what}")
-    outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
+    outer = {key: config[key] for key in ("quantization_config",) if key in config}
     tied = config.get("tie_word_embeddings", about["defaults"].get("tie_word_embeddings", False))
     if spec.get("tie_either") and text.get("tie_word_embeddings"):
         tied = True
-    inner = {**spec.get("defaults", {}), **outer, **text, "model_type": as_type}
+    inner = {**spec.get("defaults", {}), **outer, **text, "model_type": as_type, "dtype": _dtype(text, config)}
     if not spec.get("tie_inside"):
         inner["tie_word_embeddings"] = tied and not spec.get("untied")
     return {key: value for key, value in inner.items() if key not in spec.get("drop", ())}, as_type
@@ -241,5 +241,11 @@ def _head(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[bool, st
 
 
 def _weight_bytes(config: Mapping[str, Any]) -> int:
-    dtype = config.get("dtype", config.get("torch_dtype"))
+    dtype = _dtype(config)
     return WEIGHT_BYTES.get(dtype, 2) if isinstance(dtype, str) else 2
+
+
+def _dtype(*configs: Mapping[str, Any]) -> Any:
+    """The first that is said, by its name of today or the older one; transformers writes null where it says nothing."""
+    said = (config.get(key) for config in configs for key in ("dtype", "torch_dtype"))
+    return next((dtype for dtype in said if dtype is not None), None)

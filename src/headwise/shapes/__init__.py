@@ -98,7 +98,8 @@ def check_query_key(query: Tensor, key: Tensor, *, quantised: bool = False) -> N
         )
     if query.shape[3] == 0:
         raise ValueError(f"the head dim D is at least 1; {_got(query, key)}")
-    check_head_counts(query.shape[1], key.shape[1])
+    H, K = query.shape[1], key.shape[1]
+    check_head_counts(H, K, f"; is the layout (B, heads, length, D)? {_got(query, key)}" if K and H % K else "")
 
 
 def _got(query: Tensor, key: Tensor, value: Tensor | None = None) -> str:
@@ -122,14 +123,14 @@ def check_int8(name: str, data: Tensor, scale: Tensor) -> None:
         raise ValueError(f"{rule} on one device; {got}; move with .to(device)")
 
 
-def check_head_counts(num_heads: int, num_kv_heads: int) -> None:
-    """Raise ValueError unless num_kv_heads divides num_heads and both are positive."""
+def check_head_counts(num_heads: int, num_kv_heads: int, more: str = "") -> None:
+    """Raise ValueError unless num_kv_heads divides num_heads and both are positive; `more` goes behind its text."""
     if num_heads < 1 or num_kv_heads < 1:
         raise ValueError(f"num_heads and num_kv_heads are at least 1; got H = {num_heads}, K = {num_kv_heads}")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads: H = {num_heads}, K = {num_kv_heads} leave "
-            f"{num_heads % num_kv_heads} over; query head h reads key-value head h // (H / K)"
+            f"{num_heads % num_kv_heads} over; query head h reads key-value head h // (H / K){more}"
         )
 
 

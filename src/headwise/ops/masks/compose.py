@@ -65,6 +65,19 @@ class Mask:
     def __invert__(self) -> Mask:
         return Mask(neither(_places("~", self)))
 
+    def __rand__(self, other: object) -> Mask:
+        return self & _operand("&", other)  # raises: a mask on the left has its own `&`
+
+    def __ror__(self, other: object) -> Mask:
+        return self | _operand("|", other)
+
+    def __bool__(self) -> bool:
+        """Raises TypeError: `a and b` is b alone, and `not a` is False, so that a rule would be dropped in silence."""
+        raise TypeError(
+            "a mask is neither true nor false: join masks by `&`, `|` and `~`, not by `and`, `or` and `not`; whether "
+            "there is one at all, `mask is not None` tells"
+        )
+
     def allowed(
         self, T: int, S: int, *, rows: RowIndex = None, cols: RowIndex = None, device: torch.device | None = None
     ) -> Tensor | None:
@@ -332,4 +345,9 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
         raise TypeError(
             f"{MASK_RULE}; got a tensor of {mask.dtype}: a 0/1 mask becomes one by mask.bool() (True = attend)"
         )
-    raise TypeError(f"{MASK_RULE}; got {type(mask).__name__}")
+    way = "; make a tensor of it with torch.as_tensor" if isinstance(mask, list) or hasattr(mask, "__array__") else ""
+    if callable(mask):
+        way = "; call it, as in causal(), or wrap a function of (b, h, i, j) in rule()"
+    elif hasattr(mask, "mask_mod"):
+        way = "; wrap its mask_mod in rule()"
+    raise TypeError(f"{MASK_RULE}; got {type(mask).__name__}{way}")

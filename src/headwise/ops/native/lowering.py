@@ -216,6 +216,8 @@ def _bounds(numbers: tuple[int | None, ...], tensors: tuple[list[Any], ...]) -> 
 
     (B|1, 5) where some keys stay in sight however far back: their end.
     """
+    if any(x.ndim != 1 for terms in tensors for x in terms):
+        raise NoForm("an index has one number a row of the batch")
     n = next((x.shape[0] for terms in tensors for x in terms if x.shape[0] != 1), 1)
     columns: list[Tensor] = []
     if not tensors[4]:
@@ -246,7 +248,9 @@ def _indices(index: Tensor | int) -> Tensor:
 
 
 def _int64(index: Tensor) -> Tensor:
-    """The index as the operator reads it; a float or a bool is no index."""
+    """The index as the operator reads it; a float or a bool is no index, nor is a number without an axis."""
+    if index.ndim == 0:
+        raise NoForm("an index has an axis, of the batch or of tokens")
     if index.dtype == torch.int64:
         return index
     if index.dtype not in INTEGERS:

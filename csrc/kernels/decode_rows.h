@@ -1,0 +1,290 @@
+// The parts of decode: products of few rows with the keys and values of a tile, and the softmax between them.
+#pragma once
+
+#include "kernels/decode_amx.h"
+#include "kernels/key_tiles.h"
+
+namespace headwise {
+namespace HW_ISA {
+
+constexpr int kDecodeRows = W < 16 ? 4 : 8;  // the most rows: W sums and their operands fit into the registers
+
+struct DecodeScratch {
+  float* query;   // [row][D up to a step], in the reader's order
+  float* sums;    // [row][V up to a step], in the reader's order
+  float* scores;  // [row][key of the tile], then weights
+  char *key_copy, *value_copy;
+  float* line;  // a row as floats
+  QueryRows* rows;
+  uint32_t* weight_tiles;  // where products are in tiles
+  float row_max[kDecodeRows], row_sum[kDecodeRows], rescale[W] = {0};
+  // In integer arithmetic: the digits of queries and weights, their biases, and the units of their last digits.
+  int8_t *query_digits, *weight_digits;
+  int32_t query_bias[kDecodeRows * 4] = {0}, weight_bias[kDecodeRows * 4];
+  float query_unit[kDecodeRows] = {0}, weight_unit[kDecodeRows];
+
+  DecodeScratch(Arena& arena, const Problem& p) {
+    const int64_t padded_D = round_up(p.D, kMaxStep), padded_V = round_up(p.V, kMaxStep);
+    query = arena.take<float>(kDecodeRows * padded_D);
+    sums = arena.take<float>(kDecodeRows * padded_V);
+    scores = arena.take<float>(kDecodeRows * kInt8Tile);
+    key_copy = arena.take<char>(kInt8Tile * padded_D * 4), value_copy = arena.take<char>(kInt8Tile * padded_V * 4);
+    line = arena.take<float>(max(padded_D, padded_V));
+    rows = arena.take<QueryRows>(1);
+    weight_tiles = arena.take<uint32_t>(kHasAmx ? weight_words(kHalfTile) : 0);
+    query_digits = reinterpret_cast<int8_t*>(query);
+    weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
+  }
+};
+
+// Scores of U keys and R rows, U R = W sums: side by side in `out`, row by row.
+template <class Read, int R>
+static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, const typename Read::T* HW_RESTRICT key,
+                            int64_t stride, Ahead<Read>& ahead, float* HW_RESTRICT out) {
+  constexpr int U = W / R;
+  F acc[W];
+  HW_UNROLL
+  for (int i = 0; i < W; ++i) acc[i] = zero();
+  for (int64_t d = 0; d < padded_D; d += 2 * W) {
+    F qa[R], qb[R];
+    if constexpr (R <= U) {  // kept in registers for all keys
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) Read::load_query(query, r * padded_D + d, qa[r], qb[r]);
+    }
+    HW_UNROLL
+    for (int u = 0; u < U; ++u) {
+      F a, b;
+      Read::load_key(key + u * stride + d, a, b);
+      ahead.step();
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) {
+        if constexpr (R > U) Read::load_query(query, r * padded_D + d, qa[r], qb[r]);
+        acc[r * U + u] = Read::times(acc[r * U + u], qa[r], qb[r], a, b);
+      }
+    }
+  }
+  store(out, reduce_each(acc));
+}
+
+// sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
+template <class Read, int R, int X>
+static inline void value_columns(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
+                                 int64_t stride, Ahead<Read>& ahead, const float* rescale, float* HW_RESTRICT sums,
+                                 int64_t padded_V) {
+  F acc[R][2 * X];
+  HW_UNROLL
+  for (int r = 0; r < R; ++r) {
+    HW_UNROLL
+    for (int x = 0; x < 2 * X; ++x) acc[r][x] = zero();
+  }
+  if constexpr (Read::kPairs) {
+    for (int j = 0; j < n; j += 2) {  // the weight beyond the last key is 0
+      const auto* first = value + j * stride;
+      const auto* second = j + 1 < n ? first + stride : first;
+      HW_UNROLL
+      for (int x = 0; x < X; ++x) {
+        F a, b;
+        load_pairs(first + x * 2 * W, second + x * 2 * W, a, b);
+        ahead.step(), ahead.step();
+        HW_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const F w = set1(weights[r * Read::kTile + j]);
+          acc[r][2 * x] = dot_pairs(acc[r][2 * x], w, a);
+          acc[r][2 * x + 1] = dot_pairs(acc[r][2 * x + 1], w, b);
+        }
+      }
+    }
+  } else {
+    for (int j = 0; j < n; ++j) {
+      HW_UNROLL
+      for (int x = 0; x < X; ++x) {
+        F a, b;
+        Read::load2(value + j * stride + x * 2 * W, a, b);
+        ahead.step();
+        HW_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const F w = set1(weights[r * Read::kTile + j]);
+          acc[r][2 * x] = fma(w, a, acc[r][2 * x]);
+          acc[r][2 * x + 1] = fma(w, b, acc[r][2 * x + 1]);
+        }
+      }
+    }
+  }
+  HW_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const F factor = set1(rescale[r]);
+    HW_UNROLL
+    for (int x = 0; x < 2 * X; ++x) {
+      float* to = sums + r * padded_V + x * W;
+      store(to, fma(load(to), factor, acc[r][x]));
+    }
+  }
+}
+
+// The online softmax along the keys of R rows. The rows are interleaved, so that one fills the latency of another.
+template <int R, int Tile>
+static inline void softmax_rows(float* HW_RESTRICT x, int n, float c, float* HW_RESTRICT row_max,
+                                float* HW_RESTRICT row_sum, float* HW_RESTRICT rescale) {
+  const int padded = static_cast<int>(round_up(n, W));
+  F peak[R], sum[R];
+  for (int r = 0; r < R; ++r) {
+    for (int j = n; j < padded; ++j) x[r * Tile + j] = -kInf;
+    peak[r] = load(x + r * Tile), sum[r] = zero();
+  }
+  for (int j = W; j < padded; j += W) {
+    HW_UNROLL
+    for (int r = 0; r < R; ++r) peak[r] = max(peak[r], load(x + r * Tile + j));
+  }
+  const F scale = set1(c);
+  float shift[W] = {0};  // a lane for each row
+  HW_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const float tile_max = reduce_max(peak[r]), now = tile_max > row_max[r] ? tile_max : row_max[r];
+    shift[r] = now == -kInf ? 0.0f : now;  // no key so far: x is -inf, its weight 0
+    rescale[r] = row_max[r], row_max[r] = now;
+  }
+  store(rescale, exp2<6>(mul(sub(load(rescale), load(shift)), scale)));
+  for (int j = 0; j < padded; j += W) {
+    HW_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F w = exp2<6>(mul(sub(load(x + r * Tile + j), set1(shift[r])), scale));
+      sum[r] = add(sum[r], w);
+      store(x + r * Tile + j, w);
+    }
+  }
+  HW_UNROLL
+  for (int r = 0; r < R; ++r) row_sum[r] = row_sum[r] * rescale[r] + reduce_add(sum[r]);
+}
+
+// Rows of keys or values that can be read `step` elements at a time to the end of `width`: in place or a copy.
+static inline KeyRows decode_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j0, int n, int64_t width,
+                                  const BadKeys& bad, char* copy, int64_t step) {
+  const bool drops = bad.any && x.dtype != Dtype::i8;
+  const bool masked_loads = x.dtype == Dtype::i8 && step > 2 * W;  // `load_bytes` reads no element behind the row
+  if (x.stride[3] == 1 && (width % step == 0 || masked_loads) && !drops) return {at(x, b, kv_head, j0), x.stride[2]};
+  const int64_t padded = round_up(width, step);
+  for (int j = 0; j < n; ++j) {
+    const char* row = at(x, b, kv_head, j0 + j);
+    const int64_t copied = drops && bad.is[j] ? 0 : width;
+    if (x.dtype == Dtype::f32) {
+      copy_floats(reinterpret_cast<float*>(copy) + j * padded, row, x.dtype, x.stride[3], copied, padded);
+    } else if (x.dtype == Dtype::i8) {
+      copy_bytes(reinterpret_cast<int8_t*>(copy) + j * padded, row, x.stride[3], copied, padded);
+    } else {
+      copy_halves(reinterpret_cast<uint16_t*>(copy) + j * padded, row, x.stride[3], copied, padded);
+    }
+  }
+  return {copy, padded};
+}
+
+static inline NextRows next_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j) {
+  return {reinterpret_cast<const int8_t*>(at(x, b, kv_head, j)), x.stride[2]};
+}
+
+// Q K^T of R rows and n keys in float arithmetic.
+template <class Read, int R>
+static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
+                                   Ahead<Read>& ahead) {
+  constexpr int U = W / R;
+  const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
+  if constexpr (Read::kTiles) {
+    return tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, ahead, s.scores);
+  }
+  float out[W];
+  for (int j = 0; j < n; j += U) {
+    if (j + U <= n) {
+      key_dots<Read, R>(s.query, padded_D, k + j * key.stride, key.stride, ahead, out);
+    } else {  // the last keys one at a time, as U times the same one
+      for (int i = j; i < n; ++i) {
+        key_dots<Read, R>(s.query, padded_D, k + i * key.stride, 0, ahead, out);
+        for (int r = 0; r < R; ++r) s.scores[r * Read::kTile + i] = out[r * U];
+      }
+      return;
+    }
+    for (int r = 0; r < R; ++r) memcpy(s.scores + r * Read::kTile + j, out + r * U, U * sizeof(float));
+  }
+}
+
+// The same in integer arithmetic, times the keys' scales. Prefetches the rows of `next`.
+template <class Read, int R>
+static inline void decode_products_int8(const DecodeScratch& s, int64_t padded_D, int64_t D, const KeyRows& key, int n,
+                                        const float* scales, NextRows next) {
+  constexpr int Some = R < 4 ? R : 4;  // the registers hold no more rows
+  const int64_t pitch = padded_D * kDigitBytes;
+  const auto* k = reinterpret_cast<const int8_t*>(key.data);
+  for (int j = 0; j < n; j += W) {
+    const NextRows next_keys = {next.rows + j * next.stride, next.stride};
+    for (int r = 0; r < R; r += Some) {
+      products_int8<Read::kDigits, Some, Read::kTile>(s.query_digits + r * pitch, s.query_bias + r * 4,
+                                                      s.query_unit + r, pitch, D, k + j * key.stride, key.stride, n - j,
+                                                      scales + j, next_keys, s.scores + r * Read::kTile + j);
+    }
+  }
+}
+
+// Whether the scores of R rows and n keys are all finite.
+template <int Tile>
+HW_INLINE bool scores_are_finite(const float* x, int R, int n) {
+  bool good = true;
+  for (int r = 0; r < R; ++r) {
+    const float* row = x + r * Tile;
+    good &= floats_are_finite(row, n / W * W);
+    for (int i = n / W * W; i < n; ++i) good &= row[i] - row[i] == 0.0f;
+  }
+  return good;
+}
+
+// sums = sums * rescale + weights V, all columns, in integer arithmetic. Prefetches the rows of `next`.
+template <class Read, int R>
+static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& value, int64_t V, int64_t padded_V,
+                                      NextRows next) {
+  constexpr int N = Read::kWeightDigits;
+  const auto* v = reinterpret_cast<const int8_t*>(value.data);
+  for (int r = 0; r < R; ++r) {
+    s.weight_unit[r] = quantize_weights<N>(s.weight_digits + r * Read::kTile * kDigitBytes, s.weight_bias + r * 4,
+                                           s.scores + r * Read::kTile, n);
+  }
+  for (int64_t d = 0; d < padded_V; d += kBytes) {
+    const auto some = [&](auto values) {
+      const NextRows row = {next.rows + d, next.stride};
+      values(s.weight_digits, s.weight_bias, s.weight_unit, n, v + d, value.stride, V - d, row, s.rescale, s.sums + d,
+             padded_V);
+    };
+    if constexpr (R <= 2) {
+      some(values_int8<N, R, 0, 4, Read::kTile>);
+    } else if constexpr (R == 4) {
+      some(values_int8<N, R, 0, 2, Read::kTile>), some(values_int8<N, R, 2, 2, Read::kTile>);
+    } else {
+      some(values_int8<N, R, 0, 1, Read::kTile>), some(values_int8<N, R, 1, 1, Read::kTile>);
+      some(values_int8<N, R, 2, 1, Read::kTile>), some(values_int8<N, R, 3, 1, Read::kTile>);
+    }
+  }
+}
+
+// The same in float arithmetic.
+template <class Read, int R>
+static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
+                                 Ahead<Read>& ahead) {
+  const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
+  if constexpr (Read::kTiles) {
+    rest_ahead(ahead, n, padded_V, 2);
+    tile_weights<R, Read::kTile>(s.scores, n, s.weight_tiles);
+    return tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, ahead, s.rescale, s.sums);
+  }
+  constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
+  int64_t d = 0;
+  for (; d + 2 * W * X <= padded_V; d += 2 * W * X) {
+    value_columns<Read, R, X>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
+  }
+  if constexpr (X == 4) {
+    for (; d + 4 * W <= padded_V; d += 4 * W) {
+      value_columns<Read, R, 2>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
+    }
+  }
+  for (; d < padded_V; d += 2 * W) {
+    value_columns<Read, R, 1>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
+  }
+}
+
+}  // namespace HW_ISA
+}  // namespace headwise

@@ -1,0 +1,311 @@
+"""What the code of a transformers attention does once it has queries, keys and values, read as syntax.
+
+Nearly all classes end alike: they turn queries and keys, hand keys and values to the cache, call an attention function,
+and project what it gives. `with_steps` makes of such a `forward` one that asks in front of these statements whether
+they can be done in one call, and runs them where they cannot. All else in it stays as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from hashlib import blake2b
+from types import CellType, CodeType, FunctionType
+from typing import Any, NamedTuple
+
+STEP, TURN = "_headwise_step", "_headwise_turn"
+
+# Names in capitals stand for a name each, those of `_EXPRESSIONS` for any expression.
+_EXPRESSIONS = frozenset({"TEST", "WHEN", "SIZE", "LAYER", "ANGLES", "OTHER"})
+_LOOKED_UP = "ATTEND = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, OTHER)"
+_KEPT = "K, V = CACHE.update(K, V, LAYER)"
+_CACHED = f"if PAST is not None:\n    {_KEPT}", f"if PAST is not None and WHEN:\n    {_KEPT}"
+_ROTATIONS = (
+    ("Q, K = ROTATE(Q, K, COS, SIN)",),
+    ("if TEST:\n    Q, K = ROTATE(Q, K, COS, SIN)",),
+    ("if TEST:\n    COS, SIN = ANGLES\n    Q, K = ROTATE(Q, K, COS, SIN)",),
+    (
+        "QR, QP = Q[..., :SIZE], Q[..., SIZE:]",
+        "KR, KP = K[..., :SIZE], K[..., SIZE:]",
+        "QR, KR = ROTATE(QR, KR, COS, SIN)",
+        "Q = torch.cat((QR, QP), dim=-1)",
+        "K = torch.cat((KR, KP), dim=-1)",
+    ),
+)
+_PLAIN = (
+    *(ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp),
+    *(ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop),
+)
+_CHANGED = frozenset({"Q", "K", "V", "QR", "KR", "QP", "KP"})  # not what they were once the core has run
+_NOT_SAID = frozenset({"decorator_list", "annotation", "returns", "type_comment", "type_params", "kind", "ctx", "name"})
+
+
+class Core(NamedTuple):
+    """The statements of a `forward` that one call can stand for.
+
+    Attributes:
+        first: the number of the first of them, of those at the top of its body.
+        cached: that of the statement that hands keys and values to the cache.
+        last: that of the attention call.
+        bound: what the capitals of the patterns are in it.
+        unless: tests of what else may happen between the two: then there is no step.
+        function: the syntax of the `forward`.
+    """
+
+    first: int
+    cached: int
+    last: int
+    bound: dict[str, ast.expr]
+    unless: list[ast.expr]
+    function: ast.FunctionDef
+
+    @property
+    def rotate(self) -> str | None:
+        """The name of the function that turns; None where nothing turns right before keys go into the cache."""
+        name = self.bound.get("ROTATE")
+        return name.id if isinstance(name, ast.Name) else None
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """Of what a function does: its syntax without decorators, annotations and its docstring.
+
+    >>> def one(x: int) -> int:
+    ...     "Adds."
+    ...     return x + 1
+    >>> def other(x):
+    ...     return (x +
+    ...             1)
+    >>> fingerprint(one) == fingerprint(other).replace("other", "one")
+    True
+    """
+    tree = syntax_of(function)
+    if isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant):
+        del tree.body[0]
+    return blake2b(repr(_plain(tree)).encode(), digest_size=8).hexdigest()
+
+
+def syntax_of(function: Callable[..., Any]) -> ast.FunctionDef:
+    """The syntax of a function, at its lines of its file. Raises OSError, TypeError or SyntaxError where there is none.
+
+    A text of other names than the code that runs is refused: it has changed since, or a class has mangled them.
+    """
+    lines, first = inspect.getsourcelines(function)
+    module = ast.parse(textwrap.dedent("".join(lines)))
+    tree = ast.increment_lineno(module, max(first - 1, 0)).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        raise OSError("no function")
+    tree.decorator_list = []
+    ours, theirs = _inner(compile(module, "<text>", "exec", dont_inherit=True), tree.name), function.__code__
+    if any(getattr(ours, name) != getattr(theirs, name) for name in ("co_names", "co_varnames", "co_freevars")):
+        raise OSError("the text is not that of the function")
+    return tree
+
+
+def _plain(node: Any) -> Any:
+    """Syntax as tuples, alike in all versions of Python; names of functions are left out."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _NOT_SAID)
+        return type(node).__name__, [(name, _plain(value)) for name, value in fields if value not in (None, [])]
+    return [_plain(part) for part in node] if isinstance(node, list) else node
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    """The code of a function that is made in another, or in a module."""
+    return next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+
+
+# -- what a forward does ----------------------------------------------------------------------------------------------
+
+
+def core_of(function: ast.FunctionDef) -> Core | None:
+    """The statements that cache and attend, and those before them that turn; None where it does them otherwise."""
+    function.body = [part for statement in function.body for part in _parted(statement)]
+    body = [_assignment(statement) for statement in function.body]
+    last = next((at for at in reversed(range(len(body))) if _attended(body[at]) is not None), None)
+    if last is None:
+        return None
+    bound: dict[str, ast.expr] = dict(_attended(body[last]) or {})
+    own, at = {_id(bound[name]) for name in "QKV"}, _before(body, last, bound)
+    unless: list[ast.expr] = []
+    while at > 0 and not _is_cached(body[at], bound):
+        other = body[at]
+        if not isinstance(other, ast.If) or other.orelse or not _is_plain(other.test, own):
+            return None
+        unless.append(other.test)
+        at = _before(body, at, bound)
+    if at < 0 or not _is_cached(body[at], bound) or ("WHEN" in bound and not _is_plain(bound["WHEN"], own)):
+        return None
+    first, ends = at, _before(body, at, bound)
+    for patterns in _ROTATIONS:
+        start, more = ends - len(patterns) + 1, dict(bound)
+        if start >= 0 and all(_matches(text, body[start + n], more) for n, text in enumerate(patterns)):
+            first, bound = start, more
+            break
+    changed = {_id(node) for name, node in bound.items() if name in _CHANGED}
+    return None if changed & _names(body[last + 1 :]) else Core(first, at, last, bound, unless, function)
+
+
+def _parted(statement: ast.stmt) -> list[ast.stmt]:
+    """An `if` around what a cache keeps as some of the same test: what goes before, that alone, and what follows."""
+    if not isinstance(statement, ast.If) or not _is_plain(statement.test, _written(statement)):
+        return [statement]
+    test, body, parts = statement.test, statement.body, list[ast.If]()
+    if statement.orelse:
+        *before, kept = statement.orelse
+        rest = [x for x in _parted(kept) if isinstance(x, ast.If)]
+        if before and any(_is_cached(x, {}) for x in rest):
+            parts = [ast.If(test, body, before)]
+            parts += [ast.If(ast.BoolOp(ast.And(), [x.test, ast.UnaryOp(ast.Not(), test)]), x.body, []) for x in rest]
+    else:
+        at = next((n for n, x in enumerate(body) if _matches(_KEPT, x, {})), len(body))
+        parts = [ast.If(test, some, []) for some in (body[:at], body[at : at + 1]) if some and at < len(body)]
+        for x in body[at + 1 :]:
+            if isinstance(x, ast.If) and not x.orelse:
+                parts.append(ast.If(ast.BoolOp(ast.And(), [test, x.test]), x.body, []))
+            else:
+                parts.append(ast.If(test, [x], []))
+    return [ast.fix_missing_locations(ast.copy_location(part, statement)) for part in parts] or [statement]
+
+
+def _written(statement: ast.stmt) -> set[str]:
+    """The names that a statement gives to something."""
+    return {x.id for x in ast.walk(statement) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+
+
+def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
+    """Whether it hands keys and values to the cache; `bound` learns then what its capitals are."""
+    for text in _CACHED:
+        more = dict(bound)
+        if _matches(text, statement, more):
+            bound.update(more)
+            return True
+    return False
+
+
+def _is_plain(test: ast.expr, without: set[str]) -> bool:
+    """Whether a test asks for attributes, names and kinds alone, not of these: it may be asked at another moment."""
+    nodes = list(ast.walk(test))
+    known = (isinstance(x, _PLAIN) or (isinstance(x, ast.Call) and _id(x.func) == "isinstance") for x in nodes)
+    return all(known) and not without & {getattr(x, "id", "") for x in nodes}
+
+
+def _before(body: list[ast.stmt], at: int, bound: dict[str, ast.expr]) -> int:
+    """The statement before one, but for that which looks up the attention function."""
+    return at - 2 if at > 1 and _matches(_LOOKED_UP, body[at - 1], dict(bound)) else at - 1
+
+
+def _assignment(statement: ast.stmt) -> ast.stmt:
+    """`x: T = y` as `x = y`."""
+    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        return ast.copy_location(ast.Assign([statement.target], statement.value), statement)
+    return statement
+
+
+def _attended(statement: ast.stmt) -> dict[str, ast.expr] | None:
+    """Of `OUT, WEIGHTS = ATTEND(self, Q, K, V, ...)`, what the capitals are."""
+    call = statement.value if isinstance(statement, ast.Assign) else None
+    if not isinstance(call, ast.Call) or len(call.args) < 4:
+        return None
+    short = ast.Assign([statement.targets[0]], ast.Call(call.func, call.args[:4], []))  # type: ignore[attr-defined]
+    bound: dict[str, ast.expr] = {}
+    return bound if _matches("OUT, WEIGHTS = ATTEND(self, Q, K, V)", short, bound) else None
+
+
+def _matches(text: str, statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
+    """Whether a statement reads as a pattern; `bound` learns what its capitals are."""
+    return _alike(ast.parse(text).body[0], statement, bound)
+
+
+def _alike(pattern: Any, node: Any, bound: dict[str, ast.expr]) -> bool:
+    if isinstance(pattern, ast.Name) and pattern.id.isupper() and "_" not in pattern.id:
+        if pattern.id in bound:
+            return bool(_plain(bound[pattern.id]) == _plain(node))
+        bound[pattern.id] = node
+        return isinstance(node, ast.expr if pattern.id in _EXPRESSIONS else ast.Name)
+    if isinstance(pattern, ast.AST):
+        fields = [name for name in pattern._fields if name not in _NOT_SAID - {"name"}]
+        return type(pattern) is type(node) and all(
+            _alike(getattr(pattern, name, None), getattr(node, name, None), bound) for name in fields
+        )
+    if isinstance(pattern, list):
+        return (
+            isinstance(node, list)
+            and len(pattern) == len(node)
+            and all(_alike(one, other, bound) for one, other in zip(pattern, node, strict=True))
+        )
+    return bool(pattern == node)
+
+
+def _id(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _names(statements: list[ast.stmt]) -> set[str]:
+    return {node.id for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)}
+
+
+# -- the same, and a step ---------------------------------------------------------------------------------------------
+
+
+def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..., Any]) -> FunctionType:
+    """A `forward` that asks ``step(attend, angles, size, cache, layer, self, q, k, v, ...)`` before its core.
+
+    Where that gives None it does what it always did. `turns`: queries and keys come as they are before the rotation;
+    else the rotation is done.
+    """
+    function, bound = core.function, {name: ast.unparse(node) for name, node in core.bound.items()}
+    attended = function.body[core.last]
+    call = _assignment(attended).value  # type: ignore[attr-defined]
+    middle = function.body[core.first : core.last]
+    looked_up = [x for x in middle if _matches(_LOOKED_UP, _assignment(x), {})]
+    theirs = [x for x in middle if x not in looked_up]
+    if not turns:
+        at = theirs.index(function.body[core.cached])
+        before, theirs, turned = theirs[:at], theirs[at:], "None"
+    else:
+        before, turned = ast.parse(_angles(bound)).body, TURN
+        if "ANGLES" in bound:  # they are computed once
+            del theirs[0].body[0]  # type: ignore[attr-defined]
+    rest = ", ".join(ast.unparse(x) for x in (*call.args, *call.keywords))
+    size = bound.get("SIZE", "None") if turns else "None"
+    conditions = [
+        f"{bound['PAST']} is not None",
+        f"({bound.get('WHEN', 'True')})",
+        *(f"not ({ast.unparse(test)})" for test in core.unless),
+    ]
+    cache = f"{bound['CACHE']} if {' and '.join(conditions)} else None"
+    question = ast.parse(
+        f"{bound['OUT']} = {STEP}({bound['ATTEND']}, {turned}, {size}, {cache}, {bound['LAYER']}, {rest})\n"
+        f"if {bound['OUT']} is None:\n    pass\nelse:\n    {bound['WEIGHTS']} = None"
+    ).body
+    question[1].body = [*theirs, attended]  # type: ignore[attr-defined]
+    made = {id(node) for statement in (*theirs, attended) for node in ast.walk(statement)}
+    for statement in (*before, *question) if turns else question:
+        for node in ast.walk(statement):
+            if id(node) not in made:
+                ast.copy_location(node, attended)
+    function.body[core.first : core.last + 1] = [*looked_up, *before, *question]
+    return _compiled(function, forward, step)
+
+
+def _angles(bound: dict[str, str]) -> str:
+    """The statements that say by which angles queries and keys turn, and whether."""
+    pair = f"{TURN} = ({bound['COS']}, {bound['SIN']})"
+    if "TEST" not in bound:
+        return pair
+    read = f"    {bound['COS']}, {bound['SIN']} = {bound['ANGLES']}\n" if "ANGLES" in bound else ""
+    return f"{TURN} = None\nif {bound['TEST']}:\n{read}    {pair}"
+
+
+def _compiled(function: ast.FunctionDef, forward: FunctionType, step: Callable[..., Any]) -> FunctionType:
+    """The function of a syntax, in the place of another: its file, globals and defaults."""
+    around = ast.parse(f"def made({STEP}):\n    return None")
+    around.body[0].body = [function]  # type: ignore[attr-defined]
+    code = _inner(
+        _inner(compile(around, forward.__code__.co_filename, "exec", dont_inherit=True), "made"), function.name
+    )
+    made = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, (CellType(step),))
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made

@@ -1,0 +1,28 @@
+"""Options of other libraries' attention, and what stands for each in `headwise.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OTHERS = {
+    "alibi_slopes": "mask=headwise.alibi(slopes)",
+    "attn_mask": "mask= takes it: a bool tensor (True = attend), or a float one that is added",
+    "block_mask": "mask=headwise.rule(mask_mod)",
+    "causal": "mask=headwise.causal()",
+    "dropout_p": "dropout=",
+    "enable_gqa": "leave it out: query head h reads key-value head h // (H / K)",
+    "is_causal": "mask=headwise.causal(), by which the last query sees the last key; where T and S differ, torch's "
+    "is_causal is headwise.causal_top_left()",
+    "key_padding_mask": "mask=headwise.lengths(n), or ~padding[:, None, None, :], for here True = attend",
+    "score_mod": "mask=headwise.bias(tensor), alibi(slopes) or relative(table) adds to scores, softcap= bounds them",
+    "softmax_scale": "scale=",
+    "window_size": "mask=headwise.window(left + 1, right), which counts the query's own key",
+}
+"""Those of torch's SDPA, of its FlexAttention, of its module, and of flash attention."""
+
+
+def refuse_others(others: Mapping[str, object]) -> None:
+    """Raises TypeError for an option that `attention` does not have."""
+    for name in others:
+        instead = OTHERS.get(name, "it has mask, scale, softcap, sinks, dropout, gate, return_lse and backend")
+        raise TypeError(f"attention has no option {name!r}; {instead}")
