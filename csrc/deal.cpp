@@ -168,6 +168,14 @@ class BackwardItems {
     }
   }
 
+  void add_whole(int64_t head) {
+    items_.push_back({BackwardItem::chunk_rows, head, 0, 0, p_.S, plan_.chunks});
+    costs_.push_back(0.0f);
+    for (int64_t chunk = 0; chunk < plan_.chunks; ++chunk) {
+      costs_.back() += chunk_cost(head, chunk, 0, p_.S, 5.0f, 40.0f);
+    }
+  }
+
   void add_passes(int64_t head, Passes passes) {
     const int64_t step = std::min(passes.blocks * plan_.rows_per_block, plan_.rows_per_step);
     for (int64_t i = (plan_.rows - 1) / step; i >= 0; --i) {
@@ -282,6 +290,16 @@ Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer) 
 
 BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t workers) {
   const int64_t heads = p.B * p.K;
+  if (plan.whole_bytes > 0) {  // fresh memory for `partial` would cost a fifth of the whole
+    BackwardItems whole(p, plan);
+    for (int64_t head = heads - 1; head >= 0; --head) whole.add_whole(head);
+    const Order order = whole.order(workers);
+    if (workers <= 1 || order.share <= kEvenShare) {
+      BackwardDeal deal = {plan, whole.in(order)};
+      deal.plan.has_partial = false, deal.plan.scratch_bytes += plan.whole_bytes;
+      return deal;
+    }
+  }
   BackwardItems chunks(p, plan);
   for (int64_t head = heads - 1; head >= 0; --head) chunks.add_chunks(head);
   Order best = chunks.order(workers);

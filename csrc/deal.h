@@ -40,8 +40,9 @@ struct Deal {
 // The cut stays as it is unless `finer`.
 Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer = true);
 
-// The items of `backward`. Where the chunks of all heads are too few for the threads, some heads are computed in two
-// passes: dQ by rows, dK and dV by keys. It takes seven products where a chunk takes five, and needs `partial`.
+// The items of `backward`: chunks, or heads where they are many enough. Where the chunks of all heads are too few for
+// the threads, some heads are computed in two passes: dQ by rows, dK and dV by keys. It takes seven products where a
+// chunk takes five, and needs `partial`.
 struct BackwardDeal {
   BackwardPlan plan;
   std::vector<BackwardItem> items;

@@ -57,6 +57,7 @@ struct BackwardPlan {
   int64_t rows_per_step = 0;           // that share a tile of keys
   int64_t padded_D = 0, padded_V = 0;  // floats from row to row of the sums
   int64_t scratch_bytes = 0;
+  int64_t whole_bytes = 0;      // more of it for items that have all chunks of a head, or 0: too much
   bool by_row = false;          // few rows: the forward was `decode.h`, which sums in another order
   bool keeps_products = false;  // and the products with all keys fit into a thread's scratch
   bool has_partial = false;
@@ -81,12 +82,14 @@ struct BackwardPlan {
   }
 };
 
-// Some of the work of a gradient. `chunk_rows`: all of a chunk's; it writes the gradients of its queries, and sums
-// those of keys and values, in its thread's scratch where there is no `partial`. `queries`: the gradients of the
+// Some of the work of a gradient. `chunk_rows`: all of a chunk's, or of all chunks of a head, one after the other; it
+// writes the gradients of its queries, and sums those of keys and values, in its thread's scratch where there is no
+// `partial`. `queries`: the gradients of the
 // queries first <= r < last alone. `keys`: the sums of a chunk for the keys first <= j < last alone.
 struct BackwardItem {
   enum Kind { chunk_rows, queries, keys } kind;
   int64_t head, chunk, first, last;  // head: b * K + key-value head
+  int64_t chunks = 1;                // from `chunk` on
 };
 
 struct Statistics;

@@ -151,9 +151,9 @@ Dealt backward(const Shape& shape, int64_t workers) {
     }
     const bool all = item.kind == headwise::BackwardItem::chunk_rows;
     float sum = 0.0f;
-    for (int half = 0; half < 2; ++half) {
-      sum += shape.cost(b, plan.range(item.chunk, half), plan.rows_per_block, {item.first, item.last},
-                        all ? 5.0f : 4.0f, all ? 40.0f : 30.0f);
+    for (int64_t i = 0; i < 2 * item.chunks; ++i) {
+      const headwise::RowRange rows = plan.range(item.chunk + i / 2, static_cast<int>(i % 2));
+      sum += shape.cost(b, rows, plan.rows_per_block, {item.first, item.last}, all ? 5.0f : 4.0f, all ? 40.0f : 30.0f);
     }
     return sum;
   };

@@ -195,14 +195,15 @@ static inline void mark_bad(const Tensor4& x, int64_t b, QueryRows& rows, int64_
   }
 }
 
-// X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors of floats as they lie, others from
-// a copy. Bad rows become zeros.
+// X^T of a block's rows of x. W rows at a time are transposed: rows of whole vectors as they lie, others from a copy.
+// Bad rows become zeros.
 template <class N, int NV>
 static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows& rows, int64_t width,
                                    typename N::Query* out, char* spare) {
   constexpr int R = NV * W;
   const int64_t depth = N::depth(width), padded = round_up(depth, W);
-  const bool in_place = N::kPair == 1 && x.dtype == Dtype::f32 && x.stride[3] == 1 && width % W == 0;
+  const bool as_they_are = (N::kPair == 2 || x.dtype == Dtype::f32) && x.stride[3] == 1;
+  const bool in_place = as_they_are && width % (N::kPair * W) == 0;
   float* lanes = reinterpret_cast<float*>(spare);  // W rows of `padded` elements of 32 bits
   for (int v = 0; v < NV; ++v) {
     const float* from[W];

@@ -169,37 +169,5 @@ static inline void tile_add_values(const uint32_t* weights, int64_t steps, const
   }
 }
 
-// out[key][column] += sum over rows of k[key][row] * second[row][column], for 16 U keys and 16 NV columns.
-template <int U, int NV>
-static inline void add_rows_to(const uint16_t* k, int64_t rows, const uint32_t* second, int64_t pitch, float* out,
-                               int64_t to) {
-  load_tiles<U, NV>(out, to);
-  for (int64_t r = 0; r < rows; r += kTileStep) add_tiles<U, NV>(k + r, rows, second + r / 2 * pitch, pitch);
-  store_tiles<U, NV>(out, to);
-}
-
-// The same for any number of keys, and `pitch` columns. The rows are a multiple of 32, and k has room for whole tiles
-// of keys.
-static inline void tile_add_product(const uint16_t* k, int64_t rows, int64_t keys, const uint32_t* second,
-                                    int64_t pitch, float* out) {
-  int64_t j = 0;
-  for (; j + 2 * W <= keys; j += 2 * W) {
-    int64_t d = 0;
-    for (; d + 2 * W <= pitch; d += 2 * W) {
-      add_rows_to<2, 2>(k + j * rows, rows, second + d, pitch, out + j * pitch + d, pitch);
-    }
-    if (d < pitch) add_rows_to<2, 1>(k + j * rows, rows, second + d, pitch, out + j * pitch + d, pitch);
-  }
-  for (; j < keys; j += W) {
-    for (int64_t d = 0; d < pitch; d += W) {
-      alignas(64) float sums[W * W];
-      const int64_t n = min(W, keys - j);
-      for (int64_t i = 0; i < n; ++i) store(sums + i * W, load(out + (j + i) * pitch + d));
-      add_rows_to<1, 1>(k + j * rows, rows, second + d, pitch, sums, W);
-      for (int64_t i = 0; i < n; ++i) store(out + (j + i) * pitch + d, load(sums + i * W));
-    }
-  }
-}
-
 }  // namespace HW_ISA
 }  // namespace headwise

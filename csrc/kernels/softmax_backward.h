@@ -9,15 +9,10 @@ namespace HW_ISA {
 
 constexpr int kBackwardTile = kBackwardKeys;
 
-// From key to key of weights by key and row, for products that sum over rows: matrix instructions take whole steps.
-template <class N>
-constexpr int row_pitch(int rows) {
-  return N::kTiles ? (rows + kTileStep - 1) / kTileStep * kTileStep : rows;
-}
 constexpr int kBackwardColumns = W >= 16 ? 4 : 2;  // vectors of columns in the micro-kernel that sums over rows
 
 // Rows of x in memory order, for the products that sum over rows. Bad rows and those behind the last are zeros. There
-// are `padded` rows of the block, and those that `row_pitch` adds.
+// are `padded` rows of the block.
 template <class N>
 static inline void pack_rows(const Tensor4& x, int64_t b, const QueryRows& rows, int padded, int64_t width,
                              typename N::Query* out, int64_t pitch, char* spare) {
@@ -31,13 +26,32 @@ static inline void pack_rows(const Tensor4& x, int64_t b, const QueryRows& rows,
       }
       for (int64_t d = 0; d < pitch; d += W) interleave(out + r / 2 * pitch + d, pair + d, pair + pitch + d);
     }
-    const int64_t missing = (row_pitch<N>(padded) - padded) / 2 * pitch;
-    memset(out + padded / 2 * pitch, 0, static_cast<size_t>(missing) * sizeof(*out));
   } else {
     (void)spare;
     for (int r = 0; r < padded; ++r) {
       copy_floats(out + r * pitch, at(x, b, rows.h[r], rows.t[r]), x.dtype, x.stride[3], copied(r), pitch);
     }
+  }
+}
+
+// Rows of x for dV and dK: [column / 16][row / 2][column % 16], the panels of 16 columns `panel` words apart. Bad rows
+// and those behind the last are zeros, up to `padded` rows of the block and 16 behind them.
+static inline void pack_panels(const Tensor4& x, int64_t b, const QueryRows& rows, int padded, int64_t width,
+                               uint32_t* out, int64_t panel, char* spare) {
+  const int64_t pitch = round_up(width, W);
+  for (int r = 0; r < padded + W; r += 2) {
+    const uint16_t* row[2];
+    for (int side = 0; side < 2; ++side) {
+      const int i = r + side;
+      const bool zeros = i >= rows.n || rows.query_bad[i];
+      const char* from = zeros ? nullptr : at(x, b, rows.h[i], rows.t[i]);
+      row[side] = reinterpret_cast<const uint16_t*>(from);
+      if (!zeros && x.stride[3] == 1 && width == pitch) continue;
+      uint16_t* copy = reinterpret_cast<uint16_t*>(spare) + side * pitch;
+      copy_halves(copy, from, x.stride[3], zeros ? 0 : width, pitch), row[side] = copy;
+    }
+    uint32_t* to = out + r / 2 * W;
+    for (int64_t d = 0; d < pitch; d += W, to += panel) interleave(to, row[0] + d, row[1] + d);
   }
 }
 
@@ -120,32 +134,40 @@ static inline void softmax_backward_pairs(const float* HW_RESTRICT x, const floa
                                           const float* HW_RESTRICT row_max, const float* HW_RESTRICT largest,
                                           const float* HW_RESTRICT delta, bool ready, uint16_t* HW_RESTRICT weight_rows,
                                           uint16_t* HW_RESTRICT score_rows, uint32_t* HW_RESTRICT scores) {
-  constexpr int R = NV * W, pitch = row_pitch<Bfloat16>(R);
+  constexpr int R = NV * W;
   const F scale = set1(c), lowest = set1(-3.4028235e38f);
   F peak[NV];
   HW_UNROLL
   for (int v = 0; v < NV; ++v) peak[v] = load(row_max + v * W);
   const auto convert = [&](int64_t j, int v) {
-    const int64_t at = j * R + v * W, to = j * pitch + v * W;
+    const int64_t at = j * R + v * W;
     F w = load(x + at), d = load(y + at);
     if (!ready) {
       const auto attended = not_less(w, lowest);
       w = select(attended, mul(exp2<Bfloat16::kDegree>(mul(sub(w, peak[v]), scale)), load(largest + v * W)), zero());
       d = select(attended, mul(w, sub(d, load(delta + v * W))), zero());
     }
-    store_bf16_fast(weight_rows + to, w);
-    store_bf16_fast(score_rows + to, d);
+    store_bf16_fast(weight_rows + at, w);
+    store_bf16_fast(score_rows + at, d);
     return d;
   };
-  for (int64_t j = 0; pitch > R && j < keys; ++j) {
-    store_bf16_fast(weight_rows + j * pitch + R, zero()), store_bf16_fast(score_rows + j * pitch + R, zero());
-  }
   for (int64_t j = 0; j < keys; j += 2) {
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
       const F a = convert(j, v), b = j + 1 < keys ? convert(j + 1, v) : zero();
       store_pairs(scores + j / 2 * R + v * W, a, b);
     }
+  }
+}
+
+// dS = dS * (1 - (x / softcap)^2), where x is the capped score: the gradient of the raw score. 0 stays 0, for a masked
+// score may be NaN.
+static inline void softcap_backward(float softcap, const float* capped, float* dS, int64_t cells) {
+  const F one = set1(1.0f), inverse = set1(1.0f / softcap);
+  for (int64_t i = 0; i < cells; i += W) {
+    const F t = mul(load(capped + i), inverse), before = load(dS + i);
+    const F after = mul(before, sub(one, mul(t, t)));
+    store(dS + i, select(not_less(abs(before), set1(1e-45f)), after, zero()));
   }
 }
 
@@ -176,7 +198,6 @@ static inline void add_rows_of(const typename N::Key* k, int64_t stride, int key
 template <class N>
 static inline void add_product(const typename N::Key* k, int64_t stride, int keys, int64_t depth,
                                const typename N::Query* rows, int64_t pitch, float* out) {
-  if constexpr (N::kTiles) return tile_add_product(k, stride, keys, rows, pitch, out);
   int64_t d = 0;
   for (; d + kBackwardColumns * W <= pitch; d += kBackwardColumns * W) {
     add_rows_of<N, kBackwardColumns>(k, stride, keys, depth, rows + d, pitch, out + d);

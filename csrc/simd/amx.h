@@ -91,6 +91,20 @@ HW_INLINE void split_weights(F weights, uint32_t* to, int64_t pitch) {
     weights = _mm512_sub_ps(weights, _mm512_castsi512_ps(rounded));
   }
 }
+// Two vectors rounded to bfloat16, to nearest even, the first in the low half; denormals become 0.
+HW_INLINE F round_two(F first, F second) { return _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(second, first)); }
+HW_INLINE void store_two_rows(uint16_t* first, uint16_t* second, F two) {
+  const __m512i x = _mm512_castps_si512(two);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(first), _mm512_castsi512_si256(x));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(second), _mm512_extracti64x4_epi64(x, 1));
+}
+// Their pairs, one a lane.
+HW_INLINE F pairs_of_two(F two) {
+  const __m512i low = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i order =
+      _mm512_add_epi32(_mm512_set1_epi32(0x00100000), _mm512_mullo_epi32(low, _mm512_set1_epi32(0x10001)));
+  return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, _mm512_castps_si512(two)));
+}
 
 }  // namespace HW_ISA
 }  // namespace headwise

@@ -23,6 +23,9 @@ F load_halves(const uint16_t* p, int64_t n);
 void exchange_halves(F& first, F& second);
 void columns_of_sums(const float* x, F* column);
 void split_weights(F weights, uint32_t* to, int64_t pitch);
+F round_two(F first, F second);
+void store_two_rows(uint16_t* first, uint16_t* second, F two);
+F pairs_of_two(F two);
 
 }  // namespace HW_ISA
 }  // namespace headwise
