@@ -126,7 +126,7 @@ def sent(
     """Bytes that each rank sends in one call, forward or (`backward`) on the way back.
 
     Example:
-        >>> call = Call(queries=64, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
+        >>> call = MeshCall(queries=64, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
         >>> sent(call, "gather", 4), sent(call, "ulysses", 4)
         ((6144, 6144, 6144, 6144), (9216, 9216, 9216, 9216))
 
@@ -204,7 +204,7 @@ def decode_sent(call: MeshCall, ranks: int, *, owners: int | None = None, everyw
             N and gets the outputs of these alone: queries go to all, new keys to the ranks of their tokens.
 
     Example:
-        >>> call = Call(queries=1, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
+        >>> call = MeshCall(queries=1, keys=64, heads=8, kv_heads=2, head_dim=16, value_dim=16)
         >>> decode_sent(call, 4), decode_sent(call, 4, everywhere=False)
         ((600, 600, 600, 600), (664, 600, 664, 600))
     """
@@ -312,7 +312,7 @@ def price(
     """What one layout costs. Backward computes five products of each pair where forward computes two.
 
     Example:
-        >>> call = Call(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128)
+        >>> call = MeshCall(queries=8192, keys=8192, heads=32, kv_heads=8, head_dim=128, value_dim=128)
         >>> price(call, "ring", 4, link=Link(50e9, 2e-6)).bytes
         25165824
     """

@@ -91,7 +91,7 @@ class MeshCall:
         """The keys, of all S, that the queries from `start` to `stop` (of T) see together.
 
         Example:
-            >>> Call(8, 8, 1, 1, 4, 4, left=2).seen(4, 6), Call(8, 8, 1, 1, 4, 4, chunk=3).seen(4, 6)
+            >>> MeshCall(8, 8, 1, 1, 4, 4, left=2).seen(4, 6), MeshCall(8, 8, 1, 1, 4, 4, chunk=3).seen(4, 6)
             ((2, 6), (3, 6))
         """
         low, high = start + self.cached, stop + self.cached
@@ -147,7 +147,7 @@ def order_of(call: MeshCall, ranks: int) -> TokenOrder:
     """How queries are placed: zigzag where attention is causal without bound, for then late queries see more.
 
     Example:
-        >>> order_of(Call(64, 64, 1, 1, 4, 4), 4), order_of(Call(64, 64, 1, 1, 4, 4, left=7), 4)
+        >>> order_of(MeshCall(64, 64, 1, 1, 4, 4), 4), order_of(MeshCall(64, 64, 1, 1, 4, 4, left=7), 4)
         ('zigzag', 'contiguous')
     """
     even = call.right is None or call.bounded or call.queries < 2 * ranks
@@ -229,7 +229,7 @@ def needed(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple
     """Keys of other ranks that each rank's queries see.
 
     Example:
-        >>> needed(Call(8, 8, 1, 1, 4, 4), 2, "contiguous"), needed(Call(8, 8, 1, 1, 4, 4, left=1), 4)
+        >>> needed(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), needed(MeshCall(8, 8, 1, 1, 4, 4, left=1), 4)
         ((0, 4), (0, 1, 1, 1))
     """
     order = order or order_of(call, ranks)
@@ -279,7 +279,7 @@ def shown(call: MeshCall, ranks: int, order: TokenOrder | None = None) -> tuple[
     """Keys that each rank sends, its own, once to each other rank that sees them.
 
     Example:
-        >>> shown(Call(8, 8, 1, 1, 4, 4), 2, "contiguous"), shown(Call(8, 8, 1, 1, 4, 4), 2)
+        >>> shown(MeshCall(8, 8, 1, 1, 4, 4), 2, "contiguous"), shown(MeshCall(8, 8, 1, 1, 4, 4), 2)
         ((4, 0), (2, 4))
     """
     order = order or order_of(call, ranks)

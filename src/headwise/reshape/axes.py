@@ -79,7 +79,7 @@ class TensorRuns:
     Example:
         >>> fused = form("(H q | K k | K v) M")
         >>> sizes = Sizes(H=4, K=2, D=3, V=3)
-        >>> fused.shape((24, 7), sizes, Kept((0, 1), (0,)))
+        >>> fused.shape((24, 7), sizes, KeptHeads((0, 1), (0,)))
         (12, 7)
     """
 
@@ -158,7 +158,7 @@ def form(text: str) -> TensorRuns:
 
     Example:
         >>> form("R H").axes
-        ((), (Run(kind='H', parts=('',)),))
+        ((), (HeadRun(kind='H', parts=('',)),))
     """
     if text == WHOLE:
         return TensorRuns((), whole=True)
