@@ -149,6 +149,7 @@ Result attention(const Call& c, const Rounding& unit) {
       for (size_t d = 0; d < width; ++d) {
         out[d] += weight * value[d];
         out_error[d] += weight * fabs(value[d]) * relative + 0x1p-120 * fabs(value[d]) * up;
+        out_error[d] += std::min(weight * fabs(value[d]), 0x1p-126 * up);  // a product below 2^-126 counts as 0
         if (c.bytes != 0) {
           const double half = c.bytes == 2 ? 0.5 / 32512 : 0.5 / 8323072;
           out_error[d] += 128 * (half * (1 + relative) * tops[static_cast<size_t>(j / 128)] + 1e-30 * up);
