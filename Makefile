@@ -22,7 +22,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 # One thread a process. Compiled Python is kept, whatever the shell says: tests start over a hundred interpreters.
 PYTEST_ENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= HEADWISE_DRAW=$(DRAW)
 # One case of so many of the widest sweeps (tests/draw.py); the first line of pytest says how to run the same again.
-DRAW ?= 8
+DRAW ?= 16
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help

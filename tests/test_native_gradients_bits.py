@@ -36,7 +36,7 @@ FORMS = {
     "a bias a batch": Case(Sizes(3, 4, 2, 97, 131, 24, 24), bias=(3, 1, 1, 1), lse=True),
     "MLA": Case(Sizes(1, 16, 1, 5, 300, 576, 512), sinks=True),
 }
-forms = pytest.mark.parametrize("form", FORMS)
+forms = pytest.mark.parametrize("shape", FORMS)
 
 
 def same(ours: Leaves, theirs: Leaves) -> None:
@@ -47,10 +47,10 @@ def same(ours: Leaves, theirs: Leaves) -> None:
 @pytest.mark.sweep
 @native_dtypes
 @forms
-def test_any_number_of_threads(backend: str, dtype: torch.dtype, form: str) -> None:
+def test_any_number_of_threads(backend: str, dtype: torch.dtype, shape: str) -> None:
     with collected() as attempt:
-        for mask in drawn((None, "causal") if FORMS[form].n.S > 1000 else (None, "causal", "window 3 2", "segments")):
-            case = replace(FORMS[form], dtype=dtype, mask=mask)
+        for mask in drawn((None, "causal") if FORMS[shape].n.S > 1000 else (None, "causal", "window 3 2", "segments")):
+            case = replace(FORMS[shape], dtype=dtype, mask=mask)
             with threads(1):
                 one = of_case(backend, case)
             for count in THREADS[1:]:
@@ -60,10 +60,10 @@ def test_any_number_of_threads(backend: str, dtype: torch.dtype, form: str) -> N
 
 @pytest.mark.sweep
 @native_dtypes
-@pytest.mark.parametrize("form", [name for name, case in FORMS.items() if case.n.B > 1 and not case.dropout])
-def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, form: str) -> None:
+@pytest.mark.parametrize("shape", [name for name, case in FORMS.items() if case.n.B > 1 and not case.dropout])
+def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, shape: str) -> None:
     """Also where the rows differ in length. What all rows share, a bias or sinks, is a sum over them: left out."""
-    shared = FORMS[form]
+    shared = FORMS[shape]
     with collected() as attempt:
         for lengths in (False, True):
             case = replace(shared, dtype=dtype, bias=None, slopes=None)
@@ -86,8 +86,8 @@ def test_a_row_of_the_batch_alone(backend: str, dtype: torch.dtype, form: str) -
 @pytest.mark.sweep
 @native_dtypes
 @forms
-def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, form: str) -> None:
-    case = replace(FORMS[form], dtype=dtype, mask="causal", bias=None, slopes=None, dropout=0.0)
+def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, shape: str) -> None:
+    case = replace(FORMS[shape], dtype=dtype, mask="causal", bias=None, slopes=None, dropout=0.0)
     leaves, (grad_out, grad_lse) = case.leaves(), case.upstream()
     whole, G = gradients(backend, case, leaves, grad_out, grad_lse), case.n.H // case.n.K
     alone = replace(case, n=case.n._replace(H=G, K=1))
