@@ -187,7 +187,7 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     drawn (`draw.py`) of the instruction sets beside the baseline, a third of the numbers, and of the three sanitizers
     (the third is below), which are what takes the time to compile, one a day.
     """
-    today = [name for name in SANITIZERS if name != "thread"]
+    today = ",".join(name for name in SANITIZERS if name != "thread")
     if not today:
         pytest.skip("drawn today is ThreadSanitizer")
     if not has_sanitizer("address,undefined", tmp_path):
@@ -196,7 +196,7 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     sets = sorted(file.stem for file in (CSRC / "isa").glob("*.cpp") if file.stem.startswith("neon") == arm)
     chosen = ";".join(draw.drawn([name for name in sets if name != "baseline"]))
     options = ("-DHEADWISE_SANITIZE=ON", "-DHEADWISE_SANITIZE_FLAGS=-O0 -g1", f"-DHEADWISE_SETS={chosen}")
-    fuzzer = configure("sanitized", *options, f"-DHEADWISE_SANITIZERS={",".join(today)}") / "headwise_fuzz"
+    fuzzer = configure("sanitized", *options, f"-DHEADWISE_SANITIZERS={today}") / "headwise_fuzz"
     for seed in draw.drawn(range(1, 25), "seeds", share=min(draw.SHARE, 3)):
         ok(fuzzer, "case", str(seed), UBSAN_OPTIONS="print_stacktrace=1")
 
