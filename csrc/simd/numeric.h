@@ -13,9 +13,8 @@ HW_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 HW_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// 2^t, relative error 2e-9 (degree 6), 2.6e-6 (degree 4, enough for bfloat16) or 8.6e-5 (degree 3, exact where t is
-// whole, on average 7e-6 off) before rounding: minimax polynomials on [0, 1], from Remez's exchange. Below 2^-126 it is
-// 0: no denormal is ever products. NaN stays NaN. N vectors at a time, step by step: one after the other each would
+// 2^t, relative error 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding: minimax polynomials on
+// [0, 1], from Remez's exchange. Below 2^-126 it is 0: no denormal is ever products. NaN stays NaN. N vectors at a time, step by step: one after the other each would
 // wait for its own chain of operations, which is too long for a CPU to find the next ones.
 template <int Degree, int N>
 HW_INLINE void exp2_each(F* t) {
@@ -30,12 +29,8 @@ HW_INLINE void exp2_each(F* t) {
     HW_UNROLL
     for (int i = 0; i < N; ++i) p[i] = fma(set1(0x1.c72118p-13f), f[i], set1(0x1.461954p-10f));
     step(0x1.3d28p-7f), step(0x1.c685p-5f), step(0x1.ebfd9ep-3f), step(0x1.62e42ap-1f), step(1.0f);
-  } else if constexpr (Degree == 3) {
-    HW_UNROLL
-    for (int i = 0; i < N; ++i) p[i] = fma(set1(0x1.3baadcp-4f), f[i], set1(0x1.d23788p-3f));
-    step(0x1.63e654p-1f), step(1.0f);
   } else {
-    static_assert(Degree == 4, "only degrees 3, 4 and 6");
+    static_assert(Degree == 4, "only degrees 4 and 6");
     HW_UNROLL
     for (int i = 0; i < N; ++i) p[i] = fma(set1(0x1.bb7cd4p-7f), f[i], set1(0x1.aa13fp-5f));
     step(0x1.ee798ap-3f), step(0x1.62d166p-1f), step(0x1.00002cp+0f);
