@@ -39,8 +39,8 @@ struct ChainPeaks {
   }
 };
 
-// Of the polynomial for 2^x: the ports that multiply are what the softmax waits for. A cubic would do for weights, which
-// bfloat16 rounds by up to 2^-8, and take 8 % less time; but lse would be off by 8e-5.
+// Of the polynomial for 2^x: the ports that multiply are what the softmax waits for. A cubic would do for weights,
+// which bfloat16 rounds by up to 2^-8, and take 8 % less time; but lse would be off by 8e-5.
 constexpr int kChainDegree = 4;
 
 // The weights of a row are relative to a score that the greatest one exceeds by at most so much, as a power of two: so

@@ -14,8 +14,9 @@ HW_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 HW_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // 2^t, relative error 2e-9 (degree 6) or 2.6e-6 (degree 4, enough for bfloat16) before rounding: minimax polynomials on
-// [0, 1], from Remez's exchange. Below 2^-126 it is 0: no denormal is ever products. NaN stays NaN. N vectors at a time, step by step: one after the other each would
-// wait for its own chain of operations, which is too long for a CPU to find the next ones.
+// [0, 1], from Remez's exchange. Below 2^-126 it is 0: no denormal is ever products. NaN stays NaN. N vectors at a
+// time, step by step: one after the other each would wait for its own chain of operations, which is too long for a CPU
+// to find the next ones.
 template <int Degree, int N>
 HW_INLINE void exp2_each(F* t) {
   F f[N], p[N];
