@@ -39,7 +39,7 @@ def test_a_rank_that_hangs_or_raises_is_named_by_all_others_within_the_timeout(h
     results = ranks.pool(3).run(failing_cases.fail, how, where)
     for text, seconds in (results[0], results[2]):
         assert text.startswith("RankError: ") and text.endswith(CAUSES[how, where]), results
-        assert seconds < 3 * failing_cases.TIMEOUT  # of one, on a machine that may be busy
+        assert seconds < 10 * failing_cases.TIMEOUT  # the machine may be busy; the group's own timeout is 60 s
     if how == "raises":
         assert results[1][0] == "MemoryError: planted: no memory"
 
