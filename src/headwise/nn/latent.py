@@ -249,9 +249,8 @@ class LatentAttention(nn.Module):
         C, sharded, here = self.kv_lora_rank, current(), self.dealt
         if sharded is None:
             keys = (key, key[..., :C]) if absorbed else self.expand(key)
-            if absorbed and self._inner_options()["scale"] != self.inner.options().get(
-                "scale"
-            ):  # which it takes from the size
+            # A part without a scale takes it from the size of the key, which is the latent's here.
+            if absorbed and self._inner_options()["scale"] != self.inner.options().get("scale"):
                 query = query * (query.shape[3] / self.head_dim) ** 0.5
             inner = self.inner if here is None else partial(here.call, self.inner)
             return inner(query, *keys, mask=mask)
