@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.masks.compose import Mask, as_mask
+from ..ops.masks.compose import EVERYTHING, Mask, as_mask
 from ..ops.masks.make import causal, keep, lengths
 from ..ops.native.step import Held, Scores, Seen, Turn, decode_step, runs_plain
 from ..ops.storage.int8 import Quantized
@@ -24,7 +24,6 @@ Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
 SERVED = {torch.float32, torch.bfloat16, torch.float16}
 """What queries of a step may be."""
-_ALL = Mask(())
 Stored: TypeAlias = Tensor | Quantized | Paged
 """Keys or values (B, K, S, n) in the form that a cache stores them in."""
 
@@ -132,7 +131,7 @@ class KVCache(ABC):
 
     def _rule(self, offset: Tensor | None) -> Mask:
         """A rule of the cache's own; `offset` (B,): the column of the first query, None where all end together."""
-        return causal(offset=offset) if self.causal else Mask(())
+        return causal(offset=offset) if self.causal else EVERYTHING
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -212,7 +211,7 @@ class KVCache(ABC):
             gradient, autocast, tracing, other sizes or dtypes, a cache of another kind. Then nothing was added, and
             `append` and `attend` do it, or say what is wrong.
         """
-        mask = _ALL if mask is None else mask
+        mask = EVERYTHING if mask is None else mask
         if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
             return None
         storage = self._held()

@@ -249,7 +249,11 @@ def check_integers(name: str, value: int | Tensor | None, *, tensor: bool) -> No
     """What places and counts are made of: an int (or None), or where `tensor` is set an integer tensor."""
     if isinstance(value, Tensor):
         if tensor and value.dtype in INTEGERS:
-            return check_dense(name, value)
+            check_dense(name, value)
+            if value.ndim != 1:
+                way = "use .item() or .view(-1)" if value.numel() == 1 else "give one number a row of the batch"
+                raise ValueError(f"{name} is an int, or an integer tensor (B,); got {describe(value)}; {way}")
+            return
         raise TypeError(f"{name}: {'integers' if tensor else 'an int or None'}; got a Tensor, {describe(value)}")
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
         raise TypeError(f"{name}: an int or None; got {shown(value)} ({type(value).__name__})")
