@@ -19,9 +19,11 @@ from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
 from ..shapes import DTYPES, describe
 from ..shapes.kinds import FAR, check_tensor, shown, whole_numbers
+from .quantize import check_learns_nothing
 
 Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
+IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"
 SERVED = {torch.float32, torch.bfloat16, torch.float16}
 """What queries of a step may be."""
 Stored: TypeAlias = Tensor | Quantized | Paged
@@ -160,7 +162,8 @@ class KVCache(ABC):
 
         Raises:
             TypeError: a dtype that is not the cache's, or no tensors; `lengths` that are no whole numbers.
-            ValueError: sizes or a device that do not fit, or no room; the cache is unchanged.
+            ValueError: sizes or a device that do not fit, no room, or a gradient that int8 would lose; the cache is
+                unchanged.
         """
         T, counts = _check_append(self, key, value, lengths, side)
         self._make_room(counts)
@@ -367,6 +370,8 @@ def _check_append(
             raise ValueError(
                 f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
             )
+        if cache.dtype == torch.int8:
+            check_learns_nothing(f"a {name}", x, IN_INT8)
     if not isinstance(side, str) or side not in ("right", "left"):
         raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
     if lengths is None:
