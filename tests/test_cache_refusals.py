@@ -191,7 +191,9 @@ def test_int8_does_not_lose_a_gradient_without_a_word(paged: bool) -> None:
     cache: Any = PagedCache(pool, 1) if paged else StaticCache(1, K, D, capacity=9, dtype=torch.int8)
     before = state_of(cache)
     for module in (mha, mha.eval()):
-        with pytest.raises(ValueError, match=r"got a key that requires grad; decode within torch\.no_grad\(\)") as error:
+        with pytest.raises(
+            ValueError, match=r"got a key that requires grad; decode within torch\.no_grad\(\)"
+        ) as error:
             module(x, cache=cache)
         assert ".detach()" in str(error.value) and "float dtype" in str(error.value)
         assert_same_state(cache, before, "refused")

@@ -293,18 +293,8 @@ MAKERS: dict[str, tuple[Any, type[Exception], list[str]]] = {
             "placed()": headwise.causal().placed,
         }.items()
     },
-    "offset of two axes": (
-        lambda: headwise.dilated(2, offset=zeros(2, 3, dtype=torch.int64)),
-        ValueError,
-        ["offset of dilated()", "(B,)", "int64 (2, 3)", "one number a row of the batch"],
-    ),
     "prefix of no axes": (lambda: headwise.prefix(torch.tensor(3)), ValueError, ["n of prefix()", "(B,)", "int64 ()"]),
     "length of no axes": (lambda: headwise.lengths(torch.tensor(3)), ValueError, ["stop", "(B,)", "int64 ()"]),
-    "start of no axes": (
-        lambda: headwise.lengths(torch.tensor([3]), torch.tensor(1)),
-        ValueError,
-        ["start", "lengths()", "(B,)", "int64 ()"],
-    ),
     "segments of no axes": (
         lambda: headwise.segments(torch.tensor([1]), torch.tensor(1)),
         ValueError,
