@@ -104,11 +104,7 @@ def load(
             (`auto_map`) is never run, and fields of config.json that choose code are not read.
     """
     where, kind_of_number = _device(device), _dtype(dtype)
-    check = partial(describe, any_input=any_input)
-    folder, name = find_folder(name_or_path, check)
-    config, cls = check(folder)
-    weights = find_weights(folder)
-    _check_size(cls, config, weights, folder)
+    folder, name, config, cls, weights = checked(name_or_path, any_input=any_input)
     if kind_of_number is None:
         kind_of_number = torch.float32 if where.type == "cpu" else _dtype_of(weights)
     needs_text = not any_input or cls.main_input_name == "input_ids" or config.is_encoder_decoder
@@ -127,6 +123,21 @@ def load(
         bos_id=None if tokenizer is None else bos_id(tokenizer, vocabulary),
         folder=folder,
     )
+
+
+def checked(
+    name_or_path: str | Path, *, any_input: bool = False
+) -> tuple[Path, str, PreTrainedConfig, type[PreTrainedModel], Weights]:
+    """What `load` finds before it reads a weight: (folder, name, config, class, where the weights are).
+
+    Raises ModelError for a name, a config.json or a list of weights that `load` refuses.
+    """
+    check = partial(describe, any_input=any_input)
+    folder, name = find_folder(name_or_path, check)
+    config, cls = check(folder)
+    weights = find_weights(folder)
+    _check_size(cls, config, weights, folder)
+    return folder, name, config, cls, weights
 
 
 def _device(device: torch.device | str) -> torch.device:
