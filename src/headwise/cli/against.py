@@ -33,16 +33,22 @@ def read_plan(kept: str | None, against: str | None) -> Any:
         raise typer.BadParameter(f'--kept {kept}: no JSON; write {{"layers": {{"0": {{"keep": [0, 1]}}}}}}') from None
 
 
-def recorded(model: str | None, *, any_input: bool) -> Any:
-    """The look that a .json file holds; None for a model, once it is sure that there is one of this name."""
-    if model is None:
-        return None
-    if model.lower().endswith(".json"):
-        from headwise.look import read
+def recorded(model: str | None, *, against: str | None, any_input: bool) -> list[Any]:
+    """Of both names the look that a .json file holds; None for a model.
 
-        return read(model)
-    quiet("headwise look")
-    from headwise.hf.loading import checked
+    Where there are two, it is sure that there are models of these names: the second is read long after the first.
+    """
+    looks: list[Any] = []
+    for name in (model, against):
+        if name is not None and name.lower().endswith(".json"):
+            from headwise.look import read
 
-    checked(model, any_input=any_input)
-    return None
+            looks.append(read(name))
+            continue
+        looks.append(None)
+        if name is not None and against is not None:
+            quiet("headwise look")
+            from headwise.hf.loading import checked
+
+            checked(name, any_input=any_input)
+    return looks

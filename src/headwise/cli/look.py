@@ -81,7 +81,7 @@ def _look(  # private, for a command has as many options as its users need, and 
     names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
     plan = guard.together(lambda: read_plan(kept, against))
     one = more.corpus is None
-    seen = guard.together(lambda: [recorded(name, any_input=one) for name in (model, against)])
+    seen = guard.together(lambda: recorded(model, against=against, any_input=one))
     result = seen[0] or look_at(model, content, device, dtype, more)
     if against is not None:
         from headwise.look import compare

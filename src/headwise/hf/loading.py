@@ -271,17 +271,27 @@ def _fill(
     try:
         with _quietly():
             model, report = cls.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{where}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
-    faults = {kind: sorted(map(str, report.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
-    for kind, names in faults.items():
-        if names:
-            raise ModelError(
-                f"{where}: {len(names)} {kind.replace('_', ' ')}, {names[0][:80]!r} first, so those weights would be "
-                f"random; the files do not hold a whole {cls.__name__}: download them anew"
-            )
+    if other := sorted(report.get("mismatched_keys", ())):
+        name, *sizes = other[0]
+        found, wanted = (tuple(size) for size in sizes)
+        raise ModelError(
+            f"{where}: {len(other)} weights of another size than config.json says, {name[:80]!r} first, {found} "
+            f"and not {wanted}; config.json and the files do not belong together: download both anew"
+        )
+    if names := sorted(map(str, report.get("missing_keys", ()))):
+        raise ModelError(
+            f"{where}: {len(names)} missing keys, {names[0][:80]!r} first, so those weights would be random; the files "
+            f"do not hold a whole {cls.__name__}: download them anew"
+        )
     return model
 
 

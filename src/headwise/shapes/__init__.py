@@ -30,7 +30,7 @@ from .kinds import INTEGERS as INTEGERS
 from .kinds import describe as describe
 
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
-SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
+SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2), and give (H, T, D) alone a batch of one by x[None]"
 # What multiplies or divides scores stays this far from the ends of float32, whose exponents go from -126 to 127: its
 # product with a score, or with the log2(e) that a kernel folds in, then neither overflows nor vanishes.
 LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100
