@@ -37,7 +37,7 @@ def check_place(out: str | None, source: Any) -> None:
     if out is not None:
         from headwise.reshape.place import check_destination
 
-        check_destination(out, source.folder, 0)
+        check_destination(out, source.folder, None)
 
 
 def libraries(command: str) -> Any:
