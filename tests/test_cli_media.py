@@ -273,6 +273,7 @@ def test_what_a_model_does_not_read_is_refused_in_one_line(folder: Path, tmp_pat
     cases = [
         (("vit",), "(ViTModel) reads 'pixel_values'; give --image FILE"),
         (("whisper", "--text", "a"), "reads 'input_features'; give --audio FILE"),
+        (("t5", "--text", "a", "--pair", "b"), "does not read a second sentence; it takes input_ids"),
         (("vit", *image, "--text", "a"), "does not read a text; it takes pixel_values"),
         (("vit", *image, *sound), "does not read a sound"),
         (("bert", *image), "(BertModel) does not read a picture"),

@@ -115,7 +115,7 @@ def _check_takes(loaded: Loaded, takes: Mapping[str, object], **inputs: Any) -> 
         ("a picture", inputs["image"], "pixel_values" in takes),
         ("a sound", inputs["sound"], bool(hears)),
         ("a text", inputs["text"], "input_ids" in takes),
-        ("a second sentence", inputs["pair"], "input_ids" in takes),
+        ("a second sentence", inputs["pair"], "token_type_ids" in takes),
         ("a text of its decoder's own", inputs["target"], "decoder_input_ids" in takes),
     ):
         if there is not None and not wanted:
