@@ -53,7 +53,7 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + Read::kTile, reach.to));
   }
   bool finite = true;
-  [[maybe_unused]] Ahead<Read> ahead;
+  [[maybe_unused]] Ahead<Read> ahead(s.scores);
   walk_tiles<Read::kTile, 1>(reach, [&](int64_t j0, int n) {
     const KeySpan span = {j0, n, tile_kind(call, b, *s.rows, j0, j0 + n)};
     if (span.kind == TileKind::empty || !finite) return;
@@ -124,7 +124,7 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
         if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch, upcoming);
       }
     } else {
-      for (int64_t d = 0; d < padded_D; ++d) Read::store_query(s.query, padded_D, r, d, s.line[d]);
+      Read::store_query(s.query, padded_D, r, s.line);
     }
   }
   Reach all(p);
@@ -135,7 +135,9 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
     decode_pass<Read, R>(p, b, kv_head, reach, following, true, s);
   }
   for (int r = 0; r < n; ++r) {
-    for (int64_t d = 0; d < p.V; ++d) s.line[d] = s.sums[r * padded_V + Read::place(d)];
+    for (int64_t d = 0; d < p.V; d += Read::kRun) {
+      memcpy(s.line + d, s.sums + r * padded_V + Read::place(d), sizeof(float) * Read::kRun);
+    }
     const RowState state = row_state(p, b, rows, r, s.row_max[r], s.row_sum[r], reach.from, reach.to);
     finish_row(p, plan, b, kv_head, r, split, state, s.line);
   }

@@ -47,6 +47,7 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
   for (int i = 0; i < W; ++i) acc[i] = zero();
   for (int64_t d = 0; d < padded_D; d += 2 * W) {
     F qa[R], qb[R];
+    ahead.turn(U);
     if constexpr (R <= U) {  // kept in registers for all keys
       HW_UNROLL
       for (int r = 0; r < R; ++r) Read::load_query(query, r * padded_D + d, qa[r], qb[r]);
@@ -81,6 +82,7 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
     for (int j = 0; j < n; j += 2) {  // the weight beyond the last key is 0
       const auto* first = value + j * stride;
       const auto* second = j + 1 < n ? first + stride : first;
+      ahead.turn(2 * X);
       HW_UNROLL
       for (int x = 0; x < X; ++x) {
         F a, b;
@@ -96,6 +98,7 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
     }
   } else {
     for (int j = 0; j < n; ++j) {
+      ahead.turn(X);
       HW_UNROLL
       for (int x = 0; x < X; ++x) {
         F a, b;
