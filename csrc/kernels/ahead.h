@@ -32,7 +32,8 @@ class Ahead {
   static constexpr int64_t kLines = Read::kTiles || kStep >= 128 ? 2 : 1;
   using Tile = TileAhead<kSize>;
 
-  explicit Ahead(const void*) {}
+  using Local = Ahead&;
+
   // `tile` is prefetched from here on, unless it has begun before, and then `next`.
   void aim(const Tile& tile, const Tile& next) {
     const bool first = tile_.row == nullptr;
@@ -94,47 +95,60 @@ class Ahead {
 };
 
 // In the order of memory, a tile beside the one before it, line by line. Where rows are contiguous an address is all
-// that is kept: products have few cycles a line, and an account of rows and columns for each would take a third of
-// them. Other rows are prefetched some lines at a time, and the steps between them repeat `spare` lines of the L1
-// cache.
+// that is kept, in a register: products have few cycles a line, and an account of rows and columns for each would take
+// a third of them. Other rows are prefetched some lines at a time, and the steps between them repeat lines that are in
+// the L1 cache.
 template <class Read>
 class Ahead<Read, true> {
  public:
   static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize;
   using Tile = TileAhead<kSize>;
 
-  explicit Ahead(const void* spare) : spare_(static_cast<const char*>(spare)) {}
   void aim(const Tile& tile, const Tile&) {
-    line_ = row_ = tile.row, width_ = left_ = tile.width, gap_ = tile.pitch - tile.width;
-    contiguous_ = gap_ == 0;
+    tile_ = tile, line_ = tile.row, left_ = tile.width, contiguous_ = tile.pitch == tile.width;
   }
-  // So many steps follow.
-  HW_MEMBER void turn(int64_t steps) {
-    if (!contiguous_) by_rows(steps);
-  }
-  // The next 2 W elements.
-  HW_MEMBER void step() {
-    HW_UNROLL
-    for (int64_t byte = 0; byte < kStep; byte += kLine) {
-      prefetch_here(reinterpret_cast<const int8_t*>(offset(line_, byte)));
+
+  // In a function's registers until its end.
+  class Local {
+   public:
+    HW_MEMBER explicit Local(Ahead& all) : all_(all), line_(all.line_), contiguous_(all.contiguous_) {}
+    HW_MEMBER ~Local() {
+      if (contiguous_) all_.line_ = line_;
     }
-    line_ = offset(line_, kStep);
-  }
+    // So many steps follow.
+    HW_MEMBER void turn(int64_t steps) {
+      if (!contiguous_) line_ = all_.by_rows(steps * kStep);
+    }
+    // The next 2 W elements.
+    HW_MEMBER void step() {
+      HW_UNROLL
+      for (int64_t byte = 0; byte < kStep; byte += kLine) {
+        prefetch_here(reinterpret_cast<const int8_t*>(offset(line_, byte)));
+      }
+      line_ = offset(line_, kStep);
+    }
+
+   private:
+    Ahead& all_;
+    const char* line_;
+    const bool contiguous_;
+  };
 
  private:
   static constexpr int64_t kLine = 64;
 
-  HW_NOINLINE void by_rows(int64_t steps) {
-    for (int64_t byte = 0; byte < steps * kStep; byte += kLine) {
-      HW_PREFETCH_ONCE(row_);
-      row_ = offset(row_, kLine), left_ -= kLine;
-      if (left_ <= 0) row_ = offset(row_, left_ + gap_), left_ = width_;
+  HW_NOINLINE const char* by_rows(int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += kLine) {
+      HW_PREFETCH_ONCE(line_);
+      line_ = offset(line_, kLine), left_ -= kLine;
+      if (left_ <= 0) line_ = offset(line_, left_ + tile_.pitch - tile_.width), left_ = tile_.width;
     }
-    line_ = spare_;
+    return reinterpret_cast<const char*>(this);
   }
 
-  const char *line_ = nullptr, *row_ = nullptr, *spare_;
-  int64_t width_ = 0, left_ = 0, gap_ = 0;  // in bytes
+  Tile tile_;
+  const char* line_ = nullptr;
+  int64_t left_ = 0;  // bytes of a row
   bool contiguous_ = true;
 };
 

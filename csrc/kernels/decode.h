@@ -53,7 +53,7 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     prefetch_first(pages.tile(b, reach.from), b, kv_head, reach.from, min(reach.from + Read::kTile, reach.to));
   }
   bool finite = true;
-  [[maybe_unused]] Ahead<Read> ahead(s.scores);
+  [[maybe_unused]] Ahead<Read> ahead;
   walk_tiles<Read::kTile, 1>(reach, [&](int64_t j0, int n) {
     const KeySpan span = {j0, n, tile_kind(call, b, *s.rows, j0, j0 + n)};
     if (span.kind == TileKind::empty || !finite) return;

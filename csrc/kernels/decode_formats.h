@@ -68,7 +68,9 @@ struct ReadBf16Pairs : ReadBf16 {
   static constexpr int kTile = HW_ONCE == 0 ? kHalfTile : kDecodeTile;
   HW_INLINE int64_t place(int64_t i) { return i / (2 * W) * (2 * W) + place_of_pair(static_cast<int>(i % (2 * W))); }
   HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
-  HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) { a = load(q + i / 2); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) {
+    load_key(reinterpret_cast<const uint16_t*>(q) + i, a, a);
+  }
   HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_pairs(acc, qa, ka); }
   HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
     for (int64_t d = 0; d < padded; ++d) reinterpret_cast<uint16_t*>(q)[r * padded + d] = high_half(x[d]);

@@ -40,7 +40,7 @@ struct DecodeScratch {
 // Scores of U keys and R rows, U R = W sums: side by side in `out`, row by row.
 template <class Read, int R>
 static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, const typename Read::T* HW_RESTRICT key,
-                            int64_t stride, Ahead<Read>& ahead, float* HW_RESTRICT out) {
+                            int64_t stride, typename Ahead<Read>::Local& ahead, float* HW_RESTRICT out) {
   constexpr int U = W / R;
   F acc[W];
   HW_UNROLL
@@ -70,8 +70,9 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
 // sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
 template <class Read, int R, int X>
 static inline void value_columns(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                                 int64_t stride, Ahead<Read>& ahead, const float* rescale, float* HW_RESTRICT sums,
+                                 int64_t stride, Ahead<Read>& all, const float* rescale, float* HW_RESTRICT sums,
                                  int64_t padded_V) {
+  typename Ahead<Read>::Local ahead(all);
   F acc[R][2 * X];
   HW_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -193,13 +194,14 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
   if constexpr (Read::kTiles) {
     return tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, ahead, s.scores);
   }
+  typename Ahead<Read>::Local local(ahead);
   float out[W];
   for (int j = 0; j < n; j += U) {
     if (j + U <= n) {
-      key_dots<Read, R>(s.query, padded_D, k + j * key.stride, key.stride, ahead, out);
+      key_dots<Read, R>(s.query, padded_D, k + j * key.stride, key.stride, local, out);
     } else {  // the last keys one at a time, as U times the same one
       for (int i = j; i < n; ++i) {
-        key_dots<Read, R>(s.query, padded_D, k + i * key.stride, 0, ahead, out);
+        key_dots<Read, R>(s.query, padded_D, k + i * key.stride, 0, local, out);
         for (int r = 0; r < R; ++r) s.scores[r * Read::kTile + i] = out[r * U];
       }
       return;
