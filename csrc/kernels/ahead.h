@@ -32,8 +32,6 @@ class Ahead {
   static constexpr int64_t kLines = Read::kTiles || kStep >= 128 ? 2 : 1;
   using Tile = TileAhead<kSize>;
 
-  using Local = Ahead&;
-
   // `tile` is prefetched from here on, unless it has begun before, and then `next`.
   void aim(const Tile& tile, const Tile& next) {
     const bool first = tile_.row == nullptr;
@@ -57,7 +55,10 @@ class Ahead {
     column_ += kTurn;
     if (column_ >= tile_.width) next_row();
   }
-  HW_MEMBER void turn(int64_t) {}
+  template <class Run>
+  HW_MEMBER void beside(const Run& run) {
+    run(*this);
+  }
 
  private:
   // Halves in tiles of 32 keys come faster in order, and their lines of the tile after the next into the L2 cache: they
@@ -94,10 +95,8 @@ class Ahead {
   bool done_ = false;
 };
 
-// In the order of memory, a tile beside the one before it, line by line. Where rows are contiguous an address is all
-// that is kept, in a register: products have few cycles a line, and an account of rows and columns for each would take
-// a third of them. Other rows are prefetched some lines at a time, and the steps between them repeat lines that are in
-// the L1 cache.
+// In the order of memory, a tile beside the one before it, line by line. Products have few cycles a line: where rows
+// are contiguous, an address in a register is all that is kept.
 template <class Read>
 class Ahead<Read, true> {
  public:
@@ -105,20 +104,26 @@ class Ahead<Read, true> {
   using Tile = TileAhead<kSize>;
 
   void aim(const Tile& tile, const Tile&) {
-    tile_ = tile, line_ = tile.row, left_ = tile.width, contiguous_ = tile.pitch == tile.width;
+    line_ = tile.row, left_ = width_ = tile.width, gap_ = tile.pitch - tile.width;
+  }
+  // Calls run(ahead) with what a function keeps in registers.
+  template <class Run>
+  HW_MEMBER void beside(const Run& run) {
+    if (gap_ == 0) {
+      Local<true> local(*this);
+      run(local);
+    } else {
+      Local<false> local(*this);
+      run(local);
+    }
   }
 
-  // In a function's registers until its end.
+ private:
+  template <bool Contiguous>
   class Local {
    public:
-    HW_MEMBER explicit Local(Ahead& all) : all_(all), line_(all.line_), contiguous_(all.contiguous_) {}
-    HW_MEMBER ~Local() {
-      if (contiguous_) all_.line_ = line_;
-    }
-    // So many steps follow.
-    HW_MEMBER void turn(int64_t steps) {
-      if (!contiguous_) line_ = all_.by_rows(steps * kStep);
-    }
+    HW_MEMBER explicit Local(Ahead& all) : all_(all), line_(all.line_), left_(all.left_) {}
+    HW_MEMBER ~Local() { all_.line_ = line_, all_.left_ = left_; }
     // The next 2 W elements.
     HW_MEMBER void step() {
       HW_UNROLL
@@ -126,30 +131,20 @@ class Ahead<Read, true> {
         prefetch_here(reinterpret_cast<const int8_t*>(offset(line_, byte)));
       }
       line_ = offset(line_, kStep);
+      if (Contiguous || (left_ -= kStep) > 0) return;
+      line_ = offset(line_, left_ + all_.gap_), left_ = all_.width_;
     }
 
    private:
     Ahead& all_;
     const char* line_;
-    const bool contiguous_;
+    int64_t left_;
   };
 
- private:
   static constexpr int64_t kLine = 64;
 
-  HW_NOINLINE const char* by_rows(int64_t bytes) {
-    for (int64_t byte = 0; byte < bytes; byte += kLine) {
-      HW_PREFETCH_ONCE(line_);
-      line_ = offset(line_, kLine), left_ -= kLine;
-      if (left_ <= 0) line_ = offset(line_, left_ + tile_.pitch - tile_.width), left_ = tile_.width;
-    }
-    return reinterpret_cast<const char*>(this);
-  }
-
-  Tile tile_;
   const char* line_ = nullptr;
-  int64_t left_ = 0;  // bytes of a row
-  bool contiguous_ = true;
+  int64_t left_ = 0, width_ = 0, gap_ = 0;  // in bytes
 };
 
 }  // namespace HW_ISA
