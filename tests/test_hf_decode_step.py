@@ -245,7 +245,6 @@ def changed(*passages: tuple[str, str]) -> Any:
     [
         ("update(key_states, value_states", "update(value_states, key_states"),
         ("past_key_values.update(", "past_key_values.append("),
-        ("past_key_values is not None:\n            key", "past_key_values is None:\n            key"),
         (_INTERFACE, "        query_states = 2 * query_states\n" + _INTERFACE),
         (_OUT, _OUT + "        attn_output = attn_output + key_states.mean()\n"),
         (_INTERFACE, "        if key_states.ndim > 9:\n            value_states = 2 * value_states\n" + _INTERFACE),
