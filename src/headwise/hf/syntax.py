@@ -88,7 +88,12 @@ def fingerprint(function: Callable[..., Any]) -> str:
     tree = syntax_of(function)
     if isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant):
         del tree.body[0]
-    return blake2b(repr(_plain(tree)).encode(), digest_size=8).hexdigest()
+    return fingerprint_of(tree)
+
+
+def fingerprint_of(syntax: ast.AST | list[ast.stmt]) -> str:
+    """Of syntax as it stands."""
+    return blake2b(repr(_plain(syntax)).encode(), digest_size=8).hexdigest()
 
 
 def syntax_of(function: Callable[..., Any]) -> ast.FunctionDef:
@@ -126,7 +131,7 @@ def _inner(code: CodeType, name: str) -> CodeType:
 
 def core_of(function: ast.FunctionDef) -> Core | None:
     """The statements that cache and attend, and those before them that turn; None where it does them otherwise."""
-    function.body = [part for statement in function.body for part in _parted(statement)]
+    function.body = [part for statement in function.body for part in parted(statement)]
     body = [_assignment(statement) for statement in function.body]
     last = next((at for at in reversed(range(len(body))) if _attended(body[at]) is not None), None)
     if last is None:
@@ -165,7 +170,7 @@ def _may_come_first(body: list[ast.stmt], first: int, last: int, noted: list[int
     return not any(_names([body[n]]) & written or _written(body[n]) & read for n in noted)
 
 
-def _parted(statement: ast.stmt) -> list[ast.stmt]:
+def parted(statement: ast.stmt) -> list[ast.stmt]:
     """An `if` around what a cache keeps as some of the same test: what goes before, that alone, and what follows."""
     if not isinstance(statement, ast.If) or not _is_plain(statement.test, set()):
         return [statement]
@@ -177,7 +182,7 @@ def _parted(statement: ast.stmt) -> list[ast.stmt]:
         parts.append(ast.Assign([ast.Name(test.id, ast.Store())], statement.test))
     if statement.orelse:
         *before, kept = statement.orelse
-        rest = [x for x in _parted(kept) if isinstance(x, ast.If)]
+        rest = [x for x in parted(kept) if isinstance(x, ast.If)]
         if before and any(_is_cached(x, {}) for x in rest):
             parts = [ast.If(test, body, before)]
             parts += [ast.If(ast.BoolOp(ast.And(), [x.test, ast.UnaryOp(ast.Not(), test)]), x.body, []) for x in rest]
@@ -325,7 +330,7 @@ def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..
             if id(node) not in made:
                 ast.copy_location(node, attended)
     function.body[core.first : core.last + 1] = [*looked_up, *before, *question]
-    return _compiled(function, forward, step)
+    return compiled(function, forward, step)
 
 
 def _angles(bound: dict[str, str]) -> str:
@@ -337,7 +342,7 @@ def _angles(bound: dict[str, str]) -> str:
     return f"{TURN} = None\nif {bound['TEST']}:\n{read}    {pair}"
 
 
-def _compiled(function: ast.FunctionDef, forward: FunctionType, step: Callable[..., Any]) -> FunctionType:
+def compiled(function: ast.FunctionDef, forward: FunctionType, step: Callable[..., Any]) -> FunctionType:
     """The function of a syntax, in the place of another: its file, globals and defaults."""
     around = ast.parse(f"def made({STEP}):\n    return None")
     around.body[0].body = [function]  # type: ignore[attr-defined]

@@ -40,12 +40,12 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and type(inner) is InnerAttention
         and inner.backend in ("auto", "native")
         and not (inner.training and inner.dropout)
-        and _is_itself(inner)
-        and (rotary is module.rotary is None or (type(rotary) is Rotary and _is_itself(rotary)))
+        and is_itself(inner)
+        and (rotary is module.rotary is None or (type(rotary) is Rotary and is_itself(rotary)))
     )
 
 
-def _is_itself(module: nn.Module) -> bool:
+def is_itself(module: nn.Module) -> bool:
     """Whether nothing listens to the calls of a part, or answers in its place."""
     own = vars(module)
     return not (
@@ -155,7 +155,7 @@ def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     """What a norm gives, in the dtype of `x`; of a plain one without the detour over its module."""
-    if type(norm) is not nn.RMSNorm or not _is_itself(norm):
+    if type(norm) is not nn.RMSNorm or not is_itself(norm):
         return norm(x).to(x.dtype)
     out = torch.rms_norm(x, norm.normalized_shape, norm._parameters["weight"], norm.eps)
     return out if out.dtype == x.dtype else out.to(x.dtype)
