@@ -80,10 +80,10 @@ def a_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 NAMES = (
-    "GPT-2", "Llama GQA", "Mistral window", "Mixtral", "Qwen2", "Qwen3", "Gemma2 softcap", "Apertus", "Glm", "Phi-3", "GPT-NeoX",
+    "Llama GQA", "Mistral window", "Mixtral", "Qwen2", "Qwen3", "Gemma2 softcap", "Apertus", "Glm", "Phi-3", "GPT-NeoX",
     "Gemma3 text", "gpt-oss sinks", "Llama4 chunked", "OPT", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Granite",
     "Helium", "HunYuanDenseV1", "ModernBertDecoder", "Nemotron", "Olmo2", "Persimmon", "Phi", "SmolLM3", "StableLm",
-    "Starcoder2", *ROPES,
+    "Starcoder2", "GPT-2", *ROPES,
 )  # fmt: skip
 
 OFTEN = ("Llama GQA", "Mistral window", "Gemma2 softcap", "Glm", "gpt-oss sinks", "Cohere", "Phi")

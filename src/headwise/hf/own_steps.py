@@ -8,10 +8,10 @@ class's code without `Seam`, and has these in one call of the native kernel. The
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from itertools import product
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -46,7 +46,7 @@ class OwnCode(NamedTuple):
     """
 
     instead: str
-    calls: dict[str, str] = {}
+    calls: Mapping[str, str] = MappingProxyType({})
     rotation: Rotation = Rotation()
 
 
@@ -90,13 +90,15 @@ attn_weights = None
 """,
         {"_attn": "c8032c8f73c063a5"},
     ),
-    (11, "c1f3ae892e0d5fab"): OwnCode("""  # Bloom
+    (11, "c1f3ae892e0d5fab"): OwnCode(  # Bloom
+        """
 attention_probs = None
 context_layer = _headwise_step(
     layer_past, self.layer_idx, self, query_layer, key_layer, value_layer, attention_mask,
     scale=self.inv_norm_factor, added=alibi, beta=self.beta, asked=output_attentions,
 ).flatten(0, 1)
-"""),
+"""
+    ),
     # What ALiBi adds is in Falcon's mask.
     (4, "5473da7080e130b4"): OwnCode(  # Falcon
         """
@@ -109,21 +111,25 @@ return self.dense(attn_output), None
 """,
         {"apply_rotary_pos_emb": "6624cf83ff11cb45", "rotate_half": "3f33ea54d4fc5890"},
     ),
-    (8, "fd3846e5091aa95e"): OwnCode("""  # MPT
+    (8, "fd3846e5091aa95e"): OwnCode(  # MPT
+        """
 attn_weights = None
 context_states = _headwise_step(
     past_key_values, self.layer_idx, self, query_states, key_states, value_states, attention_mask,
     scale=self.softmax_scale, added=position_bias,
 )
-"""),
-    (18, "5f72c553578c6f7e"): OwnCode("""  # XGLM
+"""
+    ),
+    (18, "5f72c553578c6f7e"): OwnCode(  # XGLM
+        """
 attn_weights_reshaped = None
 attn_output = _headwise_step(
     None if is_cross_attention else curr_past_key_values, self.layer_idx, self,
     query_states.view(bsz, tgt_len, self.num_heads, self.head_dim).transpose(1, 2), key_states, value_states,
     attention_mask, scale=1.0,
 )
-"""),
+"""
+    ),
 }
 """The number of statements and their fingerprint -> what stands in their place in a step."""
 
@@ -146,7 +152,7 @@ def stepped(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def stepping(owner: type[nn.Module]) -> Callable[..., Any] | None:
     """A `forward` of steps alone for a class; None where its code, or the code that it calls, is not known."""
-    ours, calls = _stepping(owner, owner.forward)
+    ours, calls = _stepping(owner, owner.forward)  # type: ignore[arg-type]  # mypy has it that modules have no hash
     if ours is None:
         return None
     names = ours.__globals__
