@@ -1,4 +1,4 @@
-"""Tokens a second of small models of transformers, whose time is largely Python's: python benchmarks/hf_small.py [--json].
+"""Tokens a second of small models of transformers, whose time is largely Python's: python benchmarks/hf_small.py.
 
 One token beside 512 cached ones, a row: transformers as it comes ("sdpa", or "eager" where a model has no other, with a
 DynamicCache) and headwise with `make_cache`, in turns. 12 layers of 768 numbers, GPT-2's dimensions, random weights in
