@@ -241,18 +241,20 @@ class KVCache(ABC):
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None) -> bool:
         """Whether the tensors of a step are plain ones of the right sizes and one dtype, which the kernel has."""
-        tensors = (query, key) if value is None else (query, key, value)
-        if (value is None) != self.shared or not all(type(x) is Tensor and x.is_cpu for x in tensors):
+        if type(query) is not Tensor:
             return False
-        B, K, dtype = self.batch, self.num_kv_heads, query.dtype
-        H = query.shape[1] if query.ndim == 4 else 0
+        B, K, dtype, H = self.batch, self.num_kv_heads, query.dtype, query.shape[1] if query.ndim == 4 else 0
+        for x in (query, key) if value is None else (query, key, value):
+            if type(x) is not Tensor or not x.is_cpu or x.dtype != dtype:
+                return False
         return (
-            query.shape == (B, H, 1, self.head_dim)
+            (value is None) == self.shared
+            and query.shape == (B, H, 1, self.head_dim)
             and H % K == 0
             and key.shape == (B, K, 1, self.head_dim)
             and (value is None or value.shape == (B, K, 1, self.value_dim))
-            and all(x.dtype == dtype for x in tensors)
-            and dtype in (SERVED if self.dtype == torch.int8 else {self.dtype} & SERVED)
+            and dtype in SERVED
+            and self.dtype in (dtype, torch.int8)
             and (sinks is None or (sinks.is_cpu and sinks.shape == (H,) and sinks.is_floating_point()))
         )
 

@@ -24,15 +24,14 @@ from .sharded import current
 def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -> bool:
     """Whether a call with a cache may be a step: one plain token a row, and parts of the module that are known."""
     parts = module._modules  # as an attribute each costs a call of Python
-    inner, rotary, weight = parts["inner"], parts.get("rotary"), getattr(projection, "weight", None)
+    inner, rotary, weight = parts["inner"], parts.get("rotary"), projection._parameters.get("weight")
     return (
         (mask is None or type(mask) is Mask)
         and hasattr(cache, "takes_steps")
         and cache.takes_steps(mask)  # nothing but plain computing goes on
         and type(x) is Tensor
         and x.ndim == 3
-        and x.shape[1] == 1
-        and x.shape[2] == module.d_model
+        and x.shape[1:] == (1, module.d_model)
         and type(weight) is nn.Parameter  # no part of heads that are dealt out to processes
         and type(projection) is nn.Linear
         and x.dtype == weight.dtype
@@ -41,7 +40,7 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and inner.backend in ("auto", "native")
         and not (inner.training and inner.dropout)
         and is_itself(inner)
-        and (rotary is module.rotary is None or (type(rotary) is Rotary and is_itself(rotary)))
+        and ((type(rotary) is Rotary and is_itself(rotary)) or (rotary is None and module.rotary is None))
     )
 
 
