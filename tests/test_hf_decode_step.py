@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import linecache
 from types import FunctionType
@@ -261,6 +262,16 @@ def test_a_layer_that_does_not_cache_takes_no_step() -> None:
     for layer in a_model("Llama GQA").model.layers:
         made(layer.self_attn, torch.randn(1, 1, 28), (None, None), None, past_key_values=cache)
     assert seen == [None, cache]
+
+
+def test_attention_in_the_other_way_of_an_if() -> None:
+    """GPT-2's: there is no step where the first way is taken, and what its test reads is written down before."""
+    forward: Any = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Attention.forward
+    forward = getattr(forward, "__wrapped__", forward)  # before it was prepared
+    core = syntax.core_of(syntax.syntax_of(forward))
+    assert core is not None
+    assert "using_eager and self.reorder_and_upcast_attn" in map(ast.unparse, core.unless)
+    assert [ast.unparse(core.function.body[n]).split()[0] for n in core.noted] == ["using_eager"]
 
 
 def test_functions_without_a_text() -> None:

@@ -59,7 +59,7 @@ def test_the_logits_of_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["Bloom", "GPT-J"])
-@torch.no_grad()
+@torch.inference_mode()
 def test_generation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps(monkeypatch, a_model(name), prompt(2), generated) == 2 * 3  # the first token is the prompt's
 
@@ -129,6 +129,11 @@ def test_a_bias_is_read_once_a_forward() -> None:
         own_steps._bias_of(alibi, 1.0, 4, 10)
     alibi += 1
     assert torch.equal(own_steps._bias_of(alibi, 1.0, 4, 9).added(1, 9), alibi[None])
+    with torch.inference_mode():
+        uncounted = torch.randn(4, 1, 9)
+        for _ in range(2):
+            assert torch.equal(own_steps._bias_of(uncounted, 1.0, 4, 9).added(1, 9), uncounted[None])
+            uncounted += 1
 
 
 @torch.no_grad()
