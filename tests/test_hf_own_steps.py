@@ -127,6 +127,7 @@ def test_a_bias_is_read_once_a_forward() -> None:
     assert torch.equal(own_steps._bias_of(alibi, 1.0, 2, 5).added(1, 5), alibi[..., -5:].view(2, 2, 1, 5))
     with pytest.raises(own_steps.NoStepError):
         own_steps._bias_of(alibi, 1.0, 4, 10)
+    own_steps._bias_of(alibi, 1.0, 4, 9)
     alibi += 1
     assert torch.equal(own_steps._bias_of(alibi, 1.0, 4, 9).added(1, 9), alibi[None])
     with torch.inference_mode():

@@ -53,7 +53,7 @@ class OwnCode(NamedTuple):
 _IN_PARTS = """
 attn_output = _headwise_step(
     layer_past, self.layer_idx, self, query.permute(0, 2, 1, 3), key.permute(0, 2, 1, 3), value, attention_mask,
-    scale=1 / self.scale_attn, angles=(cos, sin), size=self.rotary_dim, asked=output_attentions,
+    scale=1 / self.scale_attn, angles=(cos, sin), size=self.rotary_dim,
 )
 attn_weights = None
 """
@@ -84,7 +84,7 @@ OWN_CODE: dict[tuple[int, str], OwnCode] = {
         """
 attn_output = _headwise_step(
     layer_past, self.layer_id, self, query, key, value, attention_mask,
-    scale=1.0, kept=self.bias, asked=output_attentions,
+    scale=1.0, kept=self.bias,
 )
 attn_weights = None
 """,
@@ -95,7 +95,7 @@ attn_weights = None
 attention_probs = None
 context_layer = _headwise_step(
     layer_past, self.layer_idx, self, query_layer, key_layer, value_layer, attention_mask,
-    scale=self.inv_norm_factor, added=alibi, beta=self.beta, asked=output_attentions,
+    scale=self.inv_norm_factor, added=alibi, beta=self.beta,
 ).flatten(0, 1)
 """
     ),
@@ -104,7 +104,7 @@ context_layer = _headwise_step(
         """
 attn_output = _headwise_step(
     layer_past, self.layer_idx, self, query_layer, key_layer, value_layer, attention_mask,
-    scale=self.inv_norm_factor, angles=(*position_embeddings,) if alibi is None else None, asked=output_attentions,
+    scale=self.inv_norm_factor, angles=(*position_embeddings,) if alibi is None else None,
 )
 attn_output = attn_output.transpose(1, 2).reshape(batch_size, query_length, self.num_heads * self.head_dim)
 return self.dense(attn_output), None
@@ -218,15 +218,14 @@ def _step(
     added: Tensor | None = None,
     beta: float = 1.0,
     kept: Tensor | None = None,
-    asked: Any = False,
 ) -> Tensor:
     """The heads (B, H, 1, V) of one token a row.
 
     `added`: (H or B * H, 1, S or more), of which the last S are added `beta` times to the scores. `kept`: what may be
-    attended, (1, 1, N, N) for all places. `asked`: whether weights are to be returned.
+    attended, (1, 1, N, N) for all places.
     """
     layer = cache.stepped(layer_idx) if hasattr(cache, "stepped") else None
-    if layer is None or asked or not nobody_takes_part(module, query, key) or query.ndim != 4:
+    if layer is None or not nobody_takes_part(module, query, key) or query.ndim != 4:
         raise NoStepError
     S = layer.columns[0] + 1
     rules = mask.mask if type(mask) is Hidden and _is_of(mask, S) else mask_of_step(mask, S)
