@@ -18,7 +18,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ..nn.steps import is_itself
-from ..ops.masks.compose import Mask
+from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias, keep
 from ..ops.native.step import Scores, runs_plain
 from .attention import without_lowest
@@ -249,7 +249,7 @@ def _is_of(hidden: Hidden, S: int) -> bool:
     return hidden.shape[2:] == (1, S) and not hidden.exposed
 
 
-_last: tuple[Any, Any, Mask] = (lambda: None, None, Mask(()))
+_last: tuple[Any, Any, Mask] = (lambda: None, None, EVERYTHING)
 """The bias that was asked for last, for layers one after another have the same one: it, how it was read, its mask."""
 
 
