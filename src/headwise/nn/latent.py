@@ -170,7 +170,7 @@ class LatentAttention(nn.Module):
         if cache is not None and type(self) is LatentAttention and positions is lengths is None:
             heads = latent_step(self, x, cache, mask, form)
             if heads is not None:
-                return projected(self._modules["o_proj"], heads), cache
+                return projected(self.o_proj, heads), cache
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         lengths = check_latent_call(x, cache, lengths, form, mask)
         check_uncached(cache)

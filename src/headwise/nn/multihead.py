@@ -150,7 +150,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and type(self) is MultiHeadAttention and memory is positions is gate is lengths is None:
             heads = multihead_step(self, x, cache, mask)
             if heads is not None:
-                return projected(self._modules["o_proj"], heads), cache
+                return projected(self.o_proj, heads), cache
         check_input(x, self.d_model, self.q_proj)
         check_splits(self.inner)
         lengths = check_cache(x, cache, lengths)
