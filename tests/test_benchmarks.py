@@ -22,6 +22,7 @@ from benchmarks import (  # noqa: E402
     attention,
     clock,
     hf_end_to_end,
+    hf_small,
     limits,
     masks,
     overhead,
@@ -220,6 +221,16 @@ def test_a_model_runs_end_to_end_with_each_attention() -> None:
         assert (
             set(row["tokens_per_second"]) == set(hf_end_to_end.ATTENTIONS) and max(row["differences"].values()) < 0.05
         )
+
+
+@pytest.mark.parametrize("name", list(hf_small.MODELS))
+def test_small_models_give_the_logits_of_transformers(name: str) -> None:
+    layers = next(x for x in hf_small.MODELS[name][1] if "layer" in x)
+    few = {layers: 1, "attention_types": [[["global"], 1]]} if name == "GPT-Neo" else {layers: 1}
+    report = hf_small.measured((name,), tokens=9, rounds=1, seconds=0.0, vocab_size=64, **few)
+    (row,) = report["results"]
+    assert row["difference"] < 0.05 and set(row["tokens_per_second"]) == {"transformers", "headwise"}
+    hf_small.print_table(report)
 
 
 def test_requests_are_served_with_each_attention(capsys: pytest.CaptureFixture[str]) -> None:

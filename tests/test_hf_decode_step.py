@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import linecache
 from types import FunctionType
@@ -12,11 +13,11 @@ import torch
 import transformers
 from backends import needs_native
 from hf_models import BY_NAME, VOCAB, WINDOW, inputs, stir
+from hf_steps import decoded, generated, prompt, steps
 from native_cases import collected
 from transformers import PreTrainedModel
 
 import headwise.hf
-from headwise.cache.base import KVCache
 from headwise.hf import decoding, make_cache, syntax
 from headwise.ops.native.library import trouble
 
@@ -79,58 +80,11 @@ def a_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model.to(dtype).eval()
 
 
-def decoded(model: PreTrainedModel, cache: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-    """The logits of a text, and of three tokens more."""
-    n = input_ids.shape[1] - 3
-    tokens = [input_ids[:, :n], *input_ids[:, n:].split(1, dim=1)]
-    masks = [attention_mask[:, : n + t] for t in range(4)]
-    pairs = zip(tokens, masks, strict=True)
-    return [model(ids, attention_mask=mask, past_key_values=cache).logits for ids, mask in pairs]
-
-
-def generated(model: PreTrainedModel, cache: Any, **text: Any) -> Any:
-    """Three tokens, and the logits of each."""
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options, **text)
-    return out.sequences, *out.logits
-
-
-def steps(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, text: dict[str, Any], run: Any = decoded, **cache: Any
-) -> int:
-    """How many steps ran in one call; the logits are those of running without them."""
-    taken = 0
-    step = KVCache.step
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal taken
-        out = step(*args, **options)
-        taken += out is not None
-        return out
-
-    outs = []
-    for stepped in (counted, lambda *args, **options: None):
-        with monkeypatch.context() as patch:
-            patch.setattr(KVCache, "step", stepped)
-            outs.append(run(model, make_cache(model, max_length=64, **cache), **text))
-    for ours, theirs in zip(*outs, strict=True):
-        assert torch.equal(ours, theirs)
-    return taken
-
-
-def prompt(B: int, padded: bool = False) -> dict[str, Any]:
-    ids = torch.randint(1, VOCAB, (B, 12))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, :4] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 NAMES = (
     "Llama GQA", "Mistral window", "Mixtral", "Qwen2", "Qwen3", "Gemma2 softcap", "Apertus", "Glm", "Phi-3", "GPT-NeoX",
     "Gemma3 text", "gpt-oss sinks", "Llama4 chunked", "OPT", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Granite",
     "Helium", "HunYuanDenseV1", "ModernBertDecoder", "Nemotron", "Olmo2", "Persimmon", "Phi", "SmolLM3", "StableLm",
-    "Starcoder2", *ROPES,
+    "Starcoder2", "GPT-2", *ROPES,
 )  # fmt: skip
 
 OFTEN = ("Llama GQA", "Mistral window", "Gemma2 softcap", "Glm", "gpt-oss sinks", "Cohere", "Phi")
@@ -165,9 +119,9 @@ def test_layers_that_share_their_keys_take_their_own_way(shared: int, monkeypatc
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["Whisper", "BART"])
-def test_the_decoder_beside_an_encoder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own tokens; the encoder's keys are another cache's."""
+@pytest.mark.parametrize(("name", "layers"), [("Whisper", 2), ("BART", 2), ("T5", 1)])
+def test_the_decoder_beside_an_encoder(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own tokens; the encoder's keys are another cache's. T5's first layer makes the bias of the others."""
     model, sample = a_model(name), inputs(BY_NAME[name])
     read = {key: x for key, x in sample.items() if not key.startswith("decoder")}
     encoded = model.get_encoder()(**read)
@@ -176,7 +130,7 @@ def test_the_decoder_beside_an_encoder(name: str, monkeypatch: pytest.MonkeyPatc
         parts = ids[:, :4], *ids[:, 4:].split(1, dim=1)
         return [model(encoder_outputs=encoded, decoder_input_ids=x, past_key_values=cache).logits for x in parts]
 
-    assert steps(monkeypatch, model, {"ids": sample["decoder_input_ids"]}, run) == 2 * 3
+    assert steps(monkeypatch, model, {"ids": sample["decoder_input_ids"]}, run) == layers * 3
 
 
 @torch.no_grad()
@@ -245,7 +199,6 @@ def changed(*passages: tuple[str, str]) -> Any:
     [
         ("update(key_states, value_states", "update(value_states, key_states"),
         ("past_key_values.update(", "past_key_values.append("),
-        ("past_key_values is not None:\n            key", "past_key_values is None:\n            key"),
         (_INTERFACE, "        query_states = 2 * query_states\n" + _INTERFACE),
         (_OUT, _OUT + "        attn_output = attn_output + key_states.mean()\n"),
         (_INTERFACE, "        if key_states.ndim > 9:\n            value_states = 2 * value_states\n" + _INTERFACE),
@@ -311,6 +264,16 @@ def test_a_layer_that_does_not_cache_takes_no_step() -> None:
     assert seen == [None, cache]
 
 
+def test_attention_in_the_other_way_of_an_if() -> None:
+    """GPT-2's: there is no step where the first way is taken, and what its test reads is written down before."""
+    forward: Any = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Attention.forward
+    forward = getattr(forward, "__wrapped__", forward)  # before it was prepared
+    core = syntax.core_of(syntax.syntax_of(forward))
+    assert core is not None
+    assert "using_eager and self.reorder_and_upcast_attn" in map(ast.unparse, core.unless)
+    assert [ast.unparse(core.function.body[n]).split()[0] for n in core.noted] == ["using_eager"]
+
+
 def test_functions_without_a_text() -> None:
     def forward(self: Any, hidden_states: Any) -> Any:
         return hidden_states
@@ -334,12 +297,12 @@ def test_angles_that_do_not_fit() -> None:
     query, pair = torch.randn(3, 2, 1, 8), (torch.randn(1, 1, 8), torch.randn(1, 1, 8))
     plain, part, wide = decoding.Rotation(), decoding.Rotation(partly=True), decoding.Rotation(wide=True)
     half = tuple(x[..., :4] for x in pair)
-    assert decoding._turn_of(pair, query, plain, None).size == 8
-    assert decoding._turn_of(half, query, part, None).size == decoding._turn_of(half, query, plain, 4).size == 4
-    assert decoding._turn_of(pair, query.bfloat16(), wide, None).cos.dtype == torch.float32
+    assert decoding.turn_of(pair, query, plain, None).size == 8
+    assert decoding.turn_of(half, query, part, None).size == decoding.turn_of(half, query, plain, 4).size == 4
+    assert decoding.turn_of(pair, query.bfloat16(), wide, None).cos.dtype == torch.float32
     for angles, x, turning, size in (
         (half, query, plain, None), (pair, query, plain, 4), (pair, query.bfloat16(), plain, None),
         (tuple(y.expand(2, 1, 8) for y in pair), query, plain, None), ((pair[0], half[0]), query, plain, None),
         (tuple(y.expand(1, 2, 8) for y in pair), query, plain, None), ((pair[0], None), query, plain, None),
     ):  # fmt: skip
-        assert decoding._turn_of(angles, x, turning, size) is None
+        assert decoding.turn_of(angles, x, turning, size) is None

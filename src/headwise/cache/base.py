@@ -198,6 +198,7 @@ class KVCache(ABC):
         turn: Turn | None = None,
         mask: Mask | None = None,
         scores: Scores = Scores(),  # noqa: B008  # immutable
+        asked: bool = False,
     ) -> Tensor | None:
         """One token more for each row in one call of the native kernel, with the bits of `append` and then `attend`.
 
@@ -208,6 +209,7 @@ class KVCache(ABC):
             turn: how query and key turn first.
             mask: a further rule, as for `attend`.
             scores: scale, softcap and sinks.
+            asked: `takes_steps` has just said yes to this mask.
 
         Returns:
             (B, H, 1, V), its memory in the order (B, 1, H, V). None where the kernel does not take the call: a
@@ -215,7 +217,7 @@ class KVCache(ABC):
             `append` and `attend` do it, or say what is wrong.
         """
         mask = EVERYTHING if mask is None else mask
-        if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
+        if not ((asked or self.takes_steps(mask)) and self._fits(query, key, value, scores.sinks)):
             return None
         storage = self._held()
         out = decode_step(query, key, value, turn, storage, scores, self._in_sight(storage.places, mask))
@@ -241,18 +243,20 @@ class KVCache(ABC):
 
     def _fits(self, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None) -> bool:
         """Whether the tensors of a step are plain ones of the right sizes and one dtype, which the kernel has."""
-        tensors = (query, key) if value is None else (query, key, value)
-        if (value is None) != self.shared or not all(type(x) is Tensor and x.is_cpu for x in tensors):
+        if type(query) is not Tensor:
             return False
-        B, K, dtype = self.batch, self.num_kv_heads, query.dtype
-        H = query.shape[1] if query.ndim == 4 else 0
+        B, K, dtype, H = self.batch, self.num_kv_heads, query.dtype, query.shape[1] if query.ndim == 4 else 0
+        for x in (query, key) if value is None else (query, key, value):
+            if type(x) is not Tensor or not x.is_cpu or x.dtype != dtype:
+                return False
         return (
-            query.shape == (B, H, 1, self.head_dim)
+            (value is None) == self.shared
+            and query.shape == (B, H, 1, self.head_dim)
             and H % K == 0
             and key.shape == (B, K, 1, self.head_dim)
             and (value is None or value.shape == (B, K, 1, self.value_dim))
-            and all(x.dtype == dtype for x in tensors)
-            and dtype in (SERVED if self.dtype == torch.int8 else {self.dtype} & SERVED)
+            and dtype in SERVED
+            and self.dtype in (dtype, torch.int8)
             and (sinks is None or (sinks.is_cpu and sinks.shape == (H,) and sinks.is_floating_point()))
         )
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..nn.sharded import current
 from ..ops.masks.compose import EVERYTHING, Mask
+from ..ops.masks.make import bias
 from ..ops.native.step import Scores, Turn, runs_plain
 from .attention import HARMLESS, attentions_are_collected, headwise_attention
 from .masks import StructuralMask
@@ -145,6 +146,7 @@ def _step(
     value: Any,
     /,
     attention_mask: Any = None,
+    position_bias: Any = None,
     **options: Any,
 ) -> Tensor | None:
     """The heads (B, 1, H, V) of one token a row; None where the module's own code has to run."""
@@ -152,10 +154,14 @@ def _step(
     layer = None if stepped is None or attend is not headwise_attention else stepped(layer_idx)
     if layer is None or type(query) is not Tensor or query.ndim != 4 or query.shape[2] != 1:
         return None
-    mask, scores = _mask_of(attention_mask, layer.columns[0] + 1), _scores_of(**options)
-    if mask is None or scores is None or not _is_plain(module, query, key):
+    mask, scores = mask_of_step(attention_mask, layer.columns[0] + 1), _scores_of(**options)
+    if mask is None or scores is None or not nobody_takes_part(module, query, key):
         return None
-    turn = None if angles is None else _turn_of(angles, query, turning, size)
+    if position_bias is not None:
+        if type(position_bias) is not Tensor or position_bias.ndim != 4 or not position_bias.is_cpu:
+            return None
+        mask = mask & bias(position_bias)
+    turn = None if angles is None else turn_of(angles, query, turning, size)
     if turn is None and angles is not None:
         return None
     out: Tensor | None = layer.step(query, key, value, turn=turn, mask=mask, scores=scores)
@@ -179,8 +185,8 @@ def _scores_of(
     return Scores(scaling, softcap, s_aux) if softcap is None or softcap > 0 else None
 
 
-def _is_plain(module: Any, query: Tensor, key: Any) -> bool:
-    """Whether nobody else has a part in a module's call: training, probes, other processes, collected attentions."""
+def nobody_takes_part(module: Any, query: Tensor, key: Any) -> bool:
+    """Whether nobody else has a part in a module's call: no training, probes, other processes, collected attentions."""
     groups = getattr(module, "num_key_value_groups", None)
     return (
         not module.training
@@ -195,7 +201,7 @@ def _is_plain(module: Any, query: Tensor, key: Any) -> bool:
     )
 
 
-def _mask_of(mask: Any, S: int) -> Mask | None:
+def mask_of_step(mask: Any, S: int) -> Mask | None:
     """The mask of one query and S keys; None for one that is no mask of rules."""
     if mask is None:
         return EVERYTHING
@@ -204,7 +210,7 @@ def _mask_of(mask: Any, S: int) -> Mask | None:
     return mask.mask
 
 
-def _turn_of(pair: tuple[Any, Any], x: Tensor, turning: Rotation, size: int | None) -> Turn | None:
+def turn_of(pair: tuple[Any, Any], x: Tensor, turning: Rotation, size: int | None) -> Turn | None:
     """The rotation by (cos, sin), (B|1, 1, n) each, as the model's own code computes it; None for other tensors.
 
     Where the code says itself how much of a head turns, `size` is that.

@@ -42,6 +42,11 @@ def attentions_asked_for(on: bool) -> Iterator[None]:
         _asked_for.reset(before)
 
 
+def weights_are_wanted() -> bool:
+    """Whether a caller up the stack asked for weights."""
+    return attentions_are_collected() or _asked_for.get()
+
+
 class Seam(TorchFunctionMode):
     """Runs a module of attention, with every product of queries and keys in it as `Scores`."""
 
@@ -60,7 +65,7 @@ class Seam(TorchFunctionMode):
                 f"{type(module).__name__} ran without a product of queries and keys that headwise can read, so "
                 "its attention did not run on headwise; switch back by model.set_attn_implementation('eager')"
             )
-        wanted = attentions_are_collected() or _asked_for.get() or _asked(type(module).forward, args, kwargs)
+        wanted = weights_are_wanted() or _asked(type(module).forward, args, kwargs)
         return tree_map(lambda x: _returned(x, wanted) if isinstance(x, LazyScores) else x, result)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -15,13 +15,14 @@ from hashlib import blake2b
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
-STEP, TURN = "_headwise_step", "_headwise_turn"
+STEP, TURN, _TEST = "_headwise_step", "_headwise_turn", "_headwise_test"
 
 # Names in capitals stand for a name each, those of `_EXPRESSIONS` for any expression.
 _EXPRESSIONS = frozenset({"TEST", "WHEN", "SIZE", "LAYER", "ANGLES", "OTHER"})
 _LOOKED_UP = "ATTEND = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, OTHER)"
 _KEPT = "K, V = CACHE.update(K, V, LAYER)"
-_CACHED = f"if PAST is not None:\n    {_KEPT}", f"if PAST is not None and WHEN:\n    {_KEPT}"
+_CACHED = f"if WHEN:\n    {_KEPT}"
+_ATTENDED = "OUT, WEIGHTS = ATTEND(self, Q, K, V)"
 _ROTATIONS = (
     ("Q, K = ROTATE(Q, K, COS, SIN)",),
     ("if TEST:\n    Q, K = ROTATE(Q, K, COS, SIN)",),
@@ -48,7 +49,9 @@ class Core(NamedTuple):
     Attributes:
         first: the number of the first of them, of those at the top of its body.
         cached: that of the statement that hands keys and values to the cache.
-        last: that of the attention call.
+        last: that of the attention call, or of the `if` of which it is the other way.
+        call: the attention call.
+        noted: the numbers of statements in between that write down something plain: they may come first.
         bound: what the capitals of the patterns are in it.
         unless: tests of what else may happen between the two: then there is no step.
         function: the syntax of the `forward`.
@@ -57,6 +60,8 @@ class Core(NamedTuple):
     first: int
     cached: int
     last: int
+    call: ast.Call
+    noted: list[int]
     bound: dict[str, ast.expr]
     unless: list[ast.expr]
     function: ast.FunctionDef
@@ -83,7 +88,12 @@ def fingerprint(function: Callable[..., Any]) -> str:
     tree = syntax_of(function)
     if isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant):
         del tree.body[0]
-    return blake2b(repr(_plain(tree)).encode(), digest_size=8).hexdigest()
+    return fingerprint_of(tree)
+
+
+def fingerprint_of(syntax: ast.AST | list[ast.stmt]) -> str:
+    """Of syntax as it stands."""
+    return blake2b(repr(_plain(syntax)).encode(), digest_size=8).hexdigest()
 
 
 def syntax_of(function: Callable[..., Any]) -> ast.FunctionDef:
@@ -121,21 +131,23 @@ def _inner(code: CodeType, name: str) -> CodeType:
 
 def core_of(function: ast.FunctionDef) -> Core | None:
     """The statements that cache and attend, and those before them that turn; None where it does them otherwise."""
-    function.body = [part for statement in function.body for part in _parted(statement)]
+    function.body = [part for statement in function.body for part in parted(statement)]
     body = [_assignment(statement) for statement in function.body]
     last = next((at for at in reversed(range(len(body))) if _attended(body[at]) is not None), None)
     if last is None:
         return None
-    bound: dict[str, ast.expr] = dict(_attended(body[last]) or {})
-    own, at = {_id(bound[name]) for name in "QKV"}, _before(body, last, bound)
-    unless: list[ast.expr] = []
+    bound, call, other = _attended(body[last]) or ({}, None, None)
+    own, unless = {_id(bound[name]) for name in "QKV"}, [] if other is None else [other]
+    at = _before(body, last, bound)
     while at > 0 and not _is_cached(body[at], bound):
-        other = body[at]
-        if not isinstance(other, ast.If) or other.orelse or not _is_plain(other.test, own):
+        between = body[at]
+        if not isinstance(between, ast.If) or between.orelse:
             return None
-        unless.append(other.test)
+        unless.append(between.test)
         at = _before(body, at, bound)
-    if at < 0 or not _is_cached(body[at], bound) or ("WHEN" in bound and not _is_plain(bound["WHEN"], own)):
+    if call is None or at < 0 or not _is_cached(body[at], bound):
+        return None
+    if not all(_is_plain(test, own) for test in (*unless, bound["WHEN"])):
         return None
     first, ends = at, _before(body, at, bound)
     for patterns in _ROTATIONS:
@@ -144,24 +156,42 @@ def core_of(function: ast.FunctionDef) -> Core | None:
             first, bound = start, more
             break
     changed = {_id(node) for name, node in bound.items() if name in _CHANGED}
-    return None if changed & _names(body[last + 1 :]) else Core(first, at, last, bound, unless, function)
+    noted = [n for n in range(first, last) if _is_noted(body[n]) and not _is_looked_up(body[n])]
+    if changed & _names(body[last + 1 :]) or not _may_come_first(body, first, last, noted):
+        return None
+    return Core(first, at, last, call, noted, bound, unless, function)
 
 
-def _parted(statement: ast.stmt) -> list[ast.stmt]:
+def _may_come_first(body: list[ast.stmt], first: int, last: int, noted: list[int]) -> bool:
+    """Whether what some statements write down is the same in front of the others, and the others do not read it."""
+    others = [body[n] for n in range(first, last) if n not in noted]
+    written = {name for statement in others for name in _written(statement)}
+    read = _names(others) - written
+    return not any(_names([body[n]]) & written or _written(body[n]) & read for n in noted)
+
+
+def parted(statement: ast.stmt) -> list[ast.stmt]:
     """An `if` around what a cache keeps as some of the same test: what goes before, that alone, and what follows."""
-    if not isinstance(statement, ast.If) or not _is_plain(statement.test, _written(statement)):
+    if not isinstance(statement, ast.If) or not _is_plain(statement.test, set()):
         return [statement]
-    test, body, parts = statement.test, statement.body, list[ast.If]()
+    test, body, parts = statement.test, statement.body, list[ast.stmt]()
+    if not _is_plain(test, _written(statement)):  # what the test says is written down before that changes
+        if statement.orelse:
+            return [statement]
+        test = ast.Name(f"{_TEST}_{statement.lineno}", ast.Load())
+        parts.append(ast.Assign([ast.Name(test.id, ast.Store())], statement.test))
     if statement.orelse:
         *before, kept = statement.orelse
-        rest = [x for x in _parted(kept) if isinstance(x, ast.If)]
+        rest = [x for x in parted(kept) if isinstance(x, ast.If)]
         if before and any(_is_cached(x, {}) for x in rest):
             parts = [ast.If(test, body, before)]
             parts += [ast.If(ast.BoolOp(ast.And(), [x.test, ast.UnaryOp(ast.Not(), test)]), x.body, []) for x in rest]
     else:
-        at = next((n for n, x in enumerate(body) if _matches(_KEPT, x, {})), len(body))
-        parts = [ast.If(test, some, []) for some in (body[:at], body[at : at + 1]) if some and at < len(body)]
-        for x in body[at + 1 :]:
+        at = next((n for n, x in enumerate(body) if _matches(_KEPT, x, {}) or _is_cached(x, {})), len(body))
+        if at == len(body):
+            return [statement]
+        parts += [ast.If(test, body[:at], [])] if at else []
+        for x in body[at:]:
             if isinstance(x, ast.If) and not x.orelse:
                 parts.append(ast.If(ast.BoolOp(ast.And(), [test, x.test]), x.body, []))
             else:
@@ -176,12 +206,10 @@ def _written(statement: ast.stmt) -> set[str]:
 
 def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
     """Whether it hands keys and values to the cache; `bound` learns then what its capitals are."""
-    for text in _CACHED:
-        more = dict(bound)
-        if _matches(text, statement, more):
-            bound.update(more)
-            return True
-    return False
+    more = dict(bound)
+    if found := _matches(_CACHED, statement, more):
+        bound.update(more)
+    return found
 
 
 def _is_plain(test: ast.expr, without: set[str]) -> bool:
@@ -192,8 +220,22 @@ def _is_plain(test: ast.expr, without: set[str]) -> bool:
 
 
 def _before(body: list[ast.stmt], at: int, bound: dict[str, ast.expr]) -> int:
-    """The statement before one, but for that which looks up the attention function."""
-    return at - 2 if at > 1 and _matches(_LOOKED_UP, body[at - 1], dict(bound)) else at - 1
+    """The statement before one, but for those that look up the attention function or write down something plain."""
+    at -= 1
+    while at > 0 and (_is_looked_up(body[at], bound) or _is_noted(body[at])):
+        at -= 1
+    return at
+
+
+def _is_looked_up(statement: ast.stmt, bound: dict[str, ast.expr] | None = None) -> bool:
+    return _matches(_LOOKED_UP, statement, dict(bound or {}))
+
+
+def _is_noted(statement: ast.stmt) -> bool:
+    """Whether it writes down, in a new name, what attributes, names and kinds are."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1 or not _id(statement.targets[0]):
+        return False
+    return _is_plain(statement.value, _written(statement))
 
 
 def _assignment(statement: ast.stmt) -> ast.stmt:
@@ -203,14 +245,20 @@ def _assignment(statement: ast.stmt) -> ast.stmt:
     return statement
 
 
-def _attended(statement: ast.stmt) -> dict[str, ast.expr] | None:
-    """Of `OUT, WEIGHTS = ATTEND(self, Q, K, V, ...)`, what the capitals are."""
+def _attended(statement: ast.stmt) -> tuple[dict[str, ast.expr], ast.Call, ast.expr | None] | None:
+    """Of `OUT, WEIGHTS = ATTEND(self, Q, K, V, ...)`: what the capitals are, the call, and None.
+
+    Where that is the other way of an `if`, its test is the third.
+    """
+    if isinstance(statement, ast.If) and len(statement.orelse) == 1:
+        found = _attended(_assignment(statement.orelse[0]))
+        return None if found is None or found[2] is not None else (*found[:2], statement.test)
     call = statement.value if isinstance(statement, ast.Assign) else None
     if not isinstance(call, ast.Call) or len(call.args) < 4:
         return None
     short = ast.Assign([statement.targets[0]], ast.Call(call.func, call.args[:4], []))  # type: ignore[attr-defined]
     bound: dict[str, ast.expr] = {}
-    return bound if _matches("OUT, WEIGHTS = ATTEND(self, Q, K, V)", short, bound) else None
+    return (bound, call, None) if _matches(_ATTENDED, short, bound) else None
 
 
 def _matches(text: str, statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
@@ -256,10 +304,9 @@ def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..
     else the rotation is done.
     """
     function, bound = core.function, {name: ast.unparse(node) for name, node in core.bound.items()}
-    attended = function.body[core.last]
-    call = _assignment(attended).value  # type: ignore[attr-defined]
-    middle = function.body[core.first : core.last]
-    looked_up = [x for x in middle if _matches(_LOOKED_UP, _assignment(x), {})]
+    attended, call = function.body[core.last], core.call
+    middle, noted = function.body[core.first : core.last], [function.body[n] for n in core.noted]
+    looked_up = [x for x in middle if x in noted or _is_looked_up(_assignment(x))]
     theirs = [x for x in middle if x not in looked_up]
     if not turns:
         at = theirs.index(function.body[core.cached])
@@ -270,11 +317,7 @@ def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..
             del theirs[0].body[0]  # type: ignore[attr-defined]
     rest = ", ".join(ast.unparse(x) for x in (*call.args, *call.keywords))
     size = bound.get("SIZE", "None") if turns else "None"
-    conditions = [
-        f"{bound['PAST']} is not None",
-        f"({bound.get('WHEN', 'True')})",
-        *(f"not ({ast.unparse(test)})" for test in core.unless),
-    ]
+    conditions = [f"({bound['WHEN']})", *(f"not ({ast.unparse(test)})" for test in core.unless)]
     cache = f"{bound['CACHE']} if {' and '.join(conditions)} else None"
     question = ast.parse(
         f"{bound['OUT']} = {STEP}({bound['ATTEND']}, {turned}, {size}, {cache}, {bound['LAYER']}, {rest})\n"
@@ -287,7 +330,7 @@ def with_steps(forward: FunctionType, core: Core, turns: bool, step: Callable[..
             if id(node) not in made:
                 ast.copy_location(node, attended)
     function.body[core.first : core.last + 1] = [*looked_up, *before, *question]
-    return _compiled(function, forward, step)
+    return compiled(function, forward, step)
 
 
 def _angles(bound: dict[str, str]) -> str:
@@ -299,7 +342,7 @@ def _angles(bound: dict[str, str]) -> str:
     return f"{TURN} = None\nif {bound['TEST']}:\n{read}    {pair}"
 
 
-def _compiled(function: ast.FunctionDef, forward: FunctionType, step: Callable[..., Any]) -> FunctionType:
+def compiled(function: ast.FunctionDef, forward: FunctionType, step: Callable[..., Any]) -> FunctionType:
     """The function of a syntax, in the place of another: its file, globals and defaults."""
     around = ast.parse(f"def made({STEP}):\n    return None")
     around.body[0].body = [function]  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from .latent_form import Choice, FormCosts, LatentForm, latent_layer
 from .multihead import MultiHeadAttention, Rotate
 from .rotary import Positions, Rotary
 from .sharded import check_splits, check_uncached, current, placed
-from .steps import latent_step
+from .steps import latent_step, projected
 
 RowLengths = Sequence[int] | Tensor | None
 NORM_EPS = 1e-6  # of the norms on both latents, in every published model
@@ -170,7 +170,7 @@ class LatentAttention(nn.Module):
         if cache is not None and type(self) is LatentAttention and positions is lengths is None:
             heads = latent_step(self, x, cache, mask, form)
             if heads is not None:
-                return self.o_proj(heads), cache
+                return projected(self.o_proj, heads), cache
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         lengths = check_latent_call(x, cache, lengths, form, mask)
         check_uncached(cache)

@@ -26,7 +26,7 @@ from .inner import as_inner
 from .others import refuse_inputs, refuse_options
 from .rotary import Positions
 from .sharded import check_splits, placed
-from .steps import multihead_step
+from .steps import multihead_step, projected
 from .torch_mha import converted_from_torch, converted_to_torch
 
 Rotate = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
@@ -150,7 +150,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and type(self) is MultiHeadAttention and memory is positions is gate is lengths is None:
             heads = multihead_step(self, x, cache, mask)
             if heads is not None:
-                return self.o_proj(heads), cache
+                return projected(self.o_proj, heads), cache
         check_input(x, self.d_model, self.q_proj)
         check_splits(self.inner)
         lengths = check_cache(x, cache, lengths)

@@ -24,15 +24,14 @@ from .sharded import current
 def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -> bool:
     """Whether a call with a cache may be a step: one plain token a row, and parts of the module that are known."""
     parts = module._modules  # as an attribute each costs a call of Python
-    inner, rotary, weight = parts["inner"], parts.get("rotary"), getattr(projection, "weight", None)
+    inner, rotary, weight = parts["inner"], parts.get("rotary"), projection._parameters.get("weight")
     return (
         (mask is None or type(mask) is Mask)
         and hasattr(cache, "takes_steps")
         and cache.takes_steps(mask)  # nothing but plain computing goes on
         and type(x) is Tensor
         and x.ndim == 3
-        and x.shape[1] == 1
-        and x.shape[2] == module.d_model
+        and x.shape[1:] == (1, module.d_model)
         and type(weight) is nn.Parameter  # no part of heads that are dealt out to processes
         and type(projection) is nn.Linear
         and x.dtype == weight.dtype
@@ -40,12 +39,12 @@ def is_step(module: Any, x: Any, cache: Any, mask: Any, projection: nn.Module) -
         and type(inner) is InnerAttention
         and inner.backend in ("auto", "native")
         and not (inner.training and inner.dropout)
-        and _is_itself(inner)
-        and (rotary is module.rotary is None or (type(rotary) is Rotary and _is_itself(rotary)))
+        and is_itself(inner)
+        and ((type(rotary) is Rotary and is_itself(rotary)) or (rotary is None and module.rotary is None))
     )
 
 
-def _is_itself(module: nn.Module) -> bool:
+def is_itself(module: nn.Module) -> bool:
     """Whether nothing listens to the calls of a part, or answers in its place."""
     own = vars(module)
     return not (
@@ -70,33 +69,43 @@ def scores_of(inner: InnerAttention) -> Scores:
     return Scores(inner.scale, inner.softcap, inner.sinks)
 
 
-def turned(rotary: Rotary, lengths: list[int]) -> Turn:
+def projected(part: nn.Module, x: Tensor) -> Any:
+    """What a projection gives; of a plain one without the detour over its module."""
+    own = vars(part)["_parameters"]
+    if type(part) is not nn.Linear or own.get("weight") is None or not is_itself(part):
+        return part(x)
+    return torch._C._nn.linear(x, own["weight"], own.get("bias"))
+
+
+def turned(rotary: Rotary, lengths: list[int], first: int = 0) -> Turn:
     """How the next token of each row turns. Layers one after another ask for the same: the last answers are kept."""
-    return _turned(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths))
+    return _turned(rotary.base, rotary.rotary_dim, rotary.frequencies, rotary.interleaved, tuple(lengths), first)
 
 
 @lru_cache(maxsize=4)
 def _turned(
-    base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...]
+    base: float, size: int, frequencies: tuple[float, ...] | None, interleaved: bool, at: tuple[int, ...], first: int
 ) -> Turn:
-    return Rotary(size, base=base, frequencies=frequencies, interleaved=interleaved).turn(at)
+    rotary = Rotary(size, base=base, frequencies=frequencies, interleaved=interleaved)
+    return rotary.turn(at)._replace(first=first)
 
 
 def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) -> Tensor | None:
     """The heads side by side (B, 1, H * V) of `MultiHeadAttention`; None where the usual way has to be taken."""
-    if not is_step(mha, x, cache, mask, mha.q_proj) or mha.memory_dim is not None:
+    parts = mha._modules
+    if not is_step(mha, x, cache, mask, parts["q_proj"]) or mha.memory_dim is not None:
         return None
     if mha.rotary is not None and mha.rotary.head_dim != mha.head_dim:
         return None
-    key = heads_of(mha.k_proj(x), mha.num_kv_heads, mha.head_dim)
-    value = heads_of(mha.v_proj(x), mha.num_kv_heads, mha.value_dim)
-    query = heads_of(mha.q_proj(x), mha.num_heads, mha.head_dim)
+    key = heads_of(projected(parts["k_proj"], x), mha.num_kv_heads, mha.head_dim)
+    value = heads_of(projected(parts["v_proj"], x), mha.num_kv_heads, mha.value_dim)
+    query = heads_of(projected(parts["q_proj"], x), mha.num_heads, mha.head_dim)
     if query is None or key is None or value is None:
         return None
     if mha.q_norm is not None:
         query, key = mha.normalize(query, key)
     turn = None if mha.rotary is None else turned(mha.rotary, cache.lengths)
-    out = cache.step(query, key, value, turn=turn, mask=mask, scores=scores_of(mha.inner))
+    out = cache.step(query, key, value, turn=turn, mask=mask, scores=scores_of(parts["inner"]), asked=True)
     return None if out is None else out.view(x.shape[0], 1, -1)
 
 
@@ -114,22 +123,28 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
         return None
     if form != "absorbed" and not (form == "auto" and mla.costs.absorbs_token(cache.lengths)):
         return None
-    B, R, fused, new = x.shape[0], mla.rope_dim, _queries(mla, parts, x), compress(x)
+    B, R, fused, new = x.shape[0], mla.rope_dim, _queries(mla, parts, x), projected(compress, x)
     plain = type(fused) is type(new) is Tensor and fused.dtype == new.dtype == up.dtype
     if not plain or fused.shape != (B, 1, H * mla.head_dim) or new.shape != (B, 1, C + R):
         return None
-    nope_BHN, rope_BHR = fused.reshape(B, H, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
-    latent_B1C, rope_B1R = new.split_with_sizes((C, R), -1)
     up_HNC, up_HCV = _up(mla, up)
-    key = torch.cat((_normed(parts["kv_a_layernorm"], latent_B1C), rope_B1R), -1)
-    query = torch.cat((torch.bmm(nope_BHN.transpose(0, 1), up_HNC).transpose(0, 1), rope_BHR), -1)
+    latent_B1C, rope_B1R = new.split_with_sizes((C, R), -1)
+    key = torch.cat((_normed(parts["kv_a_layernorm"], latent_B1C), rope_B1R), -1).unsqueeze(1)
+    # Heads go first in the products; of one row that is how they lie.
+    if B == 1:
+        nope, rope = fused.reshape(H, 1, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
+        query = torch.cat((torch.bmm(nope, up_HNC), rope), -1).unsqueeze(0)
+    else:
+        nope, rope = fused.reshape(B, H, mla.head_dim).split_with_sizes((mla.nope_dim, R), -1)
+        query = torch.cat((torch.bmm(nope.transpose(0, 1), up_HNC).transpose(0, 1), rope), -1).unsqueeze(2)
     scores = scores_of(parts["inner"])
     if scores.scale is None:
         scores = scores._replace(scale=mla.head_dim**-0.5)
-    turn = turned(rotary, cache.lengths)._replace(first=C)
-    out = cache.step(query.unsqueeze(2), key.unsqueeze(1), turn=turn, mask=mask, scores=scores)
+    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), mask=mask, scores=scores, asked=True)
     if out is None:
         return None
+    if B == 1:
+        return torch.bmm(out.view(H, 1, C), up_HCV).view(1, 1, -1)
     return torch.bmm(out.squeeze(2).transpose(0, 1), up_HCV).transpose(0, 1).reshape(B, 1, -1)
 
 
@@ -148,14 +163,14 @@ def _up(mla: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _queries(mla: Any, parts: Any, x: Tensor) -> Any:
     """What `LatentAttention.queries` splits into heads."""
     if mla.q_lora_rank is None:
-        return parts["q_proj"](x)
-    latent = parts["q_a_proj"](x)
-    return parts["q_b_proj"](_normed(parts["q_a_layernorm"], latent))
+        return projected(parts["q_proj"], x)
+    latent = projected(parts["q_a_proj"], x)
+    return projected(parts["q_b_proj"], _normed(parts["q_a_layernorm"], latent))
 
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     """What a norm gives, in the dtype of `x`; of a plain one without the detour over its module."""
-    if type(norm) is not nn.RMSNorm or not _is_itself(norm):
+    if type(norm) is not nn.RMSNorm or not is_itself(norm):
         return norm(x).to(x.dtype)
     out = torch.rms_norm(x, norm.normalized_shape, norm._parameters["weight"], norm.eps)
     return out if out.dtype == x.dtype else out.to(x.dtype)
