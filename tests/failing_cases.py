@@ -67,6 +67,16 @@ def die(where: str) -> None:
     raise AssertionError(text)
 
 
+def die_late() -> None:
+    """Rank 1 ends while rank 2 waits for rank 0, which comes later still, sees the end and sends nothing."""
+    group = dist.new_group()
+    call(group=group, timeout=30.0)
+    time.sleep({0: 2.0, 1: 1.0, 2: 0.0}[dist.get_rank()])
+    if dist.get_rank() == 1:
+        os._exit(7)
+    raise AssertionError(last_words(lambda: call(group=group))[0])
+
+
 def wrong_argument() -> str:
     """Rank 1's own arguments are wrong."""
     return last_words(lambda: call(scale=float("nan") if dist.get_rank() == 1 else None, timeout=30.0))[0]

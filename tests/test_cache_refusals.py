@@ -181,3 +181,26 @@ def test_a_pool_of_pages_guards_its_books() -> None:
 def test_the_device_of_a_cache() -> None:
     assert StaticCache(B, K, D, capacity=3, device="meta").device.type == "meta"
     assert PagedCache(PagePool(2, K, D), B).device.type == "cpu"
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_int8_does_not_lose_a_gradient_without_a_word(paged: bool) -> None:
+    """A module whose weights learn, in train and in eval: refused, but not where no gradient is recorded."""
+    mha, x = headwise.MultiHeadAttention(K * D, K), torch.randn(1, 3, K * D)
+    pool = PagePool(4, K, D, dtype=torch.int8)
+    cache: Any = PagedCache(pool, 1) if paged else StaticCache(1, K, D, capacity=9, dtype=torch.int8)
+    before = state_of(cache)
+    for module in (mha, mha.eval()):
+        with pytest.raises(
+            ValueError, match=r"got a key that requires grad; decode within torch\.no_grad\(\)"
+        ) as error:
+            module(x, cache=cache)
+        assert ".detach()" in str(error.value) and "float dtype" in str(error.value)
+        assert_same_state(cache, before, "refused")
+    with torch.inference_mode():
+        assert not mha(x, cache=cache)[0].requires_grad
+    mha.requires_grad_(False)
+    learns = torch.randn(1, 1, K * D, requires_grad=True)
+    query, new = mha.q_proj(learns).view(1, K, 1, D), mha.k_proj(learns).detach().view(1, K, 1, D)
+    out = headwise.attention(query, cache.append(new, new))
+    assert torch.autograd.grad(out.sum(), learns)[0].abs().sum() > 0  # the queries' own is kept

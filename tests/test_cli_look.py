@@ -11,7 +11,8 @@ import pytest
 from planted import DELIMITERS, NAMES, Planted, text
 from typer.testing import CliRunner
 
-from headwise import cli, look
+from headwise import cli, look, models
+from headwise.hf import loading
 from headwise.look import Look
 
 pytestmark = pytest.mark.unchecked
@@ -34,6 +35,7 @@ def here(before: Look, after: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     look.write(before, "before.json")
     look.write(after, "after.json")
     monkeypatch.setattr(cli.look, "look_at", lambda *_: before)
+    monkeypatch.setattr(loading, "checked", lambda *_, **__: None)
     return tmp_path
 
 
@@ -97,3 +99,20 @@ def test_wrong_names_are_one_line(here: Path) -> None:
         result = run("model", *arguments)
         lines = result.stderr.strip().splitlines()
         assert (result.exit_code, len(lines)) == (2, 1) and message in lines[0], (arguments, result.stderr)
+
+
+def test_both_names_are_checked_before_a_model_is_looked_at(before: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(cli.look, "look_at", lambda name, *_: looked.append(name) or before)
+    tiny = str(models.tiny_path())
+    for arguments, message in (
+        ((tiny, "--against", "no/such/folder"), "no/such/folder: no such folder; give one with config.json"),
+        ((tiny, "--against", "none.json"), "cannot read none.json: No such file"),
+        (("no/such/folder", "--against", tiny), "no/such/folder: no such folder"),
+        ((tiny, "--against", str(Path(tiny).parent)), "no config.json, so no transformers checkpoint"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and message in result.stderr, (arguments, result.stderr)
+        assert looked == []
+    assert run(tiny, "--against", tiny).exit_code == 0
+    assert looked == [tiny, tiny]

@@ -197,6 +197,25 @@ def test_what_is_wrong_ends_in_one_line(tiny: str, arguments: list[str], text: s
     assert text in refused("prune", tiny, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--keep-fraction", "2", "--dry-run"], "above 0, at most 1; got 2.0"),
+        (["--budget-mb", "-1", "--dry-run"], "a budget is a number of megabytes above 0"),
+        (["--heads", "0.8", "--by", "ablation", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
+        (["--keep-fraction", "0.5", "--out", "none/new"], "cannot write none/new: its folder does not exist"),
+        (["--keep-fraction", "0.5", "--corpus", "/none", "--dry-run"], "--corpus /none: no such file or folder"),
+    ],
+)
+def test_what_is_wrong_is_told_before_a_model_is_read(
+    tiny: str, arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(hf, "load", lambda *args, **_: read.append(args))
+    assert text in refused("prune", tiny, *arguments)
+    assert not read
+
+
 def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     assert "no such folder" in refused("prune", str(tmp_path / "none"), "--heads", "0.1", "--dry-run")
     assert "no such folder" in refused("migrate", str(tmp_path / "none"), "--dry-run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -201,18 +202,6 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "enable_gqa": ({"enable_gqa": True}, TypeError, ["no option 'enable_gqa'", "leave it out"]),
     "flash": ({"window_size": (3, 0)}, TypeError, ["no option 'window_size'", "window(left + 1, right)"]),
     "no such option": ({"sofcap": 3.0}, TypeError, ["no option 'sofcap'", "softcap, sinks, dropout, gate"]),
-    "length of no axes": ({"mask": headwise.lengths(torch.tensor(3))}, ValueError, ["lengths", "(2,)", "int64 ()"]),
-    "start of no axes": (
-        {"mask": headwise.lengths(torch.tensor([3]), torch.tensor(1))},
-        ValueError,
-        ["start of the lengths", "int64 ()"],
-    ),
-    "offset of no axes": ({"mask": headwise.causal(offset=torch.tensor(3))}, ValueError, ["offset", "int64 ()"]),
-    "offset of a table of no axes": (
-        {"mask": headwise.relative(torch.ones(6, 3), offset=torch.tensor(3))},
-        ValueError,
-        ["offset", "int64 ()"],
-    ),
     "one slope": ({"mask": headwise.alibi(torch.ones(1))}, ValueError, ["one slope a query head", "H = 6", "(1,)"]),
 }
 
@@ -288,6 +277,29 @@ MAKERS: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "window of a tensor": (lambda: headwise.window(torch.tensor(2)), TypeError, ["window", "Tensor"]),
     "offset of a fraction": (lambda: headwise.causal(offset=0.5), TypeError, ["offset", "0.5"]),
     "offset tensor of floats": (lambda: headwise.causal(offset=torch.tensor([0.5])), TypeError, ["offset", "float32"]),
+    **{
+        f"offset of {name} of no axes": (
+            partial(make, offset=torch.tensor(3)),
+            ValueError,
+            [f"offset of {name}", "an int, or an integer tensor (B,)", "int64 ()", ".item() or .view(-1)"],
+        )
+        for name, make in {
+            "causal()": headwise.causal,
+            "window()": partial(headwise.window, 2),
+            "dilated()": partial(headwise.dilated, 2),
+            "blocks()": partial(headwise.blocks, 2),
+            "alibi()": partial(headwise.alibi, zeros(6)),
+            "relative()": partial(headwise.relative, zeros(6, 3)),
+            "placed()": headwise.causal().placed,
+        }.items()
+    },
+    "prefix of no axes": (lambda: headwise.prefix(torch.tensor(3)), ValueError, ["n of prefix()", "(B,)", "int64 ()"]),
+    "length of no axes": (lambda: headwise.lengths(torch.tensor(3)), ValueError, ["stop", "(B,)", "int64 ()"]),
+    "segments of no axes": (
+        lambda: headwise.segments(torch.tensor([1]), torch.tensor(1)),
+        ValueError,
+        ["key_ids", "segments()", "(n,) or (B, n)", "int64 ()"],
+    ),
     "offset far out": (
         lambda: headwise.causal(offset=2**40 + 1),
         ValueError,

@@ -60,6 +60,7 @@ def test_generation_that_returns_what_is_held() -> None:
 
 
 @pytest.mark.unchecked
+@torch.no_grad()
 def test_keys_and_values_are_read_and_not_replaced() -> None:
     model = BY_NAME["Llama GQA"].build()
     model.set_attn_implementation("headwise")

@@ -261,7 +261,7 @@ def test_a_probe_and_attentions_see_what_is_held() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_autocast_inference_mode_and_gradients_do_not_stop_it(dtype: torch.dtype | None) -> None:
+def test_autocast_and_inference_mode_do_not_stop_it_nor_gradients_that_are_kept(dtype: torch.dtype | None) -> None:
     model, ids = model_of(BY_NAME["Qwen2"]), token_ids(9)
     for kind in KINDS:
         with torch.inference_mode():
@@ -271,7 +271,12 @@ def test_autocast_inference_mode_and_gradients_do_not_stop_it(dtype: torch.dtype
             for piece in ids.split([5, 4], 1):
                 half = model(piece, past_key_values=cache).logits
         assert (half - plain[:, 5:]).abs().max() < 0.1 * plain.abs().max()  # bfloat16: 2 ** -8, through two layers
-        assert close(model(ids, past_key_values=make_cache(model, kind, max_length=20, dtype=dtype)).logits, plain)
+        cache = make_cache(model, kind, max_length=20, dtype=dtype)
+        if dtype is None:
+            assert close(model(ids, past_key_values=cache).logits, plain)
+            continue
+        with pytest.raises(ValueError, match=r"int8 keys .* carry no gradient; .* within torch\.no_grad\(\)"):
+            model(ids, past_key_values=cache)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

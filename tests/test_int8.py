@@ -63,10 +63,20 @@ def test_tokens_without_a_scale() -> None:
     assert quantize(x.double().masked_fill(~x.isfinite(), 1e300)).scale.isnan().tolist() == made.scale.isnan().tolist()
 
 
+def test_a_gradient_is_not_lost_without_a_word() -> None:
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"carry no gradient; got x that requires grad; .*no_grad\(\).*x\.detach\(\)"):
+        quantize(x)
+    with torch.inference_mode():
+        inferred = quantize(x).dequantize()
+    assert_same_bits(quantize(x.detach()).dequantize(), inferred)
+
+
 def test_any_strides_and_no_gradient() -> None:
     x = torch.randn(2, 3, 5, 8)
     plain = quantize(x)
-    odd = quantize(strided(x, "order 3120").requires_grad_())
+    with torch.no_grad():
+        odd = quantize(strided(x, "order 3120").requires_grad_())
     for a, b in ((odd.data, plain.data), (odd.scale, plain.scale)):
         assert torch.equal(a, b) and a.is_contiguous() and not a.requires_grad
     assert quantize(x[:, :, :0]).data.shape == (2, 3, 0, 8)

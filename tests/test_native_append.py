@@ -183,7 +183,8 @@ def test_what_python_must_quantise(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = torch.frombuffer(memoryview(raw)[1:], dtype=torch.float32).view(key.shape).copy_(key)
     same(StaticCache(B, K, D, V, capacity=9, dtype=torch.int8).append(odd, value))
     learned = key.clone().requires_grad_()
-    cache = StaticCache(B, K, D, V, capacity=9, dtype=torch.int8).append(learned, value)
+    with torch.no_grad():
+        cache = StaticCache(B, K, D, V, capacity=9, dtype=torch.int8).append(learned, value)
     same(cache)
     assert not any(x.scale.requires_grad for x in cache.view())
     monkeypatch.setattr(native_append, "trouble", lambda: "none here")

@@ -1,7 +1,7 @@
 """A rank that ends, hangs, raises or disagrees: every other rank says which, and why, within the timeout."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import failing_cases
 import pytest
@@ -24,10 +24,14 @@ def fresh_ranks() -> Iterator[None]:
     ranks.renew()
 
 
-@pytest.mark.parametrize("where", ["before", "backward"])
-def test_a_rank_that_ends_is_named_by_all_others(where: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [(failing_cases.die, ("before",)), (failing_cases.die, ("backward",)), (failing_cases.die_late, ())],
+    ids=["before", "backward", "while one waits for another"],
+)
+def test_a_rank_that_ends_is_named_by_all_others(how: Callable[..., None], where: tuple[str, ...]) -> None:
     with ranks.Pool(3) as own, pytest.raises(ranks.RankError) as error:
-        own.run(failing_cases.die, where)
+        own.run(how, *where)
     said = [(text or "").strip().splitlines()[-1] for text in error.value.said]
     assert said[1] == "ended with exit code 7"
     for text in (said[0], said[2]):

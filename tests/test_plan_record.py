@@ -67,6 +67,12 @@ def test_the_hub_s_cache_is_read_and_nothing_fetched(tmp_path: Path, monkeypatch
 
 
 def test_a_near_name_is_offered() -> None:
+    for name in ("nowhere", "some/model", "checkpoint", "x"):  # nothing is like them
+        with pytest.raises(ValueError, match=r"cache; headwise plan --list shows the cards$"):
+            plan.of(name)
+    for name, first in {"bert": "bert-base", "org/Llama-3-8B": "llama-3-8b", "phi3": "phi-3-mini"}.items():
+        with pytest.raises(ValueError, match=rf"cards like it: {first}, "):
+            plan.of(name)
     with pytest.raises(ValueError, match=r"'llama-3-9b': .* cards like it: llama-3-8b, "):
         plan.of("llama-3-9b")
     assert plan.of("LLaMA-3-8B").name == "llama-3-8b"

@@ -124,7 +124,7 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
         if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch, upcoming);
       }
     } else {
-      for (int64_t d = 0; d < padded_D; ++d) Read::store_query(s.query, padded_D, r, d, s.line[d]);
+      Read::store_query(s.query, padded_D, r, s.line);
     }
   }
   Reach all(p);
@@ -135,7 +135,9 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
     decode_pass<Read, R>(p, b, kv_head, reach, following, true, s);
   }
   for (int r = 0; r < n; ++r) {
-    for (int64_t d = 0; d < p.V; ++d) s.line[d] = s.sums[r * padded_V + Read::place(d)];
+    for (int64_t d = 0; d < p.V; d += Read::kRun) {
+      memcpy(s.line + d, s.sums + r * padded_V + Read::place(d), sizeof(float) * Read::kRun);
+    }
     const RowState state = row_state(p, b, rows, r, s.row_max[r], s.row_sum[r], reach.from, reach.to);
     finish_row(p, plan, b, kv_head, r, split, state, s.line);
   }

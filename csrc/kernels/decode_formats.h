@@ -27,14 +27,17 @@ struct ReadF32 {
   static constexpr int64_t kStep = 2 * W;  // elements at a time
   static constexpr int kTile = kDecodeTile;
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
-  // The index of element i of a row among the elements that `load2` gives.
+  // The index of element i of a row among the elements that `load2` gives; `kRun` neighbours stay neighbours.
+  static constexpr int64_t kRun = 2 * W;
   HW_INLINE int64_t place(int64_t i) { return i; }
   // Keys and queries, and their product.
   HW_INLINE void load_key(const float* p, F& a, F& b) { load2(p, a, b); }
   HW_INLINE void load_query(const float* q, int64_t i, F& a, F& b) { a = load(q + i), b = load(q + i + W); }
   HW_INLINE F times(F acc, F qa, F qb, F ka, F kb) { return fma(qb, kb, fma(qa, ka, acc)); }
-  // Element d of row r, of `padded` elements.
-  HW_INLINE void store_query(float* q, int64_t padded, int64_t r, int64_t d, float x) { q[r * padded + d] = x; }
+  // Row r, of `padded` elements.
+  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
+    memcpy(q + r * padded, x, static_cast<size_t>(padded) * sizeof(float));
+  }
 };
 
 struct ReadF16 : ReadF32 {
@@ -46,24 +49,31 @@ struct ReadF16 : ReadF32 {
 // bfloat16 as floats: the even elements in one vector, the odd ones in the other.
 struct ReadBf16 : ReadF32 {
   using T = uint16_t;
+  static constexpr int64_t kRun = 1;
   HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }
   HW_INLINE int64_t place(int64_t i) {
     const int64_t in = i % (2 * W);
     return i - in + (in % 2 == 0 ? in / 2 : W + in / 2);
   }
   HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
-  HW_INLINE void store_query(float* q, int64_t padded, int64_t r, int64_t d, float x) { q[r * padded + place(d)] = x; }
+  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
+    for (int64_t d = 0; d < padded; ++d) q[r * padded + place(d)] = x[d];
+  }
 };
 
 // bfloat16 in pairs: only where `kHasBf16`.
 struct ReadBf16Pairs : ReadBf16 {
   static constexpr bool kPairs = true;
+  static constexpr int64_t kRun = 4;
+  static constexpr int kTile = HW_ONCE == 0 ? kHalfTile : kDecodeTile;
   HW_INLINE int64_t place(int64_t i) { return i / (2 * W) * (2 * W) + place_of_pair(static_cast<int>(i % (2 * W))); }
   HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
-  HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) { a = load(q + i / 2); }
+  HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) {
+    load_key(reinterpret_cast<const uint16_t*>(q) + i, a, a);
+  }
   HW_INLINE F times(F acc, F qa, F, F ka, F) { return dot_pairs(acc, qa, ka); }
-  HW_INLINE void store_query(float* q, int64_t padded, int64_t r, int64_t d, float x) {
-    reinterpret_cast<uint16_t*>(q)[r * padded + d] = high_half(x);
+  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
+    for (int64_t d = 0; d < padded; ++d) reinterpret_cast<uint16_t*>(q)[r * padded + d] = high_half(x[d]);
   }
 };
 
@@ -71,8 +81,8 @@ struct ReadBf16Pairs : ReadBf16 {
 struct ReadBf16Tiles : ReadBf16 {
   static constexpr bool kTiles = true;
   static constexpr int kTile = kHalfTile;
-  HW_INLINE void store_query(float* q, int64_t, int64_t r, int64_t d, float x) {
-    reinterpret_cast<uint16_t*>(q)[(d / 2 * W + r) * 2 + d % 2] = high_half(x);
+  HW_INLINE void store_query(float* HW_RESTRICT q, int64_t padded, int64_t r, const float* HW_RESTRICT x) {
+    for (int64_t d = 0; d < padded; ++d) reinterpret_cast<uint16_t*>(q)[(d / 2 * W + r) * 2 + d % 2] = high_half(x[d]);
   }
 };
 
@@ -88,7 +98,7 @@ template <int Query, int Weight>
 struct ReadInt8Dot : ReadInt8 {
   static constexpr int kDigits = Query, kWeightDigits = Weight;
   using MoreDigits = ReadInt8Dot<3, Weight>;  // for queries that two digits do not hold
-  static constexpr int64_t kStep = kBytes;
+  static constexpr int64_t kStep = kBytes, kRun = 4;
   static constexpr int kTile = kInt8Tile;
   HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
 };

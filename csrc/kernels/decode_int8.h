@@ -152,6 +152,8 @@ static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int3
     HW_UNROLL
     for (int x = 0; x < Count; ++x) v[x] = add_128(v[x]);
     HW_UNROLL
+    for (int x = R; x < Count; ++x) prefetch_here(NextRows::at(next, j + First + x));
+    HW_UNROLL
     for (int r = 0; r < R; ++r) {
       if (r < Count) prefetch_here(NextRows::at(next, j + First + r));
       HW_UNROLL

@@ -38,9 +38,9 @@ struct DecodeScratch {
 };
 
 // Scores of U keys and R rows, U R = W sums: side by side in `out`, row by row.
-template <class Read, int R>
+template <class Read, int R, class Lines>
 static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, const typename Read::T* HW_RESTRICT key,
-                            int64_t stride, Ahead<Read>& ahead, float* HW_RESTRICT out) {
+                            int64_t stride, Lines& ahead, float* HW_RESTRICT out) {
   constexpr int U = W / R;
   F acc[W];
   HW_UNROLL
@@ -67,9 +67,9 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
 }
 
 // sums[row][columns] = sums * rescale + weights V, for X pairs of vectors of columns.
-template <class Read, int R, int X>
+template <class Read, int R, int X, class Lines>
 static inline void value_columns(const float* HW_RESTRICT weights, int n, const typename Read::T* HW_RESTRICT value,
-                                 int64_t stride, Ahead<Read>& ahead, const float* rescale, float* HW_RESTRICT sums,
+                                 int64_t stride, Lines& ahead, const float* rescale, float* HW_RESTRICT sums,
                                  int64_t padded_V) {
   F acc[R][2 * X];
   HW_UNROLL
@@ -182,26 +182,33 @@ static inline NextRows next_rows(const Tensor4& x, int64_t b, int64_t kv_head, i
 }
 
 // Q K^T of R rows and n keys in float arithmetic.
-template <class Read, int R>
-static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
-                                   Ahead<Read>& ahead) {
+template <class Read, int R, class Lines>
+HW_INLINE void key_scores(const DecodeScratch& s, int64_t padded_D, const typename Read::T* k, int64_t stride, int n,
+                          Lines& ahead) {
   constexpr int U = W / R;
-  const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
-  if constexpr (Read::kTiles) {
-    return tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, ahead, s.scores);
-  }
   float out[W];
   for (int j = 0; j < n; j += U) {
     if (j + U <= n) {
-      key_dots<Read, R>(s.query, padded_D, k + j * key.stride, key.stride, ahead, out);
+      key_dots<Read, R>(s.query, padded_D, k + j * stride, stride, ahead, out);
     } else {  // the last keys one at a time, as U times the same one
       for (int i = j; i < n; ++i) {
-        key_dots<Read, R>(s.query, padded_D, k + i * key.stride, 0, ahead, out);
+        key_dots<Read, R>(s.query, padded_D, k + i * stride, 0, ahead, out);
         for (int r = 0; r < R; ++r) s.scores[r * Read::kTile + i] = out[r * U];
       }
       return;
     }
     for (int r = 0; r < R; ++r) memcpy(s.scores + r * Read::kTile + j, out + r * U, U * sizeof(float));
+  }
+}
+
+template <class Read, int R>
+static inline void decode_products(const DecodeScratch& s, int64_t padded_D, const KeyRows& key, int n,
+                                   Ahead<Read>& ahead) {
+  const auto* k = reinterpret_cast<const typename Read::T*>(key.data);
+  if constexpr (Read::kTiles) {
+    tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, ahead, s.scores);
+  } else {
+    ahead.beside([&](auto& lines) HW_LAMBDA { key_scores<Read, R>(s, padded_D, k, key.stride, n, lines); });
   }
 }
 
@@ -262,6 +269,24 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
 }
 
 // The same in float arithmetic.
+template <class Read, int R, class Lines>
+HW_INLINE void value_sums(const DecodeScratch& s, int n, const typename Read::T* v, int64_t stride, int64_t padded_V,
+                          Lines& ahead) {
+  constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
+  int64_t d = 0;
+  for (; d + 2 * W * X <= padded_V; d += 2 * W * X) {
+    value_columns<Read, R, X>(s.scores, n, v + d, stride, ahead, s.rescale, s.sums + d, padded_V);
+  }
+  if constexpr (X == 4) {
+    for (; d + 4 * W <= padded_V; d += 4 * W) {
+      value_columns<Read, R, 2>(s.scores, n, v + d, stride, ahead, s.rescale, s.sums + d, padded_V);
+    }
+  }
+  for (; d < padded_V; d += 2 * W) {
+    value_columns<Read, R, 1>(s.scores, n, v + d, stride, ahead, s.rescale, s.sums + d, padded_V);
+  }
+}
+
 template <class Read, int R>
 static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
                                  Ahead<Read>& ahead) {
@@ -269,20 +294,9 @@ static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& v
   if constexpr (Read::kTiles) {
     rest_ahead(ahead, n, padded_V, 2);
     tile_weights<R, Read::kTile>(s.scores, n, s.weight_tiles);
-    return tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, ahead, s.rescale, s.sums);
-  }
-  constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
-  int64_t d = 0;
-  for (; d + 2 * W * X <= padded_V; d += 2 * W * X) {
-    value_columns<Read, R, X>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
-  }
-  if constexpr (X == 4) {
-    for (; d + 4 * W <= padded_V; d += 4 * W) {
-      value_columns<Read, R, 2>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
-    }
-  }
-  for (; d < padded_V; d += 2 * W) {
-    value_columns<Read, R, 1>(s.scores, n, v + d, value.stride, ahead, s.rescale, s.sums + d, padded_V);
+    tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, ahead, s.rescale, s.sums);
+  } else {
+    ahead.beside([&](auto& lines) HW_LAMBDA { value_sums<Read, R>(s, n, v, value.stride, padded_V, lines); });
   }
 }
 

@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import attention
-from ..ops.masks.compose import Mask, as_mask
+from ..ops.masks.compose import EVERYTHING, Mask, as_mask
 from ..ops.masks.make import causal, keep, lengths
 from ..ops.native.step import Held, Scores, Seen, Turn, decode_step, runs_plain
 from ..ops.storage.int8 import Quantized
 from ..ops.storage.paged import Paged
 from ..shapes import DTYPES, describe
 from ..shapes.kinds import FAR, check_tensor, shown, whole_numbers
+from .quantize import check_learns_nothing
 
 Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
+IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"
 SERVED = {torch.float32, torch.bfloat16, torch.float16}
 """What queries of a step may be."""
-_ALL = Mask(())
 Stored: TypeAlias = Tensor | Quantized | Paged
 """Keys or values (B, K, S, n) in the form that a cache stores them in."""
 
@@ -132,7 +133,7 @@ class KVCache(ABC):
 
     def _rule(self, offset: Tensor | None) -> Mask:
         """A rule of the cache's own; `offset` (B,): the column of the first query, None where all end together."""
-        return causal(offset=offset) if self.causal else Mask(())
+        return causal(offset=offset) if self.causal else EVERYTHING
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -161,7 +162,8 @@ class KVCache(ABC):
 
         Raises:
             TypeError: a dtype that is not the cache's, or no tensors; `lengths` that are no whole numbers.
-            ValueError: sizes or a device that do not fit, or no room; the cache is unchanged.
+            ValueError: sizes or a device that do not fit, no room, or a gradient that int8 would lose; the cache is
+                unchanged.
         """
         T, counts = _check_append(self, key, value, lengths, side)
         self._make_room(counts)
@@ -212,7 +214,7 @@ class KVCache(ABC):
             gradient, autocast, tracing, other sizes or dtypes, a cache of another kind. Then nothing was added, and
             `append` and `attend` do it, or say what is wrong.
         """
-        mask = _ALL if mask is None else mask
+        mask = EVERYTHING if mask is None else mask
         if not (self.takes_steps(mask) and self._fits(query, key, value, scores.sinks)):
             return None
         storage = self._held()
@@ -368,6 +370,8 @@ def _check_append(
             raise ValueError(
                 f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
             )
+        if cache.dtype == torch.int8:
+            check_learns_nothing(f"a {name}", x, IN_INT8)
     if not isinstance(side, str) or side not in ("right", "left"):
         raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
     if lengths is None:

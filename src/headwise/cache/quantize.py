@@ -32,7 +32,7 @@ def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
 
     Raises:
         TypeError: x is no tensor.
-        ValueError: x is no float tensor of four axes.
+        ValueError: x is no float tensor of four axes, or requires grad while gradients are recorded: int8 has none.
 
     >>> k = torch.tensor([[[[1.0, -0.5, 0.25], [0.0, 0.0, 0.0]]]])
     >>> quantize(k).data
@@ -51,7 +51,14 @@ def quantize(x: Float[Tensor, "B K S D"]) -> Quantized:
         raise ValueError(f"{rule} as a float tensor; got {describe(x)}; split heads with .unflatten(-1, (K, D))")
     if x.shape[3] == 0:
         raise ValueError(f"{rule}, and D is at least 1; got {describe(x)}")
+    check_learns_nothing("x", x, "wrap the call in torch.no_grad(), or pass x.detach()")
     return rounded(x)
+
+
+def check_learns_nothing(name: str, x: Tensor, way: str) -> None:
+    """No gradient is asked of what becomes int8: rounding has none, and it would be lost without a word."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"int8 keys and values carry no gradient; got {name} that requires grad; {way}")
 
 
 def rounded(x: Tensor) -> Quantized:

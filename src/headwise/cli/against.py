@@ -1,13 +1,14 @@
-"""``headwise look A --against B``: the two looks side by side."""
+"""``headwise look A --against B``: the two looks side by side; all that is named is there before one is measured."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import typer
+
+from .loading import quiet
 
 MAX_PLAN = 16_000_000
 
@@ -32,10 +33,22 @@ def read_plan(kept: str | None, against: str | None) -> Any:
         raise typer.BadParameter(f'--kept {kept}: no JSON; write {{"layers": {{"0": {{"keep": [0, 1]}}}}}}') from None
 
 
-def either(model: str | None, look_at: Callable[[str | None], Any]) -> Any:
-    """The look that a .json file holds, or one at the model."""
-    if model is not None and model.lower().endswith(".json"):
-        from headwise.look import read
+def recorded(model: str | None, *, against: str | None, any_input: bool) -> list[Any]:
+    """Of both names the look that a .json file holds; None for a model.
 
-        return read(model)
-    return look_at(model)
+    Where there are two, it is sure that there are models of these names: the second is read long after the first.
+    """
+    looks: list[Any] = []
+    for name in (model, against):
+        if name is not None and name.lower().endswith(".json"):
+            from headwise.look import read
+
+            looks.append(read(name))
+            continue
+        looks.append(None)
+        if name is not None and against is not None:
+            quiet("headwise look")
+            from headwise.hf.loading import checked
+
+            checked(name, any_input=any_input)
+    return looks

@@ -17,6 +17,7 @@ from .reshaped import (
     Roles,
     Verify,
     check_out,
+    check_place,
     libraries,
     print_facts,
     rows_of,
@@ -61,6 +62,7 @@ def _regroup(
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
+            check_place(out, source)
             loaded, read = None, list[list[int]]()
             if texts is not None:
                 show("reading the model")
@@ -106,6 +108,8 @@ def _heal(
     check_out(out, False)
     if file is None and corpus is None:
         raise typer.BadParameter("give --file or --corpus, the text to learn on")
+    if every < 1:
+        raise typer.BadParameter(f"--every {every}: at least 1 step")
     texts = texts_of(None, file, corpus)
     with progress() as show:
         show("loading the libraries")
@@ -113,7 +117,10 @@ def _heal(
         from headwise import reshape
 
         recipe = reshape.Recipe(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
+        for name in (folder, teacher):
+            hf.loading.checked(name)
         with hf.checkpoint(folder) as source:
+            check_place(out, source)
             show("reading the models")
             student, original = hf.load(folder), hf.load(teacher)
             _check_pair(student, original)

@@ -19,6 +19,7 @@ from .reshaped import (
     Roles,
     Verify,
     check_out,
+    check_place,
     libraries,
     print_facts,
     rows_of,
@@ -91,13 +92,16 @@ def _prune(  # private, for a command has as many options as its users need, and
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
+            check_place(out, source)
             reads = beside is not None or (text, file, corpus) != (None,) * 3 or by in MEASURED
             texts = texts_of(text, file, corpus, beside) if reads else None
-            loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show)
-            wish: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "scores": scores, "zero": zero}
+            wish: dict[str, Any] = {"heads": heads, "keep_fraction": keep_fraction, "zero": zero}
             if budget_mb is not None:
                 wish["budget"] = reshape.Budget(budget_mb, context or 0)
-            plan = reshape.plan_prune(source, **wish)
+            else:  # what no ranking makes possible is said before one is measured
+                reshape.plan_prune(source, **wish, scores=None if by is None else reshape.random_scores(seed))
+            loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show)
+            plan = reshape.plan_prune(source, **wish, scores=scores)
             if recover:
                 show("solving anew")
                 plan = reshape.mend(plan, loaded.model, tensors(rows), progress=show)
@@ -127,6 +131,7 @@ def _migrate(
         from headwise import reshape
 
         with hf.checkpoint(folder) as source:
+            check_place(out, source)
             if dry_run or out is None:
                 facts = reshape.plan_migrate(source).facts()
             else:

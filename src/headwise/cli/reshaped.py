@@ -32,6 +32,14 @@ def check_out(out: str | None, dry_run: bool) -> None:
         raise typer.BadParameter(f"--out {out}: is there already; give a new name, or remove it")
 
 
+def check_place(out: str | None, source: Any) -> None:
+    """Raises what writing would raise at last, before anything is measured or trained."""
+    if out is not None:
+        from headwise.reshape.place import check_destination
+
+        check_destination(out, source.folder, None)
+
+
 def libraries(command: str) -> Any:
     """`headwise.hf`, with transformers kept quiet."""
     from .loading import quiet
@@ -109,6 +117,8 @@ def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Bes
         return [read_text(text, file)]
     if text is not None or file is not None:
         raise typer.BadParameter("give one of --text, --file and --corpus")
+    if not Path(corpus).exists():
+        raise typer.BadParameter(f"--corpus {corpus}: no such file or folder")
     from headwise.look.corpus import documents
 
     return documents(corpus)

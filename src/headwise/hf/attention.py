@@ -11,7 +11,7 @@ from ..cache.base import Stored
 from ..nn.dealt import Dealt
 from ..nn.sharded import current
 from ..ops.attention import attention, attention_of_part
-from ..ops.masks.compose import Mask
+from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias, causal, keep, lengths, segments
 from ..ops.masks.rules import Band, Segments
 from ..ops.statistics.weights import weights
@@ -172,7 +172,7 @@ def attend(
 def _mask_of_whole(module: nn.Module, attention_mask: Tensor | None, batch: WholeBatch, is_causal: bool | None) -> Mask:
     """The mask of all tokens, where this process has some."""
     if attention_mask is None:
-        return causal() if _is_causal(module, is_causal, batch.tokens) else Mask(())
+        return causal() if _is_causal(module, is_causal, batch.tokens) else EVERYTHING
     return mask_of(module, attention_mask, batch.tokens, batch.tokens)
 
 
@@ -252,7 +252,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None, T: int) -> bool:
 def mask_of(module: nn.Module, attention_mask: Tensor | None, T: int, S: int) -> Mask:
     """What transformers, or its user, passes as a mask of T queries and S keys; bool tensors keep, floats are added."""
     if attention_mask is None:
-        return Mask(())
+        return EVERYTHING
     if isinstance(attention_mask, StructuralMask) and attention_mask.shape[2:] == (1, S) and T > 1:
         attention_mask = attention_mask.plain().expand(-1, -1, T, -1)  # one row for all queries, as eager adds it
     if isinstance(attention_mask, StructuralMask):

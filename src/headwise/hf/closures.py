@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as theirs
 
-from ..ops.masks.compose import Mask
+from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import keep, lengths, segments, window
 
 logger = logging.getLogger("headwise.hf")
@@ -77,7 +77,7 @@ class ClosureRules:
 
     def mask(self, offset: int) -> Mask:
         """One mask; `offset`: position of query 0 among the keys. No rule at all gives a mask of no parts."""
-        band = Mask(()) if self.left is None and self.right is None else window(self.left, self.right, offset=offset)
+        band = EVERYTHING if self.left is None and self.right is None else window(self.left, self.right, offset=offset)
         return reduce(and_, self.masks, band)
 
 
@@ -109,7 +109,7 @@ def read_padding(padding: Tensor, frame: Frame) -> Mask:
     """
     padding = padding.to(device=frame.device, dtype=torch.bool)[:, frame.kv_offset : frame.kv_offset + frame.S]
     if padding.shape[1] == frame.S and bool(padding.all()):
-        return Mask(())
+        return EVERYTHING
     padding = torch.nn.functional.pad(padding, (0, frame.S - padding.shape[1]))
     count = padding.sum(-1)
     start = padding.to(torch.int8).argmax(-1)

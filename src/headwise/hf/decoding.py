@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..nn.sharded import current
-from ..ops.masks.compose import Mask
+from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.native.step import Scores, Turn, runs_plain
 from .attention import HARMLESS, attentions_are_collected, headwise_attention
 from .masks import StructuralMask
@@ -198,7 +198,7 @@ def _is_plain(module: Any, query: Tensor, key: Any) -> bool:
 def _mask_of(mask: Any, S: int) -> Mask | None:
     """The mask of one query and S keys; None for one that is no mask of rules."""
     if mask is None:
-        return Mask(())
+        return EVERYTHING
     if type(mask) is not StructuralMask or mask.shape[2:] != (1, S) or mask.exposed:
         return None
     return mask.mask

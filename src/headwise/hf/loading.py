@@ -104,11 +104,7 @@ def load(
             (`auto_map`) is never run, and fields of config.json that choose code are not read.
     """
     where, kind_of_number = _device(device), _dtype(dtype)
-    check = partial(describe, any_input=any_input)
-    folder, name = find_folder(name_or_path, check)
-    config, cls = check(folder)
-    weights = find_weights(folder)
-    _check_size(cls, config, weights, folder)
+    folder, name, config, cls, weights = checked(name_or_path, any_input=any_input)
     if kind_of_number is None:
         kind_of_number = torch.float32 if where.type == "cpu" else _dtype_of(weights)
     needs_text = not any_input or cls.main_input_name == "input_ids" or config.is_encoder_decoder
@@ -127,6 +123,21 @@ def load(
         bos_id=None if tokenizer is None else bos_id(tokenizer, vocabulary),
         folder=folder,
     )
+
+
+def checked(
+    name_or_path: str | Path, *, any_input: bool = False
+) -> tuple[Path, str, PreTrainedConfig, type[PreTrainedModel], Weights]:
+    """What `load` finds before it reads a weight: (folder, name, config, class, where the weights are).
+
+    Raises ModelError for a name, a config.json or a list of weights that `load` refuses.
+    """
+    check = partial(describe, any_input=any_input)
+    folder, name = find_folder(name_or_path, check)
+    config, cls = check(folder)
+    weights = find_weights(folder)
+    _check_size(cls, config, weights, folder)
+    return folder, name, config, cls, weights
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -260,17 +271,27 @@ def _fill(
     try:
         with _quietly():
             model, report = cls.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{where}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
-    faults = {kind: sorted(map(str, report.get(kind, ()))) for kind in ("missing_keys", "mismatched_keys")}
-    for kind, names in faults.items():
-        if names:
-            raise ModelError(
-                f"{where}: {len(names)} {kind.replace('_', ' ')}, {names[0][:80]!r} first, so those weights would be "
-                f"random; the files do not hold a whole {cls.__name__}: download them anew"
-            )
+    if other := sorted(report.get("mismatched_keys", ())):
+        name, *sizes = other[0]
+        found, wanted = (tuple(size) for size in sizes)
+        raise ModelError(
+            f"{where}: {len(other)} weights of another size than config.json says, {name[:80]!r} first, {found} "
+            f"and not {wanted}; config.json and the files do not belong together: download both anew"
+        )
+    if names := sorted(map(str, report.get("missing_keys", ()))):
+        raise ModelError(
+            f"{where}: {len(names)} missing keys, {names[0][:80]!r} first, so those weights would be random; the files "
+            f"do not hold a whole {cls.__name__}: download them anew"
+        )
     return model
 
 

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.masks.compose import Mask
+from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias
 from .attention import without_lowest
 from .lazy import Lazy
-
-_EVERYTHING = Mask(())
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +23,7 @@ class Chain:
     query: Tensor
     key: Tensor
     scale: float = 1.0
-    mask: Mask = _EVERYTHING
+    mask: Mask = EVERYTHING
     biases: tuple[Tensor, ...] = ()
     weighted: bool = False
     dropout: float = 0.0

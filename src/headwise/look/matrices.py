@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..nn.outputs import output_projections
 from ..nn.probe import AttentionCall, probe
+from .finite import spoilt
 from .reading import Reading
 from .switching import learning
 
@@ -98,8 +99,9 @@ def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
     def each(call: AttentionCall) -> Tensor:
         if call.module not in names:
             raise ValueError(
-                f"no module reads the heads of {call.module!r} side by side (a gate or a norm stands between), so it "
-                "has no W_O a head"
+                spoilt(model)
+                or f"no module reads the heads of {call.module!r} side by side (a gate or a norm stands between), so "
+                "it has no W_O a head"
             )
         result.append(_of_call(call, model.get_submodule(names[call.module]), read[call.module], sources))
         return call.attend()

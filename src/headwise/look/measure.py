@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..nn.probe import AttentionCall
 from ..ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
+from .finite import way_out
 from .measures import FAR, OFFSETS, Asks, Got
 from .records import HeadMap
 from .roles import Role
@@ -68,7 +69,7 @@ def looks_ahead(call: AttentionCall) -> bool | None:
 
 
 def measure(
-    call: AttentionCall, scene: Scene, roles: Sequence[Role], pool: int, uniform: Uniform
+    call: AttentionCall, scene: Scene, roles: Sequence[Role], pool: int, uniform: Uniform, model: nn.Module
 ) -> tuple[Tensor | None, Got]:
     """One pass over the call's rows: the attention's own output where it came along, and what the roles asked for.
 
@@ -92,7 +93,7 @@ def measure(
     if not bool(rows.entropy.isfinite().all()):
         raise ValueError(
             f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
-            f"{str(call.query.dtype).removeprefix('torch.')}; load the model in a wider dtype, such as float32"
+            f"{str(call.query.dtype).removeprefix('torch.')}; {way_out(model, call.query.dtype)}"
         )
     return out, Got(call, scene, rows, uniform.of(call, scene, features, targets))
 

@@ -124,7 +124,7 @@ class Reader:
                 self._of_text(call, scene, [role for role in roles if MIXED not in role.over], tally)
             else:
                 here = [role for role in here if scene.kinds <= role.over]
-            out, got = measure(call, scene, here, pool, uniform)
+            out, got = measure(call, scene, here, pool, uniform, self.model)
             add_roles(got, here, tally)
             if reads == TEXT:
                 add_numbers(got, tally, self.sizes.small)
@@ -150,7 +150,7 @@ class Reader:
         among = keep(words[:, None, :, None].to(call.query.device))
         alone = replace(call, value=None, mask=among if call.mask is None else call.mask & among)
         roles = [role for role in roles if axes.TEXT in role.over]
-        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1, Uniform())
+        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1, Uniform(), self.model)
         add_roles(got, roles, tally)
         mass, count = only(got, words.expand(call.query.shape[0], -1), ~words.expand(call.query.shape[0], -1))
         tally.add({ON_PICTURE: (mass * count).sum(0), f"{ON_PICTURE}, rows": count.sum(0)})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..nn.probe import AttentionCall, probe
 from ..nn.resting import resting
 from ..shapes.kinds import shown, whole_numbers
+from .finite import way_out
 from .reading import Reading
 
 ROWS, TOKENS, NUMBERS = 32, 8192, 1 << 26
@@ -120,7 +121,8 @@ def survey(
                 result.losses.append(float(text.losses(model)))
             result.tokens += text.tokens
     if not torch.tensor(result.losses).isfinite().all():
-        raise ValueError(f"the loss is {shown(result.losses)}; load the model in a wider dtype, such as float32")
+        dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
+        raise ValueError(f"the loss is {shown(result.losses)}; {way_out(model, dtype)}")
     return result
 
 

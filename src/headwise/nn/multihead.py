@@ -23,6 +23,7 @@ from .checks import (
 from .dealt import Dealt, dealt
 from .heads import Head, check_heads, fill_heads, rows_of
 from .inner import as_inner
+from .others import refuse_inputs, refuse_options
 from .rotary import Positions
 from .sharded import check_splits, placed
 from .steps import multihead_step
@@ -62,7 +63,7 @@ class MultiHeadAttention(nn.Module):
             ``functools.partial(headwise.attention, softcap=50.0)``.
 
     Raises:
-        TypeError: a size that is no int, or an inner part that cannot be called.
+        TypeError: a size that is no int, an inner part that cannot be called, or an option that there is not.
         ValueError: sizes that do not divide, or an unknown `bias`.
 
     Example:
@@ -89,8 +90,10 @@ class MultiHeadAttention(nn.Module):
         rotary: Rotate | None = None,
         qk_norm: Callable[[int], nn.Module] | None = None,
         inner: Callable[..., Tensor] | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
+        refuse_options(others)
         shape, self.memory_widths = check_sizes(
             memory_dim, d_model, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim, bias=bias
         )
@@ -112,12 +115,13 @@ class MultiHeadAttention(nn.Module):
         self,
         x: Float[Tensor, "B T M"],
         memory: Memory | None = None,
-        *,
+        *more: Any,
         mask: Mask | Tensor | None = None,
         positions: Positions = None,
         gate: Float[Tensor, "..."] | None = None,
         cache: ModuleCache | None = None,
         lengths: Sequence[int] | Tensor | None = None,
+        **others: Any,
     ) -> Float[Tensor, "B T M"] | tuple[Float[Tensor, "B T M"], ModuleCache]:
         """Attend from `x` to `memory`, or to `x` itself, or with a cache to all the tokens so far.
 
@@ -141,6 +145,8 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: wrong shapes, a memory that is missing, or positions without a rotary part.
         """
+        if more or others:
+            refuse_inputs(more, others)
         if cache is not None and type(self) is MultiHeadAttention and memory is positions is gate is lengths is None:
             heads = multihead_step(self, x, cache, mask)
             if heads is not None:

@@ -249,7 +249,7 @@ class Comm:
     def failure(self, operation: str, peer: int, error: Exception) -> RankError:
         """The error of an operation that failed while waiting for `peer`; the group is of no use from here on."""
         late = "timed out" in str(error).lower()
-        self._note({"operation": operation, "waits for": peer, "count": self._count})
+        self._note({"operation": operation, "waits for": peer, "count": self._count, "late": late})
         rank, text = self._cause(peer, late)
         self._broken = f"rank {rank} {text}"
         return RankError(operation, rank, text)
@@ -283,7 +283,7 @@ class Comm:
                 silent = f"sent nothing for {self.timeout:g} s: it hangs, or does something else"
                 return peer, silent if late else "has ended: its connection is closed"
             seen.append(peer)
-            peer, late = note["waits for"], late or bool(note.get("late"))
+            peer, late = note["waits for"], note["late"]  # how it fell silent, who waited for it itself knows
             if peer in seen:
                 ring = ", ".join(f"rank {a} waits for rank {b}" for a, b in zip(seen, [*seen[1:], peer], strict=True))
                 return None, f"the ranks wait for each other: {ring}; they call operations in another order"

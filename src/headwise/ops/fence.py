@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..shapes import compute_dtype
-from .masks.compose import Mask
+from .masks.compose import EVERYTHING, Mask
 from .scores import row_blocks
 
 
@@ -76,7 +76,7 @@ def _meetings(bad_BKS: Tensor, mask: Mask, H: int, T: int) -> tuple[Tensor, Tens
     for rows in row_blocks(T, S):
         allowed = mask.allowed(T, S, rows=rows, device=device)
         if allowed is None:  # a mask of biases that forbid nothing
-            return _meetings(bad_BKS, Mask(()), H, T)
+            return _meetings(bad_BKS, EVERYTHING, H, T)
         met.append((allowed & bad_BH1S).any(-1))
         alive.append(allowed.any(-1))
         seen = seen | allowed.any(2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..ops.masks.compose import Mask
+from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias, keep, lengths
 from ..ops.masks.places import rank4
 from ..ops.masks.pytrees import register
@@ -45,7 +45,7 @@ def fallen_on(deal: Deal, mask: Mask, T: int, S: int, columns: list[int]) -> Mas
     ends = mask.bounds(T, S)
     places = deal.place(torch.arange(C, device="cpu")).clamp(max=max(S - 1, 0))
     added = mask.added(T, S, cols=places)
-    weights = Mask(()) if added is None else bias(added)
+    weights = EVERYTHING if added is None else bias(added)
     if ends is None:
         allowed = mask.allowed(T, S, cols=places)
         assert allowed is not None  # a mask that restricts nothing has bounds
@@ -67,7 +67,7 @@ def fallen_at(places: Tensor, mask: Mask, T: int, S: int, columns: list[int]) ->
     allowed, added = mask.at(i, j, T, S)
     seen = real[:, None, None, :].expand(-1, -1, T, -1)
     seen = seen if allowed is None else seen & allowed
-    return keep(seen) & (Mask(()) if added is None else bias(added))
+    return keep(seen) & (EVERYTHING if added is None else bias(added))
 
 
 def spans(mask: Mask, T: int, S: int) -> list[tuple[int, int]]:

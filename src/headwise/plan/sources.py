@@ -61,9 +61,19 @@ def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     cached = _cached(name)
     if cached is not None:
         return name, _read(cached), {}
-    near = difflib.get_close_matches(name.lower()[:80], cards(), n=3, cutoff=0.5)
+    near = _near(name)
     hint = f"cards like it: {', '.join(near)}" if near else "headwise plan --list shows the cards"
     raise ValueError(f"{short(name)}: no such file or folder, no card and no model in the hub's local cache; {hint}")
+
+
+def _near(name: str) -> list[str]:
+    """Cards that may have been meant: spelt with nearly the same letters, or of the family that the name begins."""
+    own = name.lower().rstrip("/").rpartition("/")[2][:80]
+    plain = {card: re.sub(r"[-_.]", "", card) for card in cards()}
+    stem = re.sub(r"[-_.]", "", own)
+    family = [card for card, letters in plain.items() if len(stem) > 1 and letters.startswith(stem)]
+    alike = difflib.get_close_matches(own, cards(), n=3, cutoff=0.65)
+    return list(dict.fromkeys([*alike, *family]))[:3]
 
 
 def _read(path: Path) -> dict[str, Any]:

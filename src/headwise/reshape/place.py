@@ -28,8 +28,10 @@ LEFT_OVER = re.compile(r"\..{1,50}\.[0-9a-f]{16}\.headwise-partial", re.DOTALL)
 SPARE = 1 << 20  # bytes for manifest, index and what the file system itself needs
 
 
-def check_destination(destination: str | os.PathLike[str], source: Path, size: int) -> Path:
+def check_destination(destination: str | os.PathLike[str], source: Path, size: int | None) -> Path:
     """The real path of a folder of so many bytes that is to be made; raises where it cannot be, before any work.
+
+    Where the size is not known yet, nothing is said of room.
 
     Raises:
         TypeError: no path.
@@ -56,7 +58,7 @@ def check_destination(destination: str | os.PathLike[str], source: Path, size: i
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise PermissionError(f"cannot write {path}: no permission to write in its folder; give another path")
     free = shutil.disk_usage(target.parent).free
-    if free < size + SPARE:
+    if size is not None and free < size + SPARE:
         raise OSError(
             f"cannot write {path}: {size + SPARE:,} bytes are needed and {free:,} are free; make room, or give another "
             "path"

@@ -30,7 +30,7 @@ from .kinds import INTEGERS as INTEGERS
 from .kinds import describe as describe
 
 LAYOUT = "attention takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V)"
-SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2)"
+SPLIT = "split heads with .unflatten(-1, (H, D)).transpose(1, 2), and give (H, T, D) alone a batch of one by x[None]"
 # What multiplies or divides scores stays this far from the ends of float32, whose exponents go from -126 to 127: its
 # product with a score, or with the log2(e) that a kernel folds in, then neither overflows nor vanishes.
 LEAST_FACTOR, MOST_FACTOR = 2.0**-100, 2.0**100
@@ -249,7 +249,11 @@ def check_integers(name: str, value: int | Tensor | None, *, tensor: bool) -> No
     """What places and counts are made of: an int (or None), or where `tensor` is set an integer tensor."""
     if isinstance(value, Tensor):
         if tensor and value.dtype in INTEGERS:
-            return check_dense(name, value)
+            check_dense(name, value)
+            if value.ndim != 1:
+                way = "use .item() or .view(-1)" if value.numel() == 1 else "give one number a row of the batch"
+                raise ValueError(f"{name} is an int, or an integer tensor (B,); got {describe(value)}; {way}")
+            return
         raise TypeError(f"{name}: {'integers' if tensor else 'an int or None'}; got a Tensor, {describe(value)}")
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
         raise TypeError(f"{name}: an int or None; got {shown(value)} ({type(value).__name__})")

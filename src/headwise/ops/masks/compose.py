@@ -326,13 +326,14 @@ def _places(sign: str, mask: Mask) -> tuple[Rule, ...]:
     return mask.parts
 
 
-_EVERYTHING = Mask(())
+EVERYTHING = Mask(())
+"""The mask of no rule: one for all, for it is frozen."""
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask:
     """A mask from what users pass: a Mask, a bool tensor (keep), a float tensor (bias), or None (all)."""
     if mask is None:
-        return _EVERYTHING
+        return EVERYTHING
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):

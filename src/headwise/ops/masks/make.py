@@ -83,7 +83,11 @@ def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
 
     Right padding needs `stop` alone; left padding gives `start`, with stop = S.
     """
-    check_index("an integer tensor (B,) for lengths()", stop=stop, start=stop if start is None else start)
+    what = "an integer tensor (B,) for lengths()"
+    check_index(what, stop=stop, start=stop if start is None else start)
+    for name, ends in (("stop", stop), ("start", start)):
+        if ends is not None and ends.ndim != 1:
+            raise ValueError(f"{name} is {what}; got {describe(ends)}; one number a row of the batch")
     return Mask((Lengths(stop, start),))
 
 
@@ -96,7 +100,11 @@ def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     · · ■
     """
     key_ids = query_ids if key_ids is None else key_ids
-    check_index("an integer tensor (n,) or (B, n) for segments()", query_ids=query_ids, key_ids=key_ids)
+    what = "an integer tensor (n,) or (B, n) for segments()"
+    check_index(what, query_ids=query_ids, key_ids=key_ids)
+    for name, ids in (("query_ids", query_ids), ("key_ids", key_ids)):
+        if ids.ndim not in (1, 2):
+            raise ValueError(f"{name} is {what}; got {describe(ids)}; one id a token")
     return Mask((Segments(query_ids, key_ids),))
 
 
@@ -157,10 +165,7 @@ def prefix(n: int | Tensor) -> Mask:
     """
     if isinstance(n, Tensor):
         check_index("an int, or an integer tensor (B,)", n=n)
-        if n.ndim != 1:
-            raise ValueError(
-                f"n of prefix() is an int, or an integer tensor (B,); got {describe(n)}; use .item() or .view(-1)"
-            )
+        check_integers("n of prefix()", n, tensor=True)
     else:
         check_counts(n=n)
     return Mask((Lengths(n),))
