@@ -2,6 +2,7 @@
 #define HW_ISA isa_avx512_bf16
 #define HW_NAME "avx512_bf16"
 #define HW_ONCE 0
+#define HW_KEYS_AT_ONCE 4
 // clang-format off: each header needs those above it.
 #include "simd/vec_avx512.h"
 #include "simd/bf16_avx512.h"

@@ -76,8 +76,8 @@ static inline void skip_split(const Problem& p, const Plan& plan, int64_t b, int
 }
 
 // Divides, gates, rounds and writes a row; x has its V sums.
-static inline void write_result(const Problem& p, int64_t b, int64_t kv_head, int64_t row, RowState state, float* x) {
-  const int64_t G = p.H / p.K, t = row / G, h = kv_head * G + row % G, at = (b * p.H + h) * p.T + t;
+static inline void write_result(const Problem& p, int64_t b, int64_t h, int64_t t, RowState state, float* x) {
+  const int64_t at = (b * p.H + h) * p.T + t;
   const RowResult result = row_result(p, h, state);
   for (int64_t d = 0; d < p.V; ++d) x[d] = result.factor == 0.0f ? 0.0f : x[d] * result.factor;
   if (p.lse != nullptr) p.lse[at] = result.lse;
@@ -85,12 +85,12 @@ static inline void write_result(const Problem& p, int64_t b, int64_t kv_head, in
   write_row(p, b, h, t, x);
 }
 
-// Writes a row, or where the keys are split stores its partial result. A split whose scores all overflowed stores the
-// sum 1.
+// Writes row `row` of its key-value head, query t of head h, or where the keys are split stores its partial result. A
+// split whose scores all overflowed stores the sum 1.
 static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
-                              int64_t split, RowState state, float* x) {
+                              int64_t split, int64_t h, int64_t t, RowState state, float* x) {
   if (plan.splits == 1) {
-    write_result(p, b, kv_head, row, state, x);
+    write_result(p, b, h, t, state, x);
     return;
   }
   float* to = partial_row(p, plan, b, kv_head, row, split);
@@ -100,7 +100,14 @@ static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int
   memcpy(to + 3, x, static_cast<size_t>(p.V) * sizeof(float));
 }
 
+static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
+                              int64_t split, RowState state, float* x) {
+  const int64_t G = p.H / p.K;
+  finish_row(p, plan, b, kv_head, row, split, kv_head * G + row % G, row / G, state, x);
+}
+
 static void merge_rows(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, int64_t last) {
+  const int64_t G = p.H / p.K;
   for (int64_t row = first; row < last; ++row) {
     RowState state = {-kInf, -kInf, 0.0f, false, false};
     bool overflow = false;
@@ -122,7 +129,7 @@ static void merge_rows(const Problem& p, const Plan& plan, int64_t b, int64_t kv
       }
       for (int64_t d = 0; d < p.V; ++d) sums[d] = s == 0 ? from[3 + d] * rescale : sums[d] + from[3 + d] * rescale;
     }
-    write_result(p, b, kv_head, row, state, sums);
+    write_result(p, b, kv_head * G + row % G, row / G, state, sums);
   }
 }
 

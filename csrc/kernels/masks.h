@@ -72,6 +72,27 @@ static inline void apply_map(const MapRule& map, int64_t b, const QueryRows& row
   }
 }
 
+// The keys of a tile that the bounds forbid to some row are among the first and the last ones: j < to_first and
+// from_last <= j, counted from the tile's first key. All rows attend those between, most of a tile on the diagonal.
+struct MaskedKeys {
+  int64_t to_first, from_last;
+
+  MaskedKeys(const QueryRows& rows, int64_t j0, int n)
+      : to_first(min(max(rows.lo_max - j0, 0), n)), from_last(max(min(rows.hi_min - j0, n), to_first)) {}
+};
+
+// -inf where the bounds forbid.
+template <class L>
+static inline void apply_bounds(const QueryRows& rows, int64_t j0, int n, float* x) {
+  const auto mask = [&](int64_t from, int64_t to) {
+    const int32_t at0 = static_cast<int32_t>(j0 + from);
+    L::each(rows.padded, static_cast<int>(to - from), x + from * L::kKeyStep,
+            [&](int r, int j, float s) { return in_bounds(rows, r, at0 + j) ? s : -kInf; });
+  };
+  const MaskedKeys masked(rows, j0, n);
+  mask(0, masked.to_first), mask(masked.from_last, n);
+}
+
 // The position of a row relative to a tile's first key. A position beyond 2^30 is clamped to it, and the distances to
 // the keys are multiplied by `factor`: they differ from one another by less than float32 rounds.
 struct KeyDistance {
@@ -128,10 +149,7 @@ static inline void mask_tile(const Problem& p, int64_t b, QueryRows& rows, int64
       L::each(rows.padded, n, x, [&](int r, int j, float s) { return rows.ids[i][r] == ids[j] ? s : -kInf; });
     }
     for (int i = 0; i < p.n_maps; ++i) apply_map<L>(p.maps[i], b, rows, j0, n, x);
-    if (bounds_kind(rows, j0, j0 + n) != TileKind::full) {
-      const int32_t at0 = static_cast<int32_t>(j0);
-      L::each(rows.padded, n, x, [&](int r, int j, float s) { return in_bounds(rows, r, at0 + j) ? s : -kInf; });
-    }
+    if (bounds_kind(rows, j0, j0 + n) != TileKind::full) apply_bounds<L>(rows, j0, n, x);
   }
   if (bad == nullptr) return;
   L::each(rows.padded, n, x, [&](int r, int j, float s) {

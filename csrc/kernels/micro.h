@@ -127,6 +127,20 @@ struct Noted {
     for (int r = 0; r < W; ++r) sum[r] = 0.0f;
   }
   bool finite() const { return floats_are_finite(sum, W); }
+  // Again, of stored scores that a mask has changed: those of the keys from <= j < to, of `keys`.
+  template <int NV>
+  void again(const float* x, int64_t from, int64_t to, int64_t keys) {
+    for (int64_t g = from / kGroup; g * kGroup < to; ++g) {
+      const float* first = x + g * kGroup * NV * W;
+      for (int v = 0; v < NV; ++v) {
+        F best = load(first + v * W);
+        for (int64_t j = 1; j < min(kGroup, keys - g * kGroup); ++j) {
+          best = headwise::HW_ISA::max(best, load(first + j * NV * W + v * W));
+        }
+        store(top + g * NV * W + v * W, best);
+      }
+    }
+  }
   // Of the scores of U keys from the j-th on, all in one group.
   template <int NV, int U>
   HW_MEMBER void add(int64_t j, const F (*x)[NV]) {
@@ -298,20 +312,34 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
     peak[v] = select(not_less(none, now), zero(), now);  // no key so far: x is -inf, its weight 0
     store(rescale + v * W, exp2<6>(mul(sub(before, peak[v]), scale)));
   }
-  const auto weigh = [&](int64_t j, F* w) HW_LAMBDA {
+  const auto weigh = [&](auto count, int64_t j, F* w) HW_LAMBDA {
+    constexpr int kVectorsOf = decltype(count)::value * NV;
     HW_UNROLL
-    for (int v = 0; v < NV; ++v) w[v] = mul(sub(load(x + j * R + v * W), peak[v]), scale);
-    exp2_each<N::kDegree, NV>(w);
+    for (int i = 0; i < kVectorsOf; ++i) w[i] = mul(sub(load(x + j * R + i * W), peak[i % NV]), scale);
+    exp2_each<N::kDegree, kVectorsOf>(w);
   };
+  constexpr int kAtOnce = HW_KEYS_AT_ONCE;
   int64_t j = 0;
   if constexpr (N::kPair == 2) {
     if (as_pairs) {
       uint32_t* pairs = reinterpret_cast<uint32_t*>(x);  // pair j is stored below the scores still to be read
+      for (; kAtOnce > 1 && j + kAtOnce <= keys; j += kAtOnce) {
+        F w[kAtOnce][NV];
+        weigh(Number<kAtOnce>{}, j, w[0]);
+        HW_UNROLL
+        for (int i = 0; i + 1 < kAtOnce; i += 2) {
+          HW_UNROLL
+          for (int v = 0; v < NV; ++v) {
+            sum[v] = add(sum[v], add(w[i][v], w[i + 1][v]));
+            store_pairs(pairs + (j + i) / 2 * R + v * W, w[i][v], w[i + 1][v]);
+          }
+        }
+      }
       for (; j < keys; j += 2) {
         F a[NV], b[NV];
-        weigh(j, a);
+        weigh(Number<1>{}, j, a);
         if (j + 1 < keys) {
-          weigh(j + 1, b);
+          weigh(Number<1>{}, j + 1, b);
         } else {
           HW_UNROLL
           for (int v = 0; v < NV; ++v) b[v] = zero();
@@ -324,9 +352,19 @@ static inline void softmax_tile(float* x, int64_t keys, float c, float* HW_RESTR
       }
     }
   }
+  constexpr int kFloatsAtOnce = kAtOnce > 2 ? 2 : 1;  // a degree of 6 has more constants in registers
+  for (; kFloatsAtOnce > 1 && j + kFloatsAtOnce <= keys; j += kFloatsAtOnce) {
+    F w[kFloatsAtOnce][NV];
+    weigh(Number<kFloatsAtOnce>{}, j, w[0]);
+    HW_UNROLL
+    for (int i = 0; i < kFloatsAtOnce * NV; ++i) {
+      sum[i % NV] = add(sum[i % NV], w[i / NV][i % NV]);
+      store(x + j * R + i * W, w[i / NV][i % NV]);
+    }
+  }
   for (; j < keys; ++j) {
     F a[NV];
-    weigh(j, a);
+    weigh(Number<1>{}, j, a);
     HW_UNROLL
     for (int v = 0; v < NV; ++v) {
       sum[v] = add(sum[v], a[v]);

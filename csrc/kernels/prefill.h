@@ -108,7 +108,13 @@ static inline const float* searched_scores(const Problem& p, int64_t b, const Ke
     noted = Noted(noted.next);
     block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted);
   }
-  return span.kind == TileKind::full && !scales_first(p) && !kScaled<N> ? noted.top : nullptr;
+  if (scales_first(p) || kScaled<N> || (span.kind == TileKind::mixed && !only_bounds(p))) return nullptr;
+  if (span.kind == TileKind::mixed) {  // on the diagonal a few keys have changed
+    const MaskedKeys masked(rows, span.j0, span.n);
+    noted.template again<NV>(x, 0, masked.to_first, span.n);
+    noted.template again<NV>(x, masked.from_last, span.n, span.n);
+  }
+  return noted.top;
 }
 
 // Whether W rows of a block have finite sums. Where a value that the block reads has a NaN or Inf, none of them has: a
@@ -163,7 +169,7 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
       const int r = v * W + i;
       const float raw_max = s.row_max[block * kRows + r], row_sum = s.row_sum[block * kRows + r];
       const RowState state = row_state(p, b, rows, r, raw_max, row_sum, reach.from, reach.to);
-      finish_row(p, plan, b, kv_head, first + r, split, state, s.out_rows + i * padded_V);
+      finish_row(p, plan, b, kv_head, first + r, split, rows.h[r], rows.t[r], state, s.out_rows + i * padded_V);
     }
   }
 }

@@ -9,6 +9,11 @@
 #define HW_ONCE 3
 #endif
 
+// Keys whose exponentials are computed side by side: Intel's CPUs gain nothing by more than one.
+#ifndef HW_KEYS_AT_ONCE
+#define HW_KEYS_AT_ONCE 1
+#endif
+
 #if defined(__GNUC__) || defined(__clang__)
 #define HW_INLINE static inline __attribute__((always_inline))
 #define HW_MEMBER inline __attribute__((always_inline))  // as HW_INLINE, of a class
