@@ -4,6 +4,7 @@
 
 #include "kernels/dropout.h"
 #include "kernels/epilogue.h"
+#include "kernels/softmax_tile.h"
 #include "kernels/tile_scores.h"
 
 namespace headwise {

@@ -198,7 +198,7 @@ class KVCache(ABC):
         turn: Turn | None = None,
         mask: Mask | None = None,
         scores: Scores = Scores(),  # noqa: B008  # immutable
-        asked: bool = False,
+        checked: bool = False,
     ) -> Tensor | None:
         """One token more for each row in one call of the native kernel, with the bits of `append` and then `attend`.
 
@@ -209,7 +209,7 @@ class KVCache(ABC):
             turn: how query and key turn first.
             mask: a further rule, as for `attend`.
             scores: scale, softcap and sinks.
-            asked: `takes_steps` has just said yes to this mask.
+            checked: `takes_steps` has just said yes to this mask.
 
         Returns:
             (B, H, 1, V), its memory in the order (B, 1, H, V). None where the kernel does not take the call: a
@@ -217,7 +217,7 @@ class KVCache(ABC):
             `append` and `attend` do it, or say what is wrong.
         """
         mask = EVERYTHING if mask is None else mask
-        if not ((asked or self.takes_steps(mask)) and self._fits(query, key, value, scores.sinks)):
+        if not ((checked or self.takes_steps(mask)) and self._fits(query, key, value, scores.sinks)):
             return None
         storage = self._held()
         out = decode_step(query, key, value, turn, storage, scores, self._in_sight(storage.places, mask))

@@ -276,16 +276,16 @@ def _fill(
                 state_dict=state,
                 dtype=dtype,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, by name
+                ignore_mismatched_sizes=True,  # named below
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(f"{where}: the weights cannot be loaded ({one_line(error)}); download them anew") from None
     if other := sorted(report.get("mismatched_keys", ())):
         name, *sizes = other[0]
-        found, wanted = (tuple(size) for size in sizes)
+        stored, configured = (tuple(size) for size in sizes)
         raise ModelError(
-            f"{where}: {len(other)} weights of another size than config.json says, {name[:80]!r} first, {found} "
-            f"and not {wanted}; config.json and the files do not belong together: download both anew"
+            f"{where}: {len(other)} weights of another size than config.json says, {name[:80]!r} first, {stored} "
+            f"and not {configured}; config.json and the files do not belong together: download both anew"
         )
     if names := sorted(map(str, report.get("missing_keys", ()))):
         raise ModelError(

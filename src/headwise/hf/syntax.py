@@ -207,9 +207,10 @@ def _written(statement: ast.stmt) -> set[str]:
 def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
     """Whether it hands keys and values to the cache; `bound` learns then what its capitals are."""
     more = dict(bound)
-    if found := _matches(_CACHED, statement, more):
-        bound.update(more)
-    return found
+    if not _matches(_CACHED, statement, more):
+        return False
+    bound.update(more)
+    return True
 
 
 def _is_plain(test: ast.expr, without: set[str]) -> bool:
@@ -251,8 +252,8 @@ def _attended(statement: ast.stmt) -> tuple[dict[str, ast.expr], ast.Call, ast.e
     Where that is the other way of an `if`, its test is the third.
     """
     if isinstance(statement, ast.If) and len(statement.orelse) == 1:
-        found = _attended(_assignment(statement.orelse[0]))
-        return None if found is None or found[2] is not None else (*found[:2], statement.test)
+        other = _attended(_assignment(statement.orelse[0]))
+        return None if other is None or other[2] is not None else (*other[:2], statement.test)
     call = statement.value if isinstance(statement, ast.Assign) else None
     if not isinstance(call, ast.Call) or len(call.args) < 4:
         return None

@@ -105,7 +105,7 @@ def multihead_step(mha: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None) 
     if mha.q_norm is not None:
         query, key = mha.normalize(query, key)
     turn = None if mha.rotary is None else turned(mha.rotary, cache.lengths)
-    out = cache.step(query, key, value, turn=turn, mask=mask, scores=scores_of(parts["inner"]), asked=True)
+    out = cache.step(query, key, value, turn=turn, mask=mask, scores=scores_of(parts["inner"]), checked=True)
     return None if out is None else out.view(x.shape[0], 1, -1)
 
 
@@ -140,7 +140,7 @@ def latent_step(mla: Any, x: Tensor, cache: Any, mask: Mask | Tensor | None, for
     scores = scores_of(parts["inner"])
     if scores.scale is None:
         scores = scores._replace(scale=mla.head_dim**-0.5)
-    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), mask=mask, scores=scores, asked=True)
+    out = cache.step(query, key, turn=turned(rotary, cache.lengths, C), mask=mask, scores=scores, checked=True)
     if out is None:
         return None
     if B == 1:
