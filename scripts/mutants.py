@@ -38,6 +38,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from headwise.ops.native.library import isas
+
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "site", "runs", "__pycache__", "*.egg-info")
 PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # cmake may be in the venv
@@ -267,6 +269,12 @@ class Run:
                 self._show.advance(self._bar)
 
 
+def lacks(mutant: Mutant) -> str:
+    """Why its test cannot be here: it is of an instruction set that this CPU, or the library, does not have."""
+    named = re.search(r"native-(\w+)\]$", mutant.test)
+    return f"no {named[1]} here" if named and named[1] not in isas() else ""
+
+
 # Printing
 
 
@@ -355,7 +363,10 @@ def run(options: argparse.Namespace, chosen: Sequence[Mutant], seed: str | None)
     with Progress(*columns, console=Console(stderr=True), transient=True) as show:
         if seed is not None:
             show.console.print(f"{len(chosen)} mutants drawn by --seed {seed}", highlight=False)
-        work = Run(options.root, chosen, options.jobs, options.timeout, show)
+        absent = {mutant: why for mutant in chosen if (why := lacks(mutant))}
+        here = [mutant for mutant in chosen if mutant not in absent]
+        work = Run(options.root, here, options.jobs, options.timeout, show)
+        work.results += [Result(mutant, "not run", why, 0.0) for mutant, why in absent.items()]
         try:
             work.go()
         except KeyboardInterrupt:
