@@ -63,7 +63,7 @@ class Ahead {
  private:
   // Halves in tiles of 32 keys come faster in order, and their lines of the tile after the next into the L2 cache: they
   // are so small that memory could not answer in time.
-  static constexpr bool kStreams = (kSize >= 4 || Read::kTiles);
+  static constexpr bool kStreams = kSize >= 4 || Read::kTiles;
   static constexpr bool kNear = kSize == 2 && !kStreams;
   static constexpr int64_t kLead = kStreams ? 48 : 0;                    // lines
   static constexpr int64_t kTurn = kStreams && kStep > 64 ? 64 : kStep;  // bytes of a stream

@@ -139,7 +139,7 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
       memcpy(s.line + d, s.sums + r * padded_V + Read::place(d), sizeof(float) * Read::kRun);
     }
     const RowState state = row_state(p, b, rows, r, s.row_max[r], s.row_sum[r], reach.from, reach.to);
-    finish_row(p, plan, b, kv_head, r, split, state, s.line);
+    finish_row(p, plan, b, kv_head, r, split, rows.h[r], rows.t[r], state, s.line);
   }
 }
 

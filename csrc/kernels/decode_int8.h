@@ -151,6 +151,7 @@ static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int3
     interleave_bytes<First, Count>(row, v);
     HW_UNROLL
     for (int x = 0; x < Count; ++x) v[x] = add_128(v[x]);
+    // A line beside each row's products; those for which there is no row come before.
     HW_UNROLL
     for (int x = R; x < Count; ++x) prefetch_here(NextRows::at(next, j + First + x));
     HW_UNROLL

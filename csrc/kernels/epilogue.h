@@ -100,12 +100,6 @@ static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int
   memcpy(to + 3, x, static_cast<size_t>(p.V) * sizeof(float));
 }
 
-static inline void finish_row(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t row,
-                              int64_t split, RowState state, float* x) {
-  const int64_t G = p.H / p.K;
-  finish_row(p, plan, b, kv_head, row, split, kv_head * G + row % G, row / G, state, x);
-}
-
 static void merge_rows(const Problem& p, const Plan& plan, int64_t b, int64_t kv_head, int64_t first, int64_t last) {
   const int64_t G = p.H / p.K;
   for (int64_t row = first; row < last; ++row) {
