@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import typer
 
+from . import guard
 from .loading import quiet
 
 MAX_PLAN = 16_000_000
@@ -33,7 +35,20 @@ def read_plan(kept: str | None, against: str | None) -> Any:
         raise typer.BadParameter(f'--kept {kept}: no JSON; write {{"layers": {{"0": {{"keep": [0, 1]}}}}}}') from None
 
 
-def recorded(model: str | None, *, against: str | None, any_input: bool) -> list[Any]:
+def side_by_side(
+    model: str | None, against: str | None, look_at: Callable[[str | None], Any], *, any_input: bool, kept: Any
+) -> Any:
+    """The look at a model, or what changed from it to another one. Both names are known before one is measured."""
+    looks = guard.together(lambda: _recorded(model, against=against, any_input=any_input))
+    result = looks[0] or look_at(model)
+    if against is None:
+        return result
+    from headwise.look import compare
+
+    return compare(result, looks[1] or look_at(against), kept=kept)
+
+
+def _recorded(model: str | None, *, against: str | None, any_input: bool) -> list[Any]:
     """Of both names the look that a .json file holds; None for a model.
 
     Where there are two, it is sure that there are models of these names: the second is read long after the first.

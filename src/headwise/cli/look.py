@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import guard, media, reading, several, writing
-from .against import read_plan, recorded
+from .against import read_plan, side_by_side
 from .loading import load
 from .output import console, progress
 from .texts import fitting, read_text
@@ -80,13 +80,13 @@ def _look(  # private, for a command has as many options as its users need, and 
     more, content = guard.together(lambda: _reading(more_options, text, file))
     names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
     plan = guard.together(lambda: read_plan(kept, against))
-    one = more.corpus is None
-    seen = guard.together(lambda: recorded(model, against=against, any_input=one))
-    result = seen[0] or look_at(model, content, device, dtype, more)
-    if against is not None:
-        from headwise.look import compare
-
-        result = compare(result, seen[1] or look_at(against, content, device, dtype, more), kept=plan)
+    result = side_by_side(
+        model,
+        against,
+        lambda name: look_at(name, content, device, dtype, more),
+        any_input=more.corpus is None,
+        kept=plan,
+    )
     if not several.speaks():
         return
     lines = writing.write(result, names)

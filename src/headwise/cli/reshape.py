@@ -76,14 +76,7 @@ def _prune(  # private, for a command has as many options as its users need, and
         raise typer.BadParameter(
             "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
         )
-    if context is not None and budget_mb is None:
-        raise typer.BadParameter("--context is for --budget-mb; leave it out")
-    ways = {"heads": heads, "keep_fraction": keep_fraction, "budget_mb": budget_mb}
-    if sum(value is not None for value in ways.values()) != 1:
-        raise typer.BadParameter("give one of --heads, --keep-fraction and --budget-mb")
-    by = by if by is not None or heads is not None else "importance"
-    if by is not None and by not in ("random", *MEASURED):
-        raise typer.BadParameter(f"--by is {', '.join(MEASURED)} or random; got {by[:60]!r}")
+    by = _criterion(by, heads, keep_fraction, budget_mb, context)
     beside = Beside.opened(image, audio, target, corpus=corpus, recover=recover)
     with progress() as show:
         show("loading the libraries")
@@ -139,6 +132,19 @@ def _migrate(
                 proof = reshape.Proof() if verify else None
                 facts = reshape.migrate(source, out, proof=proof, progress=show)
     print_facts(facts, None if dry_run else out, as_json)
+
+
+def _criterion(
+    by: str | None, heads: str | None, keep_fraction: float | None, budget_mb: float | None, context: int | None
+) -> str | None:
+    """What ranks the heads, None where they are named; refuses options that do not go together."""
+    if context is not None and budget_mb is None:
+        raise typer.BadParameter("--context is for --budget-mb; leave it out")
+    if sum(way is not None for way in (heads, keep_fraction, budget_mb)) != 1:
+        raise typer.BadParameter("give one of --heads, --keep-fraction and --budget-mb")
+    if by is not None and by not in ("random", *MEASURED):
+        raise typer.BadParameter(f"--by is {', '.join(MEASURED)} or random; got {by[:60]!r}")
+    return by if by is not None or heads is not None else "importance"
 
 
 def _proof(reshape: Any, loaded: Any, rows: list[Any]) -> Any:

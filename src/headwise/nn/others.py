@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..ops.others import refuse
+
 OPTIONS = {
     "add_bias_kv": "no learned key is added; inner=headwise.nn.InnerAttention(sinks=...) comes closest",
     "add_zero_attn": "zeros as key and value are sinks of 0: inner=headwise.nn.InnerAttention(sinks=torch.zeros(H))",
@@ -32,15 +34,12 @@ INPUTS = {
 def refuse_options(others: Mapping[str, object]) -> None:
     """Raises TypeError for an option that the class does not have."""
     has = "num_kv_heads, head_dim, value_dim, memory_dim, bias, rotary, qk_norm and inner"
-    for name in others:
-        raise TypeError(f"MultiHeadAttention has no option {name!r}; {OPTIONS.get(name, f'it has {has}')}")
+    refuse("MultiHeadAttention", others, OPTIONS, has)
 
 
 def refuse_inputs(more: Sequence[object], others: Mapping[str, object]) -> None:
     """Raises TypeError for what a call of the module does not take: a third tensor, or an unknown keyword."""
-    for name in others:
-        instead = INPUTS.get(name, "it has memory, mask, positions, gate, cache and lengths")
-        raise TypeError(f"a call of MultiHeadAttention has no option {name!r}; {instead}")
+    refuse("a call of MultiHeadAttention", others, INPUTS, "memory, mask, positions, gate, cache and lengths")
     if more:
         raise TypeError(
             f"MultiHeadAttention is called as mha(x) or mha(x, memory); got {2 + len(more)} arguments by position; "

@@ -21,8 +21,12 @@ OTHERS = {
 """Those of torch's SDPA, of its FlexAttention, of its module, and of flash attention."""
 
 
+def refuse(caller: str, others: Mapping[str, object], instead: Mapping[str, str], options: str) -> None:
+    """Raises TypeError for an option that a caller does not have: what stands for it, or else which it has."""
+    for name in others:
+        raise TypeError(f"{caller} has no option {name!r}; {instead.get(name, f'it has {options}')}")
+
+
 def refuse_others(others: Mapping[str, object]) -> None:
     """Raises TypeError for an option that `attention` does not have."""
-    for name in others:
-        instead = OTHERS.get(name, "it has mask, scale, softcap, sinks, dropout, gate, return_lse and backend")
-        raise TypeError(f"attention has no option {name!r}; {instead}")
+    refuse("attention", others, OTHERS, "mask, scale, softcap, sinks, dropout, gate, return_lse and backend")

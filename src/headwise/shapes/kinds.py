@@ -68,12 +68,15 @@ def check_tensor(name: str, value: Any, what: str = "a tensor") -> None:
     check_dense(name, value)
 
 
-def check_index(what: str, **indices: Any) -> None:
-    """Dense tensors of integers, on no matter which axes; `what` says what they are."""
+def check_index(what: str, axes: tuple[int, ...] = (), way: str = "", /, **indices: Any) -> None:
+    """Dense tensors of integers; `what` says what they are. With one of so many `axes`, else `way` is the way out."""
     for name, index in indices.items():
         check_tensor(name, index, what)
         if index.dtype not in INTEGERS:
             raise TypeError(f"{name} is {what}; got {describe(index)}; convert with .long()")
+    for name, index in indices.items():
+        if axes and index.ndim not in axes:
+            raise ValueError(f"{name} is {what}; got {describe(index)}; {way}")
 
 
 def check_counts(least: int = 0, most: int = MOST, /, **counts: Any) -> None:

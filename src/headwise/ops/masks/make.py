@@ -83,11 +83,8 @@ def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
 
     Right padding needs `stop` alone; left padding gives `start`, with stop = S.
     """
-    what = "an integer tensor (B,) for lengths()"
-    check_index(what, stop=stop, start=stop if start is None else start)
-    for name, ends in (("stop", stop), ("start", start)):
-        if ends is not None and ends.ndim != 1:
-            raise ValueError(f"{name} is {what}; got {describe(ends)}; one number a row of the batch")
+    ends = {"stop": stop} if start is None else {"stop": stop, "start": start}
+    check_index("an integer tensor (B,) for lengths()", (1,), "one number a row of the batch", **ends)
     return Mask((Lengths(stop, start),))
 
 
@@ -101,10 +98,7 @@ def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
     """
     key_ids = query_ids if key_ids is None else key_ids
     what = "an integer tensor (n,) or (B, n) for segments()"
-    check_index(what, query_ids=query_ids, key_ids=key_ids)
-    for name, ids in (("query_ids", query_ids), ("key_ids", key_ids)):
-        if ids.ndim not in (1, 2):
-            raise ValueError(f"{name} is {what}; got {describe(ids)}; one id a token")
+    check_index(what, (1, 2), "one id a token", query_ids=query_ids, key_ids=key_ids)
     return Mask((Segments(query_ids, key_ids),))
 
 
