@@ -101,6 +101,22 @@ def test_wrong_names_are_one_line(here: Path) -> None:
         assert (result.exit_code, len(lines)) == (2, 1) and message in lines[0], (arguments, result.stderr)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where no file can be made and all may write")
+def test_where_nothing_can_be_written_is_told_before_a_look(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(cli.look, "look_at", lambda *arguments: looked.append(arguments))
+    for *arguments, name in (
+        ("--out", "/proc/h.html"),
+        ("--out", "h.csv", "--out", "/proc/h.json"),
+        ("--against", "after.json", "--out", "/proc/h.csv"),
+        ("--corpus", "before.json", "--state", "/proc/state"),
+    ):
+        result = run("model", *arguments, name)
+        line = f"headwise: cannot write {name}: no file can be made in its folder (No such file or directory)"
+        assert result.exit_code == 2 and result.stderr.startswith(line), (arguments, result.stderr)
+    assert not looked and {path.name for path in here.iterdir()} == {"before.json", "after.json"}
+
+
 def test_both_names_are_checked_before_a_model_is_looked_at(before: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     monkeypatch.setattr(cli.look, "look_at", lambda name, *_: looked.append(name) or before)

@@ -204,6 +204,11 @@ def test_what_is_wrong_ends_in_one_line(tiny: str, arguments: list[str], text: s
         (["--budget-mb", "-1", "--dry-run"], "a budget is a number of megabytes above 0"),
         (["--heads", "0.8", "--by", "ablation", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),
         (["--keep-fraction", "0.5", "--out", "none/new"], "cannot write none/new: its folder does not exist"),
+        pytest.param(
+            ["--keep-fraction", "0.5", "--out", "/proc/new"],
+            "cannot write /proc/new: no folder can be made in its folder (No such file or directory)",
+            marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nothing can be made"),
+        ),
         (["--keep-fraction", "0.5", "--corpus", "/none", "--dry-run"], "--corpus /none: no such file or folder"),
     ],
 )

@@ -105,6 +105,15 @@ def test_a_second_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         look.over(model(), texts, words=WORDS, state=state)
 
 
+def test_a_state_that_cannot_be_written_is_told_before_a_text_is_read(tmp_path: Path) -> None:
+    passes: list[object] = []
+    watched = model()
+    watched.register_forward_hook(lambda *_: passes.append(1))
+    with pytest.raises(FileNotFoundError, match="cannot write .*: its folder does not exist"):
+        look.over(watched, drawn(3), words=WORDS, state=tmp_path / "none" / "state")
+    assert not passes
+
+
 def test_a_role_needs_its_interval_above_chance() -> None:
     """A head that plays a role in few of many texts does not play it."""
     sums = look.tally.RoleSums.empty(2)

@@ -74,9 +74,31 @@ def test_where_it_cannot_be_written_is_told_before_the_work(tmp_path: Path, monk
         for function in (report.check_destination, lambda p: report.write(make_look(), p)):
             with pytest.raises(error, match=words_of_it):
                 function(path)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(PermissionError, match="no permission to write in its folder"):
-        report.check_destination(tmp_path / "r.html")
+        assert [*tmp_path.iterdir()] == []
+    path, why = tmp_path / "r.html", r"no file can be made in its folder \(Permission denied\)"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", denied)
+        for function in (report.check_destination, lambda p: report.put(b"", p)):
+            with pytest.raises(PermissionError, match=f"cannot write {path}: {why}; give another path"):
+                function(path)
+    path.write_text("old")
+    assert report.check_destination(path) == path.resolve()
+    assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path], "what was tried leaves nothing"
+
+
+def denied(*_: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where no file can be made and all may write")
+def test_a_folder_that_takes_no_files_is_told_before_the_work() -> None:
+    with pytest.raises(OSError, match=r"cannot write /proc/r.html: no file can be made in its folder \(No such file"):
+        report.check_destination("/proc/r.html")
+
+
+def test_a_name_that_is_too_long_is_told_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="cannot write .*: File name too long; give another path"):
+        report.check_destination(tmp_path / f"{'r' * 260}.html")
 
 
 def test_a_hostile_path_is_shown_harmless(tmp_path: Path) -> None:

@@ -46,9 +46,9 @@ def put(content: bytes, path: str | os.PathLike[str]) -> None:
     """
     if not isinstance(content, bytes):
         raise TypeError(f"a file's content is bytes; got {type(content).__name__}; encode a text with .encode()")
-    target = check_destination(path)
+    target = _place(path)
     _clear(target)
-    partial, descriptor = _claim(target)
+    partial, descriptor = _claim(target, path)
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
@@ -87,24 +87,38 @@ def get(path: str | os.PathLike[str], what: str, most: int = -1) -> bytes:
 def check_destination(path: str | os.PathLike[str]) -> Path:
     """The real path a file would be written to; raises what `put` would, before the work is done.
 
+    A file is made beside it and removed again: permissions do not tell all (a disk that is only read, /proc).
+
     Raises:
         FileNotFoundError: the folder does not exist.
-        PermissionError: the folder may not be written.
         IsADirectoryError: the path is a folder.
-        OSError: the path is a device or the like.
+        OSError: the path is a device or the like; or no file can be made in its folder.
     """
+    target = _place(path)
+    partial, descriptor = _claim(target, path)
+    os.close(descriptor)
+    partial.unlink(missing_ok=True)  # it may have been cleared away meanwhile
+    return target
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    """The real path, of a plain file or of none yet."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"a file is written to a path; got {type(path).__name__}")
     shown = visible(str(os.fspath(path)))
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {shown}: its folder does not exist; make it first, or give another path")
-    if target.is_dir():
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        return target
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        raise type(error)(f"cannot write {shown}: {error.strerror}; give another path") from error
+    if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"cannot write {shown}: it is a folder; give a file name, such as report.html in it")
-    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+    if not stat.S_ISREG(mode):
         raise OSError(f"cannot write {shown}: it is not a plain file; give the path of a plain or new file")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"cannot write {shown}: no permission to write in its folder; give another path")
     return target
 
 
@@ -115,11 +129,17 @@ def check_destination(path: str | os.PathLike[str]) -> Path:
 # be cleared away; then it has no link any more, and another is made.
 
 
-def _claim(target: Path) -> tuple[Path, int]:
-    """A new hidden file beside the target, open and locked."""
+def _claim(target: Path, path: str | os.PathLike[str]) -> tuple[Path, int]:
+    """A new hidden file beside the target, open and locked; an error names the path as it was given."""
     while True:
         partial = target.with_name(f".{_short(target)}.{secrets.token_hex(8)}.partial")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            shown, why = visible(str(os.fspath(path))), error.strerror or type(error).__name__
+            raise type(error)(
+                f"cannot write {shown}: no file can be made in its folder ({why}); give another path"
+            ) from error
         if fcntl is None:
             return partial, descriptor
         with contextlib.suppress(OSError):  # a file system without locks

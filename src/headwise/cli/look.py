@@ -78,7 +78,7 @@ def _look(  # private, for a command has as many options as its users need, and 
     beside = (image, audio, target, pair)
     more_options = reading.More(corpus, length, state, sentences, needles, importance, *beside)
     more, content = guard.together(lambda: _reading(more_options, text, file))
-    names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
+    names = guard.together(lambda: writing.destinations(out, as_json, against, more.state) if several.speaks() else [])
     plan = guard.together(lambda: read_plan(kept, against))
     result = side_by_side(
         model,

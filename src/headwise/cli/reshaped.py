@@ -35,9 +35,9 @@ def check_out(out: str | None, dry_run: bool) -> None:
 def check_place(out: str | None, source: Any) -> None:
     """Raises what writing would raise at last, before anything is measured or trained."""
     if out is not None:
-        from headwise.reshape.place import check_destination
+        from headwise.reshape.place import check_destination, try_folder
 
-        check_destination(out, source.folder, None)
+        try_folder(check_destination(out, source.folder, None))
 
 
 def libraries(command: str) -> Any:

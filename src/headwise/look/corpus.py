@@ -71,6 +71,7 @@ def over(
     Raises:
         TypeError, ValueError: as `at`; also no text at all, a state of another model or other options, or processes
             that were called with different things. What one process raises, all do.
+        OSError: `state` cannot be written.
         ConnectionError: a process of the group has ended, or does not answer within the group's timeout.
 
     Example:

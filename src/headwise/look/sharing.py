@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..disk import check_destination
 from ..processes import Processes
 from . import inputs
 from .passes import OnProgress, Reader, batches
@@ -63,6 +64,7 @@ class Shared:
 
         Raises:
             ValueError: processes that look at different things, or a file that is no state of this look.
+            OSError: no state can be written there.
         """
 
         def join(abouts: Iterator[bytes]) -> bytes:
@@ -72,8 +74,10 @@ class Shared:
                         f"rank {rank} looks at another corpus, model, version or options than rank 0; start all "
                         "processes alike, on the same files"
                     )
-            if self.state is not None and Path(self.state).exists():
-                self.reader.tallies, self.done, self.length = load(self.state, self.about)
+            if self.state is not None:
+                if Path(self.state).exists():
+                    self.reader.tallies, self.done, self.length = load(self.state, self.about)
+                check_destination(self.state)
             return json.dumps([self.done, self.length, self.state is not None]).encode()
 
         self.done, self.length, self.saves = json.loads(self.processes.exchange(self.about.encode, join))

@@ -66,6 +66,24 @@ def check_destination(destination: str | os.PathLike[str], source: Path, size: i
     return target
 
 
+def try_folder(target: Path) -> None:
+    """Makes a folder beside the target and removes it: permissions do not tell all (a disk that is only read, /proc).
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    partial = hidden_name(target)
+    with ended_in_order():
+        try:
+            partial.mkdir()
+        except OSError as error:
+            raise type(error)(
+                f"cannot write {target}: no folder can be made in its folder ({error.strerror}); give another path"
+            ) from error
+        finally:
+            remove(partial)
+
+
 # -- the hidden folder ------------------------------------------------------------------------------------------------
 
 
