@@ -254,3 +254,17 @@ def test_these_tests_can_fail() -> None:
         assert_same_bits(bad, run(q, k, v, attn_mask=dense))
     with pytest.raises(AssertionError, match="are no NaN"):
         _is_nan(torch.tensor([math.nan, 0.0]))
+
+
+@native_dtypes
+@forms
+def test_an_infinite_query_shows_under_a_softcap(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    """The softcap makes its infinite scores finite, so no sum of the row would tell."""
+    q, k, v = make_qkv(*n, dtype=dtype)
+    clean = attend(backend, q, k, v, softcap=2.0, return_lse=True)
+    bad = torch.zeros(n.B, n.H, n.T, dtype=torch.bool)
+    bad[0, 0, -1] = True
+    q[0, 0, -1, 3] = math.inf
+    for x, y in zip(attend(backend, q, k, v, softcap=2.0, return_lse=True), clean, strict=True):
+        assert_same_bits(x[~bad], y[~bad])
+        _is_nan(x[bad])
