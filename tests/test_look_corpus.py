@@ -109,7 +109,7 @@ def test_a_state_that_cannot_be_written_is_told_before_a_text_is_read(tmp_path: 
     passes: list[object] = []
     watched = model()
     watched.register_forward_hook(lambda *_: passes.append(1))
-    with pytest.raises(FileNotFoundError, match="cannot write .*: its folder does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"cannot write .*: its folder does not exist"):
         look.over(watched, drawn(3), words=WORDS, state=tmp_path / "none" / "state")
     assert not passes
 

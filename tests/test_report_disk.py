@@ -97,7 +97,7 @@ def test_a_folder_that_takes_no_files_is_told_before_the_work() -> None:
 
 
 def test_a_name_that_is_too_long_is_told_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="cannot write .*: File name too long; give another path"):
+    with pytest.raises(OSError, match=r"cannot write .*: File name too long; give another path"):
         report.check_destination(tmp_path / f"{'r' * 260}.html")
 
 

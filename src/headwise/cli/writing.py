@@ -16,9 +16,7 @@ TABLES = (".parquet", ".csv", ".json")
 ENDINGS = (*PAGES, *TABLES, ".md", ".svg", ".png")
 
 
-def destinations(
-    out: Sequence[str] | None, as_json: bool, against: str | None, state: str | None = None
-) -> list[str]:
+def destinations(out: Sequence[str] | None, as_json: bool, against: str | None, state: str | None = None) -> list[str]:
     """The files to write, each checked before any model is read: its name, its folder, and what it takes to make it.
 
     `state`: what a look at a corpus keeps meanwhile.
