@@ -69,13 +69,9 @@ def looks_ahead(call: AttentionCall) -> bool | None:
 
 
 def measure(
-    call: AttentionCall, scene: Scene, roles: Sequence[Role], pool: int, uniform: Uniform, model: nn.Module
+    call: AttentionCall, scene: Scene, roles: Sequence[Role], pool: int, uniform: Uniform
 ) -> tuple[Tensor | None, Got]:
-    """One pass over the call's rows: the attention's own output where it came along, and what the roles asked for.
-
-    Raises:
-        ValueError: numbers that are not finite.
-    """
+    """One pass over the call's rows: the attention's own output where it came along, and what the roles asked for."""
     features, targets = scene.once(("asks", *(role.name for role in roles)), lambda: _asks(scene, roles))
     options: StatisticsOptions = {
         **call.scoring,
@@ -90,12 +86,17 @@ def measure(
     else:
         out, rows = attention_statistics(call.query, call.key, call.value, **options)
         out = out if call.gate is None else out * call.gate.to(out.dtype)
-    if not bool(rows.entropy.isfinite().all()):
+    return out, Got(call, scene, rows, uniform.of(call, scene, features, targets))
+
+
+def check_finite(got: Got, model: nn.Module) -> None:
+    """Raises ValueError where numbers of a pass are not finite."""
+    call = got.call
+    if not bool(got.rows.entropy.isfinite().all()):
         raise ValueError(
             f"layer {call.order} ({call.module!r}) has scores that are NaN or infinite in "
             f"{str(call.query.dtype).removeprefix('torch.')}; {way_out(model, call.query.dtype)}"
         )
-    return out, Got(call, scene, rows, uniform.of(call, scene, features, targets))
 
 
 def _asks(scene: Scene, roles: Sequence[Role]) -> Asks:

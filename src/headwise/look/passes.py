@@ -14,7 +14,7 @@ from ..ops.masks import keep
 from . import axes, inputs
 from .axes import MIXED, NOWHERE, Axis
 from .inputs import IdFacts
-from .measure import MapSizes, Uniform, add_numbers, add_roles, looks_ahead, measure, quantised
+from .measure import MapSizes, Uniform, add_numbers, add_roles, check_finite, looks_ahead, measure, quantised
 from .neurons import Neurons, vectors_of
 from .placed import only
 from .records import HeadMap
@@ -124,7 +124,8 @@ class Reader:
                 self._of_text(call, scene, [role for role in roles if MIXED not in role.over], tally)
             else:
                 here = [role for role in here if scene.kinds <= role.over]
-            out, got = measure(call, scene, here, pool, uniform, self.model)
+            out, got = measure(call, scene, here, pool, uniform)
+            check_finite(got, self.model)
             add_roles(got, here, tally)
             if reads == TEXT:
                 add_numbers(got, tally, self.sizes.small)
@@ -150,7 +151,8 @@ class Reader:
         among = keep(words[:, None, :, None].to(call.query.device))
         alone = replace(call, value=None, mask=among if call.mask is None else call.mask & among)
         roles = [role for role in roles if axes.TEXT in role.over]
-        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1, Uniform(), self.model)
+        _, got = measure(alone, replace(scene, among=words, kept={}), roles, 1, Uniform())
+        check_finite(got, self.model)
         add_roles(got, roles, tally)
         mass, count = only(got, words.expand(call.query.shape[0], -1), ~words.expand(call.query.shape[0], -1))
         tally.add({ON_PICTURE: (mass * count).sum(0), f"{ON_PICTURE}, rows": count.sum(0)})

@@ -158,7 +158,6 @@ def prefix(n: int | Tensor) -> Mask:
     ■ ■ ■ ■
     """
     if isinstance(n, Tensor):
-        check_index("an int, or an integer tensor (B,)", n=n)
         check_integers("n of prefix()", n, tensor=True)
     else:
         check_counts(n=n)
