@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model of four query and two key-value heads, and a text."""
     made = written(BY_NAME["Qwen2"], tmp_path_factory.mktemp("qwen"))
     (made.parent / "text.txt").write_text(TEXT)
+    (made.parent / "short.txt").write_text(TEXT[:25])
     return made
 
 
@@ -151,11 +152,12 @@ HEAL = "heal FOLDER --teacher FOLDER --steps"
         (f"{HEAL} 1 --out NEW", "give --file or --corpus, the text to learn on"),
         (f"{HEAL} 0 --corpus TEXT --out NEW", "steps is at least 1; got 0"),
         (f"{HEAL} 1 --file gone --out NEW", "cannot be read"),
-        (f"{HEAL} 1 --corpus TEXT --out NEW --length 9999", "a window is 9999 tokens, and the text has"),
+        (f"{HEAL} 1 --corpus SHORT --out NEW --length 33", "a window is 33 tokens, and the text has"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(line: str, text: str, folder: Path, tmp_path: Path) -> None:
     names = {"FOLDER": folder, "TEXT": folder.parent / "text.txt", "NEW": tmp_path / "new"}
+    names["SHORT"] = folder.parent / "short.txt"
     done = invoke(*(names.get(one, one) for one in line.split()))
     assert done.exit_code == 2, done.output
     message = done.stderr.strip()
@@ -163,8 +165,35 @@ def test_what_a_user_gets_wrong_is_one_line(line: str, text: str, folder: Path, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("regroup FOLDER --kv-heads 3 --file TEXT --dry-run", "2 key-value heads share 1, 2 in equal groups; got"),
+        ("regroup FOLDER --kv-heads 0 --file TEXT --dry-run", "num_kv_heads is at least 1; got 0"),
+        ("regroup FOLDER --kv-heads 1 --method best --file TEXT --dry-run", "method is one of first, mean, aligned"),
+        (
+            f"{HEAL} 1 --corpus TEXT --out NEW --length 999",
+            "--length 999: FOLDER takes 64 tokens; give as many or fewer",
+        ),
+        (f"{HEAL} 1 --corpus TEXT --out NEW --length 1", "length is at least 2; got 1"),
+        (f"{HEAL} 1 --corpus TEXT --out NEW --rows 0", "rows is at least 1; got 0"),
+    ],
+)
+def test_what_is_wrong_is_told_before_a_model_is_read(
+    line: str, text: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr(hf, "load", lambda *args, **_: read.append(args))
+    names = {"FOLDER": folder, "TEXT": folder.parent / "text.txt", "NEW": tmp_path / "new"}
+    done = invoke(*(names.get(one, one) for one in line.split()))
+    assert done.exit_code == 2 and text.replace("FOLDER", str(folder)) in done.stderr, done.output
+    assert not read and not list(tmp_path.iterdir())
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     small = Path(__file__).parents[1] / "src" / "headwise" / "models" / "tiny"
     text = folder.parent / "text.txt"
-    done = invoke("heal", folder, "--teacher", small, "--steps", 1, "--corpus", text, "--out", tmp_path / "new")
+    done = invoke(
+        "heal", folder, "--teacher", small, "--steps", 1, "--corpus", text, "--out", tmp_path / "new", "--length", 9
+    )
     assert done.exit_code == 2 and "both are decoders of one vocabulary" in done.stderr

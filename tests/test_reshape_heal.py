@@ -92,6 +92,13 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_result(tmp_path: Path) -> No
     assert torch.equal(weights(done), weights(whole))
 
 
+def test_a_state_that_cannot_be_written_is_told_before_a_step(tmp_path: Path) -> None:
+    calls: list[int] = []
+    with pytest.raises(FileNotFoundError, match=r"cannot write .*: its folder does not exist"):
+        run(Model(1), state=tmp_path / "none" / "state.pt", progress=lambda done, total: calls.append(done))
+    assert not calls
+
+
 def test_a_state_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
     before = (tmp_path / "state.pt").read_bytes()

@@ -59,10 +59,12 @@ def _regroup(
         show("loading the libraries")
         hf = libraries("headwise regroup")
         from headwise import reshape
+        from headwise.reshape.regroup import checked
 
         folder, _ = hf.hub.find_folder(model, lambda _: None)
         with hf.checkpoint(folder) as source:
             check_place(out, source)
+            checked(source, kv_heads, method)  # type: ignore[arg-type]  # any text, of which it says what it is to be
             loaded, read = None, list[list[int]]()
             if texts is not None:
                 show("reading the model")
@@ -117,10 +119,11 @@ def _heal(
         from headwise import reshape
 
         recipe = reshape.Recipe(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
-        for name in (folder, teacher):
-            hf.loading.checked(name)
+        configs = [hf.loading.checked(name)[2] for name in (folder, teacher)]
         with hf.checkpoint(folder) as source:
             check_place(out, source)
+            for name, config in zip((folder, teacher), configs, strict=True):
+                _check_length(hf, name, config, length)
             show("reading the models")
             student, original = hf.load(folder), hf.load(teacher)
             _check_pair(student, original)
@@ -151,6 +154,12 @@ def _heal(
             with contextlib.suppress(OSError):
                 state.unlink()
     _show(facts, out, as_json)
+
+
+def _check_length(hf: Any, name: str, config: Any, length: int) -> None:
+    places = hf.loading.declared_positions(config)
+    if places is not None and length > places:
+        raise typer.BadParameter(f"--length {length}: {name} takes {places:,} tokens; give as many or fewer")
 
 
 def _stream(hf: Any, loaded: Any, texts: Iterable[str]) -> Any:

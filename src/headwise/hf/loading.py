@@ -338,11 +338,17 @@ def _vocabulary(model: PreTrainedModel) -> int:
     return rows if isinstance(rows, int) else int(model.config.get_text_config().vocab_size)
 
 
+def declared_positions(config: PreTrainedConfig) -> int | None:
+    """How many tokens fit, as a config says it; None where it does not."""
+    names, text = ("max_position_embeddings", "max_seq_len"), config.get_text_config()
+    declared = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+    return declared if isinstance(declared, int) and declared > 0 else None
+
+
 def _max_positions(model: PreTrainedModel) -> int | None:
     """How many tokens fit. Tables that begin to count after the padding id hold that many rows fewer."""
-    names, text = ("max_position_embeddings", "max_seq_len"), model.config.get_text_config()
-    declared = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings") and module.padding_idx is not None:
-            declared = module.num_embeddings - module.padding_idx - 1
-    return declared if isinstance(declared, int) and declared > 0 else None
+            rows = module.num_embeddings - module.padding_idx - 1
+            return rows if rows > 0 else None
+    return declared_positions(model.config)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.resting import in_eval_mode, resting
+from ..disk import check_destination
 from ..processes import Processes
 from ..shapes import INTEGERS, describe
 from ..shapes.kinds import check_counts, check_functions, check_numbers, check_paths, check_tensor, shown
@@ -127,6 +128,7 @@ def heal(
 
     Raises:
         TypeError, ValueError: a stream that is no row of ids or too short; a state of another recipe.
+        OSError: `state` cannot be written.
 
     Example:
         >>> from torch.nn import Embedding, Linear, Sequential
@@ -199,6 +201,8 @@ class _Run:
 
     def begin(self) -> None:
         """Goes on where the last run stopped, if it left anything."""
+        if self.state is not None and not self.processes.rank:
+            check_destination(self.state)
         if self.state is not None and self.state.exists():
             saved = torch.load(self.state, map_location="cpu", weights_only=True)
             if saved["recipe"] != asdict(self.recipe):

@@ -181,17 +181,13 @@ def plan_regroup(
             heads that does not divide, or that no class of transformers loads.
     """
     check_source(source)
-    check_counts(1, num_kv_heads=num_kv_heads)
     check_counts(seed=seed)
     check_rows(rows, 0)
     check_writing("", None, progress=progress)
     if model is not None:
         check_models(model=model)
-    check_method(method)
-    family = family_of(source.config, source.tensors, source.layouts)
-    check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
+    family, goal = checked(source, num_kv_heads, method)
     check_groups_by_layer(groups, [layer.key for layer in family.layers])
-    goal = _target(family, num_kv_heads)
     known = {}
     if rows and model is not None:
         text = batches_of(rows)[0] if len(rows) > 1 else rows  # some is left that nothing is fitted to
@@ -207,6 +203,19 @@ def plan_regroup(
         if progress is not None:
             progress("choosing which heads share", n + 1, len(family.layers))
     return Regrouping(source, family, num_kv_heads, method, merges, goal, {}, {})
+
+
+def checked(source: Known, num_kv_heads: int, method: Method) -> tuple[Family, Target]:
+    """What of a regrouping is known without a weight: the layers, and the class that loads the result.
+
+    Raises:
+        TypeError, ValueError: as `plan_regroup`.
+    """
+    check_counts(1, num_kv_heads=num_kv_heads)
+    check_method(method)
+    family = family_of(source.config, source.tensors, source.layouts)
+    check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
+    return family, _target(family, num_kv_heads)
 
 
 def _target(family: Family, num_kv_heads: int) -> Target:
