@@ -29,7 +29,8 @@ from typing import Any, Self
 
 import fresh
 
-PATIENCE = 120.0  # seconds that a test waits for its ranks; a hang is a failure, not a stopped suite
+PATIENCE = 120  # seconds that a test waits for its ranks; a hang is a failure, not a stopped suite
+TIMEOUT = 900.0  # of the groups' collectives: longer than any test waits, for it runs on while a busy machine stops a rank
 
 
 class RankError(AssertionError):
@@ -48,7 +49,7 @@ class Pool:
         timeout: seconds that the group's collectives wait.
     """
 
-    def __init__(self, world: int, timeout: float = 60.0) -> None:
+    def __init__(self, world: int, timeout: float = TIMEOUT) -> None:
         self.world, self.timeout = world, timeout
         self._start()
 
@@ -66,7 +67,7 @@ class Pool:
             self.processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, patience: float = PATIENCE) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, patience: int = PATIENCE) -> list[Any]:
         """What `function(*arguments)` returns on each rank, in their order."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
@@ -78,10 +79,11 @@ class Pool:
             raise RankError(said)
         return [value for _, value in answers]
 
-    def _answer(self, rank: int, patience: float) -> tuple[str | None, Any]:
+    def _answer(self, rank: int, patience: int) -> tuple[str | None, Any]:
         try:
-            if not self._pipes[rank].poll(patience):
-                return f"no answer in {patience:g} s", None
+            # A second at a time: one in which this process was stopped counts once, however long it was.
+            if not any(self._pipes[rank].poll(1) for _ in range(patience)):
+                return f"no answer in {patience} s", None
             return self._pipes[rank].recv()  # type: ignore[no-any-return]
         except (EOFError, ConnectionError):
             self.processes[rank].join(5)

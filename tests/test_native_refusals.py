@@ -120,6 +120,17 @@ def test_what_an_argument_may_not_be(name: str) -> None:
                 attempt(f"{what}: {how}", refused, name, put(bad))
 
 
+def test_a_seed_is_one_number_or_five_in_a_row() -> None:
+    """All of whose memory is there: what reads further than five, or in another order, reads no others' memory."""
+    arguments = calls()["dropout_keep"]
+    five = torch.tensor([7, H, 0, 0, 0])
+    for seed in (five[:1], five):
+        results("dropout_keep", arguments | {"seed": seed})
+    with collected() as attempt:
+        for bad in (torch.cat([five, five[-1:]]), five[:, None], apart(five, 0)):
+            attempt(tuple(bad.shape), refused, "dropout_keep", arguments | {"seed": bad})
+
+
 def apart(x: Tensor, axis: int, by: int = 3) -> Tensor:
     """The same numbers, those along one axis further apart; what lies between is 7."""
     wide = torch.full([*x.shape, by], 7).to(x.dtype)
