@@ -161,11 +161,36 @@ def _step(
         if type(position_bias) is not Tensor or position_bias.ndim != 4 or not position_bias.is_cpu:
             return None
         mask = mask & bias(position_bias)
-    turn = None if angles is None else turn_of(angles, query, turning, size)
-    if turn is None and angles is not None:
-        return None
-    out: Tensor | None = layer.step(query, key, value, turn=turn, mask=mask, scores=scores)
+    out = turned_step(layer, query, key, value, turning, angles, size, mask, scores, query.dtype)
     return None if out is None else out.transpose(1, 2)
+
+
+def turned_step(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    turning: Rotation,
+    angles: Any,
+    size: int | None,
+    mask: Mask,
+    scores: Scores,
+    dtype: torch.dtype,
+    /,
+) -> Tensor | None:
+    """The heads (B, H, 1, V), by a layer of a cache; None where it does not take the step, or angles are others.
+
+    `dtype`: what the query is rounded to once it is known how it turns.
+    """
+    turn = None
+    if angles is not None:
+        turn = turn_of(angles, query, turning, size)
+        if turn is None:
+            return None
+    if query.dtype != dtype:
+        query = query.to(dtype)
+    out: Tensor | None = layer.step(query, key, value, turn=turn, mask=mask, scores=scores)
+    return out
 
 
 def _scores_of(

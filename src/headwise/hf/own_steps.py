@@ -22,7 +22,7 @@ from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias, keep
 from ..ops.native.step import Scores, runs_plain
 from .attention import without_lowest
-from .decoding import Rotation, mask_of_step, nobody_takes_part, turn_of
+from .decoding import Rotation, mask_of_step, nobody_takes_part, turned_step
 from .masks import Hidden
 from .running import weights_are_wanted
 from .syntax import compiled, fingerprint, fingerprint_of, parted, syntax_of
@@ -235,11 +235,7 @@ def _step(
         rules = keep(kept[:, :, S - 1 : S, :S]) & rules
     if added is not None:
         rules = rules & _bias_of(added, beta, query.shape[1], S)
-    turn = None if angles is None else turn_of(angles, query, turning, size)
-    if turn is None and angles is not None:
-        raise NoStepError
-    query = query.to(value.dtype)
-    out: Tensor | None = layer.step(query, key, value, turn=turn, mask=rules, scores=Scores(scale))
+    out = turned_step(layer, query, key, value, turning, angles, size, rules, Scores(scale), value.dtype)
     if out is None:
         raise NoStepError
     return out

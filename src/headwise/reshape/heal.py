@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.resting import in_eval_mode, resting
 from ..disk import check_destination
+from ..nn.resting import in_eval_mode, resting
 from ..processes import Processes
 from ..shapes import INTEGERS, describe
 from ..shapes.kinds import check_counts, check_functions, check_numbers, check_paths, check_tensor, shown
