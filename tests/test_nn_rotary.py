@@ -168,3 +168,16 @@ def test_given_frequencies_take_the_place_of_those_of_the_base() -> None:
 def test_frequencies_are_one_a_pair() -> None:
     with pytest.raises(ValueError, match=r"one number a pair, rotary_dim / 2 = 3; got 7"):
         Rotary(D, rotary_dim=6, frequencies=[1.0] * 7)
+
+
+@pytest.mark.unchecked
+@pytest.mark.filterwarnings("ignore")  # torch's own, of a tracer that is no longer developed
+def test_what_torch_jit_trace_makes_of_it() -> None:
+    """Rotation is traced, for any length; attention that counts with ints says what else to use."""
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    traced = torch.jit.trace(Rotary(8), (query, key))
+    longer = torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
+    for got, want in zip(traced(*longer), Rotary(8)(*longer), strict=True):
+        assert_same_bits(got, want)
+    with pytest.raises(TypeError, match=r"torch\.jit\.trace and .* have tensors for sizes: use torch\.export,"):
+        torch.jit.trace(lambda x: headwise.attention(x, x, x, backend="reference"), (query,))

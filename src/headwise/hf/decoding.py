@@ -161,7 +161,7 @@ def _step(
         if type(position_bias) is not Tensor or position_bias.ndim != 4 or not position_bias.is_cpu:
             return None
         mask = mask & bias(position_bias)
-    out = turned_step(layer, query, key, value, turning, angles, size, mask, scores, query.dtype)
+    out = turned_step(layer, query, key, value, turning, angles, size, mask, scores)
     return None if out is None else out.transpose(1, 2)
 
 
@@ -175,20 +175,14 @@ def turned_step(
     size: int | None,
     mask: Mask,
     scores: Scores,
-    dtype: torch.dtype,
     /,
 ) -> Tensor | None:
-    """The heads (B, H, 1, V), by a layer of a cache; None where it does not take the step, or angles are others.
-
-    `dtype`: what the query is rounded to once it is known how it turns.
-    """
+    """The heads (B, H, 1, V), by a layer of a cache; None where it does not take the step, or angles are others."""
     turn = None
     if angles is not None:
         turn = turn_of(angles, query, turning, size)
         if turn is None:
             return None
-    if query.dtype != dtype:
-        query = query.to(dtype)
     out: Tensor | None = layer.step(query, key, value, turn=turn, mask=mask, scores=scores)
     return out
 

@@ -235,7 +235,7 @@ def _step(
         rules = keep(kept[:, :, S - 1 : S, :S]) & rules
     if added is not None:
         rules = rules & _bias_of(added, beta, query.shape[1], S)
-    out = turned_step(layer, query, key, value, turning, angles, size, rules, Scores(scale), value.dtype)
+    out = turned_step(layer, query, key, value, turning, angles, size, rules, Scores(scale))
     if out is None:
         raise NoStepError
     return out

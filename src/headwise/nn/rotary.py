@@ -174,7 +174,7 @@ class Rotary(nn.Module):
             check_tensor(name, x, "a float tensor (B, heads, T, D)")
             if x.dtype not in DTYPES:
                 raise ValueError(f"{name} is a float tensor (B, heads, T, D); got {describe(x)}")
-        if query.ndim != 4 or key.ndim != 4 or {query.shape[3], key.shape[3]} != {self.head_dim}:
+        if query.ndim != 4 or key.ndim != 4 or not query.shape[3] == key.shape[3] == self.head_dim:
             raise ValueError(
                 f"Rotary({self.head_dim}) turns heads of {self.head_dim} numbers; got query {tuple(query.shape)}, "
                 f"key {tuple(key.shape)}; build it with the module's head_dim"
