@@ -85,8 +85,8 @@ def check_counts(least: int = 0, most: int = MOST, /, **counts: Any) -> None:
         if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
             if torch.jit.is_tracing():  # the sizes of its tensors are tensors
                 raise TypeError(
-                    f"{name} is an int; torch.jit.trace and torch.onnx.export(dynamo=False) have tensors for sizes: use "
-                    "torch.export, torch.compile or torch.onnx.export(dynamo=True)"
+                    f"{name} is an int; torch.jit.trace and torch.onnx.export(dynamo=False) have tensors for sizes: "
+                    "use torch.export, torch.compile or torch.onnx.export(dynamo=True)"
                 )
             raise TypeError(f"{name} is an int; got {shown(count)}")
         if count < least:
