@@ -30,9 +30,7 @@ from typing import Any, Self
 import fresh
 
 PATIENCE = 120  # seconds that a test waits for its ranks; a hang is a failure, not a stopped suite
-TIMEOUT = (
-    900.0  # of the groups' collectives: longer than any test waits, for it runs on while a busy machine stops a rank
-)
+TIMEOUT = 900.0  # of the groups' collectives; longer than any test waits, for it runs on while a rank is stopped
 
 
 class RankError(AssertionError):

@@ -143,7 +143,7 @@ def _heal(
                 state=state,
                 every=every,
                 accelerator=_accelerator(),
-                progress=lambda done, total: show(done, total),
+                progress=show,
             )
             if reshape.Processes.here().rank:  # one of several processes writes
                 return

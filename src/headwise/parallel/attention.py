@@ -96,7 +96,7 @@ def context_parallel(
     keys = held_places([one["S"] for one in ranks], order, "context_parallel", "keys")
     T, S = (sum(one[name] for one in ranks) for name in ("T", "S"))
     job = call.job(comm, queries, keys, T, S, ranks[0]["seed"])
-    chosen = cheapest(job, query, order) if layout == "auto" else layout
+    chosen = cheapest(job, query) if layout == "auto" else layout
     if chosen == "ulysses":
         out, lse = ulysses(job, query, key, value, call.sinks, return_lse)
     else:

@@ -37,8 +37,8 @@ def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
     return MeshCall(T, S, left=left, right=right, chunk=chunk, **sizes)  # type: ignore[arg-type]
 
 
-def cheapest(job: Job, query: Tensor, order: str) -> str:
-    """The layout that sends the fewest bytes from the rank that sends most."""
+def cheapest(job: Job, query: Tensor) -> str:
+    """The layout that sends the fewest bytes from the rank that sends most, in the order that the planner takes."""
     T, S = job.T, job.S
     if not 0 < T <= S:
         return "ring"

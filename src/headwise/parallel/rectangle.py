@@ -130,7 +130,7 @@ def gradient(
     with torch.enable_grad():
         scoring = scoring_of(job, at)
     if whole.ends is None:
-        return _by_autograd(job, scoring, tensors, whole, grad_out, grad_lse, leaves)
+        return _by_autograd(scoring, tensors, whole, grad_out, grad_lse, leaves)
     query, key, value = tensors
     sinks = sinks if has_all else None
     with torch.enable_grad():
@@ -151,7 +151,6 @@ def gradient(
 
 
 def _by_autograd(
-    job: Job,
     scoring: Scoring,
     tensors: tuple[Tensor, Tensor, Tensor],
     whole: Partial,

@@ -77,7 +77,7 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
         _deal_latent(module, group)
     else:
         _deal_heads(module, group, share)
-    _deal_inner(module.inner, group, module.num_heads)
+    _deal_inner(module.inner, group)
     return module
 
 
@@ -127,7 +127,7 @@ def _deal_latent(mla: LatentAttention, group: Group) -> None:
     mla.o_proj = _columns(mla.o_proj, group)
 
 
-def _deal_inner(inner: nn.Module, group: Group, num_heads: int) -> None:
+def _deal_inner(inner: nn.Module, group: Group) -> None:
     """The sinks, one a query head."""
     sinks = getattr(inner, "sinks", None)
     if isinstance(sinks, nn.Parameter):

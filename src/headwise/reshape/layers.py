@@ -36,7 +36,7 @@ def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) ->
     for name, form in layer.tensors.items():
         tensor, leaf = read(name), name.removeprefix(layer.prefix)
         if leaf in NORMS:
-            parts[NORMS[leaf]] = _norm(tensor, layer, leaf) + family.about.get("norm_offset", 0.0)
+            parts[NORMS[leaf]] = _norm(tensor, layer) + family.about.get("norm_offset", 0.0)
         elif name == output_bias:
             parts["output_bias"] = tensor
         elif leaf == "sinks":
@@ -110,7 +110,7 @@ def _output_bias(layer: Layer) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _norm(tensor: Tensor, layer: Layer, leaf: str) -> Tensor:
+def _norm(tensor: Tensor, layer: Layer) -> Tensor:
     """A norm's weights, by head where it has some for each."""
     return tensor.unflatten(0, (-1, layer.sizes.D)) if tensor.ndim == 1 and len(tensor) > layer.sizes.D else tensor
 
