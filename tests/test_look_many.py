@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import many_cases
 import numpy as np
 import pytest
 import ranks
+import torch
 
 from headwise.look import Look, corpus
 from headwise.processes import Processes
@@ -29,9 +31,13 @@ def sums(state: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `many_cases` changes in this process is put back."""
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `many_cases` changes in this process is put back; it has one thread, as ranks have: the bits follow that."""
     monkeypatch.setattr(corpus, "BLOCK", many_cases.BLOCK)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("world", [2, 3])
