@@ -93,6 +93,24 @@ def test_backends_by_name(backend: str) -> None:
     same(results(whole(run), qkv), results(run, qkv))
 
 
+@pytest.mark.parametrize("backend", ["reference", "blocks", "sdpa", *(["native"] if isas() else [])])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_backends_with_dynamic_shapes(backend: str, dropout: float) -> None:
+    """There a number is a symbol to the compiler, defaults included, and whether it is above 0 is no bool."""
+    if dropout and backend == "sdpa":
+        pytest.skip("has no dropout on the CPU")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headwise.attention(q, k, v, mask=headwise.causal(), dropout=dropout, backend=backend)
+
+    qkv = make_qkv(*SHORT)
+    compiled, plain = results(whole(run, dynamic=True), qkv), results(run, qkv)
+    if dropout:  # drawn anew
+        assert all(x.isfinite().all() for x in compiled) and not torch.equal(compiled[0], plain[0])
+    else:
+        same(compiled, plain)
+
+
 def test_weights() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return headwise.weights(q, k, rows=[0, -1], mask=headwise.causal()) @ v.repeat_interleave(2, 1)

@@ -47,6 +47,23 @@ def test_autocast_takes_mixed_inputs_and_leaves_doubles_alone() -> None:
         headwise.attention(q, k.bfloat16(), v.bfloat16())
 
 
+def test_autocast_takes_mixed_inputs_to_scores_and_statistics() -> None:
+    """Rotary positions leave queries and keys in float32 beside values of a half dtype: a look reads what runs."""
+    low = tuple(x.bfloat16() for x in make_qkv(*SHORT))
+
+    def numbers(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        out, rows = headwise.attention_statistics(q, k, v, mask=headwise.causal())
+        fields = [*vars(rows).values(), *vars(headwise.statistics(q, k)).values(), *headwise.top_keys(q, k, 3)]
+        return [out, headwise.weights(q, k), *(x for x in fields if isinstance(x, Tensor))]
+
+    outside = numbers(*low)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for which in range(3):
+            mixed = numbers(*(x.float() if n == which else x for n, x in enumerate(low)))
+            for x, y in zip(mixed, outside, strict=True):
+                assert_same_bits(x, y)
+
+
 def test_autocast_gives_gradients_in_the_leaves_own_dtype() -> None:
     qkv = make_qkv(*SHORT, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):

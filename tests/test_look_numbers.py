@@ -220,6 +220,19 @@ def test_the_same_look_twice_is_the_same() -> None:
     assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
 
 
+def test_the_default_dtype_changes_no_number() -> None:
+    """What chance gives is drawn in float32, whatever other numbers are by default."""
+    model = Tiny(mask=headwise.causal())
+    first = look.at(model, text(), delimiters=DELIMITERS)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        second = look.at(model, text(), delimiters=DELIMITERS)
+    finally:
+        torch.set_default_dtype(before)
+    assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
+
+
 def test_no_matrix_is_made() -> None:
     class Long(nn.Module):
         def __init__(self) -> None:

@@ -58,3 +58,15 @@ def test_a_map_is_made_once_for_a_size() -> None:
     for S in range(80, 90):
         tile_map(rule, 70, S)
     assert len(rule.__dict__["_maps"]) == tiles.KEPT
+
+
+def test_a_map_that_was_made_in_inference_mode_serves_training() -> None:
+    """A mask that a validation met first: what is kept of it is no inference tensor, which autograd refuses."""
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    mask = headwise.causal() | headwise.prefix(2)
+    with torch.inference_mode():
+        expected = headwise.attention(q, q, q, mask=mask)
+    out = headwise.attention(q, q, q, mask=mask)
+    out.sum().backward()
+    assert q.grad is not None and torch.equal(out, expected)
+    assert not any(x.is_inference() for rule in mask.parts for x in tile_map(rule, 5, 5))

@@ -205,7 +205,7 @@ def shuffled(links: Tensor, scene: Scene) -> Tensor:
     last = torch.full((links.shape[1],), scene.keys.shape[1] - 1)
     if scene.ahead is False:
         last = torch.arange(links.shape[1]).clamp(max=scene.keys.shape[1] - 1)
-    drawn = (torch.rand(links.shape, generator=draw) * (last + 1)[:, None]).long()
+    drawn = (torch.rand(links.shape, generator=draw, dtype=torch.float32) * (last + 1)[:, None]).long()
     return torch.where(links >= 0, drawn, -1)
 
 
@@ -340,7 +340,7 @@ def _other_queries(links: Tensor, scene: Scene) -> Tensor:
     T = links.shape[1]
     first = links.amax(-1) + 1 if scene.ahead is False else torch.zeros(links.shape[:2], dtype=torch.long)
     room = (T - 1 - first).clamp(min=0)  # of the T - first queries that may, one is the query itself
-    drawn = first + (torch.rand(room.shape, generator=draw) * room).long()
+    drawn = first + (torch.rand(room.shape, generator=draw, dtype=torch.float32) * room).long()
     drawn = drawn + (drawn >= torch.arange(T)).long()
     return torch.where(room > 0, drawn.clamp(max=T - 1), torch.arange(T))
 

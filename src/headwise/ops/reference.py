@@ -95,10 +95,10 @@ def reference(
 
     query, key, value = clean(query, bad_BHT), clean(key, bad_BKS), clean(value, bad_BKS)
     weights_BHTS, lse_BHT = reference_weights(query, key, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
-    if kept is None:
-        weights_BHTS = torch.dropout(weights_BHTS, dropout, train=dropout > 0)
-    else:
+    if kept is not None:
         weights_BHTS = weights_BHTS * kept / (1 - dropout)
+    elif dropout > 0:
+        weights_BHTS = torch.dropout(weights_BHTS, dropout, train=True)
     out_BHTV = weights_BHTS @ value.to(weights_BHTS.dtype).repeat_interleave(H // K, dim=1)
     out_BHTV = out_BHTV.masked_fill(~alive[..., None], 0.0)  # 0 already; so is its gradient, whatever comes in
 

@@ -29,6 +29,17 @@ def autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast tensors of several dtypes in its lower one, as attention takes them; others as they are."""
+    if not all(isinstance(x, Tensor) for x in tensors) or len({x.dtype for x in tensors}) == 1:
+        return tensors
+    device = tensors[0].device.type
+    if not autocasts(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
 def strips(T: int, rows: int) -> Iterator[slice]:
     """T query rows, so many at a time.
 

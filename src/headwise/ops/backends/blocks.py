@@ -33,7 +33,8 @@ def _block(call: Call, rows: slice) -> tuple[Tensor, Tensor | None]:
     block = score_block(call.query, call.key, call.scoring, rows)
     allowed = block.allowed_BHRC
     weights_BHRC, lse_BHR = softmax_rows(block.scores_BHRC, allowed, call.scoring.sinks)
-    weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=call.dropout > 0)
+    if call.dropout > 0:
+        weights_BHRC = torch.dropout(weights_BHRC, call.dropout, train=True)
     weights_BKGRC = weights_BHRC.unflatten(1, (K, H // K)).flatten(2, 3)
     out_BKGRV = weights_BKGRC @ call.value[:, :, block.keys].to(weights_BKGRC.dtype)
     out_BHRV = out_BKGRV.unflatten(2, (H // K, -1)).flatten(1, 2).to(call.query.dtype)

@@ -42,7 +42,8 @@ def tile_map(rule: Rule, T: int, S: int) -> TileMap:
     if (T, S) not in maps:
         if len(maps) >= KEPT:
             del maps[next(iter(maps))]
-        maps[T, S] = _built(rule, T, S)
+        with torch.inference_mode(False):  # kept for calls with a gradient, too
+            maps[T, S] = _built(rule, T, S)
     return maps[T, S]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...shapes import check_attention
 from ..attention import attention
 from ..masks.compose import Mask
+from ..scores import of_one_dtype
 from ..scoring import ScoringOptions
 from . import blocks, native
 from .request import Request, Tallies, checked
@@ -177,6 +178,7 @@ def attention_statistics(
         >>> out.flatten().tolist(), rows.largest.flatten().tolist()
         ([2.0, 3.0], [1.0, 0.5])
     """
+    query, key, value = of_one_dtype(query, key, value)
     check_attention(query, key, value)
     request = checked(query, key, **options)
     out, fields = _measured(request, value)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...shapes import DTYPES, INTEGERS, check_query_key, describe
 from ...shapes.kinds import check_counts, check_dense, shown, whole_numbers
 from ..masks.compose import Mask
+from ..scores import of_one_dtype
 from ..scoring import Scoring
 
 MOST_OFFSETS = 1 << 20  # each has a column of its own
@@ -60,6 +61,7 @@ def checked(
     pool: int = 32,
 ) -> Request:
     """The call, or the error that says what does not fit."""
+    query, key = of_one_dtype(query, key)
     check_query_key(query, key)
     T, S = query.shape[2], key.shape[2]
     scoring = Scoring.of(query, key, mask, scale, softcap, sinks).trimmed(T, S)

@@ -10,7 +10,16 @@ from torch import Tensor
 from ...shapes import check_query_key
 from ...shapes.kinds import check_counts
 from ..masks.compose import Mask
-from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips, without_autocast
+from ..scores import (
+    BLOCK_ELEMENTS,
+    mask_scores,
+    of_one_dtype,
+    score_rows,
+    softcapped,
+    softmax_rows,
+    strips,
+    without_autocast,
+)
 from ..scoring import Scoring
 from .weights import chosen, mask_of_rows
 
@@ -60,6 +69,7 @@ def top_keys(
     >>> top.keys[0, 0].tolist(), top.weights[0, 0].tolist()
     ([[0, -1], [2, 0]], [[1.0, 0.0], [1.0, 0.0]])
     """
+    query, key = of_one_dtype(query, key)
     check_query_key(query, key)
     scoring = Scoring.of(query, key, mask, scale, softcap, sinks)
     check_counts(1, k=k)

@@ -11,7 +11,7 @@ from ...shapes import INTEGERS, check_query_key, describe
 from ...shapes.kinds import check_dense, shown
 from ..fence import fence_pairs, show, surely_tame
 from ..masks.compose import Mask
-from ..scores import mask_scores, score_rows, softcapped, softmax_rows, without_autocast
+from ..scores import mask_scores, of_one_dtype, score_rows, softcapped, softmax_rows, without_autocast
 from ..scoring import Scoring
 
 STAGES = ("raw", "softcapped", "biased", "probabilities")
@@ -50,6 +50,7 @@ def weights(
     >>> weights(q, k, rows=-1, mask=causal())
     tensor([[[[0., 0., 1.]]]])
     """
+    query, key = of_one_dtype(query, key)
     check_query_key(query, key)
     scoring = Scoring.of(query, key, mask, scale, softcap, sinks)
     if not isinstance(stage, str) or stage not in STAGES:
