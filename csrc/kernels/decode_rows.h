@@ -32,7 +32,7 @@ struct DecodeScratch {
     line = arena.take<float>(max(padded_D, padded_V));
     rows = arena.take<QueryRows>(1);
     weight_tiles = arena.take<uint32_t>(kHasAmx ? weight_words(kHalfTile) : 0);
-    query_digits = reinterpret_cast<int8_t*>(query);
+    query_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * padded_D * kMaxQueryBytes : 0);
     weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
   }
 };
@@ -295,17 +295,18 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
 template <class Read, int R>
 static inline void decode_products_int8(const DecodeScratch& s, int64_t padded_D, int64_t D, const KeyRows& key, int n,
                                         const float* scales, NextRows next) {
-  constexpr int Some = R < 4 ? R : 4;  // the registers hold no more rows
-  const int64_t pitch = padded_D * kDigitBytes;
+  constexpr int Some = kQueriesAtOnce<R>, N = Read::kDigits;
   const auto* k = reinterpret_cast<const int8_t*>(key.data);
-  for (int j = 0; j < n; j += W) {
-    const NextRows next_keys = {next.rows + j * next.stride, next.stride};
+  const auto some = [&](auto products, int j, int keys) {
+    const NextRows next_keys = {NextRows::at(next, j), next.stride};
     for (int r = 0; r < R; r += Some) {
-      products_int8<Read::kDigits, Some, Read::kTile>(s.query_digits + r * pitch, s.query_bias + r * 4,
-                                                      s.query_unit + r, pitch, D, k + j * key.stride, key.stride, n - j,
-                                                      scales + j, next_keys, s.scores + r * Read::kTile + j);
+      products(s.query_digits + r * padded_D * 4 * N, s.query_bias + r * 4, s.query_unit + r, D, k + j * key.stride,
+               key.stride, keys, scales + j, next_keys, s.scores + r * Read::kTile + j);
     }
-  }
+  };
+  const int whole = n / W * W;
+  if (whole > 0) some(products_int8<N, Some, Read::kTile, true>, 0, whole);
+  if (whole < n) some(products_int8<N, Some, Read::kTile, false>, whole, n - whole);
 }
 
 // Whether the scores of R rows and n keys are all finite.
