@@ -7,7 +7,8 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kDigitBytes = 4;  // of the digits of a number, filler included
+constexpr int kDigitBytes = 4;      // of the digits of a number, filler included
+constexpr int kMaxQueryBytes = 12;  // of the digits of a number of a query, each four times over
 
 // Rows that will be read next, to be prefetched between the products.
 struct NextRows {
@@ -85,6 +86,22 @@ static inline float quantize_query(int8_t* digits, int32_t* bias, float* x, int6
   return 1.0f / finer;
 }
 
+// Lays the digits of a query of n floats out as the products take them: for each vector of columns and each u < 4,
+// each digit of the fours 4 c + u of columns, four times over. `Rows` queries lie side by side.
+template <int Digits, int Rows>
+static inline void spread_digits(int8_t* HW_RESTRICT out, const int8_t* HW_RESTRICT digits, int64_t n) {
+  for (int64_t d = 0; d < n; d += kBytes, out += 4 * Rows * Digits * kBytes) {
+    for (int four = 0; four < W; ++four, digits += 4 * kDigitBytes) {
+      for (int i = 0; i < Digits; ++i) {
+        int32_t x[4];
+        memcpy(x, digits + i * 4, 4);
+        x[1] = x[2] = x[3] = x[0];
+        memcpy(out + (four % 4 * Rows * Digits + i) * kBytes + four / 4 * 16, x, sizeof(x));
+      }
+    }
+  }
+}
+
 // The value of sums by digit, the lowest digit first.
 template <int Digits>
 HW_INLINE F combine_digits(const I* digit) {
@@ -94,36 +111,92 @@ HW_INLINE F combine_digits(const I* digit) {
   return sum;
 }
 
-// Scores of R rows and the n <= W keys of a vector, times the rows' units and the keys' scales: out[row][key].
-template <int Digits, int R, int Pitch>
-static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int32_t* bias, const float* unit,
-                                      int64_t pitch, int64_t D, const int8_t* HW_RESTRICT key, int64_t stride, int n,
-                                      const float* HW_RESTRICT scale, NextRows next, float* HW_RESTRICT out) {
-  I acc[R * Digits];
+template <int R>
+constexpr int kQueriesAtOnce = R < 4 ? R : 4;  // the registers hold no more rows
+
+// Fours of keys that are multiplied side by side: as many as the registers hold, with the sums of R rows.
+template <int Digits, int R>
+constexpr int kFoursAtOnce = R * Digits <= 3                 ? kFours
+                             : R * Digits <= 8 && kFours > 1 ? 2
+                                                             : 1;
+
+// sums += products of R rows with 4 N keys, for a vector of columns. bytes(x, u) is key u of four x, its prefetch
+// beside it.
+template <int Digits, int R, int N, class Bytes>
+HW_INLINE void add_products(const int8_t* HW_RESTRICT query, const Bytes& bytes, I* sums) {
+  I k[4 * N];
   HW_UNROLL
-  for (int r = 0; r < R; ++r) {
+  for (int x = 0; x < N; ++x) {
     HW_UNROLL
-    for (int i = 0; i < Digits; ++i) acc[r * Digits + i] = set_int(bias[r * 4 + i]);
+    for (int u = 0; u < 4; ++u) k[4 * x + u] = add_128(bytes(x, u));
+    transpose_four(k + 4 * x);
   }
-  for (int64_t d = 0; d < D; d += kBytes) {
-    I k[W];
+  HW_UNROLL
+  for (int u = 0; u < 4; ++u) {
     HW_UNROLL
-    for (int u = 0; u < W; ++u) k[u] = load_bytes(key + (u < n ? u : 0) * stride + d, D - d);
-    transpose_bytes(k);
-    HW_UNROLL
-    for (int u = 0; u < W; ++u) {
-      const I x = add_128(k[u]);
-      prefetch_here(NextRows::at(next, u) + d);
+    for (int i = 0; i < R * Digits; ++i) {
+      const I digits = load_all(query + (u * R * Digits + i) * kBytes);
       HW_UNROLL
-      for (int i = 0; i < R * Digits; ++i) {
-        acc[i] = dot_bytes(acc[i], x, query + i / Digits * pitch + (d + 4 * u) * kDigitBytes + i % Digits * 4);
-      }
+      for (int x = 0; x < N; ++x) sums[i * N + x] = dot_bytes(sums[i * N + x], k[4 * x + u], digits);
     }
   }
-  const F scales = load(scale);
-  HW_UNROLL
-  for (int r = 0; r < R; ++r) {
-    store(out + r * Pitch, mul(mul(combine_digits<Digits>(acc + r * Digits), set1(unit[r])), scales));
+}
+
+// Scores of R rows and n keys, times the rows' units and the keys' scales: out[row][key]. n is a multiple of W, or, if
+// not `Whole`, below W.
+template <int Digits, int R, int Pitch, bool Whole>
+static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int32_t* bias, const float* unit,
+                                      int64_t D, const int8_t* HW_RESTRICT key, int64_t stride, int n,
+                                      const float* HW_RESTRICT scale, NextRows next, float* HW_RESTRICT out) {
+  constexpr int N = kFoursAtOnce<Digits, R>;
+  const int64_t three = 3 * stride, next_three = 3 * next.stride;
+  const auto row = [](const int8_t* from, int u, int64_t one, int64_t other)
+                       HW_LAMBDA { return u < 3 ? offset(from, u * one) : offset(from, other); };
+  for (int j = 0; j < n; j += W) {
+    I sums[R * Digits][kFours];
+    HW_UNROLL
+    for (int first = 0; first < kFours; first += N) {
+      I acc[R * Digits * N];
+      HW_UNROLL
+      for (int i = 0; i < R * Digits * N; ++i) acc[i] = set_int(0);
+      const int8_t *digits = query, *from[N], *ahead[N];
+      HW_UNROLL
+      for (int x = 0; x < N; ++x) {
+        from[x] = offset(key, (j + 4 * (first + x)) * stride), ahead[x] = next.at(next, j + 4 * (first + x));
+      }
+      const auto columns = [&](int64_t left, auto load) HW_LAMBDA {
+        add_products<Digits, R, N>(
+            digits,
+            [&](int x, int u) HW_LAMBDA {
+              prefetch_here(row(ahead[x], u, next.stride, next_three));
+              const bool is = Whole || 4 * (first + x) + u < n;
+              return load(is ? row(from[x], u, stride, three) : offset(key, D - left));
+            },
+            acc);
+        digits += 4 * R * Digits * kBytes;
+        HW_UNROLL
+        for (int x = 0; x < N; ++x) {
+          from[x] = offset(from[x], kBytes), ahead[x] = offset(ahead[x], kBytes);
+          one_address(from[x]), one_address(ahead[x]);
+        }
+      };
+      int64_t left = D;
+      for (; left >= kBytes; left -= kBytes) columns(left, [](const int8_t* p) HW_LAMBDA { return load_all(p); });
+      if (left > 0) columns(left, [left](const int8_t* p) HW_LAMBDA { return load_bytes(p, left); });
+      HW_UNROLL
+      for (int i = 0; i < R * Digits; ++i) {
+        HW_UNROLL
+        for (int x = 0; x < N; ++x) sums[i][first + x] = acc[i * N + x];
+      }
+    }
+    const F scales = load(scale + j);
+    HW_UNROLL
+    for (int r = 0; r < R; ++r) {
+      I digit[Digits];
+      HW_UNROLL
+      for (int i = 0; i < Digits; ++i) digit[i] = add_int(sum_fours(sums[r * Digits + i]), set_int(bias[r * 4 + i]));
+      store(out + r * Pitch + j, mul(mul(combine_digits<Digits>(digit), set1(unit[r])), scales));
+    }
   }
 }
 
@@ -141,22 +214,22 @@ static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int3
       for (int i = 0; i < Digits; ++i) acc[(r * Count + x) * Digits + i] = set_int(bias[r * 4 + i]);
     }
   }
-  for (int j = 0; j < n; j += 4) {
+  const int8_t* ahead = next.rows;
+  const int64_t next_three = 3 * next.stride;
+  const auto four = [&](int j, auto load) HW_LAMBDA {
     I row[4], v[Count];
     HW_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int8_t* from = value + (j + i < n ? j + i : j) * stride;  // beyond the last key the weight is 0
-      row[i] = load_bytes(from, columns);
-    }
+    for (int i = 0; i < 4; ++i) row[i] = load(i);
     interleave_bytes<First, Count>(row, v);
     HW_UNROLL
     for (int x = 0; x < Count; ++x) v[x] = add_128(v[x]);
-    // A line beside each row's products; those for which there is no row come before.
     HW_UNROLL
-    for (int x = R; x < Count; ++x) prefetch_here(NextRows::at(next, j + First + x));
+    for (int x = First; x < First + Count; ++x)
+      prefetch_here(x < 3 ? offset(ahead, x * next.stride) : offset(ahead, next_three));
+    ahead = offset(ahead, 4 * next.stride);
+    one_address(ahead);
     HW_UNROLL
     for (int r = 0; r < R; ++r) {
-      if (r < Count) prefetch_here(NextRows::at(next, j + First + r));
       HW_UNROLL
       for (int i = 0; i < Digits; ++i) {
         const I w = broadcast_bytes(digits + (r * Pitch + j) * kDigitBytes + i * 4);
@@ -167,6 +240,23 @@ static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int3
         }
       }
     }
+  };
+  int j = 0;
+  const auto fours = [&](auto load) HW_LAMBDA {
+    const int8_t* from = value;
+    const int64_t three = 3 * stride;
+    for (; j + 4 <= n; j += 4, from = offset(from, 4 * stride)) {
+      one_address(from);
+      four(j, [&](int i) HW_LAMBDA { return load(offset(from, i < 3 ? i * stride : three)); });
+    }
+  };
+  if (columns >= kBytes) {
+    fours([](const int8_t* p) HW_LAMBDA { return load_all(p); });
+  } else {
+    fours([columns](const int8_t* p) HW_LAMBDA { return load_bytes(p, columns); });
+  }
+  if (j < n) {  // beyond the last key the weight is 0
+    four(j, [&](int i) HW_LAMBDA { return load_bytes(value + (j + i < n ? j + i : j) * stride, columns); });
   }
   HW_UNROLL
   for (int r = 0; r < R; ++r) {

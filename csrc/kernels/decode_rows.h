@@ -32,15 +32,16 @@ struct DecodeScratch {
     line = arena.take<float>(max(padded_D, padded_V));
     rows = arena.take<QueryRows>(1);
     weight_tiles = arena.take<uint32_t>(kHasAmx ? weight_words(kHalfTile) : 0);
-    query_digits = reinterpret_cast<int8_t*>(query);
+    query_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * padded_D * kMaxQueryBytes : 0);
     weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
   }
 };
 
-// Scores of U keys and R rows, U R = W sums: side by side in `out`, row by row.
+// Scores of U keys and R rows, from `row` on, U R = W sums: side by side in `out`, row by row.
 template <class Read, int R, class Lines>
-static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, const typename Read::T* HW_RESTRICT key,
-                            int64_t stride, Lines& ahead, float* HW_RESTRICT out) {
+static inline void key_dots(const float* HW_RESTRICT query, int row, int64_t padded_D,
+                            const typename Read::T* HW_RESTRICT key, int64_t stride, Lines& ahead,
+                            float* HW_RESTRICT out) {
   constexpr int U = W / R;
   F acc[W];
   HW_UNROLL
@@ -49,7 +50,7 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
     F qa[R], qb[R];
     if constexpr (R <= U) {  // kept in registers for all keys
       HW_UNROLL
-      for (int r = 0; r < R; ++r) Read::load_query(query, r * padded_D + d, qa[r], qb[r]);
+      for (int r = 0; r < R; ++r) Read::load_query(query, (row + r) * padded_D + d, qa[r], qb[r]);
     }
     HW_UNROLL
     for (int u = 0; u < U; ++u) {
@@ -58,7 +59,7 @@ static inline void key_dots(const float* HW_RESTRICT query, int64_t padded_D, co
       ahead.step();
       HW_UNROLL
       for (int r = 0; r < R; ++r) {
-        if constexpr (R > U) Read::load_query(query, r * padded_D + d, qa[r], qb[r]);
+        if constexpr (R > U) Read::load_query(query, (row + r) * padded_D + d, qa[r], qb[r]);
         acc[r * U + u] = Read::times(acc[r * U + u], qa[r], qb[r], a, b);
       }
     }
@@ -181,24 +182,96 @@ static inline NextRows next_rows(const Tensor4& x, int64_t b, int64_t kv_head, i
   return {reinterpret_cast<const int8_t*>(at(x, b, kv_head, j)), x.stride[2]};
 }
 
-// Q K^T of R rows and n keys in float arithmetic.
+// Q K^T of R rows, from `row` on, and the keys from <= j < n in float arithmetic.
 template <class Read, int R, class Lines>
-HW_INLINE void key_scores(const DecodeScratch& s, int64_t padded_D, const typename Read::T* k, int64_t stride, int n,
-                          Lines& ahead) {
+HW_INLINE void key_scores(const DecodeScratch& s, int row, int from, int64_t padded_D, const typename Read::T* k,
+                          int64_t stride, int n, Lines& ahead) {
   constexpr int U = W / R;
+  float* scores = s.scores + row * Read::kTile;
   float out[W];
-  for (int j = 0; j < n; j += U) {
+  for (int j = from; j < n; j += U) {
     if (j + U <= n) {
-      key_dots<Read, R>(s.query, padded_D, k + j * stride, stride, ahead, out);
+      key_dots<Read, R>(s.query, row, padded_D, k + j * stride, stride, ahead, out);
     } else {  // the last keys one at a time, as U times the same one
       for (int i = j; i < n; ++i) {
-        key_dots<Read, R>(s.query, padded_D, k + i * stride, 0, ahead, out);
-        for (int r = 0; r < R; ++r) s.scores[r * Read::kTile + i] = out[r * U];
+        key_dots<Read, R>(s.query, row, padded_D, k + i * stride, 0, ahead, out);
+        for (int r = 0; r < R; ++r) scores[r * Read::kTile + i] = out[r * U];
       }
       return;
     }
-    for (int r = 0; r < R; ++r) memcpy(s.scores + r * Read::kTile + j, out + r * U, U * sizeof(float));
+    for (int r = 0; r < R; ++r) memcpy(scores + r * Read::kTile + j, out + r * U, U * sizeof(float));
   }
+}
+
+// The same of four rows of `Steps` vectors, which stay in registers. Each key is multiplied whole, so that keys are
+// read in the order of memory. The sums have the bits of `key_dots`.
+template <class Read, int Steps, class Lines>
+HW_INLINE void key_scores_in_order(const DecodeScratch& s, int row, const typename Read::T* k, int64_t stride, int n,
+                                   Lines& ahead) {
+  constexpr int R = 4;
+  F query[R][Steps], unused;
+  HW_UNROLL
+  for (int i = 0; i < R * Steps; ++i) {
+    Read::load_query(s.query, (row * Steps + i) * 2 * W, query[i / Steps][i % Steps], unused);
+  }
+  int j = 0;
+  for (; j + 4 <= n; j += 4) {
+    F fours[4];
+    HW_UNROLL
+    for (int u = 0; u < 4; ++u) {
+      const auto* key = k + (j + u) * stride;
+      F acc[R];
+      HW_UNROLL
+      for (int r = 0; r < R; ++r) acc[r] = zero();
+      HW_UNROLL
+      for (int d = 0; d < Steps; ++d) {
+        F x;
+        Read::load_key(key + d * 2 * W, x, unused);
+        ahead.step();
+        HW_UNROLL
+        for (int r = 0; r < R; ++r) acc[r] = Read::times(acc[r], query[r][d], unused, x, unused);
+      }
+      fours[u] = sums_of_four(acc);
+    }
+    float by_row[W];
+    store(by_row, join_fours_by_vector(fours));
+    for (int r = 0; r < R; ++r) {
+      memcpy(s.scores + (row + r) * Read::kTile + j, by_row + r * 4, 4 * sizeof(float));
+    }
+  }
+  if (j < n) key_scores<Read, R>(s, row, j, Steps * 2 * W, k, stride, n, ahead);
+}
+
+// Every second line of `lines`: two passes over a tile prefetch the next one together.
+template <class Lines>
+class EverySecond {
+ public:
+  HW_MEMBER explicit EverySecond(Lines& lines) : lines_(lines) {}
+  HW_MEMBER void step() {
+    if (now_) lines_.step();
+    now_ = !now_;
+  }
+
+ private:
+  Lines& lines_;
+  bool now_ = true;
+};
+
+// Q K^T of all rows in the order of memory, four rows at a time.
+template <class Read, int R, class Lines>
+HW_INLINE void all_scores_in_order(const DecodeScratch& s, int64_t padded_D, const typename Read::T* k, int64_t stride,
+                                   int n, Lines& ahead) {
+  const auto four = [&](int row, auto& lines) HW_LAMBDA {
+    if constexpr (Read::kPairs) {
+      if (padded_D == 4 * W) return key_scores_in_order<Read, 2>(s, row, k, stride, n, lines);
+      if (padded_D == 6 * W) return key_scores_in_order<Read, 3>(s, row, k, stride, n, lines);
+      if (padded_D == 8 * W) return key_scores_in_order<Read, 4>(s, row, k, stride, n, lines);
+    }
+    key_scores<Read, 4>(s, row, 0, padded_D, k, stride, n, lines);
+  };
+  if constexpr (R == 4) return four(0, ahead);
+  EverySecond first(ahead), second(ahead);
+  four(0, first), four(4, second);
 }
 
 template <class Read, int R>
@@ -208,7 +281,13 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
   if constexpr (Read::kTiles) {
     tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, ahead, s.scores);
   } else {
-    ahead.beside([&](auto& lines) HW_LAMBDA { key_scores<Read, R>(s, padded_D, k, key.stride, n, lines); });
+    ahead.beside([&](auto& lines) HW_LAMBDA {
+      if constexpr (kInOrder && R >= 4) {
+        all_scores_in_order<Read, R>(s, padded_D, k, key.stride, n, lines);
+      } else {
+        key_scores<Read, R>(s, 0, 0, padded_D, k, key.stride, n, lines);
+      }
+    });
   }
 }
 
@@ -216,17 +295,18 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
 template <class Read, int R>
 static inline void decode_products_int8(const DecodeScratch& s, int64_t padded_D, int64_t D, const KeyRows& key, int n,
                                         const float* scales, NextRows next) {
-  constexpr int Some = R < 4 ? R : 4;  // the registers hold no more rows
-  const int64_t pitch = padded_D * kDigitBytes;
+  constexpr int Some = kQueriesAtOnce<R>, N = Read::kDigits;
   const auto* k = reinterpret_cast<const int8_t*>(key.data);
-  for (int j = 0; j < n; j += W) {
-    const NextRows next_keys = {next.rows + j * next.stride, next.stride};
+  const auto some = [&](auto products, int j, int keys) {
+    const NextRows next_keys = {NextRows::at(next, j), next.stride};
     for (int r = 0; r < R; r += Some) {
-      products_int8<Read::kDigits, Some, Read::kTile>(s.query_digits + r * pitch, s.query_bias + r * 4,
-                                                      s.query_unit + r, pitch, D, k + j * key.stride, key.stride, n - j,
-                                                      scales + j, next_keys, s.scores + r * Read::kTile + j);
+      products(s.query_digits + r * padded_D * 4 * N, s.query_bias + r * 4, s.query_unit + r, D, k + j * key.stride,
+               key.stride, keys, scales + j, next_keys, s.scores + r * Read::kTile + j);
     }
-  }
+  };
+  const int whole = n / W * W;
+  if (whole > 0) some(products_int8<N, Some, Read::kTile, true>, 0, whole);
+  if (whole < n) some(products_int8<N, Some, Read::kTile, false>, whole, n - whole);
 }
 
 // Whether the scores of R rows and n keys are all finite.
@@ -268,35 +348,45 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
   }
 }
 
-// The same in float arithmetic.
+// The same of R rows, from `row` on, in float arithmetic.
 template <class Read, int R, class Lines>
-HW_INLINE void value_sums(const DecodeScratch& s, int n, const typename Read::T* v, int64_t stride, int64_t padded_V,
+HW_INLINE void value_sums(DecodeScratch& s, int row, int n, const typename Read::T* v, int64_t stride, int64_t padded_V,
                           Lines& ahead) {
   constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
+  const float *weights = s.scores + row * Read::kTile, *rescale = s.rescale + row;
+  float* sums = s.sums + row * padded_V;
   int64_t d = 0;
   for (; d + 2 * W * X <= padded_V; d += 2 * W * X) {
-    value_columns<Read, R, X>(s.scores, n, v + d, stride, ahead, s.rescale, s.sums + d, padded_V);
+    value_columns<Read, R, X>(weights, n, v + d, stride, ahead, rescale, sums + d, padded_V);
   }
   if constexpr (X == 4) {
     for (; d + 4 * W <= padded_V; d += 4 * W) {
-      value_columns<Read, R, 2>(s.scores, n, v + d, stride, ahead, s.rescale, s.sums + d, padded_V);
+      value_columns<Read, R, 2>(weights, n, v + d, stride, ahead, rescale, sums + d, padded_V);
     }
   }
   for (; d < padded_V; d += 2 * W) {
-    value_columns<Read, R, 1>(s.scores, n, v + d, stride, ahead, s.rescale, s.sums + d, padded_V);
+    value_columns<Read, R, 1>(weights, n, v + d, stride, ahead, rescale, sums + d, padded_V);
   }
 }
 
 template <class Read, int R>
-static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
-                                 Ahead<Read>& ahead) {
+static inline void decode_values(DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V, Ahead<Read>& ahead) {
   const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
   if constexpr (Read::kTiles) {
     rest_ahead(ahead, n, padded_V, 2);
     tile_weights<R, Read::kTile>(s.scores, n, s.weight_tiles);
     tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, ahead, s.rescale, s.sums);
   } else {
-    ahead.beside([&](auto& lines) HW_LAMBDA { value_sums<Read, R>(s, n, v, value.stride, padded_V, lines); });
+    ahead.beside([&](auto& lines) HW_LAMBDA {
+      if constexpr (kInOrder && R == 4) {
+        if (padded_V == 8 * W) {  // sums of two rows fit into the registers: values are read in the order of memory
+          EverySecond first(lines), second(lines);
+          value_sums<Read, 2>(s, 0, n, v, value.stride, padded_V, first);
+          return value_sums<Read, 2>(s, 2, n, v, value.stride, padded_V, second);
+        }
+      }
+      value_sums<Read, R>(s, 0, n, v, value.stride, padded_V, lines);
+    });
   }
 }
 

@@ -54,6 +54,15 @@ HW_INLINE const T* offset(const T* p, int64_t bytes) {
   return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
 }
 
+// Keeps the compiler from holding sums of p and other numbers in registers of their own, one for each use.
+HW_INLINE void one_address(const int8_t*& p) {
+#if defined(__GNUC__)
+  asm volatile("" : "+r"(p));
+#else
+  (void)p;
+#endif
+}
+
 // Prefetches the line at p. Inline assembly, so that it stays between the products where it stands: many prefetches at
 // once would wait for one another.
 HW_INLINE void prefetch_here(const int8_t* p) {

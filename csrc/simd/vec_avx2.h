@@ -115,6 +115,9 @@ HW_INLINE F reduce_each(const F* x) {
   const F b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
   return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
+// Called for vectors of 16 lanes alone, so without a body here.
+F sums_of_four(const F* x);
+F join_fours_by_vector(const F* fours);
 
 // Transposes W rows of W floats.
 HW_INLINE void transpose(F* r) {

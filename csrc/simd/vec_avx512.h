@@ -92,24 +92,31 @@ HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
               : _mm512_cmpeq_epi16_mask(peak, _mm512_set1_epi16(static_cast<short>(mask))) == 0;
 }
 
-// Sixteen vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.
-HW_INLINE F reduce_each(const F* x) {
-  F pair[8], quad[4];
-  HW_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const F a = x[2 * i], b = x[2 * i + 1];
-    pair[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));  // a0 b0 a1 b1 in each 128 bits
-  }
-  HW_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(pair[2 * i]), b = _mm512_castps_pd(pair[2 * i + 1]);
-    quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  // Each quad: 128-bit lanes hold partial sums of four vectors. Add the four lanes of each, laid side by side.
-  const F ab0 = _mm512_shuffle_f32x4(quad[0], quad[1], 0x88), ab1 = _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd);
-  const F cd0 = _mm512_shuffle_f32x4(quad[2], quad[3], 0x88), cd1 = _mm512_shuffle_f32x4(quad[2], quad[3], 0xdd);
+// Four vectors, summed within each 128 bits: lane 4 q + i is the sum of part q of x[i].
+HW_INLINE F sums_of_four(const F* x) {
+  // x0 x0 x1 x1 in each 128 bits: a half of each as it is, and the other two halves by one shuffle.
+  const F a = _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, x[0], x[1]), _mm512_shuffle_ps(x[0], x[1], 0x4e));
+  const F b = _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, x[2], x[3]), _mm512_shuffle_ps(x[2], x[3], 0x4e));
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+// The sums of sixteen vectors from four such sums: lane 4 i + j is vector j of the i-th four.
+HW_INLINE F join_fours(const F* fours) {
+  const F ab0 = _mm512_shuffle_f32x4(fours[0], fours[1], 0x88), ab1 = _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd);
+  const F cd0 = _mm512_shuffle_f32x4(fours[2], fours[3], 0x88), cd1 = _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd);
   const F ab = _mm512_add_ps(ab0, ab1), cd = _mm512_add_ps(cd0, cd1);
   return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+}
+// The same with lane 4 j + i.
+HW_INLINE F join_fours_by_vector(const F* fours) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_ps(order, join_fours(fours));
+}
+// Sixteen vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.
+HW_INLINE F reduce_each(const F* x) {
+  F fours[4];
+  HW_UNROLL
+  for (int i = 0; i < 4; ++i) fours[i] = sums_of_four(x + 4 * i);
+  return join_fours(fours);
 }
 
 // Transposes W rows of W floats.

@@ -93,6 +93,9 @@ HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool wide) {
 
 // Four vectors to the vector of their sums, lane i the sum of x[i]; a fixed tree.
 HW_INLINE F reduce_each(const F* x) { return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3])); }
+// Called for vectors of 16 lanes alone, so without a body here.
+F sums_of_four(const F* x);
+F join_fours_by_vector(const F* fours);
 
 // Transposes W rows of W floats.
 HW_INLINE void transpose(F* r) {

@@ -177,6 +177,9 @@ HW_INLINE bool is_finite(Peak peak, uint32_t mask, bool) { return peak != mask; 
 HW_INLINE F reduce_each(const F* x) {
   return each([&](int i) { return reduce_add(x[i]); });
 }
+// Called for vectors of 16 lanes alone, so without a body here.
+F sums_of_four(const F* x);
+F join_fours_by_vector(const F* fours);
 
 // Transposes W rows of W floats.
 HW_INLINE void transpose(F* r) {

@@ -8,6 +8,7 @@ namespace HW_ISA {
 
 constexpr bool kHasVnni = true;
 constexpr int kBytes = 64;  // of a vector
+constexpr int kFours = 4;   // of keys in a vector of scores
 
 using I = __m512i;
 HW_INLINE I set_int(int32_t x) { return _mm512_set1_epi32(x); }
@@ -15,6 +16,8 @@ HW_INLINE I set_int(int32_t x) { return _mm512_set1_epi32(x); }
 HW_INLINE I load_bytes(const int8_t* p, int64_t n) {
   return _mm512_maskz_loadu_epi8(_cvtu64_mask64(n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1), p);
 }
+HW_INLINE I load_all(const int8_t* p) { return _mm512_loadu_si512(p); }
+HW_INLINE I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
 HW_INLINE I add_128(I bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80))); }
 // The four bytes at p, in every lane.
 HW_INLINE I broadcast_bytes(const int8_t* p) {
@@ -32,30 +35,20 @@ HW_INLINE I dot_bytes(I acc, I x_plus_128, I digits) {
   return _mm512_dpbusd_epi32(acc, x_plus_128, digits);
 #endif
 }
-// The same with the four digits at one address for every lane.
-HW_INLINE I dot_bytes(I acc, I x_plus_128, const int8_t* digits) {
-#if defined(__GNUC__)
-  struct Four {
-    int8_t x[4];
-  };
-  asm volatile("vpdpbusd %2%{1to16%}, %1, %0"
-               : "+v"(acc)
-               : "v"(x_plus_128), "m"(*reinterpret_cast<const Four*>(digits)));
-  return acc;
-#else
-  return _mm512_dpbusd_epi32(acc, x_plus_128, broadcast_bytes(digits));
-#endif
-}
 HW_INLINE F round_to_int(F x) { return _mm512_cvtepi32_ps(_mm512_cvtps_epi32(x)); }
 HW_INLINE F floats_of(I x) { return _mm512_cvtepi32_ps(x); }
-// Transposes W rows of 16 groups of four bytes: lane r of x[i] holds bytes 4 i to 4 i + 3 of row r.
-HW_INLINE void transpose_bytes(I* x) {
-  F r[W];
-  HW_UNROLL
-  for (int i = 0; i < W; ++i) r[i] = _mm512_castsi512_ps(x[i]);
-  transpose(r);
-  HW_UNROLL
-  for (int i = 0; i < W; ++i) x[i] = _mm512_castps_si512(r[i]);
+// Transposes four rows of fours of bytes within every 16 bytes: lane 4 c + r of x[i] is the four 4 c + i of row r.
+HW_INLINE void transpose_four(I* x) {
+  const I a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+  const I c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+  x[0] = _mm512_unpacklo_epi64(a, c), x[1] = _mm512_unpackhi_epi64(a, c);
+  x[2] = _mm512_unpacklo_epi64(b, d), x[3] = _mm512_unpackhi_epi64(b, d);
+}
+// Lane 4 i + r: the sum of the lanes r, 4 + r, 8 + r and 12 + r of x[i].
+HW_INLINE I sum_fours(const I* x) {
+  const I a = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x44), _mm512_shuffle_i32x4(x[0], x[1], 0xee));
+  const I b = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x44), _mm512_shuffle_i32x4(x[2], x[3], 0xee));
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 // Interleaves four rows of 64 bytes: a lane holds the four bytes of a column. Lane 4 q + i of vector m is column
 // 16 q + 4 m + i. Makes `Count` of the four vectors, from `First` on.

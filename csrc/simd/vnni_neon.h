@@ -8,6 +8,7 @@ namespace HW_ISA {
 
 constexpr bool kHasVnni = true;
 constexpr int kBytes = 16;  // of a vector
+constexpr int kFours = 1;   // of keys in a vector of scores
 
 using I = int32x4_t;
 HW_INLINE I of_bytes(int8x16_t x) { return vreinterpretq_s32_s8(x); }
@@ -21,6 +22,8 @@ HW_INLINE I load_bytes(const int8_t* p, int64_t n) {
   if (n > 0) memcpy(first, p, static_cast<size_t>(n));
   return of_bytes(vld1q_s8(first));
 }
+HW_INLINE I load_all(const int8_t* p) { return of_bytes(vld1q_s8(p)); }
+HW_INLINE I add_int(I a, I b) { return vaddq_s32(a, b); }
 HW_INLINE I add_128(I bytes) { return veorq_s32(bytes, vdupq_n_s32(static_cast<int32_t>(0x80808080u))); }
 // The four bytes at p, in every lane.
 HW_INLINE I broadcast_bytes(const int8_t* p) {
@@ -32,14 +35,10 @@ HW_INLINE I broadcast_bytes(const int8_t* p) {
 HW_INLINE I dot_bytes(I acc, I x_plus_128, I digits) {
   return vusdotq_s32(acc, vreinterpretq_u8_s32(x_plus_128), bytes_of(digits));
 }
-// The same with the four digits at one address for every lane.
-HW_INLINE I dot_bytes(I acc, I x_plus_128, const int8_t* digits) {
-  return dot_bytes(acc, x_plus_128, broadcast_bytes(digits));
-}
 HW_INLINE F round_to_int(F x) { return vrndnq_f32(x); }
 HW_INLINE F floats_of(I x) { return vcvtq_f32_s32(x); }
-// Transposes W rows of W groups of four bytes: lane r of x[i] holds bytes 4 i to 4 i + 3 of row r.
-HW_INLINE void transpose_bytes(I* x) {
+// Transposes four rows of fours of bytes: lane r of x[i] is the four i of row r.
+HW_INLINE void transpose_four(I* x) {
   F r[W];
   HW_UNROLL
   for (int i = 0; i < W; ++i) r[i] = vreinterpretq_f32_s32(x[i]);
@@ -47,6 +46,8 @@ HW_INLINE void transpose_bytes(I* x) {
   HW_UNROLL
   for (int i = 0; i < W; ++i) x[i] = vreinterpretq_s32_f32(r[i]);
 }
+// On vectors of several times 16 bytes, sums of their parts.
+HW_INLINE I sum_fours(const I* x) { return x[0]; }
 // Interleaves four rows of 16 bytes: a lane holds the four bytes of a column. Lane i of vector m is column 4 m + i.
 // Makes `Count` of the four vectors, from `First` on.
 template <int First, int Count>

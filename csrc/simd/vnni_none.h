@@ -7,17 +7,20 @@ namespace HW_ISA {
 
 constexpr bool kHasVnni = false;
 constexpr int kBytes = 2 * W;
+constexpr int kFours = 1;
 
 struct I {};
 I set_int(int32_t x);
 I load_bytes(const int8_t* p, int64_t n);
+I load_all(const int8_t* p);
+I add_int(I a, I b);
 I add_128(I bytes);
 I broadcast_bytes(const int8_t* p);
 I dot_bytes(I acc, I x_plus_128, I digits);
-I dot_bytes(I acc, I x_plus_128, const int8_t* digits);
 F round_to_int(F x);
 F floats_of(I x);
-void transpose_bytes(I* x);
+void transpose_four(I* x);
+I sum_fours(const I* x);
 template <int First, int Count>
 void interleave_bytes(const I* row, I* out);
 int place_of_column(int c);
