@@ -113,6 +113,15 @@ def test_groups_on_both_sides_of_every_switch(backend: str, dtype: torch.dtype) 
 
 
 @native_dtypes
+def test_decoding_at_the_widths_of_models(backend: str, dtype: torch.dtype) -> None:
+    """One token of 3 to 8 heads a group: head dims whose queries stay in registers, keys that no tile divides."""
+    with collected() as attempt:
+        for G, D in itertools.product((3, 4, 7, 8), (64, 83, 96, 128)):
+            n = Sizes(1, 2 * G, 2, 1, 131, D, 128)
+            attempt(f"{n}", check, backend, answer(n, dtype, None))
+
+
+@native_dtypes
 def test_primes(backend: str, dtype: torch.dtype) -> None:
     sizes = [
         Sizes(3, 35, 7, 67, 131, 59, 37),
