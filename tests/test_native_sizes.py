@@ -116,8 +116,8 @@ def test_groups_on_both_sides_of_every_switch(backend: str, dtype: torch.dtype) 
 def test_decoding_at_the_widths_of_models(backend: str, dtype: torch.dtype) -> None:
     """One token of 3 to 8 heads a group: head dims whose queries stay in registers, keys that no tile divides."""
     with collected() as attempt:
-        for G, D in itertools.product((3, 4, 7, 8), (64, 83, 96, 128)):
-            n = Sizes(1, 2 * G, 2, 1, 131, D, 128)
+        for G, D, S in itertools.product((3, 4, 7, 8), (64, 83, 96, 128), (129, 131)):
+            n = Sizes(1, 2 * G, 2, 1, S, D, 128)
             attempt(f"{n}", check, backend, answer(n, dtype, None))
 
 
