@@ -109,8 +109,11 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
   QueryRows& rows = *s.rows;
   const int n = static_cast<int>(plan.rows);
   place_rows(p, b, kv_head, 0, n, R, rows);
-  memset(s.query, 0, static_cast<size_t>(kDecodeRows * padded_D) * sizeof(float));
-  if constexpr (Read::kDigits != 0) memset(s.query_digits, 0, static_cast<size_t>(R * padded_D * 4 * Read::kDigits));
+  if constexpr (Read::kDigits != 0) {
+    memset(s.query_digits, 0, static_cast<size_t>(R * padded_D * kQueryBytes<Read::kDigits>));
+  } else {
+    memset(s.query, 0, static_cast<size_t>(kDecodeRows * padded_D) * sizeof(float));
+  }
   if constexpr (Read::kTiles) memset(s.weight_tiles, 0, weight_words(Read::kTile) * sizeof(uint32_t));
   for (int r = 0; r < n; ++r) {
     const char* row = at(p.query, b, rows.h[r], rows.t[r]);
@@ -123,7 +126,8 @@ static void run_decode(const Problem& p, const Plan& plan, int64_t group, int64_
       s.query_unit[r] =
           quantize_query<Read::kDigits>(digits, s.query_bias + r * 4, s.line, padded_D, Read::kWeightDigits == 2, fits);
       constexpr int Some = kQueriesAtOnce<R>;
-      int8_t* place = s.query_digits + (r / Some * Some * padded_D * 4 + r % Some * kBytes) * Read::kDigits;
+      int8_t* place =
+          s.query_digits + r / Some * Some * padded_D * kQueryBytes<Read::kDigits> + r % Some * kBytes * Read::kDigits;
       spread_digits<Read::kDigits, Some>(place, digits, padded_D);
       if constexpr (Read::kDigits == 2) {
         if (!fits) return run_decode<typename Read::MoreDigits, R>(p, plan, group, split, scratch, upcoming);

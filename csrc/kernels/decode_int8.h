@@ -7,8 +7,9 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr int kDigitBytes = 4;      // of the digits of a number, filler included
-constexpr int kMaxQueryBytes = 12;  // of the digits of a number of a query, each four times over
+constexpr int kDigitBytes = 4;  // of the digits of a number, filler included
+template <int Digits>
+constexpr int64_t kQueryBytes = 4 * Digits;  // of a number of a query: each digit four times over
 
 // Rows that will be read next, to be prefetched between the products.
 struct NextRows {

@@ -32,7 +32,7 @@ struct DecodeScratch {
     line = arena.take<float>(max(padded_D, padded_V));
     rows = arena.take<QueryRows>(1);
     weight_tiles = arena.take<uint32_t>(kHasAmx ? weight_words(kHalfTile) : 0);
-    query_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * padded_D * kMaxQueryBytes : 0);
+    query_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * padded_D * kQueryBytes<3> : 0);
     weight_digits = arena.take<int8_t>(kHasVnni ? kDecodeRows * kInt8Tile * kDigitBytes : 0);
   }
 };
@@ -300,8 +300,8 @@ static inline void decode_products_int8(const DecodeScratch& s, int64_t padded_D
   const auto some = [&](auto products, int j, int keys) {
     const NextRows next_keys = {NextRows::at(next, j), next.stride};
     for (int r = 0; r < R; r += Some) {
-      products(s.query_digits + r * padded_D * 4 * N, s.query_bias + r * 4, s.query_unit + r, D, k + j * key.stride,
-               key.stride, keys, scales + j, next_keys, s.scores + r * Read::kTile + j);
+      products(s.query_digits + r * padded_D * kQueryBytes<N>, s.query_bias + r * 4, s.query_unit + r, D,
+               k + j * key.stride, key.stride, keys, scales + j, next_keys, s.scores + r * Read::kTile + j);
     }
   };
   const int whole = n / W * W;
@@ -350,8 +350,8 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
 
 // The same of R rows, from `row` on, in float arithmetic.
 template <class Read, int R, class Lines>
-HW_INLINE void value_sums(DecodeScratch& s, int row, int n, const typename Read::T* v, int64_t stride, int64_t padded_V,
-                          Lines& ahead) {
+HW_INLINE void value_sums(const DecodeScratch& s, int row, int n, const typename Read::T* v, int64_t stride,
+                          int64_t padded_V, Lines& ahead) {
   constexpr int X = W < 16 ? (R == 1 ? 4 : R == 2 ? 2 : 1) : R <= 2 ? 4 : 8 / R;  // 8 accumulators, or 16
   const float *weights = s.scores + row * Read::kTile, *rescale = s.rescale + row;
   float* sums = s.sums + row * padded_V;
@@ -370,7 +370,8 @@ HW_INLINE void value_sums(DecodeScratch& s, int row, int n, const typename Read:
 }
 
 template <class Read, int R>
-static inline void decode_values(DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V, Ahead<Read>& ahead) {
+static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& value, int64_t padded_V,
+                                 Ahead<Read>& ahead) {
   const auto* v = reinterpret_cast<const typename Read::T*>(value.data);
   if constexpr (Read::kTiles) {
     rest_ahead(ahead, n, padded_V, 2);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -78,7 +79,7 @@ def _look(  # private, for a command has as many options as its users need, and 
     beside = (image, audio, target, pair)
     more_options = reading.More(corpus, length, state, sentences, needles, importance, *beside)
     more, content = guard.together(lambda: _reading(more_options, text, file))
-    names = guard.together(lambda: writing.destinations(out, as_json, against, more.state) if several.speaks() else [])
+    names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
     plan = guard.together(lambda: read_plan(kept, against))
     result = side_by_side(
         model,
@@ -87,17 +88,16 @@ def _look(  # private, for a command has as many options as its users need, and 
         any_input=more.corpus is None,
         kept=plan,
     )
-    if not several.speaks():
-        return
+    if several.speaks():
+        _put(result, names, as_json, compared=against is not None)
+
+
+def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) -> None:
+    """Writes the files, and prints JSON, or the table and below it what was written."""
     lines = writing.write(result, names)
     if as_json:
         print(result.to_json())
-    else:
-        _print_table(result, lines, compared=against is not None)
-
-
-def _print_table(result: Any, lines: list[str], *, compared: bool) -> None:
-    """The table, and below it what was written."""
+        return
     if compared:
         console().print(result.table())
     else:

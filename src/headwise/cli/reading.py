@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import typer
 
+from headwise.disk import check_destination
+
 from . import guard, several
 from .media import read_image, read_sound
 
@@ -66,7 +68,10 @@ def checked(more: More, text: str | None, file: str | None) -> More:
         raise typer.BadParameter(f"--length {more.length}: a text has at least 2 tokens")
     if not Path(more.corpus).exists():
         raise typer.BadParameter(f"--corpus {more.corpus}: no such file or folder")
-    return more if more.state is not None else more._replace(state=STATE)
+    state = STATE if more.state is None else more.state
+    if several.speaks():  # the one process that writes it
+        check_destination(state)
+    return more._replace(state=state)
 
 
 def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:

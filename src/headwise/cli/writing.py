@@ -8,21 +8,14 @@ from typing import Any
 
 import typer
 
-from headwise.disk import check_destination
-
 REPORT = "headwise-report.html"
 PAGES = (".html", ".htm")
 TABLES = (".parquet", ".csv", ".json")
 ENDINGS = (*PAGES, *TABLES, ".md", ".svg", ".png")
 
 
-def destinations(out: Sequence[str] | None, as_json: bool, against: str | None, state: str | None = None) -> list[str]:
-    """The files to write, each checked before any model is read: its name, its folder, and what it takes to make it.
-
-    `state`: what a look at a corpus keeps meanwhile.
-    """
-    if state is not None:
-        check_destination(state)
+def destinations(out: Sequence[str] | None, as_json: bool, against: str | None) -> list[str]:
+    """The files to write, each checked before any model is read: its name, its folder, and what it takes to make it."""
     names = list(out) if out is not None else [] if as_json or against is not None else [REPORT]
     endings = TABLES if against is not None else ENDINGS
     for name in names:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.attention import attention
 from ..ops.masks.compose import Mask, as_mask
+from ..ops.scores import autocasts
 from ..ops.scoring import ScoringOptions
 from ..shapes import describe
 from ..shapes.kinds import check_dense, shown
@@ -80,7 +81,7 @@ class AttentionCall:
         device = self.query.device
         shape = (*self.query.shape[:3], *(() if self.value is None else self.value.shape[3:]))
         dtypes = {self.query.dtype}
-        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        if autocasts(device.type):
             dtypes.add(torch.get_autocast_dtype(device.type))
         fits = answer.ndim == 4 and answer.shape[: len(shape)] == shape
         if not fits or answer.dtype not in dtypes or answer.device != device:

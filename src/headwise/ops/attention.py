@@ -17,7 +17,7 @@ from .masks.compose import Mask
 from .native import backend as native
 from .others import refuse_others
 from .reference import reference
-from .scores import autocasts, without_autocast
+from .scores import lowered, without_autocast
 from .scoring import CallOptions, Options, Scoring
 from .storage.int8 import Quantized
 from .storage.layout import Cache, StorageLayout, parts_of
@@ -107,7 +107,7 @@ def attention(
     if any_dtensor(query, k, v):
         rest = {"scale": scale, "softcap": softcap, "dropout": dropout, "return_lse": return_lse, "backend": backend}
         return attend_parts(attention_of_part, (query, k, v), mask, sinks, gate, **rest)
-    query, k, v = _autocast(query, k, v)
+    query, k, v = lowered(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     with without_autocast(call.device_type):
         out, lse = _BACKENDS[_choose(call, backend)[0]].run(call)
@@ -133,7 +133,7 @@ def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | Non
     if value is None:
         raise ValueError(f"{BY_PLACE}; a cache is not drawn for; pass dropout=0")
     k, v, layout = parts_of(key, value)
-    query, k, v = _autocast(query, k, v)
+    query, k, v = lowered(query, k, v)
     call = _checked(query, k, v, return_lse=with_lse, layout=layout, **options)
     why_not = refusal(native.LIMITS, call) if backend in ("auto", "native") else f"backend {shown(backend)} does not"
     if why_not is not None:
@@ -194,7 +194,7 @@ def explain(
     """
     refuse_others({name: None for name in options if name not in CallOptions.__optional_keys__})
     k, v, layout = parts_of(key, value)
-    query, k, v = _autocast(query, k, v)
+    query, k, v = lowered(query, k, v)
     call = _checked(query, k, v, return_lse=return_lse, layout=layout, **options)
     chosen, why = _choose(call, backend)
     others = {name: refusal(other.limits, call) or other.aside for name, other in _BACKENDS.items() if name != chosen}
@@ -318,15 +318,3 @@ def _checked(
     scoring = Scoring.of(query, sized, mask, scale, softcap, sinks).trimmed(T, S)
     gate = None if gate is None else check_gate(gate, (B, H, T, V), query.device)
     return Call(query, key, value, scoring, dropout, return_lse, gate, layout)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast the op runs in its lower precision, as torch's own SDPA does."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not autocasts(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +30,23 @@ def autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def lowered(*tensors: Any) -> tuple[Any, ...]:
+    """Under autocast tensors in its lower precision, as torch's own SDPA takes them; what else there is, as it is."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not autocasts(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
+
+
 def of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast tensors of several dtypes in its lower one, as attention takes them; others as they are."""
     if not all(isinstance(x, Tensor) for x in tensors) or len({x.dtype for x in tensors}) == 1:
         return tensors
-    device = tensors[0].device.type
-    if not autocasts(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    return lowered(*tensors)
 
 
 def strips(T: int, rows: int) -> Iterator[slice]:

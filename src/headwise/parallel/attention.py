@@ -11,7 +11,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..nn.sharded import Some
 from ..ops.comm import Comm
 from ..ops.masks.compose import as_mask
-from ..ops.scores import autocasts
+from ..ops.scores import lowered
 from ..ops.spread import drawn
 from ..plan.places import TokenOrder
 from ..shapes import check_attention, check_gate, check_options, check_query_key, check_sinks, compute_dtype
@@ -110,20 +110,11 @@ def context_parallel(
 def _agreed(comm: Comm, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[_Arguments, Any]:
     """This rank's arguments, checked, and what each rank says of its own; where one's are wrong, all raise."""
     try:
-        call = _Arguments(*_autocast(query, key, value), *rest)
+        call = _Arguments(*lowered(query, key, value), *rest)
     except (TypeError, ValueError) as wrong:
         comm.agree("context_parallel", {}, {}, error=wrong)
         raise  # `agree` has raised it already
     return call, comm.agree("context_parallel", call.same, call.own)
-
-
-def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Under autocast attention runs in its lower precision, as `headwise.attention` does."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not autocasts(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x for x in tensors)
 
 
 class _Arguments:
