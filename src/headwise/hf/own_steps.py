@@ -252,9 +252,10 @@ _last: tuple[Any, Any, Mask] = (lambda: None, None, EVERYTHING)
 def _bias_of(x: Tensor, beta: float, heads: int, S: int) -> Mask:
     global _last
     how = (None if x.is_inference() else x._version, beta, heads, S)
-    if _last[0]() is not x or _last[1] != how or x.is_inference():  # of which nobody counts the writes
+    last = _last  # which another thread may put another in the place of
+    if last[0]() is not x or last[1] != how or x.is_inference():  # of which nobody counts the writes
         of_keys = (x if beta == 1 else x * beta)[..., -S:]
         if of_keys.shape[-1] != S:
             raise NoStepError
-        _last = ref(x), how, bias(without_lowest(of_keys.reshape(-1, heads, 1, S)))
-    return _last[2]
+        _last = last = ref(x), how, bias(without_lowest(of_keys.reshape(-1, heads, 1, S)))
+    return last[2]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..nn.probe import Each, Probe
 from ..nn.probe import probe as probe_any
+from ..nn.threads import in_this_thread, uncompiled
 from ..nn.unwrap import unwrap
 from .architectures import CROSS_ATTENTION
 from .errors import ModelError
@@ -25,7 +25,7 @@ class _Session(Session):
     """An open probe of a transformers model: which of its modules ran, too."""
 
     def __init__(self, model: PreTrainedModel, seen: Probe, names: dict[nn.Module, str]) -> None:
-        super().__init__(seen, names)
+        super().__init__(seen, names, {id(config): NAME for config in configs(model)})
         self.model = model
         self.ran: set[nn.Module] = set()
         self.before: dict[nn.Module, int] = {}
@@ -53,7 +53,8 @@ class _Session(Session):
             silent = [name for name in silent if not _is_cross(name)]
         if silent:
             raise self.fault(
-                silent, "was not called while the probe was open; run the whole model inside the with block"
+                silent,
+                "was not called while the probe was open; run the whole model inside the with block, in its thread",
             )
 
     def fault(self, names: list[str], what: str) -> ModelError:
@@ -67,7 +68,8 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
 
     The model is switched to headwise's attention and back. Calls are told apart by the qualified name of the module and
     their order, never by `layer_idx`, which encoder-decoders give twice and shared layers once. The model is left
-    bit-identical, also after an exception; a compiled model runs uncompiled inside the block.
+    bit-identical, also after an exception; a compiled model runs uncompiled inside the block. What other threads call
+    meanwhile runs as it would without the probe, and is not seen; each may have probes of its own.
 
     Args:
         model: Any model that runs on headwise, in any mode and dtype; of a wrapper (see
@@ -102,17 +104,14 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     seen = Probe(tuple(names.values()), each)
     session = _Session(model, seen, names)
     with ExitStack() as undo:
-        undo.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph has the attention of its trace
+        undo.enter_context(uncompiled())
         for module in {*names, *(part for part in model.modules() if isinstance(part, PreTrainedModel))}:
-            undo.callback(module.register_forward_pre_hook(session.enter).remove)
+            undo.callback(module.register_forward_pre_hook(in_this_thread(session.enter)).remove)
         for module in names:
-            undo.callback(module.register_forward_hook(session.leave).remove)
-        for config in configs(model):
-            undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
-            config._attn_implementation_internal = NAME
-        switch(model, NAME)
+            undo.callback(module.register_forward_hook(in_this_thread(session.leave)).remove)
         opened(session)
         undo.callback(closed, session)
+        switch(model, NAME)
         yield seen
     session.check_complete()
 

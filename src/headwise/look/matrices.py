@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..nn.outputs import output_projections
 from ..nn.probe import AttentionCall, probe
+from ..nn.threads import in_this_thread
 from .finite import spoilt
 from .reading import Reading
 from .switching import learning
@@ -70,7 +71,7 @@ class Sources:
         with ExitStack() as undo:
             for name, part in model.named_modules():
                 if not any(True for _ in part.children()) and all(p.ndim < 2 for p in part.parameters()):
-                    undo.callback(part.register_forward_hook(partial(after, name)).remove)
+                    undo.callback(part.register_forward_hook(in_this_thread(partial(after, name))).remove)
             yield
 
 
@@ -111,8 +112,8 @@ def matrices(model: nn.Module, text: Reading) -> list[Matrices]:
         undo.enter_context(sources.watching(model))
         seen = undo.enter_context(probe(model, each))
         for name in seen.expected:
-            hook = model.get_submodule(name).register_forward_pre_hook(partial(enter, name), with_kwargs=True)
-            undo.callback(hook.remove)
+            part, cut_here = model.get_submodule(name), in_this_thread(partial(enter, name))
+            undo.callback(part.register_forward_pre_hook(cut_here, with_kwargs=True).remove)
         text.output(model)
     return result
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
 from ..nn.resting import resting
+from ..nn.threads import in_this_thread
 from .matrices import Matrices, Sources, linear_part
 from .reading import IGNORED, Reading
 from .switching import learning
@@ -110,7 +111,7 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
         undo.enter_context(probe(model, each))
         for name, part in model.named_modules():
             if not any(True for _ in part.children()):
-                undo.callback(part.register_forward_hook(partial(after, name)).remove)
+                undo.callback(part.register_forward_hook(in_this_thread(partial(after, name))).remove)
         output = text.output(model)
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
     matrix = {name for name, part in model.named_modules() if any(p.ndim == 2 for p in part.parameters(recurse=False))}
@@ -181,7 +182,8 @@ def writes(model: nn.Module, short: Reading, text: Reading, layers: Sequence[Mat
             undo.enter_context(probe(model, each))
             for name in () if ending is None else ending.watched:
                 part = model.get_submodule(name)
-                undo.callback(part.register_forward_pre_hook(lambda _, x, n=name: read.update({n: x[0]})).remove)
+                keep = in_this_thread(lambda _, x, n=name: read.update({n: x[0]}))
+                undo.callback(part.register_forward_pre_hook(keep).remove)
             text.output(model)
         final = None if ending is None else Final.of(model, ending, read, text)
         result = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, singledispatch
+from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from .checks import check_part
 from .inner import Inner
 from .latent import LatentAttention
 from .multihead import MultiHeadAttention
+from .threads import Opener, in_this_thread, uncompiled
 from .unwrap import unwrap
 
 
@@ -135,7 +137,7 @@ class Probe:
         if silent:
             raise RuntimeError(
                 f"{len(silent)} of {len(self.expected)} attention modules were not called while the probe was open: "
-                f"{_listed(silent)}; run the whole model inside the with block"
+                f"{_listed(silent)}; run the whole model inside the with block, in the same thread"
             )
 
 
@@ -153,6 +155,11 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     This implementation sees each `headwise.MultiHeadAttention` and `headwise.LatentAttention` inside any module; other
     rooms register theirs for other kinds of model with ``probe.register(type)``. Nothing is paid while no probe is
     open. A compiled model runs uncompiled inside the block. The model is left as it was, also after an exception.
+
+    A probe is of the thread that opens it. What other threads call meanwhile, on the same model too, runs as it would
+    without the probe, and is not seen; each may have probes of its own. (A thread that autograd starts to run a
+    checkpointed part again is taken for the opener's.) The replicas that `torch.nn.DataParallel` makes on several
+    devices run in threads of their own, so such a model is watched on one device: give what it wraps.
 
     Args:
         model: The module to watch. Around a model of another kind, wrappers are seen through (`headwise.nn.unwrap`).
@@ -199,14 +206,13 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     running = [_Running("", None, {})]  # the attention module that was entered last: modules may share one inner part
     with ExitStack() as undo:
         if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and it takes a second to import
-            # A compiled graph was traced without the hooks and would run past them.
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.enter_context(uncompiled())
         for name, mha in modules.items():
-            hook = mha.register_forward_pre_hook(partial(_before_module, running, name), with_kwargs=True)
-            undo.callback(hook.remove)
+            enter = in_this_thread(partial(_before_module, running, name))
+            undo.callback(mha.register_forward_pre_hook(enter, with_kwargs=True).remove)
         for inner in {id(mha.inner): mha.inner for mha in modules.values()}.values():
             answers: list[Tensor | None] = []
-            watch = partial(_before_inner, running, seen, answers)
+            watch = in_this_thread(partial(_before_inner, running, seen, answers))
             undo.callback(inner.register_forward_pre_hook(watch, with_kwargs=True).remove)
             if each is not None:
                 undo.enter_context(_answering(inner, answers))
@@ -291,22 +297,42 @@ def _before_inner(
     answers[:] = [answer if here is None or answer is None else here.group.parted(answer, 1)]
 
 
+_lock = Lock()
+
+
+class _Cover:
+    """Over the ``forward`` of an inner part while probes answer for it: a hook before it cannot keep it from running.
+
+    `probes` are those, each with what it answers now; they may end in any order, and each answers its own thread.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.under, self.before = inner.forward, vars(inner).get("forward")
+        self.probes: tuple[tuple[Opener, list[Tensor | None]], ...] = ()
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        for opener, answers in reversed(self.probes):
+            answer = answers.pop() if opener.here() and answers else None
+            if answer is not None:
+                return answer
+        return self.under(*args, **keywords)
+
+
 @contextmanager
 def _answering(inner: nn.Module, answers: list[Tensor | None]) -> Iterator[None]:
-    """For a while, an inner part gives what is in `answers` instead of computing.
-
-    A hook before it cannot keep a module from running, so its ``forward`` is covered. The cover of the probe that was
-    opened last lies on top.
-    """
-    own, own_cover = inner.forward, {name: cover for name, cover in vars(inner).items() if name == "forward"}
-
-    def forward(*args: Any, **keywords: Any) -> Any:
-        answer = answers.pop() if answers else None
-        return own(*args, **keywords) if answer is None else answer
-
-    vars(inner)["forward"] = forward
+    """For a while, an inner part gives what is in `answers` instead of computing; the last opened has its way."""
+    probe = (Opener(), answers)
+    with _lock:
+        cover = vars(inner).get("forward")
+        if not isinstance(cover, _Cover):
+            cover = vars(inner)["forward"] = _Cover(inner)
+        cover.probes = (*cover.probes, probe)
     try:
         yield
     finally:
-        del vars(inner)["forward"]
-        vars(inner).update(own_cover)
+        with _lock:
+            cover.probes = tuple(other for other in cover.probes if other is not probe)
+            if not cover.probes:
+                del vars(inner)["forward"]
+                if cover.before is not None:
+                    vars(inner)["forward"] = cover.before

@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..nn.probe import AttentionCall, probe
 from ..nn.resting import resting
+from ..nn.threads import in_this_thread, uncompiled
 
 Batch = Tensor | Mapping[str, Any]
 Some = TypeVar("Some")
@@ -77,7 +77,7 @@ class Pair:
         With `calls`, queries and keys are seen as well.
         """
         with ExitStack() as undo:
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.enter_context(uncompiled())
             undo.enter_context(resting(self.original, self.changed))
             for name, where in self.layers.items():
                 self._hook(undo, name, where)
@@ -104,9 +104,9 @@ class Pair:
             self.seen[name].source = args[0].detach().clone()
 
         for hooked, hook in ((self.original, target), (self.changed, output)):
-            undo.callback(_part(hooked, where.output).register_forward_hook(hook).remove)
+            undo.callback(_part(hooked, where.output).register_forward_hook(in_this_thread(hook)).remove)
         if where.value is not None:
-            undo.callback(_part(self.changed, where.value).register_forward_pre_hook(source).remove)
+            undo.callback(_part(self.changed, where.value).register_forward_pre_hook(in_this_thread(source)).remove)
 
     def _take_call(self, call: AttentionCall) -> None:
         for name in self.seen:
