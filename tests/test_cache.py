@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +90,32 @@ def test_a_fork_shares_until_it_writes() -> None:
     assert pool.free == 5
     other.truncate(0)
     assert pool.free == 6
+
+
+def test_a_cache_that_is_dropped_gives_its_pages_back() -> None:
+    pool = PagePool(6, K, D, V)
+    one = PagedCache(pool, 1).append(*tokens(200, 1))
+    other, same = one.fork(), copy.copy(one)
+    del one
+    assert pool.free == 4 and same.length == 200
+    del same
+    assert pool.free == 4, "the fork still has them"
+    del other
+    assert pool.free == 6
+    around = {"cache": PagedCache(pool, 2).append(*tokens(129))}
+    around["around"] = around  # type: ignore[assignment]
+    del around
+    gc.collect()
+    assert pool.free == 6
+    with pytest.raises(ValueError, match="rows"):
+        PagedCache(pool, 2).append(*tokens(129)).reorder([7])
+    assert pool.free == 6
+    twin = copy.deepcopy(held := PagedCache(pool, 1).append(*tokens(200, 1)))
+    del held
+    assert pool.free == 6 and twin.pool.free == 4
+    theirs = twin.pool
+    del twin
+    assert theirs.free == 6
 
 
 def test_a_full_page_is_never_copied() -> None:

@@ -184,3 +184,20 @@ def test_a_bias_of_a_step_is_the_tensors_own(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(first.added(1, 5), x[None]) and torch.equal(
         own_steps._bias_of(y, 1.0, 2, 5).added(1, 5), y[None]
     )
+
+
+def test_an_answer_is_for_the_thread_that_asked(other: Any) -> None:
+    """Another thread calls the inner part between this one's question and its computing."""
+    model, ids, theirs = Reader(), torch.tensor([IDS]), list[Tensor]()
+    wanted = model(ids).detach()
+
+    def between(*_: Any) -> None:
+        hook.remove()
+        theirs.append(other(lambda: run(model, {"ids": ids})))
+
+    with probe(model, nothing):
+        hook = model.attend.inner.register_forward_pre_hook(between)
+        out = model(ids).detach()
+    assert torch.equal(theirs[0], wanted) and not torch.equal(out, wanted)
+    with probe(model, nothing):
+        assert torch.equal(model(ids), out)

@@ -138,7 +138,7 @@ class PagePool:
         """Another pool with the same pages and references."""
         new = copy(self)
         new.store = self.store.copied()
-        new._refs, new._free = list(self._refs), list(self._free)
+        new._free, new._refs = list(self._free), list(self._refs)  # what a cache gives back between the two is no harm
         return new
 
     def grow(self, pages: int) -> None:
@@ -147,11 +147,34 @@ class PagePool:
         have = len(self._refs)
         self.store = self.store.copied(more=pages)
         self._refs += [0] * pages
-        self._free = list(range(have + pages - 1, have - 1, -1)) + self._free
+        self._free[:0] = range(have + pages - 1, have - 1, -1)  # in place: a cache may end at any time and give back
+
+
+class _Pages:
+    """The pages of a cache's rows: given back when nobody has the cache any more."""
+
+    def __init__(self, pool: PagePool, tables: list[list[int]]) -> None:
+        self.pool, self.tables = pool, tables
+
+    def give(self) -> None:
+        """Back to the pool, each once."""
+        tables, self.tables = self.tables, [[] for _ in self.tables]
+        for table in tables:
+            for page in table:
+                self.pool.give(page)
+
+    def clone(self) -> _Pages:
+        """The same in a pool of their own."""
+        return _Pages(self.pool.clone(), [list(table) for table in self.tables])
+
+    def __del__(self) -> None:
+        self.give()
 
 
 class PagedCache(KVCache):
     """Rows of different length in pages of a pool; pages with the same beginning are shared until one is written to.
+
+    Its pages go back to the pool when it is dropped; `release` gives them back at once.
 
     Args:
         pool: the pages; many caches may take from one.
@@ -182,9 +205,18 @@ class PagedCache(KVCache):
         super().__init__(
             batch, pool.num_kv_heads, pool.head_dim, pool.value_dim, pool.dtype, shared=pool.shared, causal=causal
         )
-        self.pool = pool
-        self.tables: list[list[int]] = [[] for _ in range(batch)]
+        self._pages = _Pages(pool, [[] for _ in range(batch)])
         self._table: Tensor | None = None  # the tables as the kernel reads them, until one changes
+
+    @property
+    def pool(self) -> PagePool:
+        """Where its pages are."""
+        return self._pages.pool
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The numbers of the pages of each row."""
+        return self._pages.tables
 
     @property
     @override
@@ -296,25 +328,22 @@ class PagedCache(KVCache):
         wanted = check_rows(rows, self.batch)
         tables = [[self.pool.hold(page) for page in self.tables[r]] for r in wanted]
         self._give_all()
-        self.tables = tables
+        self._pages.tables = tables
         self.set_rows(wanted)
         return self
 
     @override
     def fork(self: PagedT) -> PagedT:
         new = copy(self)
-        new.tables = [[self.pool.hold(page) for page in table] for table in self.tables]
+        new._pages = _Pages(self.pool, [[self.pool.hold(page) for page in table] for table in self.tables])
         return new
 
     def release(self: PagedT) -> PagedT:
         """Gives all pages back; every row is empty then."""
         self._give_all()
-        self.tables = [[] for _ in range(self.batch)]
         self.set_lengths([0] * self.batch)
         return self
 
     def _give_all(self) -> None:
-        for table in self.tables:
-            for page in table:
-                self.pool.give(page)
+        self._pages.give()
         self._table = None

@@ -185,9 +185,8 @@ class RollingCache(PagedCache):
     @override
     def fork(self: RollingT) -> RollingT:
         new = copy(self)
-        new.pool = self.pool.clone()
         new._dropped = list(self._dropped)
-        new.tables = [list(table) for table in self.tables]
+        new._pages = self._pages.clone()
         return new
 
     @override
