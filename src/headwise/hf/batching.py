@@ -147,7 +147,7 @@ def batched_attention(
     # Requests with one new token are the rows of one batch: many at a time, and each alone would be small.
     steps = [(r, start) for r, start, stop in spans if stop - start == 1]
     if steps:
-        requests, at = (torch.tensor(x) for x in zip(*steps, strict=True))
+        requests, at = (torch.tensor(x, device="cpu") for x in zip(*steps, strict=True))
         k, v, mask = keys.of_rows(requests)
         rows = query[0, :, at].transpose(0, 1)[:, :, None]
         out[at] = attention(rows, k, v, mask=mask, **options)[:, :, 0]
@@ -200,6 +200,6 @@ class _Keys:
     def _paged(self, start: Tensor, stop: Tensor) -> tuple[Paged, Paged]:
         """Pages of requests; `read` has the place in the pages of each of their tokens, one request after another."""
         longest = int((stop - start).max())
-        firsts = start[:, None] + torch.arange(0, longest, self.page)
+        firsts = start[:, None] + torch.arange(0, longest, self.page, device="cpu")
         table = self.read[firsts.minimum(stop[:, None] - 1)] // self.page  # past a row's end: any page
         return Paged(self.key, table, longest), Paged(self.value, table, longest)

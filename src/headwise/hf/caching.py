@@ -176,12 +176,12 @@ class FullLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after another."""
         if self.cache is not None:
-            self.reorder_cache(torch.arange(self.cache.batch).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.cache.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The chosen rows alone: their numbers, or a bool tensor."""
         if self.cache is not None:
-            self.reorder_cache(torch.arange(self.cache.batch)[indices.to("cpu")])
+            self.reorder_cache(torch.arange(self.cache.batch, device="cpu")[indices.to("cpu")])
 
 
 class SlidingLayer(FullLayer):

@@ -116,7 +116,7 @@ class Checkpoint:
         stored = self.tensors[name]
         shard = self._shard_of[name]
         self._check(shard, os.fstat(self._open[shard].fileno()))
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         if stored.size:
             memory = tensor.view(-1).view(torch.uint8).numpy().data
             fill(memory, self._open[shard], stored.start, f"{self.folder}/{shard}")

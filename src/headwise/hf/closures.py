@@ -238,9 +238,9 @@ _SQUARE, _LATER = Frame(B=2, T=6, S=6), Frame(B=2, T=3, S=7, q_offset=5, kv_offs
 
 def _samples() -> dict[str, tuple[ClosureReader, Callable[[], list[MaskFunction]]]]:
     """What each reader reads, by the name of transformers' factory; a reader comes after those it relies on."""
-    positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]])
-    starts = torch.tensor([0, 2])
-    padding = torch.arange(8) >= starts[:, None]
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]], device="cpu")
+    starts = torch.tensor([0, 2], device="cpu")
+    padding = torch.arange(8, device="cpu") >= starts[:, None]
 
     def joined() -> list[MaskFunction]:
         chunks = theirs.chunked_causal_mask_function(3, starts)

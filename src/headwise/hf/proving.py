@@ -133,7 +133,7 @@ def gated(model: Any, gates: list[list[int]]) -> Any:
     def attend(module: Any, query: Any, *rest: Any, **options: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward  # as if no name were set
         out, weights = eager(module, query, *rest, **options)
-        gate = torch.tensor(gates[order.setdefault(module, len(order))], dtype=out.dtype)
+        gate = torch.tensor(gates[order.setdefault(module, len(order))], dtype=out.dtype, device="cpu")
         if len(gate) != query.shape[1]:
             raise RuntimeError(f"layer {len(order) - 1} attends with {query.shape[1]} heads, and {len(gate)} are gated")
         return out * gate[:, None], weights
@@ -162,12 +162,12 @@ def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
     for name in kinds:
         if name == "pixel_values":
             size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-            inputs[name] = torch.randn(2, config.num_channels, size, size, generator=draw)
+            inputs[name] = torch.randn(2, config.num_channels, size, size, generator=draw, device="cpu")
         elif name == "input_features":
             length = 2 * config.max_source_positions
-            inputs[name] = torch.randn(2, config.num_mel_bins, length, generator=draw)
+            inputs[name] = torch.randn(2, config.num_mel_bins, length, generator=draw, device="cpu")
         elif ids is not None and name == "input_ids":
-            inputs[name] = torch.tensor([ids[: _room(config, 128)]])
+            inputs[name] = torch.tensor([ids[: _room(config, 128)]], device="cpu")
         else:
             rows = 1 if ids is not None else 2
             inputs[name] = words(config, (rows, _room(config, 24)), draw)
@@ -181,8 +181,8 @@ def words(config: Any, shape: tuple[int, int], draw: Any) -> Any:
     special = {
         n for key, n in config.to_dict().items() if key.endswith(("_token_id", "_token_index")) and type(n) is int
     }
-    free = torch.tensor([n for n in range(config.get_text_config().vocab_size) if n not in special])
-    return free[torch.randint(len(free), shape, generator=draw)]
+    free = torch.tensor([n for n in range(config.get_text_config().vocab_size) if n not in special], device="cpu")
+    return free[torch.randint(len(free), shape, generator=draw, device="cpu")]
 
 
 def _room(config: Any, wanted: int) -> int:
@@ -218,12 +218,12 @@ def _loss(model: Any, request: dict[str, Any]) -> float | None:
         return None
     length, total, count = _room(model.config, 512), 0.0, 0
     for start in range(0, len(ids), length):
-        row = torch.tensor([ids[start : start + length]])
+        row = torch.tensor([ids[start : start + length]], device="cpu")
         if row.shape[1] < 8:
             break
         hidden: Any = slice(0, -1)
         if mask_id is not None and masks:
-            hidden = torch.arange(row.shape[1]) % 7 == 3
+            hidden = torch.arange(row.shape[1], device="cpu") % 7 == 3
             read, wanted = row.masked_fill(hidden, mask_id), row[:, hidden]
         else:
             read, wanted = row, row[:, 1:]

@@ -90,16 +90,16 @@ def prepared(
         ids, pieces, segments = _text(loaded, text if text is not None else CAPTION, pair)
         if image is not None:
             ids, pieces = _with_picture(loaded, ids, pieces, values)
-        values["input_ids"], tokens["input_ids"] = torch.tensor([ids]), tuple(pieces)
+        values["input_ids"], tokens["input_ids"] = torch.tensor([ids], device="cpu"), tuple(pieces)
         if segments is not None:
-            values["token_type_ids"] = torch.tensor([segments])
+            values["token_type_ids"] = torch.tensor([segments], device="cpu")
         elif image is not None and "token_type_ids" in takes:
-            values["token_type_ids"] = torch.zeros(1, len(ids), dtype=torch.long)
+            values["token_type_ids"] = torch.zeros(1, len(ids), dtype=torch.long, device="cpu")
         if image is not None and "mm_token_type_ids" in takes:
             values["mm_token_type_ids"] = (values["input_ids"] == _image_id(loaded)).long()
     if "decoder_input_ids" in takes and (target is not None or "input_ids" not in values):
         said = _said(loaded, values) if target is None else _target(loaded, target)
-        values["decoder_input_ids"], tokens["decoder_input_ids"] = torch.tensor([said[0]]), said[1]
+        values["decoder_input_ids"], tokens["decoder_input_ids"] = torch.tensor([said[0]], device="cpu"), said[1]
     return Prepared(values, tokens, seconds)
 
 

@@ -49,7 +49,7 @@ def reading_of(model: nn.Module, values: Mapping[str, Any], *, labels: bool = Tr
         raise ValueError(f"importance is measured on one text or sound at a time; got {shown(sorted(rows))} rows")
     weight = next(model.parameters(), None)
     call = {name: x if weight is None else x.to(weight.device) for name, x in values.items()}
-    reading = Reading((), torch.zeros(1, 0, dtype=torch.long), call=call)
+    reading = Reading((), torch.zeros(1, 0, dtype=torch.long, device="cpu"), call=call)
     return _labelled(model, reading) if labels else reading
 
 

@@ -166,7 +166,7 @@ def circuits(
 
 
 def _no_loss(output: Any, ids: Tensor) -> Tensor:
-    return torch.zeros(len(ids))
+    return torch.zeros(len(ids), device="cpu")
 
 
 @torch.no_grad()

@@ -263,7 +263,7 @@ def _measured(
 
 def gradients(model: nn.Module, texts: Sequence[Reading], base: Survey) -> tuple[list[list[float]], list[list[float]]]:
     """``[layer][head]``, E |dL / dxi| as it is, and divided by the l2 norm of each layer (0 where that is 0)."""
-    total = [torch.zeros(site.num_heads) for site in base.sites]
+    total = [torch.zeros(site.num_heads, device="cpu") for site in base.sites]
     for text in texts:
         gates: list[Tensor] = []
 
@@ -313,7 +313,7 @@ class Contributions:
             alone[group] = heads[0].unflatten(0, (groups, -1))[group]
             written = projection(alone.flatten(0, 1).transpose(0, 1).flatten(1)) - nothing
             norms.append(written.float().norm(dim=-1).sum().cpu())
-        self.sums[call.order] = self.sums.get(call.order, torch.zeros(groups)) + torch.stack(norms)
+        self.sums[call.order] = self.sums.get(call.order, torch.zeros(groups, device="cpu")) + torch.stack(norms)
 
     def mean(self, layer: int, heads: int, base: Survey) -> list[float]:
         """Of each head: its group's norm, mean over the tokens."""
@@ -341,7 +341,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 def ranks(values: Sequence[float]) -> Tensor:
     """(n,) float64, from 0; equal values share their mean rank."""
-    column = torch.tensor(values, dtype=torch.float64)
+    column = torch.tensor(values, dtype=torch.float64, device="cpu")
     ordered = column.sort().values
     first, past = torch.searchsorted(ordered, column), torch.searchsorted(ordered, column, right=True)
     return (first + past - 1).double() / 2

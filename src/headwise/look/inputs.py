@@ -81,7 +81,7 @@ def as_row(ids: object) -> list[int]:
         ValueError: no token, or more than one text.
     """
     try:
-        row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+        row = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(
             f"ids are the integers a tokenizer gives, (T,) or (1, T); got {type(ids).__name__}; "

@@ -21,7 +21,7 @@ CLARK_KEYS = 128
 
 def first(scene: Scene) -> Tensor:
     """(1, T, 1): key 0 for every query but the first, which in self-attention has no choice."""
-    links = torch.zeros(1, scene.queries.shape[1], 1, dtype=torch.long)
+    links = torch.zeros(1, scene.queries.shape[1], 1, dtype=torch.long, device="cpu")
     links[:, 0] = -1
     return links
 
@@ -46,7 +46,7 @@ def aligned(shift: int) -> Callable[[Scene], Tensor | None]:
         if not scene.cross or not scene.known or scene.moved != (1, 0):
             return None
         T, S = scene.queries.shape[1], scene.keys.shape[1]
-        keys = torch.arange(T) - 1 + shift
+        keys = torch.arange(T, device="cpu") - 1 + shift
         return torch.where((keys >= 0) & (keys < S), keys, -1)[None, :, None]
 
     return links
@@ -68,10 +68,10 @@ def far_offset(got: Got) -> Sums | None:
     filled = got.largest_key >= 0
     far = torch.where(filled & (got.distance.abs() > FAR), got.distance, 0)
     B, H, T = far.shape
-    counts = torch.zeros(B, H, 2 * T, dtype=torch.long).scatter_add(2, far + T, (far != 0).long())
+    counts = torch.zeros(B, H, 2 * T, dtype=torch.long, device="cpu").scatter_add(2, far + T, (far != 0).long())
     most, place = counts.max(-1)
-    drawn = got.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T))]
-    chance = (torch.arange(T) - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
+    drawn = got.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
+    chance = (torch.arange(T, device="cpu") - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
 
     def detail(b: int, h: int) -> str:
         return f"{T - int(place[b, h]):+}"
@@ -91,7 +91,7 @@ def other_sink(got: Got) -> Sums | None:
     if got.scene.cross or got.scene.among is not None:
         return None
     keys, T = got.largest_key, got.rows.entropy.shape[2]
-    rows = torch.arange(T)
+    rows = torch.arange(T, device="cpu")
     if T <= LEAST_ROWS:
         return None
     behind = (keys > 0) & (keys <= rows)
@@ -119,4 +119,4 @@ def same_token(links: Tensor, scene: Scene) -> Tensor:
 def other(scene: Scene) -> Tensor:
     """Links to the name that does not come next."""
     links = scene.links("other name")
-    return torch.full((*scene.queries.shape, 1), -1) if links is None else links
+    return torch.full((*scene.queries.shape, 1), -1, device="cpu") if links is None else links

@@ -144,7 +144,9 @@ def add_numbers(got: Got, tally: LayerTally, size: int) -> None:
     rows = got.rows
     T, S = got.scene.queries.shape[1], got.scene.keys.shape[1]
     ahead = bool((got.uniform.offsets[..., FAR + 1 :] > 0).any())
-    counts = torch.tensor([max(T - abs(k), 0) if not got.scene.cross else T for k in OFFSETS], dtype=torch.float64)
+    counts = torch.tensor(
+        [max(T - abs(k), 0) if not got.scene.cross else T for k in OFFSETS], dtype=torch.float64, device="cpu"
+    )
     able = (got.uniform.offsets > 0).double().cpu() * counts
     for b in range(len(got.scene.passages)):
         sums = {

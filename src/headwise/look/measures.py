@@ -71,7 +71,7 @@ class Got:
     @cached_property
     def distance(self) -> Tensor:
         """(B, H, T): how far before the query its largest weight lies; meaningless where the row is empty."""
-        return torch.arange(self.rows.largest_key.shape[2]) - self.largest_key
+        return torch.arange(self.rows.largest_key.shape[2], device="cpu") - self.largest_key
 
     @cached_property
     def largest_key(self) -> Tensor:
@@ -148,9 +148,9 @@ class BandShare:
         if got.scene.cross:
             return None
         parts = [_offset(got, k) for k in OFFSETS if abs(k) <= self.reach]
-        total = sum((mass * count for mass, _, count in parts), torch.zeros(()))
+        total = sum((mass * count for mass, _, count in parts), torch.zeros((), device="cpu"))
         total = torch.where(torch.stack([mass for mass, _, _ in parts]).amax(0) > 0.5, 0.0, total)
-        null = sum((level * count for _, level, count in parts), torch.zeros(()))
+        null = sum((level * count for _, level, count in parts), torch.zeros((), device="cpu"))
         return Sums(total, got.uniform.rows.double().cpu(), null)
 
     def hits(self, name: str, got: Got) -> Tensor:
@@ -162,7 +162,11 @@ def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mass (B, H) at an offset, that of uniform attention (B, 1), and the number of queries (B, 1)."""
     mass, level = (masses[..., _COLUMNS[offset]] for masses in got.offsets)
     T = got.rows.entropy.shape[2]
-    able = max(T - abs(offset), 0) if got.scene.among is None else got.scene.count(torch.ones(1, T, dtype=torch.bool))
+    able = (
+        max(T - abs(offset), 0)
+        if got.scene.among is None
+        else got.scene.count(torch.ones(1, T, dtype=torch.bool, device="cpu"))
+    )
     return mass, level, (level > 0).double() * able
 
 
@@ -189,7 +193,7 @@ class OnKeys:
         before = keys.double().argmax(-1, keepdim=True) if got.scene.ahead is False else 0  # queries that see none
         count = torch.where(keys.any(-1, keepdim=True), (rows - before).clamp(min=0), 0.0)
         if got.scene.among is not None:
-            seeing = torch.arange(got.scene.among.shape[1]) >= before
+            seeing = torch.arange(got.scene.among.shape[1], device="cpu") >= before
             count = got.scene.count(seeing) * keys.any(-1, keepdim=True)
         return Sums(mass * rows, count, level * rows)
 
@@ -202,10 +206,10 @@ class OnKeys:
 def shuffled(links: Tensor, scene: Scene) -> Tensor:
     """As many keys a query, drawn from those that it may attend by its position; seeded by the shape alone."""
     draw = torch.Generator().manual_seed(links.numel())
-    last = torch.full((links.shape[1],), scene.keys.shape[1] - 1)
+    last = torch.full((links.shape[1],), scene.keys.shape[1] - 1, device="cpu")
     if scene.ahead is False:
-        last = torch.arange(links.shape[1]).clamp(max=scene.keys.shape[1] - 1)
-    drawn = (torch.rand(links.shape, generator=draw, dtype=torch.float32) * (last + 1)[:, None]).long()
+        last = torch.arange(links.shape[1], device="cpu").clamp(max=scene.keys.shape[1] - 1)
+    drawn = (torch.rand(links.shape, generator=draw, dtype=torch.float32, device="cpu") * (last + 1)[:, None]).long()
     return torch.where(links >= 0, drawn, -1)
 
 
@@ -299,9 +303,9 @@ class Argmax:
         if self.baseline:
             chosen = scene.links(self.baseline)
             if chosen is None:
-                return torch.zeros(links.shape[:2], dtype=torch.bool)
+                return torch.zeros(links.shape[:2], dtype=torch.bool, device="cpu")
             return ((links[..., None] == chosen[:, :, None]) & (links >= 0)[..., None]).any(-1).any(-1)
-        back = torch.arange(links.shape[1])[:, None] - links
+        back = torch.arange(links.shape[1], device="cpu")[:, None] - links
         usual = scene.usual.get(f"{self.name}, earlier" if scene.ahead is False else self.name, 0)
         return ((back == usual) & (links >= 0)).any(-1)
 
@@ -309,7 +313,7 @@ class Argmax:
         """Whether the best key among the candidates is a link."""
         links = got.scene.links(self.name)
         if links is None:
-            return torch.zeros(got.call.query.shape[:3], dtype=torch.bool)
+            return torch.zeros(got.call.query.shape[:3], dtype=torch.bool, device="cpu")
         best = self._best(got)
         return (best[..., None] == links[:, None]).any(-1) & (best >= 0)
 
@@ -327,10 +331,10 @@ class Argmax:
         (B, T), S = scene.queries.shape, scene.keys.shape[1]
         if self.candidates:
             links = scene.links(self.candidates)
-            allowed = torch.zeros(B, T, S + 1, dtype=torch.bool)
+            allowed = torch.zeros(B, T, S + 1, dtype=torch.bool, device="cpu")
             chosen = (allowed if links is None else allowed.scatter(2, links % (S + 1), True))[..., :S]
             return keep(chosen[:, None].to(device))
-        plain = ~torch.isin(scene.keys, torch.tensor(sorted(scene.words.special), dtype=torch.long))
+        plain = ~torch.isin(scene.keys, torch.tensor(sorted(scene.words.special), dtype=torch.long, device="cpu"))
         return keep(plain[:, None, None].to(device)) & ~window(1)
 
 
@@ -338,11 +342,11 @@ def _other_queries(links: Tensor, scene: Scene) -> Tensor:
     """(B, T): for each linked query another one of its text that may attend its links; itself where there is none."""
     draw = torch.Generator().manual_seed(links.numel())
     T = links.shape[1]
-    first = links.amax(-1) + 1 if scene.ahead is False else torch.zeros(links.shape[:2], dtype=torch.long)
+    first = links.amax(-1) + 1 if scene.ahead is False else torch.zeros(links.shape[:2], dtype=torch.long, device="cpu")
     room = (T - 1 - first).clamp(min=0)  # of the T - first queries that may, one is the query itself
-    drawn = first + (torch.rand(room.shape, generator=draw, dtype=torch.float32) * room).long()
-    drawn = drawn + (drawn >= torch.arange(T)).long()
-    return torch.where(room > 0, drawn.clamp(max=T - 1), torch.arange(T))
+    drawn = first + (torch.rand(room.shape, generator=draw, dtype=torch.float32, device="cpu") * room).long()
+    drawn = drawn + (drawn >= torch.arange(T, device="cpu")).long()
+    return torch.where(room > 0, drawn.clamp(max=T - 1), torch.arange(T, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -363,5 +367,5 @@ class OfRows:
     def hits(self, name: str, got: Got) -> Tensor:
         """Where the function says; nowhere without one."""
         if self.where is None:
-            return torch.zeros(got.rows.largest_key.shape, dtype=torch.bool)
+            return torch.zeros(got.rows.largest_key.shape, dtype=torch.bool, device="cpu")
         return self.where(got)

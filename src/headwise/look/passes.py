@@ -147,7 +147,7 @@ class Reader:
 
     def _of_text(self, call: AttentionCall, scene: Scene, roles: Sequence[Role], tally: LayerTally) -> None:
         """The roles of a text, where a text holds pictures: of the queries that are no patches."""
-        words = torch.tensor([cell == NOWHERE for cell in scene.axes[0].cells])[None]
+        words = torch.tensor([cell == NOWHERE for cell in scene.axes[0].cells], device="cpu")[None]
         among = keep(words[:, None, :, None].to(call.query.device))
         alone = replace(call, value=None, mask=among if call.mask is None else call.mask & among)
         roles = [role for role in roles if axes.TEXT in role.over]

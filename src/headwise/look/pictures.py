@@ -102,7 +102,7 @@ def sound_of(sound: Tensor) -> Picture | None:
     if x.ndim == 1:
         window = min(400, len(x))
         hop = max(1, len(x) // FRAMES)
-        spectrum = torch.stft(x, window, hop, window=torch.hann_window(window), return_complex=True).abs()
+        spectrum = torch.stft(x, window, hop, window=torch.hann_window(window, device="cpu"), return_complex=True).abs()
         rows = min(BINS, spectrum.shape[0])
         x = torch.nn.functional.adaptive_avg_pool2d(spectrum[None], (rows, min(FRAMES, spectrum.shape[1])))[0]
         x = (x + 1e-4 * float(x.max()) + 1e-12).log()

@@ -70,7 +70,7 @@ def _linked(scene: Scene, wanted: Callable[[int, int, int], object]) -> Tensor |
     width = max(map(len, rows), default=0)
     if not width:
         return None
-    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])[None]
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], device="cpu")[None]
 
 
 @dataclass(frozen=True)
@@ -92,19 +92,19 @@ class NeighbourShare:
         links = self._links(got.scene)
         if not links:
             return None
-        total = null = torch.zeros(())
-        most = torch.zeros(())
+        total = null = torch.zeros((), device="cpu")
+        most = torch.zeros((), device="cpu")
         for one, places in links.items():
             mass, level = (s.targets[one].double().cpu() for s in (got.rows, got.uniform))
             count = got.scene.count((places >= 0).any(-1)) * (level > 0)
             total, null, most = total + mass * count, null + level * count, torch.maximum(most, mass)
-        patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[0].cells])[None]
+        patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[0].cells], device="cpu")[None]
         count = got.scene.count(patches).expand(got.largest_key.shape[0], 1)
         return Sums(torch.where(most > 0.5, 0.0, total), count, null)
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the largest weight lies around the patch."""
-        hit = torch.zeros(got.largest_key.shape, dtype=torch.bool)
+        hit = torch.zeros(got.largest_key.shape, dtype=torch.bool, device="cpu")
         for places in self._links(got.scene).values():
             hit |= (got.largest_key == places[:, None, :, 0]) & (places[:, None, :, 0] >= 0)
         return hit
@@ -166,11 +166,11 @@ def _even(got: Got) -> AttentionCall:
 def patch_sink(got: Got) -> Sums | None:
     """Of all patches, the one on which most weight of the others lies, from the rows whose largest weight it has."""
     queries, keys = got.scene.axes
-    patches = torch.tensor([cell != NOWHERE for cell in keys.cells])
+    patches = torch.tensor([cell != NOWHERE for cell in keys.cells], device="cpu")
     if queries is not keys or int(patches.sum()) < LEAST_PATCHES:
         return None
     best = got.largest_key
-    rows = torch.arange(best.shape[2])
+    rows = torch.arange(best.shape[2], device="cpu")
     among = patches[rows]  # of the queries, too, the patches alone
     counted = (best >= 0) & patches[best.clamp(min=0)] & among & (best != rows)
     largest = torch.where(counted, got.rows.largest.double().cpu(), 0.0)
@@ -193,5 +193,5 @@ LEAST_PATCHES = 9
 
 def on_patches(got: Got) -> Tensor:
     """(B, H, T) bool: whether the largest weight lies on a patch other than the query's own."""
-    patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[1].cells])
+    patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[1].cells], device="cpu")
     return patches[got.largest_key.clamp(min=0)] & (got.largest_key >= 0) & (got.distance != 0)

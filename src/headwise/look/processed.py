@@ -83,7 +83,7 @@ def _checked(model: nn.Module, read: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _tensor(name: str, value: object, rule: str) -> Tensor:
     try:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(f"{rule}: tensors, arrays or lists of numbers; got {shown(value)} for {name}") from None
     check_dense(name, tensor)

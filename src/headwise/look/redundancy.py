@@ -153,7 +153,7 @@ def redundancy(
 
 
 def _no_loss(output: Any, ids: Tensor) -> Tensor:
-    return torch.zeros(len(ids))
+    return torch.zeros(len(ids), device="cpu")
 
 
 def kinds_of(model: nn.Module, text: Reading) -> list[list[tuple[AttentionCall, Tensor]]]:
@@ -178,9 +178,12 @@ def pattern_distances(calls: Sequence[AttentionCall], rows: int = ROWS) -> Dista
     """
     (_, _, T, _), S = calls[0].query.shape, calls[0].key.shape[2]
     heads = sum(call.query.shape[1] for call in calls)
-    places = torch.arange(min(rows, T)) * T // min(rows, T)
+    places = torch.arange(min(rows, T), device="cpu") * T // min(rows, T)
     columns = S + any(call.sinks is not None for call in calls)
-    total, count = torch.zeros(heads, heads, dtype=torch.float64), torch.zeros(heads, heads, dtype=torch.float64)
+    total, count = (
+        torch.zeros(heads, heads, dtype=torch.float64, device="cpu"),
+        torch.zeros(heads, heads, dtype=torch.float64, device="cpu"),
+    )
     for block in places.split(max(1, NUMBERS // (heads * columns))):
         P = torch.cat([_rows(call, block, columns) for call in calls])
         real = P.sum(-1) > 0.5  # of a row that may attend nothing there is nothing to compare

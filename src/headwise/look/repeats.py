@@ -113,5 +113,5 @@ def as_tensors(sequences: Sequence[Repeated], *, ahead: bool) -> dict[str, Tenso
     for name in ("duplicate", "induction"):
         widest = max(len(keys) for one in lists for keys in one[name])
         rows = [[keys + [-1] * (widest - len(keys)) for keys in one[name]] for one in lists]
-        tensors[name] = torch.tensor(rows, dtype=torch.long).view(len(sequences), len(rows[0]), widest)
+        tensors[name] = torch.tensor(rows, dtype=torch.long, device="cpu").view(len(sequences), len(rows[0]), widest)
     return tensors

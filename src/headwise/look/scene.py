@@ -160,7 +160,7 @@ class Scene:
 
     def of_class(self, name: str) -> Tensor:
         """(B, S) bool: the places of a class, where the queries are the passages' tokens."""
-        chosen = torch.zeros(self.queries.shape, dtype=torch.bool)
+        chosen = torch.zeros(self.queries.shape, dtype=torch.bool, device="cpu")
         for b, passage in enumerate(self.passages if self.known else ()):
             chosen[b, [*passage.classes.get(name, ())]] = True
         return chosen
@@ -172,7 +172,7 @@ class Scene:
 
     def keys_in(self, ids: frozenset[int]) -> Tensor:
         """(B, S) bool: which keys are among the ids; never the first, which is the sink's."""
-        chosen = torch.isin(self.keys, torch.tensor(sorted(ids), dtype=self.keys.dtype))
+        chosen = torch.isin(self.keys, torch.tensor(sorted(ids), dtype=self.keys.dtype, device="cpu"))
         chosen[:, :1] = False
         return chosen
 
@@ -187,12 +187,12 @@ class Scene:
         T, S = self.queries.shape[1], self.keys.shape[1]
         behind, before = self.moved
         width = max(len(keys) for row in lists for keys in row)
-        out = torch.full((len(lists), T, width), -1, dtype=torch.long)
+        out = torch.full((len(lists), T, width), -1, dtype=torch.long, device="cpu")
         for b, row in enumerate(lists):
             for i, keys in enumerate(row):
                 kept = [j + before for j in keys if j + before < S and (self.ahead is not False or j <= i)]
                 if i + behind < T and kept:
-                    out[b, i + behind, : len(kept)] = torch.tensor(kept)
+                    out[b, i + behind, : len(kept)] = torch.tensor(kept, device="cpu")
         return out
 
 

@@ -133,7 +133,7 @@ class Source:
         before = text if keys is None else 0
         sizes = ((self.texts[text], T), (self.texts[before], S))
         known = all(row is not None and row.shape == (B, n) for row, n in sizes)
-        ids = [row.cpu() if known and row is not None else torch.full((B, n), -1) for row, n in sizes]
+        ids = [row.cpu() if known and row is not None else torch.full((B, n), -1, device="cpu") for row, n in sizes]
         over = (queries, queries if keys is None else keys)
         moved = (0, 0) if self.own else (text, before)
         there = (self.axes[over[0]], self.axes[over[1]])
@@ -163,7 +163,7 @@ class Source:
                 f"picture{'s' * (count > 1)}; look lays maps over models whose layers attend over the whole picture"
             )
         number = self._number((axes.PICTURE, T, axis.grids), axis)
-        blank = torch.full((B, T), -1)
+        blank = torch.full((B, T), -1, device="cpu")
         passages = tuple(Passage((), text=n) for n in texts)
         return View(blank, blank, (number, number), (axis, axis), passages, (0, 0), False, again)
 

@@ -120,7 +120,7 @@ def survey(
             with probe(model, each):
                 result.losses.append(float(text.losses(model)))
             result.tokens += text.tokens
-    if not torch.tensor(result.losses).isfinite().all():
+    if not torch.tensor(result.losses, device="cpu").isfinite().all():
         dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
         raise ValueError(f"the loss is {shown(result.losses)}; {way_out(model, dtype)}")
     return result
@@ -132,7 +132,9 @@ def gates_of(base: Survey, groups: Sequence[Sequence[LayerHead]]) -> dict[int, T
     gates: dict[int, Tensor] = {}
     for row, group in enumerate(groups):
         for layer, head in group:
-            gates.setdefault(layer, torch.ones(len(groups), sizes[layer], dtype=torch.bool))[row, head] = False
+            gates.setdefault(layer, torch.ones(len(groups), sizes[layer], dtype=torch.bool, device="cpu"))[
+                row, head
+            ] = False
     return gates
 
 
@@ -146,7 +148,7 @@ def off(
         if gate is None:
             return None
         out = call.attend()
-        there = torch.zeros(()) if means is None else means(call.order)
+        there = torch.zeros((), device="cpu") if means is None else means(call.order)
         return torch.where(gate[:, :, None, None].to(out.device), out, there.to(out))
 
     return each

@@ -307,7 +307,7 @@ class Final:
         """How often a token is among the 5 highest logits of what its value makes the head write (S, M), and of its
         negative.
         """
-        places = torch.arange(min(COPIED, len(ids))) * len(ids) // min(COPIED, len(ids))
+        places = torch.arange(min(COPIED, len(ids)), device="cpu") * len(ids) // min(COPIED, len(ids))
         dtype = next((p.dtype for p in self.unembedding.parameters()), torch.float32)
         x, wanted = written[places].to(dtype)[None], ids[places.to(ids.device)]
         zero = torch.zeros_like(x[:, :1])

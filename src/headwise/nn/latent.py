@@ -377,7 +377,7 @@ class LatentAttention(nn.Module):
         even = all(n == keys.shape[2] - length for n in before)
         rule = causal() if even else causal(offset=torch.tensor(before, device=new.device))
         if lengths is not None:
-            real = torch.arange(length) < torch.as_tensor(lengths, device="cpu")[:, None]
+            real = torch.arange(length, device="cpu") < torch.as_tensor(lengths, device="cpu")[:, None]
             rule = rule & keep(real[:, None, :, None].to(new.device))
         return keys, rule & as_mask(mask)
 

@@ -372,8 +372,8 @@ class ShardedCache(KVCache):
 
 def _corner(rules: Mask, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:
     """What the mask says of the first query and key, with all axes that it has."""
-    one = slice(0, 1)
-    return rules.allowed(T, S, rows=one, cols=one), rules.added(T, S, rows=one, cols=one)
+    one, cpu = slice(0, 1), torch.device("cpu")
+    return rules.allowed(T, S, rows=one, cols=one, device=cpu), rules.added(T, S, rows=one, cols=one, device=cpu)
 
 
 def _sinks_text(sinks: Tensor | None, own_heads: int | None) -> str | None:

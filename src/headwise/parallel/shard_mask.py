@@ -15,6 +15,8 @@ from ..ops.masks.pytrees import register
 from ..ops.masks.rules import Bounds, Rule
 from .deal import Deal
 
+CPU = torch.device("cpu")
+
 
 @register
 @dataclass(frozen=True, eq=False)
@@ -42,12 +44,12 @@ def fallen_on(deal: Deal, mask: Mask, T: int, S: int, columns: list[int]) -> Mas
     and then two numbers a query say it; other rules are asked at the rank's places, column by column.
     """
     C = max(columns)
-    ends = mask.bounds(T, S)
+    ends = mask.bounds(T, S, CPU)
     places = deal.place(torch.arange(C, device="cpu")).clamp(max=max(S - 1, 0))
-    added = mask.added(T, S, cols=places)
+    added = mask.added(T, S, cols=places, device=CPU)
     weights = EVERYTHING if added is None else bias(added)
     if ends is None:
-        allowed = mask.allowed(T, S, cols=places)
+        allowed = mask.allowed(T, S, cols=places, device=CPU)
         assert allowed is not None  # a mask that restricts nothing has bounds
         return keep(allowed) & lengths(torch.tensor(columns, device="cpu")) & weights
     most = torch.tensor(columns, device="cpu")[:, None]
@@ -72,7 +74,7 @@ def fallen_at(places: Tensor, mask: Mask, T: int, S: int, columns: list[int]) ->
 
 def spans(mask: Mask, T: int, S: int) -> list[tuple[int, int]]:
     """The places outside of which no query sees a token."""
-    ends = mask.bounds(T, S)
+    ends = mask.bounds(T, S, CPU)
     if ends is not None and T > 0:
         seen = ends[0] < ends[1]
         if not bool(seen.any()):

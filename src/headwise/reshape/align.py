@@ -54,9 +54,9 @@ class KeyFrame:
         norms = [norm for norm in (weights.query_norm, weights.key_norm) if norm is not None]
         self.normed = bool(norms)
         self.fixed = bool(norms) and weights.norm == "layer"
-        none = torch.arange(0)
+        none = torch.arange(0, device="cpu")
         self.first, self.second = weights.turns.pairs() if weights.turns is not None else (none, none)
-        self.rest = torch.arange(2 * len(self.first), D)
+        self.rest = torch.arange(2 * len(self.first), D, device="cpu")
         rows = torch.cat([norm.reshape(-1, D) for norm in norms]) if norms else weights.query.new_ones(1, D)
         self.free_pairs = (rows[:, self.first] == rows[:, self.second]).all(0)
         self.free_rest = bool((rows[:, self.rest] == rows[:, self.rest][:, :1]).all())

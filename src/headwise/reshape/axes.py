@@ -118,7 +118,7 @@ class TensorRuns:
         """The tensor itself, with 0 in what o_proj reads of the heads that go; other tensors stay as they are."""
         if "o" in self.parts():
             for n, places in self._places(sizes, kept):
-                goes = torch.ones(tensor.shape[n], dtype=torch.bool).index_fill_(0, places, False)
+                goes = torch.ones(tensor.shape[n], dtype=torch.bool, device="cpu").index_fill_(0, places, False)
                 tensor.index_fill_(n, goes.nonzero().flatten(), 0)
         return tensor
 
@@ -143,8 +143,8 @@ class TensorRuns:
             places, start = [], 0
             for run in axis:
                 width = run.width(sizes)
-                firsts = torch.tensor(kept.of(run.kind), dtype=torch.long) * width + start
-                places.append((firsts[:, None] + torch.arange(width)).flatten())
+                firsts = torch.tensor(kept.of(run.kind), dtype=torch.long, device="cpu") * width + start
+                places.append((firsts[:, None] + torch.arange(width, device="cpu")).flatten())
                 start += sizes.heads(run.kind) * width
             yield n, torch.cat(places)
 

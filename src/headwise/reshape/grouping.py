@@ -51,7 +51,7 @@ def grouped(differ: Float[Tensor, "K K"], groups: int, seed: int = 0) -> Groups:
         best: Sequence[Sequence[int]] = min(_all(list(range(K)), size), key=lambda made: cost(d, made))
     else:
         rng = torch.Generator().manual_seed(seed)
-        orders = [list(range(K)), *(torch.randperm(K, generator=rng).tolist() for _ in range(STARTS - 1))]
+        orders = [list(range(K)), *(torch.randperm(K, generator=rng, device="cpu").tolist() for _ in range(STARTS - 1))]
         best = min((_swapped(d, _greedy(d, order, size)) for order in orders), key=lambda made: cost(d, made))
     return tuple(sorted(tuple(sorted(group)) for group in best))
 

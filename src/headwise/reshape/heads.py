@@ -36,7 +36,7 @@ class Turns:
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Places (rotary_dim / 2,) of the first and of the second number of each pair."""
         half = self.rotary_dim // 2
-        first = torch.arange(half)
+        first = torch.arange(half, device="cpu")
         return (2 * first, 2 * first + 1) if self.interleaved else (first, first + half)
 
 

@@ -73,7 +73,7 @@ class Recipe:
         _check_stream(stream, self, first)
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         body = self.length - (first is not None)
-        starts = torch.randint(len(stream) - body + 1, (self.rows,), generator=draw).tolist()
+        starts = torch.randint(len(stream) - body + 1, (self.rows,), generator=draw, device="cpu").tolist()
         windows = torch.stack([stream[start : start + body] for start in starts])
         return windows if first is None else torch.cat([windows.new_full((self.rows, 1), first), windows], 1)
 

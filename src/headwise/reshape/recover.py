@@ -177,7 +177,11 @@ class _Recovery:
         if where.value is None:
             return done
         value = self.projection(where.value)
-        rows = torch.arange(value.W.shape[1]) if where.value_rows is None else torch.tensor(where.value_rows)
+        rows = (
+            torch.arange(value.W.shape[1], device="cpu")
+            if where.value_rows is None
+            else torch.tensor(where.value_rows, device="cpu")
+        )
         call = samples[0][0].call
         layer = ValueSystem(matrix.W, matrix.b, None if value.b is None else value.b[rows], call.key.shape[1])
         _check_heads(layer, value.W[:, rows], samples[0][0], name)

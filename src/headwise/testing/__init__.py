@@ -102,7 +102,7 @@ def make_qkv(
     source = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=torch.float64)
+        return torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
 
     query, key, value = normal(B, H, T, D), normal(B, K, S, D), normal(B, K, S, V)
     if kind == "outlier":
@@ -114,7 +114,7 @@ def make_qkv(
         key[:, :, :1] = 3 * math.sqrt(D) * towards  # a logit of about 9 against 0 +- 1
         value[:, :, :1] *= 0.01
     elif kind == "duplicates":
-        key = key[:, :, torch.arange(S) % 3 % max(S, 1)] + 1e-3 * normal(B, K, S, D)
+        key = key[:, :, torch.arange(S, device="cpu") % 3 % max(S, 1)] + 1e-3 * normal(B, K, S, D)
     q, k, v = (x.to(device, dtype).requires_grad_(requires_grad) for x in (scale * query, scale * key, value))
     return q, k, v
 
@@ -165,10 +165,12 @@ def strided(tensor: Shaped[Tensor, "A B C D"], pattern: str, *, slack: float = m
         strides[2] = 1
     offset = 7 if kind == "odd" else 16
     length = offset + 1 + sum(max(0, n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
-    memory = torch.full((length + 16,), slack, dtype=torch.float64).to(device=tensor.device, dtype=tensor.dtype)
+    memory = torch.full((length + 16,), slack, dtype=torch.float64, device="cpu").to(
+        device=tensor.device, dtype=tensor.dtype
+    )
     view = memory.as_strided(tensor.shape, strides, offset)
     if kind == "overlapping":  # row i, entry d shares its cell with row i + 1, entry d - 1: write the cells instead
-        memory[offset:length].copy_(torch.arange(length - offset).mul(7).remainder(11).sub(5).div(4))
+        memory[offset:length].copy_(torch.arange(length - offset, device="cpu").mul(7).remainder(11).sub(5).div(4))
         return view
     return view.copy_(tensor)
 

@@ -125,7 +125,7 @@ class Mask:
     def draw(self, T: int, S: int, *, batch: int = 0, head: int = 0) -> str:
         """The T x S picture of one head: a line a query; `·` may not be attended; a bias shows its number."""
         check_counts(T=T, S=S, batch=batch, head=head)
-        grid = self.dense(T, S)
+        grid = self.to("cpu").dense(T, S, device=torch.device("cpu"))
         grid = grid[min(batch, grid.shape[0] - 1), min(head, grid.shape[1] - 1)]
         if grid.dtype == torch.bool:
             return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in grid.tolist())

@@ -82,7 +82,9 @@ def _built(rule: Rule, T: int, S: int) -> TileMap:
             bits.append(queries.movedim(3, 4)[mixed])
             blocks += n
     if not index:
-        return TileMap(torch.zeros(1, 1, 0, columns, dtype=torch.int64, device="cpu"), torch.zeros(0, SIDE).long())
+        return TileMap(
+            torch.zeros(1, 1, 0, columns, dtype=torch.int64, device="cpu"), torch.zeros(0, SIDE, device="cpu").long()
+        )
     return TileMap(torch.cat(index, dim=2).contiguous(), torch.cat(bits).contiguous())
 
 

@@ -74,7 +74,10 @@ def _picks(request: Request) -> tuple[Tensor, Tensor]:
     pos, away = torch.arange(T, device="cpu") + (S - T), torch.tensor(request.offsets, dtype=torch.long, device="cpu")
     beside = (pos + away[:, None]).clamp(min=-1).mT  # and those beyond the last key are nobody's
     steps = torch.arange(len(away), device="cpu")
-    slots = [steps, *(torch.full((x.shape[-1],), len(steps) + n) for n, x in enumerate(request.targets.values()))]
+    slots = [
+        steps,
+        *(torch.full((x.shape[-1],), len(steps) + n, device="cpu") for n, x in enumerate(request.targets.values())),
+    ]
     if not request.targets:
         return beside[None], steps
     B = request.query.shape[0]
