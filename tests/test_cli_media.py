@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 import sys
 import wave
@@ -255,6 +256,18 @@ def test_a_sound(folder: Path) -> None:
         assert seen["tokens"][0] == "(start)" and (not target or "".join(seen["tokens"][1:]) == "a b.")
 
 
+def test_ids_in_a_config_may_be_lists(folder: Path, tmp_path: Path) -> None:
+    """Of some models several tokens end a text."""
+    copy, sound = shutil.copytree(folder / "whisper", tmp_path / "whisper"), media.read_sound(f"{folder}/s.wav")
+    start, first, *_ = (
+        senses.prepared(hf.load(copy, any_input=True), sound=sound).values["decoder_input_ids"][0].tolist()
+    )
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, first]}))
+    ended = senses.prepared(hf.load(copy, any_input=True), sound=sound)
+    assert ended.values["decoder_input_ids"].tolist() == [[start]]
+
+
 def test_a_target_and_a_pair(folder: Path) -> None:
     seen = looked(f"{folder}/t5", "--text", "a b, c.", "--target", "d!")
     assert [part for part, _ in parts(seen)] == ["encoder", "decoder", "cross"]
@@ -270,7 +283,10 @@ def test_what_a_model_does_not_read_is_refused_in_one_line(folder: Path, tmp_pat
     (tmp_path / "r.wav").write_bytes(bytes(wav(rate=44_100)))
     (tmp_path / "l.wav").write_bytes(bytes(wav(b"\1\0" * 17_000)))
     image, sound = ("--image", f"{folder}/p.png"), ("--audio", f"{folder}/s.wav")
+    other = shutil.copytree(folder / "wav2vec2", tmp_path / "other")
+    shutil.copy(folder / "whisper" / "preprocessor_config.json", other)
     cases = [
+        ((other, *sound), "(WhisperFeatureExtractor) makes 'input_features', which Wav2Vec2Model does not read"),
         (("vit",), "(ViTModel) reads 'pixel_values'; give --image FILE"),
         (("whisper", "--text", "a"), "reads 'input_features'; give --audio FILE"),
         (("t5", "--text", "a", "--pair", "b"), "does not read a second sentence; it takes input_ids"),
@@ -282,7 +298,7 @@ def test_what_a_model_does_not_read_is_refused_in_one_line(folder: Path, tmp_pat
         (("whisper", "--audio", f"{tmp_path}/l.wav"), "has 1.1 s, and the model hears 1 s; give a part"),
     ]  # fmt: skip
     for (name, *options), message in cases:
-        result = run(f"{folder}/{name}", *options)
+        result = run(str(folder / name), *options)
         assert result.exit_code == 2 and message in result.output, (name, result.output)
         assert result.output.startswith("headwise: ") and result.output.count("\n") == 1
 

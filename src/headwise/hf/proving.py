@@ -178,9 +178,8 @@ def words(config: Any, shape: tuple[int, int], draw: Any) -> Any:
     """Random ids of words; those with a meaning of their own (an image's place, say) are left out."""
     import torch
 
-    special = {
-        n for key, n in config.to_dict().items() if key.endswith(("_token_id", "_token_index")) and type(n) is int
-    }
+    named = (n for key, n in config.to_dict().items() if key.endswith(("_token_id", "_token_index")))
+    special = {n for some in named for n in (some if isinstance(some, list) else [some])}
     free = torch.tensor([n for n in range(config.get_text_config().vocab_size) if n not in special], device="cpu")
     return free[torch.randint(len(free), shape, generator=draw, device="cpu")]
 

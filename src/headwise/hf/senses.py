@@ -296,6 +296,12 @@ def _heard(
     except Exception as error:  # too short for its windows, settings that do not fit together
         raise ModelError(f"the model's processor makes nothing of this sound ({one_line(error)})") from None
     values = {name: value for name, value in made.items() if name in takes and not name.endswith("mask")}
+    if not values:
+        makes = ", ".join(repr(name) for name in made if not name.endswith("mask"))
+        raise ModelError(
+            f"{loaded.folder}: its processor of sound ({type(extractor).__name__}) makes {makes}, which "
+            f"{type(loaded.model).__name__} does not read; put the model's own preprocessor_config.json there"
+        )
     first = next(iter(values.values()))
     if first.ndim == 2:
         return values, first.shape[1] / rate
@@ -363,7 +369,8 @@ def _said(loaded: Loaded, values: Mapping[str, Any]) -> tuple[list[int], tuple[s
     """What the decoder says itself, the likeliest token at each place."""
     model: Any = loaded.model
     weight = next(model.parameters())
-    ids, ends = [_start(loaded)], {loaded.tokenizer.eos_token_id, model.config.eos_token_id}
+    end = model.config.eos_token_id
+    ids, ends = [_start(loaded)], {loaded.tokenizer.eos_token_id, *(end if isinstance(end, list) else [end])}
     moved = {
         name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
         for name, value in values.items()

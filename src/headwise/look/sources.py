@@ -233,8 +233,8 @@ class Source:
         pixels, made = self.call.get(PIXELS), []
         if pixels is not None and pixels.ndim in (4, 5):
             made = [picture_of(one) for one in pixels.flatten(0, pixels.ndim - 4)]
-        elif pixels is not None and self.grids():
-            config = next(c for c in map(_own_config, self.model.modules()) if _sees(c))
+        config = next((c for c in map(_own_config, self.model.modules()) if _sees(c)), None)
+        if pixels is not None and not made and config is not None and self.grids():
             start = 0
             for grid in self.grids():
                 size = grid[0] * grid[1] * grid[2]
