@@ -100,6 +100,7 @@ def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.Monke
         ("ablate --heads 1.2 --by half", "--by takes zero or mean; got 'half'"),
         ("ablate --heads 1.2 --text ''", "the text is empty"),
         ("importance --by zero,half", "--by takes gradient, zero, mean, contribution, with commas; got 'zero,half'"),
+        ("importance --by zero,mean,zero", "--by names each criterion once; got 'zero,mean,zero'"),
         ("ablate", "Missing option '--heads'"),
     ],
 )

@@ -177,6 +177,8 @@ def test_what_a_user_gets_wrong_is_one_line(line: str, text: str, folder: Path, 
         ),
         (f"{HEAL} 1 --corpus TEXT --out NEW --length 1", "length is at least 2; got 1"),
         (f"{HEAL} 1 --corpus TEXT --out NEW --rows 0", "rows is at least 1; got 0"),
+        (f"{HEAL} 1 --corpus SHORT --out NEW --length 33", "a window is 33 tokens, and the text has"),
+        ("regroup FOLDER --kv-heads 1 --file TEXT --seed -1 --dry-run", "--seed -1: at least 0"),
     ],
 )
 def test_what_is_wrong_is_told_before_a_model_is_read(
@@ -185,6 +187,7 @@ def test_what_is_wrong_is_told_before_a_model_is_read(
     read: list[object] = []
     monkeypatch.setattr(hf, "load", lambda *args, **_: read.append(args))
     names = {"FOLDER": folder, "TEXT": folder.parent / "text.txt", "NEW": tmp_path / "new"}
+    names["SHORT"] = folder.parent / "short.txt"
     done = invoke(*(names.get(one, one) for one in line.split()))
     assert done.exit_code == 2 and text.replace("FOLDER", str(folder)) in done.stderr, done.output
     assert not read and not list(tmp_path.iterdir())

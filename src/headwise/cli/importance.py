@@ -43,6 +43,8 @@ def importance(
     names = [name.strip() for name in by.split(",")]
     if any(name not in CRITERIA for name in names):
         raise typer.BadParameter(f"--by takes {', '.join(CRITERIA)}, with commas; got {by!r}")
+    if len(set(names)) < len(names):
+        raise typer.BadParameter(f"--by names each criterion once; got {by!r}")
 
     def work(loaded: Any, ids: Any, show: Callable[..., object]) -> Any:
         from headwise.look import importance

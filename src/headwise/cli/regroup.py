@@ -49,6 +49,8 @@ def _regroup(
 ) -> None:
     """Let groups of heads share keys and values (MHA to GQA or MQA); stock transformers loads the result."""
     check_out(out, dry_run)
+    if seed < 0:
+        raise typer.BadParameter(f"--seed {seed}: at least 0")
     has_text = (text, file, corpus) != (None,) * 3
     if recover and not has_text:
         raise typer.BadParameter(
@@ -119,17 +121,18 @@ def _heal(
         from headwise import reshape
 
         recipe = reshape.Recipe(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
-        configs = [hf.loading.checked(name)[2] for name in (folder, teacher)]
+        found = [hf.loading.checked(name) for name in (folder, teacher)]
         with hf.checkpoint(folder) as source:
             check_place(out, source)
-            for name, config in zip((folder, teacher), configs, strict=True):
+            for name, config in zip((folder, teacher), (one[2] for one in found), strict=True):
                 _check_length(hf, name, config, length)
+            show("reading the text")
+            stream, first = _stream(hf, found[0][0], found[0][2], texts)
+            cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
+            recipe.batch(stream[: len(stream) - cut], 0, first)  # raises where the text is too short for a window
             show("reading the models")
             student, original = hf.load(folder), hf.load(teacher)
             _check_pair(student, original)
-            stream = _stream(hf, student, texts)
-            first = student.bos_id
-            cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
             held_out = stream[len(stream) - cut :].view(-1, length) if cut else None
             state = Path(out).with_name(f"{Path(out).name}.heal-state")
             show("healing")
@@ -162,15 +165,17 @@ def _check_length(hf: Any, name: str, config: Any, length: int) -> None:
         raise typer.BadParameter(f"--length {length}: {name} takes {places:,} tokens; give as many or fewer")
 
 
-def _stream(hf: Any, loaded: Any, texts: Iterable[str]) -> Any:
-    """All tokens of all texts in one row, without the one that begins a text."""
+def _stream(hf: Any, folder: Path, config: Any, texts: Iterable[str]) -> tuple[Any, int | None]:
+    """All tokens of all texts in one row, without the one that begins a text; and that one."""
     import torch
 
+    tokenizer = hf.tokens.load_tokenizer(folder, config)
+    first = hf.tokens.bos_id(tokenizer, config.get_text_config().vocab_size)
     ids: list[int] = []
     for text in texts:
-        tokens, _ = hf.tokens.encode(loaded.tokenizer, text, None)
-        ids += tokens[1:] if tokens[:1] == [loaded.bos_id] else tokens
-    return torch.tensor(ids, dtype=torch.long)
+        tokens, _ = hf.tokens.encode(tokenizer, text, None)
+        ids += tokens[1:] if tokens[:1] == [first] else tokens
+    return torch.tensor(ids, dtype=torch.long), first
 
 
 def _accelerator() -> Any:
