@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import fresh
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headwise
+from headwise.ops.native.library import trouble
 from headwise.testing import assert_same_bits, make_qkv
 
 
@@ -91,6 +93,48 @@ def test_fake_tensors_tell_the_shape(name: str) -> None:
         fake = BUILT[name](*(torch.empty(x.shape) for x in make_qkv(*SHORT)))
     for x, y in both(real, fake):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+BY_MAP: dict[str, Callable[[], headwise.Mask]] = {
+    "function": lambda: headwise.rule(lambda b, h, i, j: (i - j) % 3 == 0),
+    "dilated": lambda: headwise.dilated(2),
+    "or": lambda: headwise.window(3) | headwise.prefix(2),
+}
+
+
+@pytest.mark.parametrize("name", BY_MAP)
+def test_fake_tensors_under_masks_that_are_maps_of_tiles(name: str) -> None:
+    """No map can be made of them; what is kept with a rule is still that of real tensors."""
+    qkv, mask = make_qkv(*SHORT), BY_MAP[name]()
+    targets = {"x": torch.zeros(SHORT.B, SHORT.T, 1, dtype=torch.long)}
+
+    def jobs(q: Tensor, k: Tensor, v: Tensor, targets: dict[str, Tensor]) -> list[Tensor]:
+        heads = headwise.statistics(q, k, mask=mask, targets=targets)
+        top = headwise.top_keys(q, k, 2, mask=mask)
+        rows = headwise.weights(q, k, mask=mask, rows=torch.zeros(1, dtype=torch.long, device=q.device))
+        return [headwise.attention(q, k, v, mask=mask), heads.entropy, heads.targets["x"], top.weights, rows]
+
+    with FakeTensorMode():
+        fakes = [torch.empty(x.shape) for x in qkv]
+        fake = jobs(*fakes, {"x": torch.zeros(SHORT.B, SHORT.T, 1, dtype=torch.long)})
+        if trouble() is None:
+            with pytest.raises(ValueError, match="by a map of tiles, which is not made while tracing"):
+                headwise.attention(*fakes, mask=mask, backend="native")
+    for x, y in zip(jobs(*qkv, targets), fake, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    mask_again = BY_MAP[name]()
+    assert_same_bits(headwise.attention(*qkv, mask=mask), headwise.attention(*qkv, mask=mask_again))
+
+
+@pytest.mark.unchecked
+def test_flex_is_refused_where_torch_does_not_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, why = make_qkv(*SHORT), "FlexAttention compiled on a CPU gives no log-sum-exp"
+    run = torch.compile(lambda *qkv: headwise.attention(*qkv, backend="flex"), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=why):
+        run(*qkv)
+    assert why not in str(headwise.explain(*qkv))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert why in str(headwise.explain(*qkv))
 
 
 def test_a_huge_call_can_be_planned_on_meta() -> None:

@@ -1,8 +1,14 @@
-"""Sizes that torch.compile and torch.export hold as symbols: no decision here may pin one down."""
+"""What is not known while torch.compile and torch.export trace, or tensors are fake: no decision may hang on it."""
 
 from __future__ import annotations
 
 import torch
+
+
+def without_numbers() -> bool:
+    """Whether tensors have sizes and no numbers: a graph is traced, or torch's FakeTensorMode is on."""
+    key = torch._C._TorchDispatchModeKey.FAKE
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(key) is not None
 
 
 def is_symbol(size: int) -> bool:

@@ -34,6 +34,10 @@ LIMITS = (
     Limit(lambda c: c.dropout > 0, "FlexAttention has no dropout"),
     Limit(lambda c: c.bias_needs_grad, "FlexAttention gives no gradient to a bias here"),
     Limit(lambda c: c.is_transformed, "FlexAttention has no torch.func rules (vmap, jvp)"),
+    Limit(
+        lambda c: c.device_type == "cpu" and torch.compiler.is_compiling(),
+        "FlexAttention compiled on a CPU gives no log-sum-exp, by which headwise knows rows that see nothing",
+    ),
     Limit(lambda c: c.device_type == "cpu" and c.needs_grad, "FlexAttention has no backward on CPU"),
     Limit(
         lambda c: without_form(c.scoring.mask.parts) is not None,

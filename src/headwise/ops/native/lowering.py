@@ -21,6 +21,7 @@ from ..masks.patterns import Alibi, Blocks, Relative
 from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import tile_map
 from ..scoring import Scoring
+from ..symbols import without_numbers
 
 MAPS = "rules without a form of their own"
 ROOM = {"mask tensors": 8, "pairs of segments": 4, "rules of ALiBi": 4, MAPS: 4}
@@ -206,7 +207,7 @@ _BY_MAP = RuleForm(_put_map, MAPS)
 def form_of(rule: Rule) -> RuleForm | None:
     """How the operator takes a rule: its own form, or a map of tiles for whatever restricts; None where it does not."""
     form = FORMS.get(type(rule))
-    if form is not None or rule.biases or torch.compiler.is_compiling():
+    if form is not None or rule.biases or without_numbers():
         return form
     return _BY_MAP
 

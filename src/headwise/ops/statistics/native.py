@@ -13,13 +13,14 @@ from torch import Tensor
 from ..call import Call, refusal
 from ..native import backend as native
 from ..native.lowering import lowered
+from ..symbols import without_numbers
 from .request import Request
 
 
 def serves(request: Request, value: Tensor | None) -> bool:
     """Whether the kernel takes the call: what `native` takes, and no torch.compile, which sees through torch ops."""
     call = Call(request.query, request.key, request.key if value is None else value, request.scoring)
-    return not torch.compiler.is_compiling() and refusal(native.LIMITS, call) is None
+    return not without_numbers() and refusal(native.LIMITS, call) is None
 
 
 def measure_natively(request: Request, value: Tensor | None, *, received: bool) -> tuple[Tensor, dict[str, Any]]:

@@ -14,6 +14,7 @@ from ...shapes.kinds import check_counts, check_dense, shown, whole_numbers
 from ..masks.compose import Mask
 from ..scores import of_one_dtype
 from ..scoring import Scoring
+from ..symbols import without_numbers
 
 MOST_OFFSETS = 1 << 20  # each has a column of its own
 
@@ -119,7 +120,7 @@ def _checked_targets(targets: Mapping[str, Tensor] | None, query: Tensor, S: int
             raise ValueError(
                 f"targets {name!r} list n keys a row: (T, n) or (B, T, n) with B = {B}, T = {T}; got {describe(keys)}"
             )
-        if keys.numel() and (int(keys.min()) < -1 or int(keys.max()) >= S):
+        if keys.numel() and not without_numbers() and (int(keys.min()) < -1 or int(keys.max()) >= S):
             raise ValueError(
                 f"targets {name!r} are positions 0 <= j < S = {S}, or -1 for none; "
                 f"got {int(keys.min())} to {int(keys.max())}"

@@ -13,6 +13,7 @@ from ..fence import fence_pairs, show, surely_tame
 from ..masks.compose import Mask
 from ..scores import mask_scores, of_one_dtype, score_rows, softcapped, softmax_rows, without_autocast
 from ..scoring import Scoring
+from ..symbols import without_numbers
 
 STAGES = ("raw", "softcapped", "biased", "probabilities")
 
@@ -86,7 +87,7 @@ def weights(
 
 def _reach(mask: Mask, row_index: Tensor, T: int, S: int) -> slice:
     """The keys that the chosen rows may attend, and perhaps more: what lies beyond need not be scored."""
-    if torch.compiler.is_compiling() or not row_index.numel() or row_index.is_meta:
+    if without_numbers() or not row_index.numel() or row_index.is_meta:
         return slice(0, S)
     return slice(*mask.reach(int(row_index.min()), int(row_index.max()) + 1, T, S))
 
@@ -120,7 +121,7 @@ def chosen(name: str, pick: Sequence[int] | Tensor | slice | int | None, length:
     index = index.long()
     if name == "heads" and not index.numel():
         raise ValueError("heads are one or more; got none")
-    if whole or not index.numel() or torch.compiler.is_compiling():
+    if whole or not index.numel() or without_numbers():
         return index % max(length, 1)
     if not bool(((index >= -length) & (index < length)).all()):
         raise ValueError(f"{name} lie in -{length} <= index < {length} here; got {index.tolist()}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...shapes import DTYPES, check_int8, describe
 from ...shapes.kinds import check_counts, check_index, check_tensor
+from ..symbols import without_numbers
 from .int8 import Quantized
 
 PAGE = 128  # a page holds so many keys or a multiple: the tile of the native kernel, which then lies in one page
@@ -60,7 +61,7 @@ def check_pages(name: str, pages: Tensor, table: Tensor, length: int) -> None:
     used = -(-length // pages.shape[2])
     if table.shape[1] < used:
         raise ValueError(f"{rule}, N * size >= length; {got}; list a page for each {pages.shape[2]} tokens")
-    if table.device.type == "cpu" and not torch.compiler.is_compiling() and table[:, :used].numel():
+    if table.device.type == "cpu" and not without_numbers() and table[:, :used].numel():
         low, high = (int(x) for x in table[:, :used].aminmax())
         if low < 0 or high >= pages.shape[0]:
             raise ValueError(f"a table names pages 0 to P - 1 = {pages.shape[0] - 1}; got {low} to {high}; {got}")
