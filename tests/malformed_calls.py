@@ -112,6 +112,15 @@ def appended(kind: str) -> Call:
 CACHES = (
     "static", "paged", "rolling", "static int8", "paged int8", "rolling int8", "static latent", "paged latent int8",
 )  # fmt: skip
+
+
+def taken() -> cache.PagePool:
+    """A pool whose first page is in use."""
+    pool = cache.PagePool(2, K, D, V)
+    assert pool.take() == 0
+    return pool
+
+
 CLASSES = {"KVCache": "static", "StaticCache": "static", "PagedCache": "paged", "RollingCache": "rolling"}
 
 
@@ -253,7 +262,7 @@ STORES: dict[str, Callable[[], Call]] = {
     "PagePool.require": lambda: of(filled("paged").pool.require, pages=2),
     "PagePool.grow": lambda: of(filled("paged").pool.grow, pages=2),
     **{
-        f"PagePool.{name}": lambda name=name: of(getattr(filled("paged").pool, name), page=0)
+        f"PagePool.{name}": lambda name=name: of(getattr(taken(), name), page=0)
         for name in ("hold", "give", "is_shared", "holders", "copy")
     },
     "quantize": lambda: of(cache.quantize, x=normal(B, K, S, D)),
