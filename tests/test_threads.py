@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +16,7 @@ import torch
 from hf_models import BY_NAME, inputs, logits
 from test_hf_probe import assert_same_state, state_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import headwise
 import headwise.hf
@@ -231,3 +234,22 @@ def test_an_answer_is_for_the_thread_that_asked(other: Any) -> None:
     assert torch.equal(theirs[0], wanted) and not torch.equal(out, wanted)
     with probe(model, nothing):
         assert torch.equal(model(ids), out)
+
+
+def test_what_autograd_runs_again_in_a_thread_of_its_own_is_the_openers() -> None:
+    """As it does for tensors of a GPU. Such a thread is not Python's: here one is started behind its back."""
+    model, ids, seen_by = Reader(), torch.tensor([IDS]), list[int]()
+
+    def in_a_thread(function: Callable[[], Any]) -> None:
+        done: list[Any] = []
+        _thread.start_new_thread(lambda: done.append(function()), ())
+        while not done:
+            time.sleep(0.001)
+
+    with probe(model) as seen:
+        out = checkpoint(model, ids, use_reentrant=False).sum()
+        for step in (lambda: model(ids), out.backward):
+            seen_by.append(seen.seen)
+            in_a_thread(step)
+        seen_by.append(seen.seen)
+    assert seen_by == [1, 1, 2]

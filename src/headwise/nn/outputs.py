@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..shapes.kinds import check_functions
 from .probe import AttentionCall, probe
-from .threads import in_this_thread
 from .unwrap import require_whole, unwrap
 
 
@@ -62,6 +61,6 @@ def output_projections(model: nn.Module, run: Callable[[nn.Module], object]) -> 
     with ExitStack() as undo, torch.no_grad(), probe(model, each):
         for name, part in model.named_modules():
             if getattr(getattr(part, "weight", None), "ndim", 0) == 2:
-                undo.callback(part.register_forward_pre_hook(in_this_thread(partial(before, name))).remove)
+                undo.callback(part.register_forward_pre_hook(partial(before, name)).remove)
         run(model)
     return projections
