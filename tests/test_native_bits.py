@@ -44,6 +44,13 @@ FORMS = {
     "MLA": Sizes(1, 16, 1, 1, 1100, 576, 512),
     "MLA, many rows": Sizes(1, 16, 1, 3, 1100, 576, 512),
 }
+# Many rows, of up to 48 a block: head dims in one piece and in two, values of whole vectors and others.
+BLOCKS = {
+    "head dim 16": Sizes(2, 2, 2, 59, 59, 16, 16),
+    "odd head dim": Sizes(1, 3, 3, 131, 137, 17, 33),
+    "two pieces": Sizes(1, 4, 2, 97, 149, 144, 48),
+    "five rows a key": Sizes(1, 10, 2, 61, 61, 24, 17),
+}
 TWINS = [f"native-{isa}" for isa in ("avx512_vnni", "avx512_bf16", "amx_bf16") if f"native-{isa}" in NATIVE]
 HEAVY = ("none", "lengths")  # masks enough where a call lasts
 forms = pytest.mark.parametrize("n", FORMS.values(), ids=FORMS)
@@ -131,6 +138,33 @@ def test_a_group_of_heads_alone(backend: str, dtype: torch.dtype, n: Sizes) -> N
         )
         assert_same_bits(out, whole[:, heads])
         assert_same_bits(its, lse[:, heads])
+
+
+@pytest.mark.sweep
+@native_dtypes
+@pytest.mark.parametrize("n", BLOCKS.values(), ids=BLOCKS)
+def test_bounds_and_the_same_pairs_one_by_one(backend: str, dtype: torch.dtype, n: Sizes) -> None:
+    """Of bounds a kernel knows which vectors of rows a key is left out for; of a boolean tensor it does not."""
+    q, k, v = make_qkv(*n, dtype=dtype)
+    masks = {
+        "causal": headwise.causal(),
+        "top left": headwise.causal(offset=0),
+        "behind": headwise.causal(offset=n.S - n.T - 20),
+        "ahead": headwise.causal(offset=9),  # ends lie one key behind groups of eight
+        "window": headwise.window(17, 2, offset=n.S - n.T),
+        "lengths": headwise.causal() & headwise.lengths(torch.tensor([n.S, n.S - 33])[: n.B]),
+        "segments": headwise.causal() & headwise.segments(torch.arange(n.T) // 40, torch.arange(n.S) // 40),
+    }
+    slopes = headwise.alibi(headwise.alibi_slopes(n.H))
+    with collected() as attempt:
+        for name, mask in masks.items():
+            allowed = mask.allowed(n.T, n.S)
+            assert allowed is not None
+            for bounds, pairs in ((mask, headwise.keep(allowed)), (mask & slopes, headwise.keep(allowed) & slopes)):
+                ours = attend(backend, q, k, v, mask=bounds, return_lse=True)
+                other = attend(backend, q, k, v, mask=pairs, return_lse=True)
+                for what, x, y in zip(("output", "lse"), ours, other, strict=True):
+                    attempt(f"{name}, {what}", assert_same_bits, x, y)
 
 
 @native_dtypes

@@ -157,6 +157,25 @@ def _is_nan(x: Tensor) -> None:
     assert bool(x.isnan().all()), f"{int((~x.isnan()).sum())} of {x.numel()} entries are no NaN"
 
 
+@pytest.mark.sweep
+@native_dtypes
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_each_key_on_the_diagonal(backend: str, dtype: torch.dtype, where: str) -> None:
+    """A vector of rows leaves out the keys that none of them attends; the rows that attend one must see it."""
+    n = Sizes(1, 1, 1, 59, 59, 16, 16)
+    q, k, v = make_qkv(*n, dtype=dtype)
+    clean = attend(backend, q, k, v, mask=headwise.causal(), return_lse=True)
+    with collected() as attempt:
+        for place in range(n.S):
+            for what in POISONS[:2]:
+                bad_k, bad_v = k.clone(), v.clone()
+                (bad_k if where == "key" else bad_v)[0, 0, place, 3] = what
+                ours = attend(backend, q, bad_k, bad_v, mask=headwise.causal(), return_lse=True)
+                for x, y in zip(ours, clean, strict=True):
+                    attempt(f"{what} at key {place}", assert_same_bits, x[:, :, :place], y[:, :, :place])
+                    attempt(f"{what} at key {place} shows", _is_nan, x[:, :, place:])
+
+
 @native_dtypes
 def test_scores_of_minus_infinity_show(backend: str, dtype: torch.dtype) -> None:
     """All rows have the score -inf for one key: with the weight 0 it would leave no trace in the sums."""

@@ -75,13 +75,19 @@ static inline void skip_split(const Problem& p, const Plan& plan, int64_t b, int
   }
 }
 
-// Divides, gates, rounds and writes a row; x has its V sums.
-static inline void write_result(const Problem& p, int64_t b, int64_t h, int64_t t, RowState state, float* x) {
+// The factor of a row's sums. What else the call wants to know of the row is written.
+static inline float note_result(const Problem& p, int64_t b, int64_t h, int64_t t, RowState state) {
   const int64_t at = (b * p.H + h) * p.T + t;
   const RowResult result = row_result(p, h, state);
-  for (int64_t d = 0; d < p.V; ++d) x[d] = result.factor == 0.0f ? 0.0f : x[d] * result.factor;
   if (p.lse != nullptr) p.lse[at] = result.lse;
   if (p.ends != nullptr) p.ends[at] = state.raw_max, p.ends[p.B * p.H * p.T + at] = result.factor;
+  return result.factor;
+}
+
+// Divides, gates, rounds and writes a row; x has its V sums.
+static inline void write_result(const Problem& p, int64_t b, int64_t h, int64_t t, RowState state, float* x) {
+  const float factor = note_result(p, b, h, t, state);
+  for (int64_t d = 0; d < p.V; ++d) x[d] = factor == 0.0f ? 0.0f : x[d] * factor;
   write_row(p, b, h, t, x);
 }
 

@@ -117,7 +117,7 @@ class RowsAhead {
 constexpr int kGroup = 8;  // keys whose greatest score is noted
 
 // What is noted of a tile's scores while they are in registers: each row's greatest of a group of keys, and the sum
-// over all keys of W rows, which is not finite where a key is not.
+// over all keys of W rows each, which is not finite where a key is not.
 struct Noted {
   alignas(64) float top[kTile / kGroup * kRows];  // [group][row]
   alignas(64) float sum[W];
@@ -141,16 +141,16 @@ struct Noted {
       }
     }
   }
-  // Of the scores of U keys from the j-th on, all in one group.
-  template <int NV, int U>
-  HW_MEMBER void add(int64_t j, const F (*x)[NV]) {
+  // Of the scores of U keys from the j-th on, all in one group; of NV vectors of rows those from `Skip` on.
+  template <int NV, int U, int Skip = 0>
+  HW_MEMBER void add(int64_t j, const F (*x)[NV - Skip]) {
     F all = load(sum);
     HW_UNROLL
     for (int u = 0; u < U; ++u) all = headwise::HW_ISA::add(all, x[u][0]);
     store(sum, all);
-    float* to = top + j / kGroup * (NV * W);
+    float* to = top + j / kGroup * (NV * W) + Skip * W;
     HW_UNROLL
-    for (int v = 0; v < NV; ++v) {
+    for (int v = 0; v < NV - Skip; ++v) {
       F best = j % kGroup == 0 ? x[0][v] : max(load(to + v * W), x[0][v]);
       HW_UNROLL
       for (int u = 1; u < U; ++u) best = max(best, x[u][v]);
@@ -177,33 +177,61 @@ static inline void note_stored(const float* x, int64_t keys, Noted& noted) {
   }
 }
 
-// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys from the j-th on and NV vectors of rows; added to x
-// unless `First`. What becomes of x is noted if `Notes`.
-template <class N, int NV, int U, bool First, bool Notes>
+// x[u][row] = sum over d of Q^T[d][row] * k[u][d], for U keys from the j-th on and NV vectors of rows but the first
+// `Skip`; added to x unless `First`. What becomes of x is noted if `Notes`.
+template <class N, int NV, int U, bool First, bool Notes, int Skip = 0>
 static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, const typename N::Key* HW_RESTRICT k,
                       int64_t stride, float* HW_RESTRICT x, [[maybe_unused]] int64_t j,
                       [[maybe_unused]] Noted* HW_RESTRICT noted) {
-  constexpr int R = NV * W;
-  F acc[U][NV];
-  multiply<N, NV, U>(acc, q, R, depth, k, stride);
+  constexpr int R = NV * W, kLeft = NV - Skip;
+  F acc[U][kLeft];
+  multiply<N, kLeft, U>(acc, q + Skip * W, R, depth, k, stride);
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
     HW_UNROLL
-    for (int v = 0; v < NV; ++v) {
-      float* to = x + u * R + v * W;
+    for (int v = 0; v < kLeft; ++v) {
+      float* to = x + u * R + (Skip + v) * W;
       if constexpr (!First) acc[u][v] = add(load(to), acc[u][v]);
       store(to, acc[u][v]);
     }
   }
-  if constexpr (Notes) noted->template add<NV, U>(j, acc);
+  if constexpr (Notes) noted->template add<NV, U, Skip>(j, acc);
+}
+
+// Where the keys of a tile end for the first vectors of a block of rows: none of the vectors 0 to v attends keys from
+// end[v] on. In a tile on the diagonal of a causal mask they are fewer than those of the block.
+struct VectorEnds {
+  int64_t end[kVectors];
+
+  // The vectors whose keys end before the j-th.
+  int before(int64_t j) const {
+    int n = 0;
+    while (n < kVectors - 1 && end[n] <= j) ++n;
+    return n;
+  }
+};
+
+// acc[u][v] += sum over the keys from <= j < to of weights[j][v] * value[j][u], for the vectors of rows from `Skip` on.
+template <class N, int NV, int U, int Skip>
+HW_INLINE void add_weighted(F acc[U][NV], const typename N::Weight* HW_RESTRICT weights, int64_t from, int64_t to,
+                            const typename N::Value* HW_RESTRICT value, int64_t stride) {
+  for (int64_t j = from; j < to; ++j) {
+    HW_UNROLL
+    for (int u = 0; u < U; ++u) {
+      const F b = N::broadcast(value + j * stride + u);
+      HW_UNROLL
+      for (int v = Skip; v < NV; ++v) acc[u][v] = N::times(acc[u][v], weights + j * NV * W + v * W, b);
+    }
+  }
 }
 
 // O^T[u][row] = O^T[u][row] * rescale[row] + sum over keys of weights[key][row] * v[key][u], for U columns.
 // A tile is summed on its own before it joins the tiles before it: errors grow with the number of tiles, not of keys.
-template <class N, int NV, int U>
+// If `Ends`, keys behind a vector's end are left out: their weights are 0.
+template <class N, int NV, int U, bool Ends = false>
 static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t keys,
                       const typename N::Value* HW_RESTRICT value, int64_t stride, const float* HW_RESTRICT rescale,
-                      float* HW_RESTRICT out) {
+                      float* HW_RESTRICT out, [[maybe_unused]] const VectorEnds* ends = nullptr) {
   constexpr int R = NV * W;
   F acc[U][NV];
   HW_UNROLL
@@ -211,13 +239,20 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
     HW_UNROLL
     for (int v = 0; v < NV; ++v) acc[u][v] = zero();
   }
-  for (int64_t j = 0; j < keys; ++j) {
-    HW_UNROLL
-    for (int u = 0; u < U; ++u) {
-      const F b = N::broadcast(value + j * stride + u);
-      HW_UNROLL
-      for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], weights + j * R + v * W, b);
-    }
+  int64_t first = 0;
+  if constexpr (Ends && NV > 1) {
+    const auto part = [&](auto skip) HW_LAMBDA {
+      constexpr int kSkip = decltype(skip)::value;
+      const int64_t last = min((ends->end[kSkip] + N::kPair - 1) / N::kPair, keys);
+      add_weighted<N, NV, U, kSkip>(acc, weights, first, last, value, stride);
+      first = last;
+    };
+    part(Number<0>{});
+    if constexpr (NV > 2) part(Number<1>{});
+    if constexpr (NV > 3) part(Number<2>{});
+    add_weighted<N, NV, U, NV - 1>(acc, weights, first, keys, value, stride);
+  } else {
+    add_weighted<N, NV, U, 0>(acc, weights, first, keys, value, stride);
   }
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
@@ -231,14 +266,27 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
 
 template <class N, int NV, bool First, bool Notes>
 static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
-                                     int64_t stride, int64_t keys, float* x, Noted* noted) {
+                                     int64_t stride, int64_t keys, float* x, Noted* noted, const VectorEnds* ends) {
   constexpr int R = NV * W;
   const auto products = [&](auto u, int64_t j) {
     if constexpr (Notes) noted->next.step();
     qk<N, NV, decltype(u)::value, First, Notes>(q, depth, k + j * stride, stride, x + j * R, j, noted);
   };
+  const auto without_first = [&](auto skip, int64_t j) {
+    if constexpr (Notes) noted->next.step();
+    qk<N, NV, kUnroll, First, Notes, decltype(skip)::value>(q, depth, k + j * stride, stride, x + j * R, j, noted);
+  };
   int64_t j = 0;
-  for (; j + kUnroll <= keys; j += kUnroll) products(Number<kUnroll>{}, j);
+  const int64_t all = ends == nullptr ? keys : min(round_up(ends->end[0], kUnroll), keys);
+  for (; j + kUnroll <= all; j += kUnroll) products(Number<kUnroll>{}, j);
+  if constexpr (NV > 1) {
+    for (; j + kUnroll <= keys; j += kUnroll) {
+      const int skip = ends->before(j);
+      if (NV > 3 && skip > 2) without_first(Number<(NV > 3 ? 3 : 1)>{}, j);
+      else if (NV > 2 && skip > 1) without_first(Number<(NV > 2 ? 2 : 1)>{}, j);
+      else without_first(Number<1>{}, j);
+    }
+  }
   if constexpr (kUnroll > 4) {
     for (; j + 4 <= keys; j += 4) products(Number<4>{}, j);
   }
@@ -251,7 +299,8 @@ constexpr int64_t kPiece = 128;
 
 template <class N, int NV>
 static inline void key_products(const typename N::Query* q, int64_t depth, const typename N::Key* k, int64_t stride,
-                                int64_t keys, float* x, int64_t piece = kPiece, Noted* noted = nullptr) {
+                                int64_t keys, float* x, int64_t piece = kPiece, Noted* noted = nullptr,
+                                const VectorEnds* ends = nullptr) {
   if constexpr (N::kTiles) {
     tile_key_products<NV>(q, depth, k, stride, keys, x);
     if (noted != nullptr) note_stored<NV>(x, keys, *noted);
@@ -261,9 +310,9 @@ static inline void key_products(const typename N::Query* q, int64_t depth, const
     constexpr bool kFirst = decltype(first)::value == 0;
     const int64_t n = min(depth - d, piece);
     if (noted != nullptr && d + piece >= depth) {
-      products_of_piece<N, NV, kFirst, true>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, noted);
+      products_of_piece<N, NV, kFirst, true>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, noted, ends);
     } else {
-      products_of_piece<N, NV, kFirst, false>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, nullptr);
+      products_of_piece<N, NV, kFirst, false>(q + d * NV * W, n, k + d * N::kPair, stride, keys, x, nullptr, ends);
     }
   };
   add_piece(Number<0>{}, 0);
@@ -272,12 +321,17 @@ static inline void key_products(const typename N::Query* q, int64_t depth, const
 
 template <class N, int NV>
 static inline void add_values(const typename N::Weight* weights, int64_t keys, const typename N::Value* value,
-                              int64_t stride, int64_t V, const float* rescale, float* out, RowsAhead* next = nullptr) {
+                              int64_t stride, int64_t V, const float* rescale, float* out, RowsAhead* next = nullptr,
+                              const VectorEnds* ends = nullptr) {
   constexpr int R = NV * W;
   int64_t u = 0;
   for (; u + kUnroll <= V; u += kUnroll) {
     if (next != nullptr) next->step();
-    pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
+    if (NV > 1 && ends != nullptr) {
+      pv<N, NV, kUnroll, true>(weights, keys, value + u, stride, rescale, out + u * R, ends);
+    } else {
+      pv<N, NV, kUnroll>(weights, keys, value + u, stride, rescale, out + u * R);
+    }
   }
   if constexpr (kUnroll > 4) {
     for (; u + 4 <= V; u += 4) pv<N, NV, 4>(weights, keys, value + u, stride, rescale, out + u * R);

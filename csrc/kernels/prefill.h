@@ -97,17 +97,30 @@ static inline bool search_tile(const Problem& p, int64_t b, int64_t kv_head, Pre
   return tile.bad.any;
 }
 
+// The ends of a span's keys for the first vectors of rows, by their bounds alone. False where no vector's keys end
+// before those of the block. The scores that are left out are -inf all the same: there the bounds forbid.
+template <int NV>
+static inline bool find_ends(const QueryRows& rows, const KeySpan& span, VectorEnds& ends) {
+  if (NV == 1 || span.kind != TileKind::mixed) return false;
+  int64_t hi = 0;
+  for (int v = 0; v < NV; ++v) {
+    for (int r = v * W; r < (v + 1) * W; ++r) hi = max(hi, rows.hi[r]);
+    ends.end[v] = max(min(hi - span.j0, span.n), 0);
+  }
+  return ends.end[0] < span.n;
+}
+
 // The scores of a block of rows, as the softmax takes them. Where they are not finite, search() looks for bad keys and
 // says whether the tile has changed. Gives the greatest score of each group of keys, or null where more was done to
 // them than products.
 template <class N, int NV, class Search>
 static inline const float* searched_scores(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span,
                                            const typename N::Query* query, QueryRows& rows, float* x, Noted& noted,
-                                           const Search& search) {
-  block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted);
+                                           const VectorEnds* ends, const Search& search) {
+  block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted, ends);
   if (!noted.finite() && search()) {
     noted = Noted(noted.next);
-    block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted);
+    block_scores<N, NV>(p, b, tile, span, query, rows, true, x, nullptr, kPiece, &noted, ends);
   }
   if (scales_first(p) || kScaled<N> || (span.kind == TileKind::mixed && !only_bounds(p))) return nullptr;
   if (span.kind == TileKind::mixed) {  // on the diagonal a few keys have changed
@@ -118,12 +131,12 @@ static inline const float* searched_scores(const Problem& p, int64_t b, const Ke
   return noted.top;
 }
 
-// Whether W rows of a block have finite sums. Where a value that the block reads has a NaN or Inf, none of them has: a
-// weight of 0 times it is NaN.
-template <class N, int NV>
+// Whether the W rows of a vector have finite sums. Where a value that they read has a NaN or Inf, none of them has: a
+// weight of 0 times it is NaN. The last vector reads all values that the block does.
+template <class N, int NV, int Vector = NV - 1>
 static inline void look_at_sums(const float* sums, int64_t V, bool& finite) {
   F sum = zero();
-  for (int64_t d = 0; d < V; ++d) sum = add(sum, load(sums + d * NV * W));
+  for (int64_t d = 0; d < V; ++d) sum = add(sum, load(sums + (d * NV + Vector) * W));
   float of_rows[W];
   store(of_rows, sum);
   finite &= floats_are_finite(of_rows, W);
@@ -145,7 +158,9 @@ static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile
                                 PrefillScratch<N>& s, NextTile& next, const Search& search) {
   QueryRows& rows = s.rows[block];
   Noted noted(next.key);
-  const float* top = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, noted, search);
+  VectorEnds of_vectors;
+  const VectorEnds* ends = find_ends<NV>(rows, span, of_vectors) ? &of_vectors : nullptr;
+  const float* top = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, noted, ends, search);
   const bool drops = p.dropout > 0.0f;
   softmax_tile<N, NV>(s.scores, span.n, softmax_scale(p) * kLog2e, s.row_max + block * kRows, s.row_sum + block * kRows,
                       s.rescale, !drops && !kScaled<N>, top);
@@ -156,7 +171,43 @@ static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile
     pack_weights<N, NV>(s.scores, span.n);
   }
   next.key = noted.next;
-  block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block], &next.value);
+  block_values<N, NV>(tile, span, tile.value, s.scores, p.V, s.rescale, s.sums[block], &next.value, ends);
+}
+
+// Sums of W rows, [column][row], times the rows' factors, as the first n of the rows of O: without a copy between.
+template <int NV, class Store>
+HW_INLINE void write_rows(const float* sums, int64_t V, const float* factor, int n, char* const* rows,
+                          const Store& store_at) {
+  float empty[W];
+  for (int i = 0; i < W; ++i) empty[i] = factor[i] == 0.0f ? 1.0f : 0.0f;
+  const F factors = load(factor);
+  const M none = not_less(load(empty), set1(1.0f));  // a row without keys is 0 whatever its sums
+  for (int64_t d = 0; d < V; d += W) {
+    F x[W];
+    HW_UNROLL
+    for (int i = 0; i < W; ++i) x[i] = select(none, zero(), mul(load(sums + (d + i) * NV * W), factors));
+    transpose(x);
+    HW_UNROLL
+    for (int i = 0; i < W; ++i) {
+      if (i < n) store_at(rows[i], d, x[i]);
+    }
+  }
+}
+
+template <int NV>
+static inline void write_rows(const Problem& p, const float* sums, const float* factor, int n, char* const* rows) {
+  const auto half = [](char* row, int64_t d) HW_LAMBDA { return reinterpret_cast<uint16_t*>(row) + d; };
+  switch (p.out.dtype) {
+    case Dtype::f32:
+      return write_rows<NV>(sums, p.V, factor, n, rows,
+                            [](char* row, int64_t d, F x) HW_LAMBDA { store(reinterpret_cast<float*>(row) + d, x); });
+    case Dtype::bf16:
+      return write_rows<NV>(sums, p.V, factor, n, rows,
+                            [&](char* row, int64_t d, F x) HW_LAMBDA { store_bf16(half(row, d), x); });
+    default:
+      return write_rows<NV>(sums, p.V, factor, n, rows,
+                            [&](char* row, int64_t d, F x) HW_LAMBDA { store_f16(half(row, d), x); });
+  }
 }
 
 template <class N, int NV, class Scratch>
@@ -164,14 +215,25 @@ static inline void finish_block(const Problem& p, const Plan& plan, int64_t b, i
                                 int64_t split, int block, const Reach& reach, Scratch& s) {
   const QueryRows& rows = s.rows[block];
   const int64_t padded_V = round_up(p.V, W);
+  const bool whole = plan.splits == 1 && p.gate.data == nullptr && p.V % W == 0;
   for (int v = 0; v < NV && v * W < rows.n; ++v) {
-    transpose_back(s.sums[block] + v * W, NV * W, p.V, s.out_rows, padded_V);
-    for (int i = 0; i < W && v * W + i < rows.n; ++i) {
+    const float* sums = s.sums[block] + v * W;
+    const int n = static_cast<int>(min(W, rows.n - v * W));
+    float factor[W] = {0};
+    char* to[W];
+    if (!whole) transpose_back(sums, NV * W, p.V, s.out_rows, padded_V);
+    for (int i = 0; i < n; ++i) {
       const int r = v * W + i;
+      const int64_t h = rows.h[r], t = rows.t[r];
       const float raw_max = s.row_max[block * kRows + r], row_sum = s.row_sum[block * kRows + r];
       const RowState state = row_state(p, b, rows, r, raw_max, row_sum, reach.from, reach.to);
-      finish_row(p, plan, b, kv_head, first + r, split, rows.h[r], rows.t[r], state, s.out_rows + i * padded_V);
+      if (whole) {
+        factor[i] = note_result(p, b, h, t, state), to[i] = const_cast<char*>(at(p.out, b, h, t));
+      } else {
+        finish_row(p, plan, b, kv_head, first + r, split, h, t, state, s.out_rows + i * padded_V);
+      }
     }
+    if (whole) write_rows<NV>(p, sums, factor, n, to);
   }
 }
 

@@ -95,7 +95,7 @@ static bool attend_chains(const Problem& p, const Plan& plan, const Item& item, 
   });
   if (tiles > 0) visit_all();
   bool finite = careful || chains.finite();
-  for (int i = 0; i < blocks && !careful; ++i) look_at_sums<N, kChainVectors>(s.sums[i], p.V, finite);
+  for (int i = 0; i < blocks && !careful; ++i) look_at_sums<N, kChainVectors, 0>(s.sums[i], p.V, finite);
   if (!finite) return false;
   for (int i = 0; i < blocks; ++i) {
     finish_weights<N>(p, i, s);

@@ -112,7 +112,9 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
   const int n = span.n;
   float* x = own.scores;
   Noted noted(next.key);
-  const float* top = searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, search);
+  VectorEnds of_vectors;
+  const VectorEnds* ends = find_ends<NV>(rows, span, of_vectors) ? &of_vectors : nullptr;
+  const float* top = searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, ends, search);
   for (int j = 0; tile.bad.any && j < n; ++j) {
     for (int r = 0; r < rows.n; ++r) t.key_bad[r] |= bad_key.is[span.j0 - tile.j0 + j] && x[j * R + r] != -kInf;
   }
@@ -138,7 +140,7 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
     pack_weights<N, NV>(x, n);
   }
   next.key = noted.next;
-  if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.rescale, own.sums[block], &next.value);
+  if (p.V > 0) block_values<N, NV>(tile, span, tile.value, x, p.V, own.rescale, own.sums[block], &next.value, ends);
 }
 
 // Rescales the bins to the last maximum, and turns the scores of picks into weights relative to it.

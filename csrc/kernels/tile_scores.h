@@ -124,13 +124,14 @@ static inline void tile_scores(const Problem& p, int64_t b, QueryRows& rows, con
 template <class N, int NV>
 static inline void block_scores(const Problem& p, int64_t b, const KeyTile& tile, const KeySpan& span,
                                 const typename N::Query* query, QueryRows& rows, bool marks, float* x,
-                                float* capped = nullptr, int64_t piece = kPiece, Noted* noted = nullptr) {
+                                float* capped = nullptr, int64_t piece = kPiece, Noted* noted = nullptr,
+                                const VectorEnds* ends = nullptr) {
   constexpr int R = NV * W;
   const int64_t skip = span.j0 - tile.j0;
   const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
   tile_scores<ScoreLayout<1, R>>(
       p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, int64_t{span.n} * R, capped, [&] {
-        key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece, noted);
+        key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece, noted, ends);
         if constexpr (kScaled<N>) scale_columns<NV>(x, tile.key_scale + skip, span.n);
       });
 }
@@ -140,7 +141,8 @@ static inline void block_scores(const Problem& p, int64_t b, const KeyTile& tile
 template <class N, int NV>
 static inline void block_values(const KeyTile& tile, const KeySpan& span, const KeyRows& value, float* weights,
                                 int64_t width, const float* rescale, float* out,
-                                [[maybe_unused]] RowsAhead* next = nullptr) {
+                                [[maybe_unused]] RowsAhead* next = nullptr,
+                                [[maybe_unused]] const VectorEnds* ends = nullptr) {
   if constexpr (N::kTiles) {
     const auto* columns = reinterpret_cast<const uint16_t*>(value.data) + (span.j0 - tile.j0);
     return tile_add_values<NV>(whole_steps<NV>(weights, span.n), (span.n + N::kStep - 1) / N::kStep, columns,
@@ -149,7 +151,7 @@ static inline void block_values(const KeyTile& tile, const KeySpan& span, const 
   const int64_t skip = (span.j0 - tile.j0) / N::kPair;
   const auto* v = reinterpret_cast<const typename N::Value*>(value.data) + skip * value.stride;
   add_values<N, NV>(reinterpret_cast<const typename N::Weight*>(weights), (span.n + N::kPair - 1) / N::kPair, v,
-                    value.stride, width, rescale, out, next);
+                    value.stride, width, rescale, out, next, ends);
 }
 
 // Calls f<N, NV>() for the fewest vectors that hold n rows.
