@@ -10,6 +10,7 @@ import torch
 from hf_measure import counted, distance, logged
 from hf_models import BY_NAME, VOCAB, B, T, inputs, logits, padding, token_ids
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 from transformers import masking_utils as theirs
 
@@ -328,3 +329,16 @@ def test_a_static_cache_survives_a_prefill_in_one_call() -> None:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(out, logits(model, dict(input_ids=ids, use_cache=False)), atol=1e-5, rtol=1e-5)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["Llama GQA", "Mistral window", "Llama4 chunked", "BERT", "T5"])
+def test_fake_tensors_tell_the_shape(name: str) -> None:
+    """Of them no mask can be read; what is known of transformers' functions afterwards is what is true."""
+    closures.trusted_readers.cache_clear()
+    with FakeTensorMode(), torch.no_grad():
+        model = BY_NAME[name].build()
+        model.set_attn_implementation("headwise")
+        read = {"input_ids": torch.zeros(2, 11, dtype=torch.long), "attention_mask": torch.ones(2, 11)}
+        seq2seq = {"decoder_input_ids": torch.zeros(2, 11, dtype=torch.long)} if name == "T5" else {}
+        assert model(**read, **seq2seq)[0].shape[:2] == (2, 11)
+    assert len(closures.trusted_readers()) > 4

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import headwise
 from headwise.ops.masks import tiles
-from headwise.ops.masks.tiles import ALL, BITS, SIDE, tile_map, unpacked
+from headwise.ops.masks.rules import Band
+from headwise.ops.masks.tiles import ALL, BITS, SIDE, TileMap, tile_map, unpacked
 
 WIDE = Sizes(2, 3, 1, 67, 193, 5, 7)  # a last tile of one key, and of three rows
 LONG = Sizes(1, 2, 1, 193, 65, 5, 7)
@@ -70,3 +71,23 @@ def test_a_map_that_was_made_in_inference_mode_serves_training() -> None:
     out.sum().backward()
     assert q.grad is not None and torch.equal(out, expected)
     assert not any(x.is_inference() for rule in mask.parts for x in tile_map(rule, 5, 5))
+
+
+def test_a_map_that_another_thread_drops_at_once_is_still_given() -> None:
+    class Dropped(dict[tuple[int, int], TileMap]):
+        """Other sizes of the rule, asked for elsewhere, push out what was kept just now."""
+
+        def __setitem__(self, size: tuple[int, int], made: TileMap) -> None:
+            super().__setitem__(size, made)
+            self.clear()
+
+    rule, same = Band(None, 0), Band(None, 0)
+    rule.__dict__["_maps"] = Dropped()
+    for ours, wanted in zip(tile_map(rule, 70, 130), tile_map(same, 70, 130), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_maps_of_few_sizes_are_kept() -> None:
+    rule = Band(None, 0)
+    made = [tile_map(rule, 5, n) for n in range(5, 12)]
+    assert [tile_map(rule, 5, n) is made[n - 5] for n in (8, 9, 10, 11, 7)] == [True] * 4 + [False]

@@ -12,6 +12,7 @@ from transformers import masking_utils as theirs
 
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import bias
+from ..ops.symbols import without_numbers
 from .architectures import FLOAT_MASKS
 from .closures import Frame, MaskFunction, dense_mask, read_mask, read_padding
 from .functions import function_mask
@@ -131,13 +132,14 @@ def headwise_mask(
     Gives a `StructuralMask`, always: with None the attention function would have to guess (causal or not, aligned on
     which side). Where it must be a plain tensor it is one: for the single query of a step with a static cache, which
     compiled code takes, the float tensor (B, 1, 1, S) that "eager" gets; while torch.compile or torch.export traces,
-    what "sdpa" gets (a bool tensor, or None where that may be), or "eager" for a model that computes with its mask.
+    or tensors are fake, what "sdpa" gets (a bool tensor, or None where that may be), or "eager" for a model that
+    computes with its mask.
     """
     config, device = options.get("config"), options.get("device", "cpu")
     if q_length is None:  # transformers before 5.4 passed the positions instead
         position = options.pop("cache_position")
         q_length, q_offset = position.shape[0], position[0]
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    traced = without_numbers() or torch.jit.is_tracing()
     step = isinstance(q_offset, Tensor) and q_length == 1
     if traced or step:
         is_float = not traced or getattr(config, "model_type", "") in FLOAT_MASKS or is_switched(config)

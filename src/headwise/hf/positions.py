@@ -21,6 +21,7 @@ from ..ops.masks.make import relative
 from ..ops.masks.places import RowIndex, index, rank4
 from ..ops.masks.pytrees import register
 from ..ops.masks.rules import Rule
+from ..ops.symbols import without_numbers
 from ..shapes import describe
 from .errors import ModelError
 from .running import attentions_asked_for
@@ -127,7 +128,7 @@ def content_and_position(
     buckets = _buckets(file, module, apart)
     columns = (buckets + span).clamp(0, 2 * span - 1), (-buckets.flip(0) + span).clamp(0, 2 * span - 1)
     first, last = 0, 2 * span - 1
-    if not torch.compiler.is_compiling():  # of the distances that there are; traced code has no numbers to look at
+    if not without_numbers():  # of the distances that there are; traced code has no numbers to look at
         first, last = (int(ends) for ends in torch.cat(columns).aminmax())
     embedded = rel_embeddings[first : last + 1]
     names = ("key_proj", "query_proj") if module.share_att_key else ("pos_key_proj", "pos_query_proj")

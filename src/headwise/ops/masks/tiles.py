@@ -39,12 +39,13 @@ def tile_map(rule: Rule, T: int, S: int) -> TileMap:
             [1, 4, 5]])
     """
     maps: dict[tuple[int, int], TileMap] = rule.__dict__.setdefault("_maps", {})
-    if (T, S) not in maps:
-        if len(maps) >= KEPT:
-            del maps[next(iter(maps))]
+    made = maps.get((T, S))
+    if made is None:
         with torch.inference_mode(False):  # kept for calls with a gradient, too
-            maps[T, S] = _built(rule, T, S)
-    return maps[T, S]
+            made = maps[T, S] = _built(rule, T, S)
+        for old in list(maps)[:-KEPT]:  # which another thread may have dropped
+            maps.pop(old, None)
+    return made
 
 
 def unpacked(tiles: TileMap, T: int, S: int) -> Tensor:
