@@ -85,9 +85,3 @@ def test_a_map_that_another_thread_drops_at_once_is_still_given() -> None:
     rule.__dict__["_maps"] = Dropped()
     for ours, wanted in zip(tile_map(rule, 70, 130), tile_map(same, 70, 130), strict=True):
         assert torch.equal(ours, wanted)
-
-
-def test_maps_of_few_sizes_are_kept() -> None:
-    rule = Band(None, 0)
-    made = [tile_map(rule, 5, n) for n in range(5, 12)]
-    assert [tile_map(rule, 5, n) is made[n - 5] for n in (8, 9, 10, 11, 7)] == [True] * 4 + [False]

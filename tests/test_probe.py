@@ -313,6 +313,20 @@ def test_gradients_flow_through_an_answer() -> None:
         torch.testing.assert_close(grad[h, 0, 0], (moved[0] - moved[1]) / (2 * step), rtol=2e-3, atol=1e-3)
 
 
+def test_a_forward_of_the_users_own_is_put_back() -> None:
+    mha, x = MultiHeadAttention(M, 3), torch.randn(B, T, M)
+
+    def doubled(*args: Any, **keywords: Any) -> Tensor:
+        out: Tensor = InnerAttention.forward(mha.inner, *args, **keywords)
+        return 2 * out
+
+    mha.inner.forward = doubled  # type: ignore[method-assign]
+    expected = mha(x)
+    with probe(mha, lambda call: None):
+        assert torch.equal(mha(x), expected)
+    assert vars(mha.inner)["forward"] is doubled and torch.equal(mha(x), expected)
+
+
 def test_of_several_probes_the_last_opened_has_its_way() -> None:
     """And each sees the call, in the order in which they were opened."""
     model, x = MultiHeadAttention(M, 3).eval(), inputs()[0]

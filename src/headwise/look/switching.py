@@ -132,9 +132,8 @@ def gates_of(base: Survey, groups: Sequence[Sequence[LayerHead]]) -> dict[int, T
     gates: dict[int, Tensor] = {}
     for row, group in enumerate(groups):
         for layer, head in group:
-            gates.setdefault(layer, torch.ones(len(groups), sizes[layer], dtype=torch.bool, device="cpu"))[
-                row, head
-            ] = False
+            on = torch.ones(len(groups), sizes[layer], dtype=torch.bool, device="cpu")
+            gates.setdefault(layer, on)[row, head] = False
     return gates
 
 
