@@ -29,6 +29,17 @@ def test_every_pair(name: str, n: Sizes) -> None:
             assert tiles.bits.dtype == torch.int64 and tiles.index.dtype == torch.int64
 
 
+@inside("sizes", [(3, 0), (0, 3), (0, 0), (130, 0)])
+def test_without_queries_or_keys_there_is_nothing_to_see(sizes: tuple[int, int]) -> None:
+    T, S = sizes
+    mask = headwise.causal() | headwise.dilated(2)
+    [rule] = mask.parts
+    assert unpacked(tile_map(rule, T, S), T, S).shape == (1, 1, T, S)
+    headwise.attention(*torch.randn(3, 1, 1, 1, 4))  # from the second call on the native kernel is asked at once
+    q, k, v = torch.randn(2, 4, T, 8), torch.randn(2, 2, S, 8), torch.randn(2, 2, S, 7)
+    assert torch.equal(headwise.attention(q, k, v, mask=mask), torch.zeros(2, 4, T, 7))
+
+
 def test_what_is_full_or_empty_needs_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last tile is cut short by the lengths; strip by strip the same."""
     T, S = 3 * SIDE, 5 * SIDE - 7

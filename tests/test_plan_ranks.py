@@ -240,6 +240,8 @@ def test_links_and_times_as_people_write_them() -> None:
     for text in ("50G,2us", "50,2us", "GB/s,2us", "50GB/s;2us", "50GB/s,2 hours", 50):
         with pytest.raises(ValueError, match="link is a bandwidth and a latency such as 50GB/s,2us; got"):
             read_link(text)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="and a small b is a bit, an eighth of one; got '400Gb/s'"):
+        read_link("400Gb/s,2us")
     assert read_link("1.5TB/s, 300ns") == (1.5e12, pytest.approx(3e-7)) and read_link("2GiB/s,1ms") == (2**31, 1e-3)
     assert [show_seconds(x) for x in (4210.0, 0.999, 1.5e-5)] == ["4,210 s", "999 ms", "15 us"]
 

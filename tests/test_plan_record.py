@@ -297,6 +297,9 @@ def test_the_svg_is_an_image_and_carries_no_script() -> None:
 def test_units() -> None:
     assert units.rate("3.35TB/s", "bandwidth") == 3.35e12 and units.rate(5, "flops") == 5.0
     assert units.rate("312 TFLOPS", "flops") == 312e12 and units.rate("1.5e12", "bandwidth") == 1.5e12
+    for bits in ("400Gb/s", "400 gb/s", "3b/s"):
+        with pytest.raises(ValueError, match="a second, and a small b is a bit, an eighth of one; got"):
+            units.rate(bits, "bandwidth")
     assert units.contexts("1,2k, 3") == (1, 2048, 3)
     for wrong in ("", "1,", "-1", "1.5", "1e3", "x" * 100):
         with pytest.raises(ValueError, match="context is whole numbers separated by commas"):

@@ -12,6 +12,10 @@ _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)\s*([KMGTPE]?)(i?)\s*
 _UNITS = {"bandwidth": ("", "b/s"), "flops": ("", "f", "flop", "flops", "flop/s", "f/s")}
 
 
+class _Bits(ValueError):
+    """A speed in bits, which read as bytes would be eight times as fast."""
+
+
 def rate(text: str | float, what: str) -> float:
     """A speed in bytes or FLOPs a second; `what` is ``bandwidth`` or ``flops``, and the option's name in the error.
 
@@ -20,11 +24,14 @@ def rate(text: str | float, what: str) -> float:
         (3350000000000.0, 990000000000000.0, 2147483648.0)
 
     Raises:
-        ValueError: no number between 1 and 1e100 (beyond, times and rates are no numbers any more), or another unit.
+        ValueError: no number between 1 and 1e100 (beyond, times and rates are no numbers any more), or another unit:
+            bits (``400Gb/s``), too.
     """
     example = {"bandwidth": "3.35TB/s", "flops": "990TF"}[what]
     wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {short(text)}")
     match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
+    if match is not None and what == "bandwidth" and match[4].startswith("b"):
+        raise _Bits(f"{what} is in bytes (B) a second, and a small b is a bit, an eighth of one; got {short(text)}")
     if match is not None and match[4].lower() in _UNITS[what]:
         power = "KMGTPE".find(match[2].upper()) + 1 if match[2] else 0
         value = float(match[1]) * (1024**power if match[3] else 1000**power)
@@ -57,6 +64,8 @@ def link(text: str) -> tuple[float, float]:
         raise wrong
     try:
         return rate(words[0], "bandwidth"), float(time[1]) * _TIMES[time[2]]
+    except _Bits:
+        raise
     except ValueError:
         raise wrong from None
 

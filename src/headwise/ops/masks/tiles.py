@@ -61,6 +61,9 @@ def _built(rule: Rule, T: int, S: int) -> TileMap:
     index: list[Tensor] = []
     bits: list[Tensor] = []
     blocks, columns = 0, -(-S // SIDE)
+    if not T or not S:
+        nothing = torch.zeros(1, 1, -(-T // SIDE), columns, dtype=torch.int64, device="cpu")
+        return TileMap(nothing, torch.zeros(0, SIDE, device="cpu").long())
     step = SIDE * max(1, STRIP_PAIRS // (SIDE * SIDE * columns))
     every = torch.full((columns,), -1, dtype=torch.int64, device="cpu")  # the word of a query that sees all keys
     if S % SIDE:
@@ -82,10 +85,6 @@ def _built(rule: Rule, T: int, S: int) -> TileMap:
             index.append(here)
             bits.append(queries.movedim(3, 4)[mixed])
             blocks += n
-    if not index:
-        return TileMap(
-            torch.zeros(1, 1, 0, columns, dtype=torch.int64, device="cpu"), torch.zeros(0, SIDE, device="cpu").long()
-        )
     return TileMap(torch.cat(index, dim=2).contiguous(), torch.cat(bits).contiguous())
 
 
