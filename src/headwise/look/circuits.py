@@ -138,6 +138,18 @@ def circuits(
     Raises:
         TypeError: no model, or ids that are no integers.
         ValueError: several texts, fewer than 3 tokens, ids that do not fit; heads that no module reads side by side.
+
+    Example:
+        >>> import headwise
+        >>> class Reader(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
+        ...     def forward(self, ids):
+        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
+        >>> read = circuits(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> len(read.heads), read.compositions  # one layer: no head reads another
+        (3, ())
     """
     check_counts(most=most)
     check_told(name, progress)

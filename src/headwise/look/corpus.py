@@ -159,6 +159,14 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
         FileNotFoundError: there is no such path.
         ValueError: a device, a folder without texts, a line that is no JSON or holds no text, or bytes that are
             no UTF-8.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "b.txt").write_text("two"), (Path(folder) / "a.txt").write_text("one")
+        ...     list(documents(folder))
+        ['one', 'two']
     """
     check_paths(path=path)
     where = Path(path)

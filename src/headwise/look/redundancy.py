@@ -113,6 +113,18 @@ def redundancy(
     Raises:
         TypeError: no model, or ids that are no integers.
         ValueError: several texts, fewer than 4 tokens, ids that do not fit, or a threshold outside 0 to 1.
+
+    Example:
+        >>> import headwise
+        >>> class Reader(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
+        ...     def forward(self, ids):
+        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
+        >>> same = redundancy(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> len(same.heads), same.tokens
+        (3, 8)
     """
     check_numbers(threshold=threshold)
     check_counts(1, rows=rows)

@@ -154,7 +154,12 @@ def _of_cache(key: Any) -> Any:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend runs a call, why, and why each other does not. Prints as text."""
+    """Which backend runs a call, why, and why each other does not. Prints as text.
+
+    >>> explained = explain(*torch.randn(3, 1, 1, 1, 4), backend="reference")
+    >>> explained.backend, explained.why
+    ('reference', 'asked for by name')
+    """
 
     backend: str
     why: str

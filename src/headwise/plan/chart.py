@@ -56,6 +56,11 @@ def svg(plans: Sequence[AttentionPlan]) -> str:
 
     Raises:
         ValueError: none of the plans keeps a cache.
+
+    Example:
+        >>> from headwise.plan import of
+        >>> svg([of("gpt-3")]).split()[0]
+        '<svg'
     """
     check_plans(plans)
     drawn = [plan for plan in plans if not plan.model.is_encoder]

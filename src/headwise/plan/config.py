@@ -43,6 +43,14 @@ def read_config(path: str | Path) -> AttentionShape:
         ValueError: with one line that names the file: no such file, more than 1 MB, no JSON object, a field that is no
             whole number or out of range, fields that contradict one another, or a kind of attention that has no such
             shape (latent attention).
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     text = '{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}'
+        ...     _ = (Path(folder) / "config.json").write_text(text)
+        ...     read_config(folder).num_heads
+        3
     """
     if not isinstance(path, (str, Path)):
         raise TypeError(f"a config.json is read from a path; got {type(path).__name__}")

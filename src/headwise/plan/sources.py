@@ -21,13 +21,21 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @functools.cache
 def cards() -> dict[str, dict[str, Any]]:
-    """The built-in cards by name: title, config, note."""
+    """The built-in cards by name: title, config, note.
+
+    >>> sorted(cards()["gpt-3"])
+    ['config', 'left_out', 'note', 'title']
+    """
     content: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cards.json").read_bytes())
     return content
 
 
 def known() -> dict[str, Any]:
-    """What can be planned without a word more: ``cards`` by name, and ``architectures``, the model_type of configs."""
+    """What can be planned without a word more: ``cards`` by name, and ``architectures``, the model_type of configs.
+
+    >>> sorted(known()), len(known()["cards"]) > 50
+    (['architectures', 'cards'], True)
+    """
     return {"cards": cards(), "architectures": sorted(architectures())}
 
 

@@ -82,6 +82,10 @@ def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
     """Row b of the batch may attend the keys start[b] <= j < stop[b]; `stop`, `start`: integer (B,).
 
     Right padding needs `stop` alone; left padding gives `start`, with stop = S.
+
+    >>> print(lengths(torch.tensor([2])).draw(2, 3))
+    ■ ■ ·
+    ■ ■ ·
     """
     ends = {"stop": stop} if start is None else {"stop": stop, "start": start}
     check_index("an integer tensor (B,) for lengths()", (1,), "one number a row of the batch", **ends)
@@ -103,7 +107,12 @@ def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
 
 def keep(tensor: Tensor) -> Mask:
-    """A boolean tensor, True = attend, that broadcasts from the right to (B, H, T, S)."""
+    """A boolean tensor, True = attend, that broadcasts from the right to (B, H, T, S).
+
+    >>> print(keep(torch.tensor([[True, False, True], [False, True, True]])).draw(2, 3))
+    ■ · ■
+    · ■ ■
+    """
     check_made("keep()", tensor, "bool", "True = attend; a float mask goes to bias()")
     return Mask((Keep(tensor),))
 
@@ -112,6 +121,10 @@ def bias(tensor: Tensor) -> Mask:
     """A float tensor added to the scaled (and softcapped) scores; broadcasts to (B, H, T, S); -inf forbids.
 
     It is added in float32, in float64 to float64 scores: what is -inf there forbids.
+
+    >>> print(bias(torch.tensor([0.5, 0.0, -torch.inf])).draw(2, 3))
+    0.5   0   ·
+    0.5   0   ·
     """
     check_made("bias()", tensor, "float", "a bool mask goes to keep()")
     return Mask((Bias(tensor),))

@@ -69,6 +69,11 @@ class HeadStatistics(RowStatistics):
 
     Attributes:
         received: (B, H, S), mass that a key receives, mean over the rows that may attend it.
+
+    >>> import headwise
+    >>> same = torch.zeros(1, 1, 2, 4)
+    >>> headwise.statistics(same, same, mask=headwise.causal()).received.tolist()
+    [[[0.75, 0.5]]]
     """
 
     received: Float[Tensor, "B H S"]

@@ -30,6 +30,11 @@ class TopKeys(NamedTuple):
     Attributes:
         keys: (B, heads, rows, n) long, n = min(k, S); -1 where the row may attend fewer keys.
         weights: (B, heads, rows, n), what the row gives to each; 0 where there is none. float32 (float64 for float64).
+
+    >>> import headwise
+    >>> same = torch.ones(1, 1, 3, 4)
+    >>> headwise.top_keys(same, same, k=2, mask=headwise.causal()).keys[0, 0].tolist()
+    [[0, -1], [0, 1], [0, 1]]
     """
 
     keys: Int[Tensor, "B h r n"]
