@@ -121,13 +121,13 @@ def _heal(
         from headwise import reshape
 
         recipe = reshape.Recipe(steps, rows=rows, length=length, lr=lr, text=text_weight, seed=seed)
-        found = [hf.loading.checked(name) for name in (folder, teacher)]
+        checked = [hf.loading.checked(name) for name in (folder, teacher)]
         with hf.checkpoint(folder) as source:
             check_place(out, source)
-            for name, config in zip((folder, teacher), (one[2] for one in found), strict=True):
+            for name, config in zip((folder, teacher), (one[2] for one in checked), strict=True):
                 _check_length(hf, name, config, length)
             show("reading the text")
-            stream, first = _stream(hf, found[0][0], found[0][2], texts)
+            stream, first = _stream(hf, checked[0][0], checked[0][2], texts)
             cut = max(0, min(len(stream) // 20 // length, MOST_HELD)) * length
             recipe.batch(stream[: len(stream) - cut], 0, first)  # raises where the text is too short for a window
             show("reading the models")
