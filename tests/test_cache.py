@@ -110,8 +110,8 @@ def test_a_cache_that_is_dropped_gives_its_pages_back() -> None:
     with pytest.raises(ValueError, match="rows"):
         PagedCache(pool, 2).append(*tokens(129)).reorder([7])
     assert pool.free == 6
-    twin = copy.deepcopy(held := PagedCache(pool, 1).append(*tokens(200, 1)))
-    del held
+    twin = copy.deepcopy(cache := PagedCache(pool, 1).append(*tokens(200, 1)))
+    del cache
     assert pool.free == 6 and twin.pool.free == 4
     theirs = twin.pool
     del twin

@@ -46,11 +46,11 @@ def check(job: Callable[[], Any]) -> None:
     expected = job()
     torch.manual_seed(1)
     with elsewhere():
-        found = job()
+        answer = job()
     if isinstance(expected, torch.Tensor):
-        assert_same_bits(found, expected)
+        assert_same_bits(answer, expected)
     else:
-        assert found == expected
+        assert answer == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

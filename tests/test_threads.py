@@ -78,10 +78,10 @@ def test_a_plain_forward_beside_a_probe_is_plain_and_is_not_seen(kind: str, othe
     model, arguments = built(kind)
     expected = run(model, arguments)
     with probe(model, nothing) as seen:
-        told = [config._attn_implementation for config in configs(model)]
+        names = [config._attn_implementation for config in configs(model)]
         assert torch.equal(other(lambda: run(model, arguments)), expected), "to the bit"
         assert seen.seen == 0
-        assert kind == "ours" or other(lambda: [config._attn_implementation for config in configs(model)]) != told
+        assert kind == "ours" or other(lambda: [config._attn_implementation for config in configs(model)]) != names
         ours = run(model, arguments)
         assert seen.seen and not torch.equal(ours, expected)
     assert torch.equal(run(model, arguments), expected)
