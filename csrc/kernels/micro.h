@@ -202,14 +202,16 @@ static inline void qk(const typename N::Query* HW_RESTRICT q, int64_t depth, con
 // end[v] on. In a tile on the diagonal of a causal mask they are fewer than those of the block.
 struct VectorEnds {
   int64_t end[kVectors];
-
-  // The vectors whose keys end before the j-th.
-  int before(int64_t j) const {
-    int n = 0;
-    while (n < kVectors - 1 && end[n] <= j) ++n;
-    return n;
-  }
 };
+
+// Calls part(how many vectors are left out, where the keys of the next one end) in the order of the keys. Without
+// `ends`, and for the last of NV vectors, they end behind the last key.
+template <int NV, int Skip = 0, class Part>
+HW_INLINE void by_ends(const VectorEnds* ends, int64_t keys, const Part& part) {
+  if (ends == nullptr) return part(Number<Skip>{}, keys);
+  part(Number<Skip>{}, Skip == NV - 1 ? keys : ends->end[Skip]);
+  if constexpr (Skip < NV - 1) by_ends<NV, Skip + 1>(ends, keys, part);
+}
 
 // acc[u][v] += sum over the keys from <= j < to of weights[j][v] * value[j][u], for the vectors of rows from `Skip` on.
 template <class N, int NV, int U, int Skip>
@@ -240,19 +242,15 @@ static inline void pv(const typename N::Weight* HW_RESTRICT weights, int64_t key
     for (int v = 0; v < NV; ++v) acc[u][v] = zero();
   }
   int64_t first = 0;
-  if constexpr (Ends && NV > 1) {
-    const auto part = [&](auto skip) HW_LAMBDA {
-      constexpr int kSkip = decltype(skip)::value;
-      const int64_t last = min((ends->end[kSkip] + N::kPair - 1) / N::kPair, keys);
-      add_weighted<N, NV, U, kSkip>(acc, weights, first, last, value, stride);
-      first = last;
-    };
-    part(Number<0>{});
-    if constexpr (NV > 2) part(Number<1>{});
-    if constexpr (NV > 3) part(Number<2>{});
-    add_weighted<N, NV, U, NV - 1>(acc, weights, first, keys, value, stride);
+  const auto part = [&](auto skip, int64_t end) HW_LAMBDA {
+    const int64_t last = min((end + N::kPair - 1) / N::kPair, keys);
+    add_weighted<N, NV, U, decltype(skip)::value>(acc, weights, first, last, value, stride);
+    first = last;
+  };
+  if constexpr (Ends) {
+    by_ends<NV>(ends, keys * N::kPair, part);
   } else {
-    add_weighted<N, NV, U, 0>(acc, weights, first, keys, value, stride);
+    part(Number<0>{}, keys * N::kPair);
   }
   HW_UNROLL
   for (int u = 0; u < U; ++u) {
@@ -268,30 +266,21 @@ template <class N, int NV, bool First, bool Notes>
 static inline void products_of_piece(const typename N::Query* q, int64_t depth, const typename N::Key* k,
                                      int64_t stride, int64_t keys, float* x, Noted* noted, const VectorEnds* ends) {
   constexpr int R = NV * W;
-  const auto products = [&](auto u, int64_t j) {
+  const auto products = [&](auto u, int64_t j, auto skip) {
     if constexpr (Notes) noted->next.step();
-    qk<N, NV, decltype(u)::value, First, Notes>(q, depth, k + j * stride, stride, x + j * R, j, noted);
-  };
-  const auto without_first = [&](auto skip, int64_t j) {
-    if constexpr (Notes) noted->next.step();
-    qk<N, NV, kUnroll, First, Notes, decltype(skip)::value>(q, depth, k + j * stride, stride, x + j * R, j, noted);
+    qk<N, NV, decltype(u)::value, First, Notes, decltype(skip)::value>(q, depth, k + j * stride, stride, x + j * R, j,
+                                                                       noted);
   };
   int64_t j = 0;
-  const int64_t all = ends == nullptr ? keys : min(round_up(ends->end[0], kUnroll), keys);
-  for (; j + kUnroll <= all; j += kUnroll) products(Number<kUnroll>{}, j);
-  if constexpr (NV > 1) {
-    for (; j + kUnroll <= keys; j += kUnroll) {
-      const int skip = ends->before(j);
-      if (NV > 3 && skip > 2) without_first(Number<(NV > 3 ? 3 : 1)>{}, j);
-      else if (NV > 2 && skip > 1) without_first(Number<(NV > 2 ? 2 : 1)>{}, j);
-      else without_first(Number<1>{}, j);
-    }
-  }
+  by_ends<NV>(ends, keys, [&](auto skip, int64_t end) {
+    const int64_t last = min(round_up(end, kUnroll), keys);
+    for (; j + kUnroll <= last; j += kUnroll) products(Number<kUnroll>{}, j, skip);
+  });
   if constexpr (kUnroll > 4) {
-    for (; j + 4 <= keys; j += 4) products(Number<4>{}, j);
+    for (; j + 4 <= keys; j += 4) products(Number<4>{}, j, Number<0>{});
   }
-  for (; j + 2 <= keys; j += 2) products(Number<2>{}, j);
-  if (j < keys) products(Number<1>{}, j);
+  for (; j + 2 <= keys; j += 2) products(Number<2>{}, j, Number<0>{});
+  if (j < keys) products(Number<1>{}, j, Number<0>{});
 }
 
 // The head dim is summed in pieces: a long chain of additions rounds more, and a piece of Q^T stays in the L1 cache.

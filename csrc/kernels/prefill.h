@@ -97,17 +97,17 @@ static inline bool search_tile(const Problem& p, int64_t b, int64_t kv_head, Pre
   return tile.bad.any;
 }
 
-// The ends of a span's keys for the first vectors of rows, by their bounds alone. False where no vector's keys end
-// before those of the block. The scores that are left out are -inf all the same: there the bounds forbid.
+// The ends of a span's keys for the first vectors of rows, by their bounds alone, in `ends`. Null where no vector's
+// keys end before those of the block. The scores that are left out are -inf all the same: there the bounds forbid.
 template <int NV>
-static inline bool find_ends(const QueryRows& rows, const KeySpan& span, VectorEnds& ends) {
-  if (NV == 1 || span.kind != TileKind::mixed) return false;
+static inline const VectorEnds* find_ends(const QueryRows& rows, const KeySpan& span, VectorEnds& ends) {
+  if (NV == 1 || span.kind != TileKind::mixed) return nullptr;
   int64_t hi = 0;
   for (int v = 0; v < NV; ++v) {
     for (int r = v * W; r < (v + 1) * W; ++r) hi = max(hi, rows.hi[r]);
     ends.end[v] = max(min(hi - span.j0, span.n), 0);
   }
-  return ends.end[0] < span.n;
+  return ends.end[0] < span.n ? &ends : nullptr;
 }
 
 // The scores of a block of rows, as the softmax takes them. Where they are not finite, search() looks for bad keys and
@@ -159,7 +159,7 @@ static inline void prefill_tile(const Problem& p, int64_t b, const KeyTile& tile
   QueryRows& rows = s.rows[block];
   Noted noted(next.key);
   VectorEnds of_vectors;
-  const VectorEnds* ends = find_ends<NV>(rows, span, of_vectors) ? &of_vectors : nullptr;
+  const VectorEnds* ends = find_ends<NV>(rows, span, of_vectors);
   const float* top = searched_scores<N, NV>(p, b, tile, span, s.query[block], rows, s.scores, noted, ends, search);
   const bool drops = p.dropout > 0.0f;
   softmax_tile<N, NV>(s.scores, span.n, softmax_scale(p) * kLog2e, s.row_max + block * kRows, s.row_sum + block * kRows,

@@ -113,7 +113,7 @@ static inline void statistics_tile(const Problem& p, const Statistics& s, int64_
   float* x = own.scores;
   Noted noted(next.key);
   VectorEnds of_vectors;
-  const VectorEnds* ends = find_ends<NV>(rows, span, of_vectors) ? &of_vectors : nullptr;
+  const VectorEnds* ends = find_ends<NV>(rows, span, of_vectors);
   const float* top = searched_scores<N, NV>(p, b, tile, span, own.query[block], rows, x, noted, ends, search);
   for (int j = 0; tile.bad.any && j < n; ++j) {
     for (int r = 0; r < rows.n; ++r) t.key_bad[r] |= bad_key.is[span.j0 - tile.j0 + j] && x[j * R + r] != -kInf;

@@ -141,13 +141,8 @@ def circuits(
 
     Example:
         >>> import headwise
-        >>> class Reader(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
-        >>> read = circuits(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> model = nn.Sequential(nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3), nn.Linear(12, 97))
+        >>> read = circuits(model, [1, 2, 3, 5, 8, 13, 21, 34])
         >>> len(read.heads), read.compositions  # one layer: no head reads another
         (3, ())
     """

@@ -116,13 +116,8 @@ def redundancy(
 
     Example:
         >>> import headwise
-        >>> class Reader(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.attend = nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3)
-        ...     def forward(self, ids):
-        ...         return self.attend(self.embed(ids), mask=headwise.causal()) @ self.embed.weight.T
-        >>> same = redundancy(Reader(), [1, 2, 3, 5, 8, 13, 21, 34])
+        >>> model = nn.Sequential(nn.Embedding(97, 12), headwise.MultiHeadAttention(12, 3), nn.Linear(12, 97))
+        >>> same = redundancy(model, [1, 2, 3, 5, 8, 13, 21, 34])
         >>> len(same.heads), same.tokens
         (3, 8)
     """

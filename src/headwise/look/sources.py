@@ -233,10 +233,10 @@ class Source:
         pixels, made = self.call.get(PIXELS), []
         if pixels is not None and pixels.ndim in (4, 5):
             made = [picture_of(one) for one in pixels.flatten(0, pixels.ndim - 4)]
-        config = next((c for c in map(_own_config, self.model.modules()) if _sees(c)), None)
-        if pixels is not None and not made and config is not None and self.grids():
+        elif pixels is not None and self.grids():
+            config = next((c for c in map(_own_config, self.model.modules()) if _sees(c)), None)
             start = 0
-            for grid in self.grids():
+            for grid in self.grids() if config is not None else ():
                 size = grid[0] * grid[1] * grid[2]
                 side = _whole(config, "spatial_merge_size") or 1
                 whole = patched(pixels[start : start + size], grid, side, _side(config)[0])
