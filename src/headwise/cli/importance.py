@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .loading import load
-from .output import console, progress
+from .output import progress, put
 from .texts import fitting, read_text
 
 ModelArgument = Annotated[
@@ -55,7 +55,7 @@ def importance(
     if as_json:
         print(result.to_json())
     else:
-        console().print(result.table(by=names[0]))
+        put(result.table(by=names[0]))
 
 
 def ablate(
@@ -86,9 +86,9 @@ def ablate(
     if as_json:
         print(result.to_json())
         return
-    console().print(result.table())
+    put(result.table())
     if result.places:
-        console().print(result.places_table())
+        put(result.places_table())
 
 
 def circuits(
@@ -111,8 +111,8 @@ def circuits(
     if as_json:
         print(result.to_json())
         return
-    console().print(result.table())
-    console().print(result.heads_table())
+    put(result.table())
+    put(result.heads_table())
 
 
 def pairs_of(heads: str) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import typer
 from . import guard, media, reading, several, writing
 from .against import read_plan, side_by_side
 from .loading import load
-from .output import console, progress
+from .output import console, progress, put
 from .texts import fitting, read_text
 
 
@@ -99,7 +99,7 @@ def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) ->
         print(result.to_json())
         return
     if compared:
-        console().print(result.table())
+        put(result.table())
     else:
         _print_heads(result)
     print(*lines, sep="\n", end="\n" * bool(lines))

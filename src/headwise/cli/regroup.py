@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .output import console, progress
+from .output import progress, put
 from .reshaped import (
     AsJson,
     DryRun,
@@ -224,5 +224,5 @@ def _show(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
             table = Table(*head)
             for row in body:
                 table.add_row(*row)
-            console().print(table)
+            put(table)
     print_facts(facts, out, as_json)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from .media import read_image, read_sound
-from .output import console
+from .output import put
 from .texts import read_text
 
 if TYPE_CHECKING:
@@ -153,10 +153,9 @@ def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
         return
     for note in facts["notes"]:
         print(visible(note, limit=600))
-    shown = console()
     if facts["gone"]:
-        shown.print(_heads(facts))
-    shown.print(_table(facts))
+        put(_heads(facts))
+    put(_table(facts))
     if out is not None:
         print(f"{visible(out)}: {facts['done'].lower()}; RESHAPE.md in it has the details")
 
