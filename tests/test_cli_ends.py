@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from test_cli import ENVIRONMENT, as_it_was, here, looked, refused, run, runner, tiny
 
 from headwise import cli, plan
@@ -179,6 +180,23 @@ def test_a_full_disk_behind_stdout_is_one_line(here: Path) -> None:
     for option in ([], ["--json"]):
         done = in_shell('"$@" >/dev/full', "plan", "gpt2", *option, cwd=here)
         assert (done.returncode, done.stderr) == (2, "headwise: [Errno 28] No space left on device\n")
+
+
+def test_what_may_not_be_read_is_told_with_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as an errno: the tests may run as root, who may read anything, so the system's answers are made here."""
+    told = "folder/x: Permission denied; check its permissions, and those of its folder"
+    assert guard.message_of(PermissionError(13, "Permission denied", "folder/x")) == (told, 2)
+    (here / "texts").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(typer.BadParameter, match="--corpus texts: may not be read; check its permissions"):
+        cli.texts.check_corpus("texts")
+
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ValueError, match=r"^'texts/config.json': cannot be read \(Permission denied\)$"):
+        plan.read_config("texts/config.json")
 
 
 def test_what_is_told_of_an_exception_of_a_stream() -> None:

@@ -97,7 +97,8 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     assert "architecture 'mamba' is not known" in refused(str(tmp_path / "mamba.json"))
     assert "no such file or folder" in refused("no-such-model")
     assert "give a config, or --list" in refused()
-    assert "--list shows the cards" in refused("gpt2", "--list")
+    for more in (["gpt2"], ["--svg", "x.svg"], ["--link", "50GB/s,2us"], ["--bandwidth", "3TB/s"]):
+        assert "--list shows the cards; leave out the configs, and all options but" in refused("--list", *more)
     assert "add --compare" in refused("gpt2", "gpt-3")
     assert "context is whole numbers" in refused("gpt2", "--context", "many")
     assert "batch is a whole number" in refused("gpt2", "--batch", "0")

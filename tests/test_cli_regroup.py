@@ -147,6 +147,8 @@ HEAL = "heal FOLDER --teacher FOLDER --steps"
         ("regroup FOLDER --kv-heads 1 --out none/new", "cannot write none/new: its folder does not exist"),
         (f"{HEAL} 1 --file TEXT --out none/new", "cannot write none/new: its folder does not exist"),
         (f"{HEAL} 1 --file TEXT --out NEW --every 0", "--every 0: at least 1 step"),
+        (f"{HEAL} 1 --file TEXT --out NEW --text-weight -1", "--text-weight -1.0: a number of at least 0"),
+        (f"{HEAL} 1 --file TEXT --out NEW --text-weight nan", "--text-weight nan: a number of at least 0"),
         ("heal FOLDER --teacher no/such/one --steps 1 --file TEXT --out NEW", "no/such/one: no such folder"),
         (f"{HEAL} 1 --file TEXT", "give --out, the folder"),
         (f"{HEAL} 1 --out NEW", "give --file or --corpus, the text to learn on"),

@@ -60,6 +60,8 @@ def message_of(error: BaseException) -> tuple[str, int]:
         return str(error), BAD_INPUT
     if _out_of_memory(error):
         return "not enough memory; give a shorter text, or a smaller --dtype", DEFECT
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; check its permissions, and those of its folder", BAD_INPUT
     if isinstance(error, ValueError | OSError) and str(error):
         return str(error), BAD_INPUT
     first = (str(error).strip().splitlines() or ["without a word"])[0]

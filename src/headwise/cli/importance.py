@@ -124,7 +124,10 @@ def pairs_of(heads: str) -> list[tuple[int, int]]:
     pairs = [part.strip().split(".") for part in heads.split(",")]
     if any(len(pair) != 2 or not all(n.isascii() and n.isdigit() and len(n) < 10 for n in pair) for pair in pairs):
         raise typer.BadParameter(f"--heads takes layer.head with commas, such as 3.1,2.4; got {heads!r}")
-    return [(int(layer), int(head)) for layer, head in pairs]
+    named = [(int(layer), int(head)) for layer, head in pairs]
+    if len(set(named)) < len(named):
+        raise typer.BadParameter(f"--heads names each head once; got {heads!r}")
+    return named
 
 
 def _measured(

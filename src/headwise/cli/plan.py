@@ -33,8 +33,8 @@ def _plan(  # private, for a command has as many options as its users need, and 
     from headwise import plan as planning
 
     if list_cards:
-        if configs or compare:
-            raise typer.BadParameter("--list shows the cards; leave out the configs")
+        if configs or compare or any(option is not None for option in (heads_plan, bandwidth, flops, link, svg)):
+            raise typer.BadParameter("--list shows the cards; leave out the configs, and all options but --json")
         show(planning.known(), planning.card_list, as_json)
         return
     if not configs:

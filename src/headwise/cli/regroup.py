@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -112,6 +113,8 @@ def _heal(
     check_out(out, False)
     if file is None and corpus is None:
         raise typer.BadParameter("give --file or --corpus, the text to learn on")
+    if not 0 <= text_weight < math.inf:
+        raise typer.BadParameter(f"--text-weight {text_weight}: a number of at least 0")
     if every < 1:
         raise typer.BadParameter(f"--every {every}: at least 1 step")
     texts = texts_of(None, file, corpus)

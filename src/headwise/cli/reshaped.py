@@ -11,7 +11,7 @@ import typer
 
 from .media import read_image, read_sound
 from .output import put
-from .texts import read_text
+from .texts import check_corpus, read_text
 
 if TYPE_CHECKING:
     import rich.table
@@ -119,8 +119,7 @@ def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Bes
         return [read_text(text, file)]
     if text is not None or file is not None:
         raise typer.BadParameter("give one of --text, --file and --corpus")
-    if not Path(corpus).exists():
-        raise typer.BadParameter(f"--corpus {corpus}: no such file or folder")
+    check_corpus(corpus)
     from headwise.look.corpus import documents
 
     return documents(corpus)

@@ -66,9 +66,9 @@ def read_config(path: str | Path) -> AttentionShape:
 
 def parse(path: Path) -> dict[str, Any]:
     """The file's JSON object; raises ValueError for anything else."""
-    if path.exists() and not path.is_file():
-        raise ValueError("is no regular file")
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("is no regular file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
