@@ -139,6 +139,10 @@ HEAL = "heal FOLDER --teacher FOLDER --steps"
         ("regroup FOLDER --kv-heads 1", "give --out, the folder to write, or --dry-run"),
         ("regroup FOLDER --kv-heads 1 --out FOLDER", "is there already; give a new name"),
         ("regroup FOLDER --kv-heads 1 --recover --dry-run", "--recover needs a text to fit to"),
+        (
+            "regroup FOLDER --kv-heads 1 --recover --file SHORT --dry-run",
+            "--recover fits to some of the text and",
+        ),
         ("regroup FOLDER --kv-heads 3 --dry-run", "2 key-value heads share 1, 2 in equal groups; got num_kv_heads 3"),
         ("regroup FOLDER --kv-heads 1 --method best --dry-run", "method is one of first, mean, aligned, fitted; got"),
         ("regroup FOLDER --kv-heads 1 --file TEXT --corpus TEXT --dry-run", "give one of --text, --file and --corpus"),

@@ -72,7 +72,7 @@ def _regroup(
             if texts is not None:
                 show("reading the model")
                 loaded = hf.load(folder)
-                read = rows_of(hf, loaded, texts)
+                read = rows_of(hf, loaded, texts, recover=recover)
             rows = tensors(read)
             wish: dict[str, Any] = {"method": method, "model": loaded and loaded.model, "rows": rows, "seed": seed}
             tell = _told(show)

@@ -125,7 +125,7 @@ def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Bes
     return documents(corpus)
 
 
-def rows_of(hf: Any, loaded: Any, contents: Iterable[str]) -> list[list[int]]:
+def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, recover: bool = False) -> list[list[int]]:
     """The tokens of texts in rows that the model takes; an end is left out where it is too short to learn from."""
     length = min(ROW, loaded.max_positions or ROW)
     rows: list[list[int]] = []
@@ -137,6 +137,11 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str]) -> list[list[int]]:
     long = [row for row in rows[: TOKENS // length] if len(row) >= SHORTEST]
     if not long:
         raise typer.BadParameter(f"the text has less than {SHORTEST} tokens; give a longer one")
+    if recover and len(long) < 2:
+        raise typer.BadParameter(
+            f"--recover fits to some of the text and checks by the rest, and {sum(map(len, rows))} tokens are one row "
+            f"of {length}; give a longer text, some thousand words of the model's kind"
+        )
     return long
 
 

@@ -45,9 +45,10 @@ def _cached(name: str) -> Path | None:
 
 
 def _fetched(name: str, check: Callable[[Path], object]) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
 
     try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))  # asks once; a download without a hub asks for 23 seconds
         first = Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # offline, no such name, gated, a proxy ...: to the user all one
         raise ModelError(
