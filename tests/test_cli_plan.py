@@ -89,6 +89,7 @@ def test_the_numbers_as_csv(tmp_path: Path) -> None:
     assert [(row["name"], row["context"]) for row in rows] == [
         (name, n) for name in configs[1:] for n in ("100", "300")
     ]
+    assert not {"decode", "packing", "floors"} & set(rows[0])  # none of them has such numbers
     for plan_of in map(plan.of, configs[1:]):
         row = next(row for row in rows if row["name"] == plan_of.name)
         assert row["parameters_total"] == str(plan_of.parameters()["total"]) and row["heads_plan"] == "False"
