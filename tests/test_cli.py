@@ -312,7 +312,10 @@ def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
     assert "give --d-model and --num-heads, or --config" in refused("trace")
     assert "--config gives all sizes" in refused("trace", "--config", "x", "--d-model", "3")
     assert "d_model must be a multiple of num_heads" in refused("trace", "--d-model", "7", "--num-heads", "2")
-    assert "'--d-model'" in refused("trace", "--d-model", "seven", "--num-heads", "2")
+    line = refused("trace", "--d-model", "seven", "--num-heads", "2")
+    assert "'--d-model'" in line and "'seven'" in line
+    assert len(refused("plan", "gpt2", "--batch", "x" * 5000)) < 200
+    assert refused("plan") == "headwise: give a config, or --list to see the cards"
     assert "cannot be read" in refused("trace", "--config", "none")
     assert "batch" in refused("trace", "--d-model", "6", "--num-heads", "2", "--batch", "0")
     sizes = ("--d-model", "9000000000000000000", "--num-heads", "1")

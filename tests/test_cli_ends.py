@@ -221,4 +221,4 @@ def test_a_text_in_a_locale_that_knows_only_ascii(here: Path) -> None:
     assert (done.stdout, done.stderr) == (f"{text!a}\n", "")
     done = run("look", "--text", "a\udcff", cwd=here, env=plain)
     assert done.returncode == 2
-    assert done.stderr == "headwise: Invalid value: --text: not UTF-8 text (byte 1); convert it first\n"
+    assert done.stderr == "headwise: --text: not UTF-8 text (byte 1); convert it first\n"

@@ -52,7 +52,7 @@ class OneLine(TyperGroup):
 def message_of(error: BaseException) -> tuple[str, int]:
     """What the user is told of an exception, and the exit code."""
     if isinstance(error, ClickException):
-        return error.format_message(), BAD_INPUT
+        return _refusal(error), BAD_INPUT
     if isinstance(error, KeyboardInterrupt | typer.Abort) or isinstance(error.__cause__, KeyboardInterrupt):
         # Python itself raises a RuntimeError from what falls into the making of a class (__set_name__).
         return "interrupted", INTERRUPTED
@@ -66,6 +66,16 @@ def message_of(error: BaseException) -> tuple[str, int]:
         return str(error), BAD_INPUT
     first = (str(error).strip().splitlines() or ["without a word"])[0]
     return f"a defect: {type(error).__name__}: {first[:200]}; {TRACEBACK}=1 shows where", DEFECT
+
+
+def _refusal(error: Any) -> str:
+    """Our own words as they are, without "Invalid value"; the parser's, with the value that they leave out."""
+    text: str = error.format_message()
+    if isinstance(error, typer.BadParameter) and error.param is None and error.param_hint is None:
+        return str(error.message)
+    found = getattr(error.__cause__, "errors", None)  # pydantic's, which newer versions of Typer read numbers with
+    values = [repr(one["input"]) for one in found()] if callable(found) else []
+    return "; got ".join([text, *(value if len(value) <= 60 else f"{value[:57]}..." for value in values[:1])])
 
 
 def together(work: Callable[[], T]) -> T:
