@@ -202,5 +202,6 @@ def test_what_cannot_be_healed_is_refused(make: Any, kind: type[Exception], text
 @pytest.mark.unchecked
 def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
     run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
-    with pytest.raises(ValueError, match=r"state.pt: the state of another run .*; remove it, or heal as it says"):
+    told = r"state.pt: the state of another run \(steps 2, not 3\); remove it, or heal as it says"
+    with pytest.raises(ValueError, match=told):
         run(Model(1), Recipe(3, rows=1, length=9), state=tmp_path / "state.pt")

@@ -205,10 +205,11 @@ class _Run:
             check_destination(self.state)
         if self.state is not None and self.state.exists():
             saved = torch.load(self.state, map_location="cpu", weights_only=True)
-            if saved["recipe"] != asdict(self.recipe):
-                raise ValueError(
-                    f"{self.state}: the state of another run ({shown(saved['recipe'])}); remove it, or heal as it says"
-                )
+            mine = asdict(self.recipe)
+            if saved["recipe"] != mine:
+                names = [name for name in mine if saved["recipe"].get(name) != mine[name]]
+                other = ", ".join(f"{name} {shown(saved['recipe'].get(name))}, not {mine[name]}" for name in names)
+                raise ValueError(f"{self.state}: the state of another run ({other}); remove it, or heal as it says")
             self.plain.load_state_dict(saved["student"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.step, self.curve = saved["step"], Curve(saved["steps"], saved["held"])
