@@ -41,6 +41,7 @@ DEFECTS = [
         PanicException("called `Option::unwrap()`\n" * 99),
         "a defect: PanicException: called `Option::unwrap()`; HEADWISE",
     ),
+    (EOFError("Ran out of input"), "a defect: EOFError: Ran out of input"),  # Typer takes it for an interrupt
     (AssertionError(), "a defect: AssertionError: without a word; HEADWISE_DEBUG=1"),
     (ValueError(), "a defect: ValueError: without a word"),
     (TypeError("\x1b[2J" + "x" * 999), "a defect: TypeError: \\x1b[2J" + "x" * 196 + "; HEADWISE"),

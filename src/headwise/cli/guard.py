@@ -23,8 +23,19 @@ TRACEBACK = "HEADWISE_DEBUG"
 ClickException: Any = typer.BadParameter.__mro__[2]
 
 
+class FileEnded(Exception):
+    """Stands for an EOFError, which Typer takes for the end of a prompt: it would say that the user interrupted."""
+
+
 class OneLine(TyperGroup):
     """The group of commands; turns every mistake into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise FileEnded from error
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Runs a command line; ends the process unless ``standalone_mode`` is off, as Typer's own does."""
@@ -53,6 +64,8 @@ def message_of(error: BaseException) -> tuple[str, int]:
     """What the user is told of an exception, and the exit code."""
     if isinstance(error, ClickException):
         return _refusal(error), BAD_INPUT
+    if isinstance(error, FileEnded) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, KeyboardInterrupt | typer.Abort) or isinstance(error.__cause__, KeyboardInterrupt):
         # Python itself raises a RuntimeError from what falls into the making of a class (__set_name__).
         return "interrupted", INTERRUPTED
