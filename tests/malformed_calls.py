@@ -346,6 +346,7 @@ PLAN: dict[str, Callable[[], Call]] = {
     "contexts": lambda: of(plan.contexts, text="128K"),
     "read_config": lambda: of(plan.read_config, path=str(PACKAGE / "models/tiny/config.json")),
     "svg": lambda: of(plan.svg, plans=[plan.of("gpt-3")]),
+    "csv": lambda: of(plan.csv, plans=[plan.of("gpt-3")]),
     "side_by_side": lambda: of(plan.side_by_side, plans=[plan.of("gpt-3")]),
     "card_list": lambda: of(plan.card_list, known=plan.known()),
 }  # fmt: skip

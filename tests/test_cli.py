@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,6 +158,8 @@ def test_trace_of_a_config(tmp_path: Path) -> None:
 
 def test_version_and_help() -> None:
     assert runner.invoke(cli.app, ["--version"]).stdout == f"headwise {headwise.__version__}\n"
+    leaves = runner.invoke(cli.app, ["--version", "plan", "gpt2"])  # "Print the version and leave"
+    assert (leaves.exit_code, leaves.stdout) == (0, f"headwise {headwise.__version__}\n")
     for arguments in ([], ["--help"]):
         result = runner.invoke(cli.app, arguments)
         assert result.exit_code == 0
@@ -309,11 +312,36 @@ def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
     assert "give --d-model and --num-heads, or --config" in refused("trace")
     assert "--config gives all sizes" in refused("trace", "--config", "x", "--d-model", "3")
     assert "d_model must be a multiple of num_heads" in refused("trace", "--d-model", "7", "--num-heads", "2")
-    assert "'--d-model'" in refused("trace", "--d-model", "seven", "--num-heads", "2")
+    line = refused("trace", "--d-model", "seven", "--num-heads", "2")
+    assert "'--d-model'" in line and "'seven'" in line
+    assert len(refused("plan", "gpt2", "--batch", "x" * 5000)) < 200
+    assert refused("plan") == "headwise: give a config, or --list to see the cards"
     assert "cannot be read" in refused("trace", "--config", "none")
     assert "batch" in refused("trace", "--d-model", "6", "--num-heads", "2", "--batch", "0")
     sizes = ("--d-model", "9000000000000000000", "--num-heads", "1")
     assert "d_model is at most 1,000,000,000,000,000; got a larger number" in refused("trace", *sizes)
+
+
+@pytest.mark.parametrize("command", ["look", "importance", "circuits", "plan", "prune", "regroup", "heal", "migrate"])
+def test_an_empty_name_is_not_the_folder_one_stands_in(command: str, tiny: Path, here: Path) -> None:
+    """As a shell gives of a variable that is not set; a Path would make "." of it, which here holds a model."""
+    for file in tiny.iterdir():
+        shutil.copy(file, here)
+    (here / "text.txt").write_text("a b c d e f g h " * 99)
+    more = {"prune": "--keep-fraction 0.5 --by random", "regroup": "--kv-heads 4", "plan": "", "migrate": "--dry-run"}
+    more |= {"heal": f"--teacher {tiny} --steps 1 --file text.txt"}
+    options = more.get(command, "--text abc").split()
+    out = ["--out", "new"] if command in ("prune", "regroup", "heal") else []
+    line = refused(command, "", *options, *out)
+    assert re.search("^headwise: the (model|config|checkpoint)'s name is empty; give", line)
+    assert "the config's name is empty; give a config.json" in refused("trace", "--config", "")
+    if out:
+        line = refused(command, str(tiny), *options, "--out", "")
+        assert "--out: the name is empty; give the folder to write" in line
+    elif command in ("look", "plan"):
+        option = "--out" if command == "look" else "--svg"
+        named = [] if command == "look" else ["gpt2"]
+        assert "cannot write: the name of the file is empty; give one" in refused(command, *named, option, "")
 
 
 @pytest.mark.sweep

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from test_cli import ENVIRONMENT, as_it_was, here, looked, refused, run, runner, tiny
 
 from headwise import cli, plan
@@ -40,6 +41,7 @@ DEFECTS = [
         PanicException("called `Option::unwrap()`\n" * 99),
         "a defect: PanicException: called `Option::unwrap()`; HEADWISE",
     ),
+    (EOFError("Ran out of input"), "a defect: EOFError: Ran out of input"),  # Typer takes it for an interrupt
     (AssertionError(), "a defect: AssertionError: without a word; HEADWISE_DEBUG=1"),
     (ValueError(), "a defect: ValueError: without a word"),
     (TypeError("\x1b[2J" + "x" * 999), "a defect: TypeError: \\x1b[2J" + "x" * 196 + "; HEADWISE"),
@@ -181,6 +183,23 @@ def test_a_full_disk_behind_stdout_is_one_line(here: Path) -> None:
         assert (done.returncode, done.stderr) == (2, "headwise: [Errno 28] No space left on device\n")
 
 
+def test_what_may_not_be_read_is_told_with_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as an errno: the tests may run as root, who may read anything, so the system's answers are made here."""
+    told = "folder/x: Permission denied; check its permissions, and those of its folder"
+    assert guard.message_of(PermissionError(13, "Permission denied", "folder/x")) == (told, 2)
+    (here / "texts").mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(typer.BadParameter, match="--corpus texts: may not be read; check its permissions"):
+        cli.texts.check_corpus("texts")
+
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ValueError, match=r"^'texts/config.json': cannot be read \(Permission denied\)$"):
+        plan.read_config("texts/config.json")
+
+
 def test_what_is_told_of_an_exception_of_a_stream() -> None:
     assert guard.message_of(BlockingIOError(11, "Resource temporarily unavailable"))[1] == 2
 
@@ -203,4 +222,4 @@ def test_a_text_in_a_locale_that_knows_only_ascii(here: Path) -> None:
     assert (done.stdout, done.stderr) == (f"{text!a}\n", "")
     done = run("look", "--text", "a\udcff", cwd=here, env=plain)
     assert done.returncode == 2
-    assert done.stderr == "headwise: Invalid value: --text: not UTF-8 text (byte 1); convert it first\n"
+    assert done.stderr == "headwise: --text: not UTF-8 text (byte 1); convert it first\n"

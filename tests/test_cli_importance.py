@@ -96,7 +96,7 @@ def test_the_example_in_each_help_runs(tmp_path: Path, monkeypatch: pytest.Monke
         ("ablate --heads 1.²", "--heads takes layer.head with commas"),
         ("ablate --heads 1.8", "heads of layer 1 are 0 to 7; got head 1.8"),
         ("ablate --heads 4.0", "layers of this model are 0 to 3; got head 4.0"),
-        ("ablate --heads 1.2,1.2", "name at least one head, each once, as (layer, head); got [(1, 2), (1, 2)]"),
+        ("ablate --heads 1.2,1.2", "--heads names each head once; got '1.2,1.2'"),
         ("ablate --heads 1.2 --by half", "--by takes zero or mean; got 'half'"),
         ("ablate --heads 1.2 --text ''", "the text is empty"),
         ("importance --by zero,half", "--by takes gradient, zero, mean, contribution, with commas; got 'zero,half'"),

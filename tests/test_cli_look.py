@@ -101,6 +101,25 @@ def test_wrong_names_are_one_line(here: Path) -> None:
         assert (result.exit_code, len(lines)) == (2, 1) and message in lines[0], (arguments, result.stderr)
 
 
+def test_what_is_to_be_measured_is_refused_beside_looks_that_are_made(here: Path) -> None:
+    for option in (
+        "--text abc",
+        "--file x",
+        "--corpus x",
+        "--sentences ours",
+        "--needles",
+        "--importance",
+        "--image x",
+    ):
+        name = option.split()[0]
+        for looks in (["before.json"], ["before.json", "--against", "after.json"]):
+            result = run(*looks, *option.split())
+            assert result.exit_code == 2, (looks, option)
+            assert f"{name} is for a model, and before.json is a look that was made already" in result.stderr, option
+    for looks in (["before.json", "--against", "model"], ["model", "--against", "after.json"], ["model"]):
+        assert run(*looks, "--text", "abc").exit_code == 0, looks
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where no file can be made and all may write")
 def test_where_nothing_can_be_written_is_told_before_a_look(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -77,6 +78,32 @@ def test_a_heads_plan_and_the_chart(tmp_path: Path) -> None:
     assert chart.read_text("utf8").startswith("<svg ")
 
 
+def test_the_numbers_as_csv(tmp_path: Path) -> None:
+    """A line for each config and context, the heads plan's after its model's; the same numbers as in JSON."""
+    heads, file = tmp_path / "heads.json", tmp_path / "numbers.csv"
+    heads.write_text('{"layers": {"*": {"kv_heads": 1}}}')
+    configs = ["--compare", "gpt2", "deepseek-v3", "bert-base"]
+    ran(*configs, "--context", "100,300", "--csv", str(file))
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["name"], row["context"]) for row in rows] == [
+        (name, n) for name in configs[1:] for n in ("100", "300")
+    ]
+    assert not {"decode", "packing", "floors"} & set(rows[0])  # none of them has such numbers
+    for plan_of in map(plan.of, configs[1:]):
+        row = next(row for row in rows if row["name"] == plan_of.name)
+        assert row["parameters_total"] == str(plan_of.parameters()["total"]) and row["heads_plan"] == "False"
+    latent = plan.of("deepseek-v3", context=300).contexts[0]
+    assert rows[3]["cache_bytes"] == str(latent.cache_bytes) and latent.decode_expanded is not None
+    assert rows[3]["decode_expanded_total"] == str(latent.decode_expanded.total)
+    assert rows[0]["decode_expanded_total"] == rows[4]["decode_total"] == ""  # no latents; an encoder
+    ran("gpt2", "--context", "100", "--heads-plan", str(heads), "--csv", str(file))
+    with file.open(newline="") as lines:
+        before, after = csv.DictReader(lines)
+    assert (before["heads_plan"], after["heads_plan"]) == ("False", "True")
+    assert int(before["cache_bytes"]) == 12 * int(after["cache_bytes"])
+
+
 def test_a_checkpoint_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "torch_dtype": "float32"}')
     assert "124,439,808" in ran(str(tmp_path))
@@ -97,7 +124,8 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     assert "architecture 'mamba' is not known" in refused(str(tmp_path / "mamba.json"))
     assert "no such file or folder" in refused("no-such-model")
     assert "give a config, or --list" in refused()
-    assert "--list shows the cards" in refused("gpt2", "--list")
+    for more in (["gpt2"], ["--svg", "x.svg"], ["--link", "50GB/s,2us"], ["--bandwidth", "3TB/s"]):
+        assert "--list shows the cards; leave out the configs, and all options but" in refused("--list", *more)
     assert "add --compare" in refused("gpt2", "gpt-3")
     assert "context is whole numbers" in refused("gpt2", "--context", "many")
     assert "batch is a whole number" in refused("gpt2", "--batch", "0")
@@ -107,6 +135,11 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     assert "heads plan 'none.json': cannot be read" in refused("gpt2", "--heads-plan", "none.json")
     assert "its folder does not exist" in refused("gpt2", "--svg", "none/chart.svg")
     assert "--svg chart.png: an SVG is written; end the name in .svg" in refused("gpt2", "--svg", "chart.png")
+    assert "--csv numbers.txt: a CSV is written; end the name in .csv" in refused("gpt2", "--csv", "numbers.txt")
+    assert "its folder does not exist" in refused("gpt2", "--csv", "none/numbers.csv")
+    assert "leave out --compare, --heads-plan, --svg and --csv" in refused(
+        "gpt2", "--link", "1GB/s,1us", "--csv", "a.csv"
+    )
     assert "an encoder keeps no cache" in refused("bert-base", "--svg", str(tmp_path / "chart.svg"))
     assert not (tmp_path / "chart.svg").exists()
 

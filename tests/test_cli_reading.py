@@ -72,7 +72,8 @@ def test_what_cannot_be_read(here: Path) -> None:
     assert "a word has 10 columns" in refused("--sentences", "bad.conllu")
     (here / reading.STATE).write_bytes(b"no state")
     (here / "good.txt").write_text("def f(x): return x", "utf8")
-    assert "not the state of this look" in refused("--corpus", "good.txt")
+    told = "not the state of this look (it holds something else); remove it to begin anew, or give another path"
+    assert told in refused("--corpus", "good.txt")
 
 
 def test_what_heads_are_worth_and_the_tokens_around_evidence(here: Path) -> None:

@@ -177,6 +177,10 @@ def test_migrate_makes_an_old_checkpoint_load(tmp_path: Path) -> None:
             ["--keep-fraction", "0.5", "--by", "luck", "--dry-run"],
             "--by is importance, ablation, redundancy or random; got",
         ),
+        (
+            ["--heads", "0.1", "--zero", "--text", "a b c", "--recover", "--dry-run"],
+            "tokens are one row of 256; give a",
+        ),
         (["--heads", "0.1", "--recover", "--dry-run"], "--recover needs a text to fit to; give --file"),
         (["--heads", "x", "--dry-run"], "heads are LAYER.HEAD with commas between"),
         (["--heads", "0.8", "--dry-run"], "layer 0 has the heads 0 to 7; got 8"),

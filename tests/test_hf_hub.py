@@ -27,6 +27,7 @@ def hub(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         requests.append((name, how))
         return str(model_folder)
 
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", one_file)
     monkeypatch.setattr("huggingface_hub.snapshot_download", all_files)
     return requests
@@ -50,6 +51,19 @@ def test_a_model_that_cannot_be_seen_is_not_fetched(hub: list[Any], model_folder
         "someone/small", "OpenAIGPTLMHeadModel (model_type 'openai-gpt') is not on transformers' attention interface"
     )
     assert hub == [("someone/small", "config.json")]
+
+
+def test_without_a_hub_it_is_asked_once(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download asks six times, 23 seconds long; a folder's name with a letter too many looks like a hub name."""
+    asked: list[str] = []
+
+    def nobody(url: str) -> None:
+        asked.append(url)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", nobody)
+    refused("my-modle", "my-modle: no such folder, no such model in the local cache, and it could not be fetched (Conn")
+    assert [url.endswith("/my-modle/resolve/main/config.json") for url in asked] == [True] and hub == []
 
 
 def test_a_download_that_breaks_off(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,28 @@ def test_a_missing_tokenizer(model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("gpt2", "n_layer", 10**30),
+        ("gpt2", "n_head", -1),
+        ("t5", "num_layers", 10**30),
+        ("t5", "num_decoder_layers", -1),
+        ("t5", "num_heads", 0),
+        ("whisper", "encoder_layers", 10**30),
+        ("whisper", "decoder_layers", 10**30),
+        ("whisper", "decoder_attention_heads", -1),
+    ],
+)
+def test_a_size_is_within_bounds_under_whatever_name_its_config_has_it(
+    model_type: str, field: str, value: int, tmp_path: Path
+) -> None:
+    """Layers without end would be built, on the meta device, for ever."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, field: value}))
+    with pytest.raises(hf.ModelError, match=rf"config.json: {field} is {value}, and an integer of [01] to 10*"):
+        hf.loading.describe(tmp_path, any_input=True)
+
+
+@pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads is 0, and an integer of 1 to 10000 is needed"),

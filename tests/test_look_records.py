@@ -37,6 +37,38 @@ def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
         Look.from_dict(planted.to_dict() | {"format": 99})
 
 
+def test_a_field_of_another_kind_is_refused_wherever_it_stands(planted: Look) -> None:
+    """A look's file may come from anyone; what is not found here would fail while it is drawn."""
+    wrong: list[tuple[tuple[Any, ...], Any]] = [
+        (("model",), [1]),
+        (("version",), 7),
+        (("length",), 10**30),
+        (("length",), True),
+        (("seconds",), math.nan),
+        (("tokens", 0), 5),
+        (("heads", 0, "layer"), [[1]]),
+        (("heads", 0, "largest"), []),
+        (("heads", 0, "entropy"), 10**400),
+        (("heads", 0, "map", 0, 0), {"a": 1}),
+        (("heads", 0, "map", 0, 0), math.inf),
+        (("heads", 0, "offsets", 0), "x"),
+        (("heads", 0, "extras"), 2**63),
+        (("heads", 0, "extras"), {"worth": "much"}),
+        (("heads", 0, "scores", "broad", 0), "0.5"),
+        (("heads", 0, "scores", "broad", 6), 2),
+        (("excerpts",), {"copies 0": {"45": 3}}),
+    ]
+    for path, value in wrong:
+        data = json.loads(planted.to_json(maps=True))
+        place = data
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
+        with pytest.raises(ValueError, match="what to_dict\\(\\) wrote"):
+            Look.from_dict(data)
+            pytest.fail(f"{path} = {value}")
+
+
 OLD = Path(__file__).with_name("look_format_1.json")
 
 

@@ -300,6 +300,17 @@ def test_units() -> None:
     for bits in ("400Gb/s", "400 gb/s", "3b/s"):
         with pytest.raises(ValueError, match="a second, and a small b is a bit, an eighth of one; got"):
             units.rate(bits, "bandwidth")
+    assert units.rate("400GBps", "bandwidth") == 400e9 and units.rate("990 TFLOPS/s", "flops") == 990e12
+    assert units.link("50GBps,2us") == (50e9, 2e-6)
+    assert units.rate("1000000", "bandwidth") == 1e6 and units.rate("999 B/s", "bandwidth") == 999.0
+    forgotten = {
+        "3.35": ("bandwidth", "3.35 bytes"),
+        "999999": ("bandwidth", "999,999 bytes"),
+        "990": ("flops", "990 F"),
+    }
+    for text, (what, value) in forgotten.items():
+        with pytest.raises(ValueError, match=re.escape(f"{what} has no unit, and would be {value}")):
+            units.rate(text, what)
     assert units.contexts("1,2k, 3") == (1, 2048, 3)
     for wrong in ("", "1,", "-1", "1.5", "1e3", "x" * 100):
         with pytest.raises(ValueError, match="context is whole numbers separated by commas"):

@@ -149,6 +149,13 @@ def test_as_many_contexts_and_texts_as_there_may_be() -> None:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_slow_step_is_told_in_seconds_and_a_slow_speed_is_not_nought() -> None:
+    result = plan.of("llama-3-8b", context=131_072, bandwidth="3.35TB/s", flops="990TF")
+    shown = rows(result)
+    assert shown["1"][3:] == ["9.61 ms", "104", "cache"] and shown["256"][3:] == ["1.32 s", "194", "cache"]
+    assert rows(plan.of("llama-3-8b", context=131_072, bandwidth="10GB/s"))["1"][3:5] == ["3.22 s", "0.311"]
+
+
 def rows(shown: object) -> dict[str, list[str]]:
     """The lines of all tables, by their first cell."""
     cells = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in str(shown).splitlines()]

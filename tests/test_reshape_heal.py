@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -202,5 +203,17 @@ def test_what_cannot_be_healed_is_refused(make: Any, kind: type[Exception], text
 @pytest.mark.unchecked
 def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
     run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
-    with pytest.raises(ValueError, match=r"state.pt: the state of another run .*; remove it, or heal as it says"):
+    for content in (b"", b"garbage", pickle.dumps({"recipe": 1}), pickle.dumps(print)):
+        (tmp_path / "other.pt").write_bytes(content)
+        with pytest.raises(ValueError, match=r"other.pt: no state that a run of healing left; remove it to begin anew"):
+            run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "other.pt")
+    torch.save({"recipe": {}}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other.pt: no state that a run of healing left"):
+        run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "other.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    torch.save({**saved, "student": {"x": torch.ones(1)}}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other.pt: the state of another model; remove it to begin anew"):
+        run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "other.pt")
+    told = r"state.pt: the state of another run \(steps 2, not 3\); remove it, or heal as it says"
+    with pytest.raises(ValueError, match=told):
         run(Model(1), Recipe(3, rows=1, length=9), state=tmp_path / "state.pt")

@@ -106,6 +106,8 @@ def _place(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"a file is written to a path; got {type(path).__name__}")
     shown = visible(str(os.fspath(path)))
+    if not shown:
+        raise FileNotFoundError("cannot write: the name of the file is empty; give one")
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {shown}: its folder does not exist; make it first, or give another path")

@@ -46,11 +46,13 @@ def headwise(
         from .versions import versions
 
         print(versions())
-    elif version:
+        raise typer.Exit
+    if version:
         from headwise import __version__
 
         print(f"headwise {__version__}")
-    elif context.invoked_subcommand is None:
+        raise typer.Exit
+    if context.invoked_subcommand is None:
         print(context.get_help())
 
 

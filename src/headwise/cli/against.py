@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import typer
@@ -35,6 +35,19 @@ def read_plan(kept: str | None, against: str | None) -> Any:
         raise typer.BadParameter(f'--kept {kept}: no JSON; write {{"layers": {{"0": {{"keep": [0, 1]}}}}}}') from None
 
 
+def check_measured(model: str | None, against: str | None, options: Mapping[str, object]) -> None:
+    """Raises where only looks in .json files are shown, and an option says what to measure: it would do nothing."""
+    named = [f"--{name}" for name, value in options.items() if value not in (None, False)]
+    if named and model is not None and _is_look(model) and (against is None or _is_look(against)):
+        raise typer.BadParameter(
+            f"{named[0]} is for a model, and {model} is a look that was made already; leave it out, or name the model"
+        )
+
+
+def _is_look(name: str) -> bool:
+    return name.lower().endswith(".json")
+
+
 def side_by_side(
     model: str | None, against: str | None, look_at: Callable[[str | None], Any], *, any_input: bool, kept: Any
 ) -> Any:
@@ -55,7 +68,7 @@ def _recorded(model: str | None, *, against: str | None, any_input: bool) -> lis
     """
     looks: list[Any] = []
     for name in (model, against):
-        if name is not None and name.lower().endswith(".json"):
+        if name is not None and _is_look(name):
             from headwise.look import read
 
             looks.append(read(name))

@@ -23,8 +23,19 @@ TRACEBACK = "HEADWISE_DEBUG"
 ClickException: Any = typer.BadParameter.__mro__[2]
 
 
+class FileEnded(Exception):
+    """Stands for an EOFError, which Typer takes for the end of a prompt: it would say that the user interrupted."""
+
+
 class OneLine(TyperGroup):
     """The group of commands; turns every mistake into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise FileEnded from error
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Runs a command line; ends the process unless ``standalone_mode`` is off, as Typer's own does."""
@@ -52,7 +63,9 @@ class OneLine(TyperGroup):
 def message_of(error: BaseException) -> tuple[str, int]:
     """What the user is told of an exception, and the exit code."""
     if isinstance(error, ClickException):
-        return error.format_message(), BAD_INPUT
+        return _refusal(error), BAD_INPUT
+    if isinstance(error, FileEnded) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, KeyboardInterrupt | typer.Abort) or isinstance(error.__cause__, KeyboardInterrupt):
         # Python itself raises a RuntimeError from what falls into the making of a class (__set_name__).
         return "interrupted", INTERRUPTED
@@ -60,10 +73,22 @@ def message_of(error: BaseException) -> tuple[str, int]:
         return str(error), BAD_INPUT
     if _out_of_memory(error):
         return "not enough memory; give a shorter text, or a smaller --dtype", DEFECT
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; check its permissions, and those of its folder", BAD_INPUT
     if isinstance(error, ValueError | OSError) and str(error):
         return str(error), BAD_INPUT
     first = (str(error).strip().splitlines() or ["without a word"])[0]
     return f"a defect: {type(error).__name__}: {first[:200]}; {TRACEBACK}=1 shows where", DEFECT
+
+
+def _refusal(error: Any) -> str:
+    """Our own words as they are, without "Invalid value"; the parser's, with the value that they leave out."""
+    text: str = error.format_message()
+    if isinstance(error, typer.BadParameter) and error.param is None and error.param_hint is None:
+        return str(error.message)
+    found = getattr(error.__cause__, "errors", None)  # pydantic's, which newer versions of Typer read numbers with
+    values = [repr(one["input"]) for one in found()] if callable(found) else []
+    return "; got ".join([text, *(value if len(value) <= 60 else f"{value[:57]}..." for value in values[:1])])
 
 
 def together(work: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .loading import load
-from .output import console, progress
+from .output import progress, put
 from .texts import fitting, read_text
 
 ModelArgument = Annotated[
@@ -55,7 +55,7 @@ def importance(
     if as_json:
         print(result.to_json())
     else:
-        console().print(result.table(by=names[0]))
+        put(result.table(by=names[0]))
 
 
 def ablate(
@@ -86,9 +86,9 @@ def ablate(
     if as_json:
         print(result.to_json())
         return
-    console().print(result.table())
+    put(result.table())
     if result.places:
-        console().print(result.places_table())
+        put(result.places_table())
 
 
 def circuits(
@@ -111,8 +111,8 @@ def circuits(
     if as_json:
         print(result.to_json())
         return
-    console().print(result.table())
-    console().print(result.heads_table())
+    put(result.table())
+    put(result.heads_table())
 
 
 def pairs_of(heads: str) -> list[tuple[int, int]]:
@@ -124,7 +124,10 @@ def pairs_of(heads: str) -> list[tuple[int, int]]:
     pairs = [part.strip().split(".") for part in heads.split(",")]
     if any(len(pair) != 2 or not all(n.isascii() and n.isdigit() and len(n) < 10 for n in pair) for pair in pairs):
         raise typer.BadParameter(f"--heads takes layer.head with commas, such as 3.1,2.4; got {heads!r}")
-    return [(int(layer), int(head)) for layer, head in pairs]
+    named = [(int(layer), int(head)) for layer, head in pairs]
+    if len(set(named)) < len(named):
+        raise typer.BadParameter(f"--heads names each head once; got {heads!r}")
+    return named
 
 
 def _measured(

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from . import guard, media, reading, several, writing
-from .against import read_plan, side_by_side
+from .against import check_measured, read_plan, side_by_side
 from .loading import load
-from .output import console, progress
+from .output import console, progress, put
 from .texts import fitting, read_text
 
 
@@ -77,6 +77,9 @@ def _look(  # private, for a command has as many options as its users need, and 
 ) -> None:
     """See what each attention head of a model does on a text, a picture or a sound: a table, and a report to open."""
     beside = (image, audio, target, pair)
+    measured = {"text": text, "file": file, "corpus": corpus, "sentences": sentences, "needles": needles}
+    measured |= {"importance": importance, "image": image, "audio": audio, "target": target, "pair": pair}
+    check_measured(model, against, {**measured, "dtype": dtype})
     more_options = reading.More(corpus, length, state, sentences, needles, importance, *beside)
     more, content = guard.together(lambda: _reading(more_options, text, file))
     names = guard.together(lambda: writing.destinations(out, as_json, against) if several.speaks() else [])
@@ -99,7 +102,7 @@ def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) ->
         print(result.to_json())
         return
     if compared:
-        console().print(result.table())
+        put(result.table())
     else:
         _print_heads(result)
     print(*lines, sep="\n", end="\n" * bool(lines))

@@ -20,7 +20,20 @@ def show(result: Any, table: Callable[[Any], Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, allow_nan=False))
     else:
-        console().print(table(result))
+        put(table(result))
+
+
+def put(what: Any) -> None:
+    """Prints a table, or what prints as some; nothing in them is cut."""
+    from rich.table import Table
+
+    from .fitting import fit, parts
+
+    for part in parts(what, console()):
+        shown = console()  # each has its width
+        if isinstance(part, Table):
+            fit(part, shown)
+        shown.print(part)
 
 
 def console() -> rich.console.Console:

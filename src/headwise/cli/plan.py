@@ -27,33 +27,32 @@ def _plan(  # private, for a command has as many options as its users need, and 
     compare: Annotated[bool, typer.Option("--compare", help="Several configs side by side.")] = False,
     list_cards: Annotated[bool, typer.Option("--list", help="Show the cards and architectures, and leave.")] = False,
     svg: Annotated[str | None, typer.Option(help="Write the chart of cache against context here.")] = None,
+    csv: Annotated[str | None, typer.Option(help="Write the numbers here, a line for each config and context.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the tables.")] = False,
 ) -> None:
     """See what the attention of a model costs, from its config alone: parameters, cache, operations, time."""
     from headwise import plan as planning
 
     if list_cards:
-        if configs or compare:
-            raise typer.BadParameter("--list shows the cards; leave out the configs")
+        if configs or compare or any(option is not None for option in (heads_plan, bandwidth, flops, link, svg, csv)):
+            raise typer.BadParameter("--list shows the cards; leave out the configs, and all options but --json")
         show(planning.known(), planning.card_list, as_json)
         return
     if not configs:
         raise typer.BadParameter("give a config, or --list to see the cards")
     if len(configs) > 1 and not compare:
         raise typer.BadParameter("several configs: add --compare to see them side by side")
-    if svg is not None:
-        from headwise.report import check_destination, put
-
-        check_destination(svg)
-        if Path(svg).suffix.lower() != ".svg":
-            raise typer.BadParameter(f"--svg {svg}: an SVG is written; end the name in .svg")
+    for kind, name in (("svg", svg), ("csv", csv)):
+        _check(kind, name)
     speeds = {"bandwidth": bandwidth, "flops": flops}
     lengths = planning.contexts(context)
     if link is None and (tensor, context_ranks) != (1, 1):
         raise typer.BadParameter("--tensor and --context-ranks need --link, such as --link 50GB/s,2us")
     if link is not None:
-        if compare or heads_plan is not None or svg is not None:
-            raise typer.BadParameter("--link plans one model over ranks; leave out --compare, --heads-plan and --svg")
+        if compare or (heads_plan, svg, csv) != (None,) * 3:
+            raise typer.BadParameter(
+                "--link plans one model over ranks; leave out --compare, --heads-plan, --svg and --csv"
+            )
         over_ranks = planning.over(
             configs[0],
             link,
@@ -71,9 +70,28 @@ def _plan(  # private, for a command has as many options as its users need, and 
         planning.of(config, context=lengths, batch=batch, kv_dtype=kv_dtype, heads_plan=heads_plan, **speeds)
         for config in configs
     ]
-    if svg is not None:
-        put(planning.svg(plans).encode(), svg)
+    for name, content in ((svg, planning.svg), (csv, planning.csv)):
+        if name is not None:
+            _put(content(plans), name)
     if compare:
         show([one.to_dict() for one in plans], lambda _: planning.side_by_side(plans), as_json)
     else:
         show(plans[0].to_dict(), lambda _: plans[0], as_json)
+
+
+def _check(kind: str, name: str | None) -> None:
+    """Raises where the file cannot be written, or has another end, before anything is planned."""
+    if name is None:
+        return
+    from headwise.report import check_destination
+
+    check_destination(name)
+    if Path(name).suffix.lower() != f".{kind}":
+        article = "an" if kind == "svg" else "a"
+        raise typer.BadParameter(f"--{kind} {name}: {article} {kind.upper()} is written; end the name in .{kind}")
+
+
+def _put(content: str, name: str) -> None:
+    from headwise.report import put
+
+    put(content.encode("utf-8", "backslashreplace"), name)

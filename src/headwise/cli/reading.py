@@ -13,6 +13,7 @@ from headwise.disk import check_destination
 
 from . import guard, several
 from .media import read_image, read_sound
+from .texts import check_corpus
 
 STATE = "headwise-look.state"
 AT_ONCE = 64
@@ -66,8 +67,7 @@ def checked(more: More, text: str | None, file: str | None) -> More:
         raise typer.BadParameter("--importance is measured on one text; give it without --corpus")
     if more.length is not None and more.length < 2:
         raise typer.BadParameter(f"--length {more.length}: a text has at least 2 tokens")
-    if not Path(more.corpus).exists():
-        raise typer.BadParameter(f"--corpus {more.corpus}: no such file or folder")
+    check_corpus(more.corpus)
     state = STATE if more.state is None else more.state
     if several.speaks():  # the one process that writes it
         check_destination(state)

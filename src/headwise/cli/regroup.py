@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .output import console, progress
+from .output import progress, put
 from .reshaped import (
     AsJson,
     DryRun,
@@ -71,7 +72,7 @@ def _regroup(
             if texts is not None:
                 show("reading the model")
                 loaded = hf.load(folder)
-                read = rows_of(hf, loaded, texts)
+                read = rows_of(hf, loaded, texts, recover=recover)
             rows = tensors(read)
             wish: dict[str, Any] = {"method": method, "model": loaded and loaded.model, "rows": rows, "seed": seed}
             tell = _told(show)
@@ -112,6 +113,8 @@ def _heal(
     check_out(out, False)
     if file is None and corpus is None:
         raise typer.BadParameter("give --file or --corpus, the text to learn on")
+    if not 0 <= text_weight < math.inf:
+        raise typer.BadParameter(f"--text-weight {text_weight}: a number of at least 0")
     if every < 1:
         raise typer.BadParameter(f"--every {every}: at least 1 step")
     texts = texts_of(None, file, corpus)
@@ -224,5 +227,5 @@ def _show(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
             table = Table(*head)
             for row in body:
                 table.add_row(*row)
-            console().print(table)
+            put(table)
     print_facts(facts, out, as_json)

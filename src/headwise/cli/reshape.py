@@ -93,7 +93,7 @@ def _prune(  # private, for a command has as many options as its users need, and
                 wish["budget"] = reshape.Budget(budget_mb, context or 0)
             else:  # what no ranking makes possible is said before one is measured
                 reshape.plan_prune(source, **wish, scores=None if by is None else reshape.random_scores(seed))
-            loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show)
+            loaded, rows, scores = _read(hf, folder, texts, beside, by, seed, show, recover=recover)
             plan = reshape.plan_prune(source, **wish, scores=scores)
             if recover:
                 show("solving anew")
@@ -154,7 +154,15 @@ def _proof(reshape: Any, loaded: Any, rows: list[Any]) -> Any:
 
 
 def _read(
-    hf: Any, folder: Path, texts: Iterable[str] | None, beside: Beside | None, by: str | None, seed: int, show: Any
+    hf: Any,
+    folder: Path,
+    texts: Iterable[str] | None,
+    beside: Beside | None,
+    by: str | None,
+    seed: int,
+    show: Any,
+    *,
+    recover: bool,
 ) -> tuple[Any, list[Any], Any]:
     """The model and what it reads, where there is anything: the texts' tokens in rows, or what its processor makes.
 
@@ -168,7 +176,7 @@ def _read(
     show("reading the model")
     loaded = hf.load(folder, any_input=True)
     if beside is None and loaded.model.main_input_name == "input_ids":
-        rows: list[Any] = rows_of(hf, loaded, texts)
+        rows: list[Any] = rows_of(hf, loaded, texts, recover=recover)
         read: Any = rows
     else:
         read = (beside or Beside()).values(hf, loaded, (fitting(loaded, text) for text in texts))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from .media import read_image, read_sound
-from .output import console
-from .texts import read_text
+from .output import put
+from .texts import check_corpus, read_text
 
 if TYPE_CHECKING:
     import rich.table
@@ -28,6 +28,8 @@ def check_out(out: str | None, dry_run: bool) -> None:
     """One line and exit code 2 where there is nothing to write to, or something is there."""
     if out is None and not dry_run:
         raise typer.BadParameter("give --out, the folder to write, or --dry-run to see what would change")
+    if out == "":  # a Path makes "." of it
+        raise typer.BadParameter("--out: the name is empty; give the folder to write")
     if out is not None and Path(out).exists():
         raise typer.BadParameter(f"--out {out}: is there already; give a new name, or remove it")
 
@@ -117,14 +119,13 @@ def texts_of(text: str | None, file: str | None, corpus: str | None, beside: Bes
         return [read_text(text, file)]
     if text is not None or file is not None:
         raise typer.BadParameter("give one of --text, --file and --corpus")
-    if not Path(corpus).exists():
-        raise typer.BadParameter(f"--corpus {corpus}: no such file or folder")
+    check_corpus(corpus)
     from headwise.look.corpus import documents
 
     return documents(corpus)
 
 
-def rows_of(hf: Any, loaded: Any, contents: Iterable[str]) -> list[list[int]]:
+def rows_of(hf: Any, loaded: Any, contents: Iterable[str], *, recover: bool = False) -> list[list[int]]:
     """The tokens of texts in rows that the model takes; an end is left out where it is too short to learn from."""
     length = min(ROW, loaded.max_positions or ROW)
     rows: list[list[int]] = []
@@ -136,6 +137,11 @@ def rows_of(hf: Any, loaded: Any, contents: Iterable[str]) -> list[list[int]]:
     long = [row for row in rows[: TOKENS // length] if len(row) >= SHORTEST]
     if not long:
         raise typer.BadParameter(f"the text has less than {SHORTEST} tokens; give a longer one")
+    if recover and len(long) < 2:
+        raise typer.BadParameter(
+            f"--recover fits to some of the text and checks by the rest, and {sum(map(len, rows))} tokens are one row "
+            f"of {length}; give a longer text, some thousand words of the model's kind"
+        )
     return long
 
 
@@ -151,10 +157,9 @@ def print_facts(facts: dict[str, Any], out: str | None, as_json: bool) -> None:
         return
     for note in facts["notes"]:
         print(visible(note, limit=600))
-    shown = console()
     if facts["gone"]:
-        shown.print(_heads(facts))
-    shown.print(_table(facts))
+        put(_heads(facts))
+    put(_table(facts))
     if out is not None:
         print(f"{visible(out)}: {facts['done'].lower()}; RESHAPE.md in it has the details")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -50,6 +51,14 @@ def fitting(loaded: Any, text: str) -> str:
             f"headwise: {takes}, so the default text is cut ({read}); --text or --file gives another", file=sys.stderr
         )
     return part
+
+
+def check_corpus(corpus: str) -> None:
+    """Raises where there is nothing to read; a folder that may not be read would look like one without texts."""
+    if not Path(corpus).exists():
+        raise typer.BadParameter(f"--corpus {corpus}: no such file or folder")
+    if not os.access(corpus, os.R_OK):
+        raise typer.BadParameter(f"--corpus {corpus}: may not be read; check its permissions")
 
 
 def _typed(text: str) -> bytes:

@@ -194,6 +194,8 @@ def checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(f"a checkpoint is opened by its path; got {type(folder).__name__}")
     path = Path(folder)
+    if not os.fspath(folder):  # a Path makes "." of it
+        raise ModelError("the checkpoint's name is empty; give a folder with config.json and *.safetensors")
     if not os.path.isdir(path):  # unlike Path.is_dir, it raises nothing for a name that cannot be
         raise ModelError(f"{folder}: no such folder; give one with config.json and *.safetensors")
     before = _identities(path)

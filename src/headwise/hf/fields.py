@@ -82,8 +82,7 @@ def class_of_config(model_type: str, where: str) -> type[PreTrainedConfig]:
 
 def _sizes(raw: dict[str, Any], config_class: Any, where: str) -> dict[str, Any]:
     """Of one config, and of those that it is made of."""
-    names = config_class.attribute_map
-    check_numbers(raw, lambda key: names.get(key, key), where)
+    check_numbers(raw, config_class.attribute_map, where)
     values = {}
     tokens = {key for key in raw if SPECIAL.fullmatch(key)}  # of any model; some read them from its config
     for key in sorted((known_keys(config_class) | tokens) & raw.keys()):

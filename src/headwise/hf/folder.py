@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -29,12 +29,17 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
 
 BOUNDS: dict[str, tuple[int, int]] = {
+    "decoder_attention_heads": (1, 10_000),
+    "decoder_layers": (0, 1_000),
+    "encoder_attention_heads": (1, 10_000),
+    "encoder_layers": (0, 1_000),
     "head_dim": (1, 10_000),
     "hidden_size": (1, 1_000_000),
     "intermediate_size": (1, 10_000_000),
     "max_position_embeddings": (1, 100_000_000),
     "moe_intermediate_size": (1, 10_000_000),
     "num_attention_heads": (1, 10_000),
+    "num_decoder_layers": (0, 1_000),
     "num_experts": (0, 100_000),
     "num_hidden_layers": (1, 1_000),
     "num_key_value_heads": (1, 10_000),
@@ -95,10 +100,11 @@ def folder_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def check_numbers(raw: dict[str, Any], standard: Callable[[str], str], where: str) -> None:
-    """Raise ModelError unless every size is an integer within BOUNDS; `standard`: a key's usual name."""
+def check_numbers(raw: dict[str, Any], names: Mapping[str, str], where: str) -> None:
+    """Raise ModelError unless every size is an integer within BOUNDS; `names`: what a usual name is in this config."""
+    usual = {own: name for name, own in names.items() if name in BOUNDS}
     for key, value in raw.items():
-        bounds = BOUNDS.get(standard(key))
+        bounds = BOUNDS.get(usual.get(key, key))
         for number in value if isinstance(value, list) else [value]:
             if bounds is None or number is None:
                 continue

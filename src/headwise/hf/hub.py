@@ -19,6 +19,8 @@ def find_folder(name_or_path: str | Path, check: Callable[[Path], object]) -> tu
     `check` is called with a folder of config.json alone, before anything large is fetched; it may raise.
     """
     name = str(name_or_path)
+    if not name:  # a Path makes "." of it
+        raise ModelError("the model's name is empty; give a checkpoint folder, or a hub name such as 'org/model'")
     path = Path(name).expanduser()
     if path.is_dir():
         return path, path.resolve().name if name in (".", "..") else name
@@ -43,9 +45,10 @@ def _cached(name: str) -> Path | None:
 
 
 def _fetched(name: str, check: Callable[[Path], object]) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
 
     try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))  # asks once; a download without a hub asks for 23 seconds
         first = Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # offline, no such name, gated, a proxy ...: to the user all one
         raise ModelError(

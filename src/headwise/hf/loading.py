@@ -182,8 +182,7 @@ def describe(folder: Path, *, any_input: bool = False) -> tuple[PreTrainedConfig
         return config, cls
     if config_class.sub_configs_defaults or raw.get("is_encoder_decoder") is True:
         raise _no_text_model(model_type, "it is made of several models (encoder and decoder, or text and images)")
-    names = config_class.attribute_map
-    check_numbers(raw, lambda key: names.get(key, key), where)
+    check_numbers(raw, config_class.attribute_map, where)
     try:
         config = config_class(**{key: raw[key] for key in known_keys(config_class) & raw.keys()})
     except Exception as error:  # transformers' validation raises many kinds, one a field

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..shapes.kinds import MOST, check_counts, check_flags, check_numbers, check_texts, shown
 from . import card, figures, notebook, tables
 from .axes import Axis
+from .fitting import check_fields
 from .legacy import upgraded
 from .neurons import Neurons
 from .pictures import Picture
@@ -114,7 +115,7 @@ class HeadRecord:
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
         """The record that `to_dict` (or JSON) wrote; ValueError where it is none."""
         if isinstance(data, dict):
-            with suppress(TypeError, KeyError, AttributeError, ValueError):
+            with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
                 return cls._from_dict(data)
         raise ValueError(f"a head's record is read from what to_dict() wrote; got {shown(data)}")
 
@@ -125,6 +126,7 @@ class HeadRecord:
         values["scores"] = {name: Score.from_list(name, row) for name, row in data["scores"].items()}
         values["map"] = tuple(tuple(row) for row in data["map"])
         values["over"] = tuple(data.get("over", ()))
+        check_fields(cls, values)
         return cls(**values)
 
 
@@ -300,7 +302,7 @@ class Look:
             raise ValueError(
                 f"a look is read from format 1 to {FORMAT}, got {shown(number)}; write it again with this version"
             )
-        with suppress(TypeError, KeyError, AttributeError, ValueError):
+        with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
             return cls._from_dict(upgraded(data) if number == 1 else data)
         raise ValueError("a look is read from what to_dict() wrote; a field is missing or of another kind")
 
@@ -317,6 +319,7 @@ class Look:
         values["neurons"] = tuple(Neurons.from_dict(one) for one in data.get("neurons", ()))
         values["axes"] = tuple(Axis.from_dict(one) for one in data.get("axes", ()))
         values["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
+        check_fields(cls, values)
         return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shapes.kinds import shown
+from .fitting import check_fields
 
 
 @dataclass(frozen=True)
@@ -74,5 +75,8 @@ class Score:
         with suppress(TypeError, ValueError):
             value, null, threshold, count, low, high, plays, evidence, detail = [*row, (), ""][:9]
             items = tuple(Evidence(*one) for one in evidence)
-            return cls(name, value, null, threshold, count, low, high, plays, items, detail)
+            score = cls(name, value, null, threshold, count, low, high, plays, items, detail)
+            for one in (score, *items):
+                check_fields(type(one), vars(one))
+            return score
         raise ValueError(f"a score is read from what to_list() wrote; got {shown(row)} for {shown(name)}")

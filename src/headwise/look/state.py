@@ -58,10 +58,14 @@ def load(path: str | os.PathLike[str], about: str) -> tuple[list[LayerTally], in
     try:
         if not where.is_file():
             raise ValueError("it is no regular file")
-        return unpack(where.read_bytes(), about)
+        content = where.read_bytes()
+        if not content.startswith(b"PK"):  # else numpy says what it says of pickles
+            raise ValueError("it holds something else")
+        return unpack(content, about)
     except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile, EOFError) as error:
         raise ValueError(
-            f"{where}: not the state of this look ({error or type(error).__name__}); remove it to begin anew"
+            f"{where}: not the state of this look ({error or type(error).__name__}); remove it to begin anew, or give "
+            "another path"
         ) from None
 
 

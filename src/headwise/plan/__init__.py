@@ -5,6 +5,7 @@ from .config import read_config
 from .count import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
 from .over import ModelOverRanks, over
 from .record import AttentionPlan, ContextCost, of
+from .rows import csv
 from .shape import AttentionShape
 from .sources import cards, known
 from .text import card_list, side_by_side
@@ -19,6 +20,7 @@ __all__ = [
     "card_list",
     "cards",
     "contexts",
+    "csv",
     "known",
     "kv_bytes_per_token",
     "of",

@@ -54,6 +54,8 @@ def read_config(path: str | Path) -> AttentionShape:
     """
     if not isinstance(path, (str, Path)):
         raise TypeError(f"a config.json is read from a path; got {type(path).__name__}")
+    if path == "":  # a Path makes "." of it
+        raise ValueError("the config's name is empty; give a config.json, or the folder that holds it")
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -64,9 +66,9 @@ def read_config(path: str | Path) -> AttentionShape:
 
 def parse(path: Path) -> dict[str, Any]:
     """The file's JSON object; raises ValueError for anything else."""
-    if path.exists() and not path.is_file():
-        raise ValueError("is no regular file")
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("is no regular file")
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:

@@ -57,6 +57,8 @@ def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
             )
         config = what.to_dict()
         return printable(str(config.get("model_type", "config"))), config, {}
+    if what == "":  # a Path makes "." of it
+        raise ValueError("the config's name is empty; give a config.json, a checkpoint folder, a card or a hub name")
     path = Path(what)
     if "\0" not in str(what) and os.path.lexists(path):
         path = path / "config.json" if path.is_dir() else path

@@ -9,7 +9,7 @@ from .chart import bars, check_plans
 from .layer import AttentionLayer
 from .model import Model
 from .shape import short
-from .units import show, show_bytes
+from .units import show, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -222,7 +222,8 @@ def _floor_table(cost: ContextCost) -> Table:
     for floor in cost.floors:
         row = [str(floor.batch), show_bytes(floor.bytes), show(floor.flops, "FLOP"), f"{floor.intensity:.3g}"]
         if floor.seconds is not None and floor.tokens_per_second is not None:
-            row += [f"{floor.seconds * 1000:,.3g} ms", f"{floor.tokens_per_second:,.0f}", floor.binds]
+            speed = floor.tokens_per_second
+            row += [show_seconds(floor.seconds), f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", floor.binds]
         table.add_row(*row)
     return table
 

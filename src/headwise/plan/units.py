@@ -9,7 +9,9 @@ from .shape import short
 
 _SCALE = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)\s*([KMGTPE]?)(i?)\s*(.*?)\s*", re.IGNORECASE)
-_UNITS = {"bandwidth": ("", "b/s"), "flops": ("", "f", "flop", "flops", "flop/s", "f/s")}
+_UNITS = {"bandwidth": ("", "b/s", "bps"), "flops": ("", "f", "flop", "flops", "flop/s", "flops/s", "f/s")}
+_LEAST_BARE = 1e6
+"""Of a text without a unit: below it the unit was forgotten."""
 
 
 class _Bits(ValueError):
@@ -25,7 +27,7 @@ def rate(text: str | float, what: str) -> float:
 
     Raises:
         ValueError: no number between 1 and 1e100 (beyond, times and rates are no numbers any more), or another unit:
-            bits (``400Gb/s``), too.
+            bits (``400Gb/s``), too; or a text such as ``3.35``, whose unit was forgotten.
     """
     example = {"bandwidth": "3.35TB/s", "flops": "990TF"}[what]
     wrong = ValueError(f"{what} is a number between 1 and 1e100 such as {example}; got {short(text)}")
@@ -41,6 +43,12 @@ def rate(text: str | float, what: str) -> float:
         raise wrong
     if not 1 <= value <= 1e100:
         raise wrong
+    if match is not None and not (match[2] or match[4]) and value < _LEAST_BARE:
+        counted = {"bandwidth": "bytes", "flops": "FLOPs"}[what]
+        raise ValueError(
+            f"{what} has no unit, and would be {value:,.6g} {counted} a second; write it with one, such as {example}; "
+            f"got {short(text)}"
+        )
     return value
 
 
@@ -60,7 +68,7 @@ def link(text: str) -> tuple[float, float]:
     wrong = ValueError(f"link is a bandwidth and a latency such as 50GB/s,2us; got {short(text)}")
     words = text.split(",") if isinstance(text, str) else []
     time = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{0,9})?)\s*([mnuµ]?s)\s*", words[1]) if len(words) == 2 else None
-    if time is None or not words[0].strip().lower().endswith("b/s"):
+    if time is None or not words[0].strip().lower().endswith(("b/s", "bps")):
         raise wrong
     try:
         return rate(words[0], "bandwidth"), float(time[1]) * _TIMES[time[2]]

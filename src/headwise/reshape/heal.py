@@ -204,13 +204,17 @@ class _Run:
         if self.state is not None and not self.processes.rank:
             check_destination(self.state)
         if self.state is not None and self.state.exists():
-            saved = torch.load(self.state, map_location="cpu", weights_only=True)
-            if saved["recipe"] != asdict(self.recipe):
-                raise ValueError(
-                    f"{self.state}: the state of another run ({shown(saved['recipe'])}); remove it, or heal as it says"
-                )
-            self.plain.load_state_dict(saved["student"])
-            self.optimizer.load_state_dict(saved["optimizer"])
+            saved = _state_of(self.state)
+            mine = asdict(self.recipe)
+            if saved["recipe"] != mine:
+                names = [name for name in mine if saved["recipe"].get(name) != mine[name]]
+                other = ", ".join(f"{name} {shown(saved['recipe'].get(name))}, not {mine[name]}" for name in names)
+                raise ValueError(f"{self.state}: the state of another run ({other}); remove it, or heal as it says")
+            try:
+                self.plain.load_state_dict(saved["student"])
+                self.optimizer.load_state_dict(saved["optimizer"])
+            except (RuntimeError, ValueError):  # other tensors, or other sizes
+                raise ValueError(f"{self.state}: the state of another model; remove it to begin anew") from None
             self.step, self.curve = saved["step"], Curve(saved["steps"], saved["held"])
         if self.accelerator is not None:
             self.student, self.optimizer = self.accelerator.prepare(self.plain, self.optimizer)
@@ -280,6 +284,22 @@ class _Run:
             os.replace(beside, self.state)
         finally:
             beside.unlink(missing_ok=True)
+
+
+STATE = {"recipe", "student", "optimizer", "step", "steps", "held"}
+
+
+def _state_of(path: Path) -> dict[str, Any]:
+    """What a run left. Anything may stand in a file of that name, and torch says of it how to run its code."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception:  # pickle's, zip's, torch's own
+        saved = None
+    if not isinstance(saved, dict) or not saved.keys() >= STATE:
+        raise ValueError(f"{path}: no state that a run of healing left; remove it to begin anew")
+    return saved
 
 
 def _check_stream(stream: Tensor, recipe: Recipe, first: int | None) -> None:
