@@ -278,6 +278,15 @@ def test_name_movers_read_what_is_left_out_by_their_queries() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("text", [[1, 7, 3, 20, 2], [20, 7, 3, 5, 2]], ids=["a token behind", "the first token"])
+def test_outputs_that_are_no_logits_of_the_text_have_no_shares_of_them(text: list[int]) -> None:
+    model = Small()
+    model.unembed = nn.Linear(24, 12)  # such as a class of each token: none is for token 20
+    result = circuits(model, text)
+    assert all((head.logit, head.copying, head.suppressing, head.residual) == (None,) * 4 for head in result.heads)
+    assert len(result.heads) == 12 and all(head.norm > 0 for head in result.heads)
+
+
 @pytest.mark.unchecked
 def test_what_does_not_fit_is_refused() -> None:
     model = Small()

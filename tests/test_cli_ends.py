@@ -185,8 +185,8 @@ def test_a_full_disk_behind_stdout_is_one_line(here: Path) -> None:
 
 def test_what_may_not_be_read_is_told_with_its_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as an errno: the tests may run as root, who may read anything, so the system's answers are made here."""
-    told = "folder/x: Permission denied; check its permissions, and those of its folder"
-    assert guard.message_of(PermissionError(13, "Permission denied", "folder/x")) == (told, 2)
+    line = "folder/x: Permission denied; check its permissions, and those of its folder"
+    assert guard.message_of(PermissionError(13, "Permission denied", "folder/x")) == (line, 2)
     (here / "texts").mkdir()
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(typer.BadParameter, match="--corpus texts: may not be read; check its permissions"):

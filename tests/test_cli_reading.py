@@ -72,8 +72,8 @@ def test_what_cannot_be_read(here: Path) -> None:
     assert "a word has 10 columns" in refused("--sentences", "bad.conllu")
     (here / reading.STATE).write_bytes(b"no state")
     (here / "good.txt").write_text("def f(x): return x", "utf8")
-    told = "not the state of this look (it holds something else); remove it to begin anew, or give another path"
-    assert told in refused("--corpus", "good.txt")
+    line = "not the state of this look (it holds something else); remove it to begin anew, or give another path"
+    assert line in refused("--corpus", "good.txt")
 
 
 def test_what_heads_are_worth_and_the_tokens_around_evidence(here: Path) -> None:

@@ -55,15 +55,15 @@ def test_a_model_that_cannot_be_seen_is_not_fetched(hub: list[Any], model_folder
 
 def test_without_a_hub_it_is_asked_once(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A download asks six times, 23 seconds long; a folder's name with a letter too many looks like a hub name."""
-    asked: list[str] = []
+    urls: list[str] = []
 
     def nobody(url: str) -> None:
-        asked.append(url)
+        urls.append(url)
         raise ConnectionError("no route")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", nobody)
     refused("my-modle", "my-modle: no such folder, no such model in the local cache, and it could not be fetched (Conn")
-    assert [url.endswith("/my-modle/resolve/main/config.json") for url in asked] == [True] and hub == []
+    assert [url.endswith("/my-modle/resolve/main/config.json") for url in urls] == [True] and hub == []
 
 
 def test_a_download_that_breaks_off(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,6 @@ def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
     torch.save({**saved, "student": {"x": torch.ones(1)}}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"other.pt: the state of another model; remove it to begin anew"):
         run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "other.pt")
-    told = r"state.pt: the state of another run \(steps 2, not 3\); remove it, or heal as it says"
-    with pytest.raises(ValueError, match=told):
+    line = r"state.pt: the state of another run \(steps 2, not 3\); remove it, or heal as it says"
+    with pytest.raises(ValueError, match=line):
         run(Model(1), Recipe(3, rows=1, length=9), state=tmp_path / "state.pt")

@@ -39,6 +39,9 @@ class PagePool:
     Attributes:
         free: pages in no use.
         page_nbytes: bytes of a page.
+
+    >>> PagePool(8, 2, 16)
+    PagePool(num_pages=8, free=8, page_size=128, num_kv_heads=2, head_dim=16, value_dim=16, dtype=torch.float32)
     """
 
     def __init__(
@@ -133,6 +136,13 @@ class PagePool:
                 x[new] = x[page]
         self.give(page)
         return new
+
+    def __repr__(self) -> str:
+        return (
+            f"PagePool(num_pages={self.num_pages}, free={self.free}, page_size={self.page_size}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, value_dim={self.value_dim}, "
+            f"dtype={self.dtype})"
+        )
 
     def clone(self) -> PagePool:
         """Another pool with the same pages and references."""

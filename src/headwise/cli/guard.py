@@ -86,8 +86,8 @@ def _refusal(error: Any) -> str:
     text: str = error.format_message()
     if isinstance(error, typer.BadParameter) and error.param is None and error.param_hint is None:
         return str(error.message)
-    found = getattr(error.__cause__, "errors", None)  # pydantic's, which newer versions of Typer read numbers with
-    values = [repr(one["input"]) for one in found()] if callable(found) else []
+    mistakes = getattr(error.__cause__, "errors", None)  # pydantic's, which newer versions of Typer read numbers with
+    values = [repr(one["input"]) for one in mistakes()] if callable(mistakes) else []
     return "; got ".join([text, *(value if len(value) <= 60 else f"{value[:57]}..." for value in values[:1])])
 
 

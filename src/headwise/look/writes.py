@@ -275,11 +275,15 @@ class Final:
 
     @classmethod
     def of(cls, model: nn.Module, ending: Ending, inputs: dict[str, Tensor], text: Reading) -> Final | None:
-        """From what the two modules read; None where what stands before the unembedding is no norm."""
+        """From what the two modules read; None where what stands before the unembedding is no norm, or where it has no
+        output for some token of the text, so that its outputs are no logits.
+        """
         read, unembedding = inputs[ending.unembedding], model.get_submodule(ending.unembedding)
         norm = None if ending.norm is None else model.get_submodule(ending.norm)
         residual = read if ending.norm is None else inputs[ending.norm]
-        if residual.shape != read.shape:
+        outputs = unembedding(read[:1, :1]).shape[-1]
+        beyond = any(bool((ids >= outputs).any()) for ids in (*text.inputs[-1:], text.labels))
+        if residual.shape != read.shape or beyond:
             return None
         x = residual[0].float()
         straight = torch.eye(x.shape[-1], device=x.device), torch.ones(len(x), 1, device=x.device)

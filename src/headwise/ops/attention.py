@@ -1,7 +1,7 @@
 """The public op: check, choose, call. And `explain`, which tells what was chosen and why nothing else was."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, overload
 
 import torch
@@ -159,11 +159,13 @@ class Explanation:
     >>> explained = explain(*torch.randn(3, 1, 1, 1, 4), backend="reference")
     >>> explained.backend, explained.why
     ('reference', 'asked for by name')
+    >>> len({explained, explain(*torch.randn(3, 1, 1, 1, 4), backend="reference")})
+    1
     """
 
     backend: str
     why: str
-    others: dict[str, str]
+    others: dict[str, str] = field(hash=False)
 
     def __str__(self) -> str:
         lines = [f"{self.backend}: {self.why}"]
