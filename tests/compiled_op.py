@@ -254,9 +254,9 @@ def test_export(name: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "softcap and lse"])
 def test_export_with_sizes_left_open(name: str) -> None:
-    B, T, S = (torch.export.Dim(letter, min=2, max=600) for letter in "BTS")
+    B, T, S = (torch.export.Dim(letter) for letter in "BTS")  # of any size
     shapes = ({0: B, 2: T}, {0: B, 2: S}, {0: B, 2: S})
     exported = torch.export.export(Layer(name), make_qkv(*SHORT), dynamic_shapes=shapes).module()
-    for B, T, S in ((2, 5, 7), (3, 9, 31), (2, 512, 512)):
+    for B, T, S in ((2, 5, 7), (3, 9, 31), (2, 512, 512), (1, 1, 1)):
         other = make_qkv(*SHORT._replace(B=B, T=T, S=S))
         torch.testing.assert_close(exported(*other), BUILT[name](*other), rtol=2e-5, atol=2e-6)
