@@ -27,7 +27,7 @@ def put(what: Any) -> None:
     """Prints a table, or what prints as some; nothing in them is cut."""
     from rich.table import Table
 
-    from .fitting import fit, parts
+    from .widths import fit, parts
 
     for part in parts(what, console()):
         shown = console()  # each has its width

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..shapes.kinds import MOST, check_counts, check_flags, check_numbers, check_texts, shown
 from . import card, figures, notebook, tables
 from .axes import Axis
-from .fitting import check_fields
+from .fields import check_fields
 from .legacy import upgraded
 from .neurons import Neurons
 from .pictures import Picture

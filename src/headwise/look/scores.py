@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shapes.kinds import shown
-from .fitting import check_fields
+from .fields import check_fields
 
 
 @dataclass(frozen=True)
