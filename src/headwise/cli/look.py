@@ -12,6 +12,7 @@ from .against import check_measured, read_plan, side_by_side
 from .loading import load
 from .output import console, progress, put
 from .texts import fitting, read_text
+from .widths import unframe
 
 
 def _look(  # private, for a command has as many options as its users need, and no one calls it from Python
@@ -170,7 +171,7 @@ def _narrow(look: Any, shown: Any) -> Any:
     table: Any = None
     for count in range(len(SPARE) + 1):
         table = rich_table(look, SPARE[:count])
-        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+        unframe(table)
         longest = max(len(cell) for cell in table.columns[-1].cells)
         whole = shown.measure(table, options=shown.options.update(width=1000)).maximum
         if whole - max(longest - ROLE, 0) <= shown.width:

@@ -41,7 +41,7 @@ def fit(table: Table, shown: Console) -> None:
         return
     least = [numbers for _, numbers, _ in whole]
     if sum(least) > room:
-        table.box, table.padding, table.pad_edge = None, (0, GAP, 0, 0), False
+        unframe(table)
         room = shown.width - _frame(table)
     if sum(least) > room:
         least = [word for word, _, _ in whole]
@@ -50,6 +50,11 @@ def fit(table: Table, shown: Console) -> None:
         shown.width = room + _frame(table)
     for column, width in zip(table.columns, _shared(least, [most for _, _, most in whole], room), strict=True):
         column.width, column.no_wrap, column.overflow = width, False, "fold"
+
+
+def unframe(table: Table) -> None:
+    """Leaves nothing but a blank between columns."""
+    table.box, table.padding, table.pad_edge = None, (0, GAP, 0, 0), False
 
 
 def _frame(table: Table) -> int:

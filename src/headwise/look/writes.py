@@ -69,6 +69,7 @@ class Ending:
 
     Attributes:
         unembedding: the last module with a matrix that gives as many numbers as the model has logits.
+        outputs: how many numbers it gives.
         norm: what made its input; None where that is the residual itself.
         factors: layer -> the factor with which what its heads write is added to the residual that the norm reads;
             those that reach it in another way are left out.
@@ -76,6 +77,7 @@ class Ending:
     """
 
     unembedding: str
+    outputs: int
     norm: str | None
     factors: dict[int, float]
     behind: dict[int, str]
@@ -120,7 +122,7 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
     ]
     if not wide:
         return None
-    unembedding, read, _ = wide[-1]
+    unembedding, read, last = wide[-1]
     norm = sources.of(read)
     residual = read if norm is None else [x for name, x, _ in ran if name == norm[0]][-1]
     written: dict[Any, int] = {}  # steps of the graph, which live as long as they are held
@@ -133,7 +135,8 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
         for name, x, out in ran:
             if made and x.grad_fn is made[0].grad_fn and out.grad_fn is not x.grad_fn and name not in matrix:
                 written[out.grad_fn], behind[order] = order, name
-    return Ending(unembedding, None if norm is None else norm[0], _added(residual.grad_fn, written), behind)
+    name = None if norm is None else norm[0]
+    return Ending(unembedding, last.shape[-1], name, _added(residual.grad_fn, written), behind)
 
 
 def _added(step: Any, written: dict[Any, int]) -> dict[int, float]:
@@ -281,8 +284,7 @@ class Final:
         read, unembedding = inputs[ending.unembedding], model.get_submodule(ending.unembedding)
         norm = None if ending.norm is None else model.get_submodule(ending.norm)
         residual = read if ending.norm is None else inputs[ending.norm]
-        outputs = unembedding(read[:1, :1]).shape[-1]
-        beyond = any(bool((ids >= outputs).any()) for ids in (*text.inputs[-1:], text.labels))
+        beyond = any(bool((ids >= ending.outputs).any()) for ids in (*text.inputs[-1:], text.labels))
         if residual.shape != read.shape or beyond:
             return None
         x = residual[0].float()

@@ -25,6 +25,9 @@ from .arguments import check_kind, check_models, check_rows
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
+STATE = {"recipe", "student", "optimizer", "step", "steps", "held"}
+"""What the file of a run's state has by name."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -284,9 +287,6 @@ class _Run:
             os.replace(beside, self.state)
         finally:
             beside.unlink(missing_ok=True)
-
-
-STATE = {"recipe", "student", "optimizer", "step", "steps", "held"}
 
 
 def _state_of(path: Path) -> dict[str, Any]:
