@@ -31,12 +31,11 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
 
 
 def is_twin(backend: str, dtype: torch.dtype) -> bool:
-    """Whether this is the code of another instruction set: avx512_bf16 and amx_bf16 are avx512_vnni but for bfloat16.
+    """Whether this is the code of another instruction set: amx_bf16 is avx512_vnni but for bfloat16.
 
     test_native_bits.py holds them to the same bits; all other tests of float32 and float16 need one of them.
     """
-    twins = ("native-avx512_bf16", "native-amx_bf16")
-    return backend in twins and dtype != torch.bfloat16 and "native-avx512_vnni" in NATIVE
+    return backend == "native-amx_bf16" and dtype != torch.bfloat16 and "native-avx512_vnni" in NATIVE
 
 
 PAIRS = [

@@ -6,8 +6,6 @@
 namespace headwise {
 namespace HW_ISA {
 
-constexpr bool kInOrder = HW_ONCE == 0;
-
 // Rows of a tile of keys or values, in bytes.
 template <int64_t Size>
 struct TileAhead {

@@ -54,7 +54,7 @@ static inline void forward_products(const Problem& p, int64_t b, const BackwardT
   if constexpr (N::kTiles && NV == 3) {
     if (takes_both(p) && span.n == W) {
       const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
-      tile_scores<ScoreLayout<1, R>>(p, b, s.rows[block], span, nullptr, products.x, cells, capped, [&] {
+      tile_scores<ScoreLayout<1, R>>(p, b, s.rows[block], span, nullptr, products.x, {cells}, capped, [&] {
         add_both(own.query, own.dout, p.D / kTileStep, key, tile.key.stride, value, tile.value.stride, products.x,
                  products.y);
       });

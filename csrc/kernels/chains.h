@@ -182,7 +182,7 @@ class Chains {
     const int n = v.span.n;
     if constexpr (kScaled<N>) scale_columns<NV>(x, key_scales(v), n);
     peaks_.add(x, 0, n, nullptr, true);
-    tile_scores<ScoreLayout<1, R>>(p_, b_, s_.rows[v.block], v.span, v.tile->bad.from(skip_of(v)), x, int64_t{n} * R,
+    tile_scores<ScoreLayout<1, R>>(p_, b_, s_.rows[v.block], v.span, v.tile->bad.from(skip_of(v)), x, {int64_t{n} * R},
                                    nullptr, [] {});
     peaks_.clear();
     peaks_.add(x, 0, n, nullptr, false);

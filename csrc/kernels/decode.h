@@ -54,7 +54,7 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
   }
   bool finite = true;
   [[maybe_unused]] Ahead<Read> ahead;
-  walk_tiles<Read::kTile, 1>(reach, [&](int64_t j0, int n) {
+  walk_tiles<1>(reach, keys_of_tile<Read>(call), [&](int64_t j0, int n) {
     const KeySpan span = {j0, n, tile_kind(call, b, *s.rows, j0, j0 + n)};
     if (span.kind == TileKind::empty || !finite) return;
     const Problem& p = pages.tile(b, j0);
@@ -65,7 +65,9 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     const Problem& then = next_pages.tile(next.b, next.j);
     [[maybe_unused]] const typename Ahead<Read>::Tile next_tile(then.key, next.b, next.kv_head, next.j, p.D);
     if constexpr (Read::kScaled) load_key_scales(p.key_scale, b, kv_head, j0, n, bad.from(0), scales);
-    tile_scores<ScoreLayout<Read::kTile, 1>>(p, b, *s.rows, span, bad.from(0), s.scores, R * Read::kTile, nullptr, [&] {
+    const int64_t padded_n = round_up(n, W);
+    const Cells cells = {padded_n, R, Read::kTile};
+    tile_scores<ScoreLayout<Read::kTile, 1>>(p, b, *s.rows, span, bad.from(0), s.scores, cells, nullptr, [&] {
       if constexpr (Read::kDigits != 0) {
         decode_products_int8<Read, R>(s, padded_D, p.D, key, n, scales, next_rows(p.value, b, kv_head, j0));
       } else {
@@ -90,7 +92,9 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
       decode_values_int8<Read, R>(s, n, value, p.V, padded_V, next_keys);
     } else {
       if constexpr (Read::kPairs) {
-        for (int i = 0; i < R * Read::kTile; i += W) pair_neighbours(s.scores + i);
+        for (int r = 0; r < R; ++r) {
+          for (int64_t i = 0; i < padded_n; i += W) pair_neighbours(s.scores + r * Read::kTile + i);
+        }
       }
       ahead.aim(next_tile, {then.value, next.b, next.kv_head, next.j, p.V});
       decode_values<Read, R>(s, n, value, padded_V, ahead);

@@ -6,10 +6,16 @@
 namespace headwise {
 namespace HW_ISA {
 
-// Keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while its values
-// are: both fit into the L1 cache. In integer arithmetic a tile has a quarter of the bytes, and more to do for each; by
-// matrix instructions half of them, and little to do.
+// The most keys of a tile. The values of a tile are prefetched while its keys are multiplied, and the next keys while
+// its values are: both fit into the L1 cache. In integer arithmetic a tile has a quarter of the bytes, and more to do
+// for each; by matrix instructions half of them, and little to do.
 constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
+
+constexpr bool kInOrder = HW_ONCE == 0;  // keys and values are read in the order of memory
+
+// In order, a tile has 16 KiB of keys or of values: what is done once for a tile takes some 100 cycles.
+constexpr int kFloatTile = kInOrder ? 128 : kDecodeTile;
+constexpr int64_t kTileBytes = 16 << 10;
 
 // The bits of a bfloat16 that is a float.
 HW_INLINE uint16_t high_half(float x) {
@@ -25,7 +31,7 @@ struct ReadF32 {
   static constexpr int kDigits = 0;        // of a query in integer arithmetic; 0 for float arithmetic
   static constexpr bool kTiles = false;    // products are those of decode_amx.h
   static constexpr int64_t kStep = 2 * W;  // elements at a time
-  static constexpr int kTile = kDecodeTile;
+  static constexpr int kTile = kFloatTile;
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
   // The index of element i of a row among the elements that `load2` gives; `kRun` neighbours stay neighbours.
   static constexpr int64_t kRun = 2 * W;
@@ -65,7 +71,6 @@ struct ReadBf16 : ReadF32 {
 struct ReadBf16Pairs : ReadBf16 {
   static constexpr bool kPairs = true;
   static constexpr int64_t kRun = 4;
-  static constexpr int kTile = HW_ONCE == 0 ? kHalfTile : kDecodeTile;
   HW_INLINE int64_t place(int64_t i) { return i / (2 * W) * (2 * W) + place_of_pair(static_cast<int>(i % (2 * W))); }
   HW_INLINE void load_key(const uint16_t* p, F& a, F&) { a = load(reinterpret_cast<const float*>(p)); }
   HW_INLINE void load_query(const float* q, int64_t i, F& a, F&) {
@@ -104,6 +109,17 @@ struct ReadInt8Dot : ReadInt8 {
 };
 
 constexpr int64_t kMaxStep = kBytes;
+
+// Keys of a tile, a power of two.
+template <class Read>
+HW_INLINE int keys_of_tile(const Problem& p) {
+  int keys = Read::kTile;
+  if constexpr (kInOrder && !Read::kScaled) {
+    const int64_t row = max(p.D, p.V) * static_cast<int64_t>(sizeof(typename Read::T));
+    while (keys > kDecodeTile && keys * row > kTileBytes) keys /= 2;
+  }
+  return keys;
+}
 
 }  // namespace HW_ISA
 }  // namespace headwise

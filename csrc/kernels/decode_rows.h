@@ -242,6 +242,33 @@ HW_INLINE void key_scores_in_order(const DecodeScratch& s, int row, const typena
   if (j < n) key_scores<Read, R>(s, row, j, Steps * 2 * W, k, stride, n, ahead);
 }
 
+// The same of one row, with any step of a reader.
+template <class Read, int Steps, class Lines>
+HW_INLINE void row_scores_in_order(const DecodeScratch& s, const typename Read::T* k, int64_t stride, int n,
+                                   Lines& ahead) {
+  F query[Steps][2];
+  HW_UNROLL
+  for (int i = 0; i < Steps; ++i) Read::load_query(s.query, i * 2 * W, query[i][0], query[i][1]);
+  int j = 0;
+  for (; j + W <= n; j += W) {
+    F acc[W];
+    HW_UNROLL
+    for (int u = 0; u < W; ++u) {
+      const auto* key = k + (j + u) * stride;
+      acc[u] = zero();
+      HW_UNROLL
+      for (int d = 0; d < Steps; ++d) {
+        F a, b;
+        Read::load_key(key + d * 2 * W, a, b);
+        ahead.step();
+        acc[u] = Read::times(acc[u], query[d][0], query[d][1], a, b);
+      }
+    }
+    store(s.scores + j, reduce_each(acc));
+  }
+  if (j < n) key_scores<Read, 1>(s, 0, j, Steps * 2 * W, k, stride, n, ahead);
+}
+
 // Every second line of `lines`: two passes over a tile prefetch the next one together.
 template <class Lines>
 class EverySecond {
@@ -282,6 +309,10 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
     tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, ahead, s.scores);
   } else {
     ahead.beside([&](auto& lines) HW_LAMBDA {
+      if constexpr (kInOrder && R == 1 && sizeof(typename Read::T) == 4) {
+        if (padded_D == 4 * W) return row_scores_in_order<Read, 2>(s, k, key.stride, n, lines);
+        if (padded_D == 8 * W) return row_scores_in_order<Read, 4>(s, k, key.stride, n, lines);
+      }
       if constexpr (kInOrder && R >= 4) {
         all_scores_in_order<Read, R>(s, padded_D, k, key.stride, n, lines);
       } else {

@@ -89,7 +89,7 @@ static bool attend_chains(const Problem& p, const Plan& plan, const Item& item, 
     chains.run(s.visits, count, later);
     tiles = 0;
   };
-  walk_tiles<kTile, kTileStep>(reach, [&](int64_t j0, int n) {
+  walk_tiles<kTileStep>(reach, kTile, [&](int64_t j0, int n) {
     if (tiles > 0 && j0 / kTogether != s.tiles[0].j0 / kTogether) visit_all();
     s.tiles[tiles].j0 = j0, s.tiles[tiles].n = n, ++tiles;
   });

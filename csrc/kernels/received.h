@@ -123,7 +123,7 @@ static void run_received_of(const Problem& p, const Received& received, const It
 
   memset(s.sums, 0, sizeof(float) * kRange * W);
   for (int j = 0; j < keys; ++j) s.mass[j] = 0.0, s.count[j] = 0;
-  walk_tiles<kTile, 1>(Reach(first, first + keys), [&](int64_t j0, int n) {
+  walk_tiles<1>(Reach(first, first + keys), kTile, [&](int64_t j0, int n) {
     const int64_t i = (j0 - first) / kTile;
     KeyTile& tile = s.tiles[i];
     tile.j0 = j0, tile.n = n;
@@ -140,7 +140,7 @@ static void run_received_of(const Problem& p, const Received& received, const It
     if (reach.from >= reach.to || (reach.gap_min <= first && reach.gap_max >= first + keys)) continue;
     KeySpan spans[kRange / kTile];
     int attended = 0;
-    walk_tiles<kTile, 1>(reach, [&](int64_t j0, int tile_n) {
+    walk_tiles<1>(reach, kTile, [&](int64_t j0, int tile_n) {
       spans[attended] = {j0, tile_n, tile_kind(own, b, *s.rows, j0, j0 + tile_n)};
       attended += spans[attended].kind != TileKind::empty;
     });

@@ -42,12 +42,12 @@ struct Reach {
   }
 };
 
-// Calls visit(j0, n) for each tile within the reach. Tiles begin at multiples of Step, the first one at a multiple of
+// Calls visit(j0, n) for each tile within the reach. Tiles begin at multiples of `step`, the first one at a multiple of
 // Pair.
-template <int Step, int Pair, class Visit>
-static inline void walk_tiles(const Reach& reach, const Visit& visit) {
-  for (int64_t j = reach.from / Step * Step; j < reach.to; j += Step) {
-    const int64_t j0 = max(j, reach.from / Pair * Pair), j1 = min(j + Step, reach.to);
+template <int Pair, class Visit>
+static inline void walk_tiles(const Reach& reach, int64_t step, const Visit& visit) {
+  for (int64_t j = reach.from / step * step; j < reach.to; j += step) {
+    const int64_t j0 = max(j, reach.from / Pair * Pair), j1 = min(j + step, reach.to);
     if (j0 >= reach.gap_min && j1 <= reach.gap_max) continue;
     visit(j0, static_cast<int>(j1 - j0));
   }
@@ -89,7 +89,7 @@ static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, con
   };
   TileSpans tiles[2];
   int count = 0;
-  walk_tiles<Step, Pair>(reach, [&](int64_t j0, int n) {
+  walk_tiles<Pair>(reach, Step, [&](int64_t j0, int n) {
     TileSpans& tile = tiles[count % 2];
     tile.j0 = j0, tile.n = n;
     bool attended = false;
@@ -104,16 +104,22 @@ static inline void walk_blocks(const Problem& p, int64_t b, int64_t kv_head, con
   if (count > 0) compute(tiles[(count - 1) % 2], nullptr);
 }
 
+// Where the scores of a tile lie: `runs` times n floats, a multiple of W, from one run to the next `stride` of them.
+struct Cells {
+  int64_t n;
+  int runs = 1;
+  int64_t stride = 0;
+};
+
 // The scores of a tile as the softmax takes them, in x: products() writes Q K^T there, then scale, softcap, biases and
-// the mask follow. `cells` floats, a multiple of W, hold the scores. `capped`, unless null, gets the scores before
-// biases and mask.
+// the mask follow. `capped`, unless null, gets the scores of one run before biases and mask.
 template <class L, class Products>
 static inline void tile_scores(const Problem& p, int64_t b, QueryRows& rows, const KeySpan& span, const bool* bad,
-                               float* x, int64_t cells, float* capped, const Products& products) {
+                               float* x, Cells cells, float* capped, const Products& products) {
   products();
   const bool scaled = scales_first(p);
-  if (scaled) scale_scores(p, x, cells);
-  if (capped != nullptr) memcpy(capped, x, static_cast<size_t>(cells) * sizeof(float));
+  for (int i = 0; scaled && i < cells.runs; ++i) scale_scores(p, x + i * cells.stride, cells.n);
+  if (capped != nullptr) memcpy(capped, x, static_cast<size_t>(cells.n) * sizeof(float));
   if (scaled || span.kind == TileKind::mixed || bad != nullptr) {
     mask_tile<L>(p, b, rows, span.j0, span.n, x, span.kind, bad);
   }
@@ -130,7 +136,7 @@ static inline void block_scores(const Problem& p, int64_t b, const KeyTile& tile
   const int64_t skip = span.j0 - tile.j0;
   const auto* key = reinterpret_cast<const typename N::Key*>(tile.key.data) + skip * tile.key.stride;
   tile_scores<ScoreLayout<1, R>>(
-      p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, int64_t{span.n} * R, capped, [&] {
+      p, b, rows, span, marks ? tile.bad.from(skip) : nullptr, x, {int64_t{span.n} * R}, capped, [&] {
         key_products<N, NV>(query, N::depth(p.D), key, tile.key.stride, span.n, x, piece, noted, ends);
         if constexpr (kScaled<N>) scale_columns<NV>(x, tile.key_scale + skip, span.n);
       });
