@@ -217,6 +217,12 @@ def test_a_window_goes_back_as_far_as_the_next_token_can_see(window: int, first:
     assert cache.dropped[0] > 0 and len(seen) == min(window + first, shortest + 1)
 
 
+def test_what_a_window_remembers_may_take_one_page_more() -> None:
+    """A query that sees itself alone, a page of new tokens and one of those that share a page: two, and then three."""
+    cache = RollingCache(1, 1, 8, window=1)
+    assert [cache.remember(n).pool.num_pages for n in (0, 1, 2, 129, 130)] == [2, 2, 3, 3, 4]
+
+
 @pytest.mark.parametrize("window", [2, 9, 101])
 def test_a_page_is_given_back_once_no_later_token_sees_it(window: int) -> None:
     key, value = tokens(128 + window, 1)

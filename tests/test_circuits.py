@@ -261,6 +261,8 @@ def test_the_heads_that_feed_each_other_by_construction() -> None:
     strongest = {kind: next(one for one in result.compositions if one.kind == kind) for kind in "qkv"}
     assert (strongest["k"].reader, strongest["k"].writer) == (at["induction"], at["previous-token"])
     assert strongest["k"].value > 1.5 * strongest["k"].null
+    width = measured(model)[0].output.shape[-1]
+    assert {one.null for one in result.compositions} == {width**-0.5}
     by = {(head.layer, head.head): head for head in result.heads}
     for place, job in jobs.items():
         assert (by[place].copying >= 0.9) == (job in ("induction", "copying")), job

@@ -35,6 +35,8 @@ def test_everything_and_nothing() -> None:
 def test_what_is_simplified() -> None:
     [band] = (causal() & window(4)).parts
     assert (band.left, band.right) == (4, 0)
+    [ahead] = (window(4, None) & window(2, None)).parts
+    assert (ahead.left, ahead.right) == (2, None)
     assert len((causal() & window(4, offset=1)).parts) == 2  # other places: two rules
     assert len((causal() & window(4, first=1)).parts) == 2
     [outside] = (~causal()).parts

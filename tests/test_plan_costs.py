@@ -131,6 +131,7 @@ def test_latent_attention_on_the_cached_vectors() -> None:
     torch.testing.assert_close(out, expected)
     each, pair = layer.absorbed_macs()
     assert 2 * (each + pair * S) == seen.flops
+    assert layer.cached_bytes(1, scale_bytes=4) == rank + rope + 4  # one vector a token, with one scale
     assert 2 * (layer.expansion_macs() + layer.score_macs()) * S > seen.flops
 
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from headwise import Mask, blocks, causal, window
+from headwise.parallel.prices import call_of, explain
 from headwise.plan import links
 from headwise.plan.links import LAYOUTS, Link, decode_sent, price, prices, sent
 from headwise.plan.places import (
@@ -246,6 +249,16 @@ def test_prices_are_sorted_by_time_and_overlap_where_they_may() -> None:
     assert prices(call, 4)[0].bytes == min(cost.bytes for cost in prices(call, 4))
 
 
+def test_explained_layouts_are_sorted_by_time_where_there_is_a_link() -> None:
+    """On a link of 1 ms the three messages of `ring` cost more than the bytes of `ulysses`."""
+    query, key = (torch.empty(1, heads, 64, 128, device="meta") for heads in (32, 8))
+    orders = [
+        [cost.layout for cost in explain(query, key, key, ranks=4, mask=causal(), link=link).costs]
+        for link in (None, Link(50e9, 1e-3))
+    ]
+    assert orders == [["ring", "gather", "ulysses"], ["gather", "ulysses", "ring"]]
+
+
 def test_zigzag_makes_causal_work_even() -> None:
     """As issue 16's facts say: the busiest of 8 has 1.875 times the mean in one stretch, 1.0 in zigzag."""
     call = MeshCall(8192, 8192, 1, 1, 4, 4)
@@ -299,3 +312,27 @@ def test_shares_of_nothing_and_of_less_than_one_each() -> None:
     call = MeshCall(2, 2, **SIZES)
     assert order_of(call, 3) == "contiguous"
     assert shown(call, 3) == (1, 0, 0) and needed(call, 3) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "bounds"),
+    [
+        (causal(), (None, 0, None)),
+        (window(3), (2, 0, None)),
+        (window(3, offset=2), (2, 0, None)),  # where the queries stand anyhow
+        (window(3, offset=1), (None, None, None)),
+        (window(3, offset=12), (None, None, None)),
+        (window(1), (1, 0, None)),
+        (window(3, 1), (2, 2, None)),  # as wide on both sides
+        (window(6) & window(4), (3, 0, None)),
+        (blocks(4) & causal(), (None, 0, 4)),
+        (blocks(4, offset=2) & window(3), (None, 0, 4)),
+        (blocks(4, offset=12) & causal(), (None, 0, None)),
+        (blocks(4), (None, None, None)),
+    ],
+    ids=str,
+)
+def test_a_priced_call_contains_what_its_mask_allows(mask: Mask, bounds: tuple[int | None, ...]) -> None:
+    """Five queries behind two keys."""
+    call = call_of(mask, 5, 7, heads=2, kv_heads=1, head_dim=3, value_dim=3)
+    assert (call.left, call.right, call.chunk) == bounds

@@ -58,6 +58,10 @@ CORNERS: dict[str, list[dict[str, Any]]] = {
     "lfm2": [{"num_key_value_heads": 2, "full_attn_idxs": [1], "block_multiple_of": n, "intermediate_size": 100}
              for n in (1, 7, 66, 67)],
     "deberta": [{"legacy": legacy, "tie_word_embeddings": tied} for legacy in (True, False) for tied in (True, False)],
+    "deepseek_v3": [{"num_key_value_heads": 4, "attention_bias": bias, "q_lora_rank": rank, "kv_lora_rank": 6,
+                     "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 5, "moe_intermediate_size": 7,
+                     "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+                    for bias in (True, False) for rank in (None, 10)],
     "llama4_text": [{"num_key_value_heads": 2, "moe_layers": moe} for moe in (None, [], [0], [0, 1])],
 }  # fmt: skip
 
