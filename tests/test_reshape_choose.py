@@ -157,6 +157,8 @@ def test_a_budget_takes_the_smaller_cache_where_it_must() -> None:
     small = (2 * 5 * 26 * 4 + 11 * 26) * 4 - 4 * 5 * 26 * 2  # two query heads that read one key-value head
     assert plan_prune(source, budget=Budget(small / 1e6), scores=worth).kept["0"].kv == (0,)
     assert plan_prune(source, budget=Budget(2 * small / 1e6), scores=worth).gone == {}
+    harmful = scores([-9, -1, -1, -9])  # as many heads as fit, though fewer would come to a higher sum
+    assert plan_prune(source, budget=Budget(2 * small / 1e6), scores=harmful).gone == {}
 
 
 @pytest.mark.unchecked

@@ -125,6 +125,17 @@ def test_our_module_computes_what_it_did_with_a_gate(gone: list[int]) -> None:
     assert mha.num_kv_heads * 4 == mha.k_proj.out_features
 
 
+def test_an_inner_part_of_ones_own_has_nothing_to_lose() -> None:
+    class Doubled(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *, mask: headwise.Mask | None) -> Tensor:
+            return 2 * headwise.attention(query, key, value, mask=mask)
+
+    mha, plain = (headwise.MultiHeadAttention(12, 3, inner=inner) for inner in (Doubled(), None))
+    plain.load_state_dict(mha.state_dict())
+    x = torch.randn(2, 7, 12)
+    torch.testing.assert_close(prune_module(mha, [1])(x), 2 * prune_module(plain, [1])(x))
+
+
 def test_modules_inside_a_model_are_pruned_by_name() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

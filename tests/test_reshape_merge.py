@@ -65,6 +65,19 @@ def test_turning_heads_into_one_frame_changes_no_output(turns: str, norm: str) -
     assert moved == 0 if norm == "layer" else moved > 0.1
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("turns", TURNS)
+def test_two_heads_agree_as_far_as_turning_them_reaches(turns: str, norm: str) -> None:
+    weights = layer(8, 4, turns=TURNS[turns], **norms(NORMS[norm], 4))
+    frame, known = KeyFrame(weights), moments(weights, text()).key
+    agreement = frame.agreement(known)
+    for pair in itertools.combinations(range(4), 2):
+        of_pair = known[list(pair)][:, :, list(pair)]
+        one, other = frame.turns(of_pair)
+        reached = (one.T @ of_pair[0, :, 1] @ other).trace()
+        torch.testing.assert_close(reached, agreement[pair])
+
+
 @pytest.mark.parametrize("plant", ["turns", "scales"])
 @pytest.mark.parametrize("turns", TURNS)
 def test_planted_maps_are_undone(turns: str, plant: str) -> None:
