@@ -122,3 +122,11 @@ def test_a_head_that_is_never_tied() -> None:
     sizes = [model_of({**fields, "model_type": "qwen2_audio"}).total_parameters() for fields in (tied, untied)]
     real = composite_model("qwen2_audio", composite_config("qwen2_audio", tied))
     assert sizes == [sum(p.numel() for p in real.parameters())] * 2
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_next", "mistral3"])
+def test_both_matrices_of_a_projector_have_a_bias(name: str) -> None:
+    with_bias, without = (
+        model_of({"model_type": name, "multimodal_projector_bias": bias}).total_parameters() for bias in (True, False)
+    )
+    assert with_bias - without == 2 * model_of({"model_type": name}).layers[0].d_model

@@ -7,6 +7,7 @@ knows no family and no name of a tensor.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from headwise import hf
 from headwise.nn import AttentionCall, probe
-from headwise.reshape import plan_prune
+from headwise.reshape import plan_prune, random_scores
 
 MHA = {0: [1], 1: [3]}  # of four heads in each of two layers
 WITHIN = {0: [1, 2], 1: [0, 3]}  # of two groups of two, one of each
@@ -181,6 +182,15 @@ def test_what_no_class_loads_is_refused_with_the_reason_and_the_way_out(family: 
     with hf.checkpoint(source) as opened, pytest.raises(ValueError, match=REFUSED[family]) as caught:
         plan_prune(opened, heads=heads)
     assert "--zero" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_no_number_of_heads_is_advised_that_loads_no_more_than_the_wish(family: str, checkpoint: object) -> None:
+    with hf.checkpoint(checkpoint(family)) as opened:  # type: ignore[operator]
+        for wish in ({"heads": MHA}, {"keep_fraction": 0.5, "scores": random_scores()}):
+            with pytest.raises(ValueError, match="has no field for the size of a head") as caught:
+                plan_prune(opened, **wish)  # type: ignore[arg-type]
+            assert not re.search(r"keep \d", str(caught.value))
 
 
 @pytest.mark.parametrize("family", [*PRUNED, *REFUSED])
