@@ -20,6 +20,8 @@ import typer
 from hf_folders import quiet, tokenizer
 from hf_models import VOCAB
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from headwise import cli, hf
@@ -277,6 +279,20 @@ def test_a_target_and_a_pair(folder: Path) -> None:
     assert "".join(seen["tokens"]) == "a b, c.d! e?" and {"first to second", "second to first"} <= set(
         seen["heads"][0]["scores"]
     )
+
+
+@pytest.mark.parametrize("separator", [0, 1], ids=["a tokenizer that does not say", "one that says"])
+def test_which_sentence_a_token_is_of(separator: int, folder: Path, tmp_path: Path) -> None:
+    """A tokenizer whose types are all 0 does not say: then the second sentence's own tokens are of it."""
+    other = shutil.copytree(folder / "bert", tmp_path / "other")
+    made = Tokenizer.from_file(str(other / "tokenizer.json"))
+    second = f"$B:{separator} [SEP]:{separator}"
+    made.post_processor = TemplateProcessing(pair=f"$A:0 [SEP]:0 {second}", special_tokens=[("[SEP]", 1)])
+    made.save(str(other / "tokenizer.json"))
+    read = senses.prepared(hf.load(other, any_input=True), "a b, c.", pair="d! e?")
+    types, names = read.values["token_type_ids"][0].tolist(), read.tokens["input_ids"]
+    first = names.index("[SEP]") + 1
+    assert types == [0] * first + [1] * (len(names) - first - 1) + [separator]
 
 
 def test_what_a_model_does_not_read_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:

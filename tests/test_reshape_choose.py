@@ -207,6 +207,13 @@ def test_heads_of_another_kind_are_refused(heads: Any) -> None:
         plan_prune(decoder(4, 4), heads=heads)
 
 
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], True])
+@pytest.mark.unchecked
+def test_scores_of_another_kind_are_refused_by_their_head(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"the score of head 1\.2 is a number"):
+        plan_prune(decoder(4, 4), keep_fraction=0.5, scores={**scores([1] * 4, [1] * 4), ("1", 2): value})
+
+
 def test_random_scores_are_the_same_again_and_others_by_seed() -> None:
     layers = plan_prune(decoder(4, 4), heads=[]).family.layers
     assert random_scores(3)(layers) == random_scores(3)(layers) != random_scores(4)(layers)

@@ -193,6 +193,13 @@ def test_no_number_of_heads_is_advised_that_loads_no_more_than_the_wish(family: 
             assert not re.search(r"keep \d", str(caught.value))
 
 
+def test_another_class_does_not_stand_in_for_heads_of_a_size_that_it_cannot_have(checkpoint: object) -> None:
+    """One head is all that gpt_bigcode's keys allow, but not of a quarter of the width."""
+    source = checkpoint("gpt2")  # type: ignore[operator]
+    with hf.checkpoint(source) as opened, pytest.raises(ValueError, match="gpt_bigcode has no field for the size"):
+        plan_prune(opened, heads={0: [1, 2, 3], 1: [0, 2, 3]})
+
+
 @pytest.mark.parametrize("family", [*PRUNED, *REFUSED])
 def test_an_edit_of_nothing_changes_no_bit(family: str, checkpoint: object) -> None:
     with hf.checkpoint(checkpoint(family)) as opened:  # type: ignore[operator]
