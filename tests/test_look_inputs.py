@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import headwise
 from headwise import look
 from headwise.look import Repeats
-from headwise.look.inputs import check_heads
+from headwise.look.inputs import IdFacts, check_heads, vocabulary
 from headwise.look.repeats import as_tensors, draw
 from headwise.nn import AttentionCall
 
@@ -373,3 +374,12 @@ def test_targets_by_their_definition(ahead: bool) -> None:
         after = set() if ahead or ids[i] == sequence.opener else after
         assert set(tensors["duplicate"][0, i].tolist()) - {-1} == (same if i else set())
         assert set(tensors["induction"][0, i].tolist()) - {-1} == (after if i else set())
+
+
+def test_what_separates() -> None:
+    """A config's `sep`, special tokens that the caller calls delimiters, and tokens that are written so."""
+    facts = IdFacts(50, None, {"bos": 1, "sep": 4, "eos": 5}, 1, 5)
+    ids, tokens = [1, 7, 8, 4, 9, 8, 5, 6], ["<s>", "a", ".", "<sep>", "b", ".", "</s>", "[SEP]"]
+    assert vocabulary(ids, tokens, None, facts).separators == {4, 6}
+    assert vocabulary(ids, tokens, {5, 8}, facts).separators == {4, 5, 6}
+    assert vocabulary(ids[:3], tokens[:3], None, replace(facts, special={"bos": 1})).separators == set()
