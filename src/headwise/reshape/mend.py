@@ -63,8 +63,7 @@ def mend(
     solved: dict[str, Tensor] = {}
     for layer in plan.family.layers:
         weights = weights_in_memory(changed, pruned, pruned.layer(layer.key))
-        smaller = replace(layer, sizes=plan.kept[layer.key].sizes(layer.sizes))
-        made = layer_tensors(plan.family, smaller, weights, lambda name: torch.empty(0, device="cpu"))
+        made = layer_tensors(plan.family, layer, weights, lambda name: torch.empty(0, device="cpu"))
         changes = {name for name, form in layer.tensors.items() if form.parts() & {"v", "o"}}
         changes |= {name.removesuffix("weight") + "bias" for name in changes}
         solved |= {name: tensor for name, tensor in made.items() if name in changes}
