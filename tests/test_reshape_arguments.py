@@ -1,0 +1,33 @@
+"""What several calls of `headwise.reshape` take, and how each refuses anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from headwise.reshape.arguments import check_rows
+
+pytestmark = pytest.mark.unchecked
+IDS = torch.arange(6)[None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "text"),
+    [
+        (IDS, TypeError, "rows are a list of tensors of ids"),
+        ("rows", TypeError, "rows are a list of tensors of ids"),
+        (3, TypeError, "rows are a list of tensors of ids"),
+        ([IDS, [1, 2]], TypeError, "each of rows"),
+        ([IDS, IDS[0]], ValueError, r"whole numbers; got torch.int64 \(6,\)"),
+        ([IDS, IDS[None]], ValueError, r"whole numbers; got torch.int64 \(1, 1, 6\)"),
+        ([IDS, IDS.float()], ValueError, r"whole numbers; got torch.float32 \(1, 6\)"),
+        ([IDS, IDS[:, :0]], ValueError, r"whole numbers; got torch.int64 \(1, 0\)"),
+        ([IDS], ValueError, "rows are 2 at least, some to fit to and some to check by; got 1"),
+    ],
+)
+def test_rows_of_ids(rows: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        check_rows(rows, 2)
+    check_rows([IDS, IDS.int()], 2)
