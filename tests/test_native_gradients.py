@@ -131,6 +131,31 @@ def test_the_gradient_of_a_gradient_is_the_definitions(name: str | None, extra: 
         torch.testing.assert_close(x.double(), exact, rtol=2e-4, atol=2e-4)
 
 
+BANDS = [None, headwise.causal(), headwise.causal(offset=1), headwise.causal_top_left(), headwise.window(3, 2)]
+
+
+@needs_native
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_a_band_and_nothing_else(mask: headwise.Mask | None, scale: float | None) -> None:
+    """Such a call has a way of its own to autograd: the same bits as beside an lse, and as often as one likes."""
+    leaves = make_qkv(*SHORT, requires_grad=True)
+    out = headwise.attention(*leaves, mask=mask, scale=scale)
+    beside, _ = headwise.attention(*leaves, mask=mask, scale=scale, return_lse=True)
+    assert_same_bits(out, beside)
+    grads, theirs = (torch.autograd.grad(x.square().sum(), leaves, retain_graph=True) for x in (out, beside))
+    for x, y in zip(grads, theirs, strict=True):
+        assert_same_bits(x, y)
+    again = [torch.autograd.grad(x.square().sum(), leaves, create_graph=True) for x in (out, beside)]
+    for x, y in zip(again[0], grads, strict=True):  # by the definition, and by the kernel
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    sizes = [sum(g.square().sum() for g in way) for way in again]
+    for x, y in zip(*(torch.autograd.grad(size, leaves) for size in sizes), strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(x, y)
+    some = headwise.attention(leaves[0].detach(), leaves[1], leaves[2].detach(), mask=mask, scale=scale)
+    assert_same_bits(torch.autograd.grad(some.square().sum(), [leaves[1]])[0], grads[1])
+
+
 @needs_native
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_the_gradient_of_a_gradient_drops_what_the_forward_dropped(mask: str | None) -> None:

@@ -123,7 +123,7 @@ def at_once(
             ends = -FAR if low is None else low + shift, FAR if high is None else high + shift
             try:
                 if learning:
-                    return native_library.attend_train(query, key, value, scale, 0.0, None, *ends, *_NO_MORE)[0]
+                    return native_library.attend_band(query, key, value, scale, *ends)
                 return native_library.attend(query, key, value, scale, *ends)
             except RuntimeError as error:
                 return refused(error)
@@ -133,8 +133,6 @@ def at_once(
 
 
 _NO_BAND = (None, None, False)
-# bounds, segments, dense, alibi, maps, relative, dropout and seed of a call without them.
-_NO_MORE = (None, None, None, None, None, None, 0.0, None)
 
 
 def refused(error: RuntimeError) -> None:
