@@ -6,11 +6,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from draw import SHARE, drawn
 
 from headwise import look
 from headwise.look import annotate
+from headwise.look.measures import shuffled
 from headwise.look.roles import SENTENCES
 from headwise.look.scene import Scene, Vocabulary
 from headwise.testing.constructed import random_model
@@ -37,6 +39,17 @@ def test_links_ahead_are_an_encoders() -> None:
         assert (None if links is None else links.tolist()) in (wanted, [[[-1], [-1], [-1]]])
         back = scene.links("head to det")
         assert back is not None and back.tolist() == [[[-1], [0], [-1]]]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["decoder", "encoder"])
+def test_shuffled_links_are_drawn_from_all_that_a_query_may_attend(ahead: bool) -> None:
+    ids = torch.arange(7)[None]
+    scene = Scene(ids, ids, ahead, Vocabulary(), ())
+    linked = torch.zeros(1, 7, 900, dtype=torch.long)
+    linked[:, :, 0] = -1
+    [rows] = shuffled(linked, scene)
+    assert bool((rows[:, 0] == -1).all())
+    assert [set(row[1:].tolist()) for row in rows] == [set(range(7 if ahead else i + 1)) for i in range(7)]
 
 
 def test_random_models_know_no_syntax() -> None:

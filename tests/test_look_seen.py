@@ -61,6 +61,13 @@ def test_each_job_on_a_picture_has_its_name_and_no_other() -> None:
     assert seen.kind == "encoder" and seen.tokens == () and seen.length == 68
 
 
+def test_a_picture_goes_into_a_model_of_another_dtype() -> None:
+    model, jobs = constructed_picture([["right neighbour", "same row"]], (5, 7), registers=2)
+    picture = model.sample()
+    halves = look.at(model.to(torch.bfloat16), {"pixel_values": picture})
+    assert picture.dtype == torch.float32 and [head.role for head in halves.heads] == list(jobs.values())
+
+
 def test_roles_of_text_are_not_measured_on_pictures_nor_those_of_pictures_on_text() -> None:
     model, _ = constructed_picture([["self"]], (5, 7))
     seen = look.at(model, {"pixel_values": model.sample()})
