@@ -195,6 +195,7 @@ def test_the_command_prints_tables_or_json() -> None:
         "32 ranks: 8 x heads, 4 x tokens",
         "window 1024",
         "halo (choose)",
+        "ring, zigzag",
         "two all-reduces",
         "Scaling",
         "4,096",

@@ -59,10 +59,10 @@ def trouble() -> str | None:
                 problem = _load()
                 if problem is None:
                     ops = torch.ops.headwise
-                    attend, attend_full = ops.attend.default, ops.attend_full.default
-                    attend_held, append_int8 = ops.attend_held.default, ops.append_int8.default
+                    attend_full, attend_held = ops.attend_full.default, ops.attend_held.default
                     attend_kept, attend_backward = ops.attend_kept.default, ops.attend_backward.default
-                    decode_step = ops.decode_step.default
+                    append_int8, decode_step = ops.append_int8.default, ops.decode_step.default
+                    attend = ops.attend.default  # last: by this one other threads see that all are there
                 _trouble = problem
     return _trouble
 
