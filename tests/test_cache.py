@@ -222,7 +222,7 @@ def test_a_window_goes_back_as_far_as_the_next_token_can_see(window: int, first:
 def test_a_window_has_the_pages_of_the_worst_place_and_no_more(
     window: int, chunk: int, remembered: int, first: int
 ) -> None:
-    """Where the oldest token in sight is the last of its page, and the newest the first of its own: 128 k + 2 of them."""
+    """Where the oldest token in sight is the last of its page, the newest the first of its own: 128 k + 2 of them."""
     cache = RollingCache(1, K, D, V, window=window, chunk=chunk, first=first).remember(remembered)
     before = -(-first // 128) * 128 + 127 + window - 1 + remembered
     for at in range(0, before, chunk):
