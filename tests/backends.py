@@ -86,8 +86,10 @@ def excused(*qkv: Any, **options: Any) -> bool:
 
 
 def check_refusal(backend: str, text: str, choice: Any) -> None:
-    """The refusal names the backend, says why in `explain`'s own words, and gives a way out."""
+    """The refusal names the backend, says why in `explain`'s own words, and names those that serve the call."""
     assert choice.backend != backend, f"auto chose {backend}, which then refused: {text}"
     why = choice.others[backend]
     assert why and "able" not in why.split(",")[0], f"{backend} refuses, and explain says {why!r}"
     assert f"{backend!r} cannot" in text and why in text and "use 'auto' or" in text, f"unclear: {text!r} ({why!r})"
+    able = {choice.backend, *(other for other, why in choice.others.items() if why.startswith("able"))}
+    assert {*text.split("use 'auto' or ")[1].split(" or ")} == able, f"{text!r} names others than {sorted(able)}"

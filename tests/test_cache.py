@@ -223,6 +223,20 @@ def test_what_a_window_remembers_may_take_one_page_more() -> None:
     assert [cache.remember(n).pool.num_pages for n in (0, 1, 2, 129, 130)] == [2, 2, 3, 3, 4]
 
 
+@pytest.mark.parametrize("first", [0, 3, 130])
+@pytest.mark.parametrize(("window", "chunk", "remembered"), [(3, 128, 0), (128, 3, 0), (7, 101, 23), (130, 127, 2)])
+def test_a_window_has_the_pages_of_the_worst_place_and_no_more(
+    window: int, chunk: int, remembered: int, first: int
+) -> None:
+    """Where the oldest token in sight is the last of its page, the newest the first of its own: 128 k + 2 of them."""
+    cache = RollingCache(1, K, D, V, window=window, chunk=chunk, first=first).remember(remembered)
+    before = -(-first // 128) * 128 + 127 + window - 1 + remembered
+    for at in range(0, before, chunk):
+        cache.append(*tokens(min(chunk, before - at), 1))
+    cache.append(*tokens(chunk, 1))
+    assert len(cache.tables[0]) == cache.pool.num_pages
+
+
 @pytest.mark.parametrize("window", [2, 9, 101])
 def test_a_page_is_given_back_once_no_later_token_sees_it(window: int) -> None:
     key, value = tokens(128 + window, 1)

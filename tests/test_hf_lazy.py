@@ -18,6 +18,8 @@ from headwise.hf import ModelError, StructuralMask
 from headwise.hf.attention import headwise_attention, mask_of
 from headwise.hf.lazy import Lazy, LazyKeys, from_model, to_model
 from headwise.hf.masks import Hidden, headwise_mask
+from headwise.hf.positions import ByContent
+from headwise.hf.scores import Added
 from headwise.ops.masks import Mask
 from headwise.ops.storage.paged import PAGE, Paged
 from headwise.testing import largest_tensor
@@ -99,6 +101,37 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 def test_parts_are_those_of_the_tensor(name: str) -> None:
     mask = made_mask()
     assert torch.equal(VIEWS[name](mask), VIEWS[name](eager()))
+
+
+@pytest.mark.parametrize("tables", ["both", "by query", "by key"])
+def test_a_bias_by_content_is_its_definition_whoever_reads_it(tables: str) -> None:
+    """A rule in all its ways; and the tensor of it, (B, H, T, S) or (B * H, T, S), where the model's code wants one."""
+    H, P = 3, 5
+    by_query = torch.randn(B, H, T, P) if tables != "by key" else None
+    by_key = torch.randn(B, H, S, P) if tables != "by query" else None
+    columns = [torch.randint(P, (T + S - 1,)) for _ in range(2)]
+    wanted = torch.zeros(B, H, T, S)
+    for i in range(T):
+        for j in range(S):
+            for table, own, column in ((by_query, i, columns[0]), (by_key, j, columns[1])):
+                if table is not None:
+                    wanted[:, :, i, j] += table[:, :, own, column[i - j + S - 1]]
+    rule = ByContent(by_query, by_key, *columns)
+    assert_added(Mask((rule,)), wanted)
+    assert torch.equal(rule.at(torch.arange(T)[:, None], torch.arange(S)[None], T, S), wanted)
+    for shape in ((B, H, T, S), (B * H, T, S)):
+        made = Added(Mask((rule,)), shape, torch.bfloat16, wanted.device)
+        assert torch.equal(made + 0.0, wanted.bfloat16().view(shape))
+    with pytest.raises(ValueError, match=r"a bias by content has scores of \(B, H, n\)"):
+        rule.check(B, H, T + 1, S + 1, wanted.device)
+
+
+def assert_added(mask: Mask, wanted: Tensor) -> None:
+    rows, cols = torch.tensor([2, 0]), torch.tensor([1, 6, 4])
+    for r, c in ((None, None), (slice(1, 3), slice(2, 5)), (rows, cols)):
+        part = wanted[:, :, slice(None) if r is None else r][..., slice(None) if c is None else c]
+        ours = mask.added(T, S, rows=r, cols=c)
+        assert ours is not None and torch.equal(ours, part), (r, c)
 
 
 def multiplied(x: Any) -> None:

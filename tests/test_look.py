@@ -57,6 +57,19 @@ def test_a_fixed_offset_is_no_induction_head() -> None:
         assert "induction" not in [role.name for role in head.roles]
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["decoder", "encoder"])
+def test_an_offset_without_a_role_of_its_own_is_far_and_says_how_far(ahead: bool) -> None:
+    """In the share of queries that have such a key; the nearest offset that is far is the first behind the named ones."""
+    names = ("offset-9", "offset-13", "offset-8", *(("offset+9", "offset+11") if ahead else ()))
+    heads = look.at(Planted(names, ahead=ahead), text(163), delimiters=DELIMITERS).heads
+    for name, head in zip(names, heads, strict=True):
+        score, far = head.scores["far offset"], abs(int(name[6:])) > 8
+        assert [role.name for role in head.roles] == ["far offset" if far else name]
+        assert score.detail == (name.removeprefix("offset") if far else "")
+        assert score.value == pytest.approx((163 - abs(int(name[6:]))) / 163 if far else 0, abs=0.02)
+        assert score.null is not None and score.null < 0.03
+
+
 @pytest.mark.parametrize("mask", [headwise.causal(), None], ids=["decoder", "encoder"])
 def test_a_random_model_plays_no_role_but_broad(mask: headwise.Mask | None) -> None:
     record = look.at(Tiny(mask=mask), text(), delimiters=DELIMITERS)

@@ -43,6 +43,10 @@ def test_what_is_simplified() -> None:
     assert isinstance(outside, Band)
     mask = window(3, 1) & segments(torch.arange(7) // 3, torch.arange(7) // 3)
     assert (~~mask).parts == mask.parts
+    for side in (causal(), causal(offset=2), ~causal(), causal(offset=torch.tensor([1]))):
+        [band], [back] = (~side).parts, (~~side).parts
+        assert isinstance(band, Band) and isinstance(back, Band), "one side of the diagonal is a band, and so is the other"
+        assert same(~~side, side) and bool((side.dense(5, 7) ^ (~side).dense(5, 7)).all())
     union = causal() | prefix(2)
     [joined] = (union | causal()).parts
     assert len(joined.rules) == 2  # causal() is one object: it is there already

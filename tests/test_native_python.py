@@ -137,15 +137,34 @@ def test_tensors_around_tensors_run_elsewhere() -> None:
 # -- there or not ------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_library_all_runs_and_explain_says_so(no_library: None) -> None:
+DECODING = (2, 3, 3, 1, 7, 11, 13)  # one query, no groups
+OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any], torch.dtype, str]] = {
+    "plain": (SHORT, {}, torch.float32, "sdpa"),
+    "causal": (SHORT, {"mask": headwise.causal()}, torch.float32, "sdpa"),
+    "softcap": (SHORT, {"softcap": 2.0}, torch.float32, "blocks"),
+    "decoding": (DECODING, {}, torch.float32, "blocks"),
+    "decoding in bfloat16": (DECODING, {}, torch.bfloat16, "sdpa"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_without_the_library_all_runs_and_explain_says_so(name: str, no_library: None) -> None:
+    sizes, options, dtype, backend = OTHERS[name]
+    qkv = make_qkv(*sizes, dtype=dtype)
+    choice = headwise.explain(*qkv, **options)
+    assert choice.backend == backend
+    assert choice.others["native"] == "the native library is not there: reinstall"
+    assert_same_bits(headwise.attention(*qkv, **options), headwise.attention(*qkv, **options, backend=backend))
+    bits = "on some CPUs the number of threads changes its gradient's bits"
+    assert bits not in choice.why
+    for x in qkv:
+        x.requires_grad_()
+    learning = headwise.explain(*qkv, **options)
+    assert learning.backend == backend and (bits in learning.why) == (backend == "sdpa")
+
+
+def test_without_the_library_it_is_not_to_be_had_by_name(no_library: None) -> None:
     qkv = make_qkv(*SHORT)
-    for options in ({}, {"softcap": 2.0}, {"mask": headwise.causal()}):
-        choice = headwise.explain(*qkv, **options)
-        assert choice.backend in ("sdpa", "blocks")
-        assert choice.others["native"] == "the native library is not there: reinstall"
-        assert_same_bits(
-            headwise.attention(*qkv, **options), headwise.attention(*qkv, **options, backend=choice.backend)
-        )
     with pytest.raises(ValueError, match="cannot serve this call: the native library is not there"):
         headwise.attention(*qkv, backend="native")
 

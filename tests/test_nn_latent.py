@@ -76,6 +76,17 @@ def test_what_each_form_attends_to() -> None:
     assert absorbed.value.stride() == absorbed.key.stride()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_and_values_of_some_heads_are_those_of_all(kind: str) -> None:
+    mla, key = make(**KINDS[kind]).double(), torch.randn(B, 1, T, KINDS[kind]["kv_lora_rank"] + R).double()
+    for heads in ((0, H), (0, 1), (1, H), (1, 2)):
+        some = mla.expand(key, heads=heads)
+        for part, whole in zip(some, mla.expand(key), strict=True):
+            wanted = whole[:, slice(*heads)]
+            assert part.shape == wanted.shape, heads
+            assert torch.allclose(part, wanted, rtol=1e-13, atol=1e-13), heads
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_either_form_are_those_of_the_definition(kind: str, form: Any) -> None:

@@ -168,6 +168,9 @@ def test_given_frequencies_take_the_place_of_those_of_the_base() -> None:
 def test_frequencies_are_one_a_pair() -> None:
     with pytest.raises(ValueError, match=r"one number a pair, rotary_dim / 2 = 3; got 7"):
         Rotary(D, rotary_dim=6, frequencies=[1.0] * 7)
+    for bad in ([1.0, True, 1.0], [1.0, "1", 1.0], [1.0, float("nan"), 1.0], [1.0, 1j, 1.0], [1.0, 10**400, 1.0]):
+        with pytest.raises(ValueError, match="frequencies are finite numbers: a sequence, or a tensor of"):
+            Rotary(6, frequencies=bad)
 
 
 @pytest.mark.unchecked

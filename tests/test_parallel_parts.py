@@ -10,6 +10,7 @@ from headwise.ops.native.library import trouble
 from headwise.parallel import Comm
 from headwise.parallel.job import Job, Numbers
 from headwise.parallel.merge import Merged, sink_gradient
+from headwise.parallel.options import mask_text
 from headwise.parallel.rectangle import Partial, Rectangle, attend, gradient
 
 N = Sizes(2, 6, 3, 23, 31, 5, 7)
@@ -86,3 +87,17 @@ def test_a_seed_is_one_number_or_five() -> None:
         torch.ops.headwise.dropout_keep(torch.tensor([1, 2]), 0.4, 1, 1, 0, 1, 1)
     with pytest.raises(RuntimeError, match=r"the places of a seed must lie between 0 and 2\*\*40"):
         torch.ops.headwise.dropout_keep(torch.tensor([1, 2, -1, 0, 0]), 0.4, 1, 1, 0, 1, 1)
+
+
+def test_masks_that_differ_differ_in_what_ranks_compare() -> None:
+    """In the numbers of tensors, and in what they are joined of; the same mask made on another rank does not."""
+    texts: dict[str, str] = {}
+    for name in MASKS:
+        text = mask_text(MASKS[name](N).mask)
+        assert text == mask_text(MASKS[name](N).mask), name
+        same = texts.setdefault(text, name)
+        assert same == name or {same, name} == {"lengths", "prefix (B,)"}, (same, name, text)
+    joined = [~(headwise.window(left) & headwise.dilated(2)) for left in (3, 4)]
+    assert mask_text(joined[0]) != mask_text(joined[1])
+    functions = [mask_text(headwise.rule(lambda b, h, i, j: j <= i)) for _ in range(2)]
+    assert functions[0] == functions[1], "their addresses count for nothing"
