@@ -45,7 +45,9 @@ def test_what_is_simplified() -> None:
     assert (~~mask).parts == mask.parts
     for side in (causal(), causal(offset=2), ~causal(), causal(offset=torch.tensor([1]))):
         [band], [back] = (~side).parts, (~~side).parts
-        assert isinstance(band, Band) and isinstance(back, Band), "one side of the diagonal is a band, and so is the other"
+        assert isinstance(band, Band) and isinstance(back, Band), (
+            "one side of the diagonal is a band, and so is the other"
+        )
         assert same(~~side, side) and bool((side.dense(5, 7) ^ (~side).dense(5, 7)).all())
     union = causal() | prefix(2)
     [joined] = (union | causal()).parts

@@ -203,7 +203,7 @@ def test_a_projection_stored_by_columns_is_solved_too() -> None:
         ({"value_steps": -1}, ValueError, "value_steps is at least 0; got -1"),
         ({"batches": [torch.zeros(1, 2, M)]}, ValueError, "batches are a list of at least two"),
         ({"layers": [LAYERS]}, TypeError, "layers are headwise.reshape.Projections by the name of a module"),
-        ({"layers": {**LAYERS, "layers.1": "o_proj"}}, TypeError, "Projections by the name of a module; got {'layers.0"),
+        ({"layers": {**LAYERS, "layers.1": "o_proj"}}, TypeError, "Projections by the name of a module"),
         ({"layers": {"layers.0": Projections("layers.7.o_proj")}}, ValueError, "Model has no module 'layers.7.o_proj'"),
         ({"layers": {"layers.0": Projections("layers")}}, ValueError, "module 'layers' was not run in both models"),
         (
