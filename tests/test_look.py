@@ -59,7 +59,7 @@ def test_a_fixed_offset_is_no_induction_head() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["decoder", "encoder"])
 def test_an_offset_without_a_role_of_its_own_is_far_and_says_how_far(ahead: bool) -> None:
-    """In the share of queries that have such a key; the nearest offset that is far is the first behind the named ones."""
+    """In the share of queries that have such a key; the nearest far offset is the first behind the named ones."""
     names = ("offset-9", "offset-13", "offset-8", *(("offset+9", "offset+11") if ahead else ()))
     heads = look.at(Planted(names, ahead=ahead), text(163), delimiters=DELIMITERS).heads
     for name, head in zip(names, heads, strict=True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..extras import missing_extra
 from ..nn.probe import probe
@@ -18,6 +19,7 @@ from ..shapes.kinds import check_functions, shown
 from .inputs import check_told, model_name
 from .reading import Loss, Reading, logits_of, readings, texts_of
 from .switching import WAYS, LayerHead, Survey, gates_of, off, rises, survey
+from .tables import Tabled
 
 if TYPE_CHECKING:
     import rich.table
@@ -65,7 +67,7 @@ class PlaceChange:
 
 
 @dataclass(frozen=True)
-class Ablation:
+class Ablation(Tabled):
     """What switching heads off did. Prints as a table, travels as JSON.
 
     Attributes:
@@ -125,6 +127,10 @@ class Ablation:
             changes = "  ".join(f"{x.token!r} {x.before:.3f} -> {x.after:.3f}" for x in place.tokens)
             table.add_row(f"{place.position} {place.token!r}", f"{place.kl:.3f}", changes)
         return table
+
+    @override
+    def _tables(self) -> Iterable[rich.table.Table]:
+        return (self.table(), self.places_table()) if self.places else (self.table(),)
 
 
 def ablate(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..extras import missing_extra
 from ..nn.unwrap import unwrap
@@ -16,6 +17,7 @@ from ..shapes.kinds import check_counts
 from .inputs import check_told, model_name
 from .matrices import Matrices, matrices
 from .reading import readings, texts_of
+from .tables import Tabled
 from .writes import HeadWrites, writes
 
 if TYPE_CHECKING:
@@ -47,8 +49,8 @@ class Composition:
 
 
 @dataclass(frozen=True)
-class Circuits:
-    """What heads read of each other and write for the rest. Travels as JSON.
+class Circuits(Tabled):
+    """What heads read of each other and write for the rest. Prints as two tables, travels as JSON.
 
     Attributes:
         model: what the model calls itself.
@@ -90,6 +92,10 @@ class Circuits:
             numbers = [getattr(head, name) for name in names]
             table.add_row(str(head.layer), str(head.head), *("-" if x is None else f"{x:.3f}" for x in numbers))
         return table
+
+    @override
+    def _tables(self) -> Iterable[rich.table.Table]:
+        return self.table(), self.heads_table()
 
 
 def _table(title: str, columns: Sequence[str]) -> rich.table.Table:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ..extras import missing_extra
 from ..nn.outputs import output_projections
@@ -20,6 +21,7 @@ from .beside import all_readings
 from .inputs import check_told, model_name
 from .reading import Loss, Reading
 from .switching import Survey, learning, rises, survey
+from .tables import Tabled
 
 if TYPE_CHECKING:
     import rich.table
@@ -66,7 +68,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Importance:
+class Importance(Tabled):
     """How much each head of a model matters. Prints as a table, travels as JSON.
 
     Attributes:
@@ -132,6 +134,10 @@ class Importance:
         for head in top:
             table.add_row(str(head.layer), str(head.head), *(f"{getattr(head, name):.4f}" for name in self.by))
         return table
+
+    @override
+    def _tables(self) -> Iterable[rich.table.Table]:
+        return (self.table(),)
 
 
 def importance(

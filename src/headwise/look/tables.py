@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import io
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,30 @@ _SCORES = {
 """Scores that have a column of their own, and its heading; all others show where the head plays the role."""
 
 _COLUMNS = ("layer", "head", "entropy", "largest", "distance", *_SCORES.values(), "role")
+
+
+class Tabled:
+    """A result that prints as its tables, and shows them in a notebook; without Rich it prints its fields."""
+
+    @abstractmethod
+    def _tables(self) -> Iterable[rich.table.Table]: ...
+
+    def __str__(self) -> str:
+        try:
+            from rich.console import Console
+        except ImportError:
+            return repr(self)
+        lines = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
+        lines.print(*self._tables())
+        assert isinstance(lines.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in lines.file.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+WIDTH = 140
+"""Columns of a table in a text, which knows no terminal."""
 
 
 def title(look: Look) -> str:

@@ -1,0 +1,41 @@
+"""What `look` gives prints as its tables: as text, in a notebook, and without Rich as its fields."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headwise import look
+from headwise.testing.constructed import constructed
+
+NAME = "<model> & [bold]more[/bold]"
+RESULTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "circuits": (
+        look.circuits,
+        [f"{NAME}: what heads read of earlier ones", f"{NAME}: what heads write", "│ queries │"],
+    ),
+    "importance": (look.importance, [f"{NAME}: loss ", "┃ layer ┃ head ┃ gradient ┃"]),
+    "ablation": (
+        lambda *given, **more: look.ablate(*given, [(0, 1)], **more),
+        [f"{NAME}: heads off by zero", "│ none │", "where the next token changed most"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_print_as_their_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = constructed([["self", "previous-token"], ["broad", "induction"]])
+    measure, shown = RESULTS[name]
+    result = measure(model, model.sample(41), name=NAME)
+    printed = str(result)
+    lines = printed.splitlines()
+    words = " ".join(printed.split())
+    assert all(text in words for text in shown), printed
+    assert max(map(len, lines)) <= 140 and all(line == line.rstrip() for line in lines) and "\x1b" not in printed
+    page = result._repr_html_()
+    assert page.startswith("<pre>&lt;model&gt; &amp;") and page.endswith("</pre>")
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert str(result) == repr(result) and repr(result).startswith(f"{type(result).__name__}(model=")
