@@ -19,7 +19,7 @@ RESULTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     ),
     "importance": (look.importance, [f"{NAME}: loss ", "┃ layer ┃ head ┃ gradient ┃"]),
     "ablation": (
-        lambda *given, **more: look.ablate(*given, [(0, 1)], **more),
+        lambda model, ids, **more: look.ablate(model, ids, [(0, 1)], **more),
         [f"{NAME}: heads off by zero", "│ none │", "where the next token changed most"],
     ),
 }
