@@ -164,6 +164,16 @@ def test_where_nothing_may_be_attended_torch_gives_nan_and_ours_the_bias() -> No
             assert torch.equal(ours.train(training)(query, (key, value), mask=headwise.keep(~hide[:, None, None])), out)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_one_row_of_padding_is_every_rows(dtype: torch.dtype) -> None:
+    """As `torch.nn.MultiheadAttention` takes it of a call without a batch."""
+    hide = torch.tensor([False, True, False, False, True, False, True])
+    hide = hide if dtype == torch.bool else torch.zeros(S).masked_fill(hide, -torch.inf)
+    one, all_rows = (mask_from_torch(key_padding_mask=x, num_heads=H) for x in (hide, hide.expand(3, S)))
+    assert one is not None and all_rows is not None
+    assert torch.equal(one.dense(4, S).expand(3, 1, 4, S), all_rows.dense(4, S).expand(3, 1, 4, S))
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
