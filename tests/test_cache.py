@@ -217,6 +217,14 @@ def test_a_window_goes_back_as_far_as_the_next_token_can_see(window: int, first:
     assert cache.dropped[0] > 0 and len(seen) == min(window + first, shortest + 1)
 
 
+def test_a_page_of_tokens_takes_one_page() -> None:
+    pool = PagePool(1, K, D, V)
+    cache = PagedCache(pool, 1)
+    key, value = tokens(pool.page_size, 1)
+    cache.append(key, value)
+    assert cache.length == pool.page_size and len(cache.tables[0]) == 1
+
+
 def test_what_a_window_remembers_may_take_one_page_more() -> None:
     """A query that sees itself alone, a page of new tokens and one of those that share a page: two, and then three."""
     cache = RollingCache(1, 1, 8, window=1)
