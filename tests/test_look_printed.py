@@ -19,8 +19,8 @@ RESULTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     ),
     "importance": (look.importance, [f"{NAME}: loss ", "┃ layer ┃ head ┃ gradient ┃"]),
     "ablation": (
-        lambda model, ids, **more: look.ablate(model, ids, [(0, 1)], **more),
-        [f"{NAME}: heads off by zero", "│ none │", "where the next token changed most"],
+        lambda model, ids, **more: look.ablate(model, ids, [(0, 1)], decode=lambda i: "[/b]", **more),
+        [f"{NAME}: heads off by zero", "│ none │", "where the next token changed most", "'[/b]'"],
     ),
 }
 
@@ -34,7 +34,7 @@ def test_results_print_as_their_tables(name: str, monkeypatch: pytest.MonkeyPatc
     lines = printed.splitlines()
     words = " ".join(printed.split())
     assert all(text in words for text in shown), printed
-    assert max(map(len, lines)) <= 140 and all(line == line.rstrip() for line in lines) and "\x1b" not in printed
+    assert max(map(len, lines)) <= 120 and all(line == line.rstrip() for line in lines) and "\x1b" not in printed
     page = result._repr_html_()
     assert page.startswith("<pre>&lt;model&gt; &amp;") and page.endswith("</pre>")
     monkeypatch.setitem(sys.modules, "rich.console", None)

@@ -14,7 +14,7 @@ constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
 constexpr bool kInOrder = HW_ONCE == 0;  // keys and values are read in the order of memory
 
 // In order, a tile has 16 KiB of keys or of values: what is done once for a tile takes some 100 cycles.
-constexpr int kFloatTile = kInOrder ? 128 : kDecodeTile;
+constexpr int kFloatTile = kInOrder ? kInt8Tile : kDecodeTile;
 constexpr int64_t kTileBytes = 16 << 10;
 
 // The bits of a bfloat16 that is a float.

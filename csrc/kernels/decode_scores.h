@@ -127,7 +127,7 @@ HW_INLINE void key_scores_in_order(const DecodeScratch& s, int row, const typena
   if (j < n) key_scores<Read, R>(s, row, j, Steps * 2 * W, k, stride, n, ahead);
 }
 
-// The same of one row, with any step of a reader.
+// The same of one row, for readers that give two vectors a step.
 template <class Read, int Steps, class Lines>
 HW_INLINE void row_scores_in_order(const DecodeScratch& s, const typename Read::T* k, int64_t stride, int n,
                                    Lines& ahead) {

@@ -102,11 +102,12 @@ class Ablation(Tabled):
         """The losses."""
         try:
             from rich.table import Table
+            from rich.text import Text
         except ImportError as error:
             raise missing_extra("a table of losses", "look", error) from None
         title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
         caption = None if self.kl is None else f"KL of the next token, before to after: {self.kl:.4f} nats a token"
-        table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
         for name in ("off", "loss", "change"):
             table.add_column(name, justify="right")
         rows = [("none", self.before), *((f"{x.layer}.{x.head}", x.loss) for x in self.heads)]
@@ -118,6 +119,7 @@ class Ablation(Tabled):
         """Where the next token changed most: before and after, all heads off together."""
         try:
             from rich.table import Table
+            from rich.text import Text
         except ImportError as error:
             raise missing_extra("a table of changes", "look", error) from None
         table = Table(title="where the next token changed most", title_justify="left")
@@ -125,7 +127,7 @@ class Ablation(Tabled):
             table.add_column(name, justify="right" if name == "KL" else "left")
         for place in self.places:
             changes = "  ".join(f"{x.token!r} {x.before:.3f} -> {x.after:.3f}" for x in place.tokens)
-            table.add_row(f"{place.position} {place.token!r}", f"{place.kl:.3f}", changes)
+            table.add_row(Text(f"{place.position} {place.token!r}"), f"{place.kl:.3f}", Text(changes))
         return table
 
     @override

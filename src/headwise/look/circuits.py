@@ -101,9 +101,10 @@ class Circuits(Tabled):
 def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
     try:
         from rich.table import Table
+        from rich.text import Text
     except ImportError as error:
         raise missing_extra("a table of circuits", "look", error) from None
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title, "table.title"), title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name == "by" else "right")
     return table

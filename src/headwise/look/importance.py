@@ -118,6 +118,7 @@ class Importance(Tabled):
         """The heads that matter most by a criterion (the first by default), at most so many."""
         try:
             from rich.table import Table
+            from rich.text import Text
         except ImportError as error:
             raise missing_extra("a table of importance", "look", error) from None
         check_counts(most=most)
@@ -128,7 +129,7 @@ class Importance(Tabled):
         pairs = ", ".join(f"{a.first} and {a.second} {a.rho:.2f}" for a in self.agreements if a.rho is not None)
         caption = f"rank correlation: {pairs}" if pairs else None
         title = f"{self.model}: loss {self.loss:.3f} on {self.tokens} tokens, by {by}{rest}"
-        table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+        table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
         for name in ("layer", "head", *self.by):
             table.add_column(name, justify="right")
         for head in top:

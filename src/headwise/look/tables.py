@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from ..extras import missing_extra
 
 if TYPE_CHECKING:
     import pandas
+    import rich.console
     import rich.table
 
     from .records import HeadRecord, Look
@@ -36,22 +36,21 @@ class Tabled:
     @abstractmethod
     def _tables(self) -> Iterable[rich.table.Table]: ...
 
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterable[rich.console.RenderableType]:
+        yield from self._tables()
+
     def __str__(self) -> str:
+        from ..plan.text import plain
+
         try:
-            from rich.console import Console
+            return "\n".join(line.rstrip() for line in plain(self).splitlines())
         except ImportError:
             return repr(self)
-        lines = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
-        lines.print(*self._tables())
-        assert isinstance(lines.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in lines.file.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-WIDTH = 140
-"""Columns of a table in a text, which knows no terminal."""
 
 
 def title(look: Look) -> str:

@@ -115,12 +115,9 @@ class Trace:
         yield Text(self.summary())
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from ..plan.text import plain
 
-        console = Console(width=120, color_system=None, force_terminal=False)
-        with console.capture() as text:
-            console.print(self)
-        return text.get().rstrip("\n")
+        return plain(self)
 
 
 def trace(

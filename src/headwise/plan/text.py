@@ -20,13 +20,13 @@ SYMBOLS = {"q_proj": "W_Q", "k_proj": "W_K", "v_proj": "W_V", "o_proj": "W_O", "
 NONE = "-"
 
 
-def plain(plan: Any) -> str:
-    """What `print` of a plan shows: the tables without colour."""
+def plain(result: Any) -> str:
+    """What `print` of a plan, or of any result that Rich knows how to show, gives: its tables without colour."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as text:
-        console.print(plan)
+        console.print(result)
     return text.get().rstrip()
 
 
