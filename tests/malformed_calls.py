@@ -344,7 +344,7 @@ PLAN: dict[str, Callable[[], Call]] = {
     "kv_bytes_per_token": lambda: of(plan.kv_bytes_per_token, bytes_per_number=2),
     "projection_flops": lambda: of(plan.projection_flops, tokens=3, memory_tokens=4),
     "contexts": lambda: of(plan.contexts, text="128K"),
-    "read_config": lambda: of(plan.read_config, path=str(PACKAGE / "models/tiny/config.json")),
+    "read_config": lambda: of(plan.read_config, config=str(PACKAGE / "models/tiny/config.json")),
     "svg": lambda: of(plan.svg, plans=[plan.of("gpt-3")]),
     "csv": lambda: of(plan.csv, plans=[plan.of("gpt-3")]),
     "side_by_side": lambda: of(plan.side_by_side, plans=[plan.of("gpt-3")]),

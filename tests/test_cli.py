@@ -156,6 +156,16 @@ def test_trace_of_a_config(tmp_path: Path) -> None:
     assert (shapes["q_heads"], shapes["k_heads"]) == ([1, 6, 7, 5], [1, 2, 7, 5])
 
 
+def test_trace_of_a_card() -> None:
+    """--config takes the names that `headwise plan` takes."""
+    result = runner.invoke(cli.app, ["trace", "--config", "llama-3-8b", "--length", "7", "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["parameter_count"] == 2 * 4096 * (4096 + 8 * 128)
+    assert "'deepseek-v3': kv_lora_rank: latent attention has no such shape" in refused(
+        "trace", "--config", "deepseek-v3"
+    )
+
+
 def test_version_and_help() -> None:
     assert runner.invoke(cli.app, ["--version"]).stdout == f"headwise {headwise.__version__}\n"
     leaves = runner.invoke(cli.app, ["--version", "plan", "gpt2"])  # "Print the version and leave"
@@ -316,7 +326,7 @@ def test_options_that_make_no_sense(tiny: Path, here: Path) -> None:
     assert "'--d-model'" in line and "'seven'" in line
     assert len(refused("plan", "gpt2", "--batch", "x" * 5000)) < 200
     assert refused("plan") == "headwise: give a config, or --list to see the cards"
-    assert "cannot be read" in refused("trace", "--config", "none")
+    assert "'none': no such file or folder, no card" in refused("trace", "--config", "none")
     assert "batch" in refused("trace", "--d-model", "6", "--num-heads", "2", "--batch", "0")
     sizes = ("--d-model", "9000000000000000000", "--num-heads", "1")
     assert "d_model is at most 1,000,000,000,000,000; got a larger number" in refused("trace", *sizes)

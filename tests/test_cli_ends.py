@@ -188,6 +188,7 @@ def test_what_may_not_be_read_is_told_with_its_name(here: Path, monkeypatch: pyt
     line = "folder/x: Permission denied; check its permissions, and those of its folder"
     assert guard.message_of(PermissionError(13, "Permission denied", "folder/x")) == (line, 2)
     (here / "texts").mkdir()
+    (here / "texts" / "config.json").write_text("{}")
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(typer.BadParameter, match="--corpus texts: may not be read; check its permissions"):
         cli.texts.check_corpus("texts")

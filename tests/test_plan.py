@@ -198,13 +198,32 @@ def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
     (tmp_path / "folder" / "config.json").mkdir(parents=True)
     for name, text in (
-        ("absent.json", "cannot be read (No such file or directory)"),
+        ("absent.json", "absent.json': no such file or folder, no card and no model in the hub's local cache"),
         ("bytes", "is not UTF-8 text"),
         ("folder", "is no regular file"),
     ):
         with pytest.raises(ValueError) as caught:
             read_config(tmp_path / name)
         assert text in str(caught.value)
+
+
+def test_a_shape_is_read_from_whatever_a_plan_takes(tmp_path: Path) -> None:
+    """Cards, hub names, dicts and config objects, as everywhere in the room; what is none of them is refused."""
+
+    class Config:
+        def to_dict(self) -> Any:
+            return PLAIN
+
+    assert read_config("llama-3-8b") == AttentionShape(4096, 32, 8, 128, 128, num_layers=32)
+    assert read_config(config=PLAIN) == read_config(Config()) == AttentionShape(96, 4, 4, 24, 24)
+    with pytest.raises(ValueError, match=r"^'llama-3-9b': no such file or folder, no card .*: llama-3-8b"):
+        read_config("llama-3-9b")
+    with pytest.raises(ValueError, match=r"^'deepseek-v3': kv_lora_rank: latent attention has no such shape"):
+        read_config("deepseek-v3")
+    with pytest.raises(ValueError, match=r"^'config': has no num_heads: none of "):
+        read_config({"hidden_size": 96})
+    with pytest.raises(TypeError, match=r"^a config is a path, a name, a dict or an object with to_dict\(\); got int$"):
+        read_config(8)
 
 
 def test_only_the_listed_fields_are_read(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ def trace(
         int | None, typer.Option(help="Number of key-value heads.", show_default="num_heads")
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Width of a head.", show_default="d_model / num_heads")] = None,
-    config: Annotated[str | None, typer.Option(help="A model's config.json to take the sizes from.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Take the sizes from a config.json, its folder, a card, or a hub name.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Number of texts.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens a text.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,

@@ -1,13 +1,12 @@
 """What attention costs, as arithmetic on its shape and on a model's config. This room imports no torch."""
 
 from .chart import svg
-from .config import read_config
 from .count import attention_flops, kv_bytes_per_token, parameter_count, parameter_counts, projection_flops
 from .over import ModelOverRanks, over
 from .record import AttentionPlan, ContextCost, of
 from .rows import csv
 from .shape import AttentionShape
-from .sources import cards, known
+from .sources import cards, known, read_config
 from .text import card_list, side_by_side
 from .units import contexts
 

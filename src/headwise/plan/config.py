@@ -34,36 +34,6 @@ LARGEST = {
 NESTED = ("text_config",)
 
 
-def read_config(path: str | Path) -> AttentionShape:
-    """The attention shape that a config.json (or the folder that holds one) describes.
-
-    Read are the sizes in `ALIASES`, ``attention_bias`` and ``multi_query``, at the top or in a nested ``text_config``.
-
-    Raises:
-        ValueError: with one line that names the file: no such file, more than 1 MB, no JSON object, a field that is no
-            whole number or out of range, fields that contradict one another, or a kind of attention that has no such
-            shape (latent attention).
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     text = '{"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}'
-        ...     _ = (Path(folder) / "config.json").write_text(text)
-        ...     read_config(folder).num_heads
-        3
-    """
-    if not isinstance(path, (str, Path)):
-        raise TypeError(f"a config.json is read from a path; got {type(path).__name__}")
-    if path == "":  # a Path makes "." of it
-        raise ValueError("the config's name is empty; give a config.json, or the folder that holds it")
-    path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        return shape_of(parse(path))
-    except ValueError as wrong:
-        raise ValueError(f"{str(path)!r}: {wrong}") from None
-
-
 def parse(path: Path) -> dict[str, Any]:
     """The file's JSON object; raises ValueError for anything else."""
     try:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import parse, printable
+from .config import parse, printable, shape_of
 from .fields import architectures
-from .shape import short
+from .shape import AttentionShape
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -39,6 +39,44 @@ def known() -> dict[str, Any]:
     return {"cards": cards(), "architectures": sorted(architectures())}
 
 
+def read_config(config: Any) -> AttentionShape:
+    """The attention shape that a config describes: one layer of its text model.
+
+    Read are the sizes under the names that configs in use have for them (``hidden_size`` or ``n_embd``, ...),
+    ``attention_bias`` and ``multi_query``, at the top or in a nested ``text_config``.
+
+    Args:
+        config: As for `headwise.plan.of`: a config.json, the folder that holds one, a card, a hub name in the local
+            cache, a dict or a config object.
+
+    Raises:
+        TypeError: neither a name nor a config.
+        ValueError: with one line that names the config: nothing of that name, more than 1 MB, no JSON object, a field
+            that is no whole number or out of range, fields that contradict one another, or a kind of attention that
+            has no such shape (latent attention).
+
+    Example:
+        >>> read_config("llama-3-8b").num_kv_heads
+        8
+        >>> read_config({"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}).head_dim
+        4
+    """
+    name, content, _ = find_config(config)
+    try:
+        return shape_of(content)
+    except ValueError as wrong:
+        path = _on_disk(config)
+        raise ValueError(f"{(name if path is None else str(path))!r}: {wrong}") from None
+
+
+def _on_disk(what: object) -> Path | None:
+    """The config.json that a name leads to; None where there is none of that name, or it is no name."""
+    if not isinstance(what, str | Path) or "\0" in str(what) or not os.path.lexists(what):
+        return None
+    path = Path(what)
+    return path / "config.json" if path.is_dir() else path
+
+
 def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(name, config, the card): of a file, a folder, a card, a name in the hub's cache, or a config itself.
 
@@ -59,9 +97,8 @@ def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
         return printable(str(config.get("model_type", "config"))), config, {}
     if what == "":  # a Path makes "." of it
         raise ValueError("the config's name is empty; give a config.json, a checkpoint folder, a card or a hub name")
-    path = Path(what)
-    if "\0" not in str(what) and os.path.lexists(path):
-        path = path / "config.json" if path.is_dir() else path
+    path = _on_disk(what)
+    if path is not None:
         own = (path.parent.name or str(what)) if path.name == "config.json" else path.stem
         return printable(own), _read(path), {}
     name = str(what)
@@ -73,7 +110,9 @@ def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
         return name, _read(cached), {}
     near = _near(name)
     hint = f"cards like it: {', '.join(near)}" if near else "headwise plan --list shows the cards"
-    raise ValueError(f"{short(name)}: no such file or folder, no card and no model in the hub's local cache; {hint}")
+    raise ValueError(
+        f"'{printable(name)}': no such file or folder, no card and no model in the hub's local cache; {hint}"
+    )
 
 
 def _near(name: str) -> list[str]:
