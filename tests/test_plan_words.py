@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwise import plan
-from headwise.plan import chart, costs, units
+from headwise.plan import chart, costs, text, units
 from headwise.plan.model import model_of
 
 pytestmark = pytest.mark.unchecked
@@ -156,6 +156,24 @@ def test_a_slow_step_is_told_in_seconds_and_a_slow_speed_is_not_nought() -> None
     assert rows(plan.of("llama-3-8b", context=131_072, bandwidth="10GB/s"))["1"][3:5] == ["3.22 s", "0.311"]
 
 
+def test_numbers_just_below_a_unit_are_rounded_into_it() -> None:
+    """No 1e+03: three digits, in the unit that the rounded number has."""
+    times = {0.9996: "1 s", 999.6: "1,000 s", 999.4: "999 s", 9.996e-4: "1 ms", 0.9994: "999 ms", 9.994e-4: "999 us"}
+    times |= {9.996e-7: "1 us", 123456.7: "123,457 s", 0.0: "0 us"}
+    assert {seconds: units.show_seconds(seconds) for seconds in times} == times
+    sizes = {1023: "1,023 B", 1024: "1 KiB", 1023.7: "1 KiB", 2**20 - 1: "1 MiB", 2**20 - 600: "1,023 KiB"}
+    sizes |= {2**30 - 1: "1 GiB", 2**60 - 1: "1 EiB", 2**71: "2,048 EiB"}
+    sizes |= {1024**power: f"1 {'KMGTPE'[power - 1]}iB" for power in range(1, 7)}
+    assert {size: units.show_bytes(size) for size in sizes} == sizes
+    counts = {999: "999", 999.6: "1 K", 999.6e6: "1 G", 999.6e18: "1 Z", 1e21: "1 Z", 1e30: "1 Q", 2.5e34: "25,000 Q"}
+    assert {count: units.show(count) for count in counts} == counts
+    digits = {0.1234: "0.123", 99.96: "100", 999.6: "1,000", 1234.4: "1,234", 12: "12"}
+    assert {number: units.figures(number) for number in digits} == digits and units.figures(1234.4, 4) == "1,234"
+    cost = plan.of("gpt2", context=9, bandwidth="1TB/s").contexts[0]
+    table = text._floor_table(replace(cost, floors=(replace(cost.floors[0], intensity=1234.4),)))
+    assert [*table.columns[3].cells] == ["1,234"]
+
+
 def rows(shown: object) -> dict[str, list[str]]:
     """The lines of all tables, by their first cell."""
     cells = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in str(shown).splitlines()]
@@ -217,6 +235,39 @@ def test_remarks() -> None:
     both = plan.side_by_side([plan.of("gpt2", context=9), plan.of("bert-base", context=9)])
     lines = [str(part) for part in both.renderables[1:]]
     assert lines[0].startswith("gpt2: exact: ") and "\ncard: An encoder: it keeps no key-value cache" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        ({"context": (100, 200)}, r"^plans side by side have the same contexts; gpt2 has 100, 300 and gpt2 100, 200$"),
+        ({"context": 100}, r"^plans side by side have the same contexts; gpt2 has 100, 300 and gpt2 100$"),
+        ({"context": (100, 300), "batch": 3}, r"^plans side by side have the same batch; gpt2 has 1 and gpt2 3$"),
+    ],
+)
+def test_plans_that_do_not_stand_side_by_side(other: dict[str, Any], line: str) -> None:
+    """The rows are named by the first plan's contexts and batch: another plan's numbers would stand under them."""
+    with pytest.raises(ValueError, match=line):
+        plan.side_by_side([plan.of("gpt2", context=(100, 300)), plan.of("gpt2", **other)])
+
+
+def test_plans_of_two_dtypes_are_told_apart() -> None:
+    """In the headings, the remarks and the chart; what all plans share is said once."""
+    plans = [plan.of("gpt2", context=9, kv_dtype=dtype, batch=2) for dtype in ("bf16", "int8")]
+    group = plan.side_by_side(plans)
+    assert [str(column.header) for column in group.renderables[0].columns] == ["", "gpt2, bf16", "gpt2, int8"]
+    assert [str(part).split(":")[0] for part in group.renderables[1:]] == ["gpt2, bf16", "gpt2, int8"]
+    assert rows(text.plain(group))["cache a token"] == ["36,864 B", "19,584 B"]
+    drawing = plan.svg(plans)
+    for label in (">gpt2, bf16<", ">gpt2, int8<", ">Key-value cache against context (batch 2)<"):
+        assert label in drawing
+    drawing = plan.svg([plans[0], plan.of("gpt2", context=9)])
+    for label in (">gpt2, batch 2<", ">gpt2, batch 1<", ">Key-value cache against context (bf16)<"):
+        assert label in drawing
+    drawing = plan.svg([plans[0], plan.of("bert-base", kv_dtype="fp8")])  # an encoder is not drawn
+    assert ">gpt2<" in drawing and "(bf16, batch 2)" in drawing
+    both = plan.svg([plans[1], plan.of(SMALL, context=9)])
+    assert ">llama, bf16, batch 1<" in both and ">Key-value cache against context<" in both
 
 
 # --- the chart --------------------------------------------------------------------------------------------------------

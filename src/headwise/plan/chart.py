@@ -27,6 +27,17 @@ def check_plans(plans: object) -> None:
         raise ValueError("give at least one plan, as headwise.plan.of makes them; got none")
 
 
+def labels(plans: Sequence[AttentionPlan], most: int | None = None) -> list[str]:
+    """What tells plans apart: their names, and the dtype and batch where these differ; names are cut to fit `most`."""
+    dtypes, batches = ({getattr(plan, name) for plan in plans} for name in ("kv_dtype", "batch"))
+    names = []
+    for plan in plans:
+        apart = [plan.kv_dtype] * (len(dtypes) > 1) + [f"batch {plan.batch}"] * (len(batches) > 1)
+        end = "".join(f", {word}" for word in apart)
+        names.append((plan.name if most is None else plan.name[: max(8, most - len(end))]) + end)
+    return names
+
+
 def lengths(plans: Sequence[AttentionPlan]) -> list[int]:
     """Powers of two from 1024 up to the largest context asked for, which is the last."""
     last = max(cost.context for plan in plans for cost in plan.contexts)
@@ -77,21 +88,28 @@ def svg(plans: Sequence[AttentionPlan]) -> str:
         return f"{x:.1f},{y:.1f}"
 
     body = [*_axes(places, low, high, at)]
+    names = labels(drawn, most=24)
     for i, plan in enumerate(drawn):
         colour = COLOURS[i % len(COLOURS)]
         for windowed in (False, True):
             points = " ".join(at(n, cache_at(plan, n, windowed=windowed)) for n in places)
             dash = "" if windowed else ' stroke-dasharray="4 4"'
             body.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
-        body.append(_label(WIDTH - RIGHT + 12, TOP + 18 * i + 8, plan.name[:24], colour))
+        body.append(_label(WIDTH - RIGHT + 12, TOP + 18 * i + 8, names[i], colour))
     body.append(_label(WIDTH - RIGHT + 12, TOP + 18 * len(drawn) + 8, "dashed: reserved", "#777"))
-    title = f"Key-value cache against context ({drawn[0].kv_dtype}, batch {drawn[0].batch})"
-    body.append(_label(LEFT, 18, title, "#333", size=14))
+    body.append(_label(LEFT, 18, _title(drawn), "#333", size=14))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="sans-serif" role="img"><title>{escape(title)}</title>'
+        f'font-family="sans-serif" role="img"><title>{escape(_title(drawn))}</title>'
         f'<rect width="100%" height="100%" fill="#fff"/>{"".join(body)}</svg>'
     )
+
+
+def _title(plans: Sequence[AttentionPlan]) -> str:
+    """With the dtype and the batch that all plans have."""
+    dtypes, batches = {plan.kv_dtype for plan in plans}, {plan.batch for plan in plans}
+    shared = [*dtypes] * (len(dtypes) == 1) + [f"batch {batch}" for batch in batches] * (len(batches) == 1)
+    return "Key-value cache against context" + (f" ({', '.join(shared)})" if shared else "")
 
 
 def _axes(places: list[int], low: int, high: int, at: object) -> list[str]:

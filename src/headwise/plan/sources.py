@@ -56,8 +56,8 @@ def read_config(config: Any) -> AttentionShape:
             has no such shape (latent attention).
 
     Example:
-        >>> read_config("llama-3-8b").num_kv_heads
-        8
+        >>> read_config("gpt-3").num_heads
+        96
         >>> read_config({"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}).head_dim
         4
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .chart import bars, check_plans
+from .chart import bars, check_plans, labels
 from .layer import AttentionLayer
 from .model import Model
 from .shape import short
-from .units import show, show_bytes, show_seconds
+from .units import figures, show, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,12 +45,33 @@ def tables(plan: AttentionPlan) -> Iterator[Any]:
 
 
 def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
-    """The overview of several plans, and each one's remarks below; rich prints it."""
+    """The overview of several plans, and each one's remarks below; rich prints it.
+
+    Raises:
+        TypeError: no list of plans.
+        ValueError: an empty one, or plans of different contexts or batches, whose numbers are not to be compared.
+    """
     from rich.console import Group
     from rich.text import Text
 
     check_plans(plans)
-    return Group(overview(plans), *(Text(f"{plan.name}: {remarks(plan)}") for plan in plans))
+    _check_alike(plans)
+    named = zip(labels(plans), plans, strict=True)
+    return Group(overview(plans), *(Text(f"{name}: {remarks(plan)}") for name, plan in named))
+
+
+def _check_alike(plans: Sequence[AttentionPlan]) -> None:
+    """Raise ValueError where a row would have numbers of different contexts or batches."""
+    first = plans[0]
+    for plan in plans:
+        pairs = {"contexts": [[cost.context for cost in one.contexts] for one in (first, plan)]}
+        pairs["batch"] = [[one.batch] for one in (first, plan)]
+        for what, (one, other) in pairs.items():
+            if one != other:
+                shown = [", ".join(map(str, numbers)) for numbers in (one, other)]
+                raise ValueError(
+                    f"plans side by side have the same {what}; {first.name} has {shown[0]} and {plan.name} {shown[1]}"
+                )
 
 
 def remarks(plan: AttentionPlan) -> str:
@@ -76,9 +97,10 @@ def overview(plans: Sequence[AttentionPlan]) -> Table:
     from rich.text import Text
 
     table = Table("", title="What attention costs")
-    for plan in plans:
-        table.add_column(Text(plan.name))
-    columns = [_facts(plan) for plan in plans]
+    for name in labels(plans):
+        table.add_column(Text(name))
+    one_dtype = len({plan.kv_dtype for plan in plans}) == 1
+    columns = [_facts(plan, one_dtype=one_dtype) for plan in plans]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(Text(column.get(name, NONE)) for column in columns))
     first = plans[0]
@@ -91,7 +113,7 @@ def overview(plans: Sequence[AttentionPlan]) -> Table:
     return table
 
 
-def _facts(plan: AttentionPlan) -> dict[str, str]:
+def _facts(plan: AttentionPlan, *, one_dtype: bool) -> dict[str, str]:
     model, rooms = plan.model, plan.parameters()
     share = rooms["attention"] / rooms["total"]
     first = model.layers[0]
@@ -110,7 +132,7 @@ def _facts(plan: AttentionPlan) -> dict[str, str]:
         "weights": f"{show_bytes(model.stored_bytes())}"
         + (f", {model.packing.method}" if model.packing is not None else ""),
         "computations a pass": f"{plan.attention_computations:,} (layers x heads)",
-        f"cache a token ({plan.kv_dtype})": f"{plan.bytes_per_token:,} B",
+        f"cache a token ({plan.kv_dtype})" if one_dtype else "cache a token": f"{plan.bytes_per_token:,} B",
     }
 
 
@@ -220,10 +242,9 @@ def _floor_table(cost: ContextCost) -> Table:
     for column in table.columns[:6]:
         column.justify = "right"
     for floor in cost.floors:
-        row = [str(floor.batch), show_bytes(floor.bytes), show(floor.flops, "FLOP"), f"{floor.intensity:.3g}"]
+        row = [str(floor.batch), show_bytes(floor.bytes), show(floor.flops, "FLOP"), figures(floor.intensity)]
         if floor.seconds is not None and floor.tokens_per_second is not None:
-            speed = floor.tokens_per_second
-            row += [show_seconds(floor.seconds), f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}", floor.binds]
+            row += [show_seconds(floor.seconds), figures(floor.tokens_per_second), floor.binds]
         table.add_row(*row)
     return table
 

@@ -85,10 +85,19 @@ def show_seconds(seconds: float) -> str:
         >>> show_seconds(0.00123), show_seconds(61), show_seconds(2e-7)
         ('1.23 ms', '61 s', '0.2 us')
     """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    rounded = float(f"{seconds:.3g}")  # 999.6 us are 1 ms
+    unit, size = next((one for one in (("s", 1.0), ("ms", 1e-3)) if rounded >= one[1]), ("us", 1e-6))
+    return f"{figures(seconds / size)} {unit}"
+
+
+def figures(number: float, digits: int = 3) -> str:
+    """A number to that many digits, without an exponent where it is large.
+
+    Example:
+        >>> figures(0.12345), figures(99.96), figures(1234.5, 4), figures(98765)
+        ('0.123', '100', '1,234', '98,765')
+    """
+    return f"{number:,.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"
 
 
 def show_bytes(count: float) -> str:
@@ -99,9 +108,10 @@ def show_bytes(count: float) -> str:
         ('68.6 KiB', '512 B', '10.4 GiB')
     """
     power = 0 if count < 1024 else min(6, int(math.log(count, 1024)))
+    if round(count / 1024**power) == 1024 and power < 6:  # 1,023.7 KiB are 1 MiB
+        power += 1
     scaled = count / 1024**power
-    digits = f"{scaled:,.0f}" if scaled >= 100 or power == 0 else f"{scaled:.3g}"
-    return f"{digits} {'KMGTPE'[power - 1]}iB" if power else f"{digits} B"
+    return f"{figures(scaled)} {'KMGTPE'[power - 1]}iB" if power else f"{scaled:,.0f} B"
 
 
 def show(count: float, unit: str = "") -> str:
@@ -112,8 +122,8 @@ def show(count: float, unit: str = "") -> str:
         ('8.03 G', '1.5 PFLOP', '12', '1 M')
     """
     rounded = float(f"{count:.3g}")
-    power = 0 if rounded < 1000 else min(6, int(math.log10(rounded) / 3 + 1e-9))
-    return f"{rounded / 1000**power:.3g} {' KMGTPE'[power].strip()}{unit}".rstrip()
+    power = 0 if rounded < 1000 else min(10, int(math.log10(rounded) / 3 + 1e-9))
+    return f"{figures(rounded / 1000**power)} {' KMGTPEZYRQ'[power].strip()}{unit}".rstrip()
 
 
 def contexts(text: str) -> tuple[int, ...]:

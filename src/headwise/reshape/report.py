@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..plan.units import show, show_bytes
+from ..plan.units import figures, show, show_bytes
 from .source import CheckpointSource
 
 README, RESHAPE, PLAN = "README.md", "RESHAPE.md", "heads-plan.json"
@@ -110,7 +110,7 @@ def _number(count: int) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}"
+    return figures(1000 * seconds)
 
 
 def _pair(what: str, pair: Sequence[Any] | None, text: Callable[[Any], str]) -> Iterator[Row]:
