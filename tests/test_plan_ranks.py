@@ -232,6 +232,30 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], text: 
     assert result.exit_code == 2 and text in said and "Traceback" not in said
 
 
+def test_what_cannot_be_is_told_in_the_words_of_who_asks() -> None:
+    """Python's arguments by their names; the command line's options by theirs, above."""
+    for arguments, text in (
+        ({"ranks": 0}, "ranks is a whole number between 1 and 4096; got 0"),
+        ({"tokens": True}, "tokens is a whole number between 1 and 10000000000; got True"),
+        ({"tensor": 32, "ranks": 256}, "tensor times ranks is at most 4096; got 32 x 256"),
+        ({"ranks": 10, "tokens": 9}, "ranks = 10 is more than the text has tokens, 9"),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            plan.over("llama-3-8b", "1GB/s,2us", **arguments)
+    remark = "without a speed of computing (flops) times are the link's alone"
+    assert str(plan.over("llama-3-8b", "1GB/s,2us", tokens=9)).endswith(remark)
+
+
+def test_what_a_plan_leaves_out_is_told_over_ranks_too() -> None:
+    left_out = plan.of("gpt-3", context=99).notes
+    assert left_out[0].startswith("every other layer of the original is locally banded")
+    result = plan.over("gpt-3", "1GB/s,2us", ranks=2, tokens=99)
+    assert result.notes == left_out and f"not counted or not known: {left_out[0][:60]}" in str(result)
+    beyond = "beyond the 2048 positions the model has learned: 4096"
+    assert plan.over("gpt-3", "1GB/s,2us", tokens=4096).notes == (*left_out, beyond)
+    assert plan.of("gpt-3", context=(99, 4096)).notes == (*left_out, beyond)
+
+
 def test_feed_forward_layers_are_divided_too() -> None:
     with pytest.raises(ValueError, match="tensor = 4 does not divide the width of the feed-forward layers, 66"):
         spread(model_of({**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 8}), Grid(4, 1, SLOW), 64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,6 +109,13 @@ class Model:
         if not any(layer.role == "cross" for layer in self.layers):
             return 0
         return context if self.source is None else self.source
+
+    def notes_at(self, contexts: Iterable[int]) -> tuple[str, ...]:
+        """The notes, with one on the contexts that go beyond the positions that it has learned."""
+        limit = self.positions
+        beyond = [str(context) for context in contexts if limit is not None and context > limit]
+        note = f"beyond the {limit} positions the model has learned: {', '.join(beyond)}"
+        return (*self.notes, *([note] if beyond else []))
 
     def with_layers(self, layers: tuple[AttentionLayer, ...]) -> Model:
         """The same model with other attention layers."""

@@ -94,7 +94,7 @@ def over(
         config: As for `headwise.plan.of`.
         link: Between two ranks, such as ``"50GB/s,2us"``.
         tensor: Ranks that share heads and feed-forward layers; they divide both.
-        ranks: Ranks that share a text's tokens; any number.
+        ranks: Ranks that share a text's tokens; any number up to that of tokens.
         tokens: Of a text.
         batch: Texts at once.
         kv_dtype: Numbers in the cache.
@@ -109,19 +109,12 @@ def over(
         >>> found.spread.weight_bytes, found.spread.layers[0].choose.layout
         (43715791872, 'ulysses')
     """
-    name, content, _ = find_config(config)
+    name, content, card = find_config(config)
     try:
-        model = model_of(content, name)
+        model = model_of(content, name, left_out=tuple(card.get("left_out", ())))
     except ValueError as wrong:
         raise ValueError(f"{name!r}: {wrong}") from None
-    limits = {"tensor": MOST_RANKS, "context-ranks": MOST_RANKS, "context": MAX_TOKENS, "batch": MAX_BATCH}
-    for (what, most), value in zip(limits.items(), (tensor, ranks, tokens, batch), strict=True):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ValueError(f"{what} is a whole number between 1 and {most}; got {short(value)}")
-    if tensor * ranks > MOST_RANKS:
-        raise ValueError(f"tensor times context-ranks is at most {MOST_RANKS}; got {tensor} x {ranks}")
-    if ranks > tokens:
-        raise ValueError(f"context-ranks = {ranks} is more than the text has tokens, {tokens}")
+    check_grid(tensor, ranks, tokens, batch)
     if not isinstance(kv_dtype, str) or kv_dtype not in KV_BYTES:
         raise ValueError(f"kv_dtype is one of {', '.join(KV_BYTES)}; got {short(kv_dtype)}")
     grid = Grid(
@@ -132,7 +125,26 @@ def over(
         None if flops is None else rate(flops, "flops"),
     )
     at = spread(model, grid, tokens, batch=batch, kv_dtype=kv_dtype)
-    return ModelOverRanks(name, at, _scaling(model, at, kv_dtype), model.notes)
+    return ModelOverRanks(name, at, _scaling(model, at, kv_dtype), model.notes_at([tokens]))
+
+
+def check_grid(
+    tensor: int,
+    ranks: int,
+    tokens: int,
+    batch: int,
+    *,
+    names: tuple[str, str, str, str] = ("tensor", "ranks", "tokens", "batch"),
+) -> None:
+    """Raise ValueError for numbers that make no grid; `names` is what whoever gave them calls them."""
+    mosts = MOST_RANKS, MOST_RANKS, MAX_TOKENS, MAX_BATCH
+    for what, value, most in zip(names, (tensor, ranks, tokens, batch), mosts, strict=True):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ValueError(f"{what} is a whole number between 1 and {most}; got {short(value)}")
+    if tensor * ranks > MOST_RANKS:
+        raise ValueError(f"{names[0]} times {names[1]} is at most {MOST_RANKS}; got {tensor} x {ranks}")
+    if ranks > tokens:
+        raise ValueError(f"{names[1]} = {ranks} is more than the text has tokens, {tokens}")
 
 
 def _scaling(model: Model, at: Spread, kv_dtype: str) -> tuple[ScalingRow, ...]:

@@ -110,7 +110,7 @@ def _scaling(model: ModelOverRanks) -> Table:
 def _remarks(model: ModelOverRanks) -> str:
     lines = [f"not counted or not known: {note}" for note in model.notes]
     if model.spread.prefill.compute is None:
-        lines.append("without --flops times are the link's alone")
+        lines.append("without a speed of computing (flops) times are the link's alone")
     if model.spread.model.towers or model.spread.model.states:
         lines.append("towers and layers with a state lie on every rank, whole")
     return "\n".join(lines)

@@ -99,10 +99,7 @@ class AttentionPlan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the counts leave out, and where the contexts go beyond the model."""
-        limit = self.model.positions
-        beyond = [str(cost.context) for cost in self.contexts if limit is not None and cost.context > limit]
-        note = f"beyond the {limit} positions the model has learned: {', '.join(beyond)}"
-        return (*self.model.notes, *([note] if beyond else []))
+        return self.model.notes_at(cost.context for cost in self.contexts)
 
     @property
     def kind(self) -> str:

@@ -33,7 +33,16 @@ def csv(plans: Sequence[AttentionPlan]) -> str:
         '9663676416'
     """
     check_plans(plans)
-    table = [row for plan in plans for row in rows(plan)]
+    return csv_of([row for plan in plans for row in rows(plan)])
+
+
+def csv_of(table: Sequence[Mapping[str, Any]]) -> str:
+    """Rows under the columns that any of them has, in the order in which they come; what a row has none of is empty.
+
+    Example:
+        >>> csv_of([{"name": "a", "bytes": 3}, {"name": "b", "batch": 2}]).splitlines()
+        ['name,bytes,batch', 'a,3,', 'b,,2']
+    """
     file = io.StringIO(newline="")
     writer = writing.DictWriter(file, list(dict.fromkeys(name for row in table for name in row)), lineterminator="\n")
     writer.writeheader()
