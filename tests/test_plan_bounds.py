@@ -148,6 +148,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
       "attention_layers": ["local", "local"]},
      "attention_layers is not what attention_types says; got ['local', 'local']"),
     ({"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 8}, "num_experts_per_tok = 9 is more"),
+    ({"model_type": ["llama"]}, "model_type is a text; got ['llama']"),
+    ({"hidden_size": 96}, "has no model_type, so its architecture is not known"),
+    ({"model_type": "llava", "text_config": {"model_type": ["llama"]}},
+     "text_config has the architecture ['llama']; one of text alone is modelled"),
+    ({"model_type": "llama4", "vision_config": {"model_type": {}}}, "vision_config has the architecture {}; towers of"),
 ]  # fmt: skip
 
 

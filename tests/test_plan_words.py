@@ -251,6 +251,20 @@ def test_plans_that_do_not_stand_side_by_side(other: dict[str, Any], line: str) 
         plan.side_by_side([plan.of("gpt2", context=(100, 300)), plan.of("gpt2", **other)])
 
 
+def test_a_decoded_token_meets_what_the_cache_of_a_chunk_holds() -> None:
+    """As transformers computes it, wherever in a chunk the text ends; a prefill counts the pairs of the mask."""
+    config = {
+        **SMALL,
+        "model_type": "llama4_text",
+        "attention_chunk_size": 7,
+        "head_dim": 16,
+        "no_rope_layers": [1] * 3,
+    }
+    for context in (7, 8, 14, 19):
+        decode = plan.of(config, context=context).contexts[0].decode
+        assert decode is not None and decode.attention == 3 * 2 * 7 * 8 * (16 + 16), context
+
+
 def test_plans_of_two_dtypes_are_told_apart() -> None:
     """In the headings, the remarks and the chart; what all plans share is said once."""
     plans = [plan.of("gpt2", context=9, kv_dtype=dtype, batch=2) for dtype in ("bf16", "int8")]

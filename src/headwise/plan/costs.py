@@ -106,6 +106,9 @@ def prefill(model: Model, context: int, *, batch: int = 1) -> Flops:
 def decode(model: Model, context: int, *, batch: int = 1, absorbed: bool = True) -> Flops | None:
     """Operations of the one token that makes a text `context` tokens long; None for a model that only reads.
 
+    It meets all that the cache holds: in a layer with chunks as much as a chunk, of which its mask allows the tokens
+    since the chunk began.
+
     `absorbed`: latent attention computed on the cached vectors themselves, as engines do; else their keys and values
     are made anew for the whole context at every token, as transformers does.
     """

@@ -130,8 +130,10 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
             the counts and is not modelled.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str):
+    if model_type is None:
         raise ValueError("has no model_type, so its architecture is not known")
+    if not isinstance(model_type, str):
+        raise ValueError(f"model_type is a text; got {short(model_type)}")
     about = architectures().get(model_type)
     if about is None:
         near = difflib.get_close_matches(model_type[:60], architectures(), n=1)
@@ -211,7 +213,7 @@ def _text_of(config: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[dict[
     kind = text.get("model_type", spec["type"])
     as_type = spec.get("as", {}).get(kind, kind) if isinstance(kind, str) else kind
     takes = spec.get("any", [])
-    allowed = as_type in takes if isinstance(takes, list) else "classes" in architectures().get(as_type, {})
+    allowed = as_type in takes if isinstance(takes, list) else "classes" in architectures().get(str(as_type), {})
     if kind != spec["type"] and (not allowed or "text" in architectures()[as_type]):
         what = (
             "one of text alone is modelled" if takes is True else f"{' or '.join(takes or [spec['type']])} is modelled"

@@ -94,7 +94,7 @@ def tower_of(config: Mapping[str, Any], key: str, spec: Mapping[str, Any]) -> tu
     if not isinstance(inner, Mapping):
         raise ValueError(f"{key} is an object; got {short(inner)}")
     kind = inner.get("model_type", spec["type"])
-    kind = spec.get("old", {}).get(kind, kind)
+    kind = spec.get("old", {}).get(kind, kind) if isinstance(kind, str) else kind
     about = known_towers().get(kind) if isinstance(kind, str) else None
     if about is None:
         raise ValueError(
