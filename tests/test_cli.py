@@ -351,7 +351,7 @@ def test_an_empty_name_is_not_the_folder_one_stands_in(command: str, tiny: Path,
     elif command in ("look", "plan"):
         option = "--out" if command == "look" else "--svg"
         named = [] if command == "look" else ["gpt2"]
-        assert "cannot write: the name of the file is empty; give one" in refused(command, *named, option, "")
+        assert f"{option}: the name is empty; give a file" in refused(command, *named, option, "")
 
 
 @pytest.mark.sweep

@@ -136,6 +136,13 @@ def test_recovery_is_measured_on_text_that_nothing_was_fitted_to(tmp_path: Path)
     assert losses.keys() == {"original", "pruned", "recovered", "tokens"} and losses["pruned"] != losses["recovered"]
 
 
+def test_heads_that_are_named_are_ranked_by_nothing(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+    monkeypatch.setattr(cli.output.Progress, "__call__", lambda self, what, total=None: steps.append(what))
+    ran("prune", tiny, "--heads", "0.1,1.2,2.3,3.4", "--text", "the cat sat " * 9, "--dry-run")
+    assert "reading the model" in steps and not [step for step in steps if "ranking" in str(step)]
+
+
 def test_named_heads_and_the_worst_by_score(tiny: str) -> None:
     text = ran("prune", tiny, "--heads", "2.5", "--by", "random", "--dry-run")
     assert "more heads that go, the worst by score, so that one number counts all layers: 0." in text

@@ -11,6 +11,7 @@ import typer
 
 from . import guard
 from .loading import quiet
+from .texts import check_named
 
 MAX_PLAN = 16_000_000
 
@@ -20,6 +21,7 @@ PLAN = "heads-plan.json"
 
 def read_plan(kept: str | None, against: str | None) -> Any:
     """The heads plan of ``--kept``, or the one that ``headwise prune`` left in the other model's folder; or None."""
+    check_named("--kept", kept)
     if kept is None and against is not None and os.path.isfile(os.path.join(against, PLAN)):
         kept = os.path.join(against, PLAN)
     if kept is None:

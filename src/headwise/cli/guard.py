@@ -32,6 +32,7 @@ class OneLine(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
+        several.check()
         try:
             return super().invoke(ctx)
         except EOFError as error:

@@ -12,6 +12,8 @@ import typer
 
 from headwise.extras import missing_extra
 
+from .texts import check_named
+
 Image = Annotated[
     str | None, typer.Option(help="A picture to look at (PNG, JPEG, ...), beside the text where the model reads one.")
 ]
@@ -103,6 +105,7 @@ def _numbers(data: bytes, width: int) -> Any:
 
 
 def _content(path: str, option: str) -> bytes:
+    check_named(option, path)
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE + 1)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .output import show
+from .texts import check_named
 
 
 def _plan(  # private, for a command has as many options as its users need, and no one calls it from Python
@@ -44,6 +45,7 @@ def _plan(  # private, for a command has as many options as its users need, and 
         raise typer.BadParameter("several configs: add --compare to see them side by side")
     for kind, name in (("svg", svg), ("csv", csv)):
         _check(kind, name)
+    check_named("--heads-plan", heads_plan)
     speeds = {"bandwidth": bandwidth, "flops": flops}
     lengths = planning.contexts(context)
     if link is None and (tensor, context_ranks) != (1, 1):
@@ -86,6 +88,7 @@ def _check(kind: str, name: str | None) -> None:
     """Raises where the file cannot be written, or has another end, before anything is planned."""
     if name is None:
         return
+    check_named(f"--{kind}", name)
     from headwise.report import check_destination
 
     check_destination(name)

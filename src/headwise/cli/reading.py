@@ -13,7 +13,7 @@ from headwise.disk import check_destination
 
 from . import guard, several
 from .media import read_image, read_sound
-from .texts import check_corpus
+from .texts import check_corpus, check_named
 
 STATE = "headwise-look.state"
 AT_ONCE = 64
@@ -48,6 +48,8 @@ def checked(more: More, text: str | None, file: str | None) -> More:
         for other, there in (*others, ("importance", more.importance or None)):
             if there is not None:
                 raise typer.BadParameter(f"--{other} is read as one text alone; give it without --{name}")
+    for name, path in (("--sentences", more.sentences), ("--state", more.state)):
+        check_named(name, path)
     for name in ("target", "pair"):
         if name in more.beside and not more.beside[name].strip():
             raise typer.BadParameter(f"--{name}: the text is empty; give a few words at least")

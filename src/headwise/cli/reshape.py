@@ -58,7 +58,9 @@ def _prune(  # private, for a command has as many options as its users need, and
     image: media.Image = None,
     audio: media.Audio = None,
     target: media.TargetOption = None,
-    seed: Annotated[int, typer.Option(help="For --by random.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="For --by random; for --by importance and ablation, which words are masked.")
+    ] = 0,
     out: OutOption = None,
     zero: Annotated[
         bool, typer.Option("--zero", help="Write zeros instead: any heads, any model, the same size.")
@@ -181,7 +183,8 @@ def _read(
     else:
         read = (beside or Beside()).values(hf, loaded, (fitting(loaded, text) for text in texts))
         rows = [read]
-    show(f"ranking heads by {by}")
+    if by is not None:
+        show(f"ranking heads by {by}")
     if by in CRITERIA:
         mask_id = None if loaded.tokenizer is None else loaded.mask_id
         importance = look.importance(loaded.model, read, by=CRITERIA[by], mask_id=mask_id, seed=seed, progress=show)

@@ -11,7 +11,7 @@ import typer
 
 from .media import read_image, read_sound
 from .output import put
-from .texts import check_corpus, read_text
+from .texts import check_corpus, check_named, read_text
 
 if TYPE_CHECKING:
     import rich.table
@@ -28,8 +28,7 @@ def check_out(out: str | None, dry_run: bool) -> None:
     """One line and exit code 2 where there is nothing to write to, or something is there."""
     if out is None and not dry_run:
         raise typer.BadParameter("give --out, the folder to write, or --dry-run to see what would change")
-    if out == "":  # a Path makes "." of it
-        raise typer.BadParameter("--out: the name is empty; give the folder to write")
+    check_named("--out", out, give="the folder to write")
     if out is not None and Path(out).exists():
         raise typer.BadParameter(f"--out {out}: is there already; give a new name, or remove it")
 

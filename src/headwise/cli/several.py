@@ -8,13 +8,30 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import typer
+
 if TYPE_CHECKING:
     from headwise.processes import Processes
 
 
 def started() -> int:
-    """How many processes of this command there are."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """How many processes of this command there are; one where the number is none, which `check` refuses."""
+    said = os.environ.get("WORLD_SIZE", "1")
+    return int(said) if _is_number(said) else 1
+
+
+def check() -> None:
+    """Raises where what torchrun says of this process is no number."""
+    for name, least in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+        said = os.environ.get(name, "1")
+        if not _is_number(said) or int(said) < least:
+            raise typer.BadParameter(
+                f"{name} is a whole number of at least {least}, as torchrun sets it; got {said[:40]!r}; unset it"
+            )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def speaks() -> bool:

@@ -15,6 +15,15 @@ from . import several
 MAX_FILE = 64_000_000
 
 
+def check_named(option: str, value: str | None, *, give: str = "a file") -> None:
+    """Raises where an option that takes a path has an empty one, as a shell gives of a variable that is not set.
+
+    A Path makes "." of it, the folder one stands in.
+    """
+    if value == "":
+        raise typer.BadParameter(f"{option}: the name is empty; give {give}")
+
+
 def read_text(text: str | None, file: str | None) -> str:
     """The text of the options; the default text where there is neither."""
     if text is not None and file is not None:
@@ -55,6 +64,7 @@ def fitting(loaded: Any, text: str) -> str:
 
 def check_corpus(corpus: str) -> None:
     """Raises where there is nothing to read; a folder that may not be read would look like one without texts."""
+    check_named("--corpus", corpus, give="a file or a folder of texts")
     if not Path(corpus).exists():
         raise typer.BadParameter(f"--corpus {corpus}: no such file or folder")
     if not os.access(corpus, os.R_OK):
@@ -70,6 +80,7 @@ def _typed(text: str) -> bytes:
 
 
 def _read(file: str) -> bytes:
+    check_named("--file", file)
     try:
         with open(file, "rb") if file != "-" else contextlib.nullcontext(sys.stdin.buffer) as source:
             content: bytes = source.read(MAX_FILE + 1)

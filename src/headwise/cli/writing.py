@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from .texts import check_named
+
 REPORT = "headwise-report.html"
 PAGES = (".html", ".htm")
 TABLES = (".parquet", ".csv", ".json")
@@ -24,6 +26,7 @@ def destinations(out: Sequence[str] | None, as_json: bool, against: str | None) 
 
 
 def _check(name: str, endings: Sequence[str]) -> None:
+    check_named("--out", name)
     from headwise import report
 
     report.check_destination(name)

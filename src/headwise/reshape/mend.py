@@ -45,7 +45,7 @@ def mend(
     """
     check_kind(Pruning, "plan_prune", plan=plan)
     check_models(model=model)
-    check_writing("", None, progress=progress)
+    check_writing(".", None, progress=progress)
     source = plan.source
     if plan.zero:
         raise ValueError("zeroed heads stay 0, so nothing is solved anew for them; leave zero out, or do not recover")

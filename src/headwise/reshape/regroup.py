@@ -183,7 +183,7 @@ def plan_regroup(
     check_source(source)
     check_counts(seed=seed)
     check_rows(rows, 0)
-    check_writing("", None, progress=progress)
+    check_writing(".", None, progress=progress)
     if model is not None:
         check_models(model=model)
     family, goal = checked(source, num_kv_heads, method)
@@ -256,7 +256,7 @@ def repair(
     """
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_models(model=model)
-    check_writing("", None, progress=progress)
+    check_writing(".", None, progress=progress)
     source = plan.source
     if not isinstance(source, Buildable):
         raise TypeError(

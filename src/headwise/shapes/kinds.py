@@ -143,10 +143,12 @@ def check_functions(**functions: Any) -> None:
 
 
 def check_paths(**paths: Any) -> None:
-    """Names of files or folders: strings, or what `pathlib` makes."""
+    """Names of files or folders: strings that are not empty, or what `pathlib` makes."""
     for name, path in paths.items():
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"{name} is a path, a string or a pathlib.Path; got {shown(path)}")
+        if path == "":  # a Path makes "." of it
+            raise ValueError(f"{name}: the name is empty; give a file or a folder")
 
 
 def check_device(device: Any) -> None:
