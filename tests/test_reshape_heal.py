@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -68,6 +69,21 @@ def test_the_divergence_is_that_of_the_distributions() -> None:
     expected = nn.functional.kl_div(said.log_softmax(-1), known.softmax(-1), reduction="sum")
     assert torch.allclose(divergence(said, known), expected)
     assert divergence(said, said + 3).abs() < 1e-4
+
+
+def test_tokens_that_cannot_come_add_nothing_to_the_divergence() -> None:
+    """Where the teacher's logit is -inf its probability is 0, and 0 log 0 is 0, whatever the student says."""
+    said, known = torch.randn(3, 5, 7), torch.randn(3, 5, 7)
+    known[..., 2] = -math.inf
+    expected = nn.functional.kl_div(said.log_softmax(-1), known.softmax(-1), reduction="sum")
+    said.requires_grad_()
+    far = divergence(said, known)
+    (gradient,) = torch.autograd.grad(far, said)
+    assert torch.allclose(far, expected) and torch.allclose(gradient, said.softmax(-1) - known.softmax(-1), atol=1e-6)
+    both = said.detach().masked_fill(torch.arange(7) == 2, -math.inf)
+    expected = divergence(both[..., [0, 1, 3, 4, 5, 6]], known[..., [0, 1, 3, 4, 5, 6]])
+    assert torch.allclose(divergence(both, known), expected)
+    assert divergence(both, known.nan_to_num(neginf=0.0)) == math.inf, "what comes and is ruled out is as far as can be"
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_result(tmp_path: Path) -> None:
@@ -198,6 +214,38 @@ def test_the_schedule_and_the_windows() -> None:
 def test_what_cannot_be_healed_is_refused(make: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         make()
+
+
+def test_a_state_knows_its_text_and_its_teacher(tmp_path: Path) -> None:
+    """A run that goes on reads on where it stopped: another text or teacher would be half of each."""
+    recipe, state = Recipe(2, rows=1, length=9), tmp_path / "state.pt"
+
+    def heal_on(text: Tensor, teacher: Model, **options: Any) -> Any:
+        return heal(Model(1), teacher, text, recipe, call=lambda model, ids: model(ids), state=state, **options)
+
+    held_out = stream()[:18].view(2, 9)
+    heal_on(stream(), Model(0), held=held_out, first=3)
+    assert heal_on(stream(), Model(0), held=held_out, first=3).steps
+    other = stream()
+    other[-1] = (other[-1] + 1) % VOCABULARY
+    for text, options in (
+        (other, {"first": 3}),
+        (stream()[:-1], {"first": 3}),
+        (stream(), {}),
+        (stream(), {"first": 4}),
+    ):
+        with pytest.raises(ValueError, match=r"state.pt: the state of a run on another text; remove it to begin anew$"):
+            heal_on(text, Model(0), held=held_out, **options)
+    with pytest.raises(ValueError, match=r"state.pt: the state of a run on another text; remove it to begin anew$"):
+        heal_on(stream(), Model(0), held=held_out + 1, first=3)
+    with pytest.raises(
+        ValueError, match=r"state.pt: the state of a run with another teacher; remove it to begin anew$"
+    ):
+        heal_on(stream(), Model(4), held=held_out, first=3)
+    saved = torch.load(state, weights_only=True)
+    torch.save({name: part for name, part in saved.items() if name not in ("text", "teacher")}, state)
+    with pytest.raises(ValueError, match=r"state.pt: no state that a run of healing left; remove it to begin anew$"):
+        heal_on(stream(), Model(0), held=held_out, first=3)
 
 
 @pytest.mark.unchecked

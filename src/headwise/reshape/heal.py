@@ -6,6 +6,7 @@ goes on to the same result; its state is on disk whole or not at all.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable
@@ -25,8 +26,10 @@ from .arguments import check_kind, check_models, check_rows
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
-STATE = {"recipe", "student", "optimizer", "step", "steps", "held"}
+STATE = {"recipe", "student", "optimizer", "step", "steps", "held", "text", "teacher"}
 """What the file of a run's state has by name."""
+MARKED = 1024
+"""Numbers of a tensor that a mark is made of, at least where it has as many."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ def heal(
         recipe: Steps, batch, learning rate.
         held: Windows (n, T) to measure on at the start, every so many steps, and at the end.
         first: A token to put before every window, such as BOS.
-        state: A file to keep the state of the run in, every so many steps; a run that finds one there goes on from it.
+        state: A file to keep the state of the run in, every so many steps; a run that finds one there goes on from it,
+            if it is of the same recipe, text and teacher.
         every: How many steps that is.
         call: The logits (B, T, vocabulary) of a model; by default of a transformers model, without a cache.
         accelerator: An `accelerate.Accelerator`, to place the models and to run backward.
@@ -130,7 +134,8 @@ def heal(
         The losses. Every process has the same.
 
     Raises:
-        TypeError, ValueError: a stream that is no row of ids or too short; a state of another recipe.
+        TypeError, ValueError: a stream that is no row of ids or too short; a state of another recipe, text or
+            teacher.
         OSError: `state` cannot be written.
 
     Example:
@@ -151,6 +156,8 @@ def heal(
         check_rows([held], 1)
     _check_stream(stream, recipe, first)
     run = _Run(student, teacher, recipe, call or logits_of, accelerator, Path(state) if state is not None else None)
+    if state is not None:
+        run.marks = {"text": _mark_of(stream, held, first), "teacher": _mark_of(*teacher.state_dict().items())}
     run.begin()
     with in_eval_mode(run.student, run.teacher):  # each step depends on its batch alone
         for step in range(run.step, recipe.steps):
@@ -175,7 +182,8 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """The Kullback-Leibler divergence of each place's distribution, summed: nats."""
     said, known = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
-    return (known.exp() * (known - said)).sum()
+    apart = (known - said).masked_fill(known == -math.inf, 0.0)  # of what cannot come: 0 log 0 is 0
+    return (known.exp() * apart).sum()
 
 
 class _Run:
@@ -201,6 +209,7 @@ class _Run:
         self.optimizer: Any = torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.lr)
         self.student, self.teacher = student, teacher
         self.step, self.curve = 0, Curve([], [])
+        self.marks: dict[str, str] = {}
 
     def begin(self) -> None:
         """Goes on where the last run stopped, if it left anything."""
@@ -213,6 +222,9 @@ class _Run:
                 names = [name for name in mine if saved["recipe"].get(name) != mine[name]]
                 other = ", ".join(f"{name} {shown(saved['recipe'].get(name))}, not {mine[name]}" for name in names)
                 raise ValueError(f"{self.state}: the state of another run ({other}); remove it, or heal as it says")
+            for name, what in (("text", "on another text"), ("teacher", "with another teacher")):
+                if saved[name] != self.marks[name]:
+                    raise ValueError(f"{self.state}: the state of a run {what}; remove it to begin anew")
             try:
                 self.plain.load_state_dict(saved["student"])
                 self.optimizer.load_state_dict(saved["optimizer"])
@@ -281,12 +293,32 @@ class _Run:
         beside = self.state.with_name(f".{self.state.name}.{os.getpid()}")
         try:
             with open(beside, "wb") as file:
-                torch.save({**parts, **asdict(self.curve), "recipe": asdict(self.recipe)}, file)
+                torch.save({**parts, **self.marks, **asdict(self.curve), "recipe": asdict(self.recipe)}, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, self.state)
         finally:
             beside.unlink(missing_ok=True)
+
+
+def _mark_of(*parts: Any) -> str:
+    """What tells texts and models apart: a hash.
+
+    Of a tensor of weights some numbers from everywhere in it: another model's are others, and a large one is not read.
+    """
+    mark = hashlib.sha256()
+    for part in parts:
+        name, value = part if isinstance(part, tuple) else ("", part)
+        mark.update(repr(name).encode())
+        if not isinstance(value, Tensor):
+            mark.update(repr(value).encode())
+            continue
+        mark.update(repr((tuple(value.shape), value.dtype)).encode())
+        numbers = value.detach().flatten()
+        if value.is_floating_point():
+            numbers = numbers[:: max(1, numbers.numel() // MARKED)].double()
+        mark.update(numbers.cpu().contiguous().numpy().tobytes())
+    return mark.hexdigest()
 
 
 def _state_of(path: Path) -> dict[str, Any]:
