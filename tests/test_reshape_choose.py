@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from reshape_models import Made, decoder
 
 from headwise.plan import of
-from headwise.reshape import Budget, by_call, by_twins, plan_prune, random_scores
+from headwise.reshape import Budget, by_call, by_twins, plan_prune, random_scores, select
+from headwise.reshape.axes import Sizes
 from headwise.reshape.choose import parse_heads
 
 Scores = dict[tuple[str, int], float]
@@ -256,3 +258,14 @@ def test_of_heads_that_are_alike_one_is_spared() -> None:
         ((1, 1), 0.2, (0, 0)),
     ]
     assert by_twins(twins) == [[1.3, 0.9], [1.0, 0.2]]
+
+
+def test_several_fields_shrink_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an encoder with a decoder has them: by the same part, each to a number that loads, the most first."""
+    loads = {"encoder": [(6, 6), (4, 4), (3, 3), (1, 1)], "decoder": [(4, 4), (2, 2), (1, 1)]}
+    counts = {field: [SimpleNamespace(sizes=Sizes(one[0][0], one[0][0], 5, 5))] for field, one in loads.items()}
+    monkeypatch.setattr(select, "loadable", lambda family, field: loads[field])
+    steps = select._steps(SimpleNamespace(counts=counts))  # type: ignore[arg-type]
+    pairs = [(step["encoder"][0], step["decoder"][0]) for step in steps]
+    assert pairs == sorted(set(pairs), reverse=True) and all(step.keys() == loads.keys() for step in steps)
+    assert pairs[0] == (6, 4) and pairs[-1] == (1, 1) and (3, 2) in pairs

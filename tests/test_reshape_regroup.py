@@ -17,11 +17,15 @@ from torch import Tensor
 
 from headwise import hf, reshape
 from headwise.hf import proving
+from headwise.plan import of
 from headwise.reshape.axes import Sizes, form
 from headwise.reshape.calibrate import family_in_memory, rows_of
+from headwise.reshape.classes import Target
 from headwise.reshape.layers import head_weights, layer_tensors
 from headwise.reshape.merge import METHODS
+from headwise.reshape.prune import as_stored
 from headwise.reshape.regroup import plan_regroup, repair
+from headwise.reshape.write import Planned
 
 KEEPS = [
     "llama",
@@ -210,3 +214,23 @@ def test_to_recover_takes_a_model_and_text() -> None:
         reshape.regroup(decoder(6, 6, D=6), "nowhere", 2, recovering=True)
     with pytest.raises(TypeError, match=r"repair builds the changed model, for which headwise.hf.checkpoint is needed"):
         repair(plan_regroup(decoder(6, 6, D=6), 2), torch.nn.Linear(2, 2), [])
+
+
+def test_a_model_with_towers_is_counted_whole_before_and_after() -> None:
+    """Before as after: of a model that reads pictures, too, only the text's heads share."""
+    source = opened("gemma3")
+    facts = plan_regroup(source, 1, method="mean").facts()
+    before, after = (plan["parameters"] for plan in facts["plan"])
+    assert before == of(source.config).parameters()["total"]
+    text = source.config["text_config"]
+    each = text["hidden_size"] * text["head_dim"] * (text["num_key_value_heads"] - 1)
+    assert before - after == 2 * each * text["num_hidden_layers"]
+
+
+def test_a_tensor_is_stored_as_its_class_has_it() -> None:
+    matrix = torch.arange(35.0).view(5, 7)
+    one = Planned("h.0.attn.c_proj.weight", matrix.dtype, (5, 7), lambda: matrix)
+    for ends, expected in (((), matrix), (("mlp.c_proj.weight",), matrix), (("attn.c_proj.weight", "x"), matrix.T)):
+        stored = as_stored(one, Target("any", {}, transposed=ends))
+        assert stored.shape == tuple(expected.shape) and torch.equal(stored.make(), expected), ends
+        assert stored.make().is_contiguous()

@@ -83,8 +83,7 @@ class Pruning:
         planned = kept(self.source, name)
         if layer is not None and form is not None and layer.key in self.gone:
             planned = changed(planned, form, layer.sizes, self.kept[layer.key], zero=self.zero)
-        if name.endswith(self.target.transposed or ("\n",)):
-            planned = transposed(planned)
+        planned = as_stored(planned, self.target)
         if name in self.solved:
             anew, dtype = self.solved[name], planned.dtype
             planned = Planned(name, dtype, planned.shape, lambda: anew.to(dtype))
@@ -146,8 +145,10 @@ def changed(planned: Planned, form: TensorRuns, sizes: Sizes, some: KeptHeads, *
     return Planned(planned.name, planned.dtype, shape, lambda: form.keep(make(), sizes, some))
 
 
-def transposed(planned: Planned) -> Planned:
-    """A matrix the other way round."""
+def as_stored(planned: Planned, target: Target) -> Planned:
+    """A tensor as the class stores it that loads the result: a matrix the other way round, where it does."""
+    if not planned.name.endswith(target.transposed):
+        return planned
     make = planned.make
     return Planned(planned.name, planned.dtype, planned.shape[::-1], lambda: make().T.contiguous())
 

@@ -29,7 +29,7 @@ from .layout import Family, Layer, check_shapes, family_of
 from .merge import METHODS, Merge, Method, check_method, merge
 from .pair import batches_of
 from .proof import PLAIN, Proof, planned, require
-from .prune import Known, transposed
+from .prune import Known, as_stored
 from .recover import Inputs, Repaired, recover
 from .report import PLAN, RESHAPE, markdown
 from .select import bytes_of
@@ -82,9 +82,7 @@ class Regrouping:
             planned = kept(self.source, name)
             if name in layer_of:
                 planned = maker.planned(planned, layer_of[name])
-            if name.endswith(self.target.transposed or ("\n",)):
-                planned = transposed(planned)
-            made.append(planned)
+            made.append(as_stored(planned, self.target))
         return made
 
     def heads_plan(self) -> dict[str, Any]:
@@ -122,7 +120,9 @@ class Regrouping:
             "model_type": [self.family.model_type, self.target.model_type],
             "weight_bytes": [bytes_of(self.source.tensors.values()), bytes_of(self.tensors())],
             "context": context,
-            "plan": [planned(config, context) for config in (self.family.config, self.target.config)],
+            "plan": [
+                planned(config, context) for config in (self.family.whole(self.family.config), self.target.config)
+            ],
         }
 
 
