@@ -260,6 +260,7 @@ def test_of_heads_that_are_alike_one_is_spared() -> None:
     assert by_twins(twins) == [[1.3, 0.9], [1.0, 0.2]]
 
 
+@pytest.mark.unchecked  # a family that has nothing but its counts
 def test_several_fields_shrink_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an encoder with a decoder has them: by the same part, each to a number that loads, the most first."""
     loads = {"encoder": [(6, 6), (4, 4), (3, 3), (1, 1)], "decoder": [(4, 4), (2, 2), (1, 1)]}
