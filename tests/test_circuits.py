@@ -289,6 +289,18 @@ def test_outputs_that_are_no_logits_of_the_text_have_no_shares_of_them(text: lis
     assert len(result.heads) == 12 and all(head.norm > 0 for head in result.heads)
 
 
+def test_logits_in_a_tuple_are_logits() -> None:
+    class Tupled(Small):
+        def forward(self, ids: Tensor) -> Any:
+            return (super().forward(ids), None)
+
+    one, other = Small(), Tupled()
+    other.load_state_dict(one.state_dict())
+    alone, first = (circuits(model, TEXT).heads for model in (one, other))
+    assert [head.logit for head in first] == [head.logit for head in alone]
+    assert None not in {head.logit for head in first}
+
+
 @pytest.mark.unchecked
 def test_what_does_not_fit_is_refused() -> None:
     model = Small()

@@ -147,6 +147,20 @@ def test_other_texts_leave_patterns_uncompared(before: Look) -> None:
     assert not comparison.changed and "they read other tokens: patterns are not compared" in str(comparison)
 
 
+def test_records_of_other_widths_are_compared_by_what_both_have(before: Look, after: Look) -> None:
+    """Such as records that were made by hand, or by a version that noted fewer offsets."""
+    bare = replace(after, heads=tuple(replace(head, map=(), offsets=head.offsets[:3]) for head in after.heads))
+    for a, b in ((before, bare), (bare, before)):
+        comparison = look.compare(a, b)
+        assert comparison.same_text and {(one.moved, one.divergence) for one in comparison.heads} == {(None, None)}
+    first, second = before.heads[0], bare.heads[0]
+    both = [*zip(first.offsets[:3], second.offsets, strict=True), *zip(first.ahead, second.ahead, strict=True)]
+    far = abs(sum(a for a, _ in both) - sum(b for _, b in both))
+    expected = (sum(abs(a - b) for a, b in both) + far) / 2
+    assert look.compare(before, bare).heads[0].near == pytest.approx(expected, abs=1e-5)
+    assert look.compare(before, pruned(bare, [0, 2])).guessed == (0,)
+
+
 @pytest.mark.unchecked
 def test_what_cannot_be_compared_is_told(before: Look) -> None:
     small = pruned(before, [0, 1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,13 @@ from headwise.look.passes import batches
 from headwise.look.state import load
 
 WORDS = Vocabulary(frozenset(DELIMITERS))
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(Vocabulary)])
+def test_a_state_knows_what_the_ids_are(name: str) -> None:
+    other = replace(WORDS, **{name: frozenset({5, 7})})
+    one, two = (corpus.fingerprint("tiny", None, words, {}, [1, 2]) for words in (WORDS, other))
+    assert one != two and one == corpus.fingerprint("tiny", None, replace(WORDS), {}, [1, 2])
 
 
 def drawn(count: int, seed: int = 0) -> list[list[int]]:

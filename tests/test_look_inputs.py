@@ -376,6 +376,12 @@ def test_targets_by_their_definition(ahead: bool) -> None:
         assert set(tensors["induction"][0, i].tolist()) - {-1} == (after if i else set())
 
 
+def test_a_mark_behind_a_blank_is_a_delimiter_however_the_tokenizer_writes_blanks() -> None:
+    marks = ["\u0120.", "\u2581,", " ;", "!", "a."]
+    words = vocabulary([11, 12, 13, 14, 15], marks, None, IdFacts(50, None, {}, 11, 15))
+    assert (words.delimiters, words.stops, words.commas) == ({11, 12, 13, 14}, {11}, {12})
+
+
 def test_what_separates() -> None:
     """A config's `sep`, special tokens that the caller calls delimiters, and tokens that are written so."""
     facts = IdFacts(50, None, {"bos": 1, "sep": 4, "eos": 5}, 1, 5)

@@ -28,13 +28,25 @@ def planted() -> Look:
 
 def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     assert Look.from_dict(json.loads(planted.to_json(maps=True))) == planted
-    without = json.loads(planted.to_json())
+    assert Look.from_dict(json.loads(planted.to_json())) == planted
+    without = json.loads(planted.to_json(maps=False))
     assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=(), neurons=())
     assert Look.from_dict(planted.to_dict()) == planted
     with pytest.raises(ValueError, match="not JSON compliant"):
         replace(planted, seconds=math.nan).to_json()
     with pytest.raises(ValueError, match=re.escape("a look is read from format 1 to 2, got 99; write it again")):
         Look.from_dict(planted.to_dict() | {"format": 99})
+
+
+@pytest.mark.parametrize("name", ["entropy", "role", "offset_3", "broad", "broad.null", "layer"])
+def test_the_numbers_of_another_are_no_column_of_a_look(planted: Look, name: str) -> None:
+    numbers = [[0.25] * planted.num_heads]
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(name)} is a column of every look; give the numbers another name"
+    ):
+        planted.with_extras(**{name: numbers})
+    once = planted.with_extras(worth=numbers)
+    assert once.with_extras(worth=[[0.5] * planted.num_heads]).heads[0].extras == {"worth": 0.5}
 
 
 def test_a_field_of_another_kind_is_refused_wherever_it_stands(planted: Look) -> None:

@@ -80,6 +80,14 @@ def test_outputs_against_gram_matrices() -> None:
     assert apart[~np.eye(40, dtype=bool)].mean() > 0.95, "nothing in common, on 17 tokens of 16 numbers"
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_outputs_of_few_tokens_are_not_compared(length: int) -> None:
+    """The estimate divides by n - 2 and n - 3."""
+    result = redundancy(BY_NAME["Llama GQA"].build(), {"input_ids": torch.tensor([TEXT[:length]])})
+    assert {(head.output, head.output_of) for head in result.heads} == {(None, None)} and result.outputs == ()
+    assert all(head.pattern is not None for head in result.heads) and str(result)
+
+
 def closest_first(distances: Any, threshold: float) -> list[list[int]]:
     groups = [[n] for n in range(len(distances))]
     while len(groups) > 1:

@@ -100,7 +100,7 @@ def _put(result: Any, names: Sequence[str], as_json: bool, *, compared: bool) ->
     """Writes the files, and prints JSON, or the table and below it what was written."""
     lines = writing.write(result, names)
     if as_json:
-        print(result.to_json())
+        print(result.to_json() if compared else result.to_json(maps=False))
         return
     if compared:
         put(result.table())

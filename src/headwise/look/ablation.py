@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..extras import missing_extra
 from ..nn.probe import probe
 from ..nn.resting import resting
 from ..nn.unwrap import unwrap
@@ -100,11 +99,9 @@ class Ablation(Tabled):
 
     def table(self) -> rich.table.Table:
         """The losses."""
-        try:
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError as error:
-            raise missing_extra("a table of losses", "look", error) from None
+        from rich.table import Table
+        from rich.text import Text
+
         title = f"{self.model}: heads off by {self.by}, {self.tokens} tokens"
         caption = None if self.kl is None else f"KL of the next token, before to after: {self.kl:.4f} nats a token"
         table = Table(title=Text(title, "table.title"), caption=caption, title_justify="left", caption_justify="left")
@@ -117,11 +114,9 @@ class Ablation(Tabled):
 
     def places_table(self) -> rich.table.Table:
         """Where the next token changed most: before and after, all heads off together."""
-        try:
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError as error:
-            raise missing_extra("a table of changes", "look", error) from None
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(title="where the next token changed most", title_justify="left")
         for name in ("after token", "KL", "next token: before -> after"):
             table.add_column(name, justify="right" if name == "KL" else "left")

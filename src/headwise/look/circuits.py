@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..extras import missing_extra
 from ..nn.unwrap import unwrap
 from ..shapes.kinds import check_counts
 from .inputs import check_told, model_name
@@ -99,11 +98,9 @@ class Circuits(Tabled):
 
 
 def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
-    try:
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError as error:
-        raise missing_extra("a table of circuits", "look", error) from None
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=Text(title, "table.title"), title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name == "by" else "right")

@@ -346,7 +346,7 @@ def _change(a: HeadRecord, b: HeadRecord, same: bool) -> HeadChange:
 
 
 def _alike(a: HeadRecord, b: HeadRecord) -> bool:
-    return bool(a.map) and (len(a.map), len(a.map[0])) == (len(b.map), len(b.map[0]))
+    return bool(a.map and b.map) and (len(a.map), len(a.map[0])) == (len(b.map), len(b.map[0]))
 
 
 def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[float]]:
@@ -372,8 +372,11 @@ def _divergence(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> float
 
 
 def _near(a: HeadRecord, b: HeadRecord) -> float:
-    """Total variation of the mean masses by offset; what no offset has counts as far."""
-    width = max(len(a.ahead), len(b.ahead))
-    p, q = ([*one.offsets, *one.ahead, *[0.0] * (width - len(one.ahead))] for one in (a, b))
+    """Total variation of the mean masses by offset; what no offset has counts as far.
+
+    A head that may not look ahead has no mass there. Of offsets back, those that both records have count.
+    """
+    width, back = max(len(a.ahead), len(b.ahead)), min(len(a.offsets), len(b.offsets))
+    p, q = ([*one.offsets[:back], *one.ahead, *[0.0] * (width - len(one.ahead))] for one in (a, b))
     far = abs(sum(p) - sum(q))
     return (sum(abs(x - y) for x, y in zip(p, q, strict=True)) + far) / 2

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch.distributed as dist
@@ -141,7 +142,7 @@ def fingerprint(
     """What sums may be added to each other: of one model by name, one version, one set of roles and words, one text
     that begins the corpus.
     """
-    listed = [sorted(ids) for ids in (words.delimiters, words.punctuation, words.special)]
+    listed = [sorted(getattr(words, one.name)) for one in fields(words)]
     text = json.dumps(
         [version(), name, repr(repeats), listed, sorted(readings), [role.name for role in ROLES], [*first]]
     )

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..extras import missing_extra
 from ..nn.outputs import output_projections
 from ..nn.probe import AttentionCall, probe
 from ..nn.unwrap import unwrap
@@ -116,11 +115,9 @@ class Importance(Tabled):
 
     def table(self, most: int = 40, by: str | None = None) -> rich.table.Table:
         """The heads that matter most by a criterion (the first by default), at most so many."""
-        try:
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError as error:
-            raise missing_extra("a table of importance", "look", error) from None
+        from rich.table import Table
+        from rich.text import Text
+
         check_counts(most=most)
         by = self.by[0] if by is None else by
         self.scores(by)

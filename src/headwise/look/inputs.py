@@ -150,7 +150,28 @@ def checked_readings(readings: object, facts: IdFacts) -> Mapping[str, Sequence[
             if not isinstance(passage, Passage):
                 raise TypeError(f"readings[{reads!r}] holds headwise.look.Passage; got {shown(passage)}")
             check_fits(as_row(list(passage.ids)), facts.vocabulary, facts.positions)
+            _check_places(reads, passage)
     return {reads: passages for reads, passages in readings.items() if passages}
+
+
+def _check_places(reads: str, passage: Passage) -> None:
+    """Raise ValueError where links or classes name places outside the passage."""
+    T = len(passage.ids)
+    rows = {f"links[{name!r}]": linked for name, linked in passage.links.items()}
+    for name, linked in rows.items():
+        if len(linked) > T:
+            raise ValueError(
+                f"readings[{reads!r}]: {name} lists the places linked to each token, and the passage has {T} tokens; "
+                f"got {len(linked)} lists"
+            )
+    places = {name: [place for keys in linked for place in keys] for name, linked in rows.items()}
+    places |= {f"classes[{name!r}]": [*named] for name, named in passage.classes.items()}
+    for name, listed in places.items():
+        wrong = [place for place in listed if not 0 <= place < T]
+        if wrong:
+            raise ValueError(
+                f"readings[{reads!r}]: places of a passage of {T} tokens are 0 to {T - 1}; {name} names {wrong[0]}"
+            )
 
 
 def text_config(model: nn.Module) -> Any:
@@ -238,7 +259,7 @@ def vocabulary(
     if delimiters is not None:
         chosen = frozenset(whole_numbers("delimiters", list(delimiters) if isinstance(delimiters, Set) else delimiters))
     else:
-        chosen = frozenset(i for i, token in pairs if token.strip(" ") in MARKS)
+        chosen = frozenset(i for i, token in pairs if token.strip(BLANKS) in MARKS)
     special = frozenset(facts.special.values())
     marks = frozenset(i for i, token in pairs if i not in special and is_punctuation(token))
     closers = {facts.special.get("sep")} | (chosen & special) | {i for i, token in pairs if token == "[SEP]"}

@@ -65,11 +65,8 @@ def far_offset(got: Got) -> Sums | None:
     """The offset beyond those with roles of their own at which most rows have their largest weight."""
     if got.scene.cross:
         return None
-    filled = got.largest_key >= 0
-    far = torch.where(filled & (got.distance.abs() > FAR), got.distance, 0)
-    B, H, T = far.shape
-    counts = torch.zeros(B, H, 2 * T, dtype=torch.long, device="cpu").scatter_add(2, far + T, (far != 0).long())
-    most, place = counts.max(-1)
+    filled, T = got.largest_key >= 0, got.largest_key.shape[2]
+    most, place = _far(got)
     drawn = got.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
     chance = (torch.arange(T, device="cpu") - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
 
@@ -77,6 +74,26 @@ def far_offset(got: Got) -> Sums | None:
         return f"{T - int(place[b, h]):+}"
 
     return Sums(most.double(), filled.double().sum(-1), chance.double().sum(-1), detail=detail)
+
+
+def on_far_offset(got: Got) -> Tensor:
+    """(B, H, T) bool: whether the largest weight lies at the head's own far offset."""
+    most, place = _far(got)
+    T = got.largest_key.shape[2]
+    return (got.largest_key >= 0) & (got.distance == (place - T)[..., None]) & (most > 0)[..., None]
+
+
+def _far(got: Got) -> tuple[Tensor, Tensor]:
+    """(B, H) each: how many rows have their largest weight at the far offset of most of them, and T + that offset."""
+
+    def make() -> Tensor:
+        far = torch.where((got.largest_key >= 0) & (got.distance.abs() > FAR), got.distance, 0)
+        B, H, T = far.shape
+        counts = torch.zeros(B, H, 2 * T, dtype=torch.long, device="cpu").scatter_add(2, far + T, (far != 0).long())
+        return torch.stack(counts.max(-1))
+
+    most, place = got.once("far", make)
+    return most, place
 
 
 LEAST_ROWS = 16
@@ -90,24 +107,44 @@ def other_sink(got: Got) -> Sums | None:
     """
     if got.scene.cross or got.scene.among is not None:
         return None
-    keys, T = got.largest_key, got.rows.entropy.shape[2]
-    rows = torch.arange(T, device="cpu")
+    T = got.rows.entropy.shape[2]
     if T <= LEAST_ROWS:
         return None
-    behind = (keys > 0) & (keys <= rows)
-    largest = torch.where(behind, got.rows.largest.double().cpu(), 0.0)
-    level = (1 / got.rows.keys.double().cpu().clamp(min=1)).flip(-1).cumsum(-1).flip(-1)
-    alpha = torch.zeros_like(largest).scatter_add(2, keys.clamp(min=0), largest)
-    queries = (T - rows).double()
-    alpha = torch.where(2 * queries >= T, alpha / queries, 0.0)
+    alpha = _sinks(got)
     value, place = alpha.max(-1)
-    chance = level.gather(2, place[..., None])[..., 0] / queries[place]
+    device = got.call.query.device
+    rows, keys = torch.arange(T, device=device)[:, None], place[..., None, None].to(device)
+    seen = got.allowed(rows[None, None], keys)[..., 0].cpu()
+    shares = torch.where(seen, 1 / got.rows.keys.double().cpu().clamp(min=1), 0.0)
+    level = shares.flip(-1).cumsum(-1).flip(-1)
+    chance = level.gather(2, place[..., None])[..., 0] / (T - place).double()
     count = torch.full_like(value, T - 1)
 
     def detail(b: int, h: int) -> str:
         return f"key {int(place[b, h])}"
 
     return Sums(value * count, count, chance * count, detail=detail)
+
+
+def on_other_sink(got: Got) -> Tensor:
+    """(B, H, T) bool: whether the largest weight lies on the head's own sink, at or before the query."""
+    keys, rows = got.largest_key, torch.arange(got.largest_key.shape[2], device="cpu")
+    return (keys > 0) & (keys <= rows) & (keys == _sinks(got).argmax(-1, keepdim=True))
+
+
+def _sinks(got: Got) -> Tensor:
+    """(B, H, T): alpha_k of each key of the first half, from the rows whose largest weight it has."""
+
+    def make() -> Tensor:
+        keys, T = got.largest_key, got.largest_key.shape[2]
+        rows = torch.arange(T, device="cpu")
+        behind = (keys > 0) & (keys <= rows)
+        largest = torch.where(behind, got.rows.largest.double().cpu(), 0.0)
+        alpha = torch.zeros_like(largest).scatter_add(2, keys.clamp(min=0), largest)
+        queries = (T - rows).double()
+        return torch.where(2 * queries >= T, alpha / queries, 0.0)
+
+    return got.once("sinks", make)
 
 
 def same_token(links: Tensor, scene: Scene) -> Tensor:

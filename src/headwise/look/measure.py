@@ -142,12 +142,9 @@ def _add_evidence(got: Got, role: Role, above: Tensor, tally: LayerTally) -> Non
 def add_numbers(got: Got, tally: LayerTally, size: int) -> None:
     """What every head has: entropy and the like, the masses of offsets, the pooled map."""
     rows = got.rows
-    T, S = got.scene.queries.shape[1], got.scene.keys.shape[1]
+    (B, T), S = got.scene.queries.shape, got.scene.keys.shape[1]
     ahead = bool((got.uniform.offsets[..., FAR + 1 :] > 0).any())
-    counts = torch.tensor(
-        [max(T - abs(k), 0) if not got.scene.cross else T for k in OFFSETS], dtype=torch.float64, device="cpu"
-    )
-    able = (got.uniform.offsets > 0).double().cpu() * counts
+    able = (got.uniform.offsets > 0).double().cpu() * T if got.scene.cross else got.able[:, None].expand(B, -1, -1)
     for b in range(len(got.scene.passages)):
         sums = {
             "entropy": rows.entropy[b].double().sum(-1),

@@ -69,6 +69,23 @@ class Got:
         return self.rows.offsets.double().cpu(), self.uniform.offsets.double().cpu()
 
     @cached_property
+    def able(self) -> Tensor:
+        """(B|1, n): how many queries may attend the key at each of `OFFSETS`, in self-attention."""
+        call, T = self.call, self.rows.entropy.shape[2]
+        i = torch.arange(T, device=call.query.device)[:, None]
+        j = i + torch.tensor(OFFSETS, device=i.device)
+        inside = (j >= 0) & (j < T)
+        seen = self.allowed(i[None, None], j.clamp(0, T - 1)[None, None]) & inside
+        return seen.sum(2)[:, 0].double().cpu()
+
+    def allowed(self, i: Tensor, j: Tensor) -> Tensor:
+        """(B|1, H|1, R, C) bool: whether some head may attend key j from query i; i and j broadcast to that shape."""
+        call = self.call
+        (B, H, T, _), S = call.query.shape, call.key.shape[2]
+        seen = None if call.mask is None else call.mask.sized(B, H).forbids().at(i, j, T, S)[0]
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=i.device) if seen is None else seen
+
+    @cached_property
     def distance(self) -> Tensor:
         """(B, H, T): how far before the query its largest weight lies; meaningless where the row is empty."""
         return torch.arange(self.rows.largest_key.shape[2], device="cpu") - self.largest_key
@@ -162,12 +179,9 @@ def _offset(got: Got, offset: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mass (B, H) at an offset, that of uniform attention (B, 1), and the number of queries (B, 1)."""
     mass, level = (masses[..., _COLUMNS[offset]] for masses in got.offsets)
     T = got.rows.entropy.shape[2]
-    able = (
-        max(T - abs(offset), 0)
-        if got.scene.among is None
-        else got.scene.count(torch.ones(1, T, dtype=torch.bool, device="cpu"))
-    )
-    return mass, level, (level > 0).double() * able
+    if got.scene.among is None:
+        return mass, level, got.able[:, _COLUMNS[offset], None].expand_as(level)
+    return mass, level, (level > 0).double() * got.scene.count(torch.ones(1, T, dtype=torch.bool, device="cpu"))
 
 
 @dataclass(frozen=True)

@@ -169,14 +169,8 @@ def patch_sink(got: Got) -> Sums | None:
     patches = torch.tensor([cell != NOWHERE for cell in keys.cells], device="cpu")
     if queries is not keys or int(patches.sum()) < LEAST_PATCHES:
         return None
-    best = got.largest_key
-    rows = torch.arange(best.shape[2], device="cpu")
-    among = patches[rows]  # of the queries, too, the patches alone
-    counted = (best >= 0) & patches[best.clamp(min=0)] & among & (best != rows)
-    largest = torch.where(counted, got.rows.largest.double().cpu(), 0.0)
-    alpha = torch.zeros_like(largest).scatter_add(2, best.clamp(min=0), largest)
-    value, place = alpha.max(-1)
-    count = got.scene.count(among[None]) - 1
+    value, place = _masses(got).max(-1)
+    count = got.scene.count(patches[None]) - 1
     chance = (1 / got.rows.keys.double().cpu().clamp(min=1)).mean(-1) * count
 
     def detail(b: int, h: int) -> str:
@@ -191,7 +185,23 @@ LEAST_PATCHES = 9
 """Patches that a picture must have before one of them counts as a sink."""
 
 
-def on_patches(got: Got) -> Tensor:
-    """(B, H, T) bool: whether the largest weight lies on a patch other than the query's own."""
+def on_patch_sink(got: Got) -> Tensor:
+    """(B, H, T) bool: whether a patch's largest weight lies on the head's own patch sink."""
+    return _on_patches(got) & (got.largest_key == _masses(got).argmax(-1, keepdim=True))
+
+
+def _masses(got: Got) -> Tensor:
+    """(B, H, T): what patches have their largest weight on each patch but their own, summed."""
+
+    def make() -> Tensor:
+        largest = torch.where(_on_patches(got), got.rows.largest.double().cpu(), 0.0)
+        return torch.zeros_like(largest).scatter_add(2, got.largest_key.clamp(min=0), largest)
+
+    return got.once("masses", make)
+
+
+def _on_patches(got: Got) -> Tensor:
+    """(B, H, T) bool: whether a patch's largest weight lies on another patch."""
     patches = torch.tensor([cell != NOWHERE for cell in got.scene.axes[1].cells], device="cpu")
-    return patches[got.largest_key.clamp(min=0)] & (got.largest_key >= 0) & (got.distance != 0)
+    best = got.largest_key
+    return patches[best.clamp(min=0)] & (best >= 0) & patches & (got.distance != 0)

@@ -93,8 +93,7 @@ def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
     Raises:
         ValueError: there are none.
     """
-    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
-    logits = logits[0] if isinstance(logits, tuple) and logits else logits
+    logits = logits_in(output)
     if classes and isinstance(logits, Tensor) and logits.ndim == 2:
         logits = logits[:, None]
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] != length:
@@ -104,6 +103,12 @@ def logits_of(output: Any, length: int, *, classes: bool = False) -> Tensor:
             "it with its language-modelling head, or give loss=, a function (output, ids) -> (B,)"
         )
     return logits
+
+
+def logits_in(output: Any) -> Any:
+    """What stands where a model gives its logits: itself, its ``logits``, or the first of a tuple."""
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    return logits[0] if isinstance(logits, tuple) and logits else logits
 
 
 def checked_losses(losses: object, rows: int) -> Tensor:
@@ -200,5 +205,6 @@ def _check_causal(model: nn.Module, reading: Reading) -> None:
     if ahead:
         raise ValueError(
             f"{type(model).__name__} is an encoder: in {ahead[0]!r} a token sees those after it, so it has no next "
-            "token to name; give mask_id=, the id of its mask token, or loss=, a function (output, ids) -> (B,)"
+            "token to name; name its mask token (mask_token) in tokenizer_config.json, or in Python give mask_id=, the "
+            "id of that token, or loss=, a function (output, ids) -> (B,)"
         )

@@ -247,9 +247,12 @@ class Look:
 
         Raises:
             TypeError: not lists of numbers.
-            ValueError: not a number for each head, or one that is not finite.
+            ValueError: not a number for each head, one that is not finite, or the name of another column.
         """
+        taken = {name for head in self.heads for name in tables.flat(replace(head, extras={}))}
         for name, layers in extras.items():
+            if name in taken:
+                raise ValueError(f"{name} is a column of every look; give the numbers another name")
             rule = (
                 f"{name} is a list of the heads' numbers for each layer, {self.num_layers} layers of {self.num_heads}"
             )
@@ -269,7 +272,7 @@ class Look:
         return replace(self, heads=tuple(heads))
 
     def to_dict(self, *, maps: bool = True) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers; ``maps``: whether large maps and neurons come (base64)."""
+        """Plain dictionaries, lists, strings and numbers; ``maps``: whether large maps, neurons and pictures come."""
         check_flags(maps=maps)
         data: dict[str, Any] = {"format": FORMAT}
         for one in fields(self):
@@ -284,8 +287,8 @@ class Look:
             data["neurons"] = [one.to_dict() for one in self.neurons]
         return data
 
-    def to_json(self, *, maps: bool = False, indent: int | None = None) -> str:
-        """The dictionary as JSON text; without the large maps unless asked."""
+    def to_json(self, *, maps: bool = True, indent: int | None = None) -> str:
+        """The dictionary as JSON text; ``maps=False`` leaves out large maps, neurons and pictures."""
         if indent is not None:
             check_counts(0, 1000, indent=indent)
         return json.dumps(self.to_dict(maps=maps), indent=indent, allow_nan=False)

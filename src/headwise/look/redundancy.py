@@ -27,6 +27,9 @@ SMOOTHING = 0.999
 ROWS, NUMBERS = 128, 1 << 23
 """Query rows that are compared, evenly spaced; and the most weights that are in memory at once."""
 
+LEAST = 4
+"""Tokens that the debiased CKA needs."""
+
 Distances = npt.NDArray[np.float64]
 
 
@@ -39,7 +42,7 @@ class Twin:
         pattern: distance of the patterns of the head and the nearest one: Jensen-Shannon, bits, mean over rows.
         pattern_of: that nearest head, (layer, head); None where no other attends as many queries and keys.
         output: distance of the outputs of the head and the nearest one: 1 - CKA.
-        output_of: that nearest head.
+        output_of: that nearest head; None where no other has as many queries and keys, or they are fewer than 4 tokens.
     """
 
     layer: int
@@ -128,8 +131,9 @@ def redundancy(
         raise ValueError(f"threshold is a distance from 0 to 1; got {threshold}")
     model = unwrap(model)
     texts = [] if isinstance(ids, Mapping) else texts_of(ids)
-    if not isinstance(ids, Mapping) and (len(texts) != 1 or len(texts[0]) < 4):
-        raise ValueError(f"heads are compared on one text of at least 4 tokens; got {[len(text) for text in texts]}")
+    if not isinstance(ids, Mapping) and (len(texts) != 1 or len(texts[0]) < LEAST):
+        sizes = [len(text) for text in texts]
+        raise ValueError(f"heads are compared on one text of at least {LEAST} tokens; got {sizes}")
     [text] = all_readings(model, ids, loss=_no_loss, mask_id=None, seed=0, labels=False)
     places: list[tuple[int, int]] = []
     twins: dict[tuple[int, int], Twin] = {}
@@ -140,12 +144,17 @@ def redundancy(
     for number, calls in enumerate(kinds):
         here = [(call.order, head) for call, _ in calls for head in range(call.query.shape[1])]
         most = max(most, min(rows, calls[0][0].query.shape[2]))
-        distances = (pattern_distances([call for call, _ in calls], rows), output_distances([out for _, out in calls]))
-        nearest = [_nearest(matrix, here) for matrix in distances]
+        outputs = [out for _, out in calls]
+        distances = (
+            pattern_distances([call for call, _ in calls], rows),
+            output_distances(outputs) if outputs[0].shape[1] >= LEAST else None,
+        )
+        nearest = [[(None, None)] * len(here) if one is None else _nearest(one, here) for one in distances]
         for n, place in enumerate(here):
             twins[place] = Twin(*place, *nearest[0][n], *nearest[1][n])
         for matrix, kept in zip(distances, clusters, strict=True):
-            kept += [tuple(here[n] for n in group) for group in linked(matrix, threshold) if len(group) > 1]
+            groups = [] if matrix is None else linked(matrix, threshold)
+            kept += [tuple(here[n] for n in group) for group in groups if len(group) > 1]
         places += here
         tell(number + 1, len(kinds))
     return Redundancy(

@@ -189,7 +189,7 @@ ROLES: tuple[Role, ...] = (
         0.9,
         f"{_VOITA}: positional heads",
         "the same keys, dealt out to other queries",
-        OfRows(links.far_offset, lambda got: got.distance.abs() > FAR),
+        OfRows(links.far_offset, links.on_far_offset),
         over=LINE,
     ),
     Role(
@@ -217,7 +217,7 @@ ROLES: tuple[Role, ...] = (
         "Gu et al. 2024, arXiv 2410.10781: alpha_k, from below (other rows' weights on k are not counted); the "
         "threshold is ours: 0.3 is passed by the first delimiter under a head that attends all delimiters alike",
         _UNIFORM,
-        OfRows(links.other_sink, lambda got: got.largest_key > 0),
+        OfRows(links.other_sink, links.on_other_sink),
         over=LINE,
     ),
     Role(
@@ -279,7 +279,7 @@ ROLES: tuple[Role, ...] = (
         0.5,
         f"Darcet et al. 2023, arXiv 2309.16588 (patches that serve as registers){_OURS}",
         _UNIFORM,
-        OfRows(placed.patch_sink, placed.on_patches),
+        OfRows(placed.patch_sink, placed.on_patch_sink),
         over=PATCHES,
     ),
     _across("first to second", FIRST, SECOND),

@@ -31,7 +31,7 @@ _COLUMNS = ("layer", "head", "entropy", "largest", "distance", *_SCORES.values()
 
 
 class Tabled:
-    """A result that prints as its tables, and shows them in a notebook; without Rich it prints its fields."""
+    """A result that prints as its tables, and shows them in a notebook."""
 
     @abstractmethod
     def _tables(self) -> Iterable[rich.table.Table]: ...
@@ -44,10 +44,7 @@ class Tabled:
     def __str__(self) -> str:
         from ..plan.text import plain
 
-        try:
-            return "\n".join(line.rstrip() for line in plain(self).splitlines())
-        except ImportError:
-            return repr(self)
+        return "\n".join(line.rstrip() for line in plain(self).splitlines())
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -117,10 +114,11 @@ def rows(look: Look) -> list[dict[str, Any]]:
     """One flat row a head: its place and statistics, ``offset_0`` ... ``ahead_1`` ..., ``roles`` and ``role``, and for
     each role that was measured ``NAME``, ``NAME.null``, ``NAME.low``, ``NAME.high``, ``NAME.count``, ``NAME.plays``.
     """
-    return [_flat(head) for head in look.heads]
+    return [flat(head) for head in look.heads]
 
 
-def _flat(head: HeadRecord) -> dict[str, Any]:
+def flat(head: HeadRecord) -> dict[str, Any]:
+    """One row of `rows`."""
     named = ("module", "call", "layer", "head", "part", "entropy", "largest", "distance", "queries", "keys")
     row: dict[str, Any] = {name: getattr(head, name) for name in named}
     row["role"] = head.role

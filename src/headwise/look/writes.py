@@ -15,7 +15,7 @@ from ..nn.probe import AttentionCall, probe
 from ..nn.resting import resting
 from ..nn.threads import in_this_thread
 from .matrices import Matrices, Sources, linear_part
-from .reading import IGNORED, Reading
+from .reading import IGNORED, Reading, logits_in
 from .switching import learning
 
 COPIED, TOP = 64, 5
@@ -115,7 +115,7 @@ def ending_of(model: nn.Module, text: Reading) -> Ending | None:
             if not any(True for _ in part.children()):
                 undo.callback(part.register_forward_hook(in_this_thread(partial(after, name))).remove)
         output = text.output(model)
-    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+    logits = logits_in(output)
     matrix = {name for name, part in model.named_modules() if any(p.ndim == 2 for p in part.parameters(recurse=False))}
     wide = [
         one for one in ran if one[0] in matrix and isinstance(logits, Tensor) and one[2].shape[-1] == logits.shape[-1]
