@@ -73,7 +73,7 @@ def test_a_role_that_one_head_lacks_is_missing_there_alone(planted: Look, tmp_pa
 def test_json_is_read_back_whole(planted: Look, tmp_path: Path) -> None:
     look.write(planted, tmp_path / "h.json")
     assert look.read(tmp_path / "h.json") == planted and planted.maps and planted.neurons
-    (tmp_path / "h.json").write_text(planted.to_json())
+    (tmp_path / "h.json").write_text(planted.to_json(maps=False))
     assert look.read(tmp_path / "h.json") == replace(planted, maps=(), neurons=())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draw import SHARE, drawn
+from planted import Tiny, text
 
 from headwise import look
 from headwise.look import annotate
@@ -65,3 +66,27 @@ def test_random_models_know_no_syntax() -> None:
             names = [score.name for score in head.roles if "head" in score.name or score.name == "coreference"]
             played += bool(names)
     assert played <= 0.02 * heads, (played, heads)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"links": {"coreference": [[], [3]]}},
+            "places of a passage of 3 tokens are 0 to 2; links['coreference'] names 3",
+        ),
+        ({"links": {"retrieval": [[-1]]}}, "links['retrieval'] names -1"),
+        (
+            {"links": {"retrieval": [[]] * 4}},
+            "links['retrieval'] lists the places linked to each token, and the passage",
+        ),
+        ({"classes": {"first sentence": [0, 3]}}, "classes['first sentence'] names 3"),
+        ({"classes": {"first sentence": [-1]}}, "classes['first sentence'] names -1"),
+    ],
+)
+def test_readings_name_places_of_their_passage(changed: dict[str, Any], message: str) -> None:
+    passage = look.Passage([5, 6, 7], **changed)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        look.at(Tiny(), text(7), readings={"sentences": [passage]}, repeats=None)
+    inside = look.Passage([5, 6, 7], links={"coreference": [[], [0], [1, 2]]}, classes={"first sentence": [0, 2]})
+    assert look.at(Tiny(), text(7), readings={"sentences": [inside]}, repeats=None).length == 7

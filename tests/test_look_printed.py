@@ -1,8 +1,7 @@
-"""What `look` gives prints as its tables: as text, in a notebook, and without Rich as its fields."""
+"""What `look` gives prints as its tables: as text and in a notebook."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ RESULTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_print_as_their_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_print_as_their_tables(name: str) -> None:
     model, _ = constructed([["self", "previous-token"], ["broad", "induction"]])
     measure, shown = RESULTS[name]
     result = measure(model, model.sample(41), name=NAME)
@@ -37,5 +36,4 @@ def test_results_print_as_their_tables(name: str, monkeypatch: pytest.MonkeyPatc
     assert max(map(len, lines)) <= 120 and all(line == line.rstrip() for line in lines) and "\x1b" not in printed
     page = result._repr_html_()
     assert page.startswith("<pre>&lt;model&gt; &amp;") and page.endswith("</pre>")
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert str(result) == repr(result) and repr(result).startswith(f"{type(result).__name__}(model=")
+    assert repr(result).startswith(f"{type(result).__name__}(model=")
