@@ -1,0 +1,117 @@
+"""The `headwise ...` commands of the documentation run, page by page, with files of the names that they use."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_folders import quiet
+from pages import FENCE
+from test_docs import PAGES, ROOT
+from typer.testing import CliRunner
+
+from headwise import cli, models
+from headwise.hf import proving
+from headwise.look import annotate
+
+pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
+
+ELSEWHERE = {
+    "path/to/(vit|clip|llava|wav2vec2|whisper|t5|bert)": "tests/test_cli_media.py runs such models",
+}
+"""Commands that are not run here, by what they have in them, and why."""
+
+SHORTER = {"--steps 200": "--steps 2"}
+"""What of a command is made smaller, so that it takes seconds."""
+
+TEXT = "The cat sat. It slept, and the dog saw it: a cat. " * 12
+
+
+def commands(text: str) -> Iterator[str]:
+    """The commands of a page, without their comments."""
+    for block in FENCE.finditer(text):
+        if block["language"] in ("sh", "console", "bash"):
+            for line in block["body"].replace("\\\n", " ").splitlines():
+                if line.strip().removeprefix("$ ").startswith("headwise "):
+                    yield shlex.join(shlex.split(line.strip().removeprefix("$ "), comments=True))
+
+
+def printed(text: str) -> str | None:
+    """What a page says that its last command prints: a block of text right behind those of commands."""
+    blocks = list(FENCE.finditer(text))
+    pairs = itertools.pairwise(blocks)
+    shown = [
+        b["body"] for a, b in pairs if (a["language"], b["language"]) == ("sh", "text") and b.start() < a.end() + 4
+    ]
+    assert len(shown) < 2, "which command printed this?"
+    return shown[0] if shown else None
+
+
+def excused(command: str) -> list[str]:
+    return [reason for what, reason in ELSEWHERE.items() if re.search(what, command)]
+
+
+LISTED = {page: [command for command in commands(page.read_text("utf8"))] for page in PAGES}
+SHOWN = {page: listed for page, listed in LISTED.items() if any(not excused(command) for command in listed)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files and checkpoints of the names that the pages use; the proof of a checkpoint is asked in this process."""
+
+    def prove(place: Path, config: Any, weights: Any, request: Any) -> dict[str, Any]:
+        source = {"config": dict(config), "weights": list(map(str, weights))}
+        return quiet(lambda: proving.answer({**request, "speed": False, "folder": str(place), "source": source}))
+
+    monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
+    monkeypatch.setattr("headwise.hf.checkpoints.prove", prove)
+    monkeypatch.chdir(tmp_path)
+    for name in ("path/to/checkpoint", "path/to/model", "before", "after", "model", "pruned"):
+        shutil.copytree(models.tiny_path(), tmp_path / name)
+    shutil.copy(tmp_path / "model/config.json", tmp_path / "path/to/config.json")
+    (tmp_path / "texts").mkdir()
+    shutil.copy(Path(annotate.__file__).parent / "sentences.conllu", tmp_path / "treebank.conllu")
+    (tmp_path / "notes.txt").write_text(TEXT)
+    (tmp_path / "texts/a.txt").write_text(TEXT * 30)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    (tmp_path / "plan.json").write_text(json.dumps({"layers": {"0": {"keep": list(range(8))}}}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_commands_of_a_page_run_and_print_what_it_says(page: Path, folder: Path) -> None:
+    runner = CliRunner()
+    for command in LISTED[page]:
+        if excused(command):
+            continue
+        if "before.json" in command:
+            seen = runner.invoke(cli.app, ["look", "model", "--out", "before.json", "--out", "after.json"])
+            assert seen.exit_code == 0, seen.output
+        for long, short in SHORTER.items():
+            command = command.replace(long, short)
+        words = shlex.split(command)[1:]
+        for name, there in itertools.pairwise(words):
+            if name == "--out" and Path(there).is_dir():
+                shutil.rmtree(there)  # a page that reads it does not write it
+        done = runner.invoke(cli.app, words)
+        assert done.exit_code == 0, f"{command}\n{done.output}"
+    if shown := printed(page.read_text("utf8")):
+        assert " ".join(shown.split()) in " ".join(done.output.split())
+
+
+def test_commands_are_found_and_excuses_are_needed() -> None:
+    page = "```sh\n$ headwise plan a \\\n  --json  # why\nmake look\n```\n```python\nheadwise plan b\n```"
+    assert list(commands(page)) == ["headwise plan a --json"]
+    assert printed("```sh\nheadwise plan a\n```\n\n```text\n5\n```") == "5\n" and printed(page) is None
+    assert [page.name for page in SHOWN if printed(page.read_text("utf8"))] == ["reshape.md"]
+    every = [command for listed in LISTED.values() for command in listed]
+    assert len(every) > 30
+    unused = [what for what in ELSEWHERE if not any(re.search(what, command) for command in every)]
+    assert not unused and all(any(long in command for command in every) for long in SHORTER)
