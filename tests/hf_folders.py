@@ -15,6 +15,7 @@ from hf_models import VOCAB, Row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import headwise.hf as hf
+from headwise.hf import proving
 
 
 @functools.cache
@@ -42,6 +43,16 @@ def quiet(do: Callable[[], Any]) -> Any:
         return do()
     finally:
         transformers.utils.logging.enable_progress_bar()
+
+
+def prove_here(folder: Path, config: Any, weights: Any, request: Any) -> dict[str, Any]:
+    """The proof of a checkpoint, asked in this process, which has the libraries loaded."""
+    source = {"config": dict(config), "weights": list(map(str, weights))}
+    return answer_here(folder, source, request)
+
+
+def answer_here(folder: Path, source: Any, request: Any) -> dict[str, Any]:
+    return quiet(lambda: proving.answer({**request, "speed": False, "folder": str(folder), "source": source}))
 
 
 def change(folder: Path, **fields: Any) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_folders import quiet, written
+from hf_folders import prove_here, written
 from hf_models import BY_NAME
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from headwise import cli, hf, models, reshape
-from headwise.hf import proving
 from headwise.reshape import healed
 
 pytestmark = pytest.mark.unchecked  # Typer hands its commands a context of another class than it has them annotate
@@ -28,12 +27,8 @@ TEXT = "a b, c. d! e? f: g; h\n i\n" * 40
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other libraries are not silenced, and the proof is asked in this process."""
 
-    def prove(folder: Path, config: Any, weights: Any, request: Any) -> dict[str, Any]:
-        source = {"config": dict(config), "weights": list(map(str, weights))}
-        return quiet(lambda: proving.answer({**request, "speed": False, "folder": str(folder), "source": source}))
-
     monkeypatch.setattr(cli.loading, "quiet", lambda command: None)
-    monkeypatch.setattr("headwise.hf.checkpoints.prove", prove)
+    monkeypatch.setattr("headwise.hf.checkpoints.prove", prove_here)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_folders import quiet, tokenizer
+from hf_folders import answer_here, tokenizer
 from reshape_models import FAMILIES, saved
 from test_reshape_migrate import UNEVEN, old
 from typer.testing import CliRunner
 
 from headwise import cli, hf, models
-from headwise.hf import proving
 
 pytestmark = pytest.mark.unchecked
 runner = CliRunner()
@@ -29,7 +28,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def answer(self: hf.Checkpoint, folder: Path, request: Any, *, compare: bool = True) -> dict[str, Any]:
         source = {"config": dict(self.config), "weights": [str(self.folder / "model.safetensors")]} if compare else None
-        return quiet(lambda: proving.answer({**request, "speed": False, "folder": str(folder), "source": source}))
+        return answer_here(folder, source, request)
 
     monkeypatch.setattr(hf.Checkpoint, "prove", answer)  # in this process, which has the libraries loaded
     level = logging.get_verbosity()

@@ -16,6 +16,7 @@ from headwise import look
 from headwise.look import links, placed
 from headwise.look.axes import NOWHERE
 from headwise.look.measures import FAR, Got
+from headwise.look.records import HeadRecord
 
 T = 97
 
@@ -40,12 +41,18 @@ def shares(kept: Tensor) -> Tensor:
     return kept / kept.sum(-1, keepdim=True).double()
 
 
+def heads_under(kept: Tensor) -> list[tuple[HeadRecord, Tensor]]:
+    """Each head's record under the mask, with its float64 matrix (T, T)."""
+    model = Tiny(mask=headwise.keep(kept))
+    record = look.at(model, text(T), delimiters=DELIMITERS, repeats=None)
+    ps = [p[0, h] for p in matrices(model, torch.tensor([text(T)])) for h in range(3)]
+    return list(zip(record.heads, ps, strict=True))
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_offsets_count_the_queries_that_may_attend_them(name: str) -> None:
     kept = KEPT[name]
-    record = look.at(Tiny(mask=headwise.keep(kept)), text(T), delimiters=DELIMITERS, repeats=None)
-    ps = [p[0, h] for p in matrices(Tiny(mask=headwise.keep(kept)), torch.tensor([text(T)])) for h in range(3)]
-    for head, p in zip(record.heads, ps, strict=True):
+    for head, p in heads_under(kept):
         for k in (1, 3, 7):
             score, able = head.scores["previous-token" if k == 1 else f"offset-{k}"], int(kept.diagonal(-k).sum())
             assert score.count == able
@@ -61,9 +68,7 @@ def test_offsets_count_the_queries_that_may_attend_them(name: str) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_the_chance_of_a_sink_counts_queries_that_may_attend_it(name: str) -> None:
     kept = KEPT[name]
-    record = look.at(Tiny(mask=headwise.keep(kept)), text(T), delimiters=DELIMITERS, repeats=None)
-    ps = [p[0, h] for p in matrices(Tiny(mask=headwise.keep(kept)), torch.tensor([text(T)])) for h in range(3)]
-    for head, p in zip(record.heads, ps, strict=True):
+    for head, p in heads_under(kept):
         best = p.argmax(-1)
         alphas = [float(p[k:, k][best[k:] == k].sum()) / (T - k) if 0 < k <= T / 2 else 0.0 for k in range(T)]
         k = max(range(T), key=alphas.__getitem__)

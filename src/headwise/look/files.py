@@ -10,7 +10,6 @@ A comparison of two looks and a curve of heads as they form are written the same
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
@@ -120,12 +119,9 @@ def _parquet(what: Any, ending: str) -> bytes:
 
 
 def _csv(what: Any, ending: str) -> bytes:
-    rows = what.rows()
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, list(tables.columns(rows)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue().encode("utf-8", "backslashreplace")
+    from ..plan.rows import csv_of
+
+    return csv_of(what.rows()).encode("utf-8", "backslashreplace")
 
 
 def _json(what: Any, ending: str) -> bytes:

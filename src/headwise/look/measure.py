@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ..nn.probe import AttentionCall
 from ..ops.statistics.api import RowStatistics, StatisticsOptions, attention_statistics, row_statistics
 from .finite import way_out
-from .measures import FAR, OFFSETS, Asks, Got
+from .measures import FAR, OFFSETS, Asks, Got, forbidden
 from .records import HeadMap
 from .roles import Role
 from .scene import Scene
@@ -41,7 +41,7 @@ class Uniform:
     ) -> RowStatistics:
         """Statistics of zero queries and keys, one head, under what the call's mask forbids."""
         (B, _, T, _), S = call.query.shape, call.key.shape[2]
-        mask = None if call.mask is None else call.mask.sized(B, call.query.shape[1]).forbids()
+        mask = forbidden(call)
         constant = not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(mask))
         about = (id(scene), repr(mask), B, T, S)
         if about in self.made:

@@ -40,6 +40,12 @@ class Asks(NamedTuple):
 NOTHING = Asks({}, {})
 
 
+def forbidden(call: AttentionCall) -> Mask | None:
+    """What the call's mask forbids to every head; None where nothing is."""
+    B, H = call.query.shape[:2]
+    return None if call.mask is None else call.mask.sized(B, H).forbids()
+
+
 @dataclass(frozen=True)
 class Got:
     """What a pass gave.
@@ -80,9 +86,8 @@ class Got:
 
     def allowed(self, i: Tensor, j: Tensor) -> Tensor:
         """(B|1, H|1, R, C) bool: whether some head may attend key j from query i; i and j broadcast to that shape."""
-        call = self.call
-        (B, H, T, _), S = call.query.shape, call.key.shape[2]
-        seen = None if call.mask is None else call.mask.sized(B, H).forbids().at(i, j, T, S)[0]
+        mask, T, S = forbidden(self.call), self.call.query.shape[2], self.call.key.shape[2]
+        seen = None if mask is None else mask.at(i, j, T, S)[0]
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=i.device) if seen is None else seen
 
     @cached_property

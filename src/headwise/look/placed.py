@@ -12,7 +12,7 @@ from ..nn.probe import AttentionCall
 from ..ops.masks import keep
 from ..ops.statistics.api import StatisticsOptions, row_statistics
 from .axes import NOWHERE
-from .measures import NOTHING, Asks, Got, Sums
+from .measures import NOTHING, Asks, Got, Sums, forbidden
 from .scene import Scene
 
 Shift = tuple[int, int]
@@ -157,10 +157,8 @@ def only(got: Got, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 def _even(got: Got) -> AttentionCall:
     """The call with scores that are all 0, and what its mask forbids."""
     call = got.call
-    B, H = call.query.shape[:2]
-    mask = None if call.mask is None else call.mask.sized(B, H).forbids()
     query, key = torch.zeros_like(call.query), torch.zeros_like(call.key)
-    return replace(call, query=query, key=key, mask=mask, softcap=None, sinks=None)
+    return replace(call, query=query, key=key, mask=forbidden(call), softcap=None, sinks=None)
 
 
 def patch_sink(got: Got) -> Sums | None:

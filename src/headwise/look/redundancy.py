@@ -135,37 +135,44 @@ def redundancy(
         sizes = [len(text) for text in texts]
         raise ValueError(f"heads are compared on one text of at least {LEAST} tokens; got {sizes}")
     [text] = all_readings(model, ids, loss=_no_loss, mask_id=None, seed=0, labels=False)
-    places: list[tuple[int, int]] = []
-    twins: dict[tuple[int, int], Twin] = {}
+    twins: list[Twin] = []
     clusters: tuple[list[Any], list[Any]] = ([], [])
     kinds = kinds_of(model, text)
     tell = progress or (lambda done, total: None)
-    most = 0
     for number, calls in enumerate(kinds):
-        here = [(call.order, head) for call, _ in calls for head in range(call.query.shape[1])]
-        most = max(most, min(rows, calls[0][0].query.shape[2]))
-        outputs = [out for _, out in calls]
-        distances = (
-            pattern_distances([call for call, _ in calls], rows),
-            output_distances(outputs) if outputs[0].shape[1] >= LEAST else None,
-        )
-        nearest = [[(None, None)] * len(here) if one is None else _nearest(one, here) for one in distances]
-        for n, place in enumerate(here):
-            twins[place] = Twin(*place, *nearest[0][n], *nearest[1][n])
-        for matrix, kept in zip(distances, clusters, strict=True):
-            groups = [] if matrix is None else linked(matrix, threshold)
-            kept += [tuple(here[n] for n in group) for group in groups if len(group) > 1]
-        places += here
+        of_kind, *groups = _compared(calls, rows, threshold)
+        twins += of_kind
+        for kept, more in zip(clusters, groups, strict=True):
+            kept += more
         tell(number + 1, len(kinds))
     return Redundancy(
         model=name or model_name(model),
         tokens=text.tokens,
-        rows=most,
+        rows=max(min(rows, calls[0][0].query.shape[2]) for calls in kinds),
         threshold=threshold,
-        heads=tuple(twins[place] for place in sorted(places)),
+        heads=tuple(sorted(twins, key=lambda twin: (twin.layer, twin.head))),
         patterns=tuple(sorted(clusters[0], key=lambda group: (-len(group), group))),
         outputs=tuple(sorted(clusters[1], key=lambda group: (-len(group), group))),
     )
+
+
+def _compared(
+    calls: Sequence[tuple[AttentionCall, Tensor]], rows: int, threshold: float
+) -> tuple[list[Twin], list[Any], list[Any]]:
+    """Of calls with as many queries and keys, and their outputs: each head with its nearest, and both clusterings."""
+    here = [(call.order, head) for call, _ in calls for head in range(call.query.shape[1])]
+    outputs = [out for _, out in calls]
+    distances = (
+        pattern_distances([call for call, _ in calls], rows),
+        output_distances(outputs) if outputs[0].shape[1] >= LEAST else None,
+    )
+    patterns, outs = ([(None, None)] * len(here) if one is None else _nearest(one, here) for one in distances)
+    twins = [Twin(*place, *patterns[n], *outs[n]) for n, place in enumerate(here)]
+    alike, same = (
+        [tuple(here[n] for n in group) for group in linked(one, threshold) if len(group) > 1] if one is not None else []
+        for one in distances
+    )
+    return twins, alike, same
 
 
 def _no_loss(output: Any, ids: Tensor) -> Tensor:

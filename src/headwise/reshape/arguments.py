@@ -31,6 +31,11 @@ def check_writing(destination: Any, proof: Any, **functions: Any) -> None:
     check_paths(destination=destination)
     if proof is not None and not isinstance(proof, Proof):
         raise TypeError(f"proof is a headwise.reshape.Proof, or None to prove nothing; got {shown(proof)}")
+    check_told(**functions)
+
+
+def check_told(**functions: Any) -> None:
+    """Whom to tell of the work; a function may be None. Raises TypeError."""
     check_functions(**{name: function for name, function in functions.items() if function is not None})
 
 

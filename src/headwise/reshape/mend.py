@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .arguments import check_kind, check_models, check_rows, check_writing
+from .arguments import check_kind, check_models, check_rows, check_told
 from .calibrate import family_in_memory, loss_of, projections_of, say, weights_in_memory
 from .layers import layer_tensors
 from .pair import batches_of
@@ -45,7 +45,7 @@ def mend(
     """
     check_kind(Pruning, "plan_prune", plan=plan)
     check_models(model=model)
-    check_writing(".", None, progress=progress)
+    check_told(progress=progress)
     source = plan.source
     if plan.zero:
         raise ValueError("zeroed heads stay 0, so nothing is solved anew for them; leave zero out, or do not recover")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..shapes.kinds import check_counts, check_flags
-from .arguments import check_groups_by_layer, check_kind, check_models, check_rows, check_writing
+from .arguments import check_groups_by_layer, check_kind, check_models, check_rows, check_told, check_writing
 from .axes import KeptHeads
 from .calibrate import (
     family_in_memory,
@@ -183,7 +183,7 @@ def plan_regroup(
     check_source(source)
     check_counts(seed=seed)
     check_rows(rows, 0)
-    check_writing(".", None, progress=progress)
+    check_told(progress=progress)
     if model is not None:
         check_models(model=model)
     family, goal = checked(source, num_kv_heads, method)
@@ -256,7 +256,7 @@ def repair(
     """
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_models(model=model)
-    check_writing(".", None, progress=progress)
+    check_told(progress=progress)
     source = plan.source
     if not isinstance(source, Buildable):
         raise TypeError(
