@@ -15,6 +15,7 @@ from native_calls import FAR, NAMES, B, H, S, T, V, calls, none, results, tensor
 from native_cases import collected
 from torch import Tensor
 
+from headwise.ops.native import lowering
 from headwise.testing import assert_same_bits
 
 pytestmark = needs_native
@@ -272,3 +273,11 @@ def test_a_width_no_scratch_has_room_for() -> None:
 def test_these_tests_can_fail() -> None:
     with pytest.raises(AssertionError, match="taken"):
         refused("attend_full", calls()["attend_full"] | {"gate": torch.rand(B, H, T, 1).expand(B, H, T, V)})
+
+
+def test_an_index_of_other_axes_has_no_form() -> None:
+    """Masks refuse it where they are made; a rule made by hand is not computed by the kernel."""
+    with pytest.raises(lowering.NoForm, match="one number a row of the batch"):
+        lowering._bounds((None, 0, 0, None, None), ([], [torch.ones(2, 3, dtype=torch.int64)], [], [], []))
+    with pytest.raises(lowering.NoForm, match="an index has an axis"):
+        lowering._int64(torch.tensor(3))
