@@ -12,7 +12,7 @@ from reshape_models import FAMILIES, decoder, saved
 from headwise import hf
 from headwise.reshape.heads import Turns
 from headwise.reshape.layers import head_weights, layer_tensors, turns_of
-from headwise.reshape.layout import family_of
+from headwise.reshape.layout import Family, family_of
 
 PLAIN = [family for family in FAMILIES if family != "deepseek_v3"]
 
@@ -90,12 +90,20 @@ def test_latent_attention_has_none_of_that_form(tmp_path: Path) -> None:
         ("cohere", {}, [Turns(4, interleaved=True)] * 2),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, [Turns(2)] * 2),
         ("phi3", {"partial_rotary_factor": 0.5}, [Turns(2)] * 2),
+        ("mistral", {"partial_rotary_factor": 0.5}, [Turns(4), Turns(4)]),  # its class does not read it
+        ("mistral", {"rope_parameters": {"partial_rotary_factor": 0.5}}, [Turns(4), Turns(4)]),
         ("smollm3", {"no_rope_layers": [1, 0]}, [Turns(4), None]),
         ("smollm3", {"no_rope_layer_interval": 2}, [Turns(4), None]),
         ("smollm3", {}, [Turns(4), Turns(4)]),
     ],
 )
 def test_how_queries_and_keys_turn(family: str, config: dict[str, Any], expected: list[Turns | None]) -> None:
+    known = of_config(family, config)
+    assert [turns_of(known, layer) for layer in known.layers] == expected
+
+
+def of_config(family: str, config: dict[str, Any]) -> Family:
+    """Two layers of four heads of four numbers."""
     source = decoder(4, 4, 4, model_type=family, **config)
     if family == "phi3":
         source.tensors = {
@@ -103,13 +111,23 @@ def test_how_queries_and_keys_turn(family: str, config: dict[str, Any], expected
             for n in range(2)
             for name in ("qkv_proj.weight", "o_proj.weight")
         }
-    known = family_of(source.config, source.tensors, source.layouts)
-    assert [turns_of(known, layer) for layer in known.layers] == expected
+    return family_of(source.config, source.tensors, source.layouts)
 
 
-@pytest.mark.parametrize("factor", [0, 1.5, True, "0.5"])
-def test_a_part_that_cannot_turn_is_refused(factor: Any) -> None:
-    source = decoder(4, 4, 4, partial_rotary_factor=factor)
-    known = family_of(source.config, source.tensors, source.layouts)
-    with pytest.raises(ValueError, match="the part of a head that turns is above 0 and at most 1"):
-        turns_of(known, known.layers[0])
+@pytest.mark.parametrize(
+    ("family", "config", "text"),
+    [
+        *(("phi3", {"partial_rotary_factor": x}, "the part of a head that turns is") for x in (0, 1.5, True, "0.5")),
+        ("phi3", {"rope_parameters": [1]}, "rope_parameters are a table of settings; config.json has"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has a number for each layer; config.json has"),
+        ("smollm3", {"no_rope_layers": "1"}, "no_rope_layers has a number for each layer; config.json has"),
+        *(
+            ("smollm3", {"no_rope_layer_interval": x}, "no_rope_layer_interval is a whole number of layers")
+            for x in (-2, "4", True, 1.5)
+        ),
+    ],
+)
+def test_turns_that_cannot_be_are_refused(family: str, config: dict[str, Any], text: str) -> None:
+    known = of_config(family, config)
+    with pytest.raises(ValueError, match=text):
+        turns_of(known, known.layers[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,20 +85,34 @@ def turns_of(family: Family, layer: Layer) -> Turns | None:
     if about is None:
         return None
     config = family.config
-    if "layers" in about:
-        turning = config.get(about["layers"])
-        every = config.get(about["every"]) or about["default"]
-        if not (turning[layer.index] if isinstance(turning, list) else (layer.index + 1) % every):
-            return None
+    if "layers" in about and not _turning(config, about, layer):
+        return None
+    dim = layer.sizes.D
+    if "factor" not in about:  # whatever the config says of one, this class does not read it
+        return Turns(dim, interleaved=about.get("interleaved", False))
     rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters are a table of settings; config.json has {short(rope)}")
     factors = [
         rope.get("partial_rotary_factor"),
         *(config.get(name) for name in ("partial_rotary_factor", "rotary_pct")),
     ]
-    factor: Any = next((value for value in factors if value is not None), about.get("factor", 1.0))
+    factor: Any = next((value for value in factors if value is not None), about["factor"])
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"the part of a head that turns is above 0 and at most 1; config.json has {short(factor)}")
-    return Turns(int(layer.sizes.D * factor), interleaved=about.get("interleaved", False))
+    return Turns(int(dim * factor), interleaved=about.get("interleaved", False))
+
+
+def _turning(config: Mapping[str, Any], about: Mapping[str, Any], layer: Layer) -> bool:
+    """Whether a layer's queries and keys turn, where a list or an interval in the config says which do."""
+    turning, every = config.get(about["layers"]), config.get(about["every"]) or about["default"]
+    if turning is None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"{about['every']} is a whole number of layers; config.json has {short(every)}")
+        return bool((layer.index + 1) % every)
+    if not isinstance(turning, list) or len(turning) <= layer.index:
+        raise ValueError(f"{about['layers']} has a number for each layer; config.json has {short(turning)}")
+    return bool(turning[layer.index])
 
 
 # --- one tensor -------------------------------------------------------------------------------------------------------
