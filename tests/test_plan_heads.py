@@ -56,6 +56,37 @@ def test_heads_that_share_in_another_order_count_as_those_that_share_in_theirs()
     )
 
 
+T5 = {"model_type": "t5", "vocab_size": 53, "d_model": 28, "d_kv": 7, "d_ff": 17, "num_heads": 5, "num_layers": 2,
+      "num_decoder_layers": 3, "relative_attention_num_buckets": 11}  # fmt: skip
+
+
+def test_the_table_of_position_biases_keeps_the_columns_of_the_heads_that_stay() -> None:
+    """All layers of a stack add one table, a column a head, so it is as wide as the layer with the most heads."""
+    three = {f"{role}{n}": {"keep": [0, 1, 4]} for role in ("", "encoder.", "cross.") for n in range(3)}
+    three = {key: entry for key, entry in three.items() if key != "encoder.2"}
+    after = plan.of(T5, heads_plan={"layers": three}).planned
+    small = plan.of({**T5, "num_heads": 3})
+    assert after is not None and after.parameters() == small.parameters() and after.contexts == small.contexts
+    one = {key: entry for key, entry in three.items() if key in ("encoder.0", "1", "cross.0", "cross.1", "cross.2")}
+    whole, some = plan.of(T5).parameters(), plan.of(T5, heads_plan={"layers": one}).planned
+    assert some is not None and some.parameters()["embedding"] == whole["embedding"]
+    encoder = {key: entry for key, entry in three.items() if key.startswith("encoder.")}
+    some = plan.of(T5, heads_plan={"layers": encoder}).planned
+    assert some is not None and some.parameters()["embedding"] == whole["embedding"] - 2 * 11
+
+
+def test_layers_that_are_one_lose_the_same_heads() -> None:
+    albert = {"model_type": "albert", "hidden_size": 28, "num_attention_heads": 4, "num_hidden_layers": 3,
+              "embedding_size": 11, "intermediate_size": 17, "vocab_size": 53}  # fmt: skip
+    whole, all_three = plan.of(albert), plan.of(albert, heads_plan={"layers": {"*": {"keep": [0, 2, 3]}}}).planned
+    assert all_three is not None
+    lost = whole.parameters()["attention"] - all_three.parameters()["attention"]
+    assert lost == 4 * 7 * 28 + 3 * 7  # one layer's weights, and biases of all but o_proj
+    for layers in ({"0": {"keep": [0]}}, {"2": {"keep": [0, 1]}, "*": {"keep": [3]}}):
+        with pytest.raises(ValueError, match=r"heads plan: all layers have the same weights here"):
+            plan.of(albert, heads_plan={"layers": layers})
+
+
 def test_latent_heads_can_go_and_leave_the_cache_as_it_is() -> None:
     result = plan.of("deepseek-v2-lite", heads_plan={"layers": {"*": {"keep": [0, 1, 2, 3]}}})
     assert result.planned is not None and result.planned.bytes_per_token == result.bytes_per_token

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from .fields import Fields, heads_of
 from .layer import AttentionLayer, Biases, Latent, LayerRole, PositionTerms, QkNorm
-from .parts import Part, linear, repeated, table, vector
+from .parts import BIASES, Part, linear, repeated, table, vector
 from .shape import short
 from .states import layer_kinds
 from .windows import chunks, windows_of
@@ -189,7 +189,7 @@ def _embeddings(fields: Fields, width: int) -> Iterator[Part]:
         yield linear("project_in", "embedding", inner, width, bias=True, stream=stream)
     if about.get("relative_buckets"):
         heads = fields.size("num_attention_heads")
-        yield table("relative_positions", fields.size(about["relative_buckets"]), heads, stream=stream)
+        yield table(BIASES, fields.size(about["relative_buckets"]), heads, stream=stream)
     yield from _disentangled(fields, width, stream)
 
 

@@ -5,17 +5,19 @@
 ``keep`` lists the query heads that stay; a key-value head stays while one of its query heads does. ``kv_heads`` is how
 many key-value heads are left after groups of them were merged; beside ``keep``, of those that stay, in the order in
 which they share. ``*`` is for every layer not named. In an encoder with a decoder the plain numbers are the decoder's
-self-attention, ``encoder.0`` and ``cross.0`` the others.
+self-attention, ``encoder.0`` and ``cross.0`` the others. A table of position biases that layers share keeps a column
+for each head of the layer that has the most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .layer import AttentionLayer
 from .model import Model
+from .parts import BIASES, Part, table
 from .shape import short
 
 OTHERS = "*"
@@ -48,7 +50,27 @@ def apply_heads(model: Model, plan: Mapping[str, Any]) -> Model:
             changed.append(layer if entry is None else _changed(layer, entry))
         except ValueError as wrong:
             raise ValueError(f"heads plan: layer {key}: {wrong}") from None
-    return model.with_layers(tuple(changed))
+    if any(layer.shared for layer in changed) and len({_sizes(layer) for layer in changed}) > 1:
+        raise ValueError(f"heads plan: all layers have the same weights here, and so the same heads; plan {OTHERS!r}")
+    return replace(model.with_layers(tuple(changed)), others=tuple(_others(model, changed)))
+
+
+def _sizes(layer: AttentionLayer) -> tuple[int, int]:
+    return layer.num_heads, layer.num_kv_heads
+
+
+def _others(model: Model, changed: Sequence[AttentionLayer]) -> Iterator[Part]:
+    """The parts beside attention: a table of position biases, which layers share, has a column a head."""
+    heads = {"encoder": [0], "decoder": [0]}
+    for layer in changed:
+        if layer.role != "cross":
+            heads["encoder" if layer.role == "encoder" else "decoder"].append(layer.num_heads)
+    before = {layer.role: layer.num_heads for layer in model.layers}
+    for part in model.others:
+        if part.name == BIASES:
+            rows = part.parameters // before["encoder" if part.stream == "encoder" else "self"]
+            part = table(part.name, rows, max(heads[part.stream]), stream=part.stream)
+        yield part
 
 
 def _changed(layer: AttentionLayer, entry: object) -> AttentionLayer:

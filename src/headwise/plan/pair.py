@@ -9,7 +9,7 @@ from typing import Any
 from .build import biases, feed_forward, norm_size
 from .fields import Fields, check_heads
 from .layer import AttentionLayer
-from .parts import Part, linear, table, vector
+from .parts import BIASES, Part, linear, table, vector
 from .shape import short
 
 STACKS = ("encoder", "decoder")
@@ -63,7 +63,7 @@ def _stack(fields: Fields, stack: str, width: int) -> Iterator[Part]:
         yield table("positions", rows, width, stream=stack)
     if about.get("relative_buckets"):
         rows = fields.size(about["relative_buckets"])
-        yield table("relative_positions", rows, fields.size(f"{stack}_heads"), stream=stack)
+        yield table(BIASES, rows, fields.size(f"{stack}_heads"), stream=stack)
     if about.get("embed_norm"):
         yield vector("embedding_norm", "norm", norm_size(fields, width), stream=stack)
     if about["final_norm"]:
