@@ -58,6 +58,8 @@ def test_json_is_all_there_is_on_stdout() -> None:
 def test_models_side_by_side() -> None:
     shown = ran("--compare", "gemma-3-27b", "deepseek-v3", "gpt-oss-20b", "--context", "1000")
     assert re.search(r"gemma-3-27b +[^ ] +deepseek-v3 +[^ ] +gpt-oss-20b", shown)
+    shown = ran("--compare", "gpt2", "gpt-3", "--context", "1000", "--bandwidth", "1TB/s")
+    assert shown.count("One decoding step at 1,000 tokens") == 2 and "gpt-3: One decoding step" in shown
     models = json.loads(ran("--compare", "gpt2", "gpt-3", "--json"))
     assert [one["name"] for one in models] == ["gpt2", "gpt-3"]
 
@@ -124,7 +126,9 @@ def test_what_is_wrong_gets_one_line(tmp_path: Path) -> None:
     assert "architecture 'mamba' is not known" in refused(str(tmp_path / "mamba.json"))
     assert "no such file or folder" in refused("no-such-model")
     assert "give a config, or --list" in refused()
-    for more in (["gpt2"], ["--svg", "x.svg"], ["--link", "50GB/s,2us"], ["--bandwidth", "3TB/s"]):
+    numbers = [[f"--{name}", "9"] for name in ("context", "batch", "tensor", "context-ranks", "bandwidth", "flops")]
+    files = [[f"--{name}", f"x.{name}"] for name in ("svg", "csv")]
+    for more in (["gpt2"], *numbers, *files, ["--link", "50GB/s,2us"], ["--kv-dtype", "fp8"], ["--heads-plan", "x"]):
         assert "--list shows the cards; leave out the configs, and all options but" in refused("--list", *more)
     assert "add --compare" in refused("gpt2", "gpt-3")
     assert "context is whole numbers" in refused("gpt2", "--context", "many")

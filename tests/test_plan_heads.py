@@ -123,7 +123,7 @@ HEADS_PLANS: list[tuple[Any, str]] = [
 def test_heads_plans_that_do_not_fit(heads_plan: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:
         plan.of(SMALL, heads_plan=heads_plan)
-    assert str(caught.value).startswith(text)
+    assert str(caught.value).startswith(f"'llama': {text}")
 
 
 def test_layers_of_two_stacks_have_names_of_their_own() -> None:

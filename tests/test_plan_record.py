@@ -252,6 +252,19 @@ def test_something_that_is_no_config() -> None:
 # --- the record and its pictures --------------------------------------------------------------------------------------
 
 
+def test_a_plan_is_no_config(tmp_path: Path) -> None:
+    """The sizes of its layers have other names than a config's, so that it would be read as a model of the defaults."""
+    made = plan.of("qwen3-0.6b", context=9)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(made.to_dict()))
+    for what, name in ((made, "qwen3"), (made.to_dict(), "qwen3"), (file, "plan"), (str(file), "plan")):
+        for read in (plan.of, plan.read_config, lambda one: plan.over(one, "50GB/s,2us")):
+            with pytest.raises(ValueError) as caught:
+                read(what)
+            line = f"'{name}' is a plan already, not a config; use it as it is, or give the model's config"
+            assert str(caught.value) == line
+
+
 def test_the_record_is_frozen_and_goes_to_json() -> None:
     result = plan.of("gemma-3-1b", bandwidth="1TB/s", flops="100TF", heads_plan={"layers": {"*": {"keep": [0, 2]}}})
     with pytest.raises(dataclasses.FrozenInstanceError):

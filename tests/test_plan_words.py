@@ -265,6 +265,24 @@ def test_a_decoded_token_meets_what_the_cache_of_a_chunk_holds() -> None:
         assert decode is not None and decode.attention == 3 * 2 * 7 * 8 * (16 + 16), context
 
 
+def test_side_by_side_show_what_was_asked_for_beside_the_counts() -> None:
+    """A heads plan's savings, and the steps where a speed is known; named by their plans, in their order."""
+    asked: dict[str, Any] = {"context": (9, 100), "heads_plan": {"layers": {"0": {"keep": [0]}}}}
+    named = [("gpt2", asked), ("bert-base", {"context": (9, 100), "flops": "1TF"}), ("llama-3-8b", asked)]
+    group = plan.side_by_side([plan.of(name, **more) for name, more in named])
+    assert [str(one.title) for one in group.renderables[1:-3]] == [
+        "gpt2: What the heads plan saves",
+        "llama-3-8b: What the heads plan saves",
+    ]
+    one, other = (plan.of(name, context=(9, 100), **more) for name, more in (("gpt2", {"flops": "1TF"}), ("gpt-3", {})))
+    fast = plan.side_by_side([one, other])
+    assert [str(part.title) for part in fast.renderables[1:-2]] == [
+        "gpt2: One decoding step at 9 tokens",
+        "gpt2: One decoding step at 100 tokens",
+    ]
+    assert [str(column.header) for column in fast.renderables[2].columns][-1] == "bound by"
+
+
 def test_plans_of_two_dtypes_are_told_apart() -> None:
     """In the headings, the remarks and the chart; what all plans share is said once."""
     plans = [plan.of("gpt2", context=9, kv_dtype=dtype, batch=2) for dtype in ("bf16", "int8")]

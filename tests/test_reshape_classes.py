@@ -90,6 +90,24 @@ def test_what_a_config_leaves_to_the_old_class_stays_so_under_the_new(bias: dict
             assert config[field] == old[field], field
 
 
+def test_of_a_model_with_towers_the_text_model_alone_gets_another_class() -> None:
+    """What loads the whole stays: it makes its text model of whatever class the inner config names."""
+    made = llama(rms_norm_eps=1e-7)
+    inner = dict(made.config)
+    made.layouts = {**made.layouts, "families": {**made.layouts["families"], "llava": {}}}
+    made.config = {
+        "model_type": "llava",
+        "text_config": inner,
+        "vision_config": {"hidden_size": 7},
+    }
+    goal = plan_prune(made, heads="0.1,1.2").target
+    assert goal.model_type == goal.config["model_type"] == "llava" and "wants d_model to be a multiple" in goal.why
+    assert goal.config["vision_config"] == {"hidden_size": 7}
+    text = goal.config["text_config"]
+    assert (text["model_type"], text["num_attention_heads"], text["head_dim"]) == ("mistral", 3, 5)
+    assert text["rms_norm_eps"] == 1e-7 and "hidden_size" not in goal.config
+
+
 def test_the_own_class_is_kept_where_it_loads() -> None:
     plan = plan_prune(llama(), heads={0: [0, 1], 1: [1, 2]})
     assert plan.target.model_type == "llama" and plan.target.why == "" and plan.target.config["head_dim"] == 5

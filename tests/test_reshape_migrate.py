@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwise import hf
-from headwise.reshape import migrate, plan_migrate, prune_module
+from headwise.reshape import migrate, plan_migrate, plan_prune, plan_regroup, prune_module
 
 Heads = Mapping[int, Iterable[int]]
 UNEVEN: Heads = {0: [1, 3], 1: [0]}
@@ -97,9 +97,13 @@ def test_the_proof_loads_the_result(tmp_path: Path) -> None:
     [
         (None, "config.json has no pruned_heads, so there is nothing to migrate"),
         ({}, "config.json has no pruned_heads"),
-        ({"0": []}, "config.json has no pruned_heads"),
         ({"0": [4]}, "layer 0 has the heads 0 to 3; got 4"),
         ({"7": [1]}, "no layer '7'; the layers are 0 to 1"),
+        ({"0": 1}, "pruned_heads are lists of heads by layer; config.json has {'0': 1}"),
+        ({"0": "12"}, "pruned_heads are lists of heads by layer"),
+        ([1], "pruned_heads are lists of heads by layer"),
+        ({"0": [1.0]}, "layer 0 has the heads 0 to 3; got 1.0"),
+        ({"0": [True]}, "layer 0 has the heads 0 to 3; got True"),
         ({"0": [0, 1, 2, 3]}, "pruned_heads leaves layer 0 none of its 4 heads"),
     ],
 )
@@ -108,6 +112,24 @@ def test_what_is_no_such_checkpoint_is_refused(pruned: object, text: str) -> Non
     made.config["pruned_heads"] = pruned
     with pytest.raises(ValueError, match=text):
         plan_migrate(made)
+
+
+@pytest.mark.parametrize("pruned", [None, {}, {"0": [], "1": []}, {"0": [1], "1": [2]}])
+def test_no_command_sends_to_one_that_sends_back(pruned: dict[str, list[int]] | None) -> None:
+    """What `migrate` has nothing to do for, the others take; what they do not, it makes one that they take."""
+    made = decoder(4, 4, 6)
+    made.config["pruned_heads"] = pruned
+    reshapings = (lambda: plan_prune(made, heads="0.1,1.1"), lambda: plan_regroup(made, 2))
+    if pruned:
+        for reshaping in reshapings:
+            with pytest.raises(ValueError, match=r"pruned_heads, which transformers no longer reads; .*migrate"):
+                reshaping()
+        done = plan_migrate(made)
+        assert done.config["num_attention_heads"] == 4 - len(pruned["0"]) and "pruned_heads" not in done.config
+        return
+    with pytest.raises(ValueError, match=r"no pruned_heads, so there is nothing to migrate"):
+        plan_migrate(made)
+    assert all(reshaping() for reshaping in reshapings)
 
 
 def test_tensors_of_neither_size_are_refused() -> None:

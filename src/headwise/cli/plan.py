@@ -10,6 +10,8 @@ import typer
 from .output import show
 from .texts import check_named
 
+CONTEXT = "8192,131072"
+
 
 def _plan(  # private, for a command has as many options as its users need, and no one calls it from Python
     configs: Annotated[
@@ -35,7 +37,8 @@ def _plan(  # private, for a command has as many options as its users need, and 
     from headwise import plan as planning
 
     if list_cards:
-        if configs or compare or any(option is not None for option in (heads_plan, bandwidth, flops, link, svg, csv)):
+        options = (context, batch, kv_dtype, heads_plan, bandwidth, flops, tensor, context_ranks, link, svg, csv)
+        if configs or compare or options != (CONTEXT, 1, "bf16", *(None,) * 3, 1, 1, *(None,) * 3):
             raise typer.BadParameter("--list shows the cards; leave out the configs, and all options but --json")
         show(planning.known(), planning.card_list, as_json)
         return

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .errors import ModelError, one_line
 from .fields import harmless, taken
-from .files import fill, opened, parse_json, read_bytes, read_part
+from .files import check_named, fill, opened, parse_json, read_bytes, read_part
 from .folder import INDEX, SINGLE, Weights, find_weights, folder_config
 from .headers import TensorEntry
 from .layouts import layouts
@@ -194,8 +194,7 @@ def checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(f"a checkpoint is opened by its path; got {type(folder).__name__}")
     path = Path(folder)
-    if not os.fspath(folder):  # a Path makes "." of it
-        raise ModelError("the checkpoint's name is empty; give a folder with config.json and *.safetensors")
+    check_named("checkpoint", os.fspath(folder), give="a folder with config.json and *.safetensors")
     if not os.path.isdir(path):  # unlike Path.is_dir, it raises nothing for a name that cannot be
         raise ModelError(f"{folder}: no such folder; give one with config.json and *.safetensors")
     before = _identities(path)

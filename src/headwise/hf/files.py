@@ -18,6 +18,12 @@ READ_ONLY = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O
 """No link is followed, nothing waits for the other end of a pipe; Windows has none of these but the last."""
 
 
+def check_named(what: str, name: str | bytes, *, give: str) -> None:
+    """Raises ModelError for an empty name, of which a Path makes ".", the folder one stands in."""
+    if not name:
+        raise ModelError(f"the {what}'s name is empty; give {give}")
+
+
 def inside(folder: Path, name: str) -> Path:
     """The real path of a plain file: in the folder itself, or in the cache's blobs for a model of the local cache."""
     if not NAME.fullmatch(name):

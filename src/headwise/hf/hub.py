@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import ModelError
+from .files import check_named
 from .folder import PICKLES
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -19,8 +20,7 @@ def find_folder(name_or_path: str | Path, check: Callable[[Path], object]) -> tu
     `check` is called with a folder of config.json alone, before anything large is fetched; it may raise.
     """
     name = str(name_or_path)
-    if not name:  # a Path makes "." of it
-        raise ModelError("the model's name is empty; give a checkpoint folder, or a hub name such as 'org/model'")
+    check_named("model", name, give="a checkpoint folder, or a hub name such as 'org/model'")
     path = Path(name).expanduser()
     if path.is_dir():
         return path, path.resolve().name if name in (".", "..") else name

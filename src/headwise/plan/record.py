@@ -261,7 +261,11 @@ def of(
     }
     planned = None
     if heads_plan is not None:
-        after = apply_heads(model, _heads_plan(heads_plan))
+        entries = _heads_plan(heads_plan)
+        try:
+            after = apply_heads(model, entries)
+        except ValueError as wrong:
+            raise ValueError(f"{name!r}: {wrong}") from None
         planned = _priced(after, lengths, batch, kv_dtype, speeds)
     priced = _priced(model, lengths, batch, kv_dtype, speeds)
     return AttentionPlan(model, batch, kv_dtype, priced.contexts, planned, card.get("note", ""))

@@ -17,6 +17,8 @@ from .shape import AttentionShape
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+PLANNED = {"model_type", "attention_computations", "bytes_per_token", "contexts"}
+"""What `AttentionPlan.to_dict` holds and no config does."""
 
 
 @functools.cache
@@ -83,9 +85,17 @@ def find_config(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     What is on the disk comes before a card, and a card before the cache; nothing is fetched.
 
     Raises:
-        ValueError: in one line: nothing of that name, or a file that is no config.
+        ValueError: in one line: nothing of that name, a file that is no config, or a plan in place of a config.
         TypeError: something that is neither a name nor a config.
     """
+    name, config, card = _find(what)
+    if config.keys() >= PLANNED:  # its sizes have other names, so that all of them would be taken for the defaults
+        raise ValueError(f"{name!r} is a plan already, not a config; use it as it is, or give the model's config")
+    return name, config, card
+
+
+def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """As `find_config`, of anything that is an object in JSON."""
     if isinstance(what, Mapping):
         return printable(str(what.get("model_type", "config"))), dict(what), {}
     if not isinstance(what, str | Path):

@@ -45,7 +45,9 @@ def tables(plan: AttentionPlan) -> Iterator[Any]:
 
 
 def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
-    """The overview of several plans, and each one's remarks below; rich prints it.
+    """The overview of several plans, then what each one's heads plan saves and its steps at the speeds that were given.
+
+    Each one's remarks stand below; rich prints it.
 
     Raises:
         TypeError: no list of plans.
@@ -56,8 +58,24 @@ def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
 
     check_plans(plans)
     _check_alike(plans)
-    named = zip(labels(plans), plans, strict=True)
-    return Group(overview(plans), *(Text(f"{name}: {remarks(plan)}") for name, plan in named))
+    named = list(zip(labels(plans), plans, strict=True))
+    own = [_titled(name, table) for name, plan in named for table in _beside_others(plan)]
+    return Group(overview(plans), *own, *(Text(f"{name}: {remarks(plan)}") for name, plan in named))
+
+
+def _beside_others(plan: AttentionPlan) -> Iterator[Table]:
+    """What was asked for beside the counts: a heads plan's savings; the floors, where a speed is known."""
+    if plan.planned is not None:
+        yield savings(plan, plan.planned)
+    yield from (_floor_table(cost) for cost in plan.contexts if cost.floors and cost.floors[0].seconds is not None)
+
+
+def _titled(name: str, table: Table) -> Table:
+    """The table of one plan among several."""
+    from rich.text import Text
+
+    table.title = Text(f"{name}: {table.title}")
+    return table
 
 
 def _check_alike(plans: Sequence[AttentionPlan]) -> None:

@@ -113,7 +113,8 @@ def _instead(family: Family, counts: Counts, choice: Mapping[str, Any], why: str
     ]
     if not config["architectures"]:
         del config["architectures"]
-    return Target(choice["class"], config, why, tuple(choice.get("transposed", ())))
+    whole = family.whole(config)
+    return Target(str(whole["model_type"]), whole, why, tuple(choice.get("transposed", ())))
 
 
 def _defaults(family: Family, new: Mapping[str, Any]) -> dict[str, Any]:

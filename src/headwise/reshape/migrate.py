@@ -22,7 +22,7 @@ from .proof import PLAIN, Proof, planned, require
 from .prune import Known, changed
 from .report import README, RESHAPE, markdown, readme
 from .select import bytes_of, counts_of
-from .source import CheckpointSource, check_source
+from .source import CheckpointSource, check_source, pruned_heads
 from .write import Planned, kept, write
 
 FILLED = (
@@ -97,8 +97,8 @@ def plan_migrate(source: Known) -> Migration:
         ValueError: in one line: no ``pruned_heads``, such as do not fit the tensors, an architecture that is not known.
     """
     check_source(source)
-    pruned = source.config.get("pruned_heads")
-    if not isinstance(pruned, Mapping) or not any(pruned.values()):
+    pruned = pruned_heads(source.config)
+    if not pruned:
         raise ValueError(
             f"{source.folder}: config.json has no pruned_heads, so there is nothing to migrate; use the folder as it is"
         )

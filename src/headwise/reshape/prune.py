@@ -23,7 +23,7 @@ from .report import PLAN, README, RESHAPE, ZEROED, markdown, readme
 from .scores import Scorer, in_order
 from .select import Budget, Wish, bytes_of, counts_of, loadable, select
 from .shards import as_json
-from .source import CheckpointSource, check_source
+from .source import CheckpointSource, check_source, check_unpruned
 from .write import Planned, kept, write
 
 HeadChoice = str | Mapping[Any, Iterable[int]] | Iterable[tuple[Any, int]]
@@ -170,11 +170,7 @@ def plan_prune(
     """
     check_source(source)
     _check_wish(heads, keep_fraction, budget, zero)
-    if source.config.get("pruned_heads"):
-        raise ValueError(
-            "config.json has pruned_heads, which transformers no longer reads; make it one that loads first: "
-            "headwise migrate"
-        )
+    check_unpruned(source.config)
     family = family_of(source.config, source.tensors, source.layouts)
     check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
     gone = choose.named(family, [] if heads is None else heads)

@@ -34,7 +34,7 @@ from .recover import Inputs, Repaired, recover
 from .report import PLAN, RESHAPE, markdown
 from .select import bytes_of
 from .shards import as_json
-from .source import check_source
+from .source import check_source, check_unpruned
 from .write import Planned, kept, write
 
 OnLayer = Callable[[str, int, int], None] | None
@@ -213,6 +213,7 @@ def checked(source: Known, num_kv_heads: int, method: Method) -> tuple[Family, T
     """
     check_counts(1, num_kv_heads=num_kv_heads)
     check_method(method)
+    check_unpruned(source.config)
     family = family_of(source.config, source.tensors, source.layouts)
     check_shapes(family, {name: entry.shape for name, entry in source.tensors.items()})
     return family, _target(family, num_kv_heads)
