@@ -268,7 +268,7 @@ def test_a_decoded_token_meets_what_the_cache_of_a_chunk_holds() -> None:
 def test_side_by_side_show_what_was_asked_for_beside_the_counts() -> None:
     """A heads plan's savings, and the steps where a speed is known; named by their plans, in their order."""
     options: dict[str, Any] = {"context": (9, 100), "heads_plan": {"layers": {"0": {"keep": [0]}}}}
-    named = [("gpt2", options), ("bert-base", {"context": (9, 100), "flops": "1TF"}), ("llama-3-8b", asked)]
+    named = [("gpt2", options), ("bert-base", {"context": (9, 100), "flops": "1TF"}), ("llama-3-8b", options)]
     group = plan.side_by_side([plan.of(name, **more) for name, more in named])
     assert [str(one.title) for one in group.renderables[1:-3]] == [
         "gpt2: What the heads plan saves",
