@@ -231,6 +231,16 @@ def test_what_is_wrong_is_told_before_a_model_is_read(
     assert not read
 
 
+@pytest.mark.parametrize("command", [["prune", "--heads", "0.0,1.0"], ["regroup", "--kv-heads", "1"], ["migrate"]])
+def test_where_nothing_can_be_written_is_told_in_our_words(command: list[str], tmp_path: Path) -> None:
+    source = str(saved(FAMILIES["llama"], tmp_path / "source"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, text in (("x" * 300, "File name too long; give another path"), ("link", "is there already; give a new")):
+        line = refused(command[0], source, *command[1:], "--out", str(tmp_path / name))
+        assert text in line and "Errno" not in line and line.startswith(("cannot write", "--out"))
+    assert sorted(os.listdir(tmp_path)) == ["link", "source"]
+
+
 def test_folders_that_are_none_are_told(tmp_path: Path) -> None:
     assert "no such folder" in refused("prune", str(tmp_path / "none"), "--heads", "0.1", "--dry-run")
     assert "no such folder" in refused("migrate", str(tmp_path / "none"), "--dry-run")

@@ -244,7 +244,7 @@ def test_a_size_is_within_bounds_under_whatever_name_its_config_has_it(
         ({"num_attention_heads": True}, "num_attention_heads is True, and an integer"),
         ({"num_attention_heads": 2.0}, "num_attention_heads is 2.0, and an integer"),
         ({"num_attention_heads": [4, 0]}, "num_attention_heads is 0, and an integer"),
-        ({"num_attention_heads": "4"}, "num_attention_heads is 4, and an integer"),
+        ({"num_attention_heads": "4"}, "num_attention_heads is '4', and an integer"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and an integer of 1 to 1000 is needed"),
         ({"vocab_size": -1}, "vocab_size is -1, and"),
         ({"hidden_size": 10**30}, "hidden_size is 1000000000000000000000000000000, and"),

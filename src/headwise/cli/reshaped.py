@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -29,7 +30,7 @@ def check_out(out: str | None, dry_run: bool) -> None:
     if out is None and not dry_run:
         raise typer.BadParameter("give --out, the folder to write, or --dry-run to see what would change")
     check_named("--out", out, give="the folder to write")
-    if out is not None and Path(out).exists():
+    if out is not None and os.path.lexists(out):
         raise typer.BadParameter(f"--out {out}: is there already; give a new name, or remove it")
 
 

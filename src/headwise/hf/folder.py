@@ -110,7 +110,7 @@ def check_numbers(raw: dict[str, Any], names: Mapping[str, str], where: str) -> 
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or not bounds[0] <= number <= bounds[1]:
                 raise ModelError(
-                    f"{where}: {key} is {str(number)[:40]}, and an integer of {bounds[0]} to {bounds[1]} is needed; "
+                    f"{where}: {key} is {repr(number)[:40]}, and an integer of {bounds[0]} to {bounds[1]} is needed; "
                     "correct config.json or download it anew"
                 )
 

@@ -218,8 +218,7 @@ def check_shapes(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
                 sizes = layer.sizes
                 raise ValueError(
                     f"{name} is {tuple(shapes[name])}, which is not of {sizes.H} query and {sizes.K} key-value heads "
-                    f"of {sizes.D} numbers, as config.json has it; for a checkpoint that was pruned long ago: "
-                    "headwise migrate"
+                    f"of {sizes.D} numbers, as config.json has it; config and weights do not belong together"
                 )
 
 

@@ -49,6 +49,7 @@ def check_destination(destination: str | os.PathLike[str], source: Path, size: i
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: its folder does not exist; make it first, or give another path")
     target = path.parent.resolve() / path.name
+    _check_name(path, target)
     if any(os.path.samefile(folder, source) for folder in (target, *target.parents) if folder.exists()):
         raise ValueError(f"cannot write {path}: it is the source, or lies in it, which is only read; give another path")
     if os.path.lexists(target):
@@ -64,6 +65,16 @@ def check_destination(destination: str | os.PathLike[str], source: Path, size: i
             "path"
         )
     return target
+
+
+def _check_name(path: Path, target: Path) -> None:
+    """Raises OSError for a name that cannot be, such as one that is too long."""
+    try:
+        os.lstat(target)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise type(error)(f"cannot write {path}: {error.strerror}; give another path") from error
 
 
 def try_folder(target: Path) -> None:
