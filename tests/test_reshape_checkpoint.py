@@ -16,7 +16,7 @@ from hf_folders import change
 from safetensors.torch import load_file, save_file
 
 import headwise.hf as hf
-from headwise.reshape.source import CheckpointSource, one_dtype
+from headwise.reshape.source import CheckpointSource
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -200,13 +200,3 @@ def test_one_weight_has_one_dtype_in_all_layers(tmp_path: Path) -> None:
         hf.ModelError, match=r"mixed dtypes: '[\w.]*0\.self[\w.]*' is float32 and .* is float16; load it"
     ):
         hf.checkpoint(folder)
-
-
-def test_numbers_of_two_dtypes_are_not_added(tmp_path: Path) -> None:
-    names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
-    with hf.checkpoint(made(tmp_path / "model")) as opened:
-        assert one_dtype(opened, names) == torch.float32
-        with pytest.raises(
-            ValueError, match=r"is float32 and '[\w.]*norm.weight' is bfloat16, and numbers of both are ad"
-        ):
-            one_dtype(opened, [*names, "model.layers.1.input_layernorm.weight"])

@@ -130,6 +130,17 @@ def test_what_no_class_loads_is_refused(family: str) -> None:
         plan_regroup(opened(family), 2)
 
 
+def test_a_layer_of_two_dtypes_is_computed_in_the_wider_and_stored_in_each_one_s_own() -> None:
+    """Biases in float32 beside matrices in half precision: what is averaged is rounded once, when it is stored."""
+    source = opened("llama biased")
+    mixed = {name: part.half() if part.ndim == 2 else part for name, part in source.state.items()}
+    made = result(plan_regroup(InMemory(source.config, mixed), 2, method="mean"))
+    assert {name: part.dtype for name, part in made.items()} == {name: part.dtype for name, part in mixed.items()}
+    name = "model.layers.1.self_attn.k_proj.weight"
+    heads = mixed[name].float().unflatten(0, (4, 6))
+    assert torch.equal(made[name], torch.stack([heads[:2].mean(0), heads[2:].mean(0)]).flatten(0, 1).half())
+
+
 def test_as_many_as_there_are_is_the_same_to_the_last_bit() -> None:
     source = opened("qwen2")
     plan = plan_regroup(source, source.config["num_key_value_heads"])

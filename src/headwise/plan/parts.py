@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 ROOMS = ("attention", "state", "mlp", "norm", "embedding", "head")
-STREAMS = ("decoder", "memory", "encoder")
 BIASES = "position_biases"
 """The name of a table of position biases, with a column for each head."""
 

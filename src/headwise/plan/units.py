@@ -7,7 +7,6 @@ import re
 
 from .shape import short
 
-_SCALE = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d{1,2})?)\s*([KMGTPE]?)(i?)\s*(.*?)\s*", re.IGNORECASE)
 _UNITS = {"bandwidth": ("", "b/s", "bps"), "flops": ("", "f", "flop", "flops", "flop/s", "flops/s", "f/s")}
 _LEAST_BARE = 1e6

@@ -16,8 +16,6 @@ from .layout import Family, Layer
 
 NAMES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 NORMS = {"q_norm.weight": "query_norm", "k_norm.weight": "key_norm"}
-Place = tuple[int, int, int, str]
-"""(axis, where a stretch begins, its heads' width, the part of a head)."""
 
 
 def head_weights(family: Family, layer: Layer, read: Callable[[str], Tensor]) -> HeadWeights:

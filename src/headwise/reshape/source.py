@@ -88,24 +88,3 @@ class CheckpointSource(Protocol):
 
     def check(self) -> None:
         """Raises ValueError unless every file is what it was when the folder was opened."""
-
-
-def one_dtype(source: CheckpointSource, names: list[str]) -> torch.dtype:
-    """The dtype that these tensors share; for sums and products across them. To cut or copy one needs no such thing.
-
-    Raises:
-        ValueError: they have several.
-    """
-    dtypes = {name: source.tensors[name].dtype for name in names}
-    first = next(iter(dtypes))
-    for name, dtype in dtypes.items():
-        if dtype != dtypes[first]:
-            raise ValueError(
-                f"{source.folder}: {first!r} is {_word(dtypes[first])} and {name!r} is {_word(dtype)}, and numbers of "
-                "both are added; load the model with transformers in one dtype and save it"
-            )
-    return dtypes[first]
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
