@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disks import files_of_at_most
 from torch import Tensor, nn
 
 import headwise
@@ -56,6 +57,7 @@ def test_the_student_comes_to_say_what_the_teacher_says() -> None:
     recipe = Recipe(40, rows=4, length=17, lr=0.03, warmup=2)
     curve = run(student, recipe, held=held_out, first=2, every=20, progress=lambda *n: calls.append(n))
     assert [step for step, *_ in curve.held] == [0, 20, 40] and len(curve.steps) == 40
+    assert curve.steps == [round(loss, 6) for loss in curve.steps], "short enough to be read in a file"
     assert curve.held[-1][1] < 0.2 * curve.held[0][1]
     assert calls == [(n, 40) for n in range(1, 41)]
     assert all(part.training for part in student.modules()), "the mode that it was in"
@@ -131,6 +133,13 @@ def test_a_state_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "state.pt").read_bytes() == before and not os.listdir(tmp_path / "other")
 
 
+def test_a_state_for_which_there_is_no_room_is_told_by_its_name(tmp_path: Path) -> None:
+    with files_of_at_most(2000), pytest.raises(OSError) as caught:
+        run(Model(1), Recipe(3, rows=1, length=9), state=tmp_path / "state.pt", every=1)
+    line = f"cannot write {tmp_path}/state.pt, the state of the run: File too large; make room, or give another path"
+    assert str(caught.value) == line and not os.listdir(tmp_path)
+
+
 def part_of_two(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -194,6 +203,9 @@ def test_the_schedule_and_the_windows() -> None:
         for row in rows:
             assert (text.unfold(0, 16, 1) == row[1:]).all(1).any(), "a window of the text"
     assert not torch.equal(RECIPE.batch(text, 0), RECIPE.batch(text, 1))
+    whole = Recipe(1, rows=2, length=301)  # a text of one window: whole, or behind the token that comes first
+    assert torch.equal(whole.batch(text, 0), text.expand(2, -1))
+    assert torch.equal(Recipe(1, rows=2, length=302).batch(text, 0, first=9)[:, 1:], text.expand(2, -1))
     assert Processes(1, 3).share(torch.arange(7)).tolist() == [1, 4]
 
 
@@ -206,6 +218,12 @@ def test_the_schedule_and_the_windows() -> None:
         (lambda: Recipe(5, lr=0.0), ValueError, "lr is a finite number above 0; got 0"),
         (lambda: Recipe(5, text=-1.0), ValueError, "text and weight_decay are at least 0; got -1.0 and 0.0"),
         (lambda: run(Model(1), Recipe(5, length=400)), ValueError, "a window is 400 tokens, and the text has 301"),
+        (lambda: run(Model(1), Recipe(1, length=302)), ValueError, "a window is 302 tokens, and the text has 301"),
+        (
+            lambda: run(Model(1), Recipe(1, length=303), first=1),
+            ValueError,
+            "a window is 303 tokens, and the text has 301",
+        ),
         (lambda: run(Model(1), every=0), ValueError, "every is at least 1; got 0"),
         (lambda: heal(Model(1), Model(0), stream()[None], RECIPE), ValueError, r"stream is a row of ids \(N,\)"),
         (lambda: heal(Model(1), Model(0), [1, 2], RECIPE), TypeError, r"stream is a row of ids \(N,\); got list"),
@@ -238,10 +256,14 @@ def test_a_state_knows_its_text_and_its_teacher(tmp_path: Path) -> None:
             heal_on(text, Model(0), held=held_out, **options)
     with pytest.raises(ValueError, match=r"state.pt: the state of a run on another text; remove it to begin anew$"):
         heal_on(stream(), Model(0), held=held_out + 1, first=3)
-    with pytest.raises(
-        ValueError, match=r"state.pt: the state of a run with another teacher; remove it to begin anew$"
-    ):
-        heal_on(stream(), Model(4), held=held_out, first=3)
+    nearly = Model(0)
+    with torch.no_grad():
+        nearly.out.bias[1] += 1  # of a small tensor every number counts
+    for teacher in (Model(4), nearly):
+        with pytest.raises(
+            ValueError, match=r"state.pt: the state of a run with another teacher; remove it to begin anew$"
+        ):
+            heal_on(stream(), teacher, held=held_out, first=3)
     saved = torch.load(state, weights_only=True)
     torch.save({name: part for name, part in saved.items() if name not in ("text", "teacher")}, state)
     with pytest.raises(ValueError, match=r"state.pt: no state that a run of healing left; remove it to begin anew$"):

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peak_memory
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 import headwise.hf as hf
-from headwise.reshape import shards
+from headwise.reshape import place, shards
 from headwise.reshape.manifest import MANIFEST, verify
 from headwise.reshape.write import Planned, kept, write
 
@@ -263,6 +264,28 @@ def test_names_that_are_taken_or_code(source: Path, tmp_path: Path) -> None:
 def test_not_enough_room_is_told_before_the_first_byte(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 1_050_000))  # type: ignore[attr-defined]
     refused(source, tmp_path / "x", OSError, "bytes are needed and 1,050,000 are free; make room, or give another path")
+
+
+def test_room_is_needed_for_every_file_and_no_more(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Weights with their headers, settings, what is copied, and a spare megabyte for the manifest."""
+    (source / "LICENSE").write_bytes(b"free" * 1000)
+    extra, rows = {"NOTE.md": b"n" * 3000, "tokenizer_config.json": b"{}"}, {"a": torch.zeros(7)}
+    files = wrote(source, tmp_path / "first", rows, extra=extra)
+    needed = sum(len(part) for name, part in files.items() if name != MANIFEST) + place.SPARE
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    with pytest.raises(OSError, match=f"{needed:,} bytes are needed and {needed - 1:,} are free; make room"):
+        wrote(source, tmp_path / "second", rows, extra=extra)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed))
+    assert wrote(source, tmp_path / "second", rows, extra=extra) == files
+
+
+@pytest.mark.parametrize("denied", [os.W_OK, os.X_OK])
+def test_a_folder_that_may_not_be_written_or_entered(
+    denied: int, source: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Asked of the system, for to root all is allowed."""
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path or not mode & denied)
+    refused(source, tmp_path / "x", PermissionError, "no permission to write in its folder; give another path")
 
 
 def test_a_source_that_changes_meanwhile(source: Path, tmp_path: Path) -> None:

@@ -297,6 +297,11 @@ class _Run:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, self.state)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise OSError(
+                f"cannot write {self.state}, the state of the run: {why}; make room, or give another path"
+            ) from error
         finally:
             beside.unlink(missing_ok=True)
 

@@ -74,6 +74,7 @@ def write(
     taken = {*settings, MANIFEST, *(shard.name for shard in shards)}
     further = settings | _checked(extra, taken)
     size = sum(len(shard.header) + shard.size for shard in shards) + sum(map(len, further.values()))
+    size += sum(os.stat(source.folder / name).st_size for name in source.files if name not in further)
     target = check_destination(destination, source.folder, size)
     source.check()
     clear(target.parent)
