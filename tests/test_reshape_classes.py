@@ -45,6 +45,12 @@ def test_where_the_heads_do_not_divide_another_class_stands_in_and_says_why() ->
     assert not {"attention_bias", "mlp_bias"} & config.keys()
 
 
+def test_what_the_new_class_has_by_nature_is_not_said() -> None:
+    """Mistral has no field for biases, and a field that its class does not know would be taken for a mistake."""
+    config = plan_prune(llama(attention_bias=False, mlp_bias=False), heads="0.1,1.2").target.config
+    assert config["model_type"] == "mistral" and not {"attention_bias", "mlp_bias"} & config.keys()
+
+
 @pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
 def test_where_that_class_has_no_biases_a_third_one_does(bias: str) -> None:
     config = plan_prune(llama(**{bias: True}), heads="0.1,1.2").target.config

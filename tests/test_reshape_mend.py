@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,3 +85,15 @@ def test_what_cannot_be_solved_anew_is_refused() -> None:
     zeroed = plan_prune(decoder(4, 4), heads="0.1", zero=True)
     with pytest.raises(ValueError, match="zeroed heads stay 0, so nothing is solved anew"):
         mend(zeroed, torch.nn.Linear(1, 1), text())
+
+
+def test_a_model_that_cannot_say_all_words_of_a_text_has_no_loss_on_it() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+            logits = torch.zeros(*input_ids.shape, 5)
+            logits[..., 1] = 2.0
+            return SimpleNamespace(logits=logits)
+
+    ones = torch.ones(1, 4, dtype=torch.long)
+    assert loss_of(Model(), [ones, 4 * ones]) == pytest.approx(math.log(4 + math.exp(2.0)) - 1)  # half at 2, half at 0
+    assert loss_of(Model(), [5 * ones]) is None and loss_of(Model(), [ones, 6 * ones]) is None

@@ -20,7 +20,7 @@ from headwise import hf, models, plan
 from headwise.hf import proving
 from headwise.reshape import Proof, plan_prune, prune, random_scores
 from headwise.reshape.proof import require
-from headwise.reshape.report import rows
+from headwise.reshape.report import markdown, rows
 
 IDS = tuple(range(5, 45)) * 2
 
@@ -196,6 +196,15 @@ FACTS: dict[str, Any] = {
     "plan": [None, None],
     "context": 3,
 }
+
+
+def test_the_report_tells_equal_bits_from_a_small_difference() -> None:
+    proof = {"class": "Some", "transformers": "5", "identical": False, "difference": 2e-6, "largest": 3.0, "tokens": 7}
+    facts = FACTS | {"done": "Done", "notes": [], "gone": {}, "proof": proof}
+    line = "Its outputs on 7 tokens (float32, up to 3) are those of the original with these heads switched off, "
+    assert f"{line}the largest difference being 2e-06." in markdown(facts, None).decode()  # type: ignore[arg-type]
+    facts["proof"] = proof | {"identical": True, "difference": 0.0}
+    assert f"{line}bit for bit." in markdown(facts, None).decode()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,21 @@ def test_merged_heads_are_repaired_and_it_holds_on_other_text() -> None:
     assert (changed(x) - original(x)).square().mean() < 0.8 * before
 
 
+@pytest.mark.parametrize(("inputs", "value_steps"), [("original", 2), ("own", 2), ("own", 0)])
+def test_no_module_behind_the_one_that_is_repaired_is_run(inputs: Any, value_steps: int) -> None:
+    """A layer a pass: the last layer of both models runs in its own pass, and in the one that finds their order."""
+    original, changed = spoilt("o_proj")
+    text, runs = batches(7), {"original": 0, "changed": 0}
+    for name, model in (("original", original), ("changed", changed)):
+
+        def count(module: nn.Module, args: Any, name: str = name) -> None:
+            runs[name] += 1
+
+        model.layers[1].q_proj.register_forward_pre_hook(count)
+    recover(changed, original, text, LAYERS, inputs=inputs, value_steps=value_steps)
+    assert runs == {"original": 7 + 1, "changed": 7 + 1}
+
+
 def test_nothing_is_made_worse() -> None:
     """A model that is its own original stays, to the last bit; and so do both models' modes and hooks."""
     original = Model()

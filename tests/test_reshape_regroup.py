@@ -160,7 +160,8 @@ def test_text_decides_and_the_repair_helps_on_other_text() -> None:
     rows = [torch.randint(3, 29, (4, 47)) for _ in range(5)]
     calls: list[tuple[str, int, int]] = []
     plan = plan_regroup(source, 2, method="aligned", model=model, rows=rows, progress=lambda *one: calls.append(one))
-    assert {what for what, *_ in calls} == {"reading the text", "choosing which heads share"}
+    reading = [("reading the text", n, 4) for n in range(1, 5)]  # the fifth row is left to check by
+    assert calls == [*reading, ("choosing which heads share", 1, 2), ("choosing which heads share", 2, 2)]
     blind = plan_regroup(source, 2, method="aligned")
     assert sum(sum(one.lost) for one in plan.merges.values()) > 0 and blind.merges["0"].lost != plan.merges["0"].lost
     fixed = repair(plan, model, rows, value_steps=2)

@@ -218,7 +218,7 @@ def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores
             if len(loadable(family, field)) == 1:
                 raise ValueError(_no_such_part(family, field, 0.5))
         raise ValueError(
-            f"a budget of {budget.megabytes:g} MB (1,000,000 bytes each) is below {least / 1e6:.1f} MB, which weights "
+            f"a budget of {budget.megabytes:g} MB (1,000,000 bytes each) is below {least / 1e6:.4g} MB, which weights "
             "and cache come to with the fewest heads; give more, or a shorter context"
         )
     _, kept, cost = best
