@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.reshape.arguments import check_rows
+from headwise.reshape.arguments import check_rows, check_writing
+from headwise.reshape.proof import Proof
 
 pytestmark = pytest.mark.unchecked
 IDS = torch.arange(6)[None]
@@ -31,3 +32,19 @@ def test_rows_of_ids(rows: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         check_rows(rows, 2)
     check_rows([IDS, IDS.int()], 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ((3, None), TypeError, "destination is a path, a string or a pathlib.Path; got 3"),
+        (("", None), ValueError, "destination: the name is empty; give a file or a folder"),
+        (("new", True), TypeError, "proof is a headwise.reshape.Proof, or None to prove nothing; got True"),
+    ],
+)
+def test_where_to_write_and_what_to_prove(arguments: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        check_writing(*arguments)
+    check_writing("new", Proof(), progress=None, remark=print)
+    with pytest.raises(TypeError, match="remark is a function; got 3"):
+        check_writing("new", None, progress=None, remark=3)

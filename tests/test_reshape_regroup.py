@@ -186,9 +186,13 @@ def test_a_folder_is_written_and_proved(tmp_path: Path, monkeypatch: pytest.Monk
     source = tmp_path / "source"
     quiet(lambda: FAMILIES["mistral"].build().half().save_pretrained(source))
     with hf.checkpoint(source) as checkpoint:
-        facts = reshape.regroup(
-            checkpoint, tmp_path / "new", 1, method="mean", proof=reshape.Proof(tuple(range(3, 13)), speed=False)
-        )
+        proof, written = reshape.Proof(tuple(range(3, 13)), speed=False), list[tuple[int, int]]()
+
+        def tell(what: str, done: int, total: int) -> None:
+            written.extend([(done, total)] if what == "writing" else [])
+
+        facts = reshape.regroup(checkpoint, tmp_path / "new", 1, method="mean", proof=proof, progress=tell)
+    assert written == sorted(written) and written[-1][0] == written[-1][1] == written[0][1]
     assert facts["proof"]["class"] == "MistralForCausalLM" and all(facts["proof"]["loss"])
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["num_key_value_heads"] == 1
@@ -213,6 +217,8 @@ def test_rows_of_fused_projections() -> None:
         (True, {}, TypeError, "num_kv_heads is an int; got True"),
         (2, {"method": "median"}, ValueError, "method is one of first, mean, aligned, fitted; got 'median'"),
         (2, {"groups": {"0": [[0, 1], [2, 3]]}}, ValueError, "groups are of equal size and hold each of the 6"),
+        (2, {"groups": {"7": [[0, 1, 2], [3, 4, 5]]}}, ValueError, "groups name layers, 0, 1; got '7'"),
+        (2, {"groups": [[0, 1, 2], [3, 4, 5]]}, TypeError, "groups are lists of heads by layer, such as"),
     ],
 )
 def test_what_cannot_be_is_refused(kv_heads: Any, options: dict[str, Any], kind: type[Exception], text: str) -> None:
@@ -222,6 +228,9 @@ def test_what_cannot_be_is_refused(kv_heads: Any, options: dict[str, Any], kind:
 
 @pytest.mark.unchecked
 def test_to_recover_takes_a_model_and_text() -> None:
+    for rows in (5, torch.ones(2, 3, dtype=torch.long), "text"):
+        with pytest.raises(TypeError, match=r"rows are a list of tensors of ids \(B, T\); got"):
+            reshape.regroup(decoder(6, 6, D=6), "nowhere", 2, recovering=True, rows=rows)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"to recover takes the model and a text of at least two rows; give both"):
         reshape.regroup(decoder(6, 6, D=6), "nowhere", 2, recovering=True)
     with pytest.raises(TypeError, match=r"repair builds the changed model, for which headwise.hf.checkpoint is needed"):
