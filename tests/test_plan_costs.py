@@ -178,6 +178,15 @@ def test_allowed_pairs_both_ways(around: int, tokens: int) -> None:
     assert layer.pairs(tokens, tokens) == allowed("modernbert", around, tokens, tokens)
 
 
+def test_allowed_pairs_within_chunks() -> None:
+    """A query sees the keys of its own stretch up to itself; the last query lies at the last key."""
+    for chunk in (1, 3, 7, 31):
+        layer = AttentionLayer("self", 0, 8, 2, 2, 4, 4, window=chunk, chunked=True)
+        for queries, keys in ((1, 1), (1, 13), (5, 13), (13, 13), (31, 31), (17, 45)):
+            seen = sum(i // chunk == j // chunk for i in range(keys - queries, keys) for j in range(i + 1))
+            assert layer.pairs(queries, keys) == seen, (chunk, queries, keys)
+
+
 # --- the floor --------------------------------------------------------------------------------------------------------
 
 

@@ -237,11 +237,16 @@ def test_what_cannot_be_is_told_in_the_words_of_who_asks() -> None:
     for arguments, text in (
         ({"ranks": 0}, "ranks is a whole number between 1 and 4096; got 0"),
         ({"tokens": True}, "tokens is a whole number between 1 and 10000000000; got True"),
+        ({"tokens": 10**10 + 1}, "tokens is a whole number between 1 and 10000000000; got 10000000001"),
+        ({"batch": 10**7 + 1}, "batch is a whole number between 1 and 10000000; got 10000001"),
         ({"tensor": 32, "ranks": 256}, "tensor times ranks is at most 4096; got 32 x 256"),
         ({"ranks": 10, "tokens": 9}, "ranks = 10 is more than the text has tokens, 9"),
     ):
         with pytest.raises(ValueError, match=f"^{text}$"):
             plan.over("llama-3-8b", "1GB/s,2us", **arguments)
+    plain = plan.over("llama-3-8b", "1GB/s,2us").spread
+    assert (plain.tokens, plain.batch) == (131072, 1)
+    assert (plain.grid.tensor, plain.grid.context) == (1, 1)
     remark = "without a speed of computing (flops) times are the link's alone"
     assert str(plan.over("llama-3-8b", "1GB/s,2us", tokens=9)).endswith(remark)
 
@@ -277,3 +282,48 @@ def test_a_floor_reads_states_and_scales() -> None:
     assert costs.state_bytes(model) > 0
     for floor in costs.floors(model, 50, 1, scale_bytes=4):
         assert floor.bytes == costs.weight_bytes_read(model) + floor.batch * kept
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_one_rank_a_model_costs_what_it_costs(name: str) -> None:
+    """To the last operation and byte, as the plan of one machine counts them; there is nothing to send."""
+    for tokens, batch in ((1, 1), (37, 3)):
+        alone = plan.of(MODELS[name], context=tokens, batch=batch)
+        one, cost = (
+            plan.over(MODELS[name], "50GB/s,2us", tokens=tokens, batch=batch, flops=1.0).spread,
+            alone.contexts[0],
+        )
+        assert one.prefill.compute == cost.prefill.total and one.prefill.link == 0.0
+        assert one.weight_bytes == alone.model.stored_bytes()
+        assert one.cache_bytes == cost.cache_bytes + cost.state_bytes
+        assert (one.decode is None) == (cost.decode is None)
+        if one.decode is not None and cost.decode is not None:
+            assert one.decode.compute == cost.decode.total and one.decode.link == 0.0
+
+
+def test_what_one_layer_needs_at_once() -> None:
+    """The stream and what is added to it, queries with outputs and keys with values, and what travels.
+
+    In a ring three messages of both heads, or of what a window needs of others; in a gather two heads of all keys; in
+    an all-to-all a share of all; with queries on the way they and their outputs twice.
+    """
+    queries, keys, width, each = 6 * (10 + 10), 2 * (10 + 10), 48, 10 + 10
+
+    def numbers(tokens: int, extra: int) -> int:
+        return 2 * tokens * width + tokens * (queries + keys) + extra
+
+    def of(name: str, ranks: int, batch: int = 1) -> dict[str, dict[str, int]]:
+        layers = spread(model_of(MODELS[name]), Grid(1, ranks, SLOW), 64, batch=batch).layers
+        return {layer.kind: layer.activations for layer in layers}
+
+    for batch in (1, 3):
+        byte = 2 * batch
+        expected = {"ring": 3 * 2 * each * 16, "gather": 2 * each * 64, "ulysses": (queries + keys) * 64 // 4}
+        expected["pass_q"] = 2 * 16 * queries
+        many = of("plain", 4, batch)["causal"]
+        assert many == {layout: byte * numbers(16, extra) for layout, extra in expected.items()}
+        assert set(of("plain", 1, batch)["causal"].values()) == {byte * numbers(64, 0)}
+        assert of("windows", 4, batch)["window 13"]["ring"] == byte * numbers(16, 3 * 2 * each * 12)
+    wide = model_of({**LLAMA, "intermediate_size": 990})  # feed-forward layers that need more than attention
+    [layer] = spread(wide, Grid(1, 4, SLOW), 64).layers
+    assert set(layer.activations.values()) == {2 * (2 * 16 * width + 16 * 2 * 990)}
