@@ -213,3 +213,27 @@ def test_the_same_model_with_other_groups() -> None:
     bytes_as = {k: costs.cache_bytes(costs.as_kv_heads(model, k) or model, 100, 2) for k in (None, 8, 1)}
     assert bytes_as[None] == 4 * bytes_as[8] == 32 * bytes_as[1] and bytes_as[8] == costs.cache_bytes(model, 100, 2)
     assert costs.as_kv_heads(model_of({"model_type": "gpt2"}), 8) is None  # 12 heads
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 28, "num_attention_heads": 4, "num_hidden_layers": 5, "intermediate_size": 17, "vocab_size": 53,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "key_bias"), [("deberta", 0), ("deberta-v2", 28)])
+def test_projections_of_positions_are_those_of_the_terms(model_type: str, key_bias: int) -> None:
+    """One for the keys where content meets position, one for the queries where position meets content."""
+    both = {"pos_key_proj": 28 * 28 + key_bias, "pos_query_proj": 28 * 28 + 28}
+    for kinds, names in (("c2p", ["pos_key_proj"]), ("p2c", ["pos_query_proj"]), ("c2p|p2c", [*both])):
+        about = {"model_type": model_type, "relative_attention": True, "max_position_embeddings": 11}
+        layer = model_of({**SMALL, **about, "pos_att_type": kinds}).layers[4]
+        counts = layer.parameter_counts()
+        assert {name: n for name, n in counts.items() if name.startswith("pos_")} == {
+            name: both[name] for name in names
+        }
+
+
+def test_an_encoder_s_window_counts_both_sides() -> None:
+    for around, every, windows in ((12, 3, [None, 13, 13, None, 13]), (13, 2, [None, 13, None, 13, None])):
+        about = {"model_type": "modernbert", "local_attention": around, "global_attn_every_n_layers": every}
+        assert [layer.window for layer in model_of({**SMALL, **about}).layers] == windows

@@ -115,6 +115,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"quant_method": "gptq", "bits": "4"}, "quantization_config: bits is an int; got '4'"),
     ({"quant_method": "awq", "group_size": 0}, "group_size is at least 1; got 0"),
     ({"quant_method": "compressed-tensors"}, "quantization_config: config_groups has no weights in its first group"),
+    (
+        {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {"strategy": "block"}}}},
+        "quantization_config: strategy is group, channel or tensor; got 'block'",
+    ),
 ]
 
 

@@ -209,6 +209,10 @@ def test_the_overview_of_others() -> None:
     assert (encoder["cache reserved"], encoder["as MHA, GQA-8, MQA"]) == (["-"], ["-"])
     assert "without its mask" not in encoder["prefill"][0]
     assert encoder["cache a token"] == ["0 B", "0 B", "-"] and encoder["at 512: cache"][-1] == "-"
+    heads = 12 * 10 * 64 * 2 * (4 * 768 * 512 + 2 * 512 * 512)  # ten heads' projections, scores and weighted sums
+    whole = plan.of("bert-base", context=512).contexts[0].prefill.total
+    shown = [units.show(n, "FLOP") for n in (whole, whole - heads)]
+    assert encoder["at 512: prefill"] == [*shown, f"{heads / whole:.1%}"]
     assert (
         encoder["attention parameters"] == ["28,348,416", "4,732,416", "83.3%"] and "at 512: one token" not in encoder
     )
