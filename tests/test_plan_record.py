@@ -245,8 +245,10 @@ def test_the_slowest_and_the_fastest_machine() -> None:
 
 
 def test_something_that_is_no_config() -> None:
-    with pytest.raises(TypeError, match="a config is a path, a name, a dict or an object with to_dict"):
-        plan.of(3)
+    lists = type("Lists", (), {"to_dict": lambda self: [1]})()
+    for what in (3, None, [1], lists, torch.ones(3)):
+        with pytest.raises(TypeError, match="a config is a path, a name, a dict or an object with to_dict"):
+            plan.of(what)
 
 
 # --- the record and its pictures --------------------------------------------------------------------------------------

@@ -99,12 +99,12 @@ def _find(what: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if isinstance(what, Mapping):
         return printable(str(what.get("model_type", "config"))), dict(what), {}
     if not isinstance(what, str | Path):
-        if not hasattr(what, "to_dict"):
+        config = what.to_dict() if hasattr(what, "to_dict") else None
+        if not isinstance(config, Mapping):
             raise TypeError(
                 f"a config is a path, a name, a dict or an object with to_dict(); got {type(what).__name__}"
             )
-        config = what.to_dict()
-        return printable(str(config.get("model_type", "config"))), config, {}
+        return printable(str(config.get("model_type", "config"))), dict(config), {}
     if what == "":  # a Path makes "." of it
         raise ValueError("the config's name is empty; give a config.json, a checkpoint folder, a card or a hub name")
     path = _on_disk(what)
