@@ -184,7 +184,7 @@ def test_migrate_makes_an_old_checkpoint_load(tmp_path: Path) -> None:
             "--by is importance, ablation, redundancy or random; got",
         ),
         (
-            ["--heads", "0.1", "--zero", "--text", "a b c", "--recover", "--dry-run"],
+            ["--keep-fraction", "0.5", "--by", "random", "--text", "a b c", "--recover", "--dry-run"],
             "tokens are one row of 256; give a",
         ),
         (["--heads", "0.1", "--recover", "--dry-run"], "--recover needs a text to fit to; give --file"),
@@ -220,6 +220,10 @@ def test_what_is_wrong_ends_in_one_line(tiny: str, arguments: list[str], text: s
             marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nothing can be made"),
         ),
         (["--keep-fraction", "0.5", "--corpus", "/none", "--dry-run"], "--corpus /none: no such file or folder"),
+        (
+            ["--heads", "0.1", "--zero", "--recover", "--text", "a b c", "--dry-run"],
+            "zeroed heads stay 0, so --recover",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_before_a_model_is_read(
