@@ -75,6 +75,12 @@ def seed() -> None:
 
 
 @pytest.fixture
+def collected(request: pytest.FixtureRequest) -> frozenset[str]:
+    """The ids of all tests that pytest saw in this run, those included that it does not run."""
+    return request.config.stash[COLLECTED]
+
+
+@pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """A whole checkpoint of a small decoder, with its tokenizer, as transformers writes it."""
     from hf_folders import written  # with transformers: for those who ask
@@ -93,8 +99,13 @@ def pytest_report_header() -> str | None:
     return draw.header()
 
 
+COLLECTED = pytest.StashKey[frozenset[str]]()  # the ids of all tests that pytest saw, before any is left out
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the widest sweeps a share runs, where HEADWISE_DRAW says so: see `draw.py`."""
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     items[:], left_out = draw.split(items)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
