@@ -198,6 +198,7 @@ FACTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.unchecked
 def test_the_report_tells_equal_bits_from_a_small_difference() -> None:
     proof = {"class": "Some", "transformers": "5", "identical": False, "difference": 2e-6, "largest": 3.0, "tokens": 7}
     facts = FACTS | {"done": "Done", "notes": [], "gone": {}, "proof": proof}
