@@ -107,6 +107,8 @@ def test_healed_and_started_again(folder: Path, tmp_path: Path, monkeypatch: pyt
     curve = json.loads((tmp_path / "healed" / "heal.json").read_text())
     assert len(curve["steps"]) == 6 and [point[0] for point in curve["held"]] == [0, 2, 4, 6]
     assert facts["curve"]["steps"] == curve["steps"]
+    assert facts["proof"]["class"] == "Qwen2ForCausalLM" and facts["proof"]["missing"] == []
+    assert "Verified: transformers" in (tmp_path / "healed" / "RESHAPE.md").read_text()
     old, new = (load_file(tmp_path / name / "model.safetensors") for name in ("small", "healed"))
     assert old.keys() == new.keys()
     assert all(old[name].dtype == part.dtype and old[name].shape == part.shape for name, part in new.items())

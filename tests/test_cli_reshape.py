@@ -220,6 +220,7 @@ def test_what_is_wrong_ends_in_one_line(tiny: str, arguments: list[str], text: s
             marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where nothing can be made"),
         ),
         (["--keep-fraction", "0.5", "--corpus", "/none", "--dry-run"], "--corpus /none: no such file or folder"),
+        (["--keep-fraction", "0.5", "--target", " ", "--dry-run"], "--target: the text is empty; give a few words"),
         (
             ["--heads", "0.1", "--zero", "--recover", "--text", "a b c", "--dry-run"],
             "zeroed heads stay 0, so --recover",

@@ -75,6 +75,12 @@ def test_flops() -> None:
         (plan.attention_flops, {"queries": 3, "keys": 2.5}, TypeError, "keys is an int; got 2.5"),
         (plan.projection_flops, {"tokens": True}, TypeError, "tokens is an int; got True"),
         (plan.kv_bytes_per_token, {"num_layers": 0}, ValueError, "num_layers is at least 1; got 0"),
+        (
+            plan.kv_bytes_per_token,
+            {"num_layers": 10**15 + 1},
+            ValueError,
+            "num_layers is at most 1,000,000,000,000,000; got a larger number",
+        ),
         (plan.kv_bytes_per_token, {"bytes_per_number": 0}, ValueError, "bytes_per_number is above 0; got 0"),
         (plan.parameter_count, {"memory_dim": -1}, ValueError, "memory_dim is at least 1; got -1"),
     ],

@@ -137,6 +137,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gpt2", "n_embd": 48, "hidden_size": 49, "n_head": 2}, "contradicts itself: n_embd = 48, hidden_"),
     ({"model_type": "gpt_bigcode", "multi_query": True, "num_key_value_heads": 2}, "num_key_value_heads = 2 where 1"),
     ({"model_type": "qwen2_moe", "mlp_only_layers": [True]}, "mlp_only_layers is a list of whole numbers; got [True]"),
+    ({"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [1]}, "no_rope_layers is a list of 3 whole"),
     ({"model_type": "qwen2_moe", "mlp_only_layers": [-1]}, "mlp_only_layers is a list of whole numbers; got [-1]"),
     ({"model_type": "qwen2", "use_sliding_window": False, "layer_types": ["sliding_attention"] * 32},
      "layer_types has sliding_attention and use_sliding_window is off: which window is meant?"),

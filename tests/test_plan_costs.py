@@ -27,7 +27,7 @@ from plan_models import (
 
 from headwise.plan import costs
 from headwise.plan.fields import architectures
-from headwise.plan.layer import AttentionLayer, Latent
+from headwise.plan.layer import AttentionLayer, Latent, PositionTerms
 from headwise.plan.model import Model, model_of
 
 pytestmark = pytest.mark.unchecked
@@ -237,3 +237,30 @@ def test_an_encoder_s_window_counts_both_sides() -> None:
     for around, every, windows in ((12, 3, [None, 13, 13, None, 13]), (13, 2, [None, 13, None, 13, None])):
         about = {"model_type": "modernbert", "local_attention": around, "global_attn_every_n_layers": every}
         assert [layer.window for layer in model_of({**SMALL, **about}).layers] == windows
+
+
+def test_content_meets_each_distance_once_a_query_and_once_a_key() -> None:
+    """c2p: every query with all distances; p2c: every key; the distances pass their matrices once a pass."""
+    for keys, queries, made in ((True, False, 1), (False, True, 1), (True, True, 2)):
+        terms = PositionTerms(22, keys, queries, grows=True)
+        layer = AttentionLayer("encoder", 0, 8, 3, 3, 5, 5, positions=terms)
+        for T, S, met in ((4, 7, 14), (13, 9, 22)):
+            each = met * 3 * 5 * (T * keys + S * queries)
+            assert layer.position_macs(T, S) == (met * 8 * 3 * 5 * made, each), (keys, queries, T, S)
+
+
+def test_numbers_of_an_activation_and_layers_that_are_not_mixtures() -> None:
+    plain = {**SMALL, "model_type": "apertus", "mlp_bias": False}
+    learned = [part for part in model_of(plain).others if part.name == "activation"]
+    assert [(part.parameters, part.room) for part in learned] == [(2, "mlp")] * 5
+    experts = {"num_experts": 7, "moe_intermediate_size": 11, "shared_expert_intermediate_size": 13}
+    mixture = {**SMALL, "model_type": "qwen2_moe", "num_key_value_heads": 2, **experts}
+    for more, mixed in (
+        ({"decoder_sparse_step": 1}, [0, 1, 2, 3, 4]),
+        ({"decoder_sparse_step": 2}, [1, 3]),
+        ({"decoder_sparse_step": 3}, [2]),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 3]}, [1, 2, 4]),
+        ({"decoder_sparse_step": 1, "num_experts": 0}, []),
+    ):
+        names = [part.name for part in model_of({**mixture, **more}).others if part.name in ("mlp", "experts")]
+        assert [n for n, name in enumerate(names) if name == "experts"] == mixed, more

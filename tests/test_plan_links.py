@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -338,3 +339,14 @@ def test_a_priced_call_contains_what_its_mask_allows(mask: Mask, bounds: tuple[i
     """Five queries behind two keys."""
     call = call_of(mask, 5, 7, heads=2, kv_heads=1, head_dim=3, value_dim=3)
     assert (call.left, call.right, call.chunk) == bounds
+
+
+def test_messages_one_after_another() -> None:
+    """Of one rank none; N - 1 in a ring or as many as a halo reaches, log2 N in a gather, one in each all-to-all."""
+    call = MeshCall(64, 64, 4, 2, 10, 10)
+    halo = replace(call, left=9)
+    for ranks, ring, gather, there, back in ((1, 0, 0, 0, 0), (2, 1, 1, 2, 2), (5, 4, 3, 2, 5), (8, 7, 3, 2, 8)):
+        assert [links.messages(call, "ring", ranks, backward=more) for more in (False, True)] == [ring, 2 * ring]
+        assert links.messages(call, "gather", ranks) == gather
+        assert links.messages(call, "ulysses", ranks) == there and links.messages(call, "pass_q", ranks) == back
+        assert links.messages(halo, "ring", ranks) == min(ranks - 1, 2 if ranks == 8 else 1)

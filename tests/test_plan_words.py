@@ -71,6 +71,14 @@ def test_a_dtype_counts_under_either_name() -> None:
         assert model_of({**SMALL, **names}).weight_bytes == size, names
 
 
+def test_a_head_of_another_kind_is_told_and_not_counted() -> None:
+    bare, known = ({**SMALL, "architectures": [f"Llama{name}"]} for name in ("Model", "ForCausalLM"))
+    other = plan.of({**SMALL, "architectures": ["LlamaForSequenceClassification"]})
+    assert other.parameters() == plan.of(bare).parameters() and other.parameters()["head"] == 0
+    assert plan.of(known).parameters()["head"] == 50 * 64
+    assert other.notes == ("the head of 'LlamaForSequenceClassification' is not counted; the model below it is",)
+
+
 def test_what_stands_around_the_text_model() -> None:
     """The dtype, a quantisation and whether the head is tied may stand in the wrapper; the rest is the text model's."""
     text = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 50, "head_dim": 8}

@@ -246,3 +246,26 @@ def test_a_missing_stack_is_told() -> None:
     shapes = {f"encoder.block.0.layer.0.SelfAttention.{part}.weight": (28, 28) for part in "qkvo"}
     with pytest.raises(ValueError, match=r"there are no weights of decoder.block.\{\}.layer.0.SelfAttention, which"):
         plan_prune(Made(dict(model_type="t5", d_model=28, d_kv=7, num_heads=4, num_layers=1), shapes), heads=[])
+
+
+def test_a_text_model_that_is_not_there_is_told() -> None:
+    for config in ({}, {"text_config": None}, {"text_config": [1]}):
+        made = Made({"model_type": "gemma3"} | config, {})
+        made.tensors = decoder(4, 4).tensors
+        with pytest.raises(ValueError, match="has no text_config, where the text model's sizes are"):
+            family(made)
+
+
+def test_an_encoder_and_a_decoder_of_other_numbers_of_heads(tmp_path: Path) -> None:
+    """Each stack's layers by its own field of the config: four heads of seven numbers, and two of fourteen."""
+    with hf.checkpoint(saved(FAMILIES["bart"], tmp_path / "source", decoder_attention_heads=2)) as opened:
+        known = family(opened)  # type: ignore[arg-type]
+    sizes = {layer.key: (layer.sizes.H, layer.sizes.D) for layer in known.layers}
+    assert sizes == {"encoder.0": (4, 7), "encoder.1": (4, 7), "0": (2, 14), "1": (2, 14), "cross.0": (2, 14)} | {
+        "cross.1": (2, 14)
+    }
+    counts = {field: [layer.key for layer in layers] for field, layers in known.counts.items()}
+    assert counts == {
+        "encoder_attention_heads": ["encoder.0", "encoder.1"],
+        "decoder_attention_heads": ["0", "1", "cross.0", "cross.1"],
+    }

@@ -73,6 +73,21 @@ def test_the_divergence_is_that_of_the_distributions() -> None:
     assert divergence(said, said + 3).abs() < 1e-4
 
 
+def test_the_text_s_own_loss_counts_by_its_weight() -> None:
+    """Of the first step, before any weight has changed: a mean of places of each window, and of the windows."""
+    text, losses = stream(), {}
+    for weight in (0.0, 0.5):
+        recipe = Recipe(1, rows=3, length=17, text=weight, seed=5)
+        losses[weight] = run(Model(1), recipe).steps[0]
+    student, teacher = Model(1).eval(), Model(0).eval()
+    rows = Recipe(1, rows=3, length=17, seed=5).batch(text, 0)
+    with torch.no_grad():
+        said, known = student(rows), teacher(rows)
+    own = nn.functional.cross_entropy(said[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    assert losses[0.0] == pytest.approx(float(divergence(said, known) / rows.numel()), abs=2e-6)
+    assert losses[0.5] == pytest.approx(losses[0.0] + 0.5 * float(own), abs=2e-6)
+
+
 def test_tokens_that_cannot_come_add_nothing_to_the_divergence() -> None:
     """Where the teacher's logit is -inf its probability is 0, and 0 log 0 is 0, whatever the student says."""
     said, known = torch.randn(3, 5, 7), torch.randn(3, 5, 7)
@@ -225,6 +240,8 @@ def test_the_schedule_and_the_windows() -> None:
             "a window is 303 tokens, and the text has 301",
         ),
         (lambda: run(Model(1), every=0), ValueError, "every is at least 1; got 0"),
+        (lambda: run(Model(1), state=3), TypeError, "state is a path, a string or a pathlib.Path; got 3"),
+        (lambda: run(Model(1), state=""), ValueError, "state: the name is empty"),
         (lambda: heal(Model(1), Model(0), stream()[None], RECIPE), ValueError, r"stream is a row of ids \(N,\)"),
         (lambda: heal(Model(1), Model(0), [1, 2], RECIPE), TypeError, r"stream is a row of ids \(N,\); got list"),
     ],

@@ -92,6 +92,7 @@ def test_the_proof_loads_the_result(tmp_path: Path) -> None:
     assert "difference" not in proof
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize(
     ("pruned", "text"),
     [

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from headwise import hf, models, plan
 from headwise.hf import proving
 from headwise.reshape import Proof, plan_prune, prune, random_scores
-from headwise.reshape.proof import require
+from headwise.reshape.proof import planned, require
 from headwise.reshape.report import markdown, rows
 
 IDS = tuple(range(5, 45)) * 2
@@ -198,6 +198,7 @@ FACTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.unchecked
 def test_the_report_tells_equal_bits_from_a_small_difference() -> None:
     proof = {"class": "Some", "transformers": "5", "identical": False, "difference": 2e-6, "largest": 3.0, "tokens": 7}
     facts = FACTS | {"done": "Done", "notes": [], "gone": {}, "proof": proof}
@@ -224,6 +225,16 @@ def test_what_is_no_proof_ends_the_run(fields: dict[str, Any], text: str) -> Non
     require(whole | {"tokenizer": None})
     with pytest.raises(ValueError, match=text):
         require(whole | fields)
+
+
+@pytest.mark.unchecked
+def test_what_is_planned_is_planned_at_a_number_of_tokens() -> None:
+    config = {"model_type": "gpt2"}
+    assert planned(config, 9) != planned(config, 8) and planned(config, 0) == planned(config, 1)
+    assert planned({"model_type": "unheard of"}, 9) is None
+    for context, kind in ((-1, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(kind, match="context is"):
+            planned(config, context)
 
 
 def test_a_proof_has_ids() -> None:

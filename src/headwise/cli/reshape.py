@@ -78,12 +78,12 @@ def _prune(  # private, for a command has as many options as its users need, and
         raise typer.BadParameter(
             "--recover needs a text to fit to; give --file, some thousand words of the model's kind"
         )
+    by = _criterion(by, heads, keep_fraction, budget_mb, context)
+    beside = Beside.opened(image, audio, target, corpus=corpus, recover=recover)
     if recover and zero:
         raise typer.BadParameter(
             "zeroed heads stay 0, so --recover solves nothing anew for them; leave out one of them"
         )
-    by = _criterion(by, heads, keep_fraction, budget_mb, context)
-    beside = Beside.opened(image, audio, target, corpus=corpus, recover=recover)
     with progress() as show:
         show("loading the libraries")
         hf = libraries("headwise prune")

@@ -94,7 +94,7 @@ class Curve:
     """
 
     steps: list[float]
-    held: list[list[float]]
+    held: list[list[float | int]]
 
 
 def heal(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..shapes.kinds import check_texts, shown
 from .arguments import check_kind, check_models, check_writing
 from .heal import Curve, Recipe
-from .proof import PLAIN, Proof, planned, require
+from .proof import PLAIN, Proof, planned
 from .prune import Known
-from .report import RESHAPE, markdown
+from .report import proved
 from .select import bytes_of
 from .source import check_source
 from .write import Planned, write
@@ -105,13 +105,7 @@ def write_healed(
     else:
         extra[PICTURE] = picture
 
-    def check(folder: Path) -> Mapping[str, bytes]:
-        if proof is not None:
-            answer = source.prove(folder, proof.request(None, same=False))
-            require(answer)
-            facts["proof"] = answer
-        return {RESHAPE: markdown(facts, source)}
-
+    prove = None if proof is None else partial(source.prove, request=proof.request(None, same=False))
     tensors = healed_tensors(source, student)
     write(
         destination,
@@ -119,7 +113,7 @@ def write_healed(
         tensors=tensors,
         source=source,
         extra=extra,
-        check=check,
+        check=proved(facts, source, prove),
         progress=progress,
     )
     return facts

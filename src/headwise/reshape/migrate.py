@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from . import choose
@@ -18,9 +18,9 @@ from .arguments import check_writing
 from .axes import KeptHeads, TensorRuns
 from .classes import refusal
 from .layout import Family, Layer, family_of, with_heads
-from .proof import PLAIN, Proof, planned, require
+from .proof import PLAIN, Proof, planned
 from .prune import Known, changed
-from .report import README, RESHAPE, markdown, readme
+from .report import README, proved, readme
 from .select import bytes_of, counts_of
 from .source import CheckpointSource, check_source, pruned_heads
 from .write import Planned, kept, write
@@ -169,14 +169,7 @@ def migrate(
     check_writing(destination, proof, progress=progress)
     plan = plan_migrate(source)
     facts = plan.facts()
-
-    def check(folder: Path) -> Mapping[str, bytes]:
-        if proof is not None:
-            answer = source.prove(folder, proof.request(None), compare=False)
-            require(answer)
-            facts["proof"] = answer
-        return {RESHAPE: markdown(facts, source)}
-
+    prove = None if proof is None else partial(source.prove, request=proof.request(None), compare=False)
     note = {README: readme("A pruned model, with zeros for its missing heads", FILLED)} if plan.filled else {}
     write(
         destination,
@@ -184,7 +177,7 @@ def migrate(
         tensors=plan.tensors(),
         source=source,
         extra=note,
-        check=check,
+        check=proved(facts, source, prove),
         progress=progress,
     )
     return facts

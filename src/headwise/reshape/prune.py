@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,8 +18,8 @@ from .axes import KeptHeads, Sizes, TensorRuns
 from .choose import OR_ZERO, HeadScores
 from .classes import Target, target
 from .layout import Family, Layer, check_shapes, family_of
-from .proof import PLAIN, Proof, planned, require
-from .report import PLAN, README, RESHAPE, ZEROED, markdown, readme
+from .proof import PLAIN, Proof, planned
+from .report import PLAN, README, ZEROED, proved, readme
 from .scores import Scorer, in_order
 from .select import Budget, Wish, bytes_of, counts_of, loadable, select
 from .shards import as_json
@@ -278,15 +278,7 @@ def write_pruned(
     check_kind(Pruning, "plan_prune", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     source, facts = plan.source, plan.facts()
-
-    def check(folder: Path) -> Mapping[str, bytes]:
-        if proof is not None:
-            answer = source.prove(folder, proof.request(plan.gates(), same=not plan.solved))
-            require(answer)
-            facts["proof"] = answer
-        further = "" if remark is None else remark(folder)
-        return {RESHAPE: markdown(facts, source, further)}
-
+    prove = None if proof is None else partial(source.prove, request=proof.request(plan.gates(), same=not plan.solved))
     note = {README: readme("Zeroed heads", ZEROED)} if plan.zero else {PLAN: as_json(plan.heads_plan())}
     write(
         destination,
@@ -294,7 +286,7 @@ def write_pruned(
         tensors=plan.tensors(),
         source=source,
         extra=note,
-        check=check,
+        check=proved(facts, source, prove, remark),
         progress=progress,
     )
     return facts

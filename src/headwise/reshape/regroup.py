@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,10 +29,10 @@ from .layers import head_weights, layer_tensors
 from .layout import Family, Layer, check_shapes, family_of
 from .merge import METHODS, Merge, Method, check_method, merge
 from .pair import batches_of
-from .proof import PLAIN, Proof, planned, require
+from .proof import PLAIN, Proof, planned
 from .prune import Known, as_stored
 from .recover import Inputs, Repaired, recover
-from .report import PLAN, RESHAPE, markdown
+from .report import PLAN, proved
 from .select import bytes_of
 from .shards import as_json
 from .source import check_source, check_unpruned
@@ -374,21 +375,14 @@ def write_regrouped(
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     facts = plan.facts()
-
-    def check(folder: Path) -> Mapping[str, bytes]:
-        if proof is not None:
-            answer = plan.source.prove(folder, proof.request(None, same=False))
-            require(answer)
-            facts["proof"] = answer
-        return {RESHAPE: markdown(facts, plan.source, "" if remark is None else remark(folder))}
-
+    prove = None if proof is None else partial(plan.source.prove, request=proof.request(None, same=False))
     write(
         destination,
         config=plan.target.config,
         tensors=plan.tensors(),
         source=plan.source,
         extra={PLAN: as_json(plan.heads_plan())},
-        check=check,
+        check=proved(facts, plan.source, prove, remark),
         progress=None if progress is None else lambda done, total: progress("writing", done, total),
     )
     return facts

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..plan.units import figures, show, show_bytes
+from .proof import require
 from .source import CheckpointSource
 
 README, RESHAPE, PLAN = "README.md", "RESHAPE.md", "heads-plan.json"
@@ -20,6 +22,27 @@ Row = tuple[str, str, str]
 def readme(title: str, *notes: str) -> bytes:
     """The folder's README."""
     return f"# {title}\n\n{' '.join(notes)}\n\n{RESHAPE} has the details.\n".encode()
+
+
+def proved(
+    facts: dict[str, Any],
+    source: CheckpointSource,
+    prove: Callable[[Path], dict[str, Any]] | None,
+    remark: Callable[[Path], str] | None = None,
+) -> Callable[[Path], dict[str, bytes]]:
+    """What `write` does with the finished folder: prove it, note the proof in the facts, and tell all in RESHAPE.md.
+
+    `prove` gives what the proof measured; None leaves it out. What `remark` gives of the folder ends RESHAPE.md.
+    """
+
+    def check(folder: Path) -> dict[str, bytes]:
+        if prove is not None:
+            answer = prove(folder)
+            require(answer)
+            facts["proof"] = answer
+        return {RESHAPE: markdown(facts, source, "" if remark is None else remark(folder))}
+
+    return check
 
 
 def markdown(facts: Mapping[str, Any], source: CheckpointSource, further: str = "") -> bytes:
