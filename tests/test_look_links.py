@@ -90,3 +90,27 @@ def test_readings_name_places_of_their_passage(changed: dict[str, Any], message:
         look.at(Tiny(), text(7), readings={"sentences": [passage]}, repeats=None)
     inside = look.Passage([5, 6, 7], links={"coreference": [[], [0], [1, 2]]}, classes={"first sentence": [0, 2]})
     assert look.at(Tiny(), text(7), readings={"sentences": [inside]}, repeats=None).length == 7
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"links": {"coreference": [3]}}, "places in links['coreference'] are whole numbers: a sequence of ints"),
+        ({"links": {"coreference": 3}}, "links['coreference'] is a list of places for each token; got 3"),
+        ({"links": {"coreference": "012"}}, "links['coreference'] is a list of places for each token; got '012'"),
+        ({"links": {"coreference": [["1"]]}}, "of one axis; got ['1']"),
+        ({"links": {"coreference": ["1"]}}, "of one axis; got '1'"),
+        ({"links": {"coreference": [[1.5]]}}, "of one axis; got [1.5]"),
+        ({"links": {"coreference": [[True]]}}, "of one axis; got [True]"),
+        ({"links": [[0]]}, "links of a passage are a dict, name -> places; got [[0]]"),
+        ({"classes": {"first sentence": 1}}, "places in classes['first sentence'] are whole numbers"),
+        ({"classes": {"first sentence": [1.0]}}, "of one axis; got [1.0]"),
+        ({"classes": [1]}, "classes of a passage are a dict, name -> places; got [1]"),
+    ],
+)
+def test_readings_hold_lists_of_places(changed: dict[str, Any], message: str) -> None:
+    passage = look.Passage([5, 6, 7], **changed)
+    with pytest.raises(TypeError, match=re.escape(message)) as caught:
+        look.at(Tiny(), text(7), readings={"sentences": [passage]}, repeats=None)
+    assert str(caught.value).startswith("readings['sentences']: ")

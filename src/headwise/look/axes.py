@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..shapes.kinds import check_counts, check_texts, shown
+from .fields import listed
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
 """Kinds of axes. Of the last, some places are tokens and some are patches."""
@@ -86,10 +87,10 @@ class Axis:
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Axis:
         values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        values["names"] = tuple(data["names"])
-        values["cells"] = tuple((p, r, c) for p, r, c in data["cells"])
-        values["grids"] = tuple((r, c) for r, c in data["grids"])
-        values["apart"] = {name: tuple(places) for name, places in data["apart"].items()}
+        values["names"] = listed(data["names"])
+        values["cells"] = tuple((p, r, c) for p, r, c in listed(data["cells"]))
+        values["grids"] = tuple((r, c) for r, c in listed(data["grids"]))
+        values["apart"] = {name: listed(places) for name, places in data["apart"].items()}
         return cls(**values)
 
 
@@ -97,7 +98,7 @@ def _fits(value: object, size: int | None) -> bool:
     """Whether a value is a tuple of so many whole numbers (None: any number of them), or, of size 0, a string."""
     if size == 0:
         return isinstance(value, str)
-    return isinstance(value, tuple) and len(value) == (size or len(value)) and all(isinstance(n, int) for n in value)
+    return isinstance(value, tuple) and len(value) == (size or len(value)) and all(type(n) is int for n in value)
 
 
 def raster(rows: int, columns: int, picture: int = 0) -> list[tuple[int, int, int]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..disk import check_destination, get, put, visible
 from ..shapes.kinds import check_texts, shown
 from . import figures
+from .fields import check_fields, listed
 from .records import Look
 
 if TYPE_CHECKING:
@@ -76,18 +77,21 @@ class Point:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Point:
         """The point that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        with suppress(TypeError, KeyError, AttributeError, ValueError):
-            return cls(
-                int(data["step"]),
-                float(data["seconds"]),
-                {name: float(number) for name, number in data["numbers"].items()},
-                {role: tuple(tuple(row) for row in grid) for role, grid in data["scores"].items()},
-                {
-                    role: tuple((int(layer), int(head)) for layer, head in heads)
-                    for role, heads in data["plays"].items()
-                },
-            )
+        with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
+            return cls._from_dict(data)
         raise ValueError(f"a point of a curve is read from what to_dict() wrote; got {shown(data)}")
+
+    @classmethod
+    def _from_dict(cls, data: dict[str, Any]) -> Point:
+        values = {name: data[name] for name in ("step", "seconds", "numbers")}
+        for name in ("scores", "plays"):
+            values[name] = {role: tuple(map(listed, listed(rows))) for role, rows in data[name].items()}
+        check_fields(cls, values)
+        for role, heads in values["plays"].items():
+            grid = values["scores"][role]
+            if any(layer >= len(grid) or head >= len(grid[layer]) for layer, head in heads):
+                raise ValueError("a head that plays has no score")
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,12 @@ class Curve:
     def from_dict(cls, data: dict[str, Any]) -> Curve:
         """The curve that `to_dict` (or JSON) wrote; ValueError where it is none."""
         number = data.get("format") if isinstance(data, dict) else data
-        if not isinstance(number, int) or number != FORMAT:
+        if type(number) is not int or number != FORMAT:
             raise ValueError(f"a curve is read from format {FORMAT}, got {shown(number)}; write it with this version")
-        with suppress(TypeError, KeyError, AttributeError, ValueError):
-            thresholds = {role: float(value) for role, value in data["thresholds"].items()}
-            return cls(str(data["model"]), thresholds, tuple(Point.from_dict(one) for one in data.get("points", ())))
+        with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
+            about = {name: data[name] for name in ("model", "thresholds")}
+            check_fields(cls, about)
+            return cls(**about, points=tuple(map(Point.from_dict, listed(data["points"]))))
         raise ValueError("a curve is read from what to_dict() wrote; a field is missing or of another kind")
 
     def plot_formation(self) -> Figure:

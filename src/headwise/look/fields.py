@@ -11,6 +11,19 @@ from typing import Any, get_args, get_origin, get_type_hints
 NUMBERS = {int, float}
 LARGEST = 10**15
 
+NOT_NEGATIVE = frozenset(
+    {"num_layers", "num_heads", "length", "texts", "seconds", "call", "layer", "head", "queries", "keys", "over"}
+    | {"entropy", "largest", "offsets", "ahead", "map", "value", "count", "text", "query", "key", "weight", "shape"}
+    | {"step", "scores", "plays"}
+)
+"""Fields whose numbers, however deep they lie, are at least 0."""
+
+WORDS = {
+    ("Look", "kind"): ("decoder", "encoder", "encoder-decoder", "encoder and decoder"),
+    ("HeadRecord", "part"): ("encoder", "decoder", "cross"),
+}
+"""(record, field) -> what stands there."""
+
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
@@ -22,6 +35,27 @@ def check_fields(cls: type, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if not _fits(value, _hints(cls)[name]):
             raise ValueError(f"{name} is of another kind")
+        if name in NOT_NEGATIVE and not _not_negative(value):
+            raise ValueError(f"{name} is at least 0")
+        if value not in WORDS.get((cls.__name__, name), (value,)):
+            raise ValueError(f"{name} is none of its words")
+
+
+def listed(value: Any) -> tuple[Any, ...]:
+    """A list as a tuple; TypeError for a string or a dict, of which `tuple` would make one, too."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError("no list")
+    return tuple(value)
+
+
+def _not_negative(value: Any) -> bool:
+    if isinstance(value, (int, float)):
+        return value >= 0
+    if isinstance(value, Mapping):
+        return all(map(_not_negative, value.values()))
+    if isinstance(value, tuple) and value and {*map(type, value)} <= NUMBERS:  # maps have many: no call for each
+        return bool(min(value) >= 0)
+    return not isinstance(value, tuple) or all(map(_not_negative, value))
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -31,8 +65,15 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return type(value) is int and abs(value) <= LARGEST
     if origin is tuple and inner[0] is float:  # maps have many: no call for each
-        return isinstance(value, tuple) and {*map(type, value)} <= NUMBERS and math.isfinite(math.fsum(value))
+        return (
+            isinstance(value, tuple)
+            and {*map(type, value)} <= NUMBERS
+            and math.isfinite(math.fsum(value))
+            and (not value or (max(value) <= LARGEST and min(value) >= -LARGEST))
+        )
     if origin is tuple:
+        if isinstance(value, tuple) and Ellipsis not in inner and len(value) != len(inner):
+            return False
         return isinstance(value, tuple) and all(_fits(one, inner[0]) for one in value)
     if origin is UnionType:
         return any(_fits(value, one) for one in inner)

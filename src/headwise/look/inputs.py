@@ -155,23 +155,33 @@ def checked_readings(readings: object, facts: IdFacts) -> Mapping[str, Sequence[
 
 
 def _check_places(reads: str, passage: Passage) -> None:
-    """Raise ValueError where links or classes name places outside the passage."""
-    T = len(passage.ids)
-    rows = {f"links[{name!r}]": linked for name, linked in passage.links.items()}
-    for name, linked in rows.items():
+    """Raise where links or classes are no lists of places (TypeError), or name places outside the passage."""
+    T, places = len(passage.ids), dict[str, list[int]]()
+    for name, linked in _items(reads, "links", passage.links):
+        if isinstance(linked, (str, bytes)) or not isinstance(linked, Sequence):
+            raise TypeError(f"readings[{reads!r}]: {name} is a list of places for each token; got {shown(linked)}")
         if len(linked) > T:
             raise ValueError(
                 f"readings[{reads!r}]: {name} lists the places linked to each token, and the passage has {T} tokens; "
                 f"got {len(linked)} lists"
             )
-    places = {name: [place for keys in linked for place in keys] for name, linked in rows.items()}
-    places |= {f"classes[{name!r}]": [*named] for name, named in passage.classes.items()}
+        rows = [whole_numbers(f"readings[{reads!r}]: places in {name}", keys) for keys in linked]
+        places[name] = [place for row in rows for place in row]
+    for name, members in _items(reads, "classes", passage.classes):
+        places[name] = whole_numbers(f"readings[{reads!r}]: places in {name}", members)
     for name, listed in places.items():
         wrong = [place for place in listed if not 0 <= place < T]
         if wrong:
             raise ValueError(
                 f"readings[{reads!r}]: places of a passage of {T} tokens are 0 to {T - 1}; {name} names {wrong[0]}"
             )
+
+
+def _items(reads: str, what: str, named: object) -> list[tuple[str, Any]]:
+    """The entries of a passage's links or classes, each with its name as errors say it; TypeError for no dict."""
+    if not isinstance(named, Mapping):
+        raise TypeError(f"readings[{reads!r}]: {what} of a passage are a dict, name -> places; got {shown(named)}")
+    return [(f"{what}[{name!r}]", places) for name, places in named.items()]
 
 
 def text_config(model: nn.Module) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..nn.probe import AttentionCall
 from ..ops.statistics.weights import weights
 from ..shapes.kinds import check_counts, shown
+from .fields import check_fields, listed
 
 TOKENS = 64
 """Most tokens of a text whose vectors are kept."""
@@ -63,8 +64,9 @@ class ByteVectors:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
         """The rows that `to_dict` wrote."""
-        heads, tokens, dims = data["shape"]
-        return cls((heads, tokens, dims), base64.b64decode(data["data"]), base64.b64decode(data["steps"]))
+        heads, tokens, dims = listed(data["shape"])
+        check_fields(cls, {"shape": (heads, tokens, dims)})
+        return cls((heads, tokens, dims), *(base64.b64decode(data[part], validate=True) for part in ("data", "steps")))
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,14 @@ class Neurons:
         """What `to_dict` wrote; ValueError where it is none."""
         with suppress(TypeError, KeyError, ValueError, AttributeError):
             parts = {name: data[name] for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
+            check_fields(cls, parts)
             value = data["value"]
             return cls(
                 **parts,
                 query=ByteVectors.from_dict(data["query"]),
                 key=ByteVectors.from_dict(data["key"]),
                 value=None if value is None else ByteVectors.from_dict(value),
-                weights=base64.b64decode(data["weights"]),
+                weights=base64.b64decode(data["weights"], validate=True),
             )
         raise ValueError(f"neurons are read from what to_dict() wrote; got {shown(data)}")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..shapes.kinds import MOST, check_counts, check_flags, check_numbers, check_texts, shown
 from . import card, figures, notebook, tables
 from .axes import Axis
-from .fields import check_fields
+from .fields import check_fields, listed
 from .legacy import upgraded
 from .neurons import Neurons
 from .pictures import Picture
@@ -122,11 +122,13 @@ class HeadRecord:
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
         values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        values["offsets"], values["ahead"] = tuple(data["offsets"]), tuple(data["ahead"])
+        values["offsets"], values["ahead"] = listed(data["offsets"]), listed(data["ahead"])
         values["scores"] = {name: Score.from_list(name, row) for name, row in data["scores"].items()}
-        values["map"] = tuple(tuple(row) for row in data["map"])
-        values["over"] = tuple(data.get("over", ()))
+        values["map"] = tuple(map(listed, listed(data["map"])))
+        values["over"] = listed(data.get("over", ()))
         check_fields(cls, values)
+        if len({*map(len, values["map"])}) > 1:
+            raise ValueError("rows of the map differ in length")
         return cls(**values)
 
 
@@ -301,7 +303,7 @@ class Look:
             ValueError: the dictionary is of a later format than this version reads, or incomplete.
         """
         number = data.get("format") if isinstance(data, dict) else data
-        if not isinstance(number, int) or number not in (1, FORMAT):
+        if type(number) is not int or number not in (1, FORMAT):
             raise ValueError(
                 f"a look is read from format 1 to {FORMAT}, got {shown(number)}; write it again with this version"
             )
@@ -312,16 +314,15 @@ class Look:
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Look:
         values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        values["tokens"] = tuple(data["tokens"])
-        values["heads"] = tuple(HeadRecord.from_dict(head) for head in data["heads"])
-        values["maps"] = tuple(
-            HeadMap(m["rows"], m["columns"], base64.b64decode(m["data"])) for m in data.get("maps", ())
-        )
+        values["tokens"] = listed(data["tokens"])
+        values["heads"] = tuple(HeadRecord.from_dict(head) for head in listed(data["heads"]))
+        stored = ((m["rows"], m["columns"], m["data"]) for m in listed(data.get("maps", ())))
+        values["maps"] = tuple(HeadMap(r, c, base64.b64decode(cells, validate=True)) for r, c, cells in stored)
         excerpts = data.get("excerpts", {})
         values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
-        values["neurons"] = tuple(Neurons.from_dict(one) for one in data.get("neurons", ()))
-        values["axes"] = tuple(Axis.from_dict(one) for one in data.get("axes", ()))
-        values["pictures"] = tuple(Picture.from_dict(one) for one in data.get("pictures", ()))
+        values["neurons"] = tuple(Neurons.from_dict(one) for one in listed(data.get("neurons", ())))
+        values["axes"] = tuple(Axis.from_dict(one) for one in listed(data.get("axes", ())))
+        values["pictures"] = tuple(Picture.from_dict(one) for one in listed(data.get("pictures", ())))
         check_fields(cls, values)
         return cls(**values)
 
