@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from planted import DELIMITERS, Planted, text
 
 from headwise import look
@@ -54,7 +55,7 @@ def _curve() -> Curve:
 
 
 def test_a_look_with_anything_wrong_is_refused_or_drawn(tmp_path: Path) -> None:
-    plain, refused, read = _look(), 0, 0
+    plain, refused, read = LOOK, 0, 0
     failed: list[str] = []
     assert json.loads(Look.from_dict(json.loads(plain)).to_json()) == json.loads(plain)
     for at in _places(json.loads(plain)):
@@ -94,3 +95,80 @@ def test_a_curve_with_anything_wrong_is_refused_or_drawn() -> None:
                 assert files._csv(seen, ".csv") is not None
             except Exception as error:
                 raise AssertionError(f"{at} = {value!r}: {type(error).__name__}: {error}") from error
+
+
+LOOK = _look()
+HEAD, MAP = ("heads", 0), ("heads", 0, "map")
+REFUSED_LOOKS: list[tuple[tuple[Any, ...], Any]] = [
+    (("tokens",), "abc"),
+    (("tokens",), {"a": 1}),
+    (("num_layers",), -1),
+    (("num_heads",), -1),
+    (("length",), -1),
+    (("texts",), -1),
+    (("kind",), "coder"),
+    (("format",), True),
+    ((*HEAD, "layer"), -1),
+    ((*HEAD, "head"), -1),
+    ((*HEAD, "queries"), -1),
+    ((*HEAD, "keys"), -1),
+    ((*HEAD, "part"), "coder"),
+    ((*HEAD, "entropy"), -0.5),
+    ((*HEAD, "offsets"), [-0.5]),
+    ((*HEAD, "offsets"), [1e20]),
+    ((*HEAD, "offsets"), [-1e20]),
+    (MAP, [[0.5], [0.5, 0.25]]),
+    (MAP, "abc"),
+    ((*MAP, 0, 0), -0.5),
+    (("neurons", 0, "layer"), 1.5),
+    (("neurons", 0, "scale"), "3"),
+    (("neurons", 0, "gated"), 1),
+    (("neurons", 0, "query", "shape", 0), True),
+    (("neurons", 0, "query", "data"), "?"),
+    (("axes", 0, "apart", "[CLS]"), "a"),
+]
+REFUSED_CURVES: list[tuple[tuple[Any, ...], Any]] = [
+    (("format",), True),
+    (("model",), ["m"]),
+    (("points",), {}),
+    (("thresholds", "self"), float("nan")),
+    (("thresholds", "self"), "0.5"),
+    (("points", 0, "step"), 1.5),
+    (("points", 0, "step"), "3"),
+    (("points", 0, "step"), -1),
+    (("points", 0, "step"), float("inf")),
+    (("points", 0, "numbers", "loss"), float("nan")),
+    (("points", 0, "scores", "self"), "ab"),
+    (("points", 0, "scores", "self", 0), "ab"),
+    (("points", 0, "scores", "self", 0, 0), "0.5"),
+    (("points", 0, "scores", "self", 0, 0), [0.5]),
+    (("points", 0, "scores", "self", 0, 0), float("nan")),
+    (("points", 0, "plays", "self", 0), [0]),
+    (("points", 0, "plays", "self", 0), [0, 2]),
+    (("points", 0, "plays", "self", 0), [0, -1]),
+]
+
+
+@pytest.mark.parametrize("at, value", REFUSED_LOOKS, ids=str)
+def test_a_damaged_look_is_refused(at: tuple[Any, ...], value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^a look is read from "):
+        Look.from_dict(_damaged(LOOK, at, value))
+
+
+@pytest.mark.parametrize("at, value", REFUSED_CURVES, ids=str)
+def test_a_damaged_curve_is_refused(at: tuple[Any, ...], value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^a curve is read from "):
+        Curve.from_dict(_damaged(_curve().to_json(), at, value))
+
+
+def test_a_curve_without_points_is_refused() -> None:
+    plain = json.loads(_curve().to_json())
+    with pytest.raises(ValueError, match=r"^a curve is read from "):
+        Curve.from_dict({name: value for name, value in plain.items() if name != "points"})
+
+
+def test_what_rounding_does_and_a_layer_beyond_its_row_are_read() -> None:
+    seen = Look.from_dict(_damaged(LOOK, (*HEAD, "entropy"), -1e-6))
+    assert seen.heads[0].entropy == -1e-6
+    curve = Curve.from_dict(_damaged(_curve().to_json(), ("points", 0, "plays", "self", 0), [5, 1]))
+    assert curve.points[0].plays["self"] == ((5, 1),)

@@ -88,8 +88,8 @@ class Point:
             values[name] = {role: tuple(map(listed, listed(rows))) for role, rows in data[name].items()}
         check_fields(cls, values)
         for role, heads in values["plays"].items():
-            grid = values["scores"][role]
-            if any(layer >= len(grid) or head >= len(grid[layer]) for layer, head in heads):
+            widest = max(map(len, values["scores"][role]), default=0)
+            if any(head >= widest for _, head in heads):  # a layer's number may be beyond its row: not all attend
                 raise ValueError("a head that plays has no score")
         return cls(**values)
 

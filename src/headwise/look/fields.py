@@ -16,7 +16,10 @@ NOT_NEGATIVE = frozenset(
     | {"entropy", "largest", "offsets", "ahead", "map", "value", "count", "text", "query", "key", "weight", "shape"}
     | {"step", "scores", "plays"}
 )
-"""Fields whose numbers, however deep they lie, are at least 0."""
+"""Fields whose numbers, however deep they lie, are at least 0, but for rounding."""
+
+ROUNDING = 1e-3
+"""How far below 0 a number may be: an entropy is a difference, and the mean of many small ones may end below 0."""
 
 WORDS = {
     ("Look", "kind"): ("decoder", "encoder", "encoder-decoder", "encoder and decoder"),
@@ -50,11 +53,11 @@ def listed(value: Any) -> tuple[Any, ...]:
 
 def _not_negative(value: Any) -> bool:
     if isinstance(value, (int, float)):
-        return value >= 0
+        return value >= -ROUNDING
     if isinstance(value, Mapping):
         return all(map(_not_negative, value.values()))
     if isinstance(value, tuple) and value and {*map(type, value)} <= NUMBERS:  # maps have many: no call for each
-        return bool(min(value) >= 0)
+        return bool(min(value) >= -ROUNDING)
     return not isinstance(value, tuple) or all(map(_not_negative, value))
 
 
