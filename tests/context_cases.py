@@ -22,7 +22,7 @@ from headwise import parallel
 from headwise.ops.masks import Mask
 from headwise.parallel import Comm, context_parallel
 from headwise.plan import links
-from headwise.plan.places import MeshCall, order_of, places
+from headwise.plan.places import MeshCall, heads_at_once, order_of, places
 
 LAYOUTS = ("ring", "gather", "ulysses")
 OUT, GRADIENT = 1e-6, 5e-6  # of the largest number, in float32
@@ -381,3 +381,19 @@ def far() -> float:
     own = [parallel.split_sequence(x.detach(), dim=2).requires_grad_() for x in whole]
     context_parallel(own[0], own[1], own[2], mask=mask, layout="gather").square().sum().backward()
     return max(off(x.grad, parallel.split_sequence(y.grad, dim=2)) for x, y in zip(own, whole, strict=True))  # type: ignore[arg-type]
+
+
+def messages_unlike() -> float:
+    """A window's halo, all heads of it in one message, beside own keys, some heads in each: against one process."""
+    make, mask = torch.Generator().manual_seed(4), headwise.causal() & headwise.window(53)
+    whole = [torch.randn(1, heads, 1201, 64, generator=make).requires_grad_() for heads in (6, 3, 3)]
+    want = headwise.attention(whole[0], whole[1], whole[2], mask=mask)
+    own = [parallel.split_sequence(x.detach(), dim=2).requires_grad_() for x in whole]
+    out = context_parallel(own[0], own[1], own[2], mask=mask, layout="ring")
+    head_bytes = 2 * own[1][:, :1].nbytes
+    assert heads_at_once(3, head_bytes) < 3 == heads_at_once(3, head_bytes * 53 // own[1].shape[2])
+    pairs = [
+        (out, want),
+        *zip(*(torch.autograd.grad(x.square().sum(), y) for x, y in ((out, own), (want, whole))), strict=True),
+    ]
+    return max(off(ours.detach(), parallel.split_sequence(all_of.detach(), dim=2)) for ours, all_of in pairs)

@@ -17,6 +17,7 @@ from context_cases import (
     example,
     far,
     halves,
+    messages_unlike,
 )
 
 WORLDS = {2: 150, 3: 110, 4: 60, 8: 24}
@@ -57,6 +58,11 @@ def test_gather_and_ulysses_have_the_bits_of_one_process(dtype: torch.dtype, wor
 
 def test_a_gather_sends_home_the_gradients_of_keys_far_from_the_first() -> None:
     assert max(ranks.pool(3).run(far)) <= GRADIENT
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_ring_merges_messages_of_different_heads(world: int) -> None:
+    assert max(ranks.pool(world).run(messages_unlike)) <= GRADIENT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

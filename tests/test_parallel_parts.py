@@ -66,6 +66,22 @@ def test_parts_of_the_keys_give_what_all_give(name: str, dtype: torch.dtype) -> 
         torch.testing.assert_close(ours, want, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("cuts", [((0, 6),), ((0, 2), (2, 6))])
+def test_parts_of_a_row_may_come_with_different_heads(cuts: tuple[tuple[int, int], ...]) -> None:
+    """All heads in one message, or a few in each, as their bytes go: one stretch of the keys unlike the next."""
+    (query, key, value), made = tensors(), job(MASKS["causal"](N).mask)
+    out, lse = headwise.attention(query, key, value, mask=made.mask, return_lse=True)
+    merged, turns = Merged(query, N.V), (cuts, ((0, 4), (4, 6)))
+    for n, (a, b) in enumerate(STRETCHES):
+        for first, last in turns[n % 2]:
+            of_keys = slice(first // 2, last // 2)
+            place, keys = Rectangle((0, N.T), (a, b), (first, last)), (key[:, of_keys, a:b], value[:, of_keys, a:b])
+            merged.add(slice(0, N.T), attend(made, place, query[:, first:last], *keys), slice(first, last))
+    whole = merged.result(query.dtype)
+    torch.testing.assert_close(whole.out, out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(whole.lse, lse, atol=2e-6, rtol=0)
+
+
 @pytest.mark.skipif(trouble() is not None, reason="the native kernel draws dropout")
 def test_dropout_in_parts_keeps_what_one_call_keeps() -> None:
     query, key, value = tensors()

@@ -23,16 +23,20 @@ class Merged:
         self.lse = query.new_full((B, H, T), -torch.inf, dtype=dtype)
         self.ends = torch.stack([self.lse, torch.zeros_like(self.lse)])
         self.native = True
-        self._touched: set[tuple[int | None, ...]] = set()
+        self._untouched = torch.ones(H, T, dtype=torch.bool, device="cpu")
 
     def add(self, rows: slice, part: Partial, heads: slice = slice(None)) -> None:
-        """Adds what these queries of these heads get from further keys."""
-        place = (rows.start, rows.stop, heads.start, heads.stop)
+        """Adds what these queries of these heads get from further keys.
+
+        Parts of one row may come with different heads: how many a message has depends on its length.
+        """
         out, lse, ends = self.out[:, heads, rows], self.lse[:, heads, rows], self.ends[:, :, heads, rows]
         if part.ends is None:
             self.native = False
-        if place not in self._touched:
-            self._touched.add(place)
+        untouched = self._untouched[heads, rows]
+        first = bool(untouched.all())  # then the sum is the part, to the bit, and need not be worked out
+        untouched.fill_(False)
+        if first:
             out.copy_(part.out)
             lse.copy_(part.lse)
             if part.ends is not None:
