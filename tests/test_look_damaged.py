@@ -116,6 +116,7 @@ REFUSED_LOOKS: list[tuple[tuple[Any, ...], Any]] = [
     ((*HEAD, "entropy"), -0.5),
     ((*HEAD, "offsets"), [-0.5]),
     ((*HEAD, "offsets"), [1e20]),
+    ((*HEAD, "offsets"), [0.5, float("nan")]),
     ((*HEAD, "offsets"), [-1e20]),
     (MAP, [[0.5], [0.5, 0.25]]),
     (MAP, "abc"),

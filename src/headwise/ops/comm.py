@@ -235,7 +235,7 @@ class Comm:
             pending.heard[rank] = to
         for rank, x in sends.items():
             if x.numel():
-                wire = x.detach().contiguous().view(-1).view(torch.uint8)
+                wire = x.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
                 ops.append((rank, dist.isend, wire))
                 self.sent[kind] += wire.numel()
                 self.messages[kind] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -116,12 +117,21 @@ def sum_gradients(
     Args:
         parameters: a module, or tensors in the same order on every rank.
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
+
+    Raises:
+        TypeError: one tensor, of which nobody can say whether its rows are meant.
+        RankMismatch: the parameters of some ranks have other shapes or dtypes, or come in another order.
     """
+    if isinstance(parameters, Tensor):
+        raise TypeError("sum_gradients takes a module or a list of tensors, got one tensor; pass [x]")
     comm = Comm.of(group)
     tensors = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
     pairs = [(x, _found(x)) for x in tensors if x.requires_grad]
     sizes = f"{len(pairs)} parameters of {sum(grad.numel() for _, grad in pairs)} numbers"
-    comm.agree("sum_gradients", {"parameters": sizes, "dtypes": sorted({str(grad.dtype) for _, grad in pairs})})
+    dtypes = sorted({str(grad.dtype) for _, grad in pairs})
+    shapes = zlib.crc32(str([(tuple(grad.shape), str(grad.dtype)) for _, grad in pairs]).encode())
+    facts = {"parameters": sizes, "dtypes": dtypes, "shapes, in their order (a checksum)": f"{shapes:08x}"}
+    comm.agree("sum_gradients", facts)
     for step, dtype in enumerate(sorted({grad.dtype for _, grad in pairs}, key=str)):
         some = [(x, grad) for x, grad in pairs if grad.dtype == dtype]
         total = comm.all_reduce("gradients", torch.cat([grad.reshape(-1) for _, grad in some]), step=step)

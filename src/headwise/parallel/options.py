@@ -31,12 +31,15 @@ def digest(*tensors: Tensor | None) -> int:
 
 
 def mask_text(mask: Mask) -> str:
-    """A mask in few words: its rules, and a checksum of all their numbers. Functions count by their name alone."""
+    """A mask in few words: a checksum of all numbers, and its rules. Functions count by their name alone.
+
+    The checksum comes first: ranks compare the beginning of a long text.
+    """
     if not mask.parts:
         return "none"
     leaves, shape = pytree.tree_flatten(mask)
     said = zlib.crc32(_ADDRESS.sub("", str(shape)).encode(), digest(*leaves))
-    return f"{' & '.join(_named(rule) for rule in mask.parts)} [{said:08x}]"
+    return f"[{said:08x}] {' & '.join(_named(rule) for rule in mask.parts)}"
 
 
 def _named(rule: Any) -> str:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..ops.messages import Pending, ReceiveBuffer
 from ..plan.places import HeadShare, Stretch, head_shares
 from ..shapes import compute_dtype
-from .job import Job
+from .job import Job, leaves_of
 from .rectangle import Rectangle, as_one, scoring_of
 
 HeadRanges = tuple[Stretch, ...]
@@ -180,9 +180,10 @@ def _own_heads(
     """The attention of some heads over all tokens, with its graph."""
     first, last = share.query
     if not share.heads:  # and yet its gradient goes the way that all go
-        nothing = query.sum() + key.sum() + (0 if value is None else value.sum())
+        ways = [x for x in (query, key, value, sinks, *leaves_of(job.mask)) if x is not None and x.is_floating_point()]
+        nothing = torch.stack([x.sum().to(query.dtype) for x in ways]).sum()
         out = query.new_zeros((query.shape[0], 0, query.shape[2], job.value_dim)) + nothing
-        return out, out[..., 0].float()
+        return out, out[..., 0].to(compute_dtype(query))
     if job.expansion is not None:
         key, value = job.expansion.function(key, first, last)
     assert value is not None
