@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import headwise
-from headwise.parallel import context_parallel, sum_gradients
+from headwise.parallel import Comm, context_parallel, join_sequence, positions, split_sequence, sum_gradients
 
 
 def words(run: Callable[[], Any]) -> str:
@@ -73,3 +73,30 @@ def lazily_negative() -> float:
     ours = context_parallel(x, minus, minus, layout="ulysses", timeout=20.0)
     want = context_parallel(x, -x, -x, layout="ulysses", timeout=20.0)
     return float((ours - want).abs().max())
+
+
+def places_and_axes() -> list[str]:
+    """Ranks and axes that are none: `(2, 3)` in a group of two."""
+    x = torch.zeros(2, 3)
+    ranks: tuple[Any, ...] = (2, -1, True, 1.5)
+    dims: tuple[Any, ...] = (2, -3, "1", None)
+    return [
+        *(words(lambda rank=rank: positions(7, rank=rank)) for rank in ranks),  # type: ignore[misc]
+        *(words(lambda dim=dim: split_sequence(x, dim=dim)) for dim in dims),  # type: ignore[misc]
+        *(words(lambda dim=dim: join_sequence(x, dim=dim)) for dim in dims),  # type: ignore[misc]
+        words(lambda: split_sequence(x.sum())),
+    ]
+
+
+def one_learns() -> str:
+    x = torch.ones(2, 3, requires_grad=dist.get_rank() == 0)
+    with torch.no_grad():
+        join_sequence(x, dim=0)
+    return words(lambda: join_sequence(x, dim=0))
+
+
+def one_number() -> list[float]:
+    """An expanded tensor of one number has a stride of 0."""
+    x = torch.tensor(1.0 + dist.get_rank()).expand(1)
+    assert x.stride() == (0,)
+    return [float(part) for part in Comm.of().gather("number", x, [(1,), (1,)])]

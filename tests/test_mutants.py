@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,28 +159,6 @@ def test_the_ledger_fits_the_tree() -> None:
     mutants = read(LEDGER)
     assert faults(mutants, ROOT) == []
     assert set(ROOMS.split()) <= {mutant.room for mutant in mutants}
-
-
-def missing(tests: Iterable[str], collected: Iterable[str]) -> list[str]:
-    """The tests whose function pytest saw, but with other parameters. A test for AMX is there on AMX alone."""
-    seen = set(collected)
-    functions = {test.split("[")[0] for test in seen}
-    absent = {test for test in tests if test not in seen and test.split("[")[0] in functions}
-    return sorted(test for test in absent if "-amx_" not in test)
-
-
-def test_a_test_with_other_parameters_is_missing() -> None:
-    seen = ["tests/test_a.py::test_b[3]", "tests/test_a.py::test_b[5]", "tests/test_a.py::test_c"]
-    named = [*seen, "tests/test_a.py::test_b[7]", "tests/test_a.py::test_b[amx-amx_bf16]", "tests/test_a.py::test_d[3]"]
-    assert missing(named, seen) == ["tests/test_a.py::test_b[7]"]
-    assert missing(["tests/test_a.py::test_c[3]"], seen) == ["tests/test_a.py::test_c[3]"]
-
-
-def test_the_parameters_of_the_ledgers_tests_exist(request: pytest.FixtureRequest, collected: frozenset[str]) -> None:
-    if any("[" in name for name in request.config.args):
-        pytest.skip("pytest was asked for single parameters")
-    named = {mutant.test for mutant in read(LEDGER) if "[" in mutant.test}
-    assert missing(named, collected) == []
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def test_a_rank_with_wrong_arguments_is_quoted_by_all_others() -> None:
 DISAGREE = {
     "shape": r"on the shape \(B, H, K, D, V\): rank 1 has \(1, 2, 2, 6, 6\), rank 0 has \(1, 2, 2, 4, 4\)",
     "dtype": r"on the dtype: rank 1 has torch.bfloat16, rank 0 has torch.float32",
-    "mask": r"on the mask: rank 1 has Band\(left=3, .*\) \[\w+\], rank 0 has Band\(left=4, ",
-    "numbers of a mask": r"on the mask: rank 1 has Segments\(\) \[\w+\], rank 0 has Segments\(\) \[",
+    "mask": r"on the mask: rank 1 has \[\w+\] Band\(left=3, .*\), rank 0 has \[\w+\] Band\(left=4, ",
+    "numbers of a mask": r"on the mask: rank 1 has \[\w+\] Segments\(\), rank 0 has \[\w+\] Segments\(\)",
     "sinks": r"on the sinks: rank 1 has \w+, rank 0 has \w+",
     "layout": r"on the layout: rank 1 has gather, rank 0 has ring",
     "order": r"on the order: rank 1 has 'join_sequence' as its operation \d+, rank 0 has 'context_parallel' as its",

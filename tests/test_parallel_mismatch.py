@@ -35,3 +35,31 @@ def test_one_tensor_is_no_list_of_parameters() -> None:
 
 def test_a_tensor_that_is_negated_when_read_is_sent_as_what_it_says() -> None:
     assert ranks.pool(4).run(mismatch_cases.lazily_negative) == [0.0] * 4
+
+
+def test_what_is_no_rank_and_no_axis_is_refused() -> None:
+    axes = [
+        "dim is at most 1; got 2",
+        "dim is at least -2; got -3",
+        "dim is an int; got '1'",
+        "dim is an int; got None",
+    ]
+    of_ranks = [
+        "rank is at most 1; got 2",
+        "rank is at least 0; got -1",
+        "rank is an int; got True",
+        "rank is an int; got 1.5",
+    ]
+    wanted = [*of_ranks, *axes, *axes, "x has an axis of tokens; got a number, a tensor of shape ()"]
+    for said in ranks.pool(2).run(mismatch_cases.places_and_axes):
+        assert [text.split(": ", 1)[1] for text in said] == wanted
+        assert {text.split(": ")[0] for text in said} == {"TypeError", "ValueError"}
+
+
+def test_joining_what_learns_on_one_rank_alone_is_refused() -> None:
+    for text in ranks.pool(2).run(mismatch_cases.one_learns):
+        assert text.startswith("RankMismatch: ") and "on the requires_grad" in text, text
+
+
+def test_one_number_is_sent_whatever_its_stride() -> None:
+    assert ranks.pool(2).run(mismatch_cases.one_number) == [[1.0, 2.0]] * 2

@@ -235,7 +235,7 @@ class Comm:
             pending.heard[rank] = to
         for rank, x in sends.items():
             if x.numel():
-                wire = x.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
+                wire = _numbers(x).view(torch.uint8)
                 ops.append((rank, dist.isend, wire))
                 self.sent[kind] += wire.numel()
                 self.messages[kind] += 1
@@ -360,3 +360,10 @@ def _compare(operation: str, name: str, facts: Sequence[Any], values: Sequence[A
         f"does not agree with rank {like} on the {name}: rank {rank} has {facts[rank]}, rank {like} has {facts[like]}; "
         "every rank of the group makes the same calls with the same options",
     )
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """The numbers of a tensor side by side: what torch negates when it reads is negated, and one number has stride 1,
+    which an expanded one has not, though torch calls it contiguous.
+    """
+    return x.detach().resolve_neg().contiguous().as_strided((x.numel(),), (1,))

@@ -93,7 +93,9 @@ def positions(
     check_order(order)
     check_counts(length=length)
     comm = Comm.of(group)
-    own = places(length, comm.world, order)[comm.rank if rank is None else rank]
+    rank = comm.rank if rank is None else rank
+    check_counts(0, comm.world - 1, rank=rank)
+    own = places(length, comm.world, order)[rank]
     return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
 
 
@@ -109,6 +111,7 @@ def split_sequence(
         dim: the axis.
     """
     check_tensor("x", x)
+    _check_dim(x, dim)
     return x.index_select(dim, positions(x.shape[dim], group, order=order).to(x.device))
 
 
@@ -125,12 +128,21 @@ def join_sequence(
     """
     check_tensor("x", x)
     check_order(order)
+    _check_dim(x, dim)
     comm = Comm.of(group)
     moved = x.movedim(dim, 0)
     same = {"dtype": x.dtype, "order": order, "other sizes": tuple(moved.shape[1:]), "dim": dim % x.ndim}
+    same["requires_grad"] = x.requires_grad and torch.is_grad_enabled()  # all go back, or none: else one waits
     ranks = comm.agree("join_sequence", same, {"length": moved.shape[0]})
     stretches = held_places([own["length"] for own in ranks], order, "join_sequence", "tokens")
     return _Join.apply(comm, stretches, moved).movedim(0, dim)
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    """Raise where `dim` is no axis of the tensor."""
+    if x.ndim == 0:
+        raise ValueError("x has an axis of tokens; got a number, a tensor of shape ()")
+    check_counts(-x.ndim, x.ndim - 1, dim=dim)
 
 
 class _Join(torch.autograd.Function):
