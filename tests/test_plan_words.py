@@ -225,6 +225,7 @@ def test_the_overview_of_others() -> None:
         encoder["attention parameters"] == ["28,348,416", "4,732,416", "83.3%"] and "at 512: one token" not in encoder
     )
     state = {**SMALL, "model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    assert plan.of(state).kind.endswith("; 1 layer with a state (conv)")
     assert rows(plan.of(state))["layers with a state"] == ["1 conv, 384 B each for a text of any length"]
     assert rows(plan.of("gpt2", context=9))["as MHA, GQA-8, MQA"][0].split(", ")[1] == "-"
     deep = plan.of("deepseek-v3", context=99).contexts[0]

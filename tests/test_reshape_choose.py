@@ -50,6 +50,7 @@ def test_a_text_that_names_no_head_is_refused(text: str) -> None:
         ({2: [1]}, "no layer '2'; the layers are 0 to 1"),
         ({0: [4]}, "layer 0 has the heads 0 to 3; got 4"),
         ({0: [True]}, "layer 0 has the heads 0 to 3; got True"),
+        ("0.1,1.3,0.1", "head 0.1 is named twice; name each head once"),
         (
             {0: [1], 1: [2, 3]},
             "one number, num_attention_heads, counts the heads of all these layers: layer 0 must lose 1",

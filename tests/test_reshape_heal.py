@@ -6,6 +6,9 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +156,16 @@ def test_a_state_for_which_there_is_no_room_is_told_by_its_name(tmp_path: Path) 
         run(Model(1), Recipe(3, rows=1, length=9), state=tmp_path / "state.pt", every=1)
     line = f"cannot write {tmp_path}/state.pt, the state of the run: File too large; make room, or give another path"
     assert str(caught.value) == line and not os.listdir(tmp_path)
+
+
+def test_what_a_killed_run_left_of_its_state_is_cleared_by_the_next(tmp_path: Path) -> None:
+    code = "import os, test_reshape_heal as here; os.fsync = lambda _: os.kill(os.getpid(), 9); "
+    code += "here.run(here.Model(1), here.Recipe(2, rows=1, length=9), state='state.pt')"
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 1
+    run(Model(1), Recipe(2, rows=1, length=9), state=tmp_path / "state.pt")
+    assert os.listdir(tmp_path) == ["state.pt"]
 
 
 def part_of_two(rank: int, folder: str) -> None:

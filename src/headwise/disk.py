@@ -10,7 +10,9 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 try:
     import fcntl
@@ -37,21 +39,32 @@ def _escape(character: str) -> str:
 
 
 def put(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Writes a file: beside its place under a hidden name, then renamed, so it is there whole or not at all.
-
-    What runs that were killed left half-written beside it is cleared away.
+    """Writes a file, as `writing` does.
 
     Raises:
         OSError: as `check_destination`; or the disk is full.
     """
     if not isinstance(content, bytes):
         raise TypeError(f"a file's content is bytes; got {type(content).__name__}; encode a text with .encode()")
+    with writing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str], what: str = "") -> Iterator[BinaryIO]:
+    """A file to write to: beside its place under a hidden name, then renamed, so it is there whole or not at all.
+
+    What runs that were killed left half-written beside it is cleared away. `what` names in errors what is written.
+
+    Raises:
+        OSError: as `check_destination`; or the disk is full.
+    """
     target = _place(path)
     _clear(target)
     partial, descriptor = _claim(target, path)
     try:
         with open(descriptor, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             if fcntl is None:
@@ -61,8 +74,8 @@ def put(content: bytes, path: str | os.PathLike[str]) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            why = error.strerror or type(error).__name__
-            raise OSError(f"cannot write {visible(os.fspath(path))}: {why}; make room, or give another path") from error
+            name, why = visible(os.fspath(path)) + (what and f", {what}"), error.strerror or type(error).__name__
+            raise OSError(f"cannot write {name}: {why}; make room, or give another path") from error
         raise
     _sync_folder(target.parent)
 

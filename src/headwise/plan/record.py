@@ -122,7 +122,8 @@ class AttentionPlan:
         elif windows:
             shown += f", {word} {windows[0]}"
         states = self.model.states
-        return shown + (f"; {len(states)} layers with a state ({states[0].kind})" if states else "")
+        layers = "layer" if len(states) == 1 else "layers"
+        return shown + (f"; {len(states)} {layers} with a state ({states[0].kind})" if states else "")
 
     @property
     def bytes_per_token(self) -> int:

@@ -57,6 +57,8 @@ def named(family: Family, heads: str | Mapping[Any, Iterable[int]] | Iterable[tu
         layer = family.layer(str(key))
         if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < layer.sizes.H:
             raise ValueError(f"layer {layer.key} has the heads 0 to {layer.sizes.H - 1}; got {short(head)}")
+        if head in gone[layer.key]:
+            raise ValueError(f"head {layer.key}.{head} is named twice; name each head once")
         gone[layer.key].add(head)
     return gone
 

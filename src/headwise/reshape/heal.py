@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..disk import check_destination
+from ..disk import check_destination, writing
 from ..nn.resting import in_eval_mode, resting
 from ..processes import Processes
 from ..shapes import INTEGERS, describe
@@ -286,24 +286,12 @@ class _Run:
         self.curve.held.append([self.step, float(far) / counts[0], float(loss) / counts[1]])
 
     def save(self) -> None:
-        """The state, beside its place and then renamed."""
+        """The state, whole or not at all."""
         if self.state is None or self.processes.rank:
             return
         parts = {"student": self.plain.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
-        beside = self.state.with_name(f".{self.state.name}.{os.getpid()}")
-        try:
-            with open(beside, "wb") as file:
-                torch.save({**parts, **self.marks, **asdict(self.curve), "recipe": asdict(self.recipe)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self.state)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise OSError(
-                f"cannot write {self.state}, the state of the run: {why}; make room, or give another path"
-            ) from error
-        finally:
-            beside.unlink(missing_ok=True)
+        with writing(self.state, "the state of the run") as file:
+            torch.save({**parts, **self.marks, **asdict(self.curve), "recipe": asdict(self.recipe)}, file)
 
 
 def _mark_of(*parts: Any) -> str:

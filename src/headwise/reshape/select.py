@@ -203,16 +203,16 @@ def _steps(family: Family) -> list[dict[str, Count]]:
 def _within(family: Family, tensors: Mapping[str, Entry], budget: Budget, scores: HeadScores) -> Chosen:
     """The most heads that the budget allows; of equally many, the better ones."""
     best: tuple[float, dict[str, KeptHeads], int] | None = None
-    size, least, most = (0, 0), 0, budget.megabytes * 1e6
+    enough, least, most = 0, 0, budget.megabytes * 1e6
     for counts in _steps(family):
         heads = sum(count[0] for count in counts.values())
-        if best is not None and heads < size[0]:
+        if heads < enough:
             break
         kept = _best(family, counts, scores)
         cost = least = weight_bytes(family, tensors, kept) + cache_of(family, tensors, counts, budget.context)
         value = choose.total(kept, scores)
         if cost <= most and (best is None or value > best[0]):
-            best, size = (value, kept, cost), (heads, 0)
+            best, enough = (value, kept, cost), heads
     if best is None:
         for field in family.counts:
             if len(loadable(family, field)) == 1:
