@@ -144,6 +144,9 @@ struct Kernels {
   void (*place_row)(const Problem&, const Step&, int64_t b, char* scratch);
 };
 
+// Whether lines from memory come quicker by prefetches into the L2 cache, on CPUs that read in the order of memory.
+bool lines_go_into_l2();
+
 const Kernels* baseline_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();

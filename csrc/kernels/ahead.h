@@ -42,7 +42,7 @@ class Ahead {
     for (int64_t i = 0; first && i < kLead; i += kLines) step();
   }
   // The next 2 W elements, or two lines for tiles of products.
-  HW_MEMBER void step() {
+  HW_MEMBER void step(int = 0) {
     HW_UNROLL
     for (int64_t line = 0; line < kLines; ++line) prefetch(column_ + lag_ + line * (kStreams ? part_ : 64));
     if constexpr (kStreams) {
@@ -102,7 +102,8 @@ class Ahead<Read, true> {
   using Tile = TileAhead<kSize>;
 
   void aim(const Tile& tile, const Tile&) {
-    line_ = tile.row, left_ = width_ = tile.width, gap_ = tile.pitch - tile.width;
+    line_ = offset(tile.row, lead<Read>(tile.pitch, tile.width));
+    left_ = width_ = tile.width, gap_ = tile.pitch - tile.width;
   }
   // Calls run(ahead) with what a function keeps in registers.
   template <class Run>
@@ -123,10 +124,10 @@ class Ahead<Read, true> {
     HW_MEMBER explicit Local(Ahead& all) : all_(all), line_(all.line_), left_(all.left_) {}
     HW_MEMBER ~Local() { all_.line_ = line_, all_.left_ = left_; }
     // The next 2 W elements.
-    HW_MEMBER void step() {
+    HW_MEMBER void step(int = 0) {
       HW_UNROLL
       for (int64_t byte = 0; byte < kStep; byte += kLine) {
-        prefetch_here(reinterpret_cast<const int8_t*>(offset(line_, byte)));
+        prefetch_here<Read::kIntoL2>(reinterpret_cast<const int8_t*>(offset(line_, byte)));
       }
       line_ = offset(line_, kStep);
       if (Contiguous || (left_ -= kStep) > 0) return;

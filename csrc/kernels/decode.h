@@ -14,8 +14,8 @@ namespace HW_ISA {
 // Prefetches the first keys of an item; later ones are prefetched while the tile before them is computed.
 static inline void prefetch_first(const Problem& p, int64_t b, int64_t kv_head, int64_t from, int64_t to) {
   for (int64_t j = from; j < to; ++j) {
-    const NextRows row = next_rows(p.key, b, kv_head, j);
-    for (int64_t d = 0; d < p.D; d += kBytes) prefetch_here(row.rows + d);
+    const auto* row = reinterpret_cast<const int8_t*>(at(p.key, b, kv_head, j));
+    for (int64_t d = 0; d < p.D; d += kBytes) prefetch_here(row + d);
   }
 }
 
@@ -69,7 +69,7 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     const Cells cells = {padded_n, R, Read::kTile};
     tile_scores<ScoreLayout<Read::kTile, 1>>(p, b, *s.rows, span, bad.from(0), s.scores, cells, nullptr, [&] {
       if constexpr (Read::kDigits != 0) {
-        decode_products_int8<Read, R>(s, padded_D, p.D, key, n, scales, next_rows(p.value, b, kv_head, j0));
+        decode_products_int8<Read, R>(s, padded_D, p.D, key, n, scales, next_rows<Read>(p.value, b, kv_head, j0, p.V));
       } else {
         ahead.aim({p.value, b, kv_head, j0, p.V}, next_tile);
         decode_products<Read, R>(s, padded_D, key, n, ahead);
@@ -88,7 +88,7 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     if constexpr (Read::kDigits != 0) {
       finite = careful || scores_are_finite<Read::kTile>(s.scores, R, n);
       if (!finite) return;
-      const NextRows next_keys = next_rows(then.key, next.b, next.kv_head, next.j);
+      const NextRows next_keys = next_rows<Read>(then.key, next.b, next.kv_head, next.j, p.D);
       decode_values_int8<Read, R>(s, n, value, p.V, padded_V, next_keys);
     } else {
       if constexpr (Read::kPairs) {

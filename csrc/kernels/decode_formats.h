@@ -26,6 +26,7 @@ HW_INLINE uint16_t high_half(float x) {
 
 struct ReadF32 {
   using T = float;
+  static constexpr bool kIntoL2 = false;   // lines are prefetched into the L2 cache, not the L1 cache
   static constexpr bool kPairs = false;    // values are multiplied as pairs of keys
   static constexpr bool kScaled = false;   // a token has a scale
   static constexpr int kDigits = 0;        // of a query in integer arithmetic; 0 for float arithmetic
@@ -107,6 +108,23 @@ struct ReadInt8Dot : ReadInt8 {
   static constexpr int kTile = kInt8Tile;
   HW_INLINE int64_t place(int64_t i) { return i / kBytes * kBytes + place_of_column(static_cast<int>(i % kBytes)); }
 };
+
+// The same format, its lines prefetched into the L2 cache.
+template <class Read>
+struct IntoL2 : Read {
+  static constexpr bool kIntoL2 = true;
+};
+template <int Query, int Weight>
+struct IntoL2<ReadInt8Dot<Query, Weight>> : ReadInt8Dot<Query, Weight> {
+  static constexpr bool kIntoL2 = true;
+  using MoreDigits = IntoL2<ReadInt8Dot<3, Weight>>;
+};
+
+// How far ahead of the next tile these are, in bytes, where rows of so many bytes are contiguous.
+template <class Read>
+HW_INLINE int64_t lead(int64_t pitch, int64_t width) {
+  return Read::kIntoL2 && pitch == width ? 2 << 10 : 0;
+}
 
 constexpr int64_t kMaxStep = kBytes;
 

@@ -145,7 +145,7 @@ HW_INLINE void add_products(const int8_t* HW_RESTRICT query, const Bytes& bytes,
 
 // Scores of R rows and n keys, times the rows' units and the keys' scales: out[row][key]. n is a multiple of W, or, if
 // not `Whole`, below W.
-template <int Digits, int R, int Pitch, bool Whole>
+template <int Digits, int R, int Pitch, bool IntoL2, bool Whole>
 static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int32_t* bias, const float* unit,
                                       int64_t D, const int8_t* HW_RESTRICT key, int64_t stride, int n,
                                       const float* HW_RESTRICT scale, NextRows next, float* HW_RESTRICT out) {
@@ -169,7 +169,7 @@ static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int
         add_products<Digits, R, N>(
             digits,
             [&](int x, int u) HW_LAMBDA {
-              prefetch_here(row(ahead[x], u, next.stride, next_three));
+              prefetch_here<IntoL2>(row(ahead[x], u, next.stride, next_three));
               const bool is = Whole || 4 * (first + x) + u < n;
               return load(is ? row(from[x], u, stride, three) : offset(key, D - left));
             },
@@ -202,7 +202,7 @@ static HW_NOINLINE void products_int8(const int8_t* HW_RESTRICT query, const int
 }
 
 // sums[row][columns] = sums * rescale + weights V, for Count of the four float vectors of a byte vector, from First on.
-template <int Digits, int R, int First, int Count, int Pitch>
+template <int Digits, int R, int First, int Count, int Pitch, bool IntoL2>
 static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int32_t* bias, const float* unit, int n,
                                     const int8_t* HW_RESTRICT value, int64_t stride, int64_t columns, NextRows next,
                                     const float* rescale, float* HW_RESTRICT sums, int64_t padded_V) {
@@ -226,7 +226,7 @@ static HW_NOINLINE void values_int8(const int8_t* HW_RESTRICT digits, const int3
     for (int x = 0; x < Count; ++x) v[x] = add_128(v[x]);
     HW_UNROLL
     for (int x = First; x < First + Count; ++x)
-      prefetch_here(x < 3 ? offset(ahead, x * next.stride) : offset(ahead, next_three));
+      prefetch_here<IntoL2>(x < 3 ? offset(ahead, x * next.stride) : offset(ahead, next_three));
     ahead = offset(ahead, 4 * next.stride);
     one_address(ahead);
     HW_UNROLL

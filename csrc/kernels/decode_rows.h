@@ -25,7 +25,7 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
       for (int x = 0; x < X; ++x) {
         F a, b;
         load_pairs(first + x * 2 * W, second + x * 2 * W, a, b);
-        ahead.step(), ahead.step();
+        ahead.step(0), ahead.step(1);
         HW_UNROLL
         for (int r = 0; r < R; ++r) {
           const F w = set1(weights[r * Read::kTile + j]);
@@ -40,7 +40,7 @@ static inline void value_columns(const float* HW_RESTRICT weights, int n, const 
       for (int x = 0; x < X; ++x) {
         F a, b;
         Read::load2(value + j * stride + x * 2 * W, a, b);
-        ahead.step();
+        ahead.step(x);
         HW_UNROLL
         for (int r = 0; r < R; ++r) {
           const F w = set1(weights[r * Read::kTile + j]);
@@ -117,8 +117,11 @@ static inline KeyRows decode_rows(const Tensor4& x, int64_t b, int64_t kv_head, 
   return {copy, padded};
 }
 
-static inline NextRows next_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j) {
-  return {reinterpret_cast<const int8_t*>(at(x, b, kv_head, j)), x.stride[2]};
+// `width`: of a row, in bytes.
+template <class Read>
+static inline NextRows next_rows(const Tensor4& x, int64_t b, int64_t kv_head, int64_t j, int64_t width) {
+  const auto* rows = reinterpret_cast<const int8_t*>(at(x, b, kv_head, j));
+  return {offset(rows, lead<Read>(x.stride[2], width)), x.stride[2]};
 }
 
 // Q K^T of R rows in integer arithmetic, times the keys' scales. Prefetches the rows of `next`.
@@ -135,8 +138,8 @@ static inline void decode_products_int8(const DecodeScratch& s, int64_t padded_D
     }
   };
   const int whole = n / W * W;
-  if (whole > 0) some(products_int8<N, Some, Read::kTile, true>, 0, whole);
-  if (whole < n) some(products_int8<N, Some, Read::kTile, false>, whole, n - whole);
+  if (whole > 0) some(products_int8<N, Some, Read::kTile, Read::kIntoL2, true>, 0, whole);
+  if (whole < n) some(products_int8<N, Some, Read::kTile, Read::kIntoL2, false>, whole, n - whole);
 }
 
 // Whether the scores of R rows and n keys are all finite.
@@ -155,7 +158,8 @@ HW_INLINE bool scores_are_finite(const float* x, int R, int n) {
 template <class Read, int R>
 static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& value, int64_t V, int64_t padded_V,
                                       NextRows next) {
-  constexpr int N = Read::kWeightDigits;
+  constexpr int N = Read::kWeightDigits, T = Read::kTile;
+  constexpr bool L2 = Read::kIntoL2;
   const auto* v = reinterpret_cast<const int8_t*>(value.data);
   for (int r = 0; r < R; ++r) {
     s.weight_unit[r] = quantize_weights<N>(s.weight_digits + r * Read::kTile * kDigitBytes, s.weight_bias + r * 4,
@@ -168,12 +172,12 @@ static inline void decode_values_int8(DecodeScratch& s, int n, const KeyRows& va
              padded_V);
     };
     if constexpr (R <= 2) {
-      some(values_int8<N, R, 0, 4, Read::kTile>);
+      some(values_int8<N, R, 0, 4, T, L2>);
     } else if constexpr (R == 4) {
-      some(values_int8<N, R, 0, 2, Read::kTile>), some(values_int8<N, R, 2, 2, Read::kTile>);
+      some(values_int8<N, R, 0, 2, T, L2>), some(values_int8<N, R, 2, 2, T, L2>);
     } else {
-      some(values_int8<N, R, 0, 1, Read::kTile>), some(values_int8<N, R, 1, 1, Read::kTile>);
-      some(values_int8<N, R, 2, 1, Read::kTile>), some(values_int8<N, R, 3, 1, Read::kTile>);
+      some(values_int8<N, R, 0, 1, T, L2>), some(values_int8<N, R, 1, 1, T, L2>);
+      some(values_int8<N, R, 2, 1, T, L2>), some(values_int8<N, R, 3, 1, T, L2>);
     }
   }
 }

@@ -64,7 +64,13 @@ static Plan plan_statistics(const Problem& p, const Statistics& statistics) {
 
 // Calls run(reader) with the format in which decode reads keys and values.
 template <class Run>
-static inline void with_reader(const Problem& p, const Run& run) {
+static inline void with_reader(const Problem& p, const Run& any) {
+  const auto run = [&](auto reader) {
+    if constexpr (kInOrder) {
+      if (lines_go_into_l2()) return any(IntoL2<decltype(reader)>{});
+    }
+    any(reader);
+  };
   const bool bf16 = p.dtype() == Dtype::bf16;
   if (p.bytes()) {
     if constexpr (kHasVnni) {

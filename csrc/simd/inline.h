@@ -63,11 +63,14 @@ HW_INLINE void one_address(const int8_t*& p) {
 #endif
 }
 
-// Prefetches the line at p. Inline assembly, so that it stays between the products where it stands: many prefetches at
-// once would wait for one another.
+// Prefetches the line at p, `IntoL2` no further than there. Inline assembly, so that it stays between the products
+// where it stands: many prefetches at once would wait for one another.
+template <bool IntoL2 = false>
 HW_INLINE void prefetch_here(const int8_t* p) {
 #if defined(__GNUC__) && (defined(__x86_64__) || defined(__i386__))
-  if constexpr (HW_ONCE == 0) {
+  if constexpr (IntoL2) {
+    asm volatile("prefetcht1 %0" : : "m"(*p));
+  } else if constexpr (HW_ONCE == 0) {
     asm volatile("prefetchnta %0" : : "m"(*p));
   } else {
     asm volatile("prefetcht0 %0" : : "m"(*p));
