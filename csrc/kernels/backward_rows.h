@@ -150,7 +150,7 @@ static inline void load_row_end(const Problem& p, const Gradients& g, int64_t b,
   const bool empty = own.row_max[r] == -kInf && own.largest[r] == 0.0f;
   if (!empty && !bad && own.row_max[r] - own.row_max[r] == 0.0f && own.largest[r] == own.largest[r]) return;
   const Tensor4& dout = g.grad_out;
-  bool in_loss = g.grad_lse.data != nullptr && read_as<float>(at(g.grad_lse, b, h, t)) != 0.0f;
+  bool in_loss = g.grad_lse.data != nullptr && element(at(g.grad_lse, b, h, t), Dtype::f32, 0) != 0.0f;
   for (int64_t d = 0; d < p.V; ++d) in_loss |= element(at(dout, b, h, t), dout.dtype, d * dout.stride[3]) != 0.0f;
   rows.query_bad[r] = true, own.delta[r] = 0.0f;
   own.row_max[r] = empty || !in_loss ? kInf : 0.0f, own.largest[r] = empty || !in_loss ? 0.0f : NAN;
@@ -284,7 +284,7 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
   for (int r = 0; r < rows.n; ++r) {
     load_row_end(p, g, b, rows, r, rows.query_bad[r], own);
     if (g.grad_lse.data == nullptr || rows.query_bad[r]) continue;
-    own.delta[r] = -read_as<float>(at(g.grad_lse, b, rows.h[r], rows.t[r]));
+    own.delta[r] = -element(at(g.grad_lse, b, rows.h[r], rows.t[r]), Dtype::f32, 0);
   }
   pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
   own.one_tile = !p.is_part && rows.hi_max - rows.lo_min <= kShort &&

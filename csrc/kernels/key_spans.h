@@ -36,10 +36,12 @@ static inline TileKind keep_kind(const Tensor4& keep, int64_t b, const QueryRows
       some |= row[0] != 0, every &= row[0] != 0;
       continue;
     }
-    unsigned any = 0, none = 0;
-    for (int64_t j = j0; j < j1; ++j) {
-      const unsigned on = row[j * keep.stride[3]] != 0;
-      any |= on, none |= on ^ 1u;
+    uint8_t any = 0, none = 0;
+    const auto look = [&](int64_t j) HW_LAMBDA { any |= static_cast<uint8_t>(row[j]), none |= row[j] == 0; };
+    if (keep.stride[3] == 1) {  // a loop that compilers make vectors of
+      for (int64_t j = j0; j < j1; ++j) look(j);
+    } else {
+      for (int64_t j = j0; j < j1; ++j) look(j * keep.stride[3]);
     }
     some |= any != 0, every &= none == 0;
     if (some && !every) return TileKind::mixed;
@@ -103,7 +105,7 @@ static inline KeySpan attended_span(const Problem& p, int64_t b, const QueryRows
   bool full = true;
   for (int i = 0; i < p.n_maps && j0 < j1; ++i) {
     KeyBits bits;
-    map_bits(p.maps[i], b, rows, j0, static_cast<int>(j1 - j0), bits);
+    key_bits(p.maps[i], b, rows, j0, static_cast<int>(j1 - j0), bits);
     const KeyRange range = range_of(bits, rows.n, static_cast<int>(j1 - j0));
     j1 = j0 + range.to, j0 += range.from, full &= range.full;
   }

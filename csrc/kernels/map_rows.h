@@ -41,7 +41,7 @@ constexpr int kKeyBits = 32;
 using KeyBits = uint32_t[kTile / kKeyBits][kRows];
 
 // The keys j0 <= j < j0 + n that a map lets each row attend; at most two words of the map hold them.
-static inline void map_bits(const MapRule& map, int64_t b, const QueryRows& rows, int64_t j0, int n, KeyBits bits) {
+static inline void key_bits(const MapRule& map, int64_t b, const QueryRows& rows, int64_t j0, int n, KeyBits bits) {
   static_assert(kTile == 2 * MapRule::kSide && kTile == 4 * kKeyBits, "two words hold the keys of a tile");
   const int64_t column = j0 / MapRule::kSide, columns = (j0 + n - 1) / MapRule::kSide;
   const int shift = static_cast<int>(j0 % MapRule::kSide);

@@ -1,6 +1,7 @@
 // Scale, softcap, biases and masks of a tile of scores.
 #pragma once
 
+#include "kernels/dense.h"
 #include "kernels/key_spans.h"
 
 namespace headwise {
@@ -10,7 +11,7 @@ namespace HW_ISA {
 template <int RowStep, int KeyStep>
 struct ScoreLayout {
   static constexpr bool kRowLanes = RowStep == 1;  // else the lanes are keys
-  static constexpr int kKeyStep = KeyStep;
+  static constexpr int kRowStep = RowStep, kKeyStep = KeyStep;
 
   template <class Op>
   HW_INLINE void each(int rows, int keys, float* x, Op op) {
@@ -26,50 +27,12 @@ struct ScoreLayout {
   }
 };
 
-template <class L, class Read>
-static inline void add_dense(const Tensor4& dense, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x,
-                             Read read) {
-  const int64_t size = size_of(dense.dtype), step = dense.stride[3] * size;
-  const char* row[kRows];
-  for (int r = 0; r < rows.padded; ++r) row[r] = at(dense, b, rows.h[r], rows.t[r]) + j0 * step;
-  if (dense.stride[1] == 0 && dense.stride[2] == 0) {  // the same for all rows: read once
-    float row_bias[kTile];
-    for (int j = 0; j < n; ++j) row_bias[j] = read(row[0] + j * step);
-    L::each(rows.padded, n, x,
-            [&](int, int j, float s) { return s == -kInf || row_bias[j] == -kInf ? -kInf : s + row_bias[j]; });
-    return;
-  }
-  L::each(rows.padded, n, x, [&](int r, int j, float s) {
-    const float bias = read(row[r] + j * step);
-    return s == -kInf || bias == -kInf ? -kInf : s + bias;  // -inf stays -inf, whatever the bias
-  });
-}
-
-template <class T>
-HW_INLINE T read_as(const char* p) {
-  T x;
-  memcpy(&x, p, sizeof(x));
-  return x;
-}
-
-// -inf where a map forbids.
-template <class L>
-static inline void apply_map(const MapRule& map, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
+// -inf where a map, or a boolean tensor, forbids.
+template <class L, class Rule>
+static inline void forbid(const Rule& rule, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
   KeyBits bits;
-  map_bits(map, b, rows, j0, n, bits);
-  if constexpr (L::kRowLanes) {
-    const F none = set1(-kInf);
-    for (int j = 0; j < n; ++j) {
-      const uint32_t* of_rows = bits[j / kKeyBits];
-      for (int r = 0; r < rows.padded; r += W) {
-        float* to = x + j * L::kKeyStep + r;
-        store(to, select(lanes_of_bit(of_rows + r, j % kKeyBits), load(to), none));
-      }
-    }
-  } else {
-    L::each(rows.padded, n, x,
-            [&](int r, int j, float s) { return bits[j / kKeyBits][r] >> (j % kKeyBits) & 1 ? s : -kInf; });
-  }
+  key_bits(rule, b, rows, j0, n, bits);
+  apply_bits<L>(bits, rows, n, x);
 }
 
 // The keys of a tile that the bounds forbid to some row are among the first and the last ones: j < to_first and
@@ -127,19 +90,7 @@ static inline void mask_tile(const Problem& p, int64_t b, QueryRows& rows, int64
     });
   }
   for (int i = 0; i < p.n_dense; ++i) {
-    const Tensor4& dense = p.dense[i];
-    switch (dense.dtype) {
-      case Dtype::boolean:
-        if (tile == TileKind::mixed) {
-          add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return *q != 0 ? 0.0f : -kInf; });
-        }
-        break;
-      case Dtype::f32: add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return read_as<float>(q); }); break;
-      case Dtype::f64:
-        add_dense<L>(dense, b, rows, j0, n, x, [](const char* q) { return static_cast<float>(read_as<double>(q)); });
-        break;
-      default: add_dense<L>(dense, b, rows, j0, n, x, [&](const char* q) { return element(q, dense.dtype, 0); });
-    }
+    if (p.dense[i].dtype != Dtype::boolean) add_bias<L>(p.dense[i], b, rows, j0, n, x);
   }
   if (tile == TileKind::mixed) {
     for (int i = 0; i < p.n_segments; ++i) {
@@ -148,7 +99,10 @@ static inline void mask_tile(const Problem& p, int64_t b, QueryRows& rows, int64
       for (int j = 0; j < n; ++j) ids[j] = rule.key_ids[b * rule.key_stride[0] + (j0 + j) * rule.key_stride[1]];
       L::each(rows.padded, n, x, [&](int r, int j, float s) { return rows.ids[i][r] == ids[j] ? s : -kInf; });
     }
-    for (int i = 0; i < p.n_maps; ++i) apply_map<L>(p.maps[i], b, rows, j0, n, x);
+    for (int i = 0; i < p.n_maps; ++i) forbid<L>(p.maps[i], b, rows, j0, n, x);
+    for (int i = 0; i < p.n_dense; ++i) {
+      if (p.dense[i].dtype == Dtype::boolean) forbid<L>(p.dense[i], b, rows, j0, n, x);
+    }
     if (bounds_kind(rows, j0, j0 + n) != TileKind::full) apply_bounds<L>(rows, j0, n, x);
   }
   if (bad == nullptr) return;

@@ -8,6 +8,9 @@
 
 namespace headwise {
 
+constexpr uint32_t kPhiloxFirst = 0xD2511F53u, kPhiloxSecond = 0xCD9E8D57u;  // factors of a round
+constexpr uint32_t kPhiloxStep0 = 0x9E3779B9u, kPhiloxStep1 = 0xBB67AE85u;   // from a round's key to the next one's
+
 struct Philox {
   uint32_t word[4];
 };
@@ -15,12 +18,12 @@ struct Philox {
 HW_INLINE Philox philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
-    const uint64_t a = uint64_t{0xD2511F53u} * c0, b = uint64_t{0xCD9E8D57u} * c2;
+    const uint64_t a = uint64_t{kPhiloxFirst} * c0, b = uint64_t{kPhiloxSecond} * c2;
     c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
     c1 = static_cast<uint32_t>(b);
     c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
     c3 = static_cast<uint32_t>(a);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    k0 += kPhiloxStep0, k1 += kPhiloxStep1;
   }
   return {{c0, c1, c2, c3}};
 }

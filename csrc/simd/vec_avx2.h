@@ -34,6 +34,7 @@ HW_INLINE F abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 HW_INLINE F with_sign(F magnitude, F sign) {
   return _mm256_or_ps(_mm256_and_ps(_mm256_set1_ps(-0.0f), sign), magnitude);
 }
+HW_INLINE M equal(F x, F y) { return _mm256_cmp_ps(x, y, _CMP_EQ_OQ); }
 // True where not x < y: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm256_cmp_ps(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, m); }
@@ -42,6 +43,21 @@ HW_INLINE M lanes_of_bit(const uint32_t* words, int bit) {
   const __m256i one = _mm256_set1_epi32(static_cast<int>(1u << bit));
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
   return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(x, one), one));
+}
+// W words of 32 bits, for random numbers.
+using U = __m256i;
+HW_INLINE U words_at(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+HW_INLINE U set_words(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+HW_INLINE U exclusive_or(U a, U b) { return _mm256_xor_si256(a, b); }
+HW_INLINE M below(U x, U bound) {  // a comparison of signed words, moved by 2^31
+  const U sign = set_words(0x80000000u);
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(exclusive_or(bound, sign), exclusive_or(x, sign)));
+}
+// The halves of the products with m.
+HW_INLINE void multiply_wide(U x, U m, U& low, U& high) {
+  const U even = _mm256_mul_epu32(x, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), m);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
 }
 // x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x.
 HW_INLINE F scale2(F x, F t) {

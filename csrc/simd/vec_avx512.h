@@ -36,6 +36,7 @@ HW_INLINE F with_sign(F magnitude, F sign) {
   return _mm512_castsi512_ps(
       _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xCA));
 }
+HW_INLINE M equal(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_EQ_OQ); }
 // True where not x < y: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return _mm512_cmp_ps_mask(x, y, _CMP_NLT_UQ); }
 HW_INLINE F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
@@ -75,6 +76,19 @@ HW_INLINE void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   const __m512i x = _mm512_loadu_si512(p);
   even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+// W words of 32 bits, for random numbers.
+using U = __m512i;
+HW_INLINE U words_at(const uint32_t* p) { return _mm512_loadu_si512(p); }
+HW_INLINE U set_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+HW_INLINE U exclusive_or(U a, U b) { return _mm512_xor_si512(a, b); }
+HW_INLINE M below(U x, U bound) { return _mm512_cmplt_epu32_mask(x, bound); }
+// The halves of the products with m.
+HW_INLINE void multiply_wide(U x, U m, U& low, U& high) {
+  const U even = _mm512_mul_epu32(x, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), m);
+  low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+  high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
 }
 
 // The greatest exponent so far in each lane, of W floats or 2 W numbers of 16 bits at once; `mask` has its bits set.

@@ -32,11 +32,24 @@ HW_INLINE F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 HW_INLINE F fraction(F x) { return vsubq_f32(x, vrndmq_f32(x)); }
 HW_INLINE F abs(F x) { return vabsq_f32(x); }
 HW_INLINE F with_sign(F magnitude, F sign) { return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude); }
+HW_INLINE M equal(F x, F y) { return vceqq_f32(x, y); }
 // True where not x < y: NaN gives true.
 HW_INLINE M not_less(F x, F y) { return vmvnq_u32(vcltq_f32(x, y)); }
 HW_INLINE F select(M m, F yes, F no) { return vbslq_f32(m, yes, no); }
 // True in the lanes whose word has this bit.
 HW_INLINE M lanes_of_bit(const uint32_t* words, int bit) { return vtstq_u32(vld1q_u32(words), vdupq_n_u32(1u << bit)); }
+// W words of 32 bits, for random numbers.
+using U = uint32x4_t;
+HW_INLINE U words_at(const uint32_t* p) { return vld1q_u32(p); }
+HW_INLINE U set_words(uint32_t x) { return vdupq_n_u32(x); }
+HW_INLINE U exclusive_or(U a, U b) { return veorq_u32(a, b); }
+HW_INLINE M below(U x, U bound) { return vcltq_u32(x, bound); }
+// The halves of the products with m.
+HW_INLINE void multiply_wide(U x, U m, U& low, U& high) {
+  const U first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(x), vget_low_u32(m)));
+  const U last = vreinterpretq_u32_u64(vmull_high_u32(x, m));
+  low = vuzp1q_u32(first, last), high = vuzp2q_u32(first, last);
+}
 // x * 2^floor(t); 0 below 2^-126 and for t = -inf, whatever x.
 HW_INLINE F scale2(F x, F t) {
   const int32x4_t bits = vshlq_n_s32(vaddq_s32(vcvtmq_s32_f32(t), vdupq_n_s32(127)), 23);

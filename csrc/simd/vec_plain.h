@@ -18,6 +18,7 @@ constexpr int kUnroll = 4;   // keys (or columns of V) in a micro-kernel
 typedef float F __attribute__((vector_size(16)));
 typedef int32_t M __attribute__((vector_size(16)));
 HW_INLINE F set1(float x) { return F{x, x, x, x}; }
+HW_INLINE M equal(F x, F y) { return x == y; }
 HW_INLINE M not_less(F x, F y) { return ~(x < y); }  // NaN gives true
 HW_INLINE F select(M m, F yes, F no) { return m ? yes : no; }
 HW_INLINE M whole(F x) { return __builtin_convertvector(x, M); }
@@ -45,6 +46,7 @@ HW_INLINE F operator/(F a, F b) { return each_of<F>([&](int i) { return a[i] / b
 HW_INLINE M operator+(M a, M b) { return each_of<M>([&](int i) { return a[i] + b[i]; }); }
 HW_INLINE M operator<<(M a, int n) { return each_of<M>([&](int i) { return a[i] << n; }); }
 HW_INLINE F set1(float x) { return each_of<F>([&](int) { return x; }); }
+HW_INLINE M equal(F x, F y) { return each_of<M>([&](int i) { return x[i] == y[i] ? -1 : 0; }); }
 HW_INLINE M not_less(F x, F y) { return each_of<M>([&](int i) { return x[i] < y[i] ? 0 : -1; }); }
 HW_INLINE F select(M m, F yes, F no) { return each_of<F>([&](int i) { return m[i] != 0 ? yes[i] : no[i]; }); }
 HW_INLINE M whole(F x) { return each_of<M>([&](int i) { return static_cast<int32_t>(x[i]); }); }
@@ -66,6 +68,28 @@ HW_INLINE M lanes_of_bit(const uint32_t* words, int bit) {
   M out = {0, 0, 0, 0};
   for (int i = 0; i < W; ++i) out[i] = words[i] >> bit & 1 ? -1 : 0;
   return out;
+}
+// W words of 32 bits, for random numbers.
+struct U {
+  uint32_t x[W];
+};
+HW_INLINE U words_at(const uint32_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+HW_INLINE U set_words(uint32_t x) { return {{x, x, x, x}}; }
+HW_INLINE U exclusive_or(U a, U b) {
+  for (int i = 0; i < W; ++i) a.x[i] ^= b.x[i];
+  return a;
+}
+HW_INLINE M below(U x, U bound) {
+  M out = {0, 0, 0, 0};
+  for (int i = 0; i < W; ++i) out[i] = x.x[i] < bound.x[i] ? -1 : 0;
+  return out;
+}
+// The halves of the products with m.
+HW_INLINE void multiply_wide(U x, U m, U& low, U& high) {
+  for (int i = 0; i < W; ++i) {
+    const uint64_t product = uint64_t{x.x[i]} * m.x[i];
+    low.x[i] = static_cast<uint32_t>(product), high.x[i] = static_cast<uint32_t>(product >> 32);
+  }
 }
 HW_INLINE F load(const float* p) {
   F out;
