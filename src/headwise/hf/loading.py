@@ -32,11 +32,17 @@ TEXT_MODELS = "text models that are decoder-only or encoder-only are read here"
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model with what `headwise look` needs to know of it.
+    """A model with what `headwise look` needs to know of it; `load` makes it.
 
-    `kind` is "decoder" (each token sees those before it) or "encoder". `max_positions`: how many tokens it takes, None
-    where it does not say. `delimiters`: ids of punctuation, line ends and separators. `bos_id`: what begins a text, if
-    anything does. `folder`: where its files are. Of a model without a text, `tokenizer` is None.
+    Attributes:
+        model: In eval mode.
+        tokenizer: None for a model that reads no text.
+        name: As it was asked for.
+        max_positions: How many tokens the model takes; None where its config does not say.
+        kind: "decoder" (each token sees those before it) or "encoder".
+        delimiters: Ids of punctuation, line ends and separators.
+        bos_id: The id that begins a text; None where there is none.
+        folder: Where its files are.
     """
 
     model: PreTrainedModel
@@ -102,6 +108,13 @@ def load(
             quantised; a config.json that is no plain description of a model; a model outside transformers' attention
             interface, or no text model; weights or tokenizer that are missing or do not fit. Code in the folder
             (`auto_map`) is never run, and fields of config.json that choose code are not read.
+
+    Example:
+        >>> import headwise.hf, headwise.models
+        >>> tiny = headwise.hf.load(headwise.models.tiny_path())
+        >>> ids, pieces = tiny.encode("import os")
+        >>> tiny.kind, tiny.model(ids).logits.shape == (1, len(pieces), 2048)
+        ('decoder', True)
     """
     where, kind_of_number = _device(device), _dtype(dtype)
     folder, name, config, cls, weights = checked(name_or_path, any_input=any_input)

@@ -255,6 +255,10 @@ def repair(
         inputs: As `recover` takes it.
         value_steps: As `recover` takes it.
         progress: Called as ``progress("repairing", done, total)``.
+
+    Raises:
+        TypeError: a plan, model or checkpoint of another kind.
+        ValueError: fewer than two rows.
     """
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_models(model=model)

@@ -15,7 +15,16 @@ from headwise.shapes.kinds import check_dtype, check_numbers, check_tensor, chec
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Largest absolute errors against float64: ours, naive PyTorch's, that of rounding the exact answer; the budget."""
+    """Largest absolute errors against float64, and the budget. Prints in one line.
+
+    Attributes:
+        ours: Of the answer under test.
+        naive: Of PyTorch written out (the worst, if several).
+        floor: Of rounding the exact answer to the dtype.
+        ulp: The spacing of the dtype at the largest entry; the budget includes it.
+        budget: What `ours` may be.
+        where: The index of the entry of `ours` that is farthest off.
+    """
 
     ours: float
     naive: float
@@ -32,7 +41,7 @@ class Accuracy:
 
 
 def ulp(largest: float, dtype: torch.dtype) -> float:
-    """The spacing of `dtype` just above `largest`.
+    """The spacing of `dtype` just above `largest`; 0 for 0. Raises ValueError for what is no finite number.
 
     >>> ulp(1.0, torch.float32) == 2**-23, ulp(3.0, torch.bfloat16) == 2**-6, ulp(0.0, torch.float32)
     (True, True, 0.0)
@@ -51,7 +60,14 @@ def accuracy(
     values: Float[Tensor, "..."] | None = None,
     factor: float | None = None,
 ) -> Accuracy:
-    """The errors of `ours` and `naive` (the worst, if several) and the budget; see `assert_close_like_torch`."""
+    """The errors of `ours` and `naive` (the worst, if several) and the budget; see `assert_close_like_torch`.
+
+    Raises ValueError for shapes or dtypes that differ, an `exact` that is not float64, or a `naive` that is not finite.
+
+    >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> accuracy(exact.float(), exact, exact.float()).ours
+    0.0
+    """
     naives: list[Any] = list(naive) if isinstance(naive, (list, tuple)) else [naive]
     if not naives:
         raise ValueError("naive is one answer or several; got none")
