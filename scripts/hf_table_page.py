@@ -130,8 +130,8 @@ HEAD = """# Every architecture
 
 A script writes this page: `python scripts/hf_table.py --all --docs`. It builds a tiny random model of each of the
 {count} architectures (and variants) that an auto class of transformers {version} builds, runs it with
-`attn_implementation="eager"` and `"headwise"`, and compares. {built} of them ({share:.0%}) are built and classified; for
-the others the table says why not.
+`attn_implementation="eager"` and `"headwise"`, and compares. {built} of them ({share:.0%}) are built and classified;
+for the others the table says why not.
 """
 NOTES = """
 - **equal**: every output, at tokens that are not padding, is within 1e-5 of its largest number; gradients of all
