@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -18,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..shapes.kinds import check_texts, shown
 from .architectures import BOTH_WAYS
 from .errors import ModelError, one_line
 from .fields import class_of_config, known_keys, taken
@@ -83,6 +85,18 @@ class Loaded:
     def mask_id(self) -> int | None:
         """What hides a word from an encoder; None for a decoder, and where the tokenizer has no such token."""
         return None if self.kind == "decoder" else self.tokenizer.mask_token_id
+
+
+def check_inputs(loaded: object, image: object, sound: object, texts: Mapping[str, object]) -> None:
+    """Raise TypeError unless these are a model as `load` gives it, a PIL image, a waveform with its rate, and texts."""
+    if not isinstance(loaded, Loaded):
+        raise TypeError(f"prepared takes what headwise.hf.load gives; got {shown(loaded)}")
+    if image is not None and not hasattr(image, "convert"):
+        raise TypeError(f"image is a picture as PIL opens it; got {shown(image)}")
+    wave, rate = sound if isinstance(sound, tuple) and len(sound) == 2 else (None, None)
+    if sound is not None and not (isinstance(rate, int) and isinstance(wave, np.ndarray) and wave.ndim == 1):
+        raise TypeError(f"sound is a waveform (N,) and the numbers of a second; got {shown(sound)}")
+    check_texts(**{name: text for name, text in texts.items() if text is not None})
 
 
 def load(

@@ -247,8 +247,9 @@ def of(
         flops: FLOPs a second, or a text such as ``"990TF"``.
 
     Raises:
-        ValueError: in one line, for whatever is wrong: no such config, an architecture or field that is not modelled, a
-            number out of range.
+        TypeError: a config or heads plan of a type that is none of these.
+        ValueError: in one line, for whatever else is wrong: no such config, an architecture or field that is not
+            modelled, a number out of range.
 
     Example:
         >>> plan = of("gpt-3", context=2048)

@@ -62,7 +62,8 @@ def accuracy(
 ) -> Accuracy:
     """The errors of `ours` and `naive` (the worst, if several) and the budget; see `assert_close_like_torch`.
 
-    Raises ValueError for shapes or dtypes that differ, an `exact` that is not float64, or a `naive` that is not finite.
+    Raises TypeError for what is no tensor, ValueError for shapes or dtypes that differ, an `exact` that is not float64,
+    or a `naive` that is not finite.
 
     >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     >>> accuracy(exact.float(), exact, exact.float()).ours
@@ -116,7 +117,7 @@ def assert_close_like_torch(
     - with a `factor`: that many times the error of `naive`, in every dtype; gradients are held to 2.
 
     NaN or infinity where the exact answer has none is an infinite error. The message of a failure carries the numbers
-    that are returned. Raises AssertionError, or ValueError where the comparison makes no sense.
+    that are returned. Raises AssertionError, or TypeError or ValueError where the comparison makes no sense.
 
     >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     >>> assert_close_like_torch(exact.float() + 1e-3, exact, exact.float())   # doctest: +ELLIPSIS
@@ -147,7 +148,7 @@ def _errors(approximate: Tensor, exact: Tensor) -> Tensor:
 
 
 def assert_same_bits(ours: Tensor, other: Tensor, *, what: str = "output") -> None:
-    """Fail unless shape, dtype and every bit agree (a NaN equals any NaN; 0.0 and -0.0 differ).
+    """Fail unless shape, dtype and every bit agree (a NaN equals any NaN; 0.0 and -0.0 differ). Raises AssertionError.
 
     >>> assert_same_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
     Traceback (most recent call last):

@@ -157,7 +157,7 @@ def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
 
 def alibi_slopes(num_heads: int) -> Tensor:
     """The geometric slopes of the ALiBi paper, float32 (num_heads,); a number of heads that is no power of 2 is filled
-    up with every other slope of twice as many, as its authors do.
+    up with every other slope of twice as many, as its authors do. Raises TypeError for no int, ValueError below 1.
 
     >>> alibi_slopes(4)
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
