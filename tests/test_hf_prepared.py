@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, ViTConfig, ViTModel, WhisperConfig, Wh
 from headwise import hf, models
 
 SIZES = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8}
-HALF = {"layers": 1, "attention_heads": 3, "ffn_dim": 8}
 WAVE = np.zeros(6400, np.float32)
 
 

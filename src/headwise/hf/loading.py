@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..shapes.kinds import check_texts, shown
+from ..shapes.kinds import check_counts, check_texts, shown
 from .architectures import BOTH_WAYS
 from .errors import ModelError, one_line
 from .fields import class_of_config, known_keys, taken
@@ -59,16 +60,22 @@ class Loaded:
     def encode(self, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
         """The ids of a text, long (1, T), and the piece of the text that each stands for.
 
-        Raises ModelError where the text has no tokens, or more than the model takes.
+        Raises TypeError for what is no text, ModelError where it has no tokens, or more than the model takes.
         """
+        check_texts(text=text)
         ids, pieces = encode(self.tokenizer, text, self.max_positions)
         return torch.tensor([ids], device=self.model.device), pieces
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Of each text the ids, as many as it has, and the start and end of each one's characters.
 
-        Raises ModelError where the tokenizer fails, or tells no characters (one of plain Python does not).
+        Raises TypeError for what is no list of texts, ModelError where the tokenizer fails, or tells no characters (one
+        of plain Python does not).
         """
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
+            raise TypeError(f"texts are a list of texts; got {shown(texts)}")
+        for text in texts:
+            check_texts(text=text)
         return encode_all(self.tokenizer, texts)
 
     def names(self) -> list[str]:
@@ -77,7 +84,8 @@ class Loaded:
         return [name or "" for name in self.tokenizer.convert_ids_to_tokens(range(count))]
 
     def decode(self, token: int) -> str:
-        """The text of one id."""
+        """The text of one id, an int or what counts as one; TypeError for others, ValueError below 0."""
+        check_counts(token=index(token) if hasattr(token, "__index__") else token)
         text: str = self.tokenizer.decode([token])
         return text
 

@@ -165,6 +165,7 @@ def plan_prune(
     """What `prune` would change, and nothing written. The arguments are those of `prune`.
 
     Raises:
+        TypeError: something of another type.
         ValueError: in one line, what does not fit: an architecture whose layout is not known, heads that are not there
             or cannot go alone, a number of heads that no class of transformers loads.
 
@@ -267,7 +268,7 @@ def prune(
         it says which heads stayed, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
-        ValueError, OSError: in one line, what is wrong; then nothing was written.
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
 
     Example:
         >>> import tempfile, headwise.hf, headwise.models

@@ -344,7 +344,7 @@ def regroup(
         it has the new order of the query heads, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
-        ValueError, OSError: in one line, what is wrong; then nothing was written.
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     check_flags(recovering=recovering)
     check_writing(destination, proof, progress=progress)
@@ -375,6 +375,8 @@ def write_regrouped(
         proof: With what to prove the result before it gets its name; None: unproved.
         progress: Called as ``progress("writing", done, total)``.
         remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
+
+    Result and errors are those of `regroup`.
     """
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
