@@ -130,35 +130,37 @@ HEAD = """# Every architecture
 
 A script writes this page: `python scripts/hf_table.py --all --docs`. It builds a tiny random model of each of the
 {count} architectures (and variants) that an auto class of transformers {version} builds, runs it with
-`attn_implementation="eager"` and `"headwise"`, and compares. {built} of them ({share:.0%}) are built and sorted; of
-each that is left, the table says why.
+`attn_implementation="eager"` and `"headwise"`, and compares. {built} of them ({share:.0%}) are built and classified;
+for the others the table says why not.
 """
 NOTES = """
-- **equal**: every output, at the tokens that are no padding, is within 1e-5 of its largest number; gradients of all
-  parameters within 1e-4 of each one's largest. Where a model makes rounding larger than that (`*`), both agree in
-  float64, and headwise in float32 is as near to that as eager is; the counts' worst leaves these out. At least one
-  call reached headwise, and taking half of each first head away moved the output.
-- **ways**: R, L: a text of the batch padded on the right, on the left; C: a cache filled with a padded batch, then a
-  step and a chunk of 3 tokens; G: gradients. `part`: some of its attention is in code of its own, and stays there.
-- **calls** of attention in a forward; **output** and **gradient**: the largest difference, as a part of the largest
+- **equal**: every output, at tokens that are not padding, is within 1e-5 of its largest number; gradients of all
+  parameters are within 1e-4 of each one's largest number. If a model amplifies rounding beyond that (`*`), both agree
+  in float64, and headwise in float32 is as close to that as eager; the worst differences of the counts exclude these.
+  At least one call reached headwise, and halving the first head of each layer changed the output.
+- **ways**: R, L: a text of the batch is padded on the right, on the left; C: a cache is filled with a padded batch,
+  then a step and a chunk of 3 tokens follow; G: gradients. `part`: some of its attention is in code of its own and does
+  not run on headwise. Where such a model is refused with `attn_implementation="headwise"` (SAM), it was built with
+  `"eager"` and switched by `set_attn_implementation("headwise")`.
+- **calls** of attention in a forward; **output** and **gradient**: the largest difference, relative to the largest
   number.
 - **refused**: the model raises one line that says why, before it computes. **without**: convolutions, recurrences; or
-  attention in code of its own beside a model that is on the interface (the audio of Gemma 3n and 4): it stays there,
-  with a warning.
+  attention in code of its own in a part of a model that is otherwise on the interface (the audio of Gemma 3n and 4):
+  that part does not run on headwise, and a warning says so.
 
-The tables below are of the run with the newest transformers. On the oldest that headwise takes, Kosmos-2 is refused,
-too (its queries of an image are marked as causal there), and fewer of the rules fit.
+The tables below are from the run with the newest transformers. With the oldest that headwise supports, Kosmos-2 is
+refused as well (its queries of an image are marked as causal there), and fewer tiny models can be built.
 
 Where transformers' implementations disagree among themselves, one is taken as right:
 
 - **Falcon with ALiBi**: `"sdpa"`. Its eager attention adds ALiBi twice, in the mask and again to the scores; the
-  published form, worked out by hand, adds it once, as sdpa does. With rotary positions: `"eager"`; sdpa is equal.
+  published form, computed by hand, adds it once, like sdpa. With rotary positions: `"eager"`; sdpa is equal.
 - **PaliGemma without token types**: `"eager"`. Without `token_type_ids` its sdpa differs by half of the largest number;
-  headwise is what eager is.
-- **Grounding DINO, MM Grounding DINO**: `"sdpa"`. Their text goes through BERT under a bool mask, which eager adds to
-  the scores as numbers (1 where a token may be seen, 0 where not); sdpa, and headwise, take it as a mask.
+  headwise is equal to eager.
+- **Grounding DINO, MM Grounding DINO**: `"sdpa"`. Their text goes through BERT with a bool mask, which eager adds to
+  the scores as numbers (1 where a token may be seen, 0 where not); sdpa and headwise take it as a mask.
 """
-PARTS = """Model types that no auto class builds alone. They run inside of the models above: towers of vision-language
+PARTS = """Model types that no auto class builds alone. They run inside the models above: towers of vision-language
 models, decoders, text models."""
 
 

@@ -3,12 +3,13 @@
 - ```` ```python ```` blocks are executed, and ```` ```pycon ```` sessions must print what the page says; the blocks of
   one page share an interpreter, from top to bottom, in which nothing but they import (`tests/pages.py`).
 - Links to files of this repository must lead somewhere.
-- Every exported name has its entry in the API pages.
+- Every exported name has its entry in the API pages, and so has all that a room exports.
 """
 
 import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from pages import FENCE, run_fresh, run_page
@@ -102,3 +103,26 @@ def test_every_exported_name_is_in_the_api_pages() -> None:
         )
         == []
     )
+
+
+def not_shown(room: str, entries: list[str]) -> list[str]:
+    """What a room exports and none of the entries shows; the entry of a module shows all that it exports."""
+    shown: list[object] = []
+    for entry in entries:
+        module, _, name = entry.rpartition(".")  # `headwise.a.b.b`: the room has a function of its module's name
+        target = getattr(importlib.import_module(module), name, None) or importlib.import_module(entry)
+        shown += [getattr(target, one) for one in getattr(target, "__all__", ())] + [target]
+    exported = importlib.import_module(f"headwise.{room}")
+    return [
+        name
+        for name in exported.__all__
+        if not isinstance(thing := getattr(exported, name), ModuleType) and not any(thing is one for one in shown)
+    ]
+
+
+def test_all_that_a_room_exports_is_in_the_documentation() -> None:
+    pages = "\n".join(page.read_text("utf8") for page in PAGES)
+    entries = re.findall(r"^::: (\S+)$(?!\n    options:\n      members: false)", pages, re.M)
+    rooms = ("cache", "hf", "look", "nn", "parallel", "plan", "reshape", "testing")
+    assert {room: missing for room in rooms if (missing := not_shown(room, entries))} == {}
+    assert not_shown("plan", [entry for entry in entries if entry != "headwise.plan.of"]) == ["of"]

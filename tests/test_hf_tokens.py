@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from headwise.hf import ModelError
+from headwise.hf import ModelError, load
 from headwise.hf.tokens import bos_id, delimiters, encode
+from headwise.models import tiny_path
 
 
 class Letters:
@@ -73,3 +76,21 @@ def test_a_slow_tokenizer_names_its_tokens() -> None:
     tokenizer = Letters()
     tokenizer.is_fast = False
     assert encode(tokenizer, "ab", None)[1] == ("<a>", "<b>")
+
+
+@pytest.mark.unchecked
+def test_what_is_no_text_or_id_is_refused() -> None:
+    tiny = load(tiny_path())
+    for call, wrong, message in (
+        (tiny.encode, 3, "text is a text; got 3"),
+        (tiny.encode, ["a"], "text is a text; got ['a']"),
+        (tiny.encode_all, "abc", "texts are a list of texts; got 'abc'"),
+        (tiny.encode_all, 3, "texts are a list of texts; got 3"),
+        (tiny.encode_all, ["a", b"b"], "text is a text; got b'b'"),
+        (tiny.decode, "a", "token is an int; got 'a'"),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            call(wrong)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="token is at least 0; got -1"):
+        tiny.decode(-1)
+    assert tiny.decode(50) == tiny.decode(torch.tensor(50)) == "Q"  # type: ignore[arg-type]

@@ -116,11 +116,17 @@ class KVCache(ABC):
 
     @abstractmethod
     def truncate(self: CacheT, lengths: int | Sequence[int]) -> CacheT:
-        """Roll back: row b keeps its first lengths[b] tokens (one number for all rows)."""
+        """Roll back: row b keeps its first lengths[b] tokens (one number for all rows).
+
+        Raises TypeError for what are no whole numbers, ValueError for more tokens than there are.
+        """
 
     @abstractmethod
     def reorder(self: CacheT, rows: Tensor | Sequence[int]) -> CacheT:
-        """Row r becomes what row rows[r] was: beam search; also more or fewer rows than before."""
+        """Row r becomes what row rows[r] was: beam search; also more or fewer rows than before.
+
+        Raises TypeError for what are no whole numbers, ValueError for a row that there is not.
+        """
 
     @abstractmethod
     def fork(self: CacheT) -> CacheT:
@@ -183,6 +189,12 @@ class KVCache(ABC):
             query: (B, H, T, D).
             mask: a further rule, such as `window(1024)`; places are counted among the keys in the cache.
             options: `scale`, `softcap`, `sinks`, `gate`, `return_lse`, ... of `headwise.attention`.
+
+        Returns:
+            As `headwise.attention`: (B, H, T, V), with `return_lse` also (B, H, T).
+
+        Raises:
+            TypeError, ValueError: an empty cache, a query of other sizes, and what `headwise.attention` refuses.
         """
         T, columns = self.check_query(query), self.columns
         key, value = self.view()

@@ -40,6 +40,9 @@ class PagePool:
         free: pages in no use.
         page_nbytes: bytes of a page.
 
+    Raises:
+        TypeError, ValueError: sizes or a dtype that cannot be, or a `page_size` that is no multiple of 128.
+
     >>> PagePool(8, 2, 16)
     PagePool(num_pages=8, free=8, page_size=128, num_kv_heads=2, head_dim=16, value_dim=16, dtype=torch.float32)
     """
@@ -190,6 +193,9 @@ class PagedCache(KVCache):
         pool: the pages; many caches may take from one.
         batch: rows B.
         causal: False for cross-attention.
+
+    Raises:
+        TypeError, ValueError: no pool, or a number of rows that cannot be. `append`: the pool has too few free pages.
 
     Example:
         >>> import torch, headwise

@@ -39,6 +39,10 @@ class RollingCache(PagedCache):
         shared: values are the first V columns of the keys (MLA's latent).
         device: of its pages.
 
+    Raises:
+        TypeError, ValueError: sizes or a dtype that cannot be. `append`: more than `chunk` tokens; `truncate`: to a
+            length whose window is no longer kept (see `remember`).
+
     Example:
         >>> import torch, headwise
         >>> from headwise.cache import RollingCache

@@ -182,6 +182,7 @@ def checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         ModelError: no such folder; or files that are missing, damaged, contradict one another, or are no plain files; a
             quantised checkpoint; a tensor that has another dtype in another layer.
+        TypeError: no path.
 
     >>> import headwise.hf, headwise.models
     >>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -18,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..shapes.kinds import check_counts, check_texts, shown
 from .architectures import BOTH_WAYS
 from .errors import ModelError, one_line
 from .fields import class_of_config, known_keys, taken
@@ -32,11 +35,17 @@ TEXT_MODELS = "text models that are decoder-only or encoder-only are read here"
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model with what `headwise look` needs to know of it.
+    """A model with what `headwise look` needs to know of it; `load` makes it.
 
-    `kind` is "decoder" (each token sees those before it) or "encoder". `max_positions`: how many tokens it takes, None
-    where it does not say. `delimiters`: ids of punctuation, line ends and separators. `bos_id`: what begins a text, if
-    anything does. `folder`: where its files are. Of a model without a text, `tokenizer` is None.
+    Attributes:
+        model: In eval mode.
+        tokenizer: None for a model that reads no text.
+        name: As it was asked for.
+        max_positions: How many tokens the model takes; None where its config does not say.
+        kind: "decoder" (each token sees those before it) or "encoder".
+        delimiters: Ids of punctuation, line ends and separators.
+        bos_id: The id that begins a text; None where there is none.
+        folder: Where its files are.
     """
 
     model: PreTrainedModel
@@ -51,16 +60,22 @@ class Loaded:
     def encode(self, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
         """The ids of a text, long (1, T), and the piece of the text that each stands for.
 
-        Raises ModelError where the text has no tokens, or more than the model takes.
+        Raises TypeError for what is no text, ModelError where it has no tokens, or more than the model takes.
         """
+        check_texts(text=text)
         ids, pieces = encode(self.tokenizer, text, self.max_positions)
         return torch.tensor([ids], device=self.model.device), pieces
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Of each text the ids, as many as it has, and the start and end of each one's characters.
 
-        Raises ModelError where the tokenizer fails, or tells no characters (one of plain Python does not).
+        Raises TypeError for what is no list of texts, ModelError where the tokenizer fails, or tells no characters (one
+        of plain Python does not).
         """
+        if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
+            raise TypeError(f"texts are a list of texts; got {shown(texts)}")
+        for text in texts:
+            check_texts(text=text)
         return encode_all(self.tokenizer, texts)
 
     def names(self) -> list[str]:
@@ -69,7 +84,8 @@ class Loaded:
         return [name or "" for name in self.tokenizer.convert_ids_to_tokens(range(count))]
 
     def decode(self, token: int) -> str:
-        """The text of one id."""
+        """The text of one id, an int or what counts as one; TypeError for others, ValueError below 0."""
+        check_counts(token=index(token) if hasattr(token, "__index__") else token)
         text: str = self.tokenizer.decode([token])
         return text
 
@@ -77,6 +93,18 @@ class Loaded:
     def mask_id(self) -> int | None:
         """What hides a word from an encoder; None for a decoder, and where the tokenizer has no such token."""
         return None if self.kind == "decoder" else self.tokenizer.mask_token_id
+
+
+def check_inputs(loaded: object, image: object, sound: object, texts: Mapping[str, object]) -> None:
+    """Raise TypeError unless these are a model as `load` gives it, a PIL image, a waveform with its rate, and texts."""
+    if not isinstance(loaded, Loaded):
+        raise TypeError(f"prepared takes what headwise.hf.load gives; got {shown(loaded)}")
+    if image is not None and not hasattr(image, "convert"):
+        raise TypeError(f"image is a picture as PIL opens it; got {shown(image)}")
+    wave, rate = sound if isinstance(sound, tuple) and len(sound) == 2 else (None, None)
+    if sound is not None and not (isinstance(rate, int) and isinstance(wave, np.ndarray) and wave.ndim == 1):
+        raise TypeError(f"sound is a waveform (N,) and the numbers of a second; got {shown(sound)}")
+    check_texts(**{name: text for name, text in texts.items() if text is not None})
 
 
 def load(
@@ -102,6 +130,13 @@ def load(
             quantised; a config.json that is no plain description of a model; a model outside transformers' attention
             interface, or no text model; weights or tokenizer that are missing or do not fit. Code in the folder
             (`auto_map`) is never run, and fields of config.json that choose code are not read.
+
+    Example:
+        >>> import headwise.hf, headwise.models
+        >>> tiny = headwise.hf.load(headwise.models.tiny_path())
+        >>> ids, pieces = tiny.encode("import os")
+        >>> tiny.kind, tiny.model(ids).logits.shape == (1, len(pieces), 2048)
+        ('decoder', True)
     """
     where, kind_of_number = _device(device), _dtype(dtype)
     folder, name, config, cls, weights = checked(name_or_path, any_input=any_input)

@@ -84,6 +84,7 @@ def probe(model: nn.Module, each: Each | None = None) -> Iterator[Probe]:
     Raises:
         ModelError: the model, or a part of it, is not on the interface; or an attention module that should have run did
             not call; the text names the model and the module.
+        TypeError: model is no transformers model.
 
     Warns:
         UserWarning: the model has further modules of attention that do not go through the interface (a pooling head,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .errors import ModelError, one_line
 from .files import read_json
-from .loading import Loaded
+from .loading import Loaded, check_inputs
 from .tokens import encode
 
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
@@ -75,7 +75,9 @@ def prepared(
 
     Raises:
         ModelError: the model does not read such input, or its folder does not say how; a sound of another rate.
+        TypeError: something that is no such input.
     """
+    check_inputs(loaded, image, sound, {"text": text, "target": target, "pair": pair})
     takes = inspect.signature(loaded.model.forward).parameters
     _check_takes(loaded, takes, image=image, sound=sound, target=target, text=text, pair=pair)
     values: dict[str, Any] = {}

@@ -132,6 +132,7 @@ def context_parallel(
         timeout: seconds to wait for another rank.
 
     Raises:
+        TypeError: model is no transformers model.
         ModelError: a model, or an argument of its forward, that cannot be split.
         RankError: ranks disagree, or one fails.
     """

@@ -19,6 +19,19 @@ class Inner(nn.Module):
 
     Takes query (B, H, T, D), key (B, K, S, D), value (B, K, S, V) and returns (B, H, T, V). Derive from it a part of
     your own and tell in `options` what it computes: then `headwise.nn.probe` and `headwise.trace` can read it.
+
+    Example:
+        >>> import torch, headwise
+        >>> class Sharp(headwise.nn.Inner):
+        ...     def forward(self, query, key, value, *, mask=None, gate=None):
+        ...         return headwise.attention(query, key, value, mask=mask, gate=gate, **self.options())
+        ...     def options(self):
+        ...         return {"scale": 1.0}
+        >>> mha = headwise.MultiHeadAttention(12, 3, inner=Sharp())
+        >>> with headwise.nn.probe(mha) as seen:
+        ...     out = mha(torch.randn(2, 5, 12))
+        >>> seen.calls[0].scale
+        1.0
     """
 
     def options(self) -> dict[str, Any]:

@@ -375,6 +375,7 @@ def to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
     Shared keys and values (GQA, MQA) are repeated for each query head, and a missing bias of o_proj becomes 0.
 
     Raises:
+        TypeError: something other than a `headwise.MultiHeadAttention`.
         ValueError: `mha` has what torch's module lacks: a rotary part, norms, heads with ``H * D != d_model``, another
             value dim, softcap, sinks, a scale of its own, or an inner part that is no `InnerAttention`.
 

@@ -36,7 +36,8 @@ def rotate(
         interleaved: Pairs are neighbours.
 
     Raises:
-        ValueError: `cos` and `sin` differ in shape, or turn more numbers than `x` has.
+        TypeError: something that is no tensor.
+        ValueError: `cos` and `sin` differ in shape, or turn more numbers than `x` has; or another dtype or device.
 
     Example:
         >>> quarter = torch.tensor([0.0]), torch.tensor([1.0])                 # cos and sin of 90 degrees

@@ -133,6 +133,7 @@ def mask_to_torch(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int 
         (T, S) where the mask is the same for all heads and batch rows, else (batch * num_heads, T, S).
 
     Raises:
+        TypeError: no mask.
         ValueError: the mask differs between more heads or rows than `num_heads` and `batch` say.
 
     Example:

@@ -32,7 +32,14 @@ MOST_NUMBERS = 10**15  # more than any machine has; torch counts the bytes of a 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One step: its name, the formula, what came out, and what a reader should notice."""
+    """One step of a `Trace`.
+
+    Attributes:
+        name: Such as ``"scores"``; `Trace` finds the stage by it.
+        formula: As text.
+        tensor: What came out.
+        note: What to notice.
+    """
 
     name: str
     formula: str
@@ -130,9 +137,16 @@ def trace(
 ) -> Trace:
     """Run `mha` step by step and keep every stage; the last one is what ``mha(x, memory, ...)`` returns.
 
-    Arguments and errors are those of `headwise.MultiHeadAttention`. Scores and weights are whole (B, H, T, S) tensors:
-    this is for looking at small inputs. Where the inner part is a bare function, its scores and weights are unknown and
-    the table says so.
+    Scores and weights are whole (B, H, T, S) tensors: this is for looking at small inputs. Where the inner part is a
+    bare function, its scores and weights are unknown and the table says so.
+
+    Args:
+        mha: The module.
+        x, memory, mask, positions: As in a call of `headwise.MultiHeadAttention`.
+
+    Raises:
+        TypeError: `mha` is no `headwise.MultiHeadAttention`.
+        ValueError: as a call of the module.
 
     Example:
         >>> mha = MultiHeadAttention(12, 3)

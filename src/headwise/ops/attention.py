@@ -156,6 +156,11 @@ def _of_cache(key: Any) -> Any:
 class Explanation:
     """Which backend runs a call, why, and why each other does not. Prints as text.
 
+    Attributes:
+        backend: the name of the one that runs.
+        why: the reason, in one line.
+        others: name -> reason of each other one.
+
     >>> explained = explain(*torch.randn(3, 1, 1, 1, 4), backend="reference")
     >>> explained.backend, explained.why
     ('reference', 'asked for by name')

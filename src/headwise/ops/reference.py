@@ -1,4 +1,4 @@
-"""The definition: softmax(scale * Q K^T) V, written to be read. The oracle; no backend imports it.
+"""The definition: softmax(scale * Q K^T) V, written to be read. The oracle: no backend's output or gradient is its.
 
 Quadratic in memory, any dtype up to float64 (half dtypes are computed in float32), differentiable twice.
 Order: scale, softcap, bias, mask, sinks, softmax, dropout, values, gate.

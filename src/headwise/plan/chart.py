@@ -66,6 +66,7 @@ def svg(plans: Sequence[AttentionPlan]) -> str:
     """The caches of plans against context, both axes logarithmic; dashed where windows are not used.
 
     Raises:
+        TypeError: no list of plans.
         ValueError: none of the plans keeps a cache.
 
     Example:

@@ -20,6 +20,9 @@ def parameter_counts(
 ) -> dict[str, int]:
     """Parameters of each projection, biases included; arguments as for `headwise.MultiHeadAttention`.
 
+    Raises:
+        TypeError, ValueError: as `AttentionShape.of`, or a `memory_dim` that is neither a width nor a pair.
+
     Example:
         >>> parameter_counts(512, 8, num_kv_heads=2)
         {'q_proj': 262144, 'k_proj': 65536, 'v_proj': 65536, 'o_proj': 262144}
@@ -55,6 +58,8 @@ def parameter_count(
     bias: BiasOption = False,
 ) -> int:
     """Parameters of one attention layer's four projections: 4 d_model^2 for plain multi-head attention.
+
+    Arguments and errors are those of `parameter_counts`.
 
     Example:
         >>> parameter_count(512, 8) == 4 * 512**2
@@ -99,6 +104,9 @@ def kv_bytes_per_token(
     Returns:
         Bytes; an int where `bytes_per_number` is one.
 
+    Raises:
+        TypeError, ValueError: as `AttentionShape.of`, or a `bytes_per_number` that is not above 0 and at most 1024.
+
     Example:
         >>> kv_bytes_per_token(4096, 32, num_layers=32), kv_bytes_per_token(4096, 32, num_kv_heads=8, num_layers=32)
         (524288, 131072)
@@ -131,6 +139,18 @@ def attention_flops(
     With ``D = V = d_model / H`` that is ``4 B T S d_model``: it does not depend on how d_model is split into heads.
     Sharing K and V (GQA, MQA) changes what is stored and read, not this number.
 
+    Args:
+        d_model: Width of the model.
+        num_heads: Query heads H.
+        queries: T.
+        keys: S; T by default.
+        batch: B.
+        head_dim: D; ``d_model / num_heads`` by default.
+        value_dim: V; D by default.
+
+    Raises:
+        TypeError, ValueError: as `AttentionShape.of`.
+
     Example:
         >>> attention_flops(512, 1, queries=16) == attention_flops(512, 64, queries=16) == 4 * 16 * 16 * 512
         True
@@ -153,7 +173,10 @@ def projection_flops(
     value_dim: int | None = None,
     memory_dim: int | tuple[int, int] | None = None,
 ) -> int:
-    """FLOPs of the four projections: two a matrix entry and token; `memory_tokens` pass k_proj and v_proj.
+    """FLOPs of the four projections: two a matrix entry and token; biases are not counted.
+
+    `tokens` pass q_proj and o_proj, `memory_tokens` (`tokens` by default) k_proj and v_proj. The other arguments, and
+    the errors, are those of `parameter_counts`.
 
     Example:
         >>> projection_flops(512, 8, tokens=16) == 2 * 16 * 4 * 512**2

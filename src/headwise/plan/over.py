@@ -102,7 +102,8 @@ def over(
         flops: A rank's FLOPs a second; without them only the link's time is told.
 
     Raises:
-        ValueError: in one line, for whatever is wrong.
+        TypeError: a config of a type that is none of these.
+        ValueError: in one line, for whatever else is wrong.
 
     Example:
         >>> found = over("gpt-3", "50GB/s,2us", tensor=8, ranks=16, tokens=2048)

@@ -77,6 +77,11 @@ class AttentionPlan:
         contexts: The costs, context by context.
         planned: The same model after a heads plan, priced alike; None without one.
         card: What its built-in card says, where common texts tell another story; empty without a card.
+
+    Example:
+        >>> plan = of("gpt-3", context=2048)
+        >>> plan.kind, plan.contexts[0].cache_bytes / 2**30, plan.parameters()["total"]
+        ('MHA', 9.0, 174604259328)
     """
 
     model: Model
@@ -242,8 +247,9 @@ def of(
         flops: FLOPs a second, or a text such as ``"990TF"``.
 
     Raises:
-        ValueError: in one line, for whatever is wrong: no such config, an architecture or field that is not modelled, a
-            number out of range.
+        TypeError: a config or heads plan of a type that is none of these.
+        ValueError: in one line, for whatever else is wrong: no such config, an architecture or field that is not
+            modelled, a number out of range.
 
     Example:
         >>> plan = of("gpt-3", context=2048)

@@ -14,6 +14,15 @@ class AttentionShape:
     """The sizes of one attention layer, and how many such layers a model has where that is known.
 
     Made by `of`, which fills in the defaults and refuses what does not fit.
+
+    Attributes:
+        d_model: Width of the model.
+        num_heads: Query heads H.
+        num_kv_heads: Key-value heads K.
+        head_dim: D of a query or key.
+        value_dim: V of a value.
+        bias: False, True (all four projections), or ``"qkv"`` (all but o_proj).
+        num_layers: None where it is not known.
     """
 
     d_model: int

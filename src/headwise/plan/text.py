@@ -52,6 +52,10 @@ def side_by_side(plans: Sequence[AttentionPlan]) -> Any:
     Raises:
         TypeError: no list of plans.
         ValueError: an empty one, or plans of different contexts or batches, whose numbers are not to be compared.
+
+    Example:
+        >>> from headwise import plan
+        >>> table = plan.side_by_side([plan.of("gpt-3"), plan.of("gpt-3", kv_dtype="fp8")])
     """
     from rich.console import Group
     from rich.text import Text
@@ -293,7 +297,14 @@ def _saving(table: Table, name: str, before: int, after: int, show: Any) -> None
 
 
 def card_list(known: dict[str, Any]) -> Any:
-    """What `known` holds: the built-in cards with where common texts differ, and the architectures."""
+    """What `known` holds: the built-in cards with where common texts differ, and the architectures; rich prints it.
+
+    Raises TypeError for anything else.
+
+    Example:
+        >>> from headwise import plan
+        >>> listed = plan.card_list(plan.known())
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -133,7 +133,8 @@ def contexts(text: str) -> tuple[int, ...]:
         (8192, 131072)
 
     Raises:
-        ValueError: something that is no whole number.
+        TypeError: no text.
+        ValueError: something in it that is no whole number.
     """
     if not isinstance(text, str):
         raise TypeError(f"context is a text such as 8192,131072; got {type(text).__name__}")

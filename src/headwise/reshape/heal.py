@@ -45,6 +45,14 @@ class Recipe:
         weight_decay: Of matrices; vectors have none.
         text: How much the loss on the text itself counts beside the teacher's word.
         seed: Which windows of the text are read.
+
+    Raises:
+        TypeError, ValueError: a number that is none, or out of range.
+
+    Example:
+        >>> recipe = Recipe(steps=200, warmup=10)
+        >>> recipe.rate(0), recipe.rate(10)
+        (1e-05, 0.0001)
     """
 
     steps: int

@@ -47,7 +47,17 @@ def _converted(part: Tensor, dtype: Any) -> Callable[[], Tensor]:
 
 
 def facts_of(source: Known, teacher: str, recipe: Recipe, curve: Curve, context: int = 8192) -> dict[str, Any]:
-    """What was done, as plain data, for JSON and RESHAPE.md."""
+    """What was done, as plain data, for JSON and RESHAPE.md.
+
+    Args:
+        source: The student's checkpoint, as `headwise.hf.checkpoint` opens it.
+        teacher: What the teacher is called in the text.
+        recipe: What `heal` was given.
+        curve: What `heal` returned.
+        context: Tokens of the cache that is counted.
+
+    Raises TypeError for what is something else.
+    """
     check_source(source)
     check_texts(teacher=teacher)
     check_kind(Recipe, "headwise.reshape.Recipe", recipe=recipe)
@@ -92,6 +102,12 @@ def write_healed(
         facts: What `facts_of` tells; the proof is added.
         proof: With what to prove that the result loads; None: unproved.
         progress: Called with the bytes done and the bytes in all.
+
+    Returns:
+        `facts`, with what was proved.
+
+    Raises:
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     check_source(source)
     check_models(student=student)

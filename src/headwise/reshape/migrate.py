@@ -94,6 +94,7 @@ def plan_migrate(source: Known) -> Migration:
     """What `migrate` would change.
 
     Raises:
+        TypeError: source is no open checkpoint.
         ValueError: in one line: no ``pruned_heads``, such as do not fit the tensors, an architecture that is not known.
     """
     check_source(source)
@@ -164,7 +165,7 @@ def migrate(
         What changed and what was proved, as plain data; RESHAPE.md in the folder tells the same.
 
     Raises:
-        ValueError, OSError: in one line, what is wrong; then nothing was written.
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     check_writing(destination, proof, progress=progress)
     plan = plan_migrate(source)

@@ -25,6 +25,10 @@ class Projections:
         output: The module that mixes the heads: it takes them side by side, (..., H V).
         value: The module that makes the values; None where they are left as they are.
         value_rows: Which of its outputs are the values, K V of them in the order of heads; None: all.
+
+    Example:
+        >>> from headwise import reshape
+        >>> fused = reshape.Projections("o_proj", "qkv_proj", value_rows=tuple(range(16, 24)))  # the last third
     """
 
     output: str

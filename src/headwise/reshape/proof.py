@@ -14,12 +14,20 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Proof:
-    """What to prove with.
+    """What to prove a written checkpoint with: a fresh process of stock transformers loads it and compares outputs.
 
     Attributes:
         ids: Tokens of a text, for the loss before and after; random ones are read where there are none.
         mask_id: The id of the mask of a model that was trained with one.
-        speed: Whether to measure it.
+        speed: Whether to measure the speed before and after.
+
+    Raises:
+        TypeError, ValueError: ids that are no whole numbers, or a `mask_id` below 0.
+
+    Example:
+        >>> from headwise import reshape
+        >>> reshape.Proof(ids=[5, 3, 8], speed=False)
+        Proof(ids=(5, 3, 8), mask_id=None, speed=False)
     """
 
     ids: tuple[int, ...] = ()

@@ -165,8 +165,17 @@ def plan_prune(
     """What `prune` would change, and nothing written. The arguments are those of `prune`.
 
     Raises:
+        TypeError: something of another type.
         ValueError: in one line, what does not fit: an architecture whose layout is not known, heads that are not there
             or cannot go alone, a number of heads that no class of transformers loads.
+
+    Example:
+        >>> import headwise.hf, headwise.models
+        >>> from headwise import reshape
+        >>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
+        ...     plan = reshape.plan_prune(opened, heads="0.1,1.7", zero=True)
+        >>> plan.gone
+        {'0': [1], '1': [7]}
     """
     check_source(source)
     _check_wish(heads, keep_fraction, budget, zero)
@@ -259,7 +268,17 @@ def prune(
         it says which heads stayed, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
-        ValueError, OSError: in one line, what is wrong; then nothing was written.
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
+
+    Example:
+        >>> import tempfile, headwise.hf, headwise.models
+        >>> from headwise import reshape
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
+        ...         scores = reshape.random_scores()
+        ...         facts = reshape.prune(opened, f"{folder}/new", keep_fraction=0.5, scores=scores, proof=None)
+        >>> facts["counts"]
+        {'num_attention_heads': [8, 4]}
     """
     check_writing(destination, proof, progress=progress, remark=remark)
     plan = plan_prune(source, heads=heads, keep_fraction=keep_fraction, budget=budget, scores=scores, zero=zero)
@@ -274,7 +293,7 @@ def write_pruned(
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[Path], str] | None = None,
 ) -> dict[str, Any]:
-    """Writes what was planned, as `prune` does."""
+    """Writes what `plan_prune` planned (and `mend` may have repaired): arguments, result and errors as of `prune`."""
     check_kind(Pruning, "plan_prune", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)
     source, facts = plan.source, plan.facts()

@@ -255,6 +255,10 @@ def repair(
         inputs: As `recover` takes it.
         value_steps: As `recover` takes it.
         progress: Called as ``progress("repairing", done, total)``.
+
+    Raises:
+        TypeError: a plan, model or checkpoint of another kind.
+        ValueError: fewer than two rows.
     """
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_models(model=model)
@@ -340,7 +344,7 @@ def regroup(
         it has the new order of the query heads, as `headwise plan` and `headwise look --against` read it.
 
     Raises:
-        ValueError, OSError: in one line, what is wrong; then nothing was written.
+        TypeError, ValueError, OSError: in one line, what is wrong; then nothing was written.
     """
     check_flags(recovering=recovering)
     check_writing(destination, proof, progress=progress)
@@ -371,6 +375,8 @@ def write_regrouped(
         proof: With what to prove the result before it gets its name; None: unproved.
         progress: Called as ``progress("writing", done, total)``.
         remark: Called with the folder once it is proved, before it gets its name; what it gives ends RESHAPE.md.
+
+    Result and errors are those of `regroup`.
     """
     check_kind(Regrouping, "plan_regroup", plan=plan)
     check_writing(destination, proof, progress=progress, remark=remark)

@@ -10,13 +10,24 @@ from .choose import HeadScores
 from .layout import Layer
 
 Scorer = Callable[[tuple[Layer, ...]], HeadScores]
-"""Says what each head is worth: from the layers to a number for every (key of the layer, head). The least go first."""
+"""Gives each head a score: from the layers to a number for every (key of the layer, head). The lowest go first."""
 NearestHead = tuple[tuple[int, int], float | None, tuple[int, int] | None]
 """A head as (layer, head), how far its nearest is, and which that is; None where there is none."""
 
 
 def random_scores(seed: int = 0) -> Scorer:
-    """A scorer that knows nothing: what any other has to beat."""
+    """A scorer that draws numbers from `seed`: the baseline that any other has to beat.
+
+    Raises TypeError or ValueError for a seed that is no int of at least 0.
+
+    Example:
+        >>> import headwise.hf, headwise.models
+        >>> from headwise import reshape
+        >>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
+        ...     plan = reshape.plan_prune(opened, keep_fraction=0.5, scores=reshape.random_scores(seed=1))
+        >>> sum(map(len, plan.gone.values()))
+        16
+    """
     check_counts(0, seed=seed)
 
     def score(layers: tuple[Layer, ...]) -> HeadScores:
@@ -31,6 +42,25 @@ def by_call(values: Sequence[Sequence[float | int]]) -> Scorer:
 
     Such are those of `headwise.look.importance`. An encoder attends before its decoder, and in each layer of that
     self-attention before cross-attention.
+
+    Args:
+        values: A row a layer, a number a head; those with the least go first.
+
+    Returns:
+        For `scores=` of `prune` and `plan_prune`.
+
+    Raises:
+        TypeError: no list of lists.
+        ValueError: other sizes than the model has, once it is called.
+
+    Example:
+        >>> import headwise.hf, headwise.models
+        >>> from headwise import reshape
+        >>> rows = [[0, 1, 2, 3, 4, 5, 6, 7]] * 4  # of each layer the first heads are worth least
+        >>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
+        ...     plan = reshape.plan_prune(opened, keep_fraction=0.75, scores=reshape.by_call(rows))
+        >>> plan.gone["0"]
+        [0, 1]
     """
 
     rule = "scores have a row a layer, a number a head"
@@ -65,6 +95,13 @@ def by_twins(twins: Iterable[NearestHead]) -> list[list[float]]:
     """``[layer][head]``: how little a head is repeated by another, for `by_call`; of two that are alike one is spared.
 
     A head is worth its distance (0 to 1) to the nearest one; if that one is to go before it, 1 more.
+
+    Args:
+        twins: ((layer, head), distance, nearest) of each head, as `headwise.look.redundancy` measures them; None for
+            both where a head has no nearest.
+
+    Raises:
+        TypeError, ValueError: no such list, or an empty one.
 
     Example:
         >>> by_twins([((0, 0), 0.1, (0, 1)), ((0, 1), 0.1, (0, 0)), ((0, 2), 0.7, (0, 0))])

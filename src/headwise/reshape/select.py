@@ -30,6 +30,18 @@ class Budget:
     Attributes:
         megabytes: How many.
         context: Tokens of the text; 0 leaves the cache out.
+
+    Raises:
+        ValueError: no number of megabytes above 0, or no number of tokens.
+
+    Example:
+        >>> import headwise.hf, headwise.models
+        >>> from headwise import reshape
+        >>> with headwise.hf.checkpoint(headwise.models.tiny_path()) as opened:
+        ...     budget = reshape.Budget(7.0, context=512)
+        ...     plan = reshape.plan_prune(opened, budget=budget, scores=reshape.random_scores())
+        >>> {len(heads) for heads in plan.gone.values()}
+        {5}
     """
 
     megabytes: float | int

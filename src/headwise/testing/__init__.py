@@ -190,6 +190,9 @@ POISONS = (math.nan, math.inf, -math.inf, 1e30)
 def poison(tensor: Shaped[Tensor, "..."], where: Shaped[Tensor, "..."], what: float = math.nan) -> Tensor:
     """A copy with `what` wherever `where` (bool, right-aligned broadcastable to the tensor's shape) is True.
 
+    1e30 becomes the largest number of a dtype that does not hold it. Raises TypeError or ValueError for what does not
+    fit.
+
     >>> poison(torch.zeros(2, 3), torch.tensor([False, False, True]), 1e30)[:, 1:]
     tensor([[0.0000e+00, 1.0000e+30],
             [0.0000e+00, 1.0000e+30]])
@@ -264,6 +267,7 @@ def oracle(
     Written apart from `headwise.ops`, on purpose: two answers that agree say more than one. It gathers the keys that
     a row may attend and computes with those alone, so what is masked cannot matter, forward or backward. Slow (0.1 ms
     a row), differentiable. A mask given as a tensor: bool, True = attend; or a bias whose -inf may not be attended.
+    Arguments and their errors are those of `headwise.attention`.
 
     >>> q, k, v = make_qkv(1, 1, 1, 1, 1, 4, 4)
     >>> torch.equal(oracle(q, k, v)[0], v.double())   # one key: its weight is 1
@@ -305,7 +309,8 @@ def naive(
 ) -> tuple[Tensor, ...]:
     """What one would write in PyTorch, in the inputs' own dtype: the yardstick of `assert_close_like_torch`.
 
-    Three times, for one alone is noisy: the scale on the scores, on the queries, and half on either (as torch does).
+    Arguments and their errors are those of `headwise.attention`. Gives three outputs (B, H, T, V), for one alone is
+    noisy: with the scale on the scores, on the queries, and half on either (as torch does).
 
     >>> [out.dtype for out in naive(*make_qkv(1, 2, 1, 3, 5, 4, 6, dtype=torch.bfloat16))]
     [torch.bfloat16, torch.bfloat16, torch.bfloat16]

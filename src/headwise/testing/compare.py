@@ -15,7 +15,16 @@ from headwise.shapes.kinds import check_dtype, check_numbers, check_tensor, chec
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Largest absolute errors against float64: ours, naive PyTorch's, that of rounding the exact answer; the budget."""
+    """Largest absolute errors against float64, and the budget. Prints in one line.
+
+    Attributes:
+        ours: Of the answer under test.
+        naive: Of PyTorch written out (the worst, if several).
+        floor: Of rounding the exact answer to the dtype.
+        ulp: The spacing of the dtype at the largest entry; the budget includes it.
+        budget: What `ours` may be.
+        where: The index of the entry of `ours` that is farthest off.
+    """
 
     ours: float
     naive: float
@@ -32,7 +41,7 @@ class Accuracy:
 
 
 def ulp(largest: float, dtype: torch.dtype) -> float:
-    """The spacing of `dtype` just above `largest`.
+    """The spacing of `dtype` just above `largest`; 0 for 0. Raises ValueError for what is no finite number.
 
     >>> ulp(1.0, torch.float32) == 2**-23, ulp(3.0, torch.bfloat16) == 2**-6, ulp(0.0, torch.float32)
     (True, True, 0.0)
@@ -51,7 +60,15 @@ def accuracy(
     values: Float[Tensor, "..."] | None = None,
     factor: float | None = None,
 ) -> Accuracy:
-    """The errors of `ours` and `naive` (the worst, if several) and the budget; see `assert_close_like_torch`."""
+    """The errors of `ours` and `naive` (the worst, if several) and the budget; see `assert_close_like_torch`.
+
+    Raises TypeError for what is no tensor, ValueError for shapes or dtypes that differ, an `exact` that is not float64,
+    or a `naive` that is not finite.
+
+    >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> accuracy(exact.float(), exact, exact.float()).ours
+    0.0
+    """
     naives: list[Any] = list(naive) if isinstance(naive, (list, tuple)) else [naive]
     if not naives:
         raise ValueError("naive is one answer or several; got none")
@@ -100,7 +117,7 @@ def assert_close_like_torch(
     - with a `factor`: that many times the error of `naive`, in every dtype; gradients are held to 2.
 
     NaN or infinity where the exact answer has none is an infinite error. The message of a failure carries the numbers
-    that are returned. Raises AssertionError, or ValueError where the comparison makes no sense.
+    that are returned. Raises AssertionError, or TypeError or ValueError where the comparison makes no sense.
 
     >>> exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     >>> assert_close_like_torch(exact.float() + 1e-3, exact, exact.float())   # doctest: +ELLIPSIS
@@ -131,7 +148,7 @@ def _errors(approximate: Tensor, exact: Tensor) -> Tensor:
 
 
 def assert_same_bits(ours: Tensor, other: Tensor, *, what: str = "output") -> None:
-    """Fail unless shape, dtype and every bit agree (a NaN equals any NaN; 0.0 and -0.0 differ).
+    """Fail unless shape, dtype and every bit agree (a NaN equals any NaN; 0.0 and -0.0 differ). Raises AssertionError.
 
     >>> assert_same_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
     Traceback (most recent call last):

@@ -21,6 +21,8 @@ def causal(*, offset: int | Tensor | None = None) -> Mask:
     `offset` is the position of query 0 among the keys: by default S - T, so the last query sees the last key
     (bottom-right); an int or a (B,) integer tensor says otherwise.
 
+    Raises TypeError for an offset that is no integer, ValueError for one beyond 2**40 or of another shape.
+
     >>> print(causal().draw(2, 4))
     ■ ■ ■ ·
     ■ ■ ■ ■
@@ -50,7 +52,9 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | No
     `left` counts keys with **self included**, `right` counts the keys after self; None = no limit on that side.
     `window(W)` is therefore W keys, self included, none in the future. Others count W + 1: convert at the edge.
     The `first` keys stay in sight however far the window has moved on, as attention sinks (Xiao et al. 2023,
-    arXiv 2309.17453).
+    arXiv 2309.17453); no key after pos + right is seen for that. `offset`: as for `causal`.
+
+    Raises TypeError for a size that is no int, ValueError for `left` < 1, `right` < 0 or `first` < 0.
 
     >>> print(window(2).draw(4, 4))
     ■ · · ·
@@ -81,7 +85,8 @@ def window(left: int | None, right: int | None = 0, *, offset: int | Tensor | No
 def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
     """Row b of the batch may attend the keys start[b] <= j < stop[b]; `stop`, `start`: integer (B,).
 
-    Right padding needs `stop` alone; left padding gives `start`, with stop = S.
+    Right padding needs `stop` alone; left padding gives `start`, with stop = S. Raises TypeError for what is no integer
+    tensor, ValueError for another shape.
 
     >>> print(lengths(torch.tensor([2])).draw(2, 3))
     ■ ■ ·
@@ -93,7 +98,10 @@ def lengths(stop: Tensor, start: Tensor | None = None) -> Mask:
 
 
 def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
-    """A query attends the keys that carry its own id: packed documents. Integer (T,) or (B, T), and (S,) or (B, S).
+    """A query attends the keys that have its own id: packed documents.
+
+    `query_ids`: integer (T,) or (B, T); `key_ids`: (S,) or (B, S), the same as `query_ids` by default. Raises TypeError
+    for what is no integer tensor, ValueError for another shape.
 
     >>> print(segments(torch.tensor([0, 0, 1])).draw(3, 3))
     ■ ■ ·
@@ -107,7 +115,7 @@ def segments(query_ids: Tensor, key_ids: Tensor | None = None) -> Mask:
 
 
 def keep(tensor: Tensor) -> Mask:
-    """A boolean tensor, True = attend, that broadcasts from the right to (B, H, T, S).
+    """A boolean tensor, True = attend, that broadcasts from the right to (B, H, T, S). Raises TypeError for any other.
 
     >>> print(keep(torch.tensor([[True, False, True], [False, True, True]])).draw(2, 3))
     ■ · ■
@@ -120,7 +128,8 @@ def keep(tensor: Tensor) -> Mask:
 def bias(tensor: Tensor) -> Mask:
     """A float tensor added to the scaled (and softcapped) scores; broadcasts to (B, H, T, S); -inf forbids.
 
-    It is added in float32, in float64 to float64 scores: what is -inf there forbids.
+    It is added in float32, in float64 to float64 scores: what is -inf there forbids. Raises TypeError for what is no
+    float tensor.
 
     >>> print(bias(torch.tensor([0.5, 0.0, -torch.inf])).draw(2, 3))
     0.5   0   ·
@@ -133,7 +142,7 @@ def bias(tensor: Tensor) -> Mask:
 def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
     """Adds -slope * |pos - j|, pos = i + offset (S - T by default); slopes: float (H,) or (B, H).
 
-    Press et al. 2021, "Train Short, Test Long", arXiv 2108.12409.
+    Press et al. 2021, "Train Short, Test Long", arXiv 2108.12409. Raises TypeError for slopes that are no such tensor.
 
     >>> print(alibi(torch.tensor([0.5])).draw(2, 3))
     -0.5    0 -0.5
@@ -147,7 +156,8 @@ def alibi(slopes: Tensor, *, offset: int | Tensor | None = None) -> Mask:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """The geometric slopes of the ALiBi paper, float32 (num_heads,); odd counts are filled in as its authors do.
+    """The geometric slopes of the ALiBi paper, float32 (num_heads,); a number of heads that is no power of 2 is filled
+    up with every other slope of twice as many, as its authors do. Raises TypeError for no int, ValueError below 1.
 
     >>> alibi_slopes(4)
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
@@ -160,7 +170,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def prefix(n: int | Tensor) -> Mask:
-    """Every query sees the keys j < n; n: an int, or a (B,) integer tensor.
+    """Every query sees the keys j < n; n: an int, or a (B,) integer tensor. TypeError for others, ValueError below 0.
 
     A prefix language model, both ways within the prefix and causal after it (Raffel et al. 2020, arXiv 1910.10683):
 
@@ -181,7 +191,9 @@ def dilated(step: int, *, offset: int | Tensor | None = None) -> Mask:
     """Query at pos = i + offset sees the keys j with (pos - j) % step == 0: every step-th, itself among them.
 
     The strided pattern of sparse transformers (Child et al. 2019, arXiv 1904.10509); joined with `window` it is the
-    dilated window of Longformer (Beltagy et al. 2020, arXiv 2004.05150).
+    dilated window of Longformer (Beltagy et al. 2020, arXiv 2004.05150). `offset`: as for `causal`.
+
+    Raises TypeError for a step that is no int, ValueError below 1.
 
     >>> print((causal() & dilated(2)).draw(4, 4))
     ■ · · ·
@@ -196,6 +208,8 @@ def dilated(step: int, *, offset: int | Tensor | None = None) -> Mask:
 
 def blocks(size: int, *, offset: int | Tensor | None = None) -> Mask:
     """Query at pos = i + offset sees the keys of its own block: pos // size == j // size. Chunked attention.
+
+    `offset`: as for `causal`. Raises TypeError for a size that is no int, ValueError below 1.
 
     >>> print((causal() & blocks(2)).draw(4, 4))
     ■ · · ·
@@ -213,6 +227,8 @@ def relative(table: Tensor, *, offset: int | Tensor | None = None) -> Mask:
 
     Relative position biases (Shaw et al. 2018, arXiv 1803.02155; Raffel et al. 2020, arXiv 1910.10683) without their
     T x S tensor: column R is a key's own place, farther keys than R share the bias at R.
+
+    Raises TypeError for what is no float tensor, ValueError for another shape.
 
     >>> print(relative(torch.tensor([[-2.0, 0.0, 1.0]])).draw(3, 3))
      0  1  1
@@ -234,7 +250,8 @@ def rule(function: Callable[..., Any]) -> Mask:
 
     It is called with integer tensors that broadcast, i = 0 .. T - 1 and j = 0 .. S - 1, as FlexAttention calls its
     `mask_mod`, and gives a bool tensor: indexing, comparisons, `&`, `|`, `~`; no `if`. It is evaluated once for a mask
-    and its sizes and kept, so it must always say the same. Tensors that it reads live on the query's device.
+    and its sizes and kept, so it must always say the same. Tensors that it reads live on the query's device. Raises
+    TypeError for what cannot be called.
 
     >>> document = torch.tensor([0, 0, 1, 1])
     >>> print(rule(lambda b, h, i, j: (document[i] == document[j]) & (j <= i)).draw(4, 4))
