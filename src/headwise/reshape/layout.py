@@ -103,11 +103,11 @@ class Family:
 
 
 def _ends(keys: list[str]) -> list[str]:
-    """The first and the last layer of each role, as a range."""
+    """The first and the last layer of each role, as a range; a layer alone by its name."""
     ends = []
     for role in ROLES:
         mine = [key for key in keys if (key.partition(".")[0] if "." in key else "self") == role]
-        ends += [f"{mine[0]} to {mine[-1]}"] if mine else []
+        ends += [" to ".join(dict.fromkeys((mine[0], mine[-1])))] if mine else []
     return ends
 
 
