@@ -65,7 +65,7 @@ def test_heads_that_cannot_go_alone_are_refused(heads: Any, text: str) -> None:
 
 
 def test_a_layer_alone_is_no_range() -> None:
-    with pytest.raises(ValueError, match="no layer '2'; the layers are 0$"):
+    with pytest.raises(ValueError, match=r"no layer '2'; the layers are 0$"):
         plan_prune(decoder(4, 4, layers=1), heads={2: [1]})
 
 
