@@ -14,7 +14,7 @@ from ..plan.shape import short
 from .axes import Sizes, TensorRuns, form
 
 ROLES = ("encoder", "self", "cross")
-NEEDED = ({"q"}, {"k", "n"}, {"v"}, {"o"})
+NEEDED = {"queries": {"q"}, "keys": {"k", "n"}, "values": {"v"}, "output": {"o"}}
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,9 @@ def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> 
         )
     forms = {prefix + name: known[name] for name in tensors}
     parts = set().union(*(one.parts() for name, one in forms.items() if not name.endswith("bias")))
-    for some in NEEDED:
+    for what, some in NEEDED.items():
         if not parts & some:
-            raise ValueError(f"{prefix}: the weights of {'/'.join(sorted(some))} are missing")
+            raise ValueError(f"{prefix.rstrip('.')}: the weights of its {what} are missing; get the checkpoint anew")
     return forms
 
 
