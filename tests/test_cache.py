@@ -309,6 +309,18 @@ def test_positions_of_uneven_rows_show_in_the_lse(kind: str) -> None:
         torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["static", "paged", "rolling"])
+def test_rows_of_padding_alone_give_0_whatever_else_is_in_the_batch(kind: str) -> None:
+    """Also where no row has a token: as a row without one gives beside a row with some."""
+    for side in ("left", "right"):
+        cache = KINDS[kind]().append(*tokens(3), lengths=[0] * B, side=side)
+        for T in (3, 1):
+            out, lse = headwise.attention(torch.randn(B, H, T, D), cache, return_lse=True)
+            assert bool((out == 0).all() and (lse == -torch.inf).all()) and out.shape[:3] == (B, H, T)
+        with pytest.raises(ValueError, match="an empty cache has nothing to attend"):
+            headwise.attention(torch.zeros(B, H, 1, D), KINDS[kind]())
+
+
 def test_an_empty_cache_and_no_cache() -> None:
     with pytest.raises(ValueError, match="an empty cache has nothing to attend"):
         headwise.attention(torch.zeros(B, H, 1, D), KINDS["static"]())

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from malformed import SERVES, fault_of, may_serve, replacements
@@ -314,6 +315,9 @@ KNOWN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: headwise.alibi([0.5]), TypeError, "slopes of alibi() is a float tensor (H,) or (B, H); got list"
     ),
     "half a slope": (lambda: headwise.alibi_slopes(1.5), TypeError, "num_heads is an int; got 1.5"),
+    "numpy's step": (
+        lambda: headwise.dilated(np.int64(2)), TypeError, "step is an int; got 2 of type int64; convert with int()"
+    ),
     "a huge number of slopes": (lambda: headwise.alibi_slopes(10**400), ValueError, "num_heads is at most 1048576"),
     "a number for a cache": (
         lambda: mha()(X, cache=3), TypeError, "with lengths, append() and attend(); int has no lengths, append, attend"

@@ -41,6 +41,23 @@ def close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).detach().abs().max() <= 32 * torch.finfo(one.dtype).eps * other.detach().abs().max())
 
 
+@pytest.mark.parametrize("kind", THEIRS)
+def test_what_is_frozen_stays_frozen_there_and_back(kind: str) -> None:
+    theirs = make(**THEIRS[kind])
+    for alone in (None, *dict(theirs.named_parameters())):
+        for name, parameter in theirs.named_parameters():
+            parameter.requires_grad_(name == alone)
+        ours = from_torch(theirs)
+        again = dict(to_torch(ours).named_parameters())
+        assert {name for name, parameter in again.items() if parameter.requires_grad} == {alone} - {None}
+        assert any(parameter.requires_grad for parameter in ours.parameters()) == (alone is not None)
+    ours = MultiHeadAttention(12, 4, num_kv_heads=2, bias="qkv").requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in to_torch(ours).parameters())
+    ours.v_proj.weight.requires_grad_()
+    again = dict(to_torch(ours).named_parameters())
+    assert [name for name, parameter in again.items() if parameter.requires_grad] == ["in_proj_weight"]
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("kind", THEIRS)

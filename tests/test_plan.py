@@ -232,6 +232,26 @@ def test_a_shape_is_read_from_whatever_a_plan_takes(tmp_path: Path) -> None:
         read_config(8)
 
 
+def test_a_known_architecture_s_shape_is_that_of_its_plan() -> None:
+    """Its biases, its key-value heads and the number of its attention layers, whatever other fields the config has."""
+    for name in plan.known()["cards"]:
+        layers = plan.of(name).model.layers
+        if layers[0].latent is not None:
+            continue
+        shape, counts = read_config(name), layers[0].parameter_counts()
+        decodes = any(layer.role == "self" for layer in layers)
+        assert shape.num_layers == sum(layer.role == ("self" if decodes else "encoder") for layer in layers), name
+        if not layers[0].gated and not name.startswith("whisper"):  # its keys alone have no bias
+            weights = sum(counts[part] for part in ("q_proj", "k_proj", "v_proj", "o_proj"))
+            assert plan.parameter_count(**shape.arguments()) == weights, name
+    falcon = {"model_type": "falcon", "hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+    saved = falcon | {"multi_query": True, "num_kv_heads": 4, "new_decoder_architecture": False}  # as transformers does
+    assert read_config(saved) == AttentionShape(96, 4, 1, 24, 24, num_layers=2)
+    assert read_config(saved | {"new_decoder_architecture": True}).num_kv_heads == 4
+    whisper = {"model_type": "whisper", "d_model": 96, "decoder_attention_heads": 4}
+    assert read_config(whisper) == AttentionShape(96, 4, 4, 24, 24)
+
+
 def test_only_the_listed_fields_are_read(tmp_path: Path) -> None:
     noise = {"auto_map": {"AutoConfig": "evil.Config"}, "torch_dtype": 3, "num_heads_": "x", "hidden_sizes": [1]}
     assert read_config(write(tmp_path, PLAIN | noise)) == AttentionShape(96, 4, 4, 24, 24)

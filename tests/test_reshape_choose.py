@@ -64,6 +64,11 @@ def test_heads_that_cannot_go_alone_are_refused(heads: Any, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_layer_alone_is_no_range() -> None:
+    with pytest.raises(ValueError, match=r"no layer '2'; the layers are 0$"):
+        plan_prune(decoder(4, 4, layers=1), heads={2: [1]})
+
+
 def test_groups_lose_as_many_or_go_whole() -> None:
     source = decoder(12, 3)
     assert kept(source, heads={0: [0, 4, 8], 1: [3, 7, 11]})["1"] == (0, 1, 2, 4, 5, 6, 8, 9, 10)

@@ -215,7 +215,10 @@ def gpt2_shapes() -> dict[str, tuple[int, ...]]:
             lambda made: made.config.update(pruned_heads={"0": [1]}),
             "pruned_heads, which transformers no longer reads; .*migrate",
         ),
-        (lambda made: made.tensors.pop("model.layers.0.self_attn.o_proj.weight"), "the weights of o are missing"),
+        (
+            lambda made: made.tensors.pop("model.layers.0.self_attn.o_proj.weight"),
+            "self_attn: the weights of its output are missing; get",
+        ),
         (lambda made: made.tensors.clear(), r"there are no weights of attention where mistral has them \(layers"),
         (
             lambda made: add(made, "model.layers.1.self_attn.gate.weight"),

@@ -306,6 +306,17 @@ def test_what_cannot_be_merged_is_refused(arguments: dict[str, Any], kind: type[
         merge(layer(6, 6), **{"num_kv_heads": 2, **arguments})
 
 
+@pytest.mark.parametrize("part", ["query", "key", "value", "output"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(part: str, wrong: float) -> None:
+    weights = layer(6, 6)
+    weights = replace(weights, **{part: getattr(weights, part).clone()})
+    getattr(weights, part)[2, 1, 0] = wrong
+    for method in METHODS:
+        with pytest.raises(ValueError, match=f"these weights: the {part} projection holds NaN or infinity"):
+            merge(weights, 2, method=method)
+
+
 @pytest.mark.unchecked
 def test_moments_of_another_layer_are_refused() -> None:
     weights = layer(6, 3)

@@ -217,6 +217,8 @@ def test_the_report_tells_equal_bits_from_a_small_difference() -> None:
         ({"difference": 2e-5, "largest": 0.5}, "differs .* by 2e-05, and 1e-05 is allowed"),
         ({"difference": 4e-5, "largest": 3.0}, "by 4e-05, and 3e-05 is allowed"),
         ({"difference": math.nan, "largest": 3.0}, "by nan"),
+        ({"difference": math.nan, "largest": math.nan}, "the original's outputs .* are not finite"),
+        ({"difference": math.nan, "largest": math.inf}, "the original's outputs .* are not finite"),
     ],
 )
 def test_what_is_no_proof_ends_the_run(fields: dict[str, Any], text: str) -> None:

@@ -88,6 +88,13 @@ def result(plan: Any) -> dict[str, Tensor]:
     return made
 
 
+def test_a_layer_that_is_not_finite_is_named() -> None:
+    source = opened("mistral")
+    source.state["model.layers.1.self_attn.v_proj.weight"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"^layer 1: the value projection holds NaN or infinity"):
+        plan_regroup(source, 2)
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", KEEPS)
 def test_heads_that_are_the_same_become_one(family: str) -> None:

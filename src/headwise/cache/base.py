@@ -299,7 +299,7 @@ class KVCache(ABC):
         return Seen(max(lows), FAR if high is None else high + shift)
 
     def check_query(self, query: Tensor) -> int:
-        """T of queries that fit a cache which is not empty; raises TypeError or ValueError for others."""
+        """T of queries that fit a cache to which tokens came; raises TypeError or ValueError for others."""
         if not isinstance(query, Tensor) or query.is_nested:
             check_tensor("query", query, "a tensor (B, H, T, D)")
         if query.ndim != 4 or (query.shape[0], query.shape[3]) != (self.batch, self.head_dim):
@@ -307,7 +307,7 @@ class KVCache(ABC):
                 f"a cache of {self.batch} rows is attended by query (B, H, T, D) = ({self.batch}, H, T, {self.head_dim}"
                 f"); got {tuple(query.shape)}; reorder() gives it other rows"
             )
-        if max(self.columns, default=0) == 0:
+        if not (self._last.tokens or any(self.columns)):
             raise ValueError("an empty cache has nothing to attend; append keys and values first")
         return query.shape[2]
 

@@ -47,7 +47,7 @@ def _prune(  # private, for a command has as many options as its users need, and
         str | None,
         typer.Option(
             help="What ranks heads: importance, ablation, redundancy or random.",
-            show_default="importance, but with --heads none",
+            show_default="importance; with --heads nothing is ranked",
         ),
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to rank by, and to compare losses on.")] = None,

@@ -7,6 +7,7 @@ gives 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -50,6 +51,8 @@ def converted_from_torch(kind: type[MultiHeadAttention], module: nn.MultiheadAtt
             for projection, part in zip(projections, module.in_proj_bias.chunk(3), strict=True):
                 projection.bias.copy_(part)
             mha.o_proj.bias.copy_(module.out_proj.bias)
+    for ours, theirs in _pairs(mha, module):
+        ours.requires_grad_(theirs.requires_grad)
     return mha
 
 
@@ -73,6 +76,9 @@ def converted_to_torch(mha: MultiHeadAttention) -> nn.MultiheadAttention:
             shared = [_repeat(part.bias, mha.num_kv_heads, group) for part in (mha.k_proj, mha.v_proj)]
             module.in_proj_bias.copy_(torch.cat([mha.q_proj.bias, *shared]))
             module.out_proj.bias.zero_() if mha.o_proj.bias is None else module.out_proj.bias.copy_(mha.o_proj.bias)
+    pairs = list(_pairs(mha, module))
+    for _, theirs in pairs:  # a stacked one learns where any of its parts does
+        theirs.requires_grad_(any(ours.requires_grad for ours, holder in pairs if holder is theirs))
     return module
 
 
@@ -173,6 +179,18 @@ def _in_weights(module: nn.MultiheadAttention) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = module.in_proj_weight.chunk(3)
         return query, key, value
     return cast(tuple[Tensor, Tensor, Tensor], (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight))
+
+
+def _pairs(mha: MultiHeadAttention, module: nn.MultiheadAttention) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter of ours with the one of torch's that holds its numbers."""
+    for letter, part in zip("qkv", (mha.q_proj, mha.k_proj, mha.v_proj), strict=True):
+        stacked = module.in_proj_weight
+        yield part.weight, getattr(module, f"{letter}_proj_weight") if stacked is None else stacked
+        if part.bias is not None:
+            yield part.bias, module.in_proj_bias
+    yield mha.o_proj.weight, module.out_proj.weight
+    if module.out_proj.bias is not None:  # where ours has none it is made of zeros
+        yield mha.o_proj.weight if mha.o_proj.bias is None else mha.o_proj.bias, module.out_proj.bias
 
 
 def _repeat(fused: Tensor, num_kv_heads: int, group: int) -> Tensor:

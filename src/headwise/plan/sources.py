@@ -13,12 +13,20 @@ from typing import Any
 
 from .config import parse, printable, shape_of
 from .fields import architectures
-from .shape import AttentionShape
+from .layer import Biases
+from .model import model_of
+from .shape import AttentionShape, BiasOption
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PLANNED = {"model_type", "attention_computations", "bytes_per_token", "contexts"}
 """What `AttentionPlan.to_dict` holds and no config does."""
+BIAS: dict[Biases, BiasOption] = {
+    Biases(): False,
+    Biases(q=True, k=True, v=True): "qkv",
+    Biases(q=True, k=True, v=True, o=True): True,
+}
+"""The biases that `AttentionShape` has a word for."""
 
 
 @functools.cache
@@ -44,8 +52,9 @@ def known() -> dict[str, Any]:
 def read_config(config: Any) -> AttentionShape:
     """The attention shape that a config describes: one layer of its text model.
 
-    Read are the sizes under the names that configs in use have for them (``hidden_size`` or ``n_embd``, ...),
-    ``attention_bias`` and ``multi_query``, at the top or in a nested ``text_config``.
+    Of an architecture that `headwise.plan.of` knows it is the first layer that is planned there, biases included. Of
+    others the sizes are read under the names that configs in use have for them (``hidden_size`` or ``n_embd``, ...),
+    with ``attention_bias`` and ``multi_query``, at the top or in a nested ``text_config``.
 
     Args:
         config: As for `headwise.plan.of`: a config.json, the folder that holds one, a card, a hub name in the local
@@ -65,10 +74,24 @@ def read_config(config: Any) -> AttentionShape:
     """
     name, content, _ = find_config(config)
     try:
-        return shape_of(content)
+        return _planned(content) or shape_of(content)
     except ValueError as wrong:
         path = _on_disk(config)
         raise ValueError(f"{(name if path is None else str(path))!r}: {wrong}") from None
+
+
+def _planned(config: Mapping[str, Any]) -> AttentionShape | None:
+    """The shape of the first layer that is planned; None where none is, or where it has parts that no shape has."""
+    try:
+        layers = model_of(config).layers
+    except ValueError:
+        return None
+    one = next((layer for layer in layers if layer.role == "self"), layers[0])
+    if one.latent is not None or one.bias not in BIAS:
+        return None
+    count = sum(layer.role == one.role for layer in layers)
+    sizes = (one.d_model, one.num_heads, one.num_kv_heads, one.head_dim, one.value_dim)
+    return AttentionShape(*sizes, BIAS[one.bias], count)
 
 
 def _on_disk(what: object) -> Path | None:

@@ -14,7 +14,7 @@ from ..plan.shape import short
 from .axes import Sizes, TensorRuns, form
 
 ROLES = ("encoder", "self", "cross")
-NEEDED = ({"q"}, {"k", "n"}, {"v"}, {"o"})
+NEEDED = {"queries": {"q"}, "keys": {"k", "n"}, "values": {"v"}, "output": {"o"}}
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Family:
 
 
 def _ends(keys: list[str]) -> list[str]:
-    """The first and the last layer of each role, as a range."""
+    """The first and the last layer of each role, as a range; a layer alone by its name."""
     ends = []
     for role in ROLES:
         mine = [key for key in keys if (key.partition(".")[0] if "." in key else "self") == role]
-        ends += [f"{mine[0]} to {mine[-1]}"] if mine else []
+        ends += [" to ".join(dict.fromkeys((mine[0], mine[-1])))] if mine else []
     return ends
 
 
@@ -204,9 +204,9 @@ def _forms(prefix: str, tensors: list[str], known: Mapping[str, TensorRuns]) -> 
         )
     forms = {prefix + name: known[name] for name in tensors}
     parts = set().union(*(one.parts() for name, one in forms.items() if not name.endswith("bias")))
-    for some in NEEDED:
+    for what, some in NEEDED.items():
         if not parts & some:
-            raise ValueError(f"{prefix}: the weights of {'/'.join(sorted(some))} are missing")
+            raise ValueError(f"{prefix.rstrip('.')}: the weights of its {what} are missing; get the checkpoint anew")
     return forms
 
 

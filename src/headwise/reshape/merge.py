@@ -84,7 +84,8 @@ def merge(
         seed: Of the search for groups, where there are too many to try them all.
 
     Raises:
-        TypeError, ValueError: `num_kv_heads` does not divide K, an unknown method, or groups that are none.
+        TypeError, ValueError: `num_kv_heads` does not divide K, an unknown method, groups that are none, or weights
+            that are not finite.
 
     Example:
         >>> weights = HeadWeights(*(torch.randn(6, 3, 7) for _ in range(3)), torch.randn(7, 6, 3))
@@ -94,6 +95,7 @@ def merge(
     check_counts(1, num_kv_heads=num_kv_heads)
     check_head_counts(weights.num_kv_heads, num_kv_heads)
     check_method(method)
+    check_finite(weights, "these weights")
     known = Moments.of_weights(weights) if moments is None else moments
     if groups is not None:
         chosen = check_groups(groups, weights.num_kv_heads)
@@ -108,6 +110,16 @@ def merge(
     uses = query_uses(weights, known), output_uses(weights)
     lost = keys.missed(known.key, uses[0], chosen), values.missed(known.value, uses[1], chosen)
     return Merge(chosen, keys, values, lost)
+
+
+def check_finite(weights: HeadWeights, name: str) -> None:
+    """Raises ValueError where a layer's projections hold NaN or infinity: heads cannot be compared by them."""
+    for part in ("query", "key", "value", "output"):
+        if not bool(getattr(weights, part).isfinite().all()):
+            raise ValueError(
+                f"{name}: the {part} projection holds NaN or infinity, and heads are compared by finite numbers; get "
+                "the checkpoint anew"
+            )
 
 
 def _maps(weights: HeadWeights, moments: Moments, groups: Groups, method: Method) -> tuple[Maps, Maps]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan.record import of
-from ..shapes.kinds import check_counts, check_flags, whole_numbers
+from ..shapes.kinds import check_counts, check_flags, is_finite, whole_numbers
 
 TOLERANCE = 1e-5
 
@@ -62,6 +62,11 @@ def require(answer: Mapping[str, Any]) -> None:
         raise ValueError(
             f"under {answer['class']} transformers makes other ids of a text than before, so nothing was written; keep "
             "a number of heads that the model's own class loads, or add zero (--zero)"
+        )
+    if not is_finite(answer.get("largest", 0.0)):
+        raise ValueError(
+            "the original's outputs with those heads switched off are not finite, so no result can be compared with "
+            "them and nothing was written; get the checkpoint anew, or --no-verify writes the result unproved"
         )
     allowed = TOLERANCE * max(1.0, answer.get("largest", 0.0))
     if not answer.get("difference", 0.0) <= allowed:

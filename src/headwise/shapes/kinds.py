@@ -88,11 +88,17 @@ def check_counts(least: int = 0, most: int = MOST, /, **counts: Any) -> None:
                     f"{name} is an int; torch.jit.trace and torch.onnx.export(dynamo=False) have tensors for sizes: "
                     "use torch.export, torch.compile or torch.onnx.export(dynamo=True)"
                 )
-            raise TypeError(f"{name} is an int; got {shown(count)}")
+            raise TypeError(f"{name} is an int; got {shown(count)}{_as_int(count)}")
         if count < least:
             raise ValueError(f"{name} is at least {least}; got {shown(count)}")
         if isinstance(count, int) and count > most:  # a size in a graph keeps its range: torch.export wants it whole
             raise ValueError(f"{name} is at most {most}; got {shown(count)}")
+
+
+def _as_int(count: Any) -> str:
+    """What to do with a whole number that is no int, as numpy's: it may overflow where an int does not."""
+    whole = isinstance(count, Integral) and not isinstance(count, bool)
+    return f" of type {type(count).__name__}; convert with int()" if whole else ""
 
 
 def check_span(name: str, span: Any, size: int) -> tuple[int, int]:
