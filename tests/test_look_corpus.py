@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -68,9 +69,7 @@ def test_a_state_knows_its_model_by_weights(tmp_path: Path) -> None:
     assert same(one, again)
     with torch.no_grad():
         [*other.parameters()][-1].view(-1)[-1] += 0.5
-    with pytest.raises(
-        ValueError, match=r"\(another model \(by name, configuration or weights\), version, or other"
-    ):
+    with pytest.raises(ValueError, match=r"\(another model \(by name, configuration or weights\), version, or other"):
         look.over(other, texts, words=WORDS, name="tiny", state=state)
 
 
@@ -148,6 +147,41 @@ def test_batches_keep_to_their_tokens() -> None:
     for some in groups:
         assert len({len(one.ids) for one in some}) == 1
         assert sum(len(one.ids) for one in some) <= 8 and len(some) <= 2
+
+
+def test_at_most_256_passages_wait() -> None:
+    """Beyond that the batch of most tokens goes first, whatever its number of passages; none is lost."""
+    read = 0
+
+    def reading() -> Iterator[look.Passage]:
+        nonlocal read
+        for n in range(600):
+            read += 1
+            yield look.Passage([1] * (7 if n % 2 else 11 + n), text=n)
+
+    done, first = 0, True
+    seen: list[int] = []
+    for some in batches(reading(), 10**9):
+        assert read - done <= 256 and len({len(one.ids) for one in some}) == 1
+        if first:  # 128 of 7 tokens, and one each of 11 to 265
+            assert (read, len(some), len(some[0].ids)) == (256, 128, 7)
+            first = False
+        elif read < 600:
+            assert len(some) * len(some[0].ids) == max(
+                [11 + n for n in range(0, read, 2) if n not in seen]
+                + [7 * sum(n not in seen for n in range(1, read, 2))]
+            )
+            assert read - done == 256, "a batch goes before it must"
+        done += len(some)
+        seen += [one.text for one in some]
+        assert [one.text for one in some] == sorted(one.text for one in some)
+    assert sorted(seen) == [*range(600)]
+
+
+def test_full_batches_make_room_for_those_that_wait() -> None:
+    """300 passages of which never more than 200 wait at once: each batch goes when it is full, not before."""
+    passages = [look.Passage([1] * (2 if n < 200 else 3), text=n) for n in range(300)]
+    assert [len(some) for some in batches(passages, 2 * 100)] == [100, 100, 66, 34]
 
 
 def test_a_second_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

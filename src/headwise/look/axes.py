@@ -66,6 +66,25 @@ class Axis:
         apart = self.apart.items() if isinstance(self.apart, Mapping) else [(None, ())]
         if not all(isinstance(name, str) and _fits(places, None) for name, places in apart):
             raise TypeError(f"an axis's apart is a dict, names -> tuples of places; got {shown(self.apart)}")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Raises ValueError where a grid is empty, or a cell or a place lies outside."""
+        for grid in self.grids:
+            if min(grid) < 1:
+                raise ValueError(f"an axis's grids have a row and a column at least; got {grid}")
+        for cell in self.cells:
+            picture, row, column = cell
+            rows, columns = self.grids[picture] if 0 <= picture < len(self.grids) else (0, 0)
+            if cell != NOWHERE and not (0 <= row < rows and 0 <= column < columns):
+                raise ValueError(
+                    f"an axis's cells are (picture, row, column) in its grids {self.grids}, or {NOWHERE}; got {cell}"
+                )
+        for name, places in self.apart.items():
+            if wrong := [place for place in places if not 0 <= place < self.length]:
+                raise ValueError(
+                    f"an axis of {self.length} places has no place {wrong[0]}, which apart calls {shown(name)}"
+                )
 
     @property
     def known(self) -> bool:
