@@ -7,12 +7,11 @@ Read from a model's configuration by the names that are common to most (``patch_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..shapes.kinds import check_counts, check_texts, shown
-from .fields import listed
+from .fields import Inside, each, entries, fields_of, listed, written
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
 """Kinds of axes. Of the last, some places are tokens and some are patches."""
@@ -98,19 +97,13 @@ class Axis:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Axis:
         """The axis that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        if isinstance(data, dict):
-            with suppress(TypeError, KeyError, AttributeError, ValueError):
-                return cls._from_dict(data)
-        raise ValueError(f"an axis is read from what to_dict() wrote; got {shown(data)}")
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Axis:
-        values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        values["names"] = listed(data["names"])
-        values["cells"] = tuple((p, r, c) for p, r, c in listed(data["cells"]))
-        values["grids"] = tuple((r, c) for r, c in listed(data["grids"]))
-        values["apart"] = {name: listed(places) for name, places in data["apart"].items()}
-        return cls(**values)
+        with written("an axis is", data):
+            values = fields_of(cls, data)
+            values["names"] = entries("names", data["names"])
+            values["cells"], values["grids"] = (each(name, data[name], listed) for name in ("cells", "grids"))
+            with Inside(data["apart"], "apart"):
+                values["apart"] = {name: listed(places) for name, places in data["apart"].items()}
+            return cls(**values)
 
 
 def _fits(value: object, size: int | None) -> bool:
