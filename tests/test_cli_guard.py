@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from headwise import cli
 from headwise.cli import guard, several
