@@ -107,5 +107,5 @@ def test_commands_are_found_and_excuses_are_needed() -> None:
     every = [command for listed in EVERY.values() for command in listed]
     assert len(every) > 30
     assert all(any(long in command for command in every) for long in SHORTER)
-    named = {found[1] for command in every if (found := SEEN.search(command))}
+    named = {named_by[1] for command in every if (named_by := SEEN.search(command))}
     assert len(named) == SEEN.pattern.count("|") + 1, "a model is made that no page names"

@@ -40,10 +40,10 @@ def test_a_state_knows_what_else_was_read() -> None:
         look.Passage([5, 6, 7], text=1),
     ]
     lists = [[], *([one] for one in passages), passages[:2], passages[1::-1]]
-    found = [identity.fingerprint("tiny", None, WORDS, {"needles": some}, [1, 2]) for some in lists]
-    assert len({*found}) == len(lists)
+    prints = [identity.fingerprint("tiny", None, WORDS, {"needles": some}, [1, 2]) for some in lists]
+    assert len({*prints}) == len(lists)
     again = look.Passage((5, 6, 7), links={"retrieval": ([], (0,), ())})
-    assert identity.fingerprint("tiny", None, WORDS, {"needles": [again]}, [1, 2]) == found[1]
+    assert identity.fingerprint("tiny", None, WORDS, {"needles": [again]}, [1, 2]) == prints[1]
 
 
 def test_a_state_knows_how_roles_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,17 +46,17 @@ def _damaged(plain: str, at: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 def _leads(error: ValueError, at: tuple[Any, ...]) -> bool:
     """Whether the place that an error names is where the damage is, around it or in it; of scores, the score."""
-    told = error.__context__
-    assert type(error) is ValueError and isinstance(told, Damaged), error
-    assert str(error).endswith(f" read from what to_dict() wrote; {told.place} {told.what}"), error
+    fault = error.__context__
+    assert type(error) is ValueError and isinstance(fault, Damaged), error
+    assert str(error).endswith(f" read from what to_dict() wrote; {fault.place} {fault.what}"), error
     place = "".join(under(int(one) if str(one).isdigit() else one) for one in at).removeprefix(".")
-    if at[:1] + at[2:3] == ("points", "scores") and ".plays" in told.place:
+    if at[:1] + at[2:3] == ("points", "scores") and ".plays" in fault.place:
         return True  # a head that plays and has lost its score
-    if at == ("heads",) and told.place == "maps":
+    if at == ("heads",) and fault.place == "maps":
         return True  # one map a head
     if at[0] == "heads" and "scores" in at:
-        return told.place.startswith("".join(map(under, at[:4])).removeprefix("."))
-    return bool(told.place) and (place.startswith(told.place) or told.place.startswith(place))
+        return fault.place.startswith("".join(map(under, at[:4])).removeprefix("."))
+    return bool(fault.place) and (place.startswith(fault.place) or fault.place.startswith(place))
 
 
 def _look() -> str:

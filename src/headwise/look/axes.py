@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..shapes.kinds import check_counts, check_texts, shown
-from .fields import Inside, each, entries, fields_of, listed, written
+from .fields import Inside, each, entries, fields_of, listed, one_error
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
 """Kinds of axes. Of the last, some places are tokens and some are patches."""
@@ -97,7 +97,7 @@ class Axis:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Axis:
         """The axis that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        with written("an axis is", data):
+        with one_error("an axis is", data):
             values = fields_of(cls, data)
             values["names"] = entries("names", data["names"])
             values["cells"], values["grids"] = (each(name, data[name], listed) for name in ("cells", "grids"))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..disk import check_destination, get, put, visible
 from ..shapes.kinds import check_texts, shown
 from . import figures
-from .fields import Damaged, Inside, check_fields, each, listed, under, written
+from .fields import Damaged, Inside, check_fields, each, listed, one_error, under
 from .records import Look
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Point:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Point:
         """The point that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        with written("a point of a curve is", data):
+        with one_error("a point of a curve is", data):
             values = {name: data[name] for name in ("step", "seconds", "numbers")}
             for name in ("scores", "plays"):
                 with Inside(data[name], name):
@@ -156,7 +156,7 @@ class Curve:
         number = data.get("format") if isinstance(data, dict) else data
         if type(number) is not int or number != FORMAT:
             raise ValueError(f"a curve is read from format {FORMAT}, got {shown(number)}; write it with this version")
-        with written("a curve is", data):
+        with one_error("a curve is", data):
             about = {name: data[name] for name in ("model", "thresholds")}
             check_fields(cls, about)
             return cls(**about, points=each("points", data["points"], Point.from_dict))

@@ -76,10 +76,10 @@ class Inside:
         if error is None:
             return
         place = "".join(map(under, self.names))
-        told = error if isinstance(error, Damaged) else error.__context__
-        if isinstance(told, Damaged):
-            inner = told.place if told.place[:1] in ("", "[") else f".{told.place}"
-            raise Damaged(place + inner, told.what) from None
+        fault = error if isinstance(error, Damaged) else error.__context__
+        if isinstance(fault, Damaged):
+            inner = fault.place if fault.place[:1] in ("", "[") else f".{fault.place}"
+            raise Damaged(place + inner, fault.what) from None
         if isinstance(error, KeyError):
             raise Damaged(place + under(error.args[0]), "is missing") from None
         if isinstance(error, ValueError):
@@ -89,7 +89,7 @@ class Inside:
 
 
 @contextmanager
-def written(what: str, data: object, by: str = "to_dict") -> Iterator[None]:
+def one_error(what: str, data: object, by: str = "to_dict") -> Iterator[None]:
     """One ValueError for all that is wrong within: what is read from what, the place, and what stands there.
 
     Its context is the `Damaged`, by which one around it knows the place.
@@ -120,8 +120,8 @@ def fields_of(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     """What stands under the names of a record's fields; KeyError for one that is missing and has no default."""
     if not isinstance(data, Mapping):
         raise TypeError("no object")
-    needed = (one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING)
-    return {name: data[name] for name in needed} | {one.name: data[one.name] for one in fields(cls) if one.name in data}
+    names = (one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING)
+    return {name: data[name] for name in names} | {one.name: data[one.name] for one in fields(cls) if one.name in data}
 
 
 @functools.cache
@@ -134,11 +134,11 @@ def check_fields(cls: type, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         hint = _hints(cls)[name]
         if not _fits(value, hint):
-            place, found, wanted = _where(value, hint, _fits)
-            raise Damaged(name + place, f"is {_called(wanted)}; got {shown(found)}")
+            place, value_there, kind_there = _where(value, hint, _fits)
+            raise Damaged(name + place, f"is {_called(kind_there)}; got {shown(value_there)}")
         if name in NOT_NEGATIVE and not _not_negative(value):
-            place, found, _ = _where(value, hint, lambda one, _: _not_negative(one))
-            raise Damaged(name + place, f"is at least 0; got {shown(found)}")
+            place, value_there, _ = _where(value, hint, lambda one, _: _not_negative(one))
+            raise Damaged(name + place, f"is at least 0; got {shown(value_there)}")
         words = WORDS.get((cls.__name__, name), (value,))
         if value not in words:
             raise Damaged(name, f"is one of {', '.join(words)}; got {shown(value)}")
@@ -155,8 +155,8 @@ def _where(value: Any, hint: Any, fits: Callable[[Any, Any], bool]) -> tuple[str
     kind = inner[-1] if origin is Mapping else inner[0] if inner else None
     for name, one in parts:
         if not fits(one, kind):
-            place, found, wanted = _where(one, kind, fits)
-            return under(name) + place, found, wanted
+            place, value_there, kind_there = _where(one, kind, fits)
+            return under(name) + place, value_there, kind_there
     return "", value, hint
 
 
@@ -165,8 +165,8 @@ def _called(hint: Any) -> str:
     if get_origin(hint) is UnionType:
         return " or ".join(map(_called, get_args(hint)))
     count = len(get_args(hint)) if get_origin(hint) is tuple and Ellipsis not in get_args(hint) else 0
-    called = KINDS.get(get_origin(hint) or hint, "of another kind")
-    return f"{called} of {count}" if count else called
+    text = KINDS.get(get_origin(hint) or hint, "of another kind")
+    return f"{text} of {count}" if count else text
 
 
 def listed(value: Any) -> tuple[Any, ...]:

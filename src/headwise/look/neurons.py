@@ -18,7 +18,7 @@ from torch import Tensor
 from ..nn.probe import AttentionCall
 from ..ops.statistics.weights import weights
 from ..shapes.kinds import check_counts
-from .fields import Inside, check_fields, entries, written
+from .fields import Inside, check_fields, entries, one_error
 
 TOKENS = 64
 """Most tokens of a text whose vectors are kept."""
@@ -63,7 +63,7 @@ class ByteVectors:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
         """The rows that `to_dict` wrote."""
-        with written("rows of bytes are", data):
+        with one_error("rows of bytes are", data):
             shape = entries("shape", data["shape"])
             check_fields(cls, {"shape": shape})
             parts = [_decoded(data, part) for part in ("data", "steps")]
@@ -122,7 +122,7 @@ class Neurons:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Neurons:
         """What `to_dict` wrote; ValueError where it is none."""
-        with written("neurons are", data):
+        with one_error("neurons are", data):
             parts = {name: data[name] for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
             check_fields(cls, parts)
             for name in ("query", "key", "value"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..shapes.kinds import check_counts, check_numbers, check_texts, shown
-from .fields import fields_of, written
+from .fields import fields_of, one_error
 
 MOST_SIDE = 448
 """Most pixels a side that are kept."""
@@ -58,7 +58,7 @@ class Picture:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Picture:
         """The picture that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        with written("a picture is", data):
+        with one_error("a picture is", data):
             return cls(**{**fields_of(cls, data), "data": base64.b64decode(data["data"], validate=True)})
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..shapes.kinds import MOST, check_counts, check_flags, check_numbers, check_texts, shown
 from . import card, figures, notebook, tables
 from .axes import Axis
-from .fields import Damaged, Inside, check_fields, each, entries, fields_of, listed, written
+from .fields import Damaged, Inside, check_fields, each, entries, fields_of, listed, one_error
 from .legacy import upgraded
 from .neurons import Neurons
 from .pictures import Picture
@@ -113,7 +113,7 @@ class HeadRecord:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
         """The record that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        with written("a head's record is", data):
+        with one_error("a head's record is", data):
             return cls._from_dict(data)
 
     @classmethod
@@ -315,7 +315,7 @@ class Look:
             raise ValueError(
                 f"a look is read from format 1 to {FORMAT}, got {shown(number)}; write it again with this version"
             )
-        with written("a look is", data):
+        with one_error("a look is", data):
             return cls._from_dict(upgraded(data) if number == 1 else data)
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import check_fields, each, listed, written
+from .fields import check_fields, each, listed, one_error
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Score:
     @classmethod
     def from_list(cls, name: str, row: list[Any]) -> Score:
         """The score that `to_list` wrote; ValueError where it is none."""
-        with written("a score is", row, by="to_list"):
+        with one_error("a score is", row, by="to_list"):
             value, null, threshold, count, low, high, plays, evidence, detail = [*listed(row), (), ""][:9]
             items = each("evidence", evidence, _evidence)
             score = cls(name, value, null, threshold, count, low, high, plays, items, detail)
