@@ -102,8 +102,10 @@ def different(fault: str, folder: str) -> str:
         elif fault == "id":
             rows[3] = [1, WORDS]
         elif fault == "nan":
+            model.two.q_proj.register_forward_hook(lambda *made: made[2] * float("nan"))
+        elif fault == "weights":
             with torch.no_grad():
-                model.two.q_proj.weight[0, 0] = float("nan")
+                model.two.q_proj.weight[0, 0] += 1
         elif fault == "code":
             rows[3] = None  # type: ignore[call-overload]
     if fault == "all":

@@ -11,7 +11,7 @@ import test_cli_media
 import torch
 import transformers
 from hf_folders import quiet
-from test_cli_media import SIZES
+from seen_folders import SIZES
 from typer.testing import CliRunner
 
 from headwise import cli, hf, look, reshape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from loops import inside
 from planted import AHEAD, DELIMITERS, NAMES, PLACES, VOCABULARY, Planted, Tiny, numbers, played, text
 
@@ -59,15 +60,31 @@ def test_a_fixed_offset_is_no_induction_head() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["decoder", "encoder"])
 def test_an_offset_without_a_role_of_its_own_is_far_and_says_how_far(ahead: bool) -> None:
-    """In the share of queries that have such a key; the nearest far offset is the first behind the named ones."""
+    """Of the queries that have such a key, as `offset-k`; the nearest far offset is the first behind the named ones."""
     names = ("offset-9", "offset-13", "offset-8", *(("offset+9", "offset+11") if ahead else ()))
     heads = look.at(Planted(names, ahead=ahead), text(163), delimiters=DELIMITERS).heads
     for name, head in zip(names, heads, strict=True):
         score, far = head.scores["far offset"], abs(int(name[6:])) > 8
         assert [role.name for role in head.roles] == ["far offset" if far else name]
         assert score.detail == (name.removeprefix("offset") if far else "")
-        assert score.value == pytest.approx((163 - abs(int(name[6:]))) / 163 if far else 0, abs=0.02)
+        assert score.value == pytest.approx(1 if far else 0, abs=0.02)
+        assert not far or score.count == 163 - abs(int(name[6:]))
         assert score.null is not None and score.null < 0.03
+
+
+def test_an_offset_that_few_queries_have_is_a_share_of_half_of_them() -> None:
+    """A sink on the first token would else play it: the last query alone has its largest weight so far away."""
+    names = ("offset-23", "offset-61", "first-token sink")
+    near, far, sink = (head.scores["far offset"] for head in look.at(Planted(names), text(97), repeats=None).heads)
+    assert (near.value, near.count, near.plays) == (1.0, 97 - 23, True)
+    assert (far.count, far.plays) == (49, False) and far.value == pytest.approx((97 - 61) / 49)
+    assert sink.value < 0.05 and not sink.plays and sink.count >= 49
+    model = Planted(("offset-31",))
+    model.mask = headwise.causal() & headwise.keep(
+        (torch.arange(97) >= 50)[:, None].expand(97, 97)
+    )  # the first: nothing
+    score = look.at(model, text(97), repeats=None).heads[0].scores["far offset"]
+    assert (score.value, score.count) == (1.0, 47)
 
 
 @pytest.mark.parametrize("mask", [headwise.causal(), None], ids=["decoder", "encoder"])

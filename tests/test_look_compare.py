@@ -161,6 +161,26 @@ def test_records_of_other_widths_are_compared_by_what_both_have(before: Look, af
     assert look.compare(before, pruned(bare, [0, 2])).guessed == (0,)
 
 
+def test_records_without_offsets_or_maps_are_not_said_to_have_stayed(before: Look, after: Look) -> None:
+    """What neither of them measured is None: a 0 would say that no head moved."""
+    bare = replace(after, heads=tuple(replace(head, map=(), offsets=()) for head in after.heads))
+    for a, b in ((before, bare), (bare, before), (bare, bare)):
+        comparison = look.compare(a, b)
+        assert {(one.moved, one.near, one.distance) for one in comparison.heads} == {(None, None, 0.0)}
+        assert comparison.summary()[1:] == [
+            "0 of them did not move",
+            "8 have neither maps of one size nor offsets to compare",
+        ]
+    mixed = look.compare(before, replace(before, heads=(bare.heads[0], *before.heads[1:]))).summary()
+    assert mixed[1:] == ["7 of them did not move", "1 have neither maps of one size nor offsets to compare"]
+    kept, fewer = [1, 2], pruned(bare, [1, 2])
+    assert [head.head for head in look.compare(before, fewer, kept={0: kept}).heads] == kept
+    with pytest.raises(ValueError, match=r"^layer 0: 8 and 2 heads are paired by .* and records have neither; give k"):
+        look.compare(before, fewer)
+    maps = replace(before, heads=tuple(replace(head, offsets=()) for head in before.heads))
+    assert [head.head for head in look.compare(maps, pruned(maps, [3, 5])).heads] == [3, 5]
+
+
 @pytest.mark.unchecked
 def test_what_cannot_be_compared_is_told(before: Look) -> None:
     small = pruned(before, [0, 1, 2])

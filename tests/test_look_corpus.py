@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 from planted import DELIMITERS, VOCABULARY, Tiny, text
 
 import headwise
 from headwise import look
-from headwise.look import Look, Vocabulary, corpus
+from headwise.look import Look, Vocabulary, corpus, identity
 from headwise.look.corpus import cut, documents
 from headwise.look.passes import batches
 from headwise.look.state import load
@@ -24,8 +26,69 @@ WORDS = Vocabulary(frozenset(DELIMITERS))
 @pytest.mark.parametrize("name", [one.name for one in fields(Vocabulary)])
 def test_a_state_knows_what_the_ids_are(name: str) -> None:
     other = replace(WORDS, **{name: frozenset({5, 7})})
-    one, two = (corpus.fingerprint("tiny", None, words, {}, [1, 2]) for words in (WORDS, other))
-    assert one != two and one == corpus.fingerprint("tiny", None, replace(WORDS), {}, [1, 2])
+    one, two = (identity.fingerprint("tiny", None, words, {}, [1, 2]) for words in (WORDS, other))
+    assert one != two and one == identity.fingerprint("tiny", None, replace(WORDS), {}, [1, 2])
+
+
+def test_a_state_knows_what_else_was_read() -> None:
+    """Not the kinds of readings alone: their contents."""
+    passages = [
+        look.Passage([5, 6, 7], links={"retrieval": [[], [0], []]}),
+        look.Passage([5, 6, 8], links={"retrieval": [[], [0], []]}),
+        look.Passage([5, 6, 7], links={"retrieval": [[], [], [0]]}),
+        look.Passage([5, 6, 7], classes={"noun": [1]}),
+        look.Passage([5, 6, 7], text=1),
+    ]
+    lists = [[], *([one] for one in passages), passages[:2], passages[1::-1]]
+    prints = [identity.fingerprint("tiny", None, WORDS, {"needles": some}, [1, 2]) for some in lists]
+    assert len({*prints}) == len(lists)
+    again = look.Passage((5, 6, 7), links={"retrieval": ([], (0,), ())})
+    assert identity.fingerprint("tiny", None, WORDS, {"needles": [again]}, [1, 2]) == prints[1]
+
+
+def test_a_state_knows_how_roles_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thresholds are held against the sums at the end, so another one mixes nothing."""
+    one, roles = identity.fingerprint("tiny", None, WORDS, {}, [1]), identity.ROLES
+    for change, same in (({"threshold": 0.9}, True), ({"formula": "other"}, False), ({"reads": "needles"}, False)):
+        monkeypatch.setattr(identity, "ROLES", (replace(roles[0], **change), *roles[1:]))
+        assert (identity.fingerprint("tiny", None, WORDS, {}, [1]) == one) is same, change
+
+
+class Config:
+    def __init__(self, **values: object) -> None:
+        self.values = {"_name_or_path": object(), "window": None, "dtype": "float32"} | values
+
+    def to_dict(self) -> dict[str, object]:
+        return self.values
+
+
+def test_a_state_knows_its_model_by_weights(tmp_path: Path) -> None:
+    """Another model of the same name, such as a later checkpoint in the same folder."""
+    texts, state, other = drawn(5), tmp_path / "state", model()
+    one, again = (look.over(model(), texts, words=WORDS, name="tiny", state=state) for _ in range(2))
+    assert same(one, again)
+    with torch.no_grad():
+        [*other.parameters()][-1].view(-1)[-1] += 0.5
+    with pytest.raises(ValueError, match=r"\(another model \(by name, configuration or weights\), version, or other"):
+        look.over(other, texts, words=WORDS, name="tiny", state=state)
+
+
+def test_what_a_model_is_known_by() -> None:
+    plain, named = model(), model()
+    named.config = Config()  # type: ignore[assignment]
+    assert identity.of_model(plain) == identity.of_model(model()) != identity.of_model(named)
+    for change, other in (({"dtype": "x"}, False), ({"_name_or_path": 3}, False), ({"window": 5}, True)):
+        one = model()
+        one.config = Config(**change)  # type: ignore[assignment]
+        assert (identity.of_model(one) != identity.of_model(named)) is other, change
+    layers = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).bfloat16(), torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)]
+    assert len({*map(identity.of_model, layers)}) == 4
+    with torch.no_grad():
+        layers[0].weight.copy_(layers[0].weight.flip(0))
+    assert len({*map(identity.of_model, layers)}) == 4
+    before = identity.of_model(layers[3])
+    layers[3].running_mean += 1  # type: ignore[operator,union-attr]
+    assert identity.of_model(layers[3]) != before
 
 
 def drawn(count: int, seed: int = 0) -> list[list[int]]:
@@ -86,6 +149,41 @@ def test_batches_keep_to_their_tokens() -> None:
         assert sum(len(one.ids) for one in some) <= 8 and len(some) <= 2
 
 
+def test_at_most_256_passages_wait() -> None:
+    """Beyond that the batch of most tokens goes first, whatever its number of passages; none is lost."""
+    read = 0
+
+    def reading() -> Iterator[look.Passage]:
+        nonlocal read
+        for n in range(600):
+            read += 1
+            yield look.Passage([1] * (7 if n % 2 else 11 + n), text=n)
+
+    done, first = 0, True
+    seen: list[int] = []
+    for some in batches(reading(), 10**9):
+        assert read - done <= 256 and len({len(one.ids) for one in some}) == 1
+        if first:  # 128 of 7 tokens, and one each of 11 to 265
+            assert (read, len(some), len(some[0].ids)) == (256, 128, 7)
+            first = False
+        elif read < 600:
+            assert len(some) * len(some[0].ids) == max(
+                [11 + n for n in range(0, read, 2) if n not in seen]
+                + [7 * sum(n not in seen for n in range(1, read, 2))]
+            )
+            assert read - done == 256, "a batch goes before it must"
+        done += len(some)
+        seen += [one.text for one in some]
+        assert [one.text for one in some] == sorted(one.text for one in some)
+    assert sorted(seen) == [*range(600)]
+
+
+def test_full_batches_make_room_for_those_that_wait() -> None:
+    """300 passages of which never more than 200 wait at once: each batch goes when it is full, not before."""
+    passages = [look.Passage([1] * (2 if n < 200 else 3), text=n) for n in range(300)]
+    assert [len(some) for some in batches(passages, 2 * 100)] == [100, 100, 66, 34]
+
+
 def test_a_second_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "BLOCK", 16)
     texts = drawn(41)
@@ -105,7 +203,7 @@ def test_a_second_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert read == [32, 41]  # the first block was not read again
     assert same(record, look.over(model(), texts, words=WORDS))
     assert [file.name for file in tmp_path.iterdir()] == ["state"]
-    with pytest.raises(ValueError, match=r"state: not the state of this look \(another model, version, or other"):
+    with pytest.raises(ValueError, match=r"state: not the state of this look \(another model \(by name"):
         look.over(model(), texts, words=Vocabulary(), state=state)
     state.write_bytes(state.read_bytes()[:-7])
     with pytest.raises(ValueError, match=r"state: not the state of this look \(.*\); remove it to begin anew"):

@@ -79,8 +79,8 @@ FAULTS = {
     "text": "ValueError: rank 1 has read other texts than rank 0 after the first 16; give all",
     "fewer": "ValueError: rank 1 has read other texts than rank 0 after the first 16; give all",
     "id": "ValueError: rank 1: ids of this model are 0 to 60; got 61",
-    "nan": "ValueError: rank 1: layer 1 ('two') has scores that are NaN or infinite in float32; its "
-    "weight 'two.q_proj.weight' holds NaN or infinity",
+    "nan": "ValueError: rank 1: layer 1 ('two') has scores that are NaN or infinite in float32; load",
+    "weights": "ValueError: rank 1 looks at another corpus, model, version or options than rank 0",
     "code": "TypeError: rank 1: ids are the integers a tokenizer gives",
     "all": "ValueError: ids of this model are 0 to 60; got 61",
     "state": "state: not the state of this look (",

@@ -29,6 +29,7 @@ def planted() -> Look:
 def test_a_look_survives_the_trip_through_json(planted: Look) -> None:
     assert Look.from_dict(json.loads(planted.to_json(maps=True))) == planted
     assert Look.from_dict(json.loads(planted.to_json())) == planted
+    assert json.loads(planted.to_json()) == json.loads(json.dumps(planted.to_dict())), "maps come by default in both"
     without = json.loads(planted.to_json(maps=False))
     assert "maps" not in without and Look.from_dict(without) == replace(planted, maps=(), neurons=())
     assert Look.from_dict(planted.to_dict()) == planted

@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -277,6 +278,20 @@ def test_separators_stops_and_commas_apart() -> None:
         assert {score.name for score in separator.roles} & {"[SEP]", "full stop", "comma"} == {"[SEP]"}
 
 
+def test_a_spectrogram_in_patches_is_drawn_with_time_to_the_right() -> None:
+    """The model gets frames by bins; what is drawn is bins by frames, low tones at the bottom, as its patches lie."""
+    sizes = SMALL | dict(num_hidden_layers=1, patch_size=4, frequency_stride=4, time_stride=4)
+    model = transformers.ASTModel(transformers.ASTConfig(**sizes, max_length=40, num_mel_bins=12))
+    sound = torch.zeros(1, 40, 12)
+    sound[:, :20, 0] = 5.0  # the lowest tone, in the first half
+    seen = look.at(model, {"input_values": sound}, repeats=None)
+    [axis], [drawn] = seen.axes, seen.pictures
+    assert (axis.grids, axis.cells[2], axis.cells[-1]) == (((3, 10),), (0, 2, 0), (0, 0, 9))
+    assert (drawn.kind, drawn.width, drawn.height) == ("sound", 40, 12)
+    red = np.asarray(Image.open(io.BytesIO(drawn.data)))[..., 0]
+    assert bool((red[-1, :20] == 255).all()) and int((red != 0).sum()) == 20
+
+
 # -- inputs, axes, pictures --------------------------------------------------------------------------------------------
 
 
@@ -327,6 +342,17 @@ def test_which_place_is_which_patch() -> None:
             axes.Axis(axes.TEXT, 2, **broken)
     with pytest.raises(ValueError, match="an axis is one of text, picture, sound, text and picture; got 'smell'"):
         axes.Axis("smell", 2)
+    for grids in (((-2, 3),), ((2, 3), (2, 0))):
+        with pytest.raises(ValueError, match=re.escape(f"grids have a row and a column at least; got {grids[-1]}")):
+            axes.Axis(axes.PICTURE, 2, grids=grids)
+    for cell in ((0, 2, 0), (0, 0, 3), (0, -1, 0), (0, 0, -1), (1, 0, 0), (-2, 0, 0)):
+        with pytest.raises(ValueError, match=re.escape(f"in its grids ((2, 3),), or (-1, -1, -1); got {cell}")):
+            axes.Axis(axes.PICTURE, 2, cells=((0, 1, 2), cell), grids=((2, 3),))
+    for place in (2, -1):
+        with pytest.raises(
+            ValueError, match=f"^an axis of 2 places has no place {place}, which apart calls 'registers'"
+        ):
+            axes.Axis(axes.PICTURE, 2, apart={"registers": (0, place)})
 
 
 def test_pictures_are_png_files_of_what_the_model_got() -> None:

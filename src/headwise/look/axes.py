@@ -7,12 +7,11 @@ Read from a model's configuration by the names that are common to most (``patch_
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..shapes.kinds import check_counts, check_texts, shown
-from .fields import listed
+from .fields import Inside, each, entries, fields_of, listed, one_error
 
 TEXT, PICTURE, SOUND, MIXED = "text", "picture", "sound", "text and picture"
 """Kinds of axes. Of the last, some places are tokens and some are patches."""
@@ -66,6 +65,25 @@ class Axis:
         apart = self.apart.items() if isinstance(self.apart, Mapping) else [(None, ())]
         if not all(isinstance(name, str) and _fits(places, None) for name, places in apart):
             raise TypeError(f"an axis's apart is a dict, names -> tuples of places; got {shown(self.apart)}")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Raises ValueError where a grid is empty, or a cell or a place lies outside."""
+        for grid in self.grids:
+            if min(grid) < 1:
+                raise ValueError(f"an axis's grids have a row and a column at least; got {grid}")
+        for cell in self.cells:
+            picture, row, column = cell
+            rows, columns = self.grids[picture] if 0 <= picture < len(self.grids) else (0, 0)
+            if cell != NOWHERE and not (0 <= row < rows and 0 <= column < columns):
+                raise ValueError(
+                    f"an axis's cells are (picture, row, column) in its grids {self.grids}, or {NOWHERE}; got {cell}"
+                )
+        for name, places in self.apart.items():
+            if wrong := [place for place in places if not 0 <= place < self.length]:
+                raise ValueError(
+                    f"an axis of {self.length} places has no place {wrong[0]}, which apart calls {shown(name)}"
+                )
 
     @property
     def known(self) -> bool:
@@ -79,19 +97,13 @@ class Axis:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Axis:
         """The axis that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        if isinstance(data, dict):
-            with suppress(TypeError, KeyError, AttributeError, ValueError):
-                return cls._from_dict(data)
-        raise ValueError(f"an axis is read from what to_dict() wrote; got {shown(data)}")
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Axis:
-        values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        values["names"] = listed(data["names"])
-        values["cells"] = tuple((p, r, c) for p, r, c in listed(data["cells"]))
-        values["grids"] = tuple((r, c) for r, c in listed(data["grids"]))
-        values["apart"] = {name: listed(places) for name, places in data["apart"].items()}
-        return cls(**values)
+        with one_error("an axis is", data):
+            values = fields_of(cls, data)
+            values["names"] = entries("names", data["names"])
+            values["cells"], values["grids"] = (each(name, data[name], listed) for name in ("cells", "grids"))
+            with Inside(data["apart"], "apart"):
+                values["apart"] = {name: listed(places) for name, places in data["apart"].items()}
+            return cls(**values)
 
 
 def _fits(value: object, size: int | None) -> bool:

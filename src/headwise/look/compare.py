@@ -47,7 +47,8 @@ class HeadChange:
             did not read the same tokens, or their maps differ in size.
         divergence: the Jensen-Shannon divergence of the same rows, mean over rows, in bits: from 0 to 1.
         near: total variation between its mean masses by offset: 8 back to 8 ahead, and all the rest together. It
-            sees what pooling hides, such as a head that went from the token before to its own.
+            sees what pooling hides, such as a head that went from the token before to its own. None where the two looks
+            did not read the same tokens, or a record has no offsets.
         scores: by role, the values of both; of the roles that both measured.
     """
 
@@ -160,7 +161,10 @@ class Comparison:
         if self.guessed:
             lines.append(f"paired by their patterns in layers {', '.join(map(str, self.guessed))}")
         if self.same_text:
-            lines.append(f"{sum(head.distance == 0 for head in self.heads)} of them did not move")
+            known = [head for head in self.heads if (head.moved, head.near) != (None, None)]
+            lines.append(f"{sum(head.distance == 0 for head in known)} of them did not move")
+            if len(known) < len(self.heads):
+                lines.append(f"{len(self.heads) - len(known)} have neither maps of one size nor offsets to compare")
         else:
             lines.append("they read other tokens: patterns are not compared")
         return lines
@@ -338,7 +342,7 @@ def _change(a: HeadRecord, b: HeadRecord, same: bool) -> HeadChange:
     if same and _alike(a, b):
         p, q = (np.asarray(one.map, dtype=np.float64) for one in (a, b))
         moved, divergence = round(float(_variation(p, q)), 5), round(_divergence(p, q), 5)
-    if same:
+    if same and a.offsets and b.offsets:
         near = round(_near(a, b), 5)
     scores = {name: (one.value, b.scores[name].value) for name, one in a.scores.items() if name in b.scores}
     before, after = (tuple(score.name for score in one.roles) for one in (a, b))
@@ -351,8 +355,14 @@ def _alike(a: HeadRecord, b: HeadRecord) -> bool:
 
 def _distances(ours: list[HeadRecord], theirs: list[HeadRecord]) -> list[list[float]]:
     """Each of ours to each of theirs, by offsets and, where their maps are of one size, by these."""
+    by_maps = all(_alike(ours[0], one) for one in (*ours, *theirs))
+    if not by_maps and not all(one.offsets for one in (*ours, *theirs)):
+        raise ValueError(
+            f"layer {ours[0].layer}: {len(ours)} and {len(theirs)} heads are paired by their offsets or by maps of one "
+            "size, and records have neither; give kept, the heads that are left"
+        )
     far = np.array([[_near(a, b) for b in theirs] for a in ours])
-    if all(_alike(ours[0], one) for one in (*ours, *theirs)):
+    if by_maps:
         maps = np.array([one.map for one in theirs], dtype=np.float64)
         far += np.array([_variation(np.asarray(a.map, dtype=np.float64), maps) for a in ours])
     distances: list[list[float]] = far.tolist()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +17,8 @@ from ..nn.unwrap import unwrap
 from ..processes import Processes
 from ..shapes.kinds import check_counts, check_paths, shown
 from . import inputs
-from .collect import BATCH, REPEATS, Ids, look_of, read_more, version
+from .collect import BATCH, REPEATS, Ids, look_of, read_more
+from .identity import fingerprint, of_model
 from .measure import MapSizes
 from .memory import kept
 from .passes import OnProgress, Reader, Steps
@@ -61,7 +60,8 @@ def over(
         repeats: how the random tokens are made; None skips that pass.
         readings: as for `at`.
         state: a file that keeps the sums after each 256 texts. Where it exists, its texts are skipped: after an
-            interrupt, call again with the same texts. It is removed by nobody.
+            interrupt, call again with the same texts. It is removed by nobody. It is refused where the model's name,
+            configuration or weights, the version, the words, the readings or the first text are others.
         progress: called as ``progress(done, 0)`` with the number of texts read.
         group: processes that share the texts, such as ``torch.distributed.group.WORLD``: each calls this with the same
             model, texts and options, and gets the same look, to the last bit that of one process. The first of them
@@ -101,7 +101,8 @@ def over(
         known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
         others = inputs.checked_readings(readings, facts)
         reader = Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
-        about = fingerprint(name or inputs.model_name(model), repeats, known, others, row)
+        weights = of_model(model) if state is not None or processes.size > 1 else ""  # else no sums meet others
+        about = fingerprint(name or inputs.model_name(model), repeats, known, others, row, weights)
         return reader, itertools.chain([first], stream), others, about
 
     reader, stream, others, about = processes.together(begin)
@@ -134,19 +135,6 @@ def _first_of(texts: object) -> tuple[Ids, Iterator[Ids]]:
     if first is None:
         raise ValueError("look.over needs at least one text; got none")
     return first, stream
-
-
-def fingerprint(
-    name: str, repeats: Repeats | None, words: Vocabulary, readings: Mapping[str, object], first: Sequence[int]
-) -> str:
-    """What sums may be added to each other: of one model by name, one version, one set of roles and words, one text
-    that begins the corpus.
-    """
-    listed = [sorted(getattr(words, one.name)) for one in fields(words)]
-    text = json.dumps(
-        [version(), name, repr(repeats), listed, sorted(readings), [role.name for role in ROLES], [*first]]
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def documents(path: str | os.PathLike[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..disk import check_destination, get, put, visible
 from ..shapes.kinds import check_texts, shown
 from . import figures
-from .fields import check_fields, listed
+from .fields import Damaged, Inside, check_fields, each, listed, one_error, under
 from .records import Look
 
 if TYPE_CHECKING:
@@ -77,21 +77,18 @@ class Point:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Point:
         """The point that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
-            return cls._from_dict(data)
-        raise ValueError(f"a point of a curve is read from what to_dict() wrote; got {shown(data)}")
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Point:
-        values = {name: data[name] for name in ("step", "seconds", "numbers")}
-        for name in ("scores", "plays"):
-            values[name] = {role: tuple(map(listed, listed(rows))) for role, rows in data[name].items()}
-        check_fields(cls, values)
-        for role, heads in values["plays"].items():
-            widest = max(map(len, values["scores"][role]), default=0)
-            if any(head >= widest for _, head in heads):  # a layer's number may be beyond its row: not all attend
-                raise ValueError("a head that plays has no score")
-        return cls(**values)
+        with one_error("a point of a curve is", data):
+            values = {name: data[name] for name in ("step", "seconds", "numbers")}
+            for name in ("scores", "plays"):
+                with Inside(data[name], name):
+                    values[name] = {role: each(role, rows, listed) for role, rows in data[name].items()}
+            check_fields(cls, values)
+            for role, heads in values["plays"].items():
+                widest = max(map(len, values["scores"].get(role, ())), default=0)
+                for n, (_, head) in enumerate(heads):
+                    if head >= widest:  # a layer's number may be beyond its row: not all attend
+                        raise Damaged(f"plays{under(role)}[{n}]", f"names a head without a score; got head {head}")
+            return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -159,11 +156,10 @@ class Curve:
         number = data.get("format") if isinstance(data, dict) else data
         if type(number) is not int or number != FORMAT:
             raise ValueError(f"a curve is read from format {FORMAT}, got {shown(number)}; write it with this version")
-        with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
+        with one_error("a curve is", data):
             about = {name: data[name] for name in ("model", "thresholds")}
             check_fields(cls, about)
-            return cls(**about, points=tuple(map(Point.from_dict, listed(data["points"]))))
-        raise ValueError("a curve is read from what to_dict() wrote; a field is missing or of another kind")
+            return cls(**about, points=each("points", data["points"], Point.from_dict))
 
     def plot_formation(self) -> Figure:
         """A Matplotlib figure: the best score of each role by step."""

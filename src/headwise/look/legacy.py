@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .fields import each
 from .scores import Score
 
 _SCORES = {
@@ -23,7 +24,7 @@ def upgraded(data: dict[str, Any]) -> dict[str, Any]:
     Roles that were played keep their threshold and baseline; the other values get no null, for none was written.
     """
     cross = data["kind"] == "encoder-decoder"
-    return {**data, "texts": 1, "heads": [_head(head, data["kind"], cross) for head in data["heads"]]}
+    return {**data, "texts": 1, "heads": each("heads", data["heads"], lambda head: _head(head, data["kind"], cross))}
 
 
 def _head(head: dict[str, Any], kind: str, several: bool) -> dict[str, Any]:

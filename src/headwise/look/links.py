@@ -62,18 +62,25 @@ def broad(got: Got) -> Sums:
 
 
 def far_offset(got: Got) -> Sums | None:
-    """The offset beyond those with roles of their own at which most rows have their largest weight."""
+    """The offset beyond those with roles of their own at which most rows have their largest weight.
+
+    Of the rows that may attend the key at that offset, but at least of half of all: of few rows one would be enough.
+    """
     if got.scene.cross:
         return None
     filled, T = got.largest_key >= 0, got.largest_key.shape[2]
     most, place = _far(got)
+    rows = torch.arange(T, device=got.call.query.device)[:, None]
+    keys = rows + (T - place)[..., None, None].to(rows.device)
+    able = got.allowed(rows[None, None], keys.clamp(0, T - 1)) & (keys >= 0) & (keys < T)
+    count = torch.maximum(able.sum((2, 3)).cpu(), (filled.sum(-1) + 1) // 2)
     drawn = got.largest_key[..., torch.randperm(T, generator=torch.Generator().manual_seed(T), device="cpu")]
     chance = (torch.arange(T, device="cpu") - drawn == (place - T)[..., None]) & filled & (most > 0)[..., None]
 
     def detail(b: int, h: int) -> str:
         return f"{T - int(place[b, h]):+}"
 
-    return Sums(most.double(), filled.double().sum(-1), chance.double().sum(-1), detail=detail)
+    return Sums(most.double(), count.double(), chance.double().sum(-1), detail=detail)
 
 
 def on_far_offset(got: Got) -> Tensor:

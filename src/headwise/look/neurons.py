@@ -7,7 +7,6 @@ dimensions; the errors (half a step of 1/127 of a row's largest) move a score by
 from __future__ import annotations
 
 import base64
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from ..nn.probe import AttentionCall
 from ..ops.statistics.weights import weights
-from ..shapes.kinds import check_counts, shown
-from .fields import check_fields, listed
+from ..shapes.kinds import check_counts
+from .fields import Inside, check_fields, entries, one_error
 
 TOKENS = 64
 """Most tokens of a text whose vectors are kept."""
@@ -64,9 +63,11 @@ class ByteVectors:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ByteVectors:
         """The rows that `to_dict` wrote."""
-        heads, tokens, dims = listed(data["shape"])
-        check_fields(cls, {"shape": (heads, tokens, dims)})
-        return cls((heads, tokens, dims), *(base64.b64decode(data[part], validate=True) for part in ("data", "steps")))
+        with one_error("rows of bytes are", data):
+            shape = entries("shape", data["shape"])
+            check_fields(cls, {"shape": shape})
+            parts = [_decoded(data, part) for part in ("data", "steps")]
+            return cls((shape[0], shape[1], shape[2]), *parts)
 
 
 @dataclass(frozen=True)
@@ -121,18 +122,19 @@ class Neurons:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Neurons:
         """What `to_dict` wrote; ValueError where it is none."""
-        with suppress(TypeError, KeyError, ValueError, AttributeError):
+        with one_error("neurons are", data):
             parts = {name: data[name] for name in ("layer", "scale", "softcap", "biased", "gated", "sunk")}
             check_fields(cls, parts)
-            value = data["value"]
-            return cls(
-                **parts,
-                query=ByteVectors.from_dict(data["query"]),
-                key=ByteVectors.from_dict(data["key"]),
-                value=None if value is None else ByteVectors.from_dict(value),
-                weights=base64.b64decode(data["weights"], validate=True),
-            )
-        raise ValueError(f"neurons are read from what to_dict() wrote; got {shown(data)}")
+            for name in ("query", "key", "value"):
+                with Inside(data[name], name):
+                    parts[name] = None if name == "value" and data[name] is None else ByteVectors.from_dict(data[name])
+            return cls(**parts, weights=_decoded(data, "weights"))
+
+
+def _decoded(data: dict[str, Any], name: str) -> bytes:
+    """The bytes that stand as base64 under a name."""
+    with Inside(data[name], name):
+        return base64.b64decode(data[name], validate=True)
 
 
 def rows(vectors: Tensor) -> ByteVectors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..shapes.kinds import check_counts, check_numbers, check_texts, shown
+from .fields import fields_of, one_error
 
 MOST_SIDE = 448
 """Most pixels a side that are kept."""
@@ -58,9 +58,8 @@ class Picture:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Picture:
         """The picture that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        with suppress(TypeError, KeyError, AttributeError, ValueError):
-            return cls(**{**data, "data": base64.b64decode(data["data"], validate=True)})
-        raise ValueError(f"a picture is read from what to_dict() wrote; got {shown(data)}")
+        with one_error("a picture is", data):
+            return cls(**{**fields_of(cls, data), "data": base64.b64decode(data["data"], validate=True)})
 
 
 def picture_of(pixels_CHW: Tensor) -> Picture | None:

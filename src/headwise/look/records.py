@@ -10,7 +10,6 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..shapes.kinds import MOST, check_counts, check_flags, check_numbers, check_texts, shown
 from . import card, figures, notebook, tables
 from .axes import Axis
-from .fields import check_fields, listed
+from .fields import Damaged, Inside, check_fields, each, entries, fields_of, listed, one_error
 from .legacy import upgraded
 from .neurons import Neurons
 from .pictures import Picture
@@ -114,22 +113,26 @@ class HeadRecord:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HeadRecord:
         """The record that `to_dict` (or JSON) wrote; ValueError where it is none."""
-        if isinstance(data, dict):
-            with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
-                return cls._from_dict(data)
-        raise ValueError(f"a head's record is read from what to_dict() wrote; got {shown(data)}")
+        with one_error("a head's record is", data):
+            return cls._from_dict(data)
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> HeadRecord:
-        values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        values["offsets"], values["ahead"] = listed(data["offsets"]), listed(data["ahead"])
-        values["scores"] = {name: Score.from_list(name, row) for name, row in data["scores"].items()}
-        values["map"] = tuple(map(listed, listed(data["map"])))
-        values["over"] = listed(data.get("over", ()))
+        values = fields_of(cls, data)
+        for name in ("offsets", "ahead", "over"):
+            values[name] = entries(name, data.get(name, ()) if name == "over" else data[name])
+        with Inside(data["scores"], "scores"):
+            values["scores"] = {name: _score(name, row) for name, row in data["scores"].items()}
+        values["map"] = each("map", data["map"], listed)
         check_fields(cls, values)
         if len({*map(len, values["map"])}) > 1:
-            raise ValueError("rows of the map differ in length")
+            raise Damaged("map", f"has rows of one length; got {sorted({*map(len, values['map'])})}")
         return cls(**values)
+
+
+def _score(name: str, row: list[Any]) -> Score:
+    with Inside(row, name):
+        return Score.from_list(name, row)
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,11 @@ class HeadMap:
     def base64(self) -> str:
         """The bytes as base64 text, for JSON and for a page."""
         return base64.b64encode(self.data).decode("ascii")
+
+
+def _map(data: dict[str, Any]) -> HeadMap:
+    """The large map that `Look.to_dict` wrote."""
+    return HeadMap(data["rows"], data["columns"], base64.b64decode(data["data"], validate=True))
 
 
 @dataclass(frozen=True)
@@ -307,24 +315,23 @@ class Look:
             raise ValueError(
                 f"a look is read from format 1 to {FORMAT}, got {shown(number)}; write it again with this version"
             )
-        with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError):
+        with one_error("a look is", data):
             return cls._from_dict(upgraded(data) if number == 1 else data)
-        raise ValueError("a look is read from what to_dict() wrote; a field is missing or of another kind")
 
     @classmethod
     def _from_dict(cls, data: dict[str, Any]) -> Look:
-        values = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        values["tokens"] = listed(data["tokens"])
-        values["heads"] = tuple(HeadRecord.from_dict(head) for head in listed(data["heads"]))
-        stored = ((m["rows"], m["columns"], m["data"]) for m in listed(data.get("maps", ())))
-        values["maps"] = tuple(HeadMap(r, c, base64.b64decode(cells, validate=True)) for r, c, cells in stored)
+        values = fields_of(cls, data)
+        values["tokens"] = entries("tokens", data["tokens"])
+        values["heads"] = each("heads", data["heads"], HeadRecord.from_dict)
         excerpts = data.get("excerpts", {})
-        values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
-        values["neurons"] = tuple(Neurons.from_dict(one) for one in listed(data.get("neurons", ())))
-        values["axes"] = tuple(Axis.from_dict(one) for one in listed(data.get("axes", ())))
-        values["pictures"] = tuple(Picture.from_dict(one) for one in listed(data.get("pictures", ())))
+        with Inside(excerpts, "excerpts"):
+            values["excerpts"] = {name: {int(i): token for i, token in of.items()} for name, of in excerpts.items()}
+        parts = {"maps": _map, "neurons": Neurons.from_dict, "axes": Axis.from_dict, "pictures": Picture.from_dict}
+        for name, read in parts.items():
+            values[name] = each(name, data.get(name, ()), read)
         check_fields(cls, values)
-        return cls(**values)
+        with Inside(data.get("maps"), "maps"):  # as many as heads
+            return cls(**values)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a head, one column a number: `headwise.look.tables.rows` says which.

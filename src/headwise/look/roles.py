@@ -185,7 +185,7 @@ ROLES: tuple[Role, ...] = (
     *(_at(k, f"offset+{k}", f"{_CLARK}, generalised") for k in range(2, FAR + 1)),
     Role(
         "far offset",
-        f"share of all i whose largest weight lies at one same distance, more than {FAR} away",
+        f"share of the i, at least half of all, whose largest weight lies at one same distance, more than {FAR} away",
         0.9,
         f"{_VOITA}: positional heads",
         "the same keys, dealt out to other queries",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..shapes.kinds import shown
-from .fields import check_fields
+from .fields import check_fields, each, listed, one_error
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,15 @@ class Score:
     @classmethod
     def from_list(cls, name: str, row: list[Any]) -> Score:
         """The score that `to_list` wrote; ValueError where it is none."""
-        with suppress(TypeError, ValueError):
-            value, null, threshold, count, low, high, plays, evidence, detail = [*row, (), ""][:9]
-            items = tuple(Evidence(*one) for one in evidence)
+        with one_error("a score is", row, by="to_list"):
+            value, null, threshold, count, low, high, plays, evidence, detail = [*listed(row), (), ""][:9]
+            items = each("evidence", evidence, _evidence)
             score = cls(name, value, null, threshold, count, low, high, plays, items, detail)
-            for one in (score, *items):
-                check_fields(type(one), vars(one))
+            check_fields(cls, vars(score))
             return score
-        raise ValueError(f"a score is read from what to_list() wrote; got {shown(row)} for {shown(name)}")
+
+
+def _evidence(row: Any) -> Evidence:
+    one = Evidence(*listed(row))
+    check_fields(Evidence, vars(one))
+    return one

@@ -76,7 +76,7 @@ def unpack(content: bytes, about: str) -> tuple[list[LayerTally], int, int]:
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']}")
         if head["about"] != about:
-            raise ValueError("another model, version, or other options")
+            raise ValueError("another model (by name, configuration or weights), version, or other options")
         tallies = [_tally(number, layer, arrays) for number, layer in enumerate(head["layers"])]
         return tallies, int(head["done"]), int(head["length"])
 
