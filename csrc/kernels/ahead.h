@@ -23,7 +23,7 @@ struct TileAhead {
 // the page: what prefetch instructions alone have on their way is too little for the latency of memory. So a tile is
 // prefetched in two or four streams by turns, which are a page each where it is contiguous. And it is done some lines
 // before the tile is multiplied, when the tile after it begins: no product waits for the line just asked for.
-template <class Read, bool InOrder = kInOrder>
+template <class Read, bool InOrder = kInOrder<Read>>
 class Ahead {
  public:
   static constexpr int64_t kSize = sizeof(typename Read::T), kStep = 2 * W * kSize;

@@ -11,10 +11,12 @@ namespace HW_ISA {
 // for each; by matrix instructions half of them, and little to do.
 constexpr int kDecodeTile = 32, kHalfTile = 64, kInt8Tile = 128;
 
-constexpr bool kInOrder = HW_ONCE == 0;  // keys and values are read in the order of memory
+// Keys and values are read in the order of memory: on AMD's CPUs, and with vectors of 16 lanes those of 16 bits.
+constexpr bool kFloatsInOrder = HW_ONCE == 0, kHalvesInOrder = kFloatsInOrder || W == 16;
+template <class Read>
+constexpr bool kInOrder = sizeof(typename Read::T) != 2 ? kFloatsInOrder : kHalvesInOrder && !Read::kTiles;
 
 // In order, a tile has 16 KiB of keys or of values: what is done once for a tile takes some 100 cycles.
-constexpr int kFloatTile = kInOrder ? kInt8Tile : kDecodeTile;
 constexpr int64_t kTileBytes = 16 << 10;
 
 // The bits of a bfloat16 that is a float.
@@ -32,7 +34,7 @@ struct ReadF32 {
   static constexpr int kDigits = 0;        // of a query in integer arithmetic; 0 for float arithmetic
   static constexpr bool kTiles = false;    // products are those of decode_amx.h
   static constexpr int64_t kStep = 2 * W;  // elements at a time
-  static constexpr int kTile = kFloatTile;
+  static constexpr int kTile = kFloatsInOrder ? kInt8Tile : kDecodeTile;
   HW_INLINE void load2(const float* p, F& a, F& b) { a = load(p), b = load(p + W); }
   // The index of element i of a row among the elements that `load2` gives; `kRun` neighbours stay neighbours.
   static constexpr int64_t kRun = 2 * W;
@@ -49,6 +51,7 @@ struct ReadF32 {
 
 struct ReadF16 : ReadF32 {
   using T = uint16_t;
+  static constexpr int kTile = kHalvesInOrder ? kInt8Tile : kDecodeTile;
   HW_INLINE void load2(const uint16_t* p, F& a, F& b) { a = load_f16(p), b = load_f16(p + W); }
   HW_INLINE void load_key(const uint16_t* p, F& a, F& b) { load2(p, a, b); }
 };
@@ -56,6 +59,7 @@ struct ReadF16 : ReadF32 {
 // bfloat16 as floats: the even elements in one vector, the odd ones in the other.
 struct ReadBf16 : ReadF32 {
   using T = uint16_t;
+  static constexpr int kTile = ReadF16::kTile;
   static constexpr int64_t kRun = 1;
   HW_INLINE void load2(const uint16_t* p, F& a, F& b) { load_bf16_pairs(p, a, b); }
   HW_INLINE int64_t place(int64_t i) {
@@ -132,7 +136,7 @@ constexpr int64_t kMaxStep = kBytes;
 template <class Read>
 HW_INLINE int keys_of_tile(const Problem& p) {
   int keys = Read::kTile;
-  if constexpr (kInOrder && !Read::kScaled) {
+  if constexpr (kInOrder<Read> && !Read::kScaled) {
     const int64_t row = max(p.D, p.V) * static_cast<int64_t>(sizeof(typename Read::T));
     while (keys > kDecodeTile && keys * row > kTileBytes) keys /= 2;
   }

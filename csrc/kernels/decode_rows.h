@@ -213,7 +213,7 @@ static inline void decode_values(const DecodeScratch& s, int n, const KeyRows& v
     tile_sums_of<Read, R>(s.weight_tiles, n, v, value.stride, padded_V, ahead, s.rescale, s.sums);
   } else {
     ahead.beside([&](auto& lines) HW_LAMBDA {
-      if constexpr (kInOrder && R == 4) {
+      if constexpr (kInOrder<Read> && R == 4) {
         if (padded_V == 8 * W) {  // sums of two rows fit into the registers: values are read in the order of memory
           EverySecond first(lines), second(lines);
           value_sums<Read, 2>(s, 0, n, v, value.stride, padded_V, first);

@@ -193,11 +193,11 @@ static inline void decode_products(const DecodeScratch& s, int64_t padded_D, con
     tile_scores_of<Read, R>(s.query, padded_D, k, key.stride, n, ahead, s.scores);
   } else {
     ahead.beside([&](auto& lines) HW_LAMBDA {
-      if constexpr (kInOrder && R == 1 && sizeof(typename Read::T) == 4) {
+      if constexpr (kInOrder<Read> && R == 1 && sizeof(typename Read::T) == 4) {
         if (padded_D == 4 * W) return row_scores_in_order<Read, 2>(s, k, key.stride, n, lines);
         if (padded_D == 8 * W) return row_scores_in_order<Read, 4>(s, k, key.stride, n, lines);
       }
-      if constexpr (kInOrder && R >= 4) {
+      if constexpr (kInOrder<Read> && R >= 4) {
         all_scores_in_order<Read, R>(s, padded_D, k, key.stride, n, lines);
       } else {
         key_scores<Read, R>(s, 0, 0, padded_D, k, key.stride, n, lines);

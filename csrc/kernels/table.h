@@ -66,7 +66,7 @@ static Plan plan_statistics(const Problem& p, const Statistics& statistics) {
 template <class Run>
 static inline void with_reader(const Problem& p, const Run& any) {
   const auto run = [&](auto reader) {
-    if constexpr (kInOrder) {
+    if constexpr (kFloatsInOrder) {
       if (lines_go_into_l2()) return any(IntoL2<decltype(reader)>{});
     }
     any(reader);

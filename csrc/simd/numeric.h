@@ -80,13 +80,19 @@ HW_INLINE F load_half(const uint16_t* p, Dtype dtype) { return dtype == Dtype::b
 // n elements of a row of f32, bf16, f16 or i8, `stride` apart, as floats; then zeros up to `padded`.
 static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t stride, int64_t n, int64_t padded) {
   int64_t i = 0;
+  const auto by_vectors = [&](auto load_at) HW_LAMBDA {
+    if (n < W) return;
+    for (; i + W <= n; i += W) store(out + i, load_at(i));
+    if (i < n) store(out + n - W, load_at(n - W));  // overlaps the one before
+    i = n;
+  };
   if (stride == 1 && dtype == Dtype::f32) {
     memcpy(out, row, static_cast<size_t>(n) * sizeof(float));
     i = n;
   } else if (stride == 1 && dtype == Dtype::i8) {
-    for (; i + W <= n; i += W) store(out + i, load_i8(reinterpret_cast<const int8_t*>(row) + i));
+    by_vectors([&](int64_t at) HW_LAMBDA { return load_i8(reinterpret_cast<const int8_t*>(row) + at); });
   } else if (stride == 1) {
-    for (; i + W <= n; i += W) store(out + i, load_half(reinterpret_cast<const uint16_t*>(row) + i, dtype));
+    by_vectors([&](int64_t at) HW_LAMBDA { return load_half(reinterpret_cast<const uint16_t*>(row) + at, dtype); });
   }
   for (; i < n; ++i) out[i] = element(row, dtype, i * stride);
   for (; i < padded; ++i) out[i] = 0.0f;

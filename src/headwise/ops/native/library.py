@@ -179,7 +179,7 @@ class _AttendBand(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked
             grads = by_definition(Training.of(query, key, value, *ctx.numbers), False, grad_out, None)
         else:
-            grads = attend_backward(grad_out, None, out, ends, False, query, key, value, *ctx.numbers)
+            grads = attend_backward(_readable(grad_out), None, out, ends, False, query, key, value, *ctx.numbers)
         return (*grads, None, None, None)
 
 
@@ -205,7 +205,7 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of the gradient will be asked
             grads = iter(by_definition(call, biases, grad_out, grad_lse))
         else:
-            grads = iter(attend_backward(grad_out, grad_lse, out, ends, biases, *call.arguments))
+            grads = iter(attend_backward(_readable(grad_out), grad_lse, out, ends, biases, *call.arguments))
         rules = call.rules
         return (
             None,
@@ -216,6 +216,11 @@ class _Attend(torch.autograd.Function):
             *(next(grads) if biases and n % 2 == 0 else None for n in range(len(rules.alibi or ()))),
             *(next(grads) if biases else None for _ in rules.relative or ()),
         )
+
+
+def _readable(grad_out: Tensor) -> Tensor:
+    """With contiguous rows: those of an expanded gradient, as `out.sum()` gives, would be read number by number."""
+    return grad_out if grad_out.stride(3) == 1 else grad_out.contiguous()
 
 
 _SINGLE = ("query", "key", "value", "sinks", "bounds", "seed")
