@@ -57,17 +57,19 @@ class Shards:
 
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a forward, cut to this rank's tokens."""
-        arguments = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
-        arguments |= arguments.pop("kwargs", {})
-        tokens = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-        _check(model, arguments, tokens)
+        operation = f"forward of {type(model).__name__}"
+        with self.comm.before(operation):
+            arguments = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+            arguments |= arguments.pop("kwargs", {})
+            tokens = arguments.get("input_ids" if arguments.get("inputs_embeds") is None else "inputs_embeds")
+            _check(model, arguments, tokens)
         assert tokens is not None
         B, T = tokens.shape[:2]
         self.order = self._order if 2 * self.comm.world <= T and self._order else "contiguous"
         if self._order is None and 2 * self.comm.world <= T and not _only_windows(model.config):
             self.order = "zigzag"
         texts = {name: f"{digest(x):08x}" for name, x in arguments.items() if isinstance(x, Tensor)}
-        self.comm.agree(f"forward of {type(model).__name__}", {"order": self.order, **texts})
+        self.comm.agree(operation, {"order": self.order, **texts})
         documents = None
         if arguments.get("position_ids") is None:
             arguments["position_ids"] = torch.arange(T, device=tokens.device)[None].expand(B, -1)

@@ -124,7 +124,7 @@ class Comm:
         facts = _texts(same)
         header: dict[str, Any] = {"operation": operation, "count": self._count, "same": facts, "own": dict(own or {})}
         if error is not None:
-            header = {"operation": operation, "count": self._count, "error": str(error)[:_LONGEST_TEXT]}
+            header = {"operation": operation, "count": self._count, "error": _said(error)}
         headers = self._headers(operation, header)
         if isinstance(error, BaseException):
             raise error
@@ -137,6 +137,15 @@ class Comm:
             values = [other["same"].get(name) for other in headers]
             _compare(operation, name, values, values)
         return [other["own"] for other in headers]
+
+    @contextmanager
+    def before(self, operation: str) -> Iterator[None]:
+        """Within, what this rank raises before it agrees to an operation is told the others, who are about to agree."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(operation, {}, error=error)
+            raise  # `agree` has raised it already
 
     @staticmethod
     def _doing(header: Mapping[str, Any]) -> str:
@@ -340,6 +349,12 @@ def _store() -> Any:
         return dist.distributed_c10d._get_default_store()
     except (RuntimeError, ValueError, AttributeError):
         return None
+
+
+def _said(error: object) -> str:
+    """An error in words: its text is enough of those that are made for users, with its kind of others."""
+    own = isinstance(error, str | TypeError | ValueError) and str(error)
+    return (str(error) if own else f"{type(error).__name__}: {error}")[:_LONGEST_TEXT]
 
 
 def _texts(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,10 +42,11 @@ class Context:
             return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
         places = self.places()
         if places.shape[0] != tokens:
-            raise ValueError(
-                f"rank {self.comm.rank} has {places.shape[0]} of {self.length} tokens in {self.order} order; got "
-                f"{tokens}; split them with split_sequence, or leave length out of the context"
-            )
+            with self.comm.before("positions"):
+                raise ValueError(
+                    f"rank {self.comm.rank} has {places.shape[0]} of {self.length} tokens in {self.order} order; got "
+                    f"{tokens}; split them with split_sequence, or leave length out of the context"
+                )
         return places
 
     def places(self) -> Tensor:
@@ -122,11 +123,12 @@ def sum_gradients(
         TypeError: one tensor, of which nobody can say whether its rows are meant.
         RankMismatch: the parameters of some ranks have other shapes or dtypes, or come in another order.
     """
-    if isinstance(parameters, Tensor):
-        raise TypeError("sum_gradients takes a module or a list of tensors, got one tensor; pass [x]")
     comm = Comm.of(group)
-    tensors = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-    pairs = [(x, _found(x)) for x in tensors if x.requires_grad]
+    with comm.before("sum_gradients"):
+        if isinstance(parameters, Tensor):
+            raise TypeError("sum_gradients takes a module or a list of tensors, got one tensor; pass [x]")
+        tensors = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+        pairs = [(x, _found(x)) for x in tensors if x.requires_grad]
     sizes = f"{len(pairs)} parameters of {sum(grad.numel() for _, grad in pairs)} numbers"
     dtypes = sorted({str(grad.dtype) for _, grad in pairs})
     shapes = zlib.crc32(str([(tuple(grad.shape), str(grad.dtype)) for _, grad in pairs]).encode())

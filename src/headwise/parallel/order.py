@@ -126,10 +126,11 @@ def join_sequence(
     Raises:
         RankError, RankMismatch: ranks disagree, or one fails.
     """
-    check_tensor("x", x)
-    check_order(order)
-    _check_dim(x, dim)
     comm = Comm.of(group)
+    with comm.before("join_sequence"):
+        check_tensor("x", x)
+        check_order(order)
+        _check_dim(x, dim)
     moved = x.movedim(dim, 0)
     same = {"dtype": x.dtype, "order": order, "other sizes": tuple(moved.shape[1:]), "dim": dim % x.ndim}
     same["requires_grad"] = x.requires_grad and torch.is_grad_enabled()  # all go back, or none: else one waits
