@@ -113,3 +113,24 @@ def test_ranks_agree_on_all_digits_of_the_scale_on_widths_and_on_what_learns() -
     for said in ranks.pool(2).run(error_cases.disagreed):
         assert said.keys() == DISAGREED.keys()
         assert {what: said[what] for what, text in DISAGREED.items() if text not in said[what]} == {}
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_that_runs_anew_is_within_the_context_or_refused(reentrant: bool) -> None:
+    for within, plain, outside, inside in ranks.pool(2).run(error_cases.checkpointed, reentrant):
+        assert max(within, plain) <= 1e-5
+        for said in (outside, inside):
+            assert said.startswith("ValueError: a forward runs anew in a backward (activation checkpointing), and ")
+    assert max(ranks.pool(2).run(error_cases.checkpointed_model, reentrant)) <= 1e-5
+
+
+@pytest.mark.unchecked
+def test_what_is_parallel_runs_within_what_is_compiled() -> None:
+    for far, whole in ranks.pool(2).run(error_cases.compiled):
+        assert max(far.values()) <= 1e-5 and far.keys() == {"context", "op", "heads"}
+        assert "reason: ranks send each other messages here: leave fullgraph=True out" in whole
+
+
+def test_sums_of_bfloat16_are_rounded_once() -> None:
+    assert ranks.pool(4).run(error_cases.sums) == [[[260.0], [4 * 2**24 + 259]]] * 4

@@ -21,6 +21,9 @@ class Inner(nn.Module):
     your own and tell in `options` what it computes: then `headwise.nn.probe` and `headwise.trace` can read it.
     """
 
+    ran_split = False
+    """Whether its module's last forward ran within `headwise.parallel.context`."""
+
     def options(self) -> dict[str, Any]:
         """The keywords with which `headwise.attention` gives what this part gives now (``scale``, ``softcap``, ...).
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..nn.sharded import Some
-from ..ops.comm import Comm
+from ..ops.comm import Comm, eager
 from ..ops.masks.compose import as_mask
 from ..ops.scores import lowered
 from ..ops.spread import drawn
@@ -29,6 +29,7 @@ LayoutOption: TypeAlias = Literal["auto", "ring", "gather", "ulysses"]
 LAYOUTS: tuple[str, ...] = get_args(LayoutOption)
 
 
+@eager
 def context_parallel(
     query: Tensor,
     key: Tensor,

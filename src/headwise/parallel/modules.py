@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..nn.sharded import Make, entered
-from ..ops.comm import Comm
+from ..ops.comm import Comm, eager
 from ..ops.spread import as_dtensor
 from ..plan.places import TokenOrder
 from ..shapes.kinds import check_counts
@@ -34,6 +34,7 @@ class Context:
     def __init__(self, comm: Comm, order: TokenOrder, layout: LayoutOption, length: int | None) -> None:
         self.comm, self.order, self.layout, self.length = comm, order, layout, length
 
+    @eager
     def positions(self, tokens: int) -> Tensor:
         """(T_r,) the places in the whole sequence of the tokens that this rank has, so many."""
         if self.length is None:
@@ -83,6 +84,7 @@ def context(
     Masks are those of the whole sequence; rotary positions are where this rank's tokens lie, unless passed. Of latent
     attention the latents travel, not the keys and values of all heads. All else in a model acts on single tokens and
     needs nothing. Gradients of parameters are this rank's share: add them up with `sum_gradients` before a step.
+    Under activation checkpointing the backward belongs within, too.
 
     Args:
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
