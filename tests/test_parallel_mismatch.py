@@ -8,6 +8,8 @@ import pytest
 import ranks
 import torch
 
+from headwise.parallel.options import digest
+
 
 @pytest.mark.parametrize("dtype, wide", [(torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)])
 def test_a_rank_without_heads_has_the_lse_of_the_others(dtype: torch.dtype, wide: torch.dtype) -> None:
@@ -134,3 +136,14 @@ def test_what_is_parallel_runs_within_what_is_compiled() -> None:
 
 def test_sums_of_bfloat16_are_rounded_once() -> None:
     assert ranks.pool(4).run(error_cases.sums) == [[[260.0], [4 * 2**24 + 259]]] * 4
+
+
+def test_a_checksum_is_of_all_numbers_whatever_the_strides() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for at in range(6):
+        other = x.clone()
+        other.view(-1)[at] += 1
+        assert digest(other) != digest(x), at
+    one = torch.tensor([[1.0], [2.0]])
+    assert digest(one.expand(2, 3)) != digest((2 * one).expand(2, 3)) and digest(one) != digest(one.expand(2, 3))
+    assert digest(x.T.contiguous().T) == digest(x) != digest(x.double()) and digest(None, x) == digest(x)
