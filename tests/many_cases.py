@@ -234,3 +234,18 @@ def command(folder: str, *arguments: str) -> tuple[int, str, str]:
             del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
         os.chdir("/")
     return result.exit_code, result.stdout, result.stderr
+
+
+def said_of_a_name() -> str:
+    """What each rank says where the last one fails on a file whose name is no UTF-8."""
+
+    def work() -> bytes:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise FileNotFoundError("a\udcff.txt: no such file")
+        return b""
+
+    try:
+        Processes.of(dist.new_group(timeout=timedelta(seconds=5))).exchange(work, lambda parts: b"".join(parts))
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "nothing"

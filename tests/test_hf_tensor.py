@@ -33,6 +33,10 @@ def test_gathered_keys_are_right() -> None:
         assert wrong == {}
 
 
+def test_sinks_and_biases_of_all_heads_are_cut() -> None:
+    assert ranks.pool(2).run(tp_hf_cases.own_parts) == [{}] * 2
+
+
 @pytest.mark.skipif(
     NO_ACCELERATE, reason="transformers loads with tensor parallelism only where accelerate is installed"
 )

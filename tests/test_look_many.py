@@ -109,6 +109,23 @@ def test_bytes_of_any_length_arrive() -> None:
         assert ranks.pool(3).run(many_cases.exchanged, size) == [want] * 3
 
 
+def test_an_error_names_a_file_whose_name_is_no_text() -> None:
+    assert ranks.pool(2).run(many_cases.said_of_a_name) == ["rank 1: a\udcff.txt: no such file"] * 2
+
+
+@pytest.mark.parametrize(("name", "least"), [("WORLD_SIZE", 1), ("RANK", 0)])
+def test_what_the_environment_says_of_processes_is_a_number(
+    name: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for said in ("abc", "", "-1", "1.5", "9" * 50):
+        monkeypatch.setenv(name, said)
+        with pytest.raises(ValueError, match=f"^{name} is a whole number of at least {least}, as torchrun sets it; "):
+            Processes.here()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Processes.here() == Processes()
+
+
 def test_a_part_of_the_processes() -> None:
     outside, *inside = ranks.pool(3).run(many_cases.subgroup)
     assert inside == [bytes([11, 12])] * 2

@@ -63,7 +63,7 @@ DISAGREE = {
     "sinks": r"on the sinks: rank 1 has \w+, rank 0 has \w+",
     "layout": r"on the layout: rank 1 has gather, rank 0 has ring",
     "order": r"on the order: rank 1 has 'join_sequence' as its operation \d+, rank 0 has 'context_parallel' as its",
-    "gradients": r"on the gradients: rank 1 has \[True, True, True\], False, False, rank 0 has \[False, ",
+    "gradients": r"on the gradients: rank 1 has \[True, True, True, False, False, False\], rank 0 has \[False, ",
 }
 
 

@@ -262,6 +262,19 @@ def test_explained_layouts_are_sorted_by_time_where_there_is_a_link() -> None:
     assert orders == [["ring", "gather", "ulysses"], ["gather", "ulysses", "ring"]]
 
 
+def test_explained_is_what_auto_takes_whatever_the_link() -> None:
+    """It goes by the bytes of a forward; backward another layout sends fewest."""
+    query, key = (torch.empty(1, heads, 512, 128, device="meta") for heads in (32, 32))
+    explained = [
+        explain(query, key, key, ranks=2, mask=causal(), link=link, backward=backward)
+        for link in (None, Link(50e9, 1e-3))
+        for backward in (False, True)
+    ]
+    assert [one.layout for one in explained] == ["ring", "ulysses", "ring", "ulysses"]
+    assert {one.auto for one in explained} == {"ring"}
+    assert all("; `auto` takes ring" in str(one) for one in explained)
+
+
 def test_zigzag_makes_causal_work_even() -> None:
     """As issue 16's facts say: the busiest of 8 has 1.875 times the mean in one stretch, 1.0 in zigzag."""
     call = MeshCall(8192, 8192, 1, 1, 4, 4)

@@ -9,13 +9,16 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tp_cases import GRADIENT, apart, mesh, unlike, whole
 from tp_refusals import said
 
 import headwise
 import headwise.hf as hf
+from headwise.hf.tensor import own_part
+from headwise.nn.dealt import Dealt
+from headwise.ops.spread import Group, Share
 
 OUT = 2e-6  # of logits, behind two layers of sums that are rounded in another order
 
@@ -143,3 +146,23 @@ def refusals() -> dict[str, str]:
         "uneven heads": said(lambda: hf.tensor_parallel_config(build("Llama", 6, 3).config, 4)),
         "fused": said(lambda: hf.tensor_parallel_config(fused, 2)),
     }
+
+
+def own_parts() -> dict[str, str]:
+    """What of sinks and biases of all six heads a rank of two takes, and their gradients; what is off."""
+    group = Group(mesh())
+    here = Dealt(group, Share(6, 3, 2, group.rank))
+    wrong = {}
+    for shape, axis in (((6,), 0), ((6, 4, 5), 0), ((2, 6, 4, 5), 1), ((1,), None), ((2, 1, 4, 5), None), ((3,), None)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        part = own_part(here, x)
+        if axis is None:
+            wrong |= {} if part is x else {str(shape): "not left as it is"}
+            continue
+        part.square().sum().backward()
+        if not torch.equal(part, x.narrow(axis, 3 * group.rank, 3)) or not torch.equal(x.grad, 2 * x):
+            wrong[str(shape)] = f"{part}, {x.grad}"
+    spread = distribute_tensor(torch.arange(6.0), mesh(), [Shard(0)])
+    if own_part(here, spread).tolist() != [3.0 * group.rank + n for n in range(3)] or own_part(here, None) is not None:
+        wrong["a DTensor"] = str(own_part(here, spread))
+    return wrong

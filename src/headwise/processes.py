@@ -53,8 +53,13 @@ class Processes:
 
     @classmethod
     def here(cls) -> Processes:
-        """Those of the default process group, which is made where torchrun says that there are several."""
-        if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        """Those of the default process group, which is made where torchrun says that there are several.
+
+        Raises:
+            ValueError: the environment has a WORLD_SIZE or a RANK that is none.
+        """
+        if dist.is_available() and not dist.is_initialized() and _told("WORLD_SIZE", 1) > 1:
+            _told("RANK", 0)
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         if dist.is_available() and dist.is_initialized():
             return cls.of(dist.group.WORLD)
@@ -146,7 +151,7 @@ class Processes:
             return answer[1:]
         if failed is not None and answer == _as_bytes(failed):
             raise failed
-        raise _KINDS[answer[:1]](answer[1:].decode()) from failed
+        raise _KINDS[answer[:1]](answer[1:].decode(errors="surrogatepass")) from failed
 
     def _joined(
         self, made: bytes, failed: Exception | None, join: Callable[[Iterator[bytes]], bytes], lost: set[int]
@@ -237,7 +242,17 @@ def _as_bytes(error: Exception) -> bytes:
     """An error as a message: its kind, its text."""
     kind = next((kind for kind, one in _KINDS.items() if isinstance(error, one)), b"r")
     plain = any(isinstance(error, one) for one in _KINDS.values()) and str(error)
-    return kind + (str(error) if plain else f"{type(error).__name__}: {error}").encode()
+    return kind + (str(error) if plain else f"{type(error).__name__}: {error}").encode(errors="surrogatepass")
+
+
+def _told(name: str, least: int) -> int:
+    """A number that torchrun sets in the environment; 1 where there is none."""
+    said = os.environ.get(name, "1")
+    if not (said.isascii() and said.isdecimal() and len(said) < 10 and int(said) >= least):
+        raise ValueError(
+            f"{name} is a whole number of at least {least}, as torchrun sets it; got {said[:40]!r}; unset it"
+        )
+    return int(said)
 
 
 # --- a command that torchrun started several times -------------------------------------------------------------------
@@ -254,7 +269,7 @@ def said_once(text: str, patience: float = SLACK) -> Iterator[bool]:
     if store is None:
         yield True
         return
-    yield store.add(hashlib.sha256(text.encode()).hexdigest(), 1) == 1
+    yield store.add(hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(), 1) == 1
     until = time.monotonic() + patience
     here = store.add("ended", 1)
     while here < int(os.environ["WORLD_SIZE"]) and time.monotonic() < until:

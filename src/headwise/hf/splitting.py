@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import find_packed_sequence_indices
@@ -30,6 +32,10 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary positions that depend on the longest position of a forward, which no rank knows of the others."""
 
 
+Contexts = Callable[[], list[AbstractContextManager[None]]]
+"""What is entered for a forward."""
+
+
 class Shards:
     """A model whose sequences are split, as `context_parallel` gives it.
 
@@ -44,6 +50,7 @@ class Shards:
         self.model, self.comm, self.layout, self._order = model, comm, layout, order
         self.order: TokenOrder = order or "contiguous"
         self._open: list[Any] = []
+        self._contexts: Contexts = list
 
     def join(self, x: Tensor, dim: int = 1) -> Tensor:
         """What the model gave for this rank's tokens, such as logits (B, T_r, N), for all: (B, T, N)."""
@@ -57,17 +64,19 @@ class Shards:
 
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a forward, cut to this rank's tokens."""
-        arguments = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
-        arguments |= arguments.pop("kwargs", {})
-        tokens = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-        _check(model, arguments, tokens)
+        operation = f"forward of {type(model).__name__}"
+        with self.comm.before(operation):
+            arguments = dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments)
+            arguments |= arguments.pop("kwargs", {})
+            tokens = arguments.get("input_ids" if arguments.get("inputs_embeds") is None else "inputs_embeds")
+            _check(model, arguments, tokens)
         assert tokens is not None
         B, T = tokens.shape[:2]
         self.order = self._order if 2 * self.comm.world <= T and self._order else "contiguous"
         if self._order is None and 2 * self.comm.world <= T and not _only_windows(model.config):
             self.order = "zigzag"
         texts = {name: f"{digest(x):08x}" for name, x in arguments.items() if isinstance(x, Tensor)}
-        self.comm.agree(f"forward of {type(model).__name__}", {"order": self.order, **texts})
+        self.comm.agree(operation, {"order": self.order, **texts})
         documents = None
         if arguments.get("position_ids") is None:
             arguments["position_ids"] = torch.arange(T, device=tokens.device)[None].expand(B, -1)
@@ -83,7 +92,9 @@ class Shards:
         context = Context(self.comm, self.order, self.layout, T)
         mine = context.places().to(tokens.device)
         cut = {name: x.index_select(1, mine) if _has_tokens(name, x) else x for name, x in arguments.items()}
-        self._enter(of(whole, arguments["position_ids"].expand(B, -1), documents), entered(context))
+        positions = arguments["position_ids"].expand(B, -1)
+        self._contexts = lambda: [of(whole, positions, documents), entered(context)]
+        self._enter(self._contexts)
         return (), cut
 
     def after(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -92,11 +103,19 @@ class Shards:
         loss = getattr(output, "loss", None)
         if loss is not None and kwargs.get("labels") is not None:
             output.loss = _Total.apply(self.comm, loss)
+        for x in pytree.tree_leaves(output):
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(partial(self._backward, self._contexts))
         return output
 
-    def _enter(self, *contexts: Any) -> None:
+    def _backward(self, contexts: Contexts, grad: Tensor) -> None:
+        """What a backward runs anew (activation checkpointing) is split as the forward was."""
+        self._enter(contexts)
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+
+    def _enter(self, contexts: Contexts) -> None:
         self._leave()
-        for context in contexts:
+        for context in contexts():
             context.__enter__()
             self._open.append(context)
 

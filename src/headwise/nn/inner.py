@@ -34,6 +34,9 @@ class Inner(nn.Module):
         1.0
     """
 
+    ran_split = False
+    """Whether its module's last forward ran within `headwise.parallel.context`."""
+
     def options(self) -> dict[str, Any]:
         """The keywords with which `headwise.attention` gives what this part gives now (``scale``, ``softcap``, ...).
 

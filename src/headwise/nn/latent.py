@@ -174,6 +174,7 @@ class LatentAttention(nn.Module):
         check_input(x, self.d_model, self.kv_a_proj_with_mqa)
         lengths = check_latent_call(x, cache, lengths, form, mask)
         check_uncached(cache)
+        check_splits(self.inner)
         absorbed = self._absorbs(x.shape[1], cache, form, mask=mask, lengths=lengths)
         q_nope_BHTN, q_rope_BHTR = self.queries(x)
         latent_B1TC, k_rope_B1TR = self.compress(x)
@@ -254,7 +255,6 @@ class LatentAttention(nn.Module):
                 query = query * (query.shape[3] / self.head_dim) ** 0.5
             inner = self.inner if here is None else partial(here.call, self.inner)
             return inner(query, *keys, mask=mask)
-        check_splits(self.inner)
         options = {"mask": mask, **self._inner_options()}
         if here is not None:
             sinks = options.get("sinks")

@@ -69,8 +69,20 @@ def check_uncached(cache: object) -> None:
 
 
 def check_splits(inner: nn.Module) -> None:
-    """ValueError for an inner part that knows nothing of split tokens."""
-    if current() is not None and not getattr(inner, "splits_tokens", False):
+    """ValueError for an inner part that knows nothing of split tokens, or whose forward runs anew as it did not run.
+
+    Activation checkpointing runs a forward anew within the backward; outside of the context it would attend the tokens
+    of this process alone, and gradients would be wrong.
+    """
+    split = current() is not None
+    if split != getattr(inner, "ran_split", False):
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "a forward runs anew in a backward (activation checkpointing), and headwise.parallel.context is "
+                "entered for one of them alone; call backward() where the forward ran: within the context, or outside"
+            )
+        inner.ran_split = split  # type: ignore[assignment]
+    if split and not getattr(inner, "splits_tokens", False):
         raise ValueError(
             f"the inner part {type(inner).__name__} attends the tokens of this process alone; within "
             "headwise.parallel.context take headwise.nn.InnerAttention(...), or leave the context"

@@ -41,6 +41,9 @@ _TAGS = 1 << 16  # after so many operations their tags come again; a tag has roo
 _DATA_TAG = 8_000_000
 _LONGEST_TEXT = 240  # of a fact, and of the text of an error, in a header
 
+eager = torch.compiler.disable(reason="ranks send each other messages here: leave fullgraph=True out")
+"""Of a function: torch.compile compiles what stands around it."""
+
 
 class Comm:
     """The ranks of a group. One for each group; see `of`.
@@ -64,6 +67,7 @@ class Comm:
         self._broken: str | None = None
 
     @classmethod
+    @eager
     def of(cls, group: ProcessGroup | DeviceMesh | None = None, timeout: float | None = None) -> Comm:
         """The communication of a group, of a mesh of one dimension, or of all processes (None).
 
@@ -104,6 +108,7 @@ class Comm:
 
     # -- agreement -----------------------------------------------------------------------------------------------------
 
+    @eager
     def agree(
         self, operation: str, same: Mapping[str, Any], own: Mapping[str, Any] | None = None, *, error: object = None
     ) -> list[dict[str, Any]]:
@@ -124,7 +129,7 @@ class Comm:
         facts = _texts(same)
         header: dict[str, Any] = {"operation": operation, "count": self._count, "same": facts, "own": dict(own or {})}
         if error is not None:
-            header = {"operation": operation, "count": self._count, "error": str(error)[:_LONGEST_TEXT]}
+            header = {"operation": operation, "count": self._count, "error": _said(error)}
         headers = self._headers(operation, header)
         if isinstance(error, BaseException):
             raise error
@@ -137,6 +142,15 @@ class Comm:
             values = [other["same"].get(name) for other in headers]
             _compare(operation, name, values, values)
         return [other["own"] for other in headers]
+
+    @contextmanager
+    def before(self, operation: str) -> Iterator[None]:
+        """Within, what this rank raises before it agrees to an operation is told the others, who are about to agree."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(operation, {}, error=error)
+            raise  # `agree` has raised it already
 
     @staticmethod
     def _doing(header: Mapping[str, Any]) -> str:
@@ -165,6 +179,7 @@ class Comm:
 
     # -- data ----------------------------------------------------------------------------------------------------------
 
+    @eager
     def exchange(
         self, kind: str, sends: Mapping[int, Tensor], receives: Mapping[int, ReceiveBuffer | Tensor], *, step: int = 0
     ) -> Pending:
@@ -180,6 +195,7 @@ class Comm:
         tag = _DATA_TAG + self._count % _TAGS + step * _TAGS
         return self._post(kind, kind, sends, receives, tag)
 
+    @eager
     def gather(self, kind: str, x: Tensor, shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
         """Every rank's `x`, in the order of ranks; they have these shapes and one dtype."""
         others = [rank for rank in range(self.world) if rank != self.rank]
@@ -187,6 +203,7 @@ class Comm:
         heard = self.exchange(kind, dict.fromkeys(others, x), receives, step=step).wait()
         return [x if rank == self.rank else heard[rank] for rank in range(self.world)]
 
+    @eager
     def scatter(self, kind: str, parts: Sequence[Tensor], shapes: Sequence[Shape], *, step: int = 0) -> list[Tensor]:
         """An all-to-all: part r goes to rank r; returns what each rank had for this one, of these shapes."""
         others = [rank for rank in range(self.world) if rank != self.rank]
@@ -194,15 +211,20 @@ class Comm:
         heard = self.exchange(kind, {rank: parts[rank] for rank in others}, receives, step=step).wait()
         return [parts[rank] if rank == self.rank else heard[rank] for rank in range(self.world)]
 
+    @eager
     def reduce_scatter(self, kind: str, parts: Sequence[Tensor], *, step: int = 0) -> Tensor:
-        """The sum over ranks of this rank's part, added up in the order of ranks; part r has one shape on all ranks."""
+        """The sum over ranks, in their order, of this rank's part, of one shape on all; halves are rounded once."""
         own = parts[self.rank]
         heard = self.scatter(kind, parts, [tuple(own.shape)] * self.world, step=step)
-        total = heard[0].clone() if self.world > 1 else heard[0]
+        if self.world == 1:
+            return own
+        narrow = own.is_floating_point() and own.dtype.itemsize < 4
+        total = heard[0].to(torch.float32 if narrow else own.dtype, copy=True)
         for part in heard[1:]:
             total += part
-        return total
+        return total.to(own.dtype)
 
+    @eager
     def all_reduce(self, kind: str, x: Tensor, *, step: int = 0) -> Tensor:
         """The sum of all ranks' `x`, of one shape: the same bits on every rank."""
         if self.world == 1:
@@ -340,6 +362,12 @@ def _store() -> Any:
         return dist.distributed_c10d._get_default_store()
     except (RuntimeError, ValueError, AttributeError):
         return None
+
+
+def _said(error: object) -> str:
+    """An error in words: its text is enough of those that are made for users, with its kind of others."""
+    own = isinstance(error, str | TypeError | ValueError) and str(error)
+    return (str(error) if own else f"{type(error).__name__}: {error}")[:_LONGEST_TEXT]
 
 
 def _texts(facts: Mapping[str, Any]) -> dict[str, Any]:

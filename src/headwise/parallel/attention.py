@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..nn.sharded import Some
-from ..ops.comm import Comm
+from ..ops.comm import Comm, eager
 from ..ops.masks.compose import as_mask
 from ..ops.scores import lowered
 from ..ops.spread import drawn
 from ..plan.places import TokenOrder
 from ..shapes import check_attention, check_gate, check_options, check_query_key, check_sinks, compute_dtype
-from ..shapes.kinds import check_flags, shown
+from ..shapes.kinds import check_counts, check_flags, shown
 from .gather import GATHER
 from .job import Expansion, Job, Numbers, leaves_of
 from .options import digest, mask_text
@@ -29,6 +29,7 @@ LayoutOption: TypeAlias = Literal["auto", "ring", "gather", "ulysses"]
 LAYOUTS: tuple[str, ...] = get_args(LayoutOption)
 
 
+@eager
 def context_parallel(
     query: Tensor,
     key: Tensor,
@@ -74,7 +75,7 @@ def context_parallel(
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
         layout: "auto", "ring", "gather" or "ulysses".
         order: how tokens are dealt out: "contiguous", any lengths, rank 0 first; or "zigzag", as `split_sequence` does.
-        expansion: where vectors travel of which each rank makes keys and values: `Expansion`, `latent_expansion`.
+        expansion: where vectors travel of which each rank makes keys and values: `Expansion`.
         timeout: seconds to wait for another rank, for this group from now on; 30 at first.
         return_lse: also return lse.
         options: `scale`, `softcap`, `sinks`, `dropout`, `gate` of `headwise.attention`. A gate is this rank's where
@@ -109,11 +110,8 @@ def context_parallel(
 
 def _agreed(comm: Comm, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[_Arguments, Any]:
     """This rank's arguments, checked, and what each rank says of its own; where one's are wrong, all raise."""
-    try:
+    with comm.before("context_parallel"):
         call = _Arguments(*lowered(query, key, value), *rest)
-    except (TypeError, ValueError) as wrong:
-        comm.agree("context_parallel", {}, {}, error=wrong)
-        raise  # `agree` has raised it already
     return call, comm.agree("context_parallel", call.same, call.own)
 
 
@@ -161,7 +159,10 @@ class _Arguments:
         self.mask = as_mask(mask).sized(B, self.heads)
         self.tensors, self.query, self.kv_heads = (query, key, value), query, key.shape[1]
         tensors = [query, key, *([] if value is None else [value])]
-        learns = [x.requires_grad and torch.is_grad_enabled() for x in tensors]
+        read = () if expansion is None else expansion.tensors
+        learns = [x.requires_grad for x in tensors]
+        learns += [self.mask.learns, self.sinks is not None and self.sinks.requires_grad]
+        learns += [any(x.requires_grad for x in read)]
         self.same = {
             "dtype": query.dtype,
             "device": query.device.type,
@@ -169,10 +170,10 @@ class _Arguments:
             "layout": layout,
             "order": order,
             "mask": mask_text(self.mask),
-            "options": f"scale={scale:g}, softcap={softcap}, dropout={self.dropout}, return_lse={return_lse}",
+            "options": f"scale={scale!r}, softcap={softcap}, dropout={self.dropout}, return_lse={return_lse}",
             "sinks": None if self.sinks is None else f"{digest(self.sinks):08x}",
-            "gradients": f"{learns}, {self.mask.learns}, {self.sinks is not None and self.sinks.requires_grad}",
-            "expansion": expansion is not None,
+            "gradients": [one and torch.is_grad_enabled() for one in learns],
+            "width of an expansion": None if expansion is None else expansion.width,
         }
         self.some: Some | None = options.get("some")
         seed = 0
@@ -199,3 +200,8 @@ def _check_expansion(query: Tensor, key: Tensor, value: Tensor | None, expansion
     check_query_key(query[..., :1], key[..., :1])
     if key.shape[1] != 1:
         raise ValueError(f"with an expansion, key is (B, 1, S, E), one vector a token; got {tuple(key.shape)}")
+    check_counts(1, value_dim=expansion.value_dim, width=expansion.width)
+    if key.shape[3] != expansion.width:
+        raise ValueError(
+            f"key is (B, 1, S, E) with E = {expansion.width}, the width of the expansion; got {tuple(key.shape)}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from typing import Any, Literal, TypeVar
 
@@ -158,10 +159,10 @@ class ShardedCache(KVCache):
             TypeError, ValueError: as any cache, on this rank.
             RankError: another rank has no room, or could not take what it was passed; nothing has changed then.
         """
-        self._told = self.own_heads is None
+        self._told = self.own_heads is None and type(self.local) is not PagedCache
         try:
             return super().append(key, value, lengths=lengths, side=side)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             if not self._told:  # the others wait for this rank's keys
                 self.comm.agree(APPEND, {}, error=error)
             raise
@@ -184,9 +185,9 @@ class ShardedCache(KVCache):
     def _write(self, key: Tensor, value: Tensor | None, counts: list[int], starts: list[int]) -> None:
         rows = [*zip(self.lengths, counts, starts, strict=True)]
         own, error = picks(self.deal, rows), None
+        self._told = True
         tensors = [key] if value is None else [key, value]
         if self.own_heads is not None:
-            self._told = True
             self.comm.agree(APPEND, self._state() | {"tokens": f"{tuple(key.shape)}, {key.dtype}, {rows}"})
             tensors = self._of.dealt(tensors, [picks(self.deal.of(rank), rows) for rank in range(self.comm.world)])
         elif own[0]:
@@ -195,7 +196,7 @@ class ShardedCache(KVCache):
         if own[0]:
             try:
                 self.local.append(*tensors, lengths=owned(self.deal, rows))
-            except ValueError as full:
+            except Exception as full:
                 error = full
         if type(self.local) is PagedCache:  # each rank has a pool of its own, with room of its own
             try:
@@ -237,21 +238,19 @@ class ShardedCache(KVCache):
             TypeError, ValueError: as any cache, on this rank; an option that is not among these.
             RankError, RankMismatch: as `context_parallel`.
         """
-        same: dict[str, Any] = self._state()
-        error: Exception | None = None
-        try:
+        operation = "attention to a ShardedCache"
+        with self.comm.before(operation):
             numbers, rules = self._checked(query, mask, options)
             B, H, T, D = query.shape
-            same |= {
+            same = self._state() | {
                 "query": f"{query.dtype}, {(B, T, D)}, {H}",
                 "mask": mask_text(rules),
                 "options": f"{numbers}, return_lse={bool(options.get('return_lse'))}",
                 "sinks": _sinks_text(options.get("sinks"), self.own_heads),
             }
-        except (TypeError, ValueError) as wrong:
-            error = wrong
-        self.comm.agree("attention to a ShardedCache", same, error=error)
-        with torch.no_grad():
+        self.comm.agree(operation, same)
+        # A backend asked for by name refuses a call on all ranks alike: their group goes on.
+        with torch.no_grad(), self.comm.telling() if numbers["backend"] == "auto" else nullcontext():
             return self._attend(query.detach(), rules, numbers, options)
 
     def _checked(self, query: Tensor, mask: Any, options: dict[str, Any]) -> tuple[dict[str, Any], Mask]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..nn.sharded import Make, entered
-from ..ops.comm import Comm
+from ..ops.comm import Comm, eager
 from ..ops.spread import as_dtensor
 from ..plan.places import TokenOrder
 from ..shapes.kinds import check_counts
@@ -34,6 +34,7 @@ class Context:
     def __init__(self, comm: Comm, order: TokenOrder, layout: LayoutOption, length: int | None) -> None:
         self.comm, self.order, self.layout, self.length = comm, order, layout, length
 
+    @eager
     def positions(self, tokens: int) -> Tensor:
         """(T_r,) the places in the whole sequence of the tokens that this rank has, so many."""
         if self.length is None:
@@ -42,10 +43,11 @@ class Context:
             return torch.cat([torch.arange(a, b, device="cpu") for a, b in own])
         places = self.places()
         if places.shape[0] != tokens:
-            raise ValueError(
-                f"rank {self.comm.rank} has {places.shape[0]} of {self.length} tokens in {self.order} order; got "
-                f"{tokens}; split them with split_sequence, or leave length out of the context"
-            )
+            with self.comm.before("positions"):
+                raise ValueError(
+                    f"rank {self.comm.rank} has {places.shape[0]} of {self.length} tokens in {self.order} order; got "
+                    f"{tokens}; split them with split_sequence, or leave length out of the context"
+                )
         return places
 
     def places(self) -> Tensor:
@@ -82,6 +84,7 @@ def context(
     Masks are those of the whole sequence; rotary positions are where this rank's tokens lie, unless passed. Of latent
     attention the latents travel, not the keys and values of all heads. All else in a model acts on single tokens and
     needs nothing. Gradients of parameters are this rank's share: add them up with `sum_gradients` before a step.
+    Under activation checkpointing the backward belongs within, too.
 
     Args:
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
@@ -122,11 +125,12 @@ def sum_gradients(
         TypeError: one tensor, of which nobody can say whether its rows are meant.
         RankMismatch: the parameters of some ranks have other shapes or dtypes, or come in another order.
     """
-    if isinstance(parameters, Tensor):
-        raise TypeError("sum_gradients takes a module or a list of tensors, got one tensor; pass [x]")
     comm = Comm.of(group)
-    tensors = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-    pairs = [(x, _found(x)) for x in tensors if x.requires_grad]
+    with comm.before("sum_gradients"):
+        if isinstance(parameters, Tensor):
+            raise TypeError("sum_gradients takes a module or a list of tensors, got one tensor; pass [x]")
+        tensors = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+        pairs = [(x, _found(x)) for x in tensors if x.requires_grad]
     sizes = f"{len(pairs)} parameters of {sum(grad.numel() for _, grad in pairs)} numbers"
     dtypes = sorted({str(grad.dtype) for _, grad in pairs})
     shapes = zlib.crc32(str([(tuple(grad.shape), str(grad.dtype)) for _, grad in pairs]).encode())

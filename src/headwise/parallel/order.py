@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..ops.comm import Comm
+from ..ops.comm import Comm, eager
 from ..ops.masks.compose import Mask, as_mask
 from ..ops.rank_errors import RankMismatch
 from ..plan.places import Stretch, TokenOrder, places, stretches
@@ -79,6 +79,7 @@ def _work(mask: Mask, rows: Stretch, length: int, strips: int) -> int:
     return total
 
 
+@eager
 def positions(
     length: int,
     group: ProcessGroup | DeviceMesh | None = None,
@@ -115,6 +116,7 @@ def split_sequence(
     return x.index_select(dim, positions(x.shape[dim], group, order=order).to(x.device))
 
 
+@eager
 def join_sequence(
     x: Tensor, group: ProcessGroup | DeviceMesh | None = None, *, order: TokenOrder = "contiguous", dim: int = 1
 ) -> Tensor:
@@ -126,10 +128,11 @@ def join_sequence(
     Raises:
         RankError, RankMismatch: ranks disagree, or one fails.
     """
-    check_tensor("x", x)
-    check_order(order)
-    _check_dim(x, dim)
     comm = Comm.of(group)
+    with comm.before("join_sequence"):
+        check_tensor("x", x)
+        check_order(order)
+        _check_dim(x, dim)
     moved = x.movedim(dim, 0)
     same = {"dtype": x.dtype, "order": order, "other sizes": tuple(moved.shape[1:]), "dim": dim % x.ndim}
     same["requires_grad"] = x.requires_grad and torch.is_grad_enabled()  # all go back, or none: else one waits

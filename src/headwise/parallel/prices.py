@@ -58,16 +58,27 @@ def cheapest(job: Job, query: Tensor) -> str:
         batch=query.shape[0] or 1,
         latent=latent,
     )
-    costs = [price(call, layout, job.comm.world) for layout in SERVED]
-    return min(costs, key=lambda cost: cost.bytes).layout
+    return _fewest_bytes(call, job.comm.world)
+
+
+def _fewest_bytes(call: MeshCall, ranks: int) -> str:
+    """What `layout="auto"` takes."""
+    return min((price(call, layout, ranks) for layout in SERVED), key=lambda cost: cost.bytes).layout
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What each layout sends and takes, the cheapest first. Prints as a table."""
+    """What each layout sends and takes, the cheapest first: by time where a link is given. Prints as a table.
+
+    Attributes:
+        ranks: how many.
+        costs: of each layout.
+        auto: the layout that ``layout="auto"`` takes: it sends the fewest bytes forward, whatever the link.
+    """
 
     ranks: int
     costs: tuple[Cost, ...]
+    auto: str
 
     @property
     def layout(self) -> str:
@@ -75,7 +86,7 @@ class Prices:
         return self.costs[0].layout
 
     def __str__(self) -> str:
-        lines = [f"{self.ranks} ranks; bytes and time of the rank that has most; `auto` takes {self.layout}"]
+        lines = [f"{self.ranks} ranks; bytes and time of the rank that has most; `auto` takes {self.auto}"]
         for cost in self.costs:
             seconds = "" if cost.seconds is None else f", {cost.seconds * 1e3:.3g} ms"
             lines.append(
@@ -124,4 +135,5 @@ def explain(
     sizes = {"heads": H, "kv_heads": K, "head_dim": D, "value_dim": V, "number_bytes": query.itemsize, "batch": B}
     call = call_of(as_mask(mask), T, S, **sizes)
     costs = [price(call, layout, ranks, link=link, flop_rate=flop_rate, backward=backward) for layout in SERVED]
-    return Prices(ranks, tuple(sorted(costs, key=lambda cost: (cost.seconds or 0.0, cost.bytes))))
+    ordered = sorted(costs, key=lambda cost: (cost.seconds or 0.0, cost.bytes))
+    return Prices(ranks, tuple(ordered), _fewest_bytes(call, ranks))
