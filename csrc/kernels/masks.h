@@ -27,12 +27,33 @@ struct ScoreLayout {
   }
 };
 
-// -inf where a map, or a boolean tensor, forbids.
-template <class L, class Rule>
-static inline void forbid(const Rule& rule, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
+// -inf where a map forbids.
+template <class L>
+static inline void forbid(const MapRule& map, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
   KeyBits bits;
-  key_bits(rule, b, rows, j0, n, bits);
+  key_bits(map, b, rows, j0, n, bits);
   apply_bits<L>(bits, rows, n, x);
+}
+
+// -inf where a boolean tensor forbids. Where the lanes are keys, its rows lie as the scores do.
+template <class L>
+static inline void forbid(const Tensor4& keep, int64_t b, const QueryRows& rows, int64_t j0, int n, float* x) {
+  if constexpr (L::kRowLanes) {
+    KeyBits bits;
+    key_bits(keep, b, rows, j0, n, bits);
+    apply_bits<L>(bits, rows, n, x);
+  } else {
+    const int64_t step = keep.stride[3];
+    for (int r = 0; r < rows.padded; ++r) {
+      const char* row = at(keep, b, rows.h[r], rows.t[r]) + j0 * step;
+      float* to = x + r * L::kRowStep;
+      if (step == 1) {  // a loop that compilers make vectors of
+        for (int j = 0; j < n; ++j) to[j] = row[j] != 0 ? to[j] : -kInf;
+      } else {
+        for (int j = 0; j < n; ++j) to[j] = row[j * step] != 0 ? to[j] : -kInf;
+      }
+    }
+  }
 }
 
 // The keys of a tile that the bounds forbid to some row are among the first and the last ones: j < to_first and
