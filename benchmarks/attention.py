@@ -112,8 +112,9 @@ def rows(cases: Sequence[Case], rounds: int, budget: float) -> Iterator[Row]:
 
 
 def held_to_avx2(only: str, rounds: int, budget: float) -> list[Row]:
-    """The same in a process of its own, in which headwise and torch use no more than AVX2."""
-    env = {**os.environ, "HEADWISE_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2"}
+    """The same in a process of its own, in which headwise, torch, MKL and oneDNN use no more than AVX2."""
+    limits_of_torch = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    env = {**os.environ, "HEADWISE_ISA": "avx2", **limits_of_torch}
     options = ["--set", "avx2", "--json", "--only", only, "--rounds", str(rounds), "--budget", str(budget)]
     done = subprocess.run([sys.executable, __file__, *options], env=env, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout)["results"]

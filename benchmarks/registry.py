@@ -110,6 +110,8 @@ class Case:
             return headwise.window(self.width)
         if self.kind == "padded":
             return headwise.lengths(self.lengths())
+        if self.kind.startswith("dense"):
+            return self.dense()
         if self.kind.endswith("-bias"):
             return headwise.bias(self.cliff().view(1, 1, 1, self.S))
         raise ValueError(f"no such kind of mask: {self.kind}")
@@ -117,6 +119,13 @@ class Case:
     def lengths(self) -> Tensor:
         """Keys of each sequence of a padded batch, from an eighth of the longest up."""
         return torch.linspace(self.S / 8, self.S, self.B).long().clamp(min=1)
+
+    def dense(self) -> headwise.Mask:
+        """A mask or a bias that is a tensor, drawn: one for all heads, or one a head."""
+        source = torch.Generator().manual_seed(1)
+        if self.kind == "dense-keep":
+            return headwise.keep(torch.rand(1, 1, self.T, self.S, generator=source) < 0.8)
+        return headwise.bias(torch.randn(1, self.H, self.T, self.S, generator=source).to(getattr(torch, self.dtype)))
 
     def cliff(self) -> Tensor:
         """Logits of the keys, every other one low: `far`, where float32's exponential is denormal or 0, or `near`."""
@@ -137,7 +146,7 @@ class Case:
         return rows * self.K * columns * getattr(torch, self.dtype).itemsize
 
     def flops(self) -> float:
-        """Floating-point operations of the pairs that are attended; masked pairs do not count."""
+        """Floating-point operations of the pairs that are attended; masked pairs do not count, unless drawn at random."""
         rows = torch.arange(self.T, dtype=torch.float64) + self.S - self.T + 1
         pairs = float(self.T * self.S) * self.B
         if self.kind in ("causal", "window"):
@@ -213,6 +222,12 @@ def _others() -> list[Case]:
     for dtype, kind in product(("float32", "bfloat16"), ("far-bias", "far-logits")):
         near = (Mark("near", 1 / 1.2),)  # at most 1.2 times the time on ordinary numbers
         cases.append(Case("denormal", 1, 8, 8, 1024, 1024, 64, dtype, kind, marks=near, without=("flex", *PEERS)))
+    for dtype, kind in product(("float32", "bfloat16"), ("dense-keep", "dense-bias")):
+        marks = (Mark("torch", 1.0, 1.3),)
+        cases.append(Case("tensor", 1, 8, 8, 1024, 1024, 64, dtype, kind, marks=marks, without=("flex", *PEERS)))
+        cases.append(Case("tensor", 1, 32, 8, 1, 4096, 128, dtype, kind, marks=marks, without=("flex", *PEERS)))
+    for dtype in ("float32", "bfloat16"):  # a head dim that is no multiple of a vector, as Stable Diffusion's
+        cases.append(Case("width", 1, 8, 8, 4096, 4096, 40, dtype, marks=marks, without=("flex", *PEERS)))
     for dtype, D in product(("float32", "bfloat16"), (64, 128)):
         alone = (Mark("alone", 1 / 1.3, 1 / 1.1),)  # output and statistics in at most 1.3 times attention's time
         cases.append(Case("statistics", 1, 8, 8, 8192, 8192, D, dtype, "causal", marks=alone, without=("flex", *PEERS)))
