@@ -146,7 +146,7 @@ class Case:
         return rows * self.K * columns * getattr(torch, self.dtype).itemsize
 
     def flops(self) -> float:
-        """Floating-point operations of the pairs that are attended; masked pairs do not count, unless drawn at random."""
+        """Floating-point operations of the pairs that are attended; those masked do not count, unless at random."""
         rows = torch.arange(self.T, dtype=torch.float64) + self.S - self.T + 1
         pairs = float(self.T * self.S) * self.B
         if self.kind in ("causal", "window"):
