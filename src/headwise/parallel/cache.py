@@ -63,6 +63,8 @@ class ShardedCache(KVCache):
     Raises:
         TypeError, ValueError: as `kind`; and what `Comm` raises.
 
+    Example::
+
         cache = headwise.parallel.ShardedCache(StaticCache, 1, 8, 64, capacity=1_000_000)
         out, cache = mha(x, cache=cache)      # on every rank
     """
