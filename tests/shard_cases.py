@@ -183,6 +183,9 @@ def refusals(which: str) -> tuple[str, list[int], list[int]]:
             case "lengths":
                 cache.truncate(5 - rank)
                 headwise.attention(query, cache)
+            case "rows":
+                cache.reorder([0] * (1 + rank)).reorder([0])
+                headwise.attention(query, cache)
             case "query":
                 headwise.attention(query[..., : 8 - rank], cache)
             case "sinks":

@@ -48,6 +48,15 @@ def test_how_many_there_are_and_who_speaks(monkeypatch: pytest.MonkeyPatch) -> N
             several.check()
 
 
+def test_a_rank_beyond_the_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, rank in (("2", "2"), ("3", "12")):
+        ranked(monkeypatch, size, rank)
+        with pytest.raises(typer.BadParameter, match=rf"less than WORLD_SIZE.*RANK = {rank}, WORLD_SIZE = {size}; "):
+            several.check()
+    ranked(monkeypatch, "3", "2")
+    several.check()
+
+
 def test_least_numbers_and_what_is_shown_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     ranked(monkeypatch, "1")
     several.check()

@@ -70,10 +70,28 @@ def test_what_cannot_be_read(here: Path) -> None:
     assert 'bad.jsonl:1: not JSON; write an object a line, such as {"text": "..."}' in refused("--corpus", "bad.jsonl")
     (here / "bad.conllu").write_text("1\tIt\n", "utf8")
     assert "a word has 10 columns" in refused("--sentences", "bad.conllu")
+    (here / "none.conllu").write_text("", "utf8")
+    said = refused("--text", "def f(x): return x", "--sentences", "none.conllu")
+    assert "--sentences none.conllu: holds no sentence" in said
     (here / reading.STATE).write_bytes(b"no state")
     (here / "good.txt").write_text("def f(x): return x", "utf8")
     line = "not the state of this look (it holds something else); remove it to begin anew, or give another path"
     assert line in refused("--corpus", "good.txt")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--sentences", "ours"), "--sentences ours: holds no sentence of at most 3 tokens; give others, or leave it"),
+        (("--needles",), "--needles: a text with a needle has 15 tokens at least, but the model takes 3 positions;"),
+    ],
+    ids=["sentences", "needles"],
+)
+def test_readings_that_no_position_is_left_for(
+    here: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("headwise.hf.loading._max_positions", lambda _: 3)
+    assert message in refused("--text", "a", *option)
 
 
 def test_what_heads_are_worth_and_the_tokens_around_evidence(here: Path) -> None:

@@ -126,6 +126,14 @@ def test_what_the_environment_says_of_processes_is_a_number(
     assert Processes.here() == Processes()
 
 
+def test_a_rank_beyond_the_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_: pytest.fail("it waits for all others"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ValueError, match=r"^RANK is less than WORLD_SIZE.*got RANK = 2, WORLD_SIZE = 2; start them"):
+        Processes.here()
+
+
 def test_a_part_of_the_processes() -> None:
     outside, *inside = ranks.pool(3).run(many_cases.subgroup)
     assert inside == [bytes([11, 12])] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from headwise.look import Repeats, Vocabulary
 from headwise.look.measure import Uniform
 from headwise.look.repeats import draw, targets
 from headwise.look.scene import Scene
+from headwise.look.tables import rows as rows_of
 from headwise.nn import AttentionCall, probe
 from headwise.ops.reference import reference_weights
 from headwise.testing import largest_tensor
@@ -205,6 +207,21 @@ def test_cross_attention_is_measured_where_it_can_be() -> None:
     assert (cross.queries, cross.keys) == (13, 7) and len(cross.map) == 13 and len(cross.map[0]) == 7
     assert cross.part == "cross" and record.heads[0].part == "decoder" and "duplicate-token" in record.heads[0].scores
     assert {*cross.scores} <= {"first-token sink", "broad", "delimiter"}  # nothing that compares positions
+
+
+def test_cross_attention_has_no_distances() -> None:
+    """Positions of two texts are not compared, neither in the record nor in what is printed and compared."""
+    record = look.at(Reader(), text(13), delimiters=DELIMITERS)
+    cross, own = record.heads[2], record.heads[0]
+    assert (cross.distance, cross.offsets, cross.ahead, cross.mass_at(0)) == (None, (), (), None)
+    assert own.distance and len(own.offsets) == 9
+    assert look.Look.from_dict(json.loads(record.to_json())) == record
+    rows = [line.split() for line in str(record).splitlines()[1:]]
+    assert [row[rows[0].index("distance")] == "-" for row in rows[1:]] == [False, False, True, True]
+    flat = rows_of(record)[2]
+    assert flat["distance"] is None and "offset_0" not in flat
+    other = look.compare(record, record).heads
+    assert [(head.moved, head.near) for head in other] == [(0.0, 0.0)] * 2 + [(0.0, None)] * 2
 
 
 def test_a_shared_module_is_two_layers() -> None:

@@ -137,6 +137,14 @@ def test_the_same_look_gives_the_same_bytes() -> None:
     assert report.render(make_look(seed=3)) == report.render(make_look(seed=3)) != report.render(make_look(seed=4))
 
 
+def test_what_cross_attention_has_not_is_empty() -> None:
+    look = make_look(layers=1, heads=2)
+    cross = replace(look.heads[1], part="cross", distance=None, offsets=(), ahead=())
+    data = Elements(report.render(replace(look, heads=(look.heads[0], cross)))).data
+    assert values(data, "distance") == [pytest.approx(look.heads[0].distance, rel=1e-3), None]
+    assert numbers(data)["offsets"][1] == [] and len(numbers(data)["offsets"][0]) == 9
+
+
 def test_numbers_and_maps_are_those_of_the_look() -> None:
     look = make_look(layers=2, heads=3)
     data = Elements(report.render(look)).data

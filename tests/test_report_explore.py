@@ -257,6 +257,7 @@ def test_parts_stand_apart_and_a_decoder_reads_behind_its_start(browser: Any, tm
     shown = Score("induction", 0.9, 0.1, 0.4, 7, plays=True, evidence=(Evidence(0, 9, 4, 0.75),))
     heads[2:] = [replace(head, scores={"induction": shown}) for head in heads[2:]]
     spelt = {"copies 0": {place: f" r{place}" for place in range(29)}}
+    heads[4:] = [replace(head, distance=None, offsets=(), ahead=()) for head in heads[4:]]
     look = replace(look, kind="encoder-decoder", heads=tuple(heads), maps=tuple(maps), excerpts=spelt)
     opened = Opened(browser, look, tmp_path)
     page = opened.page
@@ -264,6 +265,8 @@ def test_parts_stand_apart_and_a_decoder_reads_behind_its_start(browser: Any, tm
     tile(page, 5).click()
     queries, keys = (page.locator(f"#map .{axis} .tick text").all_text_contents() for axis in ("queries", "keys"))
     assert queries[:2] == ["(start)", "\u00b7The"] and keys[0] == "\u00b7The"
+    assert page.locator("#offsets").text_content() == "Not measured: queries and keys are of two texts."
+    assert page.locator("#offsets-of").text_content() == ""
     page.locator("#tab-arcs").click()
     page.locator("#sentence").select_option("0")
     assert page.locator("#arcs .arc-key").count() == 29 and page.locator("#arcs .arc").count() > 3

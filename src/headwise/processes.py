@@ -56,10 +56,15 @@ class Processes:
         """Those of the default process group, which is made where torchrun says that there are several.
 
         Raises:
-            ValueError: the environment has a WORLD_SIZE or a RANK that is none.
+            ValueError: the environment has a WORLD_SIZE or a RANK that is none, or a RANK not below WORLD_SIZE.
         """
-        if dist.is_available() and not dist.is_initialized() and _told("WORLD_SIZE", 1) > 1:
-            _told("RANK", 0)
+        if dist.is_available() and not dist.is_initialized() and (size := _told("WORLD_SIZE", 1)) > 1:
+            rank = _told("RANK", 0)
+            if rank >= size and "RANK" in os.environ:  # without one, torch says what it misses
+                raise ValueError(
+                    f"RANK is less than WORLD_SIZE, for processes are numbered from 0; got RANK = {rank}, WORLD_SIZE = "
+                    f"{size}; start them with torchrun, or unset both"
+                )
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         if dist.is_available() and dist.is_initialized():
             return cls.of(dist.group.WORLD)

@@ -19,6 +19,9 @@ STATE = "headwise-look.state"
 AT_ONCE = 64
 """Documents that are tokenized together."""
 
+NEEDLE = 7
+"""Tokens of a needle, which stands in its text twice."""
+
 
 class More(NamedTuple):
     """The options that say what is read beside the text, or in its place."""
@@ -85,11 +88,22 @@ def readings(loaded: Any, more: More, ids: Sequence[int]) -> dict[str, Any]:
         documents = annotate.ours() if more.sentences == "ours" else annotate.read(more.sentences)
         loaded.encode_all([one.text for one in documents])  # raises where the tokenizer would take for ever
         result["sentences"] = annotate.passages(documents, loaded.tokenizer, length=loaded.max_positions)
+        if not result["sentences"]:
+            most = loaded.max_positions
+            raise typer.BadParameter(
+                f"--sentences {more.sentences}: holds no sentence{f' of at most {most} tokens' if most else ''}; give "
+                "others, or leave it out"
+            )
     if more.needles:
         special = {*loaded.tokenizer.all_special_ids}
         vocabulary = [i for i, name in enumerate(loaded.names()) if name and i not in special]
-        room = 512 if loaded.max_positions is None else max(loaded.max_positions - 14, 1)
-        result["needles"] = needles(ids, vocabulary, around=min(121, room))
+        room = 512 if loaded.max_positions is None else loaded.max_positions - 2 * NEEDLE
+        if room < 1:
+            raise typer.BadParameter(
+                f"--needles: a text with a needle has {2 * NEEDLE + 1} tokens at least, but the model takes "
+                f"{loaded.max_positions} positions; leave it out"
+            )
+        result["needles"] = needles(ids, vocabulary, length=NEEDLE, around=min(121, room))
     return result
 
 

@@ -48,7 +48,7 @@ class HeadChange:
         divergence: the Jensen-Shannon divergence of the same rows, mean over rows, in bits: from 0 to 1.
         near: total variation between its mean masses by offset: 8 back to 8 ahead, and all the rest together. It
             sees what pooling hides, such as a head that went from the token before to its own. None where the two looks
-            did not read the same tokens, or a record has no offsets.
+            did not read the same tokens, or a record has no offsets, as in cross-attention.
         scores: by role, the values of both; of the roles that both measured.
     """
 

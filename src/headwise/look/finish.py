@@ -26,10 +26,13 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
     able = tally.numbers["offset rows"]
     offsets = tally.numbers["offsets"] / np.maximum(able, 1)
     far = (offsets.shape[1] - 1) // 2
-    ahead = bool(tally.numbers["ahead"] > 0)
+    cross = tally.place["part"] == "cross"  # positions of two texts have neither distance nor offset
+    ahead = bool(tally.numbers["ahead"] > 0) and not cross
     maps = rounded(_maps(tally), 5)
     beside = rounded(offsets, 6)
     numbers = {name: rounded(values, 6) for name, values in means.items()}
+    if cross:
+        numbers["distance"] = [None] * tally.heads
     scores: list[dict[str, Score]] = [{} for _ in range(tally.heads)]
     for role in roles:
         for h, score in _scores(role, tally):
@@ -41,7 +44,7 @@ def _layer(layer: int, tally: LayerTally, roles: Sequence[Role], axes: Sequence[
             layer=layer,
             head=h,
             **{name: values[h] for name, values in numbers.items()},
-            offsets=tuple(beside[h][: far + 1]),
+            offsets=() if cross else tuple(beside[h][: far + 1]),
             ahead=tuple(beside[h][far + 1 :]) if ahead else (),
             scores=scores[h],
             map=tuple(map(tuple, maps[h])),

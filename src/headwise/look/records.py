@@ -50,8 +50,10 @@ class HeadRecord:
         part: ``"encoder"``, ``"decoder"`` or ``"cross"``: by where the queries of the call may look.
         entropy: mean entropy of a row, in nats.
         largest: mean of the largest weight of a row.
-        distance: mean distance between a query and the keys it attends, in tokens.
-        offsets: mean mass on the key 0, 1, ... k positions back, over the queries that may attend it.
+        distance: mean distance between a query and the keys it attends, in tokens; None in cross-attention, whose
+            positions are of two texts.
+        offsets: mean mass on the key 0, 1, ... k positions back, over the queries that may attend it; empty in
+            cross-attention.
         ahead: mean mass on the key 1, 2, ... k positions ahead, as ``offsets``; empty where no query may attend any.
         scores: by role, what the head scored; a role that was not measured is missing.
         map: the pooled attention matrix, rows of queries; each row sums to 1, or to 0 where nothing was attended.
@@ -68,7 +70,7 @@ class HeadRecord:
     part: str
     entropy: float
     largest: float
-    distance: float
+    distance: float | None
     offsets: tuple[float, ...]
     ahead: tuple[float, ...]
     scores: Mapping[str, Score]

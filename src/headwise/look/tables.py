@@ -64,7 +64,7 @@ def _cells(head: HeadRecord) -> Sequence[str]:
         str(head.head),
         f"{head.entropy:.2f}",
         f"{head.largest:.2f}",
-        f"{head.distance:.1f}",
+        "-" if head.distance is None else f"{head.distance:.1f}",
         *("-" if value is None else f"{value:.2f}" for value in values),
         ", ".join(map(str, head.roles)) or "-",
     )

@@ -120,6 +120,7 @@ class ShardedCache(KVCache):
             share = Share(own_heads, own.num_kv_heads, self.comm.world, self.comm.rank)
             self.num_kv_heads = len(share.keys)  # of an append
         self._of, self._told = HeadExchange(self.comm, share), True
+        self._order = 0  # a checksum of all that `reorder` was told
 
     @property
     @override
@@ -217,6 +218,7 @@ class ShardedCache(KVCache):
             "cache": f"block={self.deal.block}, own_heads={self.own_heads}, window={self.window}, first={self.first}",
             "sizes": f"{self.batch}, {self.num_kv_heads}, {self.head_dim}, {self.value_dim}, {self.dtype}",
             "lengths": f"{digest(torch.tensor(self.lengths, device='cpu')):08x}, at most {max(self.lengths)}",
+            "rows of reorder()": f"{self._order:08x}",
         }
 
     # --- and are attended ---------------------------------------------------------------------------------------------
@@ -360,8 +362,11 @@ class ShardedCache(KVCache):
 
     @override
     def reorder(self: ShardedT, rows: Tensor | Sequence[int]) -> ShardedT:
+        """The rows of that order, the same on all ranks: ranks that differ are told so at the next `attend`."""
+        wanted = whole_numbers("rows", rows)
         self.local.reorder(rows)
-        self.set_rows(whole_numbers("rows", rows))
+        self.set_rows(wanted)
+        self._order = digest(torch.tensor([self._order, *wanted], device="cpu"))
         return self
 
     @override

@@ -60,8 +60,9 @@ function markDot(head) {
 
 function drawOffsets(head) {
   const place = byId("offsets");
-  if (!head.offsets.length) return place.replaceChildren(el("p", { className: "hint" }, "Not in this report: there are too many heads."));
-  byId("offsets-of").textContent = `head ${head.name}: mean over the queries`;
+  const why = head.part === "cross" ? "Not measured: queries and keys are of two texts." : "Not in this report: there are too many heads.";
+  byId("offsets-of").textContent = head.offsets.length ? `head ${head.name}: mean over the queries` : "";
+  if (!head.offsets.length) return place.replaceChildren(el("p", { className: "hint" }, why));
   const width = Math.max(place.clientWidth, 200);
   const [height, left, bottom] = [190, 42, 34];
   // Key minus query, from furthest back to furthest ahead; nothing lies ahead where no query may look there.
