@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from backends import NATIVE, attend, natives, needs_native
+from backends import NATIVE, attend, instructions, natives, needs_native
 from mask_cases import Sizes
 from native_cases import collected, native_dtypes
 from test_invariance import threads
@@ -124,7 +125,9 @@ def test_the_operator_that_tells_what_is_kept(backend: str, dtype: torch.dtype, 
                 attempt(f"rows {first}", assert_same_bits, part, keep[:, :, first : first + rows])
 
 
-def attend_full(backend: str, q: Tensor, k: Tensor, v: Tensor, low: int, high: int, p: float, seed: Tensor) -> Tensor:
+def attend_full(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, low: int, high: int, p: float, seed: Tensor | None
+) -> Tensor:
     ops = torch.ops.headwise
     before = ops.isa()
     ops.use_isa(backend.removeprefix("native-"))
@@ -213,6 +216,92 @@ def test_the_generator_is_philox() -> None:
             threshold = min(int(torch.tensor(dropout).double() * 2**32), 2**32 - 1)
             keep = torch.ops.headwise.dropout_keep(torch.tensor([seed]), dropout, B, H, first, T, S)
             assert_same_bits(keep, word >= threshold)
+
+
+# One query has the keys in the lanes, more have the rows there, up to three vectors of them.
+BLOCKS = ((1, 1), (1, 2), (1, 7), (3, 1), (3, 2), (17, 1), (33, 3), (50, 1))  # queries, heads of a group
+FIRST = (*range(9), 31, 33, 63, 126, 127, 128, 129, 131)  # keys at which windows begin
+
+
+def seeds(first: int) -> list[Tensor]:
+    """A seed, and the same of calls that are parts of larger ones: heads of it, first head, query and key.
+
+    The greatest numbers that fit a word are crossed.
+    """
+    word = 1 << 32
+    places = [[], [13, 5, 3, first], [13, word - 2, word - 2, 4 * word - 6 + first], [1 << 30, 1 << 40, 9, 2]]
+    return [torch.tensor([0x7766554433221100, *place]) for place in places]
+
+
+@natives
+@pytest.mark.parametrize(("T", "G"), BLOCKS)
+def test_words_of_keys_that_begin_anywhere(backend: str, T: int, G: int) -> None:
+    """Four keys share a block of the generator; the first key of a tile that a window reaches may be any of them."""
+    n = Sizes(2, 2 * G, 2, T, 140, 8, 140)
+    q, k, _ = make_qkv(*n)
+    identity = torch.eye(n.S).expand(n.B, n.K, n.S, n.S)
+    i, j = torch.arange(T)[:, None], torch.arange(n.S)
+    with collected() as attempt:
+        for first in FIRST:
+            seen = (j >= i + first) & (j < i + first + 20)
+            plain = attend_full(backend, q, k, identity, first, first + 20, 0.0, None).double()
+            for number, seed in enumerate(seeds(first)):
+                ours = attend_full(backend, q, k, identity, first, first + 20, 0.375, seed)
+                keep = torch.ops.headwise.dropout_keep(seed, 0.375, n.B, n.H, 0, T, n.S)
+                attempt(f"{first}, seed {number}", assert_same_bits, ours != 0, keep & seen)
+                attempt(f"{first}, seed {number}", close, ours, plain * keep / 0.625)
+
+
+def close(ours: Tensor, exact: Tensor) -> None:
+    """To a rounding of the weight, of the factor and of their product."""
+    torch.testing.assert_close(ours.double(), exact.double(), rtol=3 * torch.finfo(ours.dtype).eps, atol=0)
+
+
+@needs_native
+def test_a_part_draws_what_the_whole_draws() -> None:
+    """Which the tests above take from `dropout_keep`: by the place in the whole, whose heads may be beyond 2^32."""
+    keep = torch.ops.headwise.dropout_keep
+    for number in (5, 1 << 61):
+        whole = keep(torch.tensor([number]), 0.375, 3, 13, 0, 29, 41)
+        for head, query, key in ((5, 3, 1), (0, 0, 6), (11, 17, 31)):
+            part = keep(torch.tensor([number, 13, head, query, key]), 0.375, 3, 2, 0, 7, 10)
+            assert_same_bits(part, whole[:, head : head + 2, query : query + 7, key : key + 10])
+        heads, head = 1 << 30, (1 << 40) - 1
+        far = keep(torch.tensor([number, heads, head, 2, 3]), 0.375, 2, 2, 0, 4, 5)
+        for b, h, i, j in itertools.product(range(2), range(2), range(4), range(5)):
+            plane = b * heads + head + h
+            word = philox(number, ((3 + j) // 4, 2 + i, plane & 0xFFFFFFFF, plane >> 32))[(3 + j) % 4]
+            assert bool(far[b, h, i, j]) == (word >= 0.375 * 2**32)
+
+
+@natives
+@pytest.mark.parametrize(("T", "G"), BLOCKS)
+def test_the_gradient_under_windows_that_begin_anywhere(backend: str, T: int, G: int) -> None:
+    """Of query, key and value, as autograd finds it through what `dropout_keep` tells, in float64."""
+    n = Sizes(1, 2 * G, 2, T, 140, 8, 12)
+    qkv = make_qkv(*n)
+    source = torch.Generator().manual_seed(1)
+    grad_out = torch.randn(n.B, n.H, T, n.V, generator=source)
+    i, j = torch.arange(T)[:, None], torch.arange(n.S)
+    with collected() as attempt:
+        for first in FIRST[::2]:
+            seen = (j >= i + first) & (j < i + first + 20)
+            for number, seed in enumerate(seeds(first)):
+                keep = torch.ops.headwise.dropout_keep(seed, 0.375, n.B, n.H, 0, T, n.S)
+                numbers = (0.5, 0.0, None, first, first + 20, *[None] * 6, 0.375, seed)
+                with instructions(backend):
+                    out, _, ends = torch.ops.headwise.attend_kept(*qkv, *numbers)
+                    ours = torch.ops.headwise.attend_backward(grad_out, None, out, ends, False, *qkv, *numbers)
+                leaves = [x.double().requires_grad_() for x in qkv]
+                query, key, value = leaves[0], *(x.repeat_interleave(G, 1) for x in leaves[1:])
+                scores = (0.5 * query @ key.mT).masked_fill(~seen, -math.inf)
+                empty = ~seen.any(-1, keepdim=True)
+                weights = torch.softmax(scores.masked_fill(empty, 0.0), -1) * (keep & ~empty) / 0.625
+                theirs = torch.autograd.grad(weights @ value, leaves, grad_out.double())
+                for x, y, what in zip(ours, theirs, ("query", "key", "value"), strict=True):
+                    # a constant: a dropped weight moves a gradient by a hundredth and more
+                    attempt(f"{first}, seed {number}, {what}", torch.testing.assert_close, x.double(), y,
+                            rtol=1e-5, atol=2e-5)  # fmt: skip
 
 
 @natives

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import headwise
 from headwise.ops.native import backend as native
+from headwise.ops.native import library
 from headwise.testing import STRIDES, assert_same_bits
 
 pytestmark = pytest.mark.unchecked
@@ -161,6 +162,39 @@ def test_the_operator_takes_what_the_forward_gave_in_any_layout(backend: str, dt
             continue  # of one query
         with pytest.raises(RuntimeError, match=re.escape(what)):
             call(ends=wrong)
+
+
+@native_dtypes
+@forms
+def test_what_comes_back_reaches_the_operator_with_contiguous_rows(
+    monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype, n: Sizes
+) -> None:
+    """An expanded or a transposed gradient: the kernel would read it number by number. Others are not copied."""
+    met: list[Tensor] = []
+
+    def noting(grad_out: Tensor, *rest: Any) -> Any:
+        met.append(grad_out)
+        return attend_backward(grad_out, *rest)
+
+    attend_backward = library.attend_backward
+    monkeypatch.setattr(library, "attend_backward", noting)
+    shape = (n.B, n.H, n.T, n.V)
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expanded = {
+        "one number": numbers[:1, :1, :1, :1].expand(shape),
+        "a number a row": numbers[..., :1].expand(shape),
+        "a row a head": numbers[:, :, :1].expand(shape),
+        "transposed": numbers.mT.contiguous().mT,
+        "every second": numbers.repeat_interleave(2, 3)[..., ::2],
+        "time first": numbers.transpose(1, 2).contiguous().transpose(1, 2),
+    }
+    with collected() as attempt:
+        for options in ({}, {"mask": "causal"}, {"mask": "keep BHTS", "sinks": True, "gate": False, "dropout": 0.25}):
+            call = caller(backend, Case(n, dtype, **options))
+            for name, grad_out in expanded.items():
+                attempt(f"{options}, {name}", same, call, {"grad_out": grad_out})
+    assert all(x.stride(3) == 1 for x in met)
+    assert n.T == 1 or any(x.stride(2) == 0 for x in met), "rows that need no copy are copied"
 
 
 @native_dtypes
