@@ -51,6 +51,16 @@ def test_without_a_word_the_best_is_used() -> None:
     assert printed(WHICH, HEADWISE_ISA="") == ISAS[0]
 
 
+def test_a_set_that_cannot_run_is_named_in_a_warning() -> None:
+    done = fresh.run(WHICH, HEADWISE_ISA="avx3")
+    assert done.returncode == 0 and done.stdout.strip() == ISAS[0]
+    assert (
+        f"HEADWISE_ISA=avx3 names no instruction set that can run here: the native kernel runs {ISAS[0]};"
+        in done.stderr
+    )
+    assert fresh.run(WHICH, HEADWISE_ISA=ISAS[-1]).stderr == ""
+
+
 def test_switching() -> None:
     ops = torch.ops.headwise
     before = ops.isa()

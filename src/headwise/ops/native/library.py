@@ -9,6 +9,7 @@ for those who trace) and `dropout_keep` are the library's own (csrc/torch/bind*.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
@@ -85,6 +86,10 @@ def _load() -> str | None:
     missing = [name for name in OWN if not hasattr(torch.ops.headwise, name)]
     if missing:
         return f"the native library is another version's, without {', '.join(missing)}: reinstall headwise"
+    forced, sets = os.environ.get("HEADWISE_ISA"), torch.ops.headwise.isas().replace(",", ", ")
+    if forced and forced not in sets.split(", "):
+        runs = f"the native kernel runs {torch.ops.headwise.isa()}; this CPU and build have {sets}"
+        warnings.warn(f"HEADWISE_ISA={forced} names no instruction set that can run here: {runs}", stacklevel=2)
     _register()
     return None
 
