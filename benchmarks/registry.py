@@ -222,8 +222,8 @@ def _others() -> list[Case]:
     for dtype, kind in product(("float32", "bfloat16"), ("far-bias", "far-logits")):
         near = (Mark("near", 1 / 1.2),)  # at most 1.2 times the time on ordinary numbers
         cases.append(Case("denormal", 1, 8, 8, 1024, 1024, 64, dtype, kind, marks=near, without=("flex", *PEERS)))
+    marks = (Mark("torch", 1.0, 1.3),)
     for dtype, kind in product(("float32", "bfloat16"), ("dense-keep", "dense-bias")):
-        marks = (Mark("torch", 1.0, 1.3),)
         cases.append(Case("tensor", 1, 8, 8, 1024, 1024, 64, dtype, kind, marks=marks, without=("flex", *PEERS)))
         cases.append(Case("tensor", 1, 32, 8, 1, 4096, 128, dtype, kind, marks=marks, without=("flex", *PEERS)))
     for dtype in ("float32", "bfloat16"):  # a head dim that is no multiple of a vector, as Stable Diffusion's

@@ -97,12 +97,10 @@ def over(
         _check_sums(model, processes, batch, words, state)
         first, stream = _first_of(texts)
         row = inputs.as_row(first)
-        facts = inputs.IdFacts.of(model, row)
-        known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
-        others = inputs.checked_readings(readings, facts)
-        reader = Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
+        reader = _reader_of(model, row, words)
+        others = inputs.checked_readings(readings, reader.facts)
         weights = of_model(model) if state is not None or processes.size > 1 else ""  # else no sums meet others
-        about = fingerprint(name or inputs.model_name(model), repeats, known, others, row, weights)
+        about = fingerprint(name or inputs.model_name(model), repeats, reader.words, others, row, weights)
         return reader, itertools.chain([first], stream), others, about
 
     reader, stream, others, about = processes.together(begin)
@@ -114,6 +112,13 @@ def over(
             pass
         shared.finish(lambda: read_more(reader, repeats, others, shared.mine))
     return look_of(reader, name, started, length=shared.length, tokens=(), texts=shared.done)
+
+
+def _reader_of(model: nn.Module, row: Sequence[int], words: Vocabulary | None) -> Reader:
+    """What reads the texts, by what the first of them says of the model's ids."""
+    facts = inputs.IdFacts.of(model, row)
+    known = Vocabulary(special=frozenset(facts.special.values())) if words is None else words
+    return Reader(model, facts, known, ROLES, MapSizes(32, 0), Steps(None, 1))
 
 
 def _check_sums(model: nn.Module, processes: Processes, batch: object, words: object, state: object) -> None:
