@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import headwise
 from headwise import look
 from headwise.look import Repeats, Vocabulary
-from headwise.look.measure import Uniform
+from headwise.look.measure import Uniform, looks_ahead
 from headwise.look.repeats import draw, targets
 from headwise.look.scene import Scene
 from headwise.look.tables import rows as rows_of
@@ -207,6 +207,14 @@ def test_cross_attention_is_measured_where_it_can_be() -> None:
     assert (cross.queries, cross.keys) == (13, 7) and len(cross.map) == 13 and len(cross.map[0]) == 7
     assert cross.part == "cross" and record.heads[0].part == "decoder" and "duplicate-token" in record.heads[0].scores
     assert {*cross.scores} <= {"first-token sink", "broad", "delimiter"}  # nothing that compares positions
+
+
+def test_whether_cross_attention_looks_ahead_is_unknown() -> None:
+    mha = headwise.MultiHeadAttention(12, 3)
+    with headwise.nn.probe(mha) as seen:
+        mha(torch.randn(1, 5, 12), torch.randn(1, 3, 12))
+        mha(torch.randn(1, 5, 12))
+    assert [looks_ahead(call) for call in seen.calls] == [None, True]
 
 
 def test_cross_attention_has_no_distances() -> None:
