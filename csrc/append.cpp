@@ -25,7 +25,7 @@ void append_int8(const Append& append, const AppendSpan* spans, size_t count) {
   const double nanoseconds = static_cast<double>(rows) * (20.0 + static_cast<double>(width) / 4.0);
   const Kernels& set = kernels();
   share(
-      workers_for(nanoseconds), static_cast<int64_t>(pieces.size()) * append.K,
+      workers_for(nanoseconds), static_cast<int64_t>(pieces.size()) * append.K, true,
       (widest + 16) * static_cast<int64_t>(sizeof(float)),
       [&](int64_t i, char* scratch) {
         const AppendSpan& span = pieces[static_cast<size_t>(i / append.K)];

@@ -7,6 +7,8 @@
 #include <numeric>
 #include <queue>
 
+#include "threads.h"
+
 namespace headwise {
 namespace {
 
@@ -20,6 +22,7 @@ struct Order {
   std::vector<int32_t> places;
   double share = 1.0;  // the busiest thread's over the mean; an upper bound where items are many
   double time = 0.0;   // of the busiest thread
+  bool alike = true;   // no item costs more than twice the mean
 };
 
 // Items by the power of two of their cost, the longest first; those of one power stay as they are, so that neighbours
@@ -31,13 +34,14 @@ Order longest_first(const std::vector<float>& costs, int64_t workers, bool timed
   for (const float cost : costs) sum += static_cast<double>(cost), largest = std::max(largest, cost);
   order.places.resize(costs.size());
   const double mean = sum / static_cast<double>(workers);
+  order.alike = static_cast<double>(largest) * static_cast<double>(costs.size()) <= 2.0 * sum;
   if (timed && mean < static_cast<double>(largest) * static_cast<double>(kEnoughItems)) {
     std::iota(order.places.begin(), order.places.end(), 0);
     const auto cost = [&](int32_t place) { return costs[static_cast<size_t>(place)]; };
     std::stable_sort(order.places.begin(), order.places.end(), [&](int32_t a, int32_t b) { return cost(a) > cost(b); });
     std::vector<float> dealt(costs.size());
     std::transform(order.places.begin(), order.places.end(), dealt.begin(), cost);
-    order.share = largest_share(dealt, workers);
+    order.share = largest_share(dealt, workers, order.alike);
     order.time = order.share * mean;
     return order;
   }
@@ -251,14 +255,16 @@ bool reaches_any(const Problem& p, int64_t b, int64_t first, int64_t last, int64
   return reach_of(p, b, first, last).within(from, to) > 0;
 }
 
-double largest_share(const std::vector<float>& costs, int64_t workers) {
+double largest_share(const std::vector<float>& costs, int64_t workers, bool alike) {
   std::priority_queue<double, std::vector<double>, std::greater<>> busy(
       std::greater<>(), std::vector<double>(static_cast<size_t>(workers), 0.0));
   double sum = 0.0, most = 0.0;
-  for (const float cost : costs) {
-    const double end = busy.top() + static_cast<double>(cost);
+  const auto items = static_cast<int64_t>(costs.size());
+  for (int64_t i = 0, last; i < items; i = last) {
+    last = i + items_to_take(items - i, workers, alike);
+    const double cost = std::accumulate(costs.begin() + i, costs.begin() + last, 0.0), end = busy.top() + cost;
     busy.pop(), busy.push(end);
-    sum += static_cast<double>(cost), most = std::max(most, end);
+    sum += cost, most = std::max(most, end);
   }
   return sum == 0.0 ? 1.0 : most * static_cast<double>(workers) / sum;
 }
@@ -268,7 +274,8 @@ Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer) 
   // A call of few rows lasts so short that a model of its threads would take a part of its time.
   if (workers <= 1 || (plan.by_row && p.bounds == nullptr)) return best;
   if (plan.by_row) {
-    best.order = longest_first(costs_of(p, plan), workers, false).places;
+    Order order = longest_first(costs_of(p, plan), workers, false);
+    best.order = std::move(order.places), best.alike = order.alike;
     return best;
   }
   double least = HUGE_VAL;
@@ -281,7 +288,7 @@ Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer) 
     const bool even = order.share <= kEvenShare;
     if (even || time < least) {
       least = time;
-      deal.order = std::move(order.places);
+      deal.order = std::move(order.places), deal.alike = order.alike;
       best = std::move(deal);
     }
     if (even || blocks == 1 || !finer) return best;
@@ -292,18 +299,18 @@ BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t w
   const int64_t heads = p.B * p.K;
   if (plan.whole_bytes > 0) {  // fresh memory for `partial` would cost a fifth of the whole
     BackwardItems whole(p, plan);
-    for (int64_t head = heads - 1; head >= 0; --head) whole.add_whole(head);
+    for (int64_t head = 0; head < heads; ++head) whole.add_whole(head);
     const Order order = whole.order(workers);
     if (workers <= 1 || order.share <= kEvenShare) {
-      BackwardDeal deal = {plan, whole.in(order)};
+      BackwardDeal deal = {plan, whole.in(order), order.alike};
       deal.plan.has_partial = false, deal.plan.scratch_bytes += plan.whole_bytes;
       return deal;
     }
   }
   BackwardItems chunks(p, plan);
-  for (int64_t head = heads - 1; head >= 0; --head) chunks.add_chunks(head);
+  for (int64_t head = 0; head < heads; ++head) chunks.add_chunks(head);
   Order best = chunks.order(workers);
-  BackwardDeal deal = {plan, chunks.in(best)};
+  BackwardDeal deal = {plan, chunks.in(best), best.alike};
   if (workers <= 1 || best.share <= kEvenShare || !plan.splits) return deal;
   // So many heads in two passes that the chunks of the others are as many for each thread.
   const int64_t rest = (heads * plan.chunks % workers + plan.chunks - 1) / plan.chunks;
@@ -315,7 +322,7 @@ BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t w
       for (int64_t head = split - 1; head >= 0; --head) items.add_passes(head, passes);
       Order order = items.order(workers);
       if (order.time >= best.time) continue;
-      deal.items = items.in(order);
+      deal.items = items.in(order), deal.alike = order.alike;
       deal.plan.has_partial = true;
       best = std::move(order);
     }
@@ -326,7 +333,7 @@ BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t w
 ReceivedDeal deal_received(const Problem& p, const ItemPlan& plan, int64_t workers) {
   Problem by_head = p;
   by_head.K = p.H;
-  ReceivedDeal deal = {plan, {}};
+  ReceivedDeal deal = {plan, {}, true};
   if (workers <= 1) return deal;
   double least = HUGE_VAL;
   const int64_t largest = plan.keys_per_item;
@@ -349,7 +356,7 @@ ReceivedDeal deal_received(const Problem& p, const ItemPlan& plan, int64_t worke
     const bool even = order.share <= kEvenShare;
     if (even || order.time < least) {
       least = order.time;
-      deal.order = std::move(order.places);
+      deal.order = std::move(order.places), deal.alike = order.alike;
       deal.plan.keys_per_item = keys, deal.plan.items = p.B * p.H * ranges;
     }
     if (even) break;

@@ -23,12 +23,13 @@ struct KeyReach {
 KeyReach reach_of(const Problem& p, int64_t b, int64_t first, int64_t last);
 
 // The time of the busiest thread over the mean, where threads take items of these costs in this order.
-double largest_share(const std::vector<float>& costs, int64_t workers);
+double largest_share(const std::vector<float>& costs, int64_t workers, bool alike);
 
 // The items of `run` or `run_statistics`.
 struct Deal {
   Plan plan;
   std::vector<int32_t> order;  // places among the items from the last rows to the first; empty = all of them in turn
+  bool alike = true;           // no item costs more than twice the mean
 
   explicit Deal(const Plan& cut) : plan(cut) {}
   // group * splits + split of the item that is dealt as number i, of so many.
@@ -46,6 +47,7 @@ Deal deal_rows(const Problem& p, const Plan& plan, int64_t workers, bool finer =
 struct BackwardDeal {
   BackwardPlan plan;
   std::vector<BackwardItem> items;
+  bool alike = true;
 };
 BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t workers);
 
@@ -53,6 +55,7 @@ BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t w
 struct ReceivedDeal {
   ItemPlan plan;
   std::vector<int32_t> order;
+  bool alike = true;
 };
 ReceivedDeal deal_received(const Problem& p, const ItemPlan& plan, int64_t workers);
 

@@ -199,7 +199,7 @@ void attend(const Problem& call) {
     const int64_t at = deal.item(i, items);
     set.run(p, plan, at / plan.splits, at % plan.splits, scratch, upcoming);
   };
-  share(workers, items, plan.scratch_bytes, item, scratch_of);
+  share(workers, items, deal.alike, plan.scratch_bytes, item, scratch_of);
   if (plan.splits == 1) return;
   constexpr int64_t kRows = 16;
   const int64_t parts = (plan.rows + kRows - 1) / kRows;
@@ -207,7 +207,7 @@ void attend(const Problem& call) {
     const int64_t head = i / parts, first = i % parts * kRows;
     set.merge(p, plan, head / p.K, head % p.K, first, std::min(first + kRows, plan.rows));
   };
-  share(workers, p.B * p.K * parts, 0, merge, scratch_of);
+  share(workers, p.B * p.K * parts, true, 0, merge, scratch_of);
 }
 
 void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,

@@ -9,7 +9,7 @@ void place_step(const Problem& cache, const Step& step) {
   const int64_t width = cache.D > step.value_width ? cache.D : step.value_width;
   const double nanoseconds = static_cast<double>(cache.B * (cache.H + 2 * cache.K)) * static_cast<double>(width);
   share(
-      workers_for(nanoseconds), cache.B, set.step_scratch_bytes(width),
+      workers_for(nanoseconds), cache.B, true, set.step_scratch_bytes(width),
       [&](int64_t b, char* scratch) { set.place_row(cache, step, b, scratch); }, scratch_of);
 }
 

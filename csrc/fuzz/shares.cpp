@@ -88,6 +88,7 @@ struct Shape {
 struct Dealt {
   std::vector<float> costs;
   float finest = 1.0f;
+  bool alike = true;       // all costs are
   double otherwise = 0.0;  // what the work of all threads is in the only finer cut, where that computes more
 };
 using Kind = std::function<Dealt(const Shape&, int64_t workers)>;
@@ -102,6 +103,7 @@ Dealt rows_of(const Shape& shape, const headwise::Plan& plan, int64_t workers, b
   };
   const headwise::Deal deal = headwise::deal_rows(p, plan, workers, finer);
   Dealt dealt;
+  dealt.alike = deal.alike;
   const int64_t items = deal.plan.groups(p) * deal.plan.splits;
   for (int64_t i = 0; i < items; ++i) dealt.costs.push_back(cost(deal.plan, deal.item(i, items)));
   headwise::Plan finest = plan;
@@ -127,6 +129,7 @@ Dealt received(const Shape& shape, int64_t workers) {
   Shape by_head = shape;
   by_head.p.K = p.H;
   Dealt dealt;
+  dealt.alike = deal.alike;
   const auto cost = [&](int64_t item, int64_t keys) {
     const int64_t ranges = (p.S + keys - 1) / keys, from = item % ranges * keys;
     return by_head.cost(item / ranges / p.H, {0, p.T}, deal.plan.rows_per_block, {from, from + keys}, 1.0f, 16.0f);
@@ -158,9 +161,9 @@ Dealt backward(const Shape& shape, int64_t workers) {
     return sum;
   };
   Dealt dealt;
-  for (const headwise::BackwardItem& item : headwise::deal_backward(p, plan, workers).items) {
-    dealt.costs.push_back(cost(item));
-  }
+  const headwise::BackwardDeal deal = headwise::deal_backward(p, plan, workers);
+  dealt.alike = deal.alike;
+  for (const headwise::BackwardItem& item : deal.items) dealt.costs.push_back(cost(item));
   for (int64_t head = 0; head < p.B * p.K; head += p.K) {
     for (int64_t row = 0; row < plan.rows; row += plan.rows_per_block) {
       const int64_t end = std::min(row + plan.rows_per_block, plan.rows);
@@ -192,6 +195,9 @@ std::vector<Shape> shapes_of_rows() {
   all.push_back(Shape("causal, 2 x 5 heads x 4096", 2, 5, 5, 4096, 4096).causal());
   all.push_back(Shape("window of 1024, 8 heads x 16384", 1, 8, 8, 16384, 16384).window(1024));
   all.push_back(Shape("ragged lengths, 8 x 2 heads x 8192", 8, 2, 2, 8192, 8192).causal().lengths(ragged));
+  std::vector<int64_t> short_but_one(256, 16);
+  short_but_one[100] = 2048;
+  all.push_back(Shape("a long text and 255 short ones, 2 heads", 256, 2, 2, 2048, 2048).lengths(short_but_one));
   all.push_back(Shape("packed, 4 heads x 8192", 1, 4, 4, 8192, 8192).causal().packed({300, 1500, 701, 97, 1100}));
   all.push_back(Shape("packed, a long one first, 4 heads x 8192", 1, 4, 4, 8192, 8192).packed({6000, 200}));
   all.push_back(Shape("256 queries on 131072 keys, 1 head", 1, 1, 1, 256, 131072).causal());
@@ -220,7 +226,7 @@ void check(const char* what, const Kind& kind, const Shape& shape, const std::ve
     double sum = 0.0;
     for (const float cost : dealt.costs) sum += static_cast<double>(cost);
     const double least = static_cast<double>(dealt.finest) * static_cast<double>(headwise::kEnoughItems * workers);
-    const double share = headwise::largest_share(dealt.costs, workers);
+    const double share = headwise::largest_share(dealt.costs, workers, dealt.alike);
     const bool enough = sum >= least || std::count(wanted.begin(), wanted.end(), workers) > 0;
     const bool uneven = share > headwise::kEvenShare, slower = share * sum > dealt.otherwise;
     const bool wrong = enough && uneven && slower;

@@ -99,7 +99,8 @@ void place_bias(const Problem& p, const Gradients& g, BackwardPlan& plan, int i,
   plan.summed[i] = (to.stride[0] == 0 && p.B > 1) || (to.stride[1] == 0 && p.H > 1);
 }
 
-void finish_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan, int i, BiasGradient& bias) {
+void finish_bias(const Kernels& set, const Problem& p, const Gradients& g, const BackwardPlan& plan, int i,
+                 BiasGradient& bias) {
   const Tensor4& to = g.dense[i];
   if (p.diagonal[i]) {
     const int64_t strides[4] = {to.stride[0], to.stride[1], 0, 1};
@@ -111,7 +112,7 @@ void finish_bias(const Problem& p, const Gradients& g, const BackwardPlan& plan,
     reduce(bias.by_item, p, rows, S, pitch_of_sums<float>(T, S), bias.out, to.stride);
   }
   if (to.dtype != Dtype::f32) {
-    kernels().round(bias.floats.data(), static_cast<int64_t>(bias.floats.size()), to.dtype, to.data);
+    set.round(bias.floats.data(), static_cast<int64_t>(bias.floats.size()), to.dtype, to.data);
   }
 }
 
@@ -124,18 +125,17 @@ void finish_heads(const Problem& p, const BackwardPlan& plan, const ItemSums<dou
 }
 
 // Runs the items of a plan, then the merge of chunks and the biases that are summed over batch or heads.
-void run_items(const Problem& p, const Gradients& g, BackwardDeal& deal, int64_t workers) {
-  const Kernels& set = kernels();
+void run_items(const Kernels& set, const Problem& p, const Gradients& g, BackwardDeal& deal, int64_t workers) {
   BackwardPlan& plan = deal.plan;
   std::optional<Floats> partial;
   if (plan.has_partial) {
     partial.emplace(p.B * p.K * plan.chunks * plan.partial_floats(p));
     plan.partial = partial->data;
   }
-  const auto run = [&](int64_t items, const auto& item) {
-    share(workers, items, plan.scratch_bytes, item, scratch_of);
+  const auto run = [&](int64_t items, bool alike, const auto& item) {
+    share(workers, items, alike, plan.scratch_bytes, item, scratch_of);
   };
-  run(static_cast<int64_t>(deal.items.size()),
+  run(static_cast<int64_t>(deal.items.size()), deal.alike,
       [&](int64_t i, char* scratch) { set.backward(p, g, plan, deal.items[static_cast<size_t>(i)], scratch); });
   if (plan.partial != nullptr) {
     constexpr int64_t kKeys = 64;
@@ -144,13 +144,14 @@ void run_items(const Problem& p, const Gradients& g, BackwardDeal& deal, int64_t
       const int64_t head = i / parts, first = i % parts * kKeys;
       set.merge_backward(p, g, plan, head / p.K, head % p.K, first, std::min(first + kKeys, p.S));
     };
-    share(workers, p.B * p.K * parts, 0, merge, scratch_of);
+    share(workers, p.B * p.K * parts, true, 0, merge, scratch_of);
   }
   for (int i = 0; i < p.n_dense; ++i) {
     if (!plan.summed[i]) continue;
     const int64_t parts = (p.T + plan.queries_per_bias_item - 1) / plan.queries_per_bias_item;
     // The last rows first: under a causal mask they have the most keys.
-    run(parts, [&](int64_t part, char* scratch) { set.backward_bias(p, g, plan, i, parts - 1 - part, scratch); });
+    run(parts, false,
+        [&](int64_t part, char* scratch) { set.backward_bias(p, g, plan, i, parts - 1 - part, scratch); });
   }
 }
 
@@ -160,7 +161,8 @@ void attend_backward(const Problem& call, const Gradients& g) {
   const int64_t workers = workers_for(2.5 * estimate(call));
   const PackedKeys packed(call, workers);
   const Problem& p = packed.call();
-  BackwardPlan plan = kernels().plan_backward(p);
+  const Kernels& set = kernels();  // once: another thread may switch them between
+  BackwardPlan plan = set.plan_backward(p);
   ItemSums<double> sinks, slopes[kMaxAlibi];
   BiasGradient bias[kMaxDense];
   if (g.sinks != nullptr) {
@@ -180,13 +182,13 @@ void attend_backward(const Problem& call, const Gradients& g) {
   for (int i = 0; i < p.n_alibi; ++i) plan.splits &= g.slopes[i] == nullptr;
   for (int i = 0; i < p.n_dense; ++i) plan.splits &= g.dense[i].data == nullptr;
   BackwardDeal deal = deal_backward(p, plan, workers);
-  run_items(p, g, deal, workers);
+  run_items(set, p, g, deal, workers);
   if (g.sinks != nullptr) finish_heads(p, plan, sinks, g.sinks, false);
   for (int i = 0; i < p.n_alibi; ++i) {
     if (g.slopes[i] != nullptr) finish_heads(p, plan, slopes[i], g.slopes[i], g.slopes_batched[i]);
   }
   for (int i = 0; i < p.n_dense; ++i) {
-    if (g.dense[i].data != nullptr) finish_bias(p, g, plan, i, bias[i]);
+    if (g.dense[i].data != nullptr) finish_bias(set, p, g, plan, i, bias[i]);
   }
 }
 

@@ -283,7 +283,8 @@ static void backward_rows(const Problem& p, const Gradients& g, const BackwardPl
 static inline void write_sum(const Tensor4& to, int64_t b, int64_t kv_head, int64_t j, int64_t width, float scale,
                              float* sum) {
   if (scale != 1.0f) {
-    for (int64_t d = 0; d < width; ++d) sum[d] *= scale;
+    const F factor = set1(scale);
+    for (int64_t d = 0; d < width; d += W) store(sum + d, mul(load(sum + d), factor));  // rows are whole vectors
   }
   write_floats(const_cast<char*>(at(to, b, kv_head, j)), to.dtype, sum, width);
 }

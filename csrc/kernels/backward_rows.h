@@ -226,10 +226,11 @@ static inline void deltas_of_lanes(const Problem& p, int64_t b, const QueryRows&
   for (int64_t d = 0; d < kStrands; ++d) add_sum(in_strands, d, depth, kStrands);
 }
 
-// Adds sum(dO O) to the delta of each row. Where a key has all the weight, O has the bits of its value: there the sum
-// is in the order of dP, so that dP - delta is 0. Elsewhere the order is one that rounds less.
+// Adds sum(dO O) to the delta of each row. False where a row had to be marked as bad. Where a key has all the weight, O
+// has the bits of its value: there the sum is in the order of dP, so that dP - delta is 0. Elsewhere the order is one
+// that rounds less.
 template <class N, int NV>
-static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, int block, BackwardScratch<N>& s) {
+static inline bool add_deltas(const Problem& p, const Gradients& g, int64_t b, int block, BackwardScratch<N>& s) {
   QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
   F as_dp[NV], in_strands[NV];
@@ -246,10 +247,13 @@ static inline void add_deltas(const Problem& p, const Gradients& g, int64_t b, i
     const F sum = select(not_less(load(own.largest + v * W), set1(kAllWeight)), as_dp[v], in_strands[v]);
     store(own.delta + v * W, add(load(own.delta + v * W), sum));
   }
+  bool good = true;
   for (int r = 0; r < rows.n; ++r) {
     if (own.delta[r] - own.delta[r] == 0.0f) continue;
     load_row_end(p, g, b, rows, r, true, own);
+    good = false;
   }
+  return good;
 }
 
 // Clears the sums of `recompute_softmax`.
@@ -278,19 +282,25 @@ static inline void begin_block(const Problem& p, const Gradients& g, const Backw
   constexpr int R = NV * W;
   QueryRows& rows = s.rows[block];
   BackwardBlock<N>& own = s.block[block];
-  mark_bad(p.query, b, rows, p.D);
-  mark_bad(g.grad_out, b, rows, p.V);
   for (int r = 0; r < kRows; ++r) own.row_max[r] = kInf, own.largest[r] = own.delta[r] = 0.0f;
-  for (int r = 0; r < rows.n; ++r) {
-    load_row_end(p, g, b, rows, r, rows.query_bad[r], own);
-    if (g.grad_lse.data == nullptr || rows.query_bad[r]) continue;
-    own.delta[r] = -element(at(g.grad_lse, b, rows.h[r], rows.t[r]), Dtype::f32, 0);
+  const auto load_and_pack = [&] {
+    for (int r = 0; r < rows.n; ++r) load_row_end(p, g, b, rows, r, rows.query_bad[r], own);
+    pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
+    pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
+  };
+  load_and_pack();
+  if (!packed_is_finite<N, NV>(own.dout, p.V) || !packed_is_finite<N, NV>(own.query, p.D)) {
+    mark_bad(p.query, b, rows, p.D), mark_bad(g.grad_out, b, rows, p.V);
+    load_and_pack();
   }
-  pack_transposed<N, NV>(g.grad_out, b, rows, p.V, own.dout, s.spare);
+  for (int r = 0; r < rows.n && g.grad_lse.data != nullptr; ++r) {
+    if (!rows.query_bad[r]) own.delta[r] = -element(at(g.grad_lse, b, rows.h[r], rows.t[r]), Dtype::f32, 0);
+  }
   own.one_tile = !p.is_part && rows.hi_max - rows.lo_min <= kShort &&
                  rows.lo_min / kBackwardTile == (rows.hi_max - 1) / kBackwardTile;
-  if (!own.one_tile && !plan.by_row) add_deltas<N, NV>(p, g, b, block, s);
-  pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
+  if (!own.one_tile && !plan.by_row && !add_deltas<N, NV>(p, g, b, block, s)) {
+    pack_transposed<N, NV>(p.query, b, rows, p.D, own.query, s.spare);
+  }
   if constexpr (N::kTiles) {
     pack_panels(p.query, b, rows, R, p.D, own.query_rows, s.panel, s.spare);
     pack_panels(g.grad_out, b, rows, R, p.V, own.dout_rows, s.panel, s.spare);

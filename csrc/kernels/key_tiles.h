@@ -236,15 +236,20 @@ static inline void pack_transposed(const Tensor4& x, int64_t b, const QueryRows&
   }
 }
 
-// NaN and Inf are looked for in the packed block, all rows at once: only where there is one, row by row.
+// Whether a packed block of rows is free of NaN and Inf: all rows at once, without a sum for each.
+template <class N, int NV>
+static inline bool packed_is_finite(const typename N::Query* packed, int64_t width) {
+  constexpr bool kWide = N::kPair == 1;
+  const uint32_t mask = exponent_of(kWide ? Dtype::f32 : Dtype::bf16);
+  const auto* elements = reinterpret_cast<const typename N::Key*>(packed);
+  return is_finite(peak_of_row(no_peak(), elements, N::depth(width) * NV * W * N::kPair, mask), mask, kWide);
+}
+
+// Packs queries. Only where there is a NaN or Inf, it is looked for row by row.
 template <class N, int NV>
 static inline void pack_query(const Problem& p, int64_t b, QueryRows& rows, typename N::Query* out, char* spare) {
-  constexpr bool kWide = N::kPair == 1;
   pack_transposed<N, NV>(p.query, b, rows, p.D, out, spare);
-  const uint32_t mask = exponent_of(kWide ? Dtype::f32 : Dtype::bf16);
-  const auto* packed = reinterpret_cast<const typename N::Key*>(out);
-  const Peak peak = peak_of_row(no_peak(), packed, N::depth(p.D) * NV * W * N::kPair, mask);
-  if (is_finite(peak, mask, kWide)) return;
+  if (packed_is_finite<N, NV>(out, p.D)) return;
   mark_bad(p.query, b, rows, p.D);
   pack_transposed<N, NV>(p.query, b, rows, p.D, out, spare);
 }

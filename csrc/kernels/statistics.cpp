@@ -48,8 +48,8 @@ void attend_statistics(const Problem& call, Statistics s) {
   const std::unique_ptr<double[]> parts(new double[static_cast<size_t>(items * (p.H / p.K) * s.part_size())]);
   s.parts = parts.get();
   const auto item = [&](int64_t i, char* scratch) { set.run_statistics(p, plan, s, deal.item(i, items), scratch); };
-  share(workers, items, plan.scratch_bytes, item, scratch_of);
-  share(workers, heads, 0, [&](int64_t i, char*) { merge_parts(p, plan, s, i); }, scratch_of);
+  share(workers, items, deal.alike, plan.scratch_bytes, item, scratch_of);
+  share(workers, heads, true, 0, [&](int64_t i, char*) { merge_parts(p, plan, s, i); }, scratch_of);
 }
 
 void attend_received(const Problem& p, const Received& received) {
@@ -60,7 +60,7 @@ void attend_received(const Problem& p, const Received& received) {
     const int64_t at = deal.order.empty() ? i : deal.order[static_cast<size_t>(i)];
     set.run_received(p, received, deal.plan, at, scratch);
   };
-  share(workers, deal.plan.items, deal.plan.scratch_bytes, item, scratch_of);
+  share(workers, deal.plan.items, deal.alike, deal.plan.scratch_bytes, item, scratch_of);
 }
 
 }  // namespace headwise

@@ -157,7 +157,7 @@ static inline void finish_sums(const Statistics& s, float c, const float* row_ma
     for (int64_t i = 0; i < s.n_picks; ++i) {
       float* score = t.picked + i * kRows + v * W;
       const F weight = exp2<6>(max(min_log, mul(sub(load(score), peak), scale)));
-      store(score, select(not_less(none, load(score)), set1(kNoWeight), weight));
+      store(score, select(equal(load(score), none), set1(kNoWeight), weight));  // a NaN shows
     }
   }
 }

@@ -87,8 +87,7 @@ static inline void copy_floats(float* out, const char* row, Dtype dtype, int64_t
     i = n;
   };
   if (stride == 1 && dtype == Dtype::f32) {
-    memcpy(out, row, static_cast<size_t>(n) * sizeof(float));
-    i = n;
+    by_vectors([&](int64_t at) HW_LAMBDA { return load(reinterpret_cast<const float*>(row) + at); });
   } else if (stride == 1 && dtype == Dtype::i8) {
     by_vectors([&](int64_t at) HW_LAMBDA { return load_i8(reinterpret_cast<const int8_t*>(row) + at); });
   } else if (stride == 1) {
@@ -111,12 +110,14 @@ static inline void copy_halves(uint16_t* out, const char* row, int64_t stride, i
 
 // Writes n floats as f32, bf16 or f16, contiguous.
 static inline void write_floats(char* out, Dtype dtype, const float* x, int64_t n) {
+  int64_t i = 0;
   if (dtype == Dtype::f32) {
-    memcpy(out, x, static_cast<size_t>(n) * sizeof(float));
+    float* floats = reinterpret_cast<float*>(out);
+    for (; i + W <= n; i += W) store(floats + i, load(x + i));
+    for (; i < n; ++i) floats[i] = x[i];
     return;
   }
   uint16_t* to = reinterpret_cast<uint16_t*>(out);
-  int64_t i = 0;
   for (; i + W <= n; i += W) {
     if (dtype == Dtype::bf16) {
       store_bf16(to + i, load(x + i));
