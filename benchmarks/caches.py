@@ -93,10 +93,9 @@ def decoding(model: LlamaForCausalLM, cached: int, rounds: int) -> dict[str, Any
         def step() -> Tensor:
             model.config._attn_implementation = attention_of(way)
             out = model(ids, past_key_values=caches[way]).logits
-            for layer in (
-                caches[way].layers if not way.startswith("fp8") else ()
-            ):  # transformers' fp8 layer has no crop: it grows a little
-                layer.crop(-1)
+            if not way.startswith("fp8"):  # transformers' fp8 layer has no crop: it grows a little
+                for layer in caches[way].layers:
+                    layer.crop(-1)
             return out
 
         return step

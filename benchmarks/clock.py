@@ -1,8 +1,7 @@
-"""Timing: the ways of doing one thing take turns, round after round. Rounds in which other processes used
-the CPU are left out.
+"""Timing: the ways of doing one thing take turns, round after round.
 
-A turn of a short call is many calls in a row (their median counts), so that caches and thread pools are as in a
-program that does nothing else; a turn of a long call is one call.
+Rounds in which other processes used the CPU are left out. A turn of a short call is many calls in a row (their median
+counts), so that caches and thread pools are as in a program that does nothing else; a turn of a long call is one call.
 """
 
 from __future__ import annotations

@@ -54,17 +54,8 @@ def deliver(
 
 def number(x: float) -> str:
     """Three digits or a little more."""
-    return (
-        f"{x:.4f}"
-        if x < 0.1
-        else f"{x:.3f}"
-        if x < 1
-        else f"{x:.2f}"
-        if x < 10
-        else f"{x:.1f}"
-        if x < 100
-        else f"{x:.0f}"
-    )
+    digits = next((n for n, below in ((4, 0.1), (3, 1), (2, 10), (1, 100)) if x < below), 0)
+    return f"{x:.{digits}f}"
 
 
 def way_cell(row: Row, way: str) -> str:
