@@ -93,9 +93,8 @@ def _at(offset: int, name: str, source: str) -> Role:
     """The role of attending one place, seen from the query."""
     place = f"i{offset:+}" if offset else "i"
     over = LINE if offset else LINE | {axes.PICTURE}
-    least = (
-        1 if abs(offset) < 2 else SEVERAL
-    )  # in a text hardly longer, a sink on its first token would pass for an offset
+    # in a text hardly longer, a sink on its first token would pass for an offset
+    least = 1 if abs(offset) < 2 else SEVERAL
     return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), least=least, over=over)
 
 
