@@ -4,12 +4,12 @@ import headwise.hf
 from headwise import look, models
 
 tiny = headwise.hf.load(models.tiny_path())
-ids = tiny.tokenizer(models.default_text(), return_tensors="pt").input_ids
-seen = look.at(tiny.model, ids, name="tiny")
+ids, tokens = tiny.encode(models.default_text())
+seen = look.at(tiny.model, ids, tokens=tokens, delimiters=tiny.delimiters, name="tiny")
 
 for role in ("previous-token", "induction", "duplicate-token", "first-token sink"):
     for head in seen.with_role(role)[:1]:
         score = head.score(role)
-        print(f"{role}: layer {head.layer} head {head.head}, {score.value:.2f} (counts from {score.threshold})")
+        print(f"{role}: layer {head.layer} head {head.head}, {score.value:.2f} (threshold {score.threshold})")
 print()
 print(seen)

@@ -169,7 +169,7 @@ def check_against(head: HeadRecord, p: Tensor, marks: Tensor, *, tolerance: floa
         "entropy": entropy[alive].mean(),
         "largest": p.max(-1).values[alive].mean(),
         "distance": (share * away).sum(-1)[alive].mean(),
-        "first-token sink": p[1:, 0][alive[1:]].mean(),
+        "first-token sink": p[1:, 0].sum() / max(int(seen[1:, 0].sum()), 1),
         "delimiter": p[:, marks].sum() / max(int(alive.sum()) - unable, 1),
         "broad": even[n >= 8].mean() if bool((n >= 8).any()) else torch.zeros(()),
     }

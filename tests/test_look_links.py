@@ -13,7 +13,7 @@ from planted import Tiny, text
 
 from headwise import look
 from headwise.look import annotate
-from headwise.look.measures import shuffled
+from headwise.look.draws import shuffled
 from headwise.look.roles import SENTENCES
 from headwise.look.scene import Scene, Vocabulary
 from headwise.testing.constructed import random_model

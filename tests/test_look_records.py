@@ -19,6 +19,7 @@ from planted import DELIMITERS, NAMES, Planted, numbers, played, text
 from headwise import look
 from headwise.look import HeadMap, Look, Score
 from headwise.look.finish import rounded
+from headwise.look.tables import rich_table
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,10 @@ def test_a_look_makes_a_rich_table(planted: Look) -> None:
     console.print(hostile.table())
     printed = console.export_text()
     assert "[red]x[/red]" in printed and "[red]y[/red] 1.00" in printed and "duplicate-token 1.00" in printed
+    assert "entropy in nats, distance in tokens" in printed
+    on_picture = replace(planted, axes=(look.Axis("picture", planted.length),))
+    assert str(rich_table(on_picture, ["next"]).caption) == "entropy in nats, distance in places\nno room for next"
+    assert str(rich_table(planted, ["distance"]).caption) == "entropy in nats\nno room for distance"
     layers = (numbers(role), numbers(head=1), numbers(layer=1), numbers(role, layer=2))
     table = replace(planted, heads=layers, maps=()).table()
     assert [(row.style, row.end_section) for row in table.rows] == [

@@ -120,6 +120,18 @@ def test_a_sink_is_no_offset_in_a_text_hardly_longer_than_it() -> None:
     assert not [score.name for score in seen.heads[0].roles if score.name.startswith("offset")]
 
 
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_mark_that_hardly_a_query_sees_makes_no_role(after: int) -> None:
+    """Of a text that ends with a full stop one query decides; heads of random models would pass."""
+    model, _ = constructed([["delimiter"]])
+    mark = model.tables.delimiters[0]
+    ids = [1, *(i for i in range(3, 19) if i not in model.tables.delimiters)]
+    ids.insert(len(ids) - after, mark)
+    [head] = look.at(model, ids, delimiters=[mark], full_maps=False, map_size=1, repeats=None).heads
+    assert head.scores["delimiter"].value > 0.9 and head.scores["delimiter"].count == after + 1
+    assert head.scores["delimiter"].plays is (after == 3)
+
+
 def test_random_models_play_hardly_a_role() -> None:
     """Of the roles of all heads of 200 models at most 1 % are false: a broad head is one, random or not."""
     played = heads = 0

@@ -77,6 +77,33 @@ def test_the_chance_of_a_sink_counts_queries_that_may_attend_it(name: str) -> No
         assert score.null == pytest.approx(float(shares(kept)[k:, k].sum()) / (T - k), abs=2e-5)
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_a_link_counts_the_queries_that_may_attend_it(name: str) -> None:
+    """Of a window the first token is seen by a few queries alone: the others would make its sink look weak."""
+    kept = KEPT[name]
+    model = Tiny(mask=headwise.keep(kept))
+    ids = text(T)
+    classes = [[j for j in range(T) if j % 3 == i % 3 and j < i] for i in range(T)]
+    reading = {"sentences": [look.Passage(ids, links={"same word class": classes})]}
+    record = look.at(model, ids, delimiters=DELIMITERS, repeats=None, readings=reading)
+    ps = [p[0, h] for p in matrices(model, torch.tensor([ids])) for h in range(3)]
+    first = torch.zeros(T, T, dtype=torch.bool)
+    first[1:, 0] = True
+    linked = {"first-token sink": first, "same word class": torch.zeros_like(first)}
+    for i, keys in enumerate(classes):
+        linked["same word class"][i, keys] = True
+    for head, p in zip(record.heads, ps, strict=True):
+        for role, there in linked.items():
+            score, able = head.scores[role], int((there & kept).any(-1).sum())
+            uniform = float((shares(kept) * there).sum()) / able
+            assert score.count == able
+            assert score.value == pytest.approx(float((p * there).sum()) / able, abs=2e-5)
+            assert score.null is not None and uniform - 2e-5 <= score.null <= 1
+        assert head.scores["first-token sink"].null == pytest.approx(
+            float((shares(kept) * first).sum()) / int((first & kept).sum()), abs=2e-5
+        )
+
+
 def got(keys: list[int], largest: list[float], **scene: Any) -> Got:
     """What a pass gives, of which these functions read the largest weights alone."""
     made = object.__new__(Got)

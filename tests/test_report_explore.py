@@ -83,7 +83,7 @@ def test_the_overview_shows_any_number_and_orders_by_it(page: Any) -> None:
     numbers = dict(
         zip(*(page.locator(f"#numbers {tag}").all_text_contents() for tag in ("dt", "dd")), strict=True),
     )
-    assert numbers["importance, gradient"] == "0.0864" and numbers["entropy"] == f"{LOOK.heads[7].entropy:.2f}"
+    assert numbers["importance, gradient"] == "0.0864" and numbers["entropy"] == f"{LOOK.heads[7].entropy:.2f} nats"
 
 
 def test_a_token_is_searched_and_the_heads_that_look_there(page: Any) -> None:
@@ -230,6 +230,51 @@ def test_keys_reach_everything(page: Any) -> None:
     assert LOOK.heads[int(page.locator(".tile[aria-current]").get_attribute("data-head"))].role == "induction"
     page.keyboard.press("Escape")
     assert page.locator("#grid .tile.off").count() == 0
+
+
+def test_the_address_names_the_open_head(browser: Any, tmp_path: Any) -> None:
+    opened = Opened(browser, LOOK, tmp_path)
+    page, title = opened.page, opened.page.locator("#head-title")
+    assert "#" not in page.url
+    tile(page, 9).click()
+    page.wait_for_url("**#2.1")
+    page.evaluate("location.hash = '#1.3'")
+    page.wait_for_function("document.querySelector('#head-title').textContent === 'Layer 1, head 3'")
+    page.evaluate("location.hash = '#7.7'")  # no such head: the open one stays
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert title.text_content() != "Layer 1, head 3"
+    page.goto(page.url.partition("#")[0] + "#0.2")
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert title.text_content() == "Layer 0, head 2"
+    opened.check_calm()
+    opened.context.close()
+
+
+CONTRAST = """(all) => {
+  const light = (css) => css.match(/[\\d.]+/g).slice(0, 3).map((v) => v / (css.startsWith("color(") ? 1 : 255))
+    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0.05);
+  return all.map((e) => [light(getComputedStyle(e).color), light(getComputedStyle(e).backgroundColor)])
+    .map(([ink, behind]) => Math.max(ink / behind, behind / ink));
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_what_stands_on_a_colour_can_be_read(page: Any, theme: str) -> None:
+    """WCAG's 4.5 to 1; on the ramp of numbers neither black nor white reaches it everywhere."""
+    page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+    assert (
+        min(page.eval_on_selector_all("#grid .tile:not(.none), #roles .chip:not([aria-pressed='true']) i", CONTRAST))
+        >= 4.5
+    )
+    page.locator("#tokens .token").nth(5).click()
+    assert page.locator("#tokens .token.strong").count()
+    assert min(page.eval_on_selector_all("#tokens .token.strong", CONTRAST)) >= 4.5
+    page.locator("#show").select_option(label="share of the stream")
+    assert min(page.eval_on_selector_all("#grid .tile:not(.none)", CONTRAST)) >= 4.2
+    page.evaluate("delete document.documentElement.dataset.theme")
 
 
 def test_light_and_dark_by_a_switch(page: Any) -> None:

@@ -97,6 +97,7 @@ def test_attention_is_laid_over_the_picture(seen: look.Look, opened: Any) -> Non
     assert page.locator("#tab-picture").get_attribute("aria-selected") == "true"
     assert page.locator("#running").is_hidden() and page.locator("#scene img").count() == 1
     assert page.evaluate("document.querySelector('#scene img').naturalWidth") == seen.pictures[0].width
+    assert page.locator("#numbers small").all_text_contents() == [" nats", " places"]
     width, height, _ = page.evaluate(HEAT)
     assert (height, width) == GRID
     box = page.locator("#scene .heat").bounding_box()
@@ -135,6 +136,7 @@ def test_attention_is_laid_over_time(seen: look.Look, opened: Any) -> None:
 
 def test_a_look_at_text_has_no_picture(opened: Any) -> None:
     page = opened(make_look()).page
+    assert page.locator("#numbers small").all_text_contents() == [" nats", " tokens"]
     assert page.locator("#tab-picture").is_hidden() and page.locator("#pane-map").is_visible()
     page.keyboard.press("5")
     assert page.locator("#pane-map").is_visible()

@@ -338,15 +338,17 @@ def test_the_trainer_of_transformers_calls_the_watch(clock: Clock) -> None:
     handler = CallbackHandler([hf.WatchCallback(seen)], model, None, None, None)
     state, control = TrainerState(is_world_process_zero=True), TrainerControl()
     handler.on_train_begin(None, state, control)
-    for step in range(1, 6):
+    for step in range(1, 6):  # in the trainer's order: a step's loss is logged after its end
+        handler.on_step_begin(None, state, control)
         state.global_step = step
-        handler.on_log(None, state, control, {"loss": 10.0 - step, "epoch": "?", "learning_rate": None})
         handler.on_step_end(None, state, control)
+        handler.on_log(None, state, control, {"loss": 10.0 - step, "epoch": "?", "learning_rate": None})
     handler.on_train_end(None, state, control)
     points = [(point.step, dict(point.numbers)) for point in seen.curve.points]
     assert points == [(0, {}), (2, {"loss": 8.0}), (4, {"loss": 6.0}), (5, {"loss": 5.0})]
     other = TrainerState(is_world_process_zero=False)
-    handler.on_train_begin(None, other, control)
+    handler.on_step_begin(None, other, control)
+    handler.on_train_end(None, other, control)
     assert len(seen.curve.points) == 4, "the other processes leave it to the first"
     with pytest.raises(TypeError, match=r"a callback takes a headwise\.look\.Watch; got int"):
         hf.WatchCallback(3)

@@ -177,5 +177,4 @@ def _narrow(look: Any, shown: Any) -> Any:
         if whole - max(longest - ROLE, 0) <= shown.width:
             break
     table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
-    table.caption = f"no room for {', '.join(SPARE[:count])}" if count else None
     return table

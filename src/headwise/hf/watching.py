@@ -10,8 +10,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 class WatchCallback(TrainerCallback):
     """Lets a `headwise.look.Watch` measure in a `Trainer`: ``Trainer(..., callbacks=[WatchCallback(watch)])``.
 
-    It measures before the first update, after updates when the watch says so, and at the end; what the trainer logs
-    (loss and the like) goes beside the scores. Of several processes the first measures.
+    It measures before the first update, after updates when the watch says so, and at the end; what the trainer logged
+    last (loss and the like) goes beside the scores. Of several processes the first measures.
 
     Args:
         watch: made with the model that trains.
@@ -35,15 +35,10 @@ class WatchCallback(TrainerCallback):
         self.watch = watch
         self.numbers: dict[str, float] = {}
 
-    def on_train_begin(
+    def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model as it is before the first update."""
-        if state.is_world_process_zero:
-            self.watch.step(state.global_step)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """An update was made."""
+        """The model as the updates so far left it: at their end the trainer has not logged their loss yet."""
         if state.is_world_process_zero:
             self.watch.step(state.global_step, **self.numbers)
 

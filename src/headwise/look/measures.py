@@ -20,6 +20,7 @@ from ..ops.masks import Mask, keep, window
 from ..ops.scoring import ScoringOptions
 from ..ops.statistics.api import RowStatistics
 from ..ops.statistics.top_keys import top_keys
+from .draws import other_queries, shuffled
 from .scene import Scene
 
 FAR = 8
@@ -89,6 +90,13 @@ class Got:
         mask, T, S = forbidden(self.call), self.call.query.shape[2], self.call.key.shape[2]
         seen = None if mask is None else mask.at(i, j, T, S)[0]
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=i.device) if seen is None else seen
+
+    def seeing(self, links: Tensor) -> Tensor:
+        """(B|1, 1): how many queries may attend a key that they are linked to; links are (B|1, T, n), -1 for none."""
+        links = links.to(self.call.query.device)
+        rows = torch.arange(links.shape[1], device=links.device)[None, None, :, None]
+        seen = self.allowed(rows, links.clamp(min=0)[:, None]) & (links >= 0)[:, None]
+        return seen.any(-1).sum(-1)[:, 0, None].double().cpu()
 
     @cached_property
     def distance(self) -> Tensor:
@@ -222,16 +230,6 @@ class OnKeys:
         return chosen.expand(*keys.shape[:2], -1).gather(2, keys.clamp(min=0)) & (keys >= 0)
 
 
-def shuffled(links: Tensor, scene: Scene) -> Tensor:
-    """As many keys a query, drawn from those that it may attend by its position; seeded by the shape alone."""
-    draw = torch.Generator().manual_seed(links.numel())
-    last = torch.full((links.shape[1],), scene.keys.shape[1] - 1, device="cpu")
-    if scene.ahead is False:
-        last = torch.arange(links.shape[1], device="cpu").clamp(max=scene.keys.shape[1] - 1)
-    drawn = (torch.rand(links.shape, generator=draw, dtype=torch.float32, device="cpu") * (last + 1)[:, None]).long()
-    return torch.where(links >= 0, drawn, -1)
-
-
 @dataclass(frozen=True)
 class OnLinks:
     """Mean of the sum of A[i, j] over the keys j that query i is linked to.
@@ -261,18 +259,32 @@ class OnLinks:
         """The mass on links, over the queries with one that they may attend."""
         if name not in got.rows.targets:
             return None
-        mass, level = (s.targets[name].double().cpu() for s in (got.rows, got.uniform))
         links = self._links(name, got.scene)
         assert links is not None
-        count = got.scene.count((links >= 0).any(-1)) * (level > 0)
-        other = got.rows.targets.get(_against(name))
-        return Sums(mass * count, count, level * count, None if other is None else other.double().cpu() * count)
+        count = got.seeing(links)
+        total, null = (_mass(s, name) * _having(s, links) for s in (got.rows, got.uniform))
+        if self.against is None:
+            return Sums(total, count, null)
+        against = _against(name)
+        places = self.asks(name, got.scene).targets[against]
+        mean = _mass(got.rows, against) * (_having(got.rows, places) / got.seeing(places).clamp(min=1))
+        return Sums(total, count, null, mean * count)
 
     def hits(self, name: str, got: Got) -> Tensor:
         """Whether the largest weight lies on a link."""
         links = self._links(name, got.scene)
         assert links is not None
         return ((got.largest_key[..., None] == links[:, None]) & (links >= 0)[:, None]).any(-1)
+
+
+def _mass(rows: RowStatistics, name: str) -> Tensor:
+    """(B, H): the mass on links, a mean over `_having`."""
+    return rows.targets[name].double().cpu()
+
+
+def _having(rows: RowStatistics, links: Tensor) -> Tensor:
+    """(B, H): how many queries have a link and may attend anything."""
+    return ((links >= 0).any(-1)[:, None] & (rows.keys > 0).cpu()).sum(-1)
 
 
 def _against(name: str) -> str:
@@ -312,7 +324,7 @@ class Argmax:
             among = got.scene.links(self.candidates)
             some = torch.ones_like(count) if among is None else (among >= 0).sum(-1).clamp(min=1)
             return Sums(right, count, null, ((links >= 0).sum(-1) / some).double().sum(-1, keepdim=True))
-        other = got.scene.once(("other query", self.name), lambda: _other_queries(links, got.scene))
+        other = got.scene.once(("other query", self.name), lambda: other_queries(links, got.scene))
         best = self._best(got).gather(2, other[:, None].expand(-1, right.shape[1], -1))
         elsewhere = (best[..., None] == links[:, None]).any(-1) & linked[:, None] & (best >= 0)
         return Sums(right, count, null, elsewhere.double().sum(-1))
@@ -355,17 +367,6 @@ class Argmax:
             return keep(chosen[:, None].to(device))
         plain = ~torch.isin(scene.keys, torch.tensor(sorted(scene.words.special), dtype=torch.long, device="cpu"))
         return keep(plain[:, None, None].to(device)) & ~window(1)
-
-
-def _other_queries(links: Tensor, scene: Scene) -> Tensor:
-    """(B, T): for each linked query another one of its text that may attend its links; itself where there is none."""
-    draw = torch.Generator().manual_seed(links.numel())
-    T = links.shape[1]
-    first = links.amax(-1) + 1 if scene.ahead is False else torch.zeros(links.shape[:2], dtype=torch.long, device="cpu")
-    room = (T - 1 - first).clamp(min=0)  # of the T - first queries that may, one is the query itself
-    drawn = first + (torch.rand(room.shape, generator=draw, dtype=torch.float32, device="cpu") * room).long()
-    drawn = drawn + (drawn >= torch.arange(T, device="cpu")).long()
-    return torch.where(room > 0, drawn.clamp(max=T - 1), torch.arange(T, device="cpu"))
 
 
 @dataclass(frozen=True)

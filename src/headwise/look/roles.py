@@ -24,6 +24,9 @@ from .scene import FIRST, SECOND
 TIMES_CHANCE = 2.0
 """How many times the control's value a role must exceed, unless it says otherwise."""
 
+SEVERAL = 4
+"""Queries that a role of places or marks asks for: of a full stop that ends a text one query decides, its own."""
+
 TEXT, COPIES, SENTENCES, NEEDLES = "text", "copies", "sentences", "needles"
 """What the model reads: the texts; random tokens repeated; annotated sentences; texts with a needle in them."""
 
@@ -90,7 +93,8 @@ def _at(offset: int, name: str, source: str) -> Role:
     """The role of attending one place, seen from the query."""
     place = f"i{offset:+}" if offset else "i"
     over = LINE if offset else LINE | {axes.PICTURE}
-    least = 1 if abs(offset) < 2 else 4  # in a text hardly longer, a sink on its first token would pass for an offset
+    # in a text hardly longer, a sink on its first token would pass for an offset
+    least = 1 if abs(offset) < 2 else SEVERAL
     return Role(name, f"mean_i A[i, {place}]", 0.5, source, _UNIFORM, AtOffset(offset), least=least, over=over)
 
 
@@ -138,6 +142,7 @@ def _mark(name: str, what: str, ids: str) -> Role:
         f"{_CLARK}: section 3.2, [SEP], full stops and commas apart; threshold as for special tokens",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(getattr(scene.words, ids))),
+        least=SEVERAL,
     )
 
 
@@ -150,7 +155,7 @@ def _across(name: str, queries: str, keys: str) -> Role:
         _UNIFORM,
         placed.FromTo(lambda scene: scene.of_class(queries), lambda scene: scene.of_class(keys)),
         times=1.5,
-        least=4,
+        least=SEVERAL,
     )
 
 
@@ -227,6 +232,7 @@ ROLES: tuple[Role, ...] = (
         f"{_CLARK}: special tokens above 0.6",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(scene.words.delimiters)),
+        least=SEVERAL,
     ),
     Role(
         "punctuation",
@@ -235,6 +241,7 @@ ROLES: tuple[Role, ...] = (
         f"{_CLARK}: as special tokens",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(scene.words.punctuation)),
+        least=SEVERAL,
     ),
     Role(
         "special tokens",
@@ -243,6 +250,7 @@ ROLES: tuple[Role, ...] = (
         f"{_CLARK}: special tokens above 0.6",
         _UNIFORM,
         OnKeys(lambda scene: scene.keys_in(scene.words.special)),
+        least=SEVERAL,
     ),
     _mark("[SEP]", "are the separator", "separators"),
     _mark("full stop", "are '.'", "stops"),

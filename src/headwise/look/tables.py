@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..extras import missing_extra
+from .axes import TEXT
 
 if TYPE_CHECKING:
     import pandas
@@ -57,6 +58,13 @@ def title(look: Look) -> str:
     return f"{look.model}: {shape}, {look.kind}, {texts}{look.length} tokens"
 
 
+def _caption(look: Look, without: Sequence[str]) -> str:
+    """The units, and which columns are left out."""
+    places = "places" if any(axis.kind != TEXT for axis in look.axes) else "tokens"
+    units = [f"{name} in {unit}" for name, unit in (("entropy", "nats"), ("distance", places)) if name not in without]
+    return "\n".join(filter(None, (", ".join(units), f"no room for {', '.join(without)}" * bool(without))))
+
+
 def _cells(head: HeadRecord) -> Sequence[str]:
     values = [head.value(name) for name in _SCORES]
     return (
@@ -75,7 +83,7 @@ def rich_table(look: Look, without: Sequence[str] = ()) -> rich.table.Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title(look)), header_style="bold")
+    table = Table(title=Text(title(look)), caption=Text(_caption(look, without)), header_style="bold")
     kept = [i for i, name in enumerate(_COLUMNS) if name not in without]
     for i in kept:
         table.add_column(_COLUMNS[i], justify="left" if i == len(_COLUMNS) - 1 else "right", no_wrap=True)

@@ -18,14 +18,15 @@ class Statistic(NamedTuple):
 
     label: str
     digits: int
+    unit: str
     meaning: str
     value: Callable[[HeadRecord], float | None]
 
 
 STATISTICS = (
-    Statistic("entropy", 2, "mean entropy of a query's weights, in nats", lambda h: h.entropy),
-    Statistic("largest", 2, "mean of a query's largest weight", lambda h: h.largest),
-    Statistic("distance", 1, "mean distance between query and key, in tokens", lambda h: h.distance),
+    Statistic("entropy", 2, "nats", "mean entropy of a query's weights, in nats", lambda h: h.entropy),
+    Statistic("largest", 2, "", "mean of a query's largest weight", lambda h: h.largest),
+    Statistic("distance", 1, "tokens", "mean distance between query and key, in tokens", lambda h: h.distance),
 )
 
 MOST_EXTRAS = 40
@@ -86,7 +87,7 @@ def packed(heads: Sequence[HeadRecord], budget: int) -> dict[str, Any]:
         raise ValueError(f"a report shows up to about 10,000 heads, got {len(heads)}; look at a part of the model")
     return {
         "statistics": [
-            *(_entry(s.label, s.digits, s.meaning) for s in STATISTICS),
+            *({**_entry(s.label, s.digits, s.meaning), "unit": s.unit} for s in STATISTICS),
             *(_entry(role["label"], 2, role["formula"] or role["label"], i) for i, role in enumerate(roles)),
             *(_entry(cut(name, 100), None, "as the look carries it") for name in extras),
         ],

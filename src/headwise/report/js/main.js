@@ -10,7 +10,13 @@ function fillHeader() {
   byId("facts").replaceChildren(...facts.map((fact) => el("span", {}, fact)));
 }
 
+// Patches and frames are no tokens.
+function inPlaces({ meaning }) {
+  return { unit: "places", meaning: meaning.replace("in tokens", "in places: patches row after row, frames, tokens") };
+}
+
 function fillAbout() {
+  if (look.pictures.length) look.statistics.forEach((s) => s.unit === "tokens" && Object.assign(s, inPlaces(s)));
   for (const s of look.statistics) if (s.role === null) byId("definitions").append(el("dt", {}, s.label), el("dd", {}, s.meaning));
   look.roles.forEach((role, i) => {
     const term = el("dt", {}, el("i", {}, role.letter), plainText(role.label, 60));
@@ -34,7 +40,7 @@ function showHead(head) {
   byId("module").textContent = plainText(head.module, 80) + (head.call ? ` (call ${head.call})` : "") + parts;
   const own = look.statistics.map((s, i) => ({ ...s, value: head.values[i] })).filter((s) => s.role === null && s.value !== null);
   byId("numbers").replaceChildren(
-    ...own.map((s) => el("div", { title: plainText(s.meaning, 300) }, el("dt", {}, plainText(s.label, 30)), el("dd", {}, number(s.value, s.digits)))),
+    ...own.map((s) => el("div", { title: plainText(s.meaning, 300) }, el("dt", {}, plainText(s.label, 30)), el("dd", {}, number(s.value, s.digits), ...(s.unit ? [el("small", {}, ` ${s.unit}`)] : [])))),
   );
   byId("badges").replaceChildren(...(head.roles.length ? badges(head) : [el("span", { className: "hint" }, "plays none of the roles looked for")]));
   byId("previous").disabled = head.index === 0;
@@ -85,6 +91,18 @@ function listen() {
   });
 }
 
+// The address names the head that is open, as report.html#3.5: it can be sent, and kept.
+let addressed = 0;
+
+function toAddress(head) {
+  clearTimeout(addressed); // a key that is held down passes many heads, and browsers count the changes
+  addressed = setTimeout(() => history.replaceState(null, "", `#${head.name}`), 200);
+}
+
+function fromAddress() {
+  return heads.findIndex((head) => `#${head.name}` === location.hash);
+}
+
 // The head that is open at first: the best-known role of any head, at its strongest.
 function firstHead() {
   for (const name of ["induction", "right neighbour", "upper neighbour", "same row", "patch sink", "previous-token", "next-token"]) {
@@ -129,9 +147,12 @@ async function main() {
   listen();
   drawChart();
   emit("filter");
-  const first = firstHead();
+  const named = fromAddress();
+  const first = named < 0 ? firstHead() : named;
   choosePane(onPicture(heads[first]) ? "picture" : "map");
   selectHead(first);
+  on("head", toAddress);
+  window.addEventListener("hashchange", () => selectHead(fromAddress()));
   document.documentElement.dataset.ready = "true";
 }
 

@@ -2,6 +2,7 @@
 
 const tiles = []; // by head: { button, letter, value, canvas }
 const shownRows = []; // the heads as they stand, row after row
+const INK_FROM = 116; // of the ramp: from here on black is read more easily than white
 const PARTS = { encoder: "Encoder", decoder: "Decoder", cross: "Cross-attention" };
 
 // Maps are drawn when they come into sight: a page may hold thousands.
@@ -152,7 +153,7 @@ function paintNumber(tile, value, low, high) {
   if (value === null) return;
   const at = 3 * Math.round((255 * (value - low)) / (high - low));
   tile.button.style.setProperty("--role", `rgb(${RAMP[at]} ${RAMP[at + 1]} ${RAMP[at + 2]})`);
-  tile.button.style.setProperty("--on", at > 3 * 150 ? "#111" : "#fff");
+  tile.button.style.setProperty("--on", at > 3 * INK_FROM ? "#111" : "#fff");
 }
 
 function drawTile(head) {
