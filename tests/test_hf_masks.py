@@ -137,6 +137,24 @@ def test_padding_of_one_run_a_row_is_two_numbers() -> None:
     assert not empty.allowed(1, 9).any()
 
 
+def test_a_padding_mask_of_another_form_is_refused() -> None:
+    model = BY_NAME["Llama GQA"].build()
+    model.set_attn_implementation("headwise")
+    with pytest.raises(
+        ValueError, match=r"a padding mask is \(B, S\), .* got \(3, 7, 7\): .* attention_mask\[:, None\]"
+    ):
+        model(token_ids(7), attention_mask=torch.ones(B, 7, 7).tril())
+
+
+@pytest.mark.parametrize("name", ["Llama GQA", "Llama4 chunked"])
+def test_a_model_on_the_meta_device_tells_its_shapes(name: str) -> None:
+    """There are no numbers to read of the padding."""
+    model = BY_NAME[name].build().to("meta")
+    model.set_attn_implementation("headwise")
+    out = model(token_ids(7).to("meta"), attention_mask=padding("left", 7).to("meta"))
+    assert out.logits.shape == (B, 7, VOCAB) and out.logits.is_meta
+
+
 def test_what_is_not_understood_is_evaluated() -> None:
     """The union of a band with blocks, a caller's own function, and a callable object."""
     blocks = torch.tensor([[-1, 0, 0, 1, 1, 1, -1]]).expand(B, -1)
