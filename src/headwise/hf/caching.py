@@ -16,7 +16,7 @@ from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE
 from .decoding import prepare
 from .errors import ModelError
-from .interface import NAME, require_interface, title
+from .interface import NAME, caches_memory, require_interface, title
 from .lazy import to_model
 
 KINDS = ("static", "paged")
@@ -262,7 +262,7 @@ class HeadwiseCache(Cache):
 
 
 class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
-    """The same for an encoder-decoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
+    """The same beside an encoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
 
     @property
     def nbytes(self) -> int:
@@ -333,7 +333,7 @@ def make_cache(
         _require_headwise(model, kind, dtype)
     cache = HeadwiseCache(layers=layers)
     prepare(model)
-    if not model.config.is_encoder_decoder:
+    if not (model.config.is_encoder_decoder or caches_memory(model)):
         return cache
     return HeadwiseEncoderDecoderCache(cache, DynamicCache())
 
