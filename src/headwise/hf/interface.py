@@ -110,7 +110,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 def caches_memory(model: nn.Module) -> bool:
     """Whether cross-attention of a model keeps an encoder's keys in the other half of an `EncoderDecoderCache`."""
     return any(
-        CROSS_ATTENTION.search(name) is not None and _keeps_memory(type(module))
+        CROSS_ATTENTION.search(name) is not None and _keeps_memory(module.__class__)
         for name, module in model.named_modules()
     )
 
