@@ -11,6 +11,7 @@ import transformers
 from hf_models import BY_NAME, PAD, VOCAB, B, inputs, stir, token_ids
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.blip.modeling_blip_text import BlipTextLMHeadModel
 
 from headwise.hf import ModelError, make_cache
 from headwise.hf.lazy import Lazy
@@ -223,6 +224,30 @@ def test_a_reset_cache_serves_another_dtype(kind: str) -> None:
 
 
 @pytest.mark.unchecked
+@pytest.mark.parametrize("name", ["BERT", "BLIP", "TrOCR"])
+def test_a_decoder_alone_that_reads_an_encoders_memory(name: str) -> None:
+    """The keys of the memory are kept beside its own; in one list of layers they would pass for text (BLIP)."""
+    sizes = {key: n for key, n in SIZES.items() if key != "num_key_value_heads"} | dict(is_decoder=True)
+    if name == "BERT":
+        model = built("BertLMHeadModel", transformers.BertConfig(**sizes, add_cross_attention=True))
+    elif name == "TrOCR":
+        sizes |= dict(decoder_layers=2, d_model=24, decoder_attention_heads=4, decoder_ffn_dim=17)
+        model = built("TrOCRForCausalLM", transformers.TrOCRConfig(**sizes, cross_attention_hidden_size=24))
+    else:
+        model = BlipTextLMHeadModel(transformers.BlipTextConfig(**sizes, encoder_hidden_size=24)).eval()
+        stir(model)
+        model.set_attn_implementation("headwise")
+    ids, given = token_ids(9), dict(encoder_hidden_states=torch.randn(B, 5, 24))
+    with torch.no_grad():
+        expected = model(ids, **given, use_cache=False).logits
+        for how in EXACT:
+            cache = make_cache(model, **how, max_length=20)
+            pieces = [model(piece, **given, past_key_values=cache).logits for piece in ids.split([6, 1, 2], 1)]
+            assert close(torch.cat(pieces, 1), expected), how
+            assert cache.get_seq_length() == 9
+    assert not isinstance(make_cache(BY_NAME["GPT-2"].build()), transformers.EncoderDecoderCache)
+
+
 def test_layers_that_keep_more_are_refused() -> None:
     """Derived from a layer that is served, and keeping an index beside it."""
     sizes = dict(q_lora_rank=5, kv_lora_rank=5, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=7, index_n_heads=2)

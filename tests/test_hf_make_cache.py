@@ -279,6 +279,20 @@ def test_autocast_and_inference_mode_do_not_stop_it_nor_gradients_that_are_kept(
             model(ids, past_key_values=cache)
 
 
+@pytest.mark.parametrize("name", ["Llama GQA", "Mistral window"])
+def test_a_prompt_in_inference_mode_and_steps_outside_of_it(name: str) -> None:
+    model, ids = model_of(BY_NAME[name]), token_ids(9)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    for kind in KINDS:
+        for first in (True, False):
+            cache, pieces = make_cache(model, kind, max_length=20), []
+            for at, piece in enumerate(ids.split([6, 2, 1], 1)):
+                with torch.inference_mode(first is (at % 2 == 0)), torch.no_grad():
+                    pieces.append(model(piece, past_key_values=cache).logits)
+            assert close(torch.cat([x.clone() for x in pieces], 1), expected), f"{kind}, first {first}"
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

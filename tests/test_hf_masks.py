@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_measure import counted, distance, logged
-from hf_models import BY_NAME, VOCAB, B, T, inputs, logits, padding, token_ids
+from hf_models import BY_NAME, VOCAB, WINDOW, B, T, inputs, logits, padding, token_ids
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
@@ -137,6 +137,24 @@ def test_padding_of_one_run_a_row_is_two_numbers() -> None:
     assert not empty.allowed(1, 9).any()
 
 
+def test_a_padding_mask_of_another_form_is_refused() -> None:
+    model = BY_NAME["Llama GQA"].build()
+    model.set_attn_implementation("headwise")
+    with pytest.raises(
+        ValueError, match=r"a padding mask is \(B, S\), .* got \(3, 7, 7\): .* attention_mask\[:, None\]"
+    ):
+        model(token_ids(7), attention_mask=torch.ones(B, 7, 7).tril())
+
+
+@pytest.mark.parametrize("name", ["Llama GQA", "Llama4 chunked"])
+def test_a_model_on_the_meta_device_tells_its_shapes(name: str) -> None:
+    """There are no numbers to read of the padding."""
+    model = BY_NAME[name].build().to("meta")
+    model.set_attn_implementation("headwise")
+    out = model(token_ids(7).to("meta"), attention_mask=padding("left", 7).to("meta"))
+    assert out.logits.shape == (B, 7, VOCAB) and out.logits.is_meta
+
+
 def test_what_is_not_understood_is_evaluated() -> None:
     """The union of a band with blocks, a caller's own function, and a callable object."""
     blocks = torch.tensor([[-1, 0, 0, 1, 1, 1, -1]]).expand(B, -1)
@@ -255,6 +273,27 @@ def test_packing_by_position_ids_keeps_sequences_apart() -> None:
         packed = logits(model, dict(input_ids=ids, position_ids=positions, use_cache=False))
         alone = logits(model, dict(input_ids=ids[:, 4:], use_cache=False))
         torch.testing.assert_close(packed[:, 4:], alone, atol=2e-6, rtol=2e-6)
+
+
+def test_chunks_across_sequences_named_by_their_ends_are_refused() -> None:
+    """Llama 4's chunks are segments too: with a cache transformers counts them from the first token of the batch."""
+    model = BY_NAME["Llama4 chunked"].build()
+    model.set_attn_implementation("headwise")
+    ids = token_ids(11)[:1]
+    packed = dict(input_ids=ids, position_ids=torch.cat([torch.arange(5), torch.arange(6)])[None])
+
+    def ends(*at: int) -> dict[str, Any]:
+        return dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(at, dtype=torch.int32))
+
+    with pytest.raises(ValueError, match=r"Llama4TextAttention passes cu_seq_lens_k, .* pass position_ids that begin"):
+        model(**packed, **ends(0, 5, 11))
+    alone = torch.cat([logits(model, dict(input_ids=x)) for x in ids.split([5, 6], 1)], 1)
+    torch.testing.assert_close(
+        logits(model, packed | ends(0, 5, 11) | dict(use_cache=False)), alone, atol=2e-6, rtol=2e-6
+    )
+    packed["position_ids"] = torch.cat([torch.arange(WINDOW), torch.arange(11 - WINDOW)])[None]
+    alone = torch.cat([logits(model, dict(input_ids=x)) for x in ids.split([WINDOW, 11 - WINDOW], 1)], 1)
+    torch.testing.assert_close(logits(model, packed | ends(0, WINDOW, 11)), alone, atol=2e-6, rtol=2e-6)
 
 
 def test_masks_of_the_user_pass_through() -> None:

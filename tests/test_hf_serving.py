@@ -187,3 +187,11 @@ def test_a_mask_of_the_models_own_making_is_refused() -> None:
     model, plan = BY_NAME["Doge"].build(), drawn(1, 16)
     with headwise.hf.serving(model), pytest.raises(AssertionError, match="DogeAttention computes a mask of its own"):
         served(model, plan)
+
+
+def test_keys_that_do_not_fit_in_the_pages_are_told() -> None:
+    """With any attention, requests to latent attention fail; what they tell is a fault of an index_copy_."""
+    model, plan = BY_NAME["DeepSeek-V3"].build(), drawn(1, 16)
+    text = r"DeepseekV3Attention passes key \(1, 4, \d+, 10\) and value .* pages hold 4 heads of 4, .* latent attention"
+    with headwise.hf.serving(model), pytest.raises(AssertionError, match=text):
+        served(model, plan)

@@ -311,25 +311,50 @@ _SEQUENCES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"})
 def _with_sequences(mask: Mask, kwargs: dict[str, Any], module: nn.Module, query: Tensor, key: Stored) -> Mask:
     """Keeps apart the sequences that `cu_seq_lens_*` (as for flash attention) or `seq_idx` name in a packed batch."""
     packing = {name: kwargs[name] for name in _SEQUENCES if kwargs.get(name) is not None}
-    if not packing or any(isinstance(part, Segments) for part in mask.parts):
+    if not packing:
         return mask
-    if query.shape[0] != 1 or (packing.keys() == {"seq_idx"} and query.shape[2] != key.shape[2]):
+    segmented = [part for part in mask.parts if isinstance(part, Segments)]
+    cached = packing.keys() == {"seq_idx"} and query.shape[2] != key.shape[2]
+    if cached or (query.shape[0] != 1 and not segmented):
         raise ValueError(
             f"{type(module).__name__} passes {', '.join(sorted(packing))} with query {tuple(query.shape)} and key "
             f"{tuple(key.shape)}: packed sequences come as one row (B = 1) and without a cache; pass position_ids "
             "alone with use_cache=False, or unpack the batch"
         )
+    sequences = _sequences(packing, query, key)
+    if not segmented:
+        return mask & segments(*sequences)
+    if not any(_is_kept_apart(part, sequences) for part in segmented):
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(sorted(packing))} with a mask of chunks or sequences that do "
+            "not end where these do (chunks are counted from the first token); pass position_ids that begin anew with "
+            "each sequence, and use_cache=False: then the mask is made for each sequence"
+        )
+    return mask
+
+
+def _sequences(packing: dict[str, Any], query: Tensor, key: Stored) -> tuple[Tensor, Tensor]:
+    """The number of the sequence of each query (B, T) and of each key (B, S)."""
     if "cu_seq_lens_q" not in packing and "cu_seq_lens_k" not in packing:
-        return mask & segments(packing["seq_idx"].view(1, -1))
+        return (packing["seq_idx"].view(-1, query.shape[2]),) * 2
     ends_q = packing.get("cu_seq_lens_q", packing.get("cu_seq_lens_k"))
     ends_k = packing.get("cu_seq_lens_k", ends_q)
-    return mask & segments(*(_sequence_of(ends, x.shape[2], query) for ends, x in ((ends_q, query), (ends_k, key))))
+    return _sequence_of(ends_q, query.shape[2], query), _sequence_of(ends_k, key.shape[2], query)
+
+
+def _is_kept_apart(part: Segments, sequences: tuple[Tensor, Tensor]) -> bool:
+    """Whether a new segment begins wherever a new sequence does, and none comes again."""
+    for ids, sequence in zip((part.query_ids, part.key_ids), sequences, strict=True):
+        step = ids.diff()
+        if bool((step < 0).any()) or bool(((sequence.diff() != 0) & (step == 0)).any()):
+            return False
+    return True
 
 
 def _sequence_of(ends: Any, length: int, query: Tensor) -> Tensor:
-    """The number of the sequence that each position belongs to; ends: (n + 1,), beginning with 0."""
-    at = torch.arange(length, device=query.device)
-    return torch.searchsorted(ends[1:].to(at), at, right=True)
+    """The number of the sequence that each position belongs to, (B, length); ends: (n + 1,), beginning with 0."""
+    at = torch.arange(query.shape[0] * length, device=query.device)
+    return torch.searchsorted(ends[1:].to(at), at, right=True).view(-1, length)
 
 
 def attentions_are_collected() -> bool:

@@ -139,6 +139,7 @@ def batched_attention(
         )
     refuse_unknown(module, {name: x for name, x in kwargs.items() if name not in _BATCHING})
     check_heads(module, query, key)
+    _check_room(module, cache.layer_to_allocator[module.layer_idx], key, value)
     keys = _Keys(cache, module.layer_idx, key, value, kwargs)
     ends = kwargs["cu_seq_lens_q"].tolist()
     out = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
@@ -156,6 +157,17 @@ def batched_attention(
             k, v, mask = keys.of_one(r)
             out[start:stop] = attention(query[:, :, start:stop], k, v, mask=mask, **options)[0].transpose(0, 1)
     return out[None], None
+
+
+def _check_room(module: nn.Module, kept: Any, key: Tensor, value: Tensor) -> None:
+    """transformers makes its pages by the config; what latent attention caches has other sizes."""
+    room = getattr(kept, "num_key_value_heads", key.shape[1]), getattr(kept, "head_dim", key.shape[3])
+    if any((x.shape[1], x.shape[3]) != room for x in (key, value)):
+        raise ModelError(
+            f"{type(module).__name__} passes key {tuple(key.shape)} and value {tuple(value.shape)}, and transformers' "
+            f"pages hold {room[0]} heads of {room[1]}, for both: latent attention has no continuous batching; call "
+            "generate(), with headwise.hf.make_cache if you like"
+        )
 
 
 class _Keys:

@@ -16,7 +16,7 @@ from ..ops.storage.layout import in_one_piece
 from ..ops.storage.paged import PAGE
 from .decoding import prepare
 from .errors import ModelError
-from .interface import NAME, require_interface, title
+from .interface import NAME, caches_memory, require_interface, title
 from .lazy import to_model
 
 KINDS = ("static", "paged")
@@ -83,7 +83,8 @@ class FullLayer(CacheLayerMixin):
         self.input_dtype = key_states.dtype
         dtype = self.input_dtype if self.dtype is None else self.dtype
         sizes = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3])
-        self.cache = self._new_cache(sizes, dtype, key_states.device)
+        with torch.inference_mode(False):  # memory made in inference mode could not be written to outside of it
+            self.cache = self._new_cache(sizes, dtype, key_states.device)
         self.is_initialized = True
 
     def _new_cache(self, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -261,7 +262,7 @@ class HeadwiseCache(Cache):
 
 
 class HeadwiseEncoderDecoderCache(EncoderDecoderCache):
-    """The same for an encoder-decoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
+    """The same beside an encoder: the decoder's own tokens are kept by headwise, the memory by transformers."""
 
     @property
     def nbytes(self) -> int:
@@ -332,7 +333,7 @@ def make_cache(
         _require_headwise(model, kind, dtype)
     cache = HeadwiseCache(layers=layers)
     prepare(model)
-    if not model.config.is_encoder_decoder:
+    if not (model.config.is_encoder_decoder or caches_memory(model)):
         return cache
     return HeadwiseEncoderDecoderCache(cache, DynamicCache())
 

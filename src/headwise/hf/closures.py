@@ -107,7 +107,14 @@ def read_padding(padding: Tensor, frame: Frame) -> Mask:
     Keys beyond its end are not there yet (static caches) and may not be attended. One run of real tokens a row, which
     left and right padding give, becomes two numbers a row; anything else a (B, 1, 1, S) tensor.
     """
+    if padding.ndim != 2:
+        raise ValueError(
+            f"a padding mask is (B, S), True for a real token; got {tuple(padding.shape)}: one of queries by keys is "
+            "(B, 1, T, S), attention_mask[:, None]"
+        )
     padding = padding.to(device=frame.device, dtype=torch.bool)[:, frame.kv_offset : frame.kv_offset + frame.S]
+    if padding.is_meta:  # no numbers to read
+        return keep(padding.new_empty(len(padding), 1, 1, frame.S))
     if padding.shape[1] == frame.S and bool(padding.all()):
         return EVERYTHING
     padding = torch.nn.functional.pad(padding, (0, frame.S - padding.shape[1]))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .architectures import OUTSIDE, SPARSE, SUPPORTED_EXAMPLES
+from .architectures import CROSS_ATTENTION, OUTSIDE, SPARSE, SUPPORTED_EXAMPLES
 from .errors import ModelError
 from .seams import family_of, is_seam, is_switched
 
@@ -105,6 +105,22 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if dispatches(module.__class__) or is_seam(module.__class__)
     }
+
+
+def caches_memory(model: nn.Module) -> bool:
+    """Whether cross-attention of a model keeps an encoder's keys in the other half of an `EncoderDecoderCache`."""
+    return any(
+        CROSS_ATTENTION.search(name) is not None and _keeps_memory(module.__class__)
+        for name, module in model.named_modules()
+    )
+
+
+@lru_cache(maxsize=4096)
+def _keeps_memory(cls: type[nn.Module]) -> bool:
+    try:
+        return "cross_attention_cache" in inspect.getsource(cls)
+    except (OSError, TypeError):
+        return False
 
 
 def refuse_own_code(model: PreTrainedModel, what: str) -> None:
