@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -136,6 +137,15 @@ def test_an_end_that_was_ordered_and_an_interrupt_stay_what_they_are(monkeypatch
         monkeypatch.setattr(cli.look, "look_at", fail)
         result = CliRunner().invoke(cli.app, ["look"])
         assert (result.exit_code, result.stderr) == (code, text), repr(error)
+
+
+def test_a_message_is_out_before_the_end_whatever_the_stream_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program that calls the command and ends by `os._exit`, say."""
+    there = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(there), encoding="utf-8"))
+    with pytest.raises(SystemExit):
+        guard._fail("a mistake", 2)
+    assert there.getvalue() == b"headwise: a mistake\n"
 
 
 def test_a_long_message_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
