@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from headwise import cli
 from headwise.cli import guard, several
@@ -118,6 +121,46 @@ def test_what_an_exception_is_called() -> None:
     ]
     for error, text, code in cases:
         assert guard.message_of(error) == (text, code), repr(error)
+
+
+def test_an_end_that_was_ordered_and_an_interrupt_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM while a checkpoint is written is a SystemExit; and an interrupt shows no traceback, asked for or not."""
+    made = RuntimeError("Error calling __set_name__")
+    made.__cause__ = KeyboardInterrupt()
+    cases = [(SystemExit(143), "", 143, ""), (made, "1", 130, "headwise: interrupted\n")]
+    for error, asked, code, text in cases:
+        monkeypatch.setenv("HEADWISE_DEBUG", asked)
+
+        def fail(*_: Any, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(cli.look, "look_at", fail)
+        result = CliRunner().invoke(cli.app, ["look"])
+        assert (result.exit_code, result.stderr) == (code, text), repr(error)
+
+
+def test_a_message_is_out_before_the_end_whatever_the_stream_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program that calls the command and ends by `os._exit`, say."""
+    there = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(there), encoding="utf-8"))
+    with pytest.raises(SystemExit):
+        guard._fail("a mistake", 2)
+    assert there.getvalue() == b"headwise: a mistake\n"
+
+
+def test_a_long_message_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    for length, said in ((600, "x" * 600), (601, "x" * 600 + "... (601 characters)")):
+        with pytest.raises(SystemExit):
+            guard._fail("x" * length, 2)
+        assert capsys.readouterr().err == f"headwise: {said}\n"
+
+
+def test_what_stands_in_for_a_closed_stream_keeps_its_number_when_it_is_replaced() -> None:
+    """Else the next file that is opened would get the number of stdout, and what is printed would run into it."""
+    code = "import os, sys; from headwise.cli import guard; guard.open_streams(); sys.stdout = None; os.fstat(1)"
+    line = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code]
+    done = subprocess.run(line, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_parser_shows_the_value_that_it_refuses() -> None:

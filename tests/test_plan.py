@@ -11,7 +11,7 @@ import headwise
 from headwise import plan
 from headwise.nn import MultiHeadAttention
 from headwise.plan import AttentionShape, read_config
-from headwise.plan.config import ALIASES, MAX_BYTES
+from headwise.plan.config import ALIASES, ELSEWHERE, MAX_BYTES
 
 SHAPES: list[dict[str, Any]] = [
     {"num_heads": 6, "d_model": 42},
@@ -182,6 +182,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bias": (PLAIN | {"attention_bias": "no"}, "attention_bias is true or false; got 'no'"),
     "latent": (PLAIN | {"kv_lora_rank": 512}, "kv_lora_rank: latent attention has no such shape"),
     "both": (PLAIN | {"multi_query": True, "num_kv_heads": 4}, "says both multi_query and a number of key-value heads"),
+    "another width": (PLAIN | {"true_hidden_size": 32}, "true_hidden_size = 32 is not d_model = 96, and how this arch"),
+    "heads of another size": (PLAIN | {"kv_channels": 32}, "kv_channels = 32 is not head_dim = 24, and how this arch"),
+    "fewer heads": (PLAIN | {"head_ratio": 2}, "head_ratio = 2 is not 1, and how this architecture then shapes its"),
+    "groups elsewhere": (PLAIN | {"multi_query_group_num": 2}, "multi_query_group_num = 2 is not num_kv_heads = 4"),
+    "groups inside": (PLAIN | {"attn_config": {"kv_n_heads": 2}}, "attn_config.kv_n_heads = 2 is not num_kv_heads = 4"),
     "deep": ("[" * 100_000, "is nested too deeply"),
     "large": ('{"x": "' + "x" * MAX_BYTES + '"}', "is larger than 1000000 bytes"),
 }
@@ -250,6 +255,12 @@ def test_a_known_architecture_s_shape_is_that_of_its_plan() -> None:
     assert read_config(saved | {"new_decoder_architecture": True}).num_kv_heads == 4
     whisper = {"model_type": "whisper", "d_model": 96, "decoder_attention_heads": 4}
     assert read_config(whisper) == AttentionShape(96, 4, 4, 24, 24)
+
+
+def test_a_field_that_says_the_same_size_again_is_no_contradiction() -> None:
+    same: dict[str, Any] = {"kv_channels": 24, "true_hidden_size": 96, "num_query_groups": 4, "head_ratio": 1}
+    for more in (same, dict.fromkeys(ELSEWHERE), {"attn_config": {"kv_n_heads": 4}}, {"attn_config": None}):
+        assert read_config(PLAIN | more) == AttentionShape(96, 4, 4, 24, 24)
 
 
 def test_only_the_listed_fields_are_read(tmp_path: Path) -> None:

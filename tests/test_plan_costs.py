@@ -22,9 +22,11 @@ from plan_models import (
     config_of,
     counted,
     dynamic_cache_bytes,
+    inputs_of,
     random_config,
 )
 
+from headwise import plan
 from headwise.plan import costs
 from headwise.plan.fields import architectures
 from headwise.plan.layer import AttentionLayer, Latent, PositionTerms
@@ -264,3 +266,35 @@ def test_numbers_of_an_activation_and_layers_that_are_not_mixtures() -> None:
     ):
         names = [part.name for part in model_of({**mixture, **more}).others if part.name in ("mlp", "experts")]
         assert [n for n, name in enumerate(names) if name == "experts"] == mixed, more
+
+
+# --- learned positions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", [name for name in SINGLE if architectures()[name].get("positions")])
+def test_so_many_tokens_have_a_position_and_no_more(name: str) -> None:
+    """RoBERTa's kin and MPNet count from behind the padding token, whose row and those before it no token has."""
+    fields = random_config(name, random.Random(0), runs=True) | {"position_biased_input": True}
+    fields = {key: value for key, value in fields.items() if key in architectures()[name]["defaults"]}
+    config = config_of(name, fields)
+    real, most = (
+        build(name, config, device="cpu"),
+        model_of({**fields, "model_type": name, "pad_token_id": 0}).positions,
+    )
+    assert most is not None
+    with torch.no_grad():
+        real(**inputs_of(name, config, most, source=4))
+        with pytest.raises((IndexError, RuntimeError)):
+            real(**inputs_of(name, config, most + 1, source=4))
+
+
+def test_positions_behind_the_padding_token_of_the_config() -> None:
+    sizes = {"model_type": "roberta", "max_position_embeddings": 514}
+    assert [model_of({**sizes, **pad}).positions for pad in ({}, {"pad_token_id": 1}, {"pad_token_id": 3})] == [
+        512,
+        512,
+        510,
+    ]
+    assert model_of({"model_type": "mpnet", "max_position_embeddings": 514, "pad_token_id": 3}).positions == 512
+    assert plan.of(sizes, context=(512, 513)).notes == ("beyond the 512 positions the model has learned: 513",)

@@ -77,6 +77,32 @@ def test_the_class_keeps_its_head(name: str, becomes: str) -> None:
     assert plan_prune(llama(architectures=[name]), heads="0.1,1.2").target.config["architectures"] == [becomes]
 
 
+def test_a_head_that_the_other_class_has_not_is_refused_by_name() -> None:
+    """The config would name a class that there is none of, and transformers would load the model without its head."""
+    made = llama(mlp_bias=True, architectures=["LlamaForSequenceClassification"])
+    text = "mistral does so only with mlp_bias = False, .*; granite has no class with the head of LlamaForSequenceCl"
+    with pytest.raises(ValueError, match=text):
+        plan_prune(made, heads="0.1,1.2")
+    assert plan_prune(made, heads={0: [0, 1], 1: [1, 2]}).target.model_type == "llama", "its own class has it"
+
+
+def test_the_table_of_heads_is_what_transformers_has() -> None:
+    """For each class that stands in for another: which of the other's heads it has, too."""
+    families = hf.layouts()["families"]
+    pairs = [(old, choice["class"]) for old, about in families.items() for choice in about.get("instead", ())]
+    assert len(pairs) >= 3
+    for old, new in pairs:
+        before, after = (architectures()[name]["classes"]["config"].removesuffix("Config") for name in (old, new))
+        heads = {
+            name.removeprefix(before)
+            for name in dir(transformers)
+            if name.startswith((f"{before}For", f"{before}Double"))
+        }
+        known = {*architectures()[new].get("heads", ()), "ForCausalLM"}
+        assert {head for head in heads if hasattr(transformers, after + head)} - known == set(), (old, new)
+        assert all(hasattr(transformers, after + head) for head in known)
+
+
 @pytest.mark.parametrize(("bias", "becomes"), [({}, "Mistral"), ({"mlp_bias": True}, "Granite")])
 def test_what_a_config_leaves_to_the_old_class_stays_so_under_the_new(bias: dict[str, bool], becomes: str) -> None:
     shapes = llama().tensors

@@ -121,6 +121,21 @@ def test_heads_that_are_the_same_become_one_without_a_trace(method: Any) -> None
         assert torch.equal(whole.key, weights.key) and torch.equal(whole.value, weights.value)
 
 
+@pytest.mark.parametrize("norm", ["rms", "across"])
+def test_the_first_head_brings_the_weights_of_its_own_norm(norm: str) -> None:
+    """What stands for the group is its first head's key as queries meet it: normed by its own weights, no mean."""
+    weights = layer(6, 6, turns=TURNS["partial"], **norms({"query_norm": "alike", "key_norm": "own", "norm": norm}, 6))
+    x = text()
+    firsts = [0, 0, 0, 3, 3, 3]
+    names = ("key", "value", "key_bias", "value_bias", "key_norm")
+    wanted = output(replace(weights, **{name: getattr(weights, name)[firsts] for name in names}), x)
+    merged = merge(weights, 2, method="first").apply(weights)
+    assert far(output(merged, x), wanted) < 1e-12
+    assert merged.key_norm is not None and torch.equal(merged.key_norm, weights.key_norm[[0, 3]])
+    averaged = merge(weights, 2, method="mean").apply(weights).key_norm
+    torch.testing.assert_close(averaged, weights.key_norm.unflatten(0, (2, 3)).mean(1))
+
+
 def test_as_many_heads_as_before_change_nothing() -> None:
     weights = layer(6, 3)
     assert all(merge(weights, 3, method=method).apply(weights) is weights for method in METHODS)
@@ -315,6 +330,15 @@ def test_weights_that_are_not_finite_are_refused_by_name(part: str, wrong: float
     for method in METHODS:
         with pytest.raises(ValueError, match=f"these weights: the {part} projection holds NaN or infinity"):
             merge(weights, 2, method=method)
+
+
+@pytest.mark.parametrize("part", ["query", "key", "value", "output"])
+def test_a_bias_that_is_not_finite_is_refused_with_its_projection(part: str) -> None:
+    weights = layer(6, 6)
+    bias = getattr(weights, f"{part}_bias").clone()
+    bias.flatten()[3] = float("nan")
+    with pytest.raises(ValueError, match=f"layer 7: the {part} projection holds NaN or infinity"):
+        merge(replace(weights, **{f"{part}_bias": bias}), 2, method="mean", name="layer 7")
 
 
 @pytest.mark.unchecked

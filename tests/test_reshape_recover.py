@@ -123,6 +123,19 @@ def test_nothing_is_made_worse() -> None:
     assert all(p.grad is None and p.requires_grad for p in changed.parameters())
 
 
+@pytest.mark.parametrize("value_steps", [0, 2])
+@pytest.mark.parametrize("where", [0, 4])
+def test_text_that_is_not_finite_is_refused_and_changes_nothing(where: int, value_steps: int) -> None:
+    """Of six batches the fifth is to check by: one token there, or in the first to fit to, spoils every error."""
+    original, changed = spoilt("o_proj")
+    before = copy.deepcopy(changed.state_dict())
+    text = batches()
+    text[where][1, 20, 3] = torch.inf
+    with pytest.raises(ValueError, match=r"^module 'layers.0': its heads or its outputs on this text hold NaN or inf"):
+        recover(changed, original, text, LAYERS, value_steps=value_steps)
+    assert all(torch.equal(part, before[name]) for name, part in changed.state_dict().items())
+
+
 def test_progress_counts_every_batch() -> None:
     original, changed = spoilt("o_proj")
     for value_steps, passes in ((0, 1), (1, 2)):

@@ -95,6 +95,17 @@ def test_a_layer_that_is_not_finite_is_named() -> None:
         plan_regroup(source, 2)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_whose_text_is_not_finite_is_named(method: Any) -> None:
+    """Weights beside attention spoil what heads are compared by: the text of the layers behind them."""
+    source = opened("qwen2")
+    model = source.build(source.config, source.state)
+    model.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] = torch.nan
+    rows = [torch.arange(3, 20)[None], torch.arange(5, 22)[None]]
+    with pytest.raises(ValueError, match=r"^layer 1: its queries on this text hold NaN or infinity, .* anew$"):
+        plan_regroup(source, 1, method=method, model=model, rows=rows)
+
+
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", KEEPS)
 def test_heads_that_are_the_same_become_one(family: str) -> None:

@@ -33,6 +33,21 @@ LARGEST = {
 }
 NESTED = ("text_config",)
 
+# Fields of some architectures that size their attention otherwise than the fields above say, and what they then are.
+ELSEWHERE: dict[str, str | int] = {
+    "attention_hidden_size": "d_model",
+    "attention_head_dim": "head_dim",
+    "attention_head_size": "head_dim",
+    "d_head": "head_dim",
+    "dim_head": "head_dim",
+    "embed_dim": "d_model",
+    "head_ratio": 1,
+    "kv_channels": "head_dim",
+    "multi_query_group_num": "num_kv_heads",
+    "num_query_groups": "num_kv_heads",
+    "true_hidden_size": "d_model",
+}
+
 
 def parse(path: Path) -> dict[str, Any]:
     """The file's JSON object; raises ValueError for anything else."""
@@ -73,7 +88,24 @@ def shape_of(config: dict[str, Any]) -> AttentionShape:
         if sizes["num_kv_heads"] is not None:
             raise ValueError("says both multi_query and a number of key-value heads; give the sizes yourself")
         sizes["num_kv_heads"] = 1
-    return AttentionShape.of(**sizes, bias=_flag(config, "attention_bias"))  # type: ignore[arg-type]
+    shape = AttentionShape.of(**sizes, bias=_flag(config, "attention_bias"))  # type: ignore[arg-type]
+    _check_elsewhere(config, shape)
+    return shape
+
+
+def _check_elsewhere(config: dict[str, Any], shape: AttentionShape) -> None:
+    """Raises ValueError where the config sizes its attention by a further field, in a way that is not known here."""
+    inner = config.get("attn_config")
+    said = {name: (config.get(name), meant) for name, meant in ELSEWHERE.items()}
+    said["attn_config.kv_n_heads"] = (inner.get("kv_n_heads") if isinstance(inner, dict) else None), "num_kv_heads"
+    for name, (value, meant) in said.items():
+        known = getattr(shape, meant) if isinstance(meant, str) else meant
+        if value is not None and value != known:
+            what = f"{meant} = {known}" if isinstance(meant, str) else str(known)
+            raise ValueError(
+                f"{name} = {short(value)} is not {what}, and how this architecture then shapes its attention is not "
+                "known; give the sizes yourself"
+            )
 
 
 def _size(config: dict[str, Any], name: str) -> int | None:

@@ -16,6 +16,7 @@ from .shape import short
 from .states import StateLayer, state_layers
 from .towers import Tower, connector, tower_of
 
+PADDING = 1  # the padding token where positions count from it and the config leaves it out
 WEIGHT_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
@@ -165,15 +166,25 @@ def model_of(config: Mapping[str, Any], name: str | None = None, *, left_out: tu
         others,
         _weight_bytes(config),
         fields.size(about["audio"]["positions"]) if "audio" in about else None,
-        fields.size(about["positions"])
-        if about.get("positions") and fields.flag(about.get("positions_when", True))
-        else None,
+        _positions(fields),
         tuple(notes),
         state_layers(fields, fields.size("num_hidden_layers")) if "states" in about else (),
         further=further,
         further_layers=(fields.optional(about["further"], least=0) or 0) if further else 0,
         packing=packing,
     )
+
+
+def _positions(fields: Fields) -> int | None:
+    """Tokens that the table of positions has rows for; some count from behind the row of the padding token."""
+    about = fields.architecture
+    if not about.get("positions") or not fields.flag(about.get("positions_when", True)):
+        return None
+    rows, after = fields.size(about["positions"]), about.get("positions_after")
+    if after is None:
+        return rows
+    pad = fields.optional(after, least=0) if isinstance(after, str) else after
+    return max(0, rows - (PADDING if pad is None else pad) - 1)
 
 
 def _composite(config: Mapping[str, Any], about: Mapping[str, Any], name: str) -> Model:

@@ -63,8 +63,8 @@ def read_config(config: Any) -> AttentionShape:
     Raises:
         TypeError: neither a name nor a config.
         ValueError: with one line that names the config: nothing of that name, more than 1 MB, no JSON object, a field
-            that is no whole number or out of range, fields that contradict one another, or a kind of attention that
-            has no such shape (latent attention).
+            that is no whole number or out of range, fields that contradict one another, a kind of attention that has
+            no such shape (latent attention), or one that is sized by a field that is not known (``head_ratio``, ...).
 
     Example:
         >>> read_config("gpt-3").num_heads

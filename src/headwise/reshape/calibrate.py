@@ -72,7 +72,11 @@ def rows_of(form: TensorRuns, sizes: Sizes, part: str) -> tuple[int, ...]:
 def read_moments(
     model: nn.Module, family: Family, rows: Sequence[Tensor], progress: OnBatch = None
 ) -> dict[str, Moments]:
-    """The moments of each layer's heads while the model reads rows of ids, each (B, T), by the layer's key."""
+    """The moments of each layer's heads while the model reads rows of ids, each (B, T), by the layer's key.
+
+    Raises:
+        ValueError: queries, keys or values that are NaN or infinite.
+    """
     made = {layer.key: Moments.like(weights_in_memory(model, family, layer)) for layer in family.layers}
     prefixes = {layer.prefix: layer.key for layer in family.layers}
 
@@ -86,6 +90,8 @@ def read_moments(
             say(model, ids)
             if progress is not None:
                 progress(n + 1, len(rows))
+    for key, one in made.items():
+        one.check_finite(f"layer {key}")
     return made
 
 

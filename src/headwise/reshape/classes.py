@@ -83,6 +83,9 @@ def _misfit(family: Family, counts: Counts, choice: Mapping[str, Any]) -> str:
         actual = fields.config.get(name, fields.defaults.get(name, value))
         if actual != value:
             return f"does so only with {name} = {value}, and it is {actual}"
+    head = _head_without_class(family, about)
+    if head:
+        return f"has no class with the head of {head}"
     for field, (heads, kv_heads) in counts.items():
         sizes = family.counts[field][0].sizes
         if kv_heads != choice.get("kv_heads", kv_heads):
@@ -90,6 +93,20 @@ def _misfit(family: Family, counts: Counts, choice: Mapping[str, Any]) -> str:
         takes_dim = "head_dim" in about["defaults"] or "head_dim" in about.get("names", {})
         if not takes_dim and heads * sizes.D != family.d_model:
             return f"has no field for the size of a head, and {heads} * {sizes.D} is not d_model = {family.d_model}"
+    return ""
+
+
+def _head_without_class(family: Family, about: Mapping[str, Any]) -> str:
+    """The class of this checkpoint whose head, above the model itself, the other architecture has not; empty without.
+
+    A text model inside of another has the other's head.
+    """
+    old = family.fields.architecture["classes"]
+    stem = old["config"].removesuffix("Config")
+    for name in () if family.outer else family.config.get("architectures") or ():
+        own = name.startswith(stem) and name not in (old["lm"], old["base"])
+        if own and name.removeprefix(stem) not in about.get("heads", ()):
+            return str(name)
     return ""
 
 

@@ -86,7 +86,9 @@ def shared(weights: HeadWeights, keys: Maps, values: Maps, groups: Sequence[Sequ
 
     norm = ordered.key_norm
     if norm is not None and norm.ndim == 2:
-        norm = norm.unflatten(0, (K, -1)).mean(1)
+        enters = keys.write[order].flatten(1).any(1)  # of a head that does not, neither do the weights of its norm
+        groups_of = zip(norm.unflatten(0, (K, -1)), enters.unflatten(0, (K, -1)), strict=True)
+        norm = torch.stack([some[those].mean(0) for some, those in groups_of])
     by_head = ordered.output.transpose(0, 1)  # (H, M, V)
     parts: dict[str, Any] = {
         "query": read(ordered.query, keys),

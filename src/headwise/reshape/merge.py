@@ -69,6 +69,7 @@ def merge(
     moments: Moments | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
+    name: str = "these weights",
 ) -> Merge:
     """How groups of key-value heads come to share one: multi-head attention becomes grouped-query or multi-query.
 
@@ -82,6 +83,7 @@ def merge(
             weights alone tell how alike heads are.
         groups: Which heads share; by default neighbours, with "aligned" and "fitted" those that lose least.
         seed: Of the search for groups, where there are too many to try them all.
+        name: Of the layer, for the error where its weights are not finite.
 
     Raises:
         TypeError, ValueError: `num_kv_heads` does not divide K, an unknown method, groups that are none, or weights
@@ -95,7 +97,7 @@ def merge(
     check_counts(1, num_kv_heads=num_kv_heads)
     check_head_counts(weights.num_kv_heads, num_kv_heads)
     check_method(method)
-    check_finite(weights, "these weights")
+    _check_finite(weights, name)
     known = Moments.of_weights(weights) if moments is None else moments
     if groups is not None:
         chosen = check_groups(groups, weights.num_kv_heads)
@@ -112,10 +114,11 @@ def merge(
     return Merge(chosen, keys, values, lost)
 
 
-def check_finite(weights: HeadWeights, name: str) -> None:
+def _check_finite(weights: HeadWeights, name: str) -> None:
     """Raises ValueError where a layer's projections hold NaN or infinity: heads cannot be compared by them."""
     for part in ("query", "key", "value", "output"):
-        if not bool(getattr(weights, part).isfinite().all()):
+        bias = getattr(weights, f"{part}_bias")
+        if not all(bool(some.isfinite().all()) for some in (getattr(weights, part), bias) if some is not None):
             raise ValueError(
                 f"{name}: the {part} projection holds NaN or infinity, and heads are compared by finite numbers; get "
                 "the checkpoint anew"

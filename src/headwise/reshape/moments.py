@@ -76,6 +76,15 @@ class Moments:
             raise ValueError(f"module {call.module!r} attends without values; its heads cannot be compared")
         self.add(call.query, call.key, call.value)
 
+    def check_finite(self, name: str) -> None:
+        """Raises ValueError where the layer's queries, keys or values were NaN or infinite on the text."""
+        for part, what in (("query", "queries"), ("key", "keys"), ("value", "values")):
+            if not bool(getattr(self, part).isfinite().all()):
+                raise ValueError(
+                    f"{name}: its {what} on this text hold NaN or infinity, and heads are compared by finite numbers; "
+                    "get the checkpoint anew"
+                )
+
     def _count(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Each (tokens, heads, n) in float64."""
         self.query += torch.einsum("thd,the->hde", query, query)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -40,6 +41,10 @@ class NormalEquations:
         made = NormalEquations(self.xy.shape[0], self.xy.shape[1], self.xx.device)
         made.xx, made.xy, made.yy = self.xx + other.xx, self.xy + other.xy, self.yy + other.yy
         return made
+
+    def is_finite(self) -> bool:
+        """Whether no token held NaN or infinity."""
+        return bool(self.xx.diagonal().isfinite().all()) and math.isfinite(self.yy)
 
     def solve(self, ridge: float, start: Float[Tensor, "n m"]) -> Float[Tensor, "n m"]:
         """The W of least error, held to `start`: each row by `ridge` times the squares of its number."""

@@ -79,7 +79,7 @@ def recover(
     Raises:
         TypeError: a module that holds no matrix of its own.
         ValueError: `inputs` is neither, too few batches, or no such module in a model; an output projection that was
-            not run, or that takes other than the heads side by side.
+            not run, or that takes other than the heads side by side; heads or outputs that are not finite.
 
     Example:
         >>> import headwise
@@ -151,6 +151,11 @@ class _Recovery:
 
     def repair_output(self, name: str, fit: NormalEquations, check: NormalEquations) -> Repaired:
         """Solves W_O and puts it in its place."""
+        if not (fit.is_finite() and check.is_finite()):
+            raise ValueError(
+                f"module {name!r}: its heads or its outputs on this text hold NaN or infinity, and nothing is fitted "
+                "to them; get the checkpoint anew, or leave out to recover"
+            )
         matrix = self.projection(self.pair.layers[name].output)
         start = _whole(matrix)
         W, ridge = best(fit, check, start)

@@ -27,7 +27,7 @@ from .classes import Target, target
 from .heads import HeadWeights
 from .layers import head_weights, layer_tensors
 from .layout import Family, Layer, check_shapes, family_of
-from .merge import METHODS, Merge, Method, check_finite, check_method, merge
+from .merge import METHODS, Merge, Method, check_method, merge
 from .pair import batches_of
 from .proof import PLAIN, Proof, planned
 from .prune import Known, as_stored
@@ -197,11 +197,9 @@ def plan_regroup(
     merges = {}
     for n, layer in enumerate(family.layers):
         weights = read_weights(source, family, layer)
-        check_finite(weights, f"layer {layer.key}")
+        wish: dict[str, Any] = {"method": method, "moments": known.get(layer.key), "seed": seed}
         some = None if groups is None else groups.get(layer.key)
-        merges[layer.key] = merge(
-            weights, num_kv_heads, method=method, moments=known.get(layer.key), groups=some, seed=seed
-        )
+        merges[layer.key] = merge(weights, num_kv_heads, groups=some, name=f"layer {layer.key}", **wish)
         if progress is not None:
             progress("choosing which heads share", n + 1, len(family.layers))
     return Regrouping(source, family, num_kv_heads, method, merges, goal, {}, {})
