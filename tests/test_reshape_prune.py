@@ -38,6 +38,18 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("kind", ["BertForQuestionAnswering", "BertForPreTraining", "BertLMHeadModel"])
+def test_models_with_other_outputs_are_proved_too(kind: str, tmp_path: Path) -> None:
+    """Starts and ends of answers, two heads at once, and an encoder that says words and keeps no cache."""
+    config = FAMILIES["bert"].build().config
+    quiet(lambda: getattr(transformers, kind)._from_config(config).save_pretrained(tmp_path / "source"))
+    with hf.checkpoint(tmp_path / "source") as opened:
+        facts = prune(opened, tmp_path / "new", heads={0: [1], 1: [0, 3]}, zero=True, proof=Proof(speed=False))
+    proof = facts["proof"]
+    assert (proof["class"], proof["difference"], proof["cache_bytes"]) == (kind, 0.0, [None, None])
+
+
+@pytest.mark.usefixtures("here")
 def test_the_folder_tells_what_was_done_and_proved(tmp_path: Path) -> None:
     source = saved(FAMILIES["llama odd"], tmp_path / "source")
     (source / "LICENSE").write_text("mine")

@@ -14,7 +14,7 @@ from typing import Any
 
 GATED = "reshape_gated"
 """The name under which the attention with gates is registered; transformers reads such names for words it knows."""
-OUTPUTS = ("logits", "logits_per_image", "last_hidden_state")
+OUTPUTS = ("logits", "logits_per_image", "prediction_logits", "start_logits", "last_hidden_state")
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain operations, in any sizes
 SEED = 7
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -149,7 +149,10 @@ def gated(model: Any, gates: list[list[int]]) -> Any:
 
 def _output(model: Any, inputs: dict[str, Any]) -> Any:
     out = model(**inputs)
-    return next(out[name] for name in OUTPUTS if name in out)
+    name = next((name for name in OUTPUTS if name in out), None)
+    if name is None:
+        raise ValueError(f"it gives none of {', '.join(OUTPUTS)} to be compared")
+    return out[name]
 
 
 def inputs_of(model: Any, ids: list[int] | None) -> dict[str, Any]:
@@ -203,6 +206,8 @@ def _cache_bytes(model: Any, inputs: dict[str, Any]) -> int | None:
     if not _decodes(model):
         return None
     cache = model(inputs["input_ids"][:1], use_cache=True).past_key_values
+    if cache is None:  # an encoder's layers under a head for the next word
+        return None
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
 
 
