@@ -1,6 +1,6 @@
 """Several processes that do one work, those that torchrun started or those of a process group: each knows its share.
 
-Imports nothing of headwise: every room whose work can be shared may import it.
+Imports nothing of headwise but what torchrun says: every room whose work can be shared may import it.
 
 Attention over ranks has messages of its own (`headwise.ops.comm`), on which this does not stand: there all ranks know
 all sizes before, wait half a minute, and a group that has failed is of no use; here one process gathers messages of any
@@ -21,6 +21,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from . import torchrun
 
 T = TypeVar("T")
 
@@ -58,13 +60,7 @@ class Processes:
         Raises:
             ValueError: the environment has a WORLD_SIZE or a RANK that is none, or a RANK not below WORLD_SIZE.
         """
-        if dist.is_available() and not dist.is_initialized() and (size := _told("WORLD_SIZE", 1)) > 1:
-            rank = _told("RANK", 0)
-            if rank >= size and "RANK" in os.environ:  # without one, torch says what it misses
-                raise ValueError(
-                    f"RANK is less than WORLD_SIZE, for processes are numbered from 0; got RANK = {rank}, WORLD_SIZE = "
-                    f"{size}; start them with torchrun, or unset both"
-                )
+        if dist.is_available() and not dist.is_initialized() and torchrun.place()[1] > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         if dist.is_available() and dist.is_initialized():
             return cls.of(dist.group.WORLD)
@@ -248,16 +244,6 @@ def _as_bytes(error: Exception) -> bytes:
     kind = next((kind for kind, one in _KINDS.items() if isinstance(error, one)), b"r")
     plain = any(isinstance(error, one) for one in _KINDS.values()) and str(error)
     return kind + (str(error) if plain else f"{type(error).__name__}: {error}").encode(errors="surrogatepass")
-
-
-def _told(name: str, least: int) -> int:
-    """A number that torchrun sets in the environment; 1 where there is none."""
-    said = os.environ.get(name, "1")
-    if not (said.isascii() and said.isdecimal() and len(said) < 10 and int(said) >= least):
-        raise ValueError(
-            f"{name} is a whole number of at least {least}, as torchrun sets it; got {said[:40]!r}; unset it"
-        )
-    return int(said)
 
 
 # --- a command that torchrun started several times -------------------------------------------------------------------
