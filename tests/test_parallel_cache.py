@@ -74,7 +74,7 @@ REFUSALS = {
     "query": "a cache of 1 rows is attended by query (B, H, T, D) = (1, H, T, 8); got (1, 4, 5, 7)",
     "sinks": f"RankMismatch: {OPERATION}rank 1 does not agree with rank 0 on the sinks: rank 1 has ",
     "mask": f"RankMismatch: {OPERATION}rank 1 does not agree with rank 0 on the mask: rank 1 has ",
-    "gradient": "ValueError: a ShardedCache has no gradient: attend it under torch.no_grad()",
+    "gradient": "ValueError: a ShardedCache has no gradient: append and attend under torch.no_grad()",
     "dropout": "ValueError: a ShardedCache is for inference: dropout is 0; got 0.1",
     "view": "ValueError: no rank has all tokens of a ShardedCache, so there is no view of them; `local` has [",
     "rolling mask": "ValueError: a rolling ShardedCache takes a further window() or causal() alone, for what",

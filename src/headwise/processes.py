@@ -91,12 +91,14 @@ class Processes:
         return rows[self.rank :: self.size]
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each gradient becomes the sum of all processes'."""
-        if self.size > 1:
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=self.group)
+        """Each gradient becomes the sum of all processes'; one that no process has stays None."""
+        some = list(parameters)
+        if self.size > 1 and some:
+            there = torch.tensor([p.grad is not None for p in some], dtype=torch.int64, device=some[0].device)
+            for parameter, count in zip(some, self.add(there).tolist(), strict=True):
+                if count:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(parameter.grad, group=self.group)
 
     def add(self, number: Tensor) -> Tensor:
         """The sum of all processes' numbers."""
