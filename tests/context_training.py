@@ -237,6 +237,12 @@ def unlike() -> dict[str, str]:
         for out in outs[:: -1 if here else 1]:
             out.sum().backward()
 
+    def back_of_joined() -> None:
+        y = x.clone().requires_grad_()
+        wholes = [join_sequence(n * y, group, dim=2) for n in (1, 2)]
+        for one in wholes[:: -1 if here else 1]:
+            one.sum().backward()
+
     runs: dict[str, Callable[[], object]] = {
         "order": lambda: run(order="zigzag" if here else "contiguous"),
         "dropout": lambda: run(dropout=0.25 if here else 0.5),
@@ -254,4 +260,5 @@ def unlike() -> dict[str, str]:
         "joined dtypes": lambda: join_sequence(x.double() if here else x, group, dim=2),
         "nothing": run,
     }
-    return {name: words(one) for name, one in runs.items()} | {"backward": words(back)}
+    runs |= {"backward": back, "backward of joined": back_of_joined}
+    return {name: words(one) for name, one in runs.items()}
