@@ -21,6 +21,7 @@ from headwise.nn import MultiHeadAttention
 from headwise.parallel import (
     Expansion,
     ShardedCache,
+    context,
     context_parallel,
     join_sequence,
     split_sequence,
@@ -262,3 +263,42 @@ def unlike() -> dict[str, str]:
     }
     runs |= {"backward": back, "backward of joined": back_of_joined}
     return {name: words(one) for name, one in runs.items()}
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def latent() -> headwise.LatentAttention:
+    torch.manual_seed(3)
+    return headwise.LatentAttention(11, 3, q_lora_rank=5, kv_lora_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
+
+
+def autocast(layout: Any) -> tuple[dict[str, tuple[float, float]], float]:
+    """Root mean square errors of gradients against float64, one process's and those of ranks, where both run under
+    autocast; and how far those of a forward without ranks are off, which follows one with them."""
+    x, mask = torch.randn(2, 13, 11, generator=torch.Generator().manual_seed(1)), headwise.causal()
+    own, grads = split_sequence(x, order="zigzag"), []
+    for dtype, split in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+        made = latent().to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            if split:
+                with context(order="zigzag", layout=layout):
+                    out = made(own, mask=mask)
+            else:
+                out = made(x.to(dtype), mask=mask)
+        out.to(dtype).square().sum().backward()
+        if split:
+            sum_gradients(made)
+        grads.append({name: p.grad for name, p in made.named_parameters()})
+    exact, one, ours = grads
+
+    def error(some: dict[str, Any], name: str) -> float:
+        return float((some[name].double() - exact[name]).square().mean().sqrt())
+
+    made = latent()
+    with torch.autocast("cpu", torch.bfloat16):
+        with context(layout=layout, order="zigzag"):
+            made(own, mask=mask)
+        made(x, mask=mask).float().square().sum().backward()
+    far = [float("inf") if p.grad is None else off(p.grad, one[name]) for name, p in made.named_parameters()]
+    return {name: (error(one, name), error(ours, name)) for name in exact}, max(far)

@@ -83,6 +83,14 @@ def test_the_gradient_of_a_joined_sequence_is_the_sum_of_all_losses(world: int) 
         assert max(far.values()) <= 1e-6
 
 
+@pytest.mark.parametrize("layout", ["ring", "gather", "ulysses"])
+def test_latents_are_expanded_under_the_autocast_of_the_forward(layout: str) -> None:
+    """In the backward as well, which runs outside of it; and what was cast without a graph is not kept for others."""
+    for errors, far in ranks.pool(2).run(context_training.autocast, layout):
+        assert all(ours <= 2 * one for one, ours in errors.values()), errors
+        assert far == 0.0
+
+
 UNLIKE = {
     "order": "RankMismatch: .* on the order: rank 1 has zigzag, rank 0 has contiguous; ",
     "dropout": "RankMismatch: .* on the options: rank 1 has .* dropout=0.25, ",
@@ -100,7 +108,7 @@ UNLIKE = {
     "joined dtypes": "RankMismatch: join_sequence: .* on the dtype: rank 1 has torch.float64, ",
     "nothing": "nothing",
     "backward": "RankMismatch: backward of context_parallel, .* on the order: rank 1 ",
-    "backward of joined": r"RankMismatch: backward of join_sequence, .* on the order: rank 1 has '.* operation \d+' as ",
+    "backward of joined": r"RankMismatch: backward of join_sequence, .* on the order: rank 1 has '.* operation \d+' ",
 }
 
 

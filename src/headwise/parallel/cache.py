@@ -23,7 +23,7 @@ from ..ops.masks.make import window
 from ..ops.masks.rules import Band
 from ..ops.spread import Share
 from ..ops.storage.paged import PAGE
-from ..shapes import check_gate, check_options, check_sinks, compute_dtype
+from ..shapes import check_gate, check_options, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown, whole_numbers
 from .deal import Deal, owned, picked, picks
 from .options import digest, mask_text
@@ -271,8 +271,6 @@ class ShardedCache(KVCache):
         sinks, mask = options.get("sinks"), as_mask(mask)
         _check_learns(query, sinks, options.get("gate"), mask)
         scale, softcap, _ = check_options(query, options.get("scale"), options.get("softcap"), sinks, 0.0)
-        if sinks is not None:
-            check_sinks(sinks, H, query.device)
         if options.get("gate") is not None:
             check_gate(options["gate"], (self.batch, H, T, self.value_dim), query.device)
         if self.window is not None and not all(isinstance(rule, Band) and not rule.kept for rule in mask.parts):

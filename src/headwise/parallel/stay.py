@@ -8,6 +8,7 @@ what is on its way, and of their gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ class Stay(torch.autograd.Function):
     def forward(ctx: Any, layout: Route, job: Job, *tensors: Any) -> Any:
         """out and lse."""
         query, key, value, sinks, n, *rest = tensors
-        with job.comm.telling():
+        ctx.casting = casting = _casting(query.device.type)
+        with job.comm.telling(), casting():
             here = job.with_leaves(query, [x.detach() for x in rest[:n]])
             logits = None if sinks is None else sinks.detach()
             whole = layout.forward(here, query, [key] if value is None else [key, value], logits)
@@ -78,7 +80,7 @@ class Stay(torch.autograd.Function):
         """The gradients of what `forward` took."""
         query, key, value, sinks, out, lse, ends, *rest = ctx.saved_tensors
         job: Job = ctx.job
-        with job.comm.telling():
+        with job.comm.telling(), ctx.casting():
             job.comm.agree(f"backward of {job.name}", {})
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             sums = GradientSums(
@@ -88,6 +90,15 @@ class Stay(torch.autograd.Function):
             dk, dv = [*(x.to(key.dtype) for x in grads), None][:2]
             of_sinks = None if sinks is None else sink_gradient(sinks, sums.whole, grad_out, grad_lse)
         return None, None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
+
+
+def _casting(device: str) -> Callable[[], torch.autocast]:
+    """The autocast that is on, for the backward too, which runs outside of it and attends, or expands, anew.
+
+    Without its cache: a weight that was cast without a graph would be taken for one by whoever comes next.
+    """
+    on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return partial(torch.autocast, device, dtype, on, cache_enabled=False)
 
 
 def met(job: Job, span_of: Callable[[Stretch], Stretch | None]) -> list[Met]:
