@@ -273,9 +273,8 @@ def latent() -> headwise.LatentAttention:
     return headwise.LatentAttention(11, 3, q_lora_rank=5, kv_lora_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
 
 
-def autocast(layout: Any) -> tuple[dict[str, tuple[float, float]], float]:
-    """Root mean square errors of gradients against float64, one process's and those of ranks, where both run under
-    autocast; and how far those of a forward without ranks are off, which follows one with them."""
+def autocast(layout: Any) -> dict[str, tuple[float, float]]:
+    """Root mean square errors of gradients against float64: of one process and of ranks, both under autocast."""
     x, mask = torch.randn(2, 13, 11, generator=torch.Generator().manual_seed(1)), headwise.causal()
     own, grads = split_sequence(x, order="zigzag"), []
     for dtype, split in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
@@ -295,10 +294,4 @@ def autocast(layout: Any) -> tuple[dict[str, tuple[float, float]], float]:
     def error(some: dict[str, Any], name: str) -> float:
         return float((some[name].double() - exact[name]).square().mean().sqrt())
 
-    made = latent()
-    with torch.autocast("cpu", torch.bfloat16):
-        with context(layout=layout, order="zigzag"):
-            made(own, mask=mask)
-        made(x, mask=mask).float().square().sum().backward()
-    far = [float("inf") if p.grad is None else off(p.grad, one[name]) for name, p in made.named_parameters()]
-    return {name: (error(one, name), error(ours, name)) for name in exact}, max(far)
+    return {name: (error(one, name), error(ours, name)) for name in exact}

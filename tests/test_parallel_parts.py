@@ -68,11 +68,11 @@ def test_parts_of_the_keys_give_what_all_give(name: str, dtype: torch.dtype) -> 
 
 def test_sinks_learn_from_rows_that_attend_something_and_from_all_their_digits() -> None:
     """Whatever comes back for a row that attends nothing; and a sum of many rows is rounded once."""
-    lse = torch.tensor([0.0, -torch.inf, 0.0, -torch.inf, 0.0]).view(1, 1, 5)
-    whole = Partial(torch.zeros(1, 1, 5, 2), lse, None)
-    of_lse = torch.tensor([1e8, torch.nan, 1.0, 3.0, -1e8]).view(1, 1, 5)
-    grad = sink_gradient(torch.zeros(1), whole, torch.full((1, 1, 5, 2), 2.0), of_lse)
-    assert grad.tolist() == [1.0]
+    lse, of_lse = torch.zeros(67), torch.tensor([1e8, *[1.0] * 63, -1e8, torch.nan, 3.0])
+    lse[65:] = -torch.inf
+    whole, rows = Partial(torch.zeros(1, 1, 67, 2), lse.view(1, 1, 67), None), torch.full((1, 1, 67, 2), 2.0)
+    grad = sink_gradient(torch.zeros(1), whole, rows, of_lse.view(1, 1, 67))
+    assert grad.tolist() == [63.0]
 
 
 @pytest.mark.parametrize("cuts", [((0, 6),), ((0, 2), (2, 6))])

@@ -85,10 +85,9 @@ def test_the_gradient_of_a_joined_sequence_is_the_sum_of_all_losses(world: int) 
 
 @pytest.mark.parametrize("layout", ["ring", "gather", "ulysses"])
 def test_latents_are_expanded_under_the_autocast_of_the_forward(layout: str) -> None:
-    """In the backward as well, which runs outside of it; and what was cast without a graph is not kept for others."""
-    for errors, far in ranks.pool(2).run(context_training.autocast, layout):
+    """In the backward as well, which runs outside of it."""
+    for errors in ranks.pool(2).run(context_training.autocast, layout):
         assert all(ours <= 2 * one for one, ours in errors.values()), errors
-        assert far == 0.0
 
 
 UNLIKE = {

@@ -64,12 +64,11 @@ class Stay(torch.autograd.Function):
     def forward(ctx: Any, layout: Route, job: Job, *tensors: Any) -> Any:
         """out and lse."""
         query, key, value, sinks, n, *rest = tensors
-        ctx.casting = casting = _casting(query.device.type)
-        with job.comm.telling(), casting():
+        with job.comm.telling():
             here = job.with_leaves(query, [x.detach() for x in rest[:n]])
             logits = None if sinks is None else sinks.detach()
             whole = layout.forward(here, query, [key] if value is None else [key, value], logits)
-        ctx.job, ctx.layout, ctx.n = job, layout, n
+        ctx.job, ctx.layout, ctx.n, ctx.casting = job, layout, n, _casting(query.device.type)
         ctx.save_for_backward(query, key, value, sinks, *whole, *rest)
         ctx.set_materialize_grads(False)
         return whole.out, whole.lse
@@ -93,12 +92,9 @@ class Stay(torch.autograd.Function):
 
 
 def _casting(device: str) -> Callable[[], torch.autocast]:
-    """The autocast that is on, for the backward too, which runs outside of it and attends, or expands, anew.
-
-    Without its cache: a weight that was cast without a graph would be taken for one by whoever comes next.
-    """
+    """The autocast that is on, for the backward, which runs outside of it and attends, or expands, anew."""
     on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return partial(torch.autocast, device, dtype, on, cache_enabled=False)
+    return partial(torch.autocast, device, dtype, on, cache_enabled=torch.is_autocast_cache_enabled())
 
 
 def met(job: Job, span_of: Callable[[Stretch], Stretch | None]) -> list[Met]:
