@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import headwise
-from headwise.cache import StaticCache
+from headwise.cache import RollingCache, StaticCache
 from headwise.nn import MultiHeadAttention
 from headwise.parallel import (
     Expansion,
@@ -114,6 +114,19 @@ def tied(cases: list[tuple[str, int]]) -> dict[str, Any]:
     return wrong
 
 
+class Scaled(nn.Linear):
+    """A linear layer that is no plain one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def held() -> tuple[int, int]:
+    """Bytes of memory of the parameters that are here, and of their numbers."""
+    parts = [p.to_local() for p in tensor_parallel(build(), mesh()).parameters()]  # type: ignore[attr-defined]
+    return sum(x.untyped_storage().nbytes() for x in parts), sum(x.nbytes for x in parts)
+
+
 def frozen() -> dict[str, tuple[bool, bool]]:
     """Of each parameter whether it learns after the split, and whether it did before; and whether it is in training."""
     made = build().eval()
@@ -147,6 +160,7 @@ def hooked() -> dict[str, str]:
         "accumulated": case(lambda made: made.q_norm.weight.register_post_accumulate_grad_hook(print)),
         "kept": case(lambda made: made.inner.register_forward_hook(print)),
         "o_proj": case(same),
+        "no plain one": case(lambda made: setattr(made, "v_proj", Scaled(12, 24))),
     }
 
 
@@ -201,6 +215,61 @@ def learning_cache() -> dict[str, str]:
     said = {name: words(run) for name, run in runs.items()} | {"lengths": f"{empty.lengths} {own.lengths}"}
     with torch.no_grad():
         return said | {"no_grad": words(lambda: empty.append(key, key).attend(query, sinks=learns))}
+
+
+def of_lse(layout: Any) -> dict[str, float]:
+    """Gradients of a loss that reads lse alone, against one process."""
+    make, mask = torch.Generator().manual_seed(1), headwise.causal()
+    tensors = [torch.randn(1, heads, 11, 4, generator=make) for heads in (4, 2, 2)]
+    grads = []
+    for own in (False, True):
+        q, k, v = ((split_sequence(x, dim=2) if own else x.clone()).requires_grad_() for x in tensors)
+        attend: Any = functools.partial(context_parallel, layout=layout) if own else headwise.attention
+        attend(q, k, v, mask=mask, return_lse=True)[1].square().sum().backward()
+        grads.append([x.grad for x in (q, k)])
+    return {name: off(ours, split_sequence(want, dim=2)) for name, want, ours in zip("qk", *grads, strict=True)}
+
+
+def forked() -> list[float]:
+    """A sharded cache that goes on beside its fork, and the fork, against caches of one process."""
+    x, query = (torch.randn(1, n, 9, 8, generator=torch.Generator().manual_seed(n)) for n in (2, 4))
+    far, pairs = [], []
+    for kind in (ShardedCache, None):
+        cache: Any = ShardedCache(StaticCache, 1, 2, 8, capacity=20) if kind else StaticCache(1, 2, 8, capacity=20)
+        other = cache.append(x, x).fork()
+        pairs.append((cache.append(x[:, :, :5], x[:, :, :5]), other.append(x[:, :, 3:], x[:, :, 3:])))
+    for ours, want in zip(*pairs, strict=True):
+        far.append(off(headwise.attention(query, ours), headwise.attention(query, want)))
+    return far
+
+
+def unlike_caches() -> dict[str, str]:
+    """What is said of caches and calls of rank 1 that are others, and of calls that cannot be."""
+    here, group = dist.get_rank() == 1, dist.new_group()
+    x, query = torch.randn(2, 2, 5, 8), torch.randn(2, 4, 5, 8)
+
+    def made(kind: Any = StaticCache, heads: int = 2, **options: Any) -> ShardedCache:
+        sizes: dict[str, Any] = {"capacity": 20} if kind is StaticCache else {"window": 9, "chunk": 9}
+        cache = ShardedCache(kind, 2, 2, 8, group=group, timeout=TIMEOUT, **sizes | options)
+        return cache.append(x[:, :heads], x[:, :heads])
+
+    cache = made()
+    runs: dict[str, Callable[[], object]] = {
+        "block": lambda: made(block=2 if here else 1).attend(query),
+        "dtype": lambda: made(dtype=torch.int8 if here else torch.float32).attend(query),
+        "kind": lambda: made(RollingCache if here else StaticCache).attend(query),
+        "queries": lambda: cache.attend(query[:, :, : 4 if here else 5]),
+        "scale": lambda: cache.attend(query, scale=0.25 if here else 0.5),
+        "return_lse": lambda: cache.attend(query, return_lse=here),
+        "heads": lambda: cache.attend(query[:, :3]),
+        "option": lambda: cache.attend(query, seed=1),
+        "own heads": lambda: made(heads=1, own_heads=4).attend(query[:, :1]),
+        "rows": lambda: cache.truncate([3]),
+        "more": lambda: cache.truncate(6),
+        "chunk": lambda: made(RollingCache, chunk=4),
+        "nothing": lambda: cache.attend(query),
+    }
+    return {name: words(run) for name, run in runs.items()}
 
 
 def joined() -> dict[str, float]:

@@ -58,6 +58,14 @@ def test_hooks_that_a_split_would_lose_are_refused() -> None:
         assert said["accumulated"].startswith("ValueError: q_norm or a parameter of it has hooks")
         assert said["o_proj"].startswith("ValueError: q_proj.weight and o_proj.weight are one parameter; o_proj is cut")
         assert said["kept"] == "nothing"
+        assert said["no plain one"].startswith(
+            "TypeError: tensor_parallel splits plain torch.nn.Linear projections; v_pr"
+        )
+
+
+def test_a_process_holds_no_memory_of_others() -> None:
+    for memory, numbers in ranks.pool(2).run(context_training.held):
+        assert memory == numbers
 
 
 def test_whole_state_dicts_go_in_and_come_out() -> None:
@@ -75,6 +83,40 @@ def test_what_would_learn_of_a_sharded_cache_is_refused() -> None:
     for said in ranks.pool(2).run(context_training.learning_cache):
         kept = {name: said.pop(name) for name in ("lengths", "no_grad")}
         assert said == dict.fromkeys(said, refusal) and kept == {"lengths": "[0] [0]", "no_grad": "nothing"}
+
+
+@pytest.mark.parametrize("layout", ["ring", "gather", "ulysses"])
+def test_a_loss_may_read_lse_alone(layout: str) -> None:
+    for far in ranks.pool(2).run(context_training.of_lse, layout):
+        assert max(far.values()) <= 5e-6
+
+
+def test_a_fork_of_a_sharded_cache_goes_its_own_way() -> None:
+    for far in ranks.pool(2).run(context_training.forked):
+        assert max(far) <= 1e-6
+
+
+CACHES = {
+    "block": "RankMismatch: .* on the cache: rank 1 has block=2, ",
+    "dtype": "RankMismatch: .* on the sizes: rank 1 has 2, 2, 8, 8, torch.int8, rank 0 has 2, 2, 8, 8, torch.float32; ",
+    "kind": "RankMismatch: .* on the kind: rank 1 has RollingCache, rank 0 has StaticCache; ",
+    "queries": r"RankMismatch: .* on the query: rank 1 has torch.float32, \(2, 4, 8\), 4, rank 0 has ",
+    "scale": "RankMismatch: .* on the options: rank 1 has {'scale': 0.25, ",
+    "return_lse": "RankMismatch: .* on the options: rank 1 has .*, return_lse=True, rank 0 has .*, return_lse=False; ",
+    "heads": "ValueError: H is a multiple of K = 2 key-value heads; got H = 3",
+    "option": "TypeError: a ShardedCache is attended with scale, softcap, sinks, .*; got seed",
+    "own heads": "ValueError: of 4 query heads each of 2 ranks passes its own; got 1",
+    "rows": r"ValueError: truncate keeps the first tokens of each row, at most what is there; got \[3\] for",
+    "more": r"ValueError: truncate keeps the first tokens of each row, at most what is there; got \[6, 6\] for",
+    "chunk": "ValueError: this ShardedCache takes at most chunk = 4 tokens at a time; got 5: ",
+    "nothing": "nothing",
+}
+
+
+def test_sharded_caches_that_are_unlike_are_told_to_all() -> None:
+    for said in ranks.pool(2).run(context_training.unlike_caches):
+        assert said.keys() == CACHES.keys()
+        assert {name: said[name] for name, text in CACHES.items() if not re.match(text, said[name])} == {}
 
 
 @pytest.mark.parametrize("world", [2, 3])
