@@ -30,7 +30,7 @@ TIERS = (
     {"__main__"},
 )
 TIER = {room: number for number, rooms in enumerate(TIERS) for room in rooms}
-ALONE = {"disk", "extras", "plan", "models", "processes"}  # import nothing of ours; from cache up all may import them
+ALONE = {"disk", "extras", "plan", "models", "processes", "torchrun"}  # import nothing of ours; cache and up may them
 BACKENDS = {"reference", "sdpa", "flex", "native", "blocks"}  # one file each in ops/, chosen by ops/attention.py
 CONTENTS = "__init__.pyi"
 MAX_FILE, MAX_FUNCTION, P90_FUNCTION, MAX_FORWARD, MAX_OPTIONS = 400, 80, 40, 40, 8
@@ -140,8 +140,8 @@ def options(function: Function) -> int:
 def may_import(room: str, target: str) -> bool:
     if target in ("hf", "report"):  # and the user: the table of contents imports nothing before it is asked for
         return room == "cli" or (room, target) == ("", "report")
-    if room in ("", "testing"):  # the table of contents and the oracles look down on everything
-        return True
+    if room in ("", "testing") or (room, target) == ("processes", "torchrun"):
+        return True  # the table of contents and the oracles look down on everything
     if room in ALONE or target not in TIER.keys() | ALONE | {"__version__"}:
         return False
     return TIER[target] < TIER[room] if target in TIER else TIER[room] >= TIER["cache"]
@@ -301,6 +301,7 @@ PLANTED: dict[Callable[[Tree], list[str]], list[tuple[str, str, str]]] = {
         (CONTENTS, "from . import hf", "the top may not import hf"),
         ("look/planted.py", "from .. import report", "look may not import report"),
         ("plan/planted.py", "from headwise import shapes", "plan may not import shapes"),
+        ("processes.py", "from . import disk", "processes may not import disk"),
         ("models/planted.py", "from ..plan import kv_bytes_per_token", "models may not import plan"),
         ("ops/planted.py", "import headwise.plan", "ops may not import plan"),
         ("nn/planted.py", "from headwise import attention", "nn may not import attention"),

@@ -13,7 +13,7 @@ from headwise.parallel.deal import Deal
 
 pytestmark = pytest.mark.unchecked
 
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.int8: 1e-6, torch.float64: 1e-14}
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float64: 1e-14}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -29,10 +29,10 @@ def test_drawn_schedules_give_what_one_cache_gives(world: int, own: bool) -> Non
             for x, y in zip(want, results[rank][n], strict=True):
                 x = x[:, heads]
                 fine = x.isfinite()
-                assert torch.equal(fine, y.isfinite()), case
+                assert torch.equal(fine, y.isfinite()) and x.dtype == y.dtype, case
                 scale = max(1.0, float(x[fine].abs().max())) if fine.any() else 1.0
                 far = float((x[fine].double() - y[fine].double()).abs().max()) if fine.any() else 0.0
-                if far > TOLERANCE[case.dtype] * scale:
+                if far > TOLERANCE[x.dtype] * scale:  # lse is float32 beside bfloat16
                     wrong.append((case, rank, far))
                     break
     assert not wrong, wrong
@@ -74,7 +74,7 @@ REFUSALS = {
     "query": "a cache of 1 rows is attended by query (B, H, T, D) = (1, H, T, 8); got (1, 4, 5, 7)",
     "sinks": f"RankMismatch: {OPERATION}rank 1 does not agree with rank 0 on the sinks: rank 1 has ",
     "mask": f"RankMismatch: {OPERATION}rank 1 does not agree with rank 0 on the mask: rank 1 has ",
-    "gradient": "ValueError: a ShardedCache has no gradient: attend it under torch.no_grad()",
+    "gradient": "ValueError: a ShardedCache has no gradient: append and attend under torch.no_grad()",
     "dropout": "ValueError: a ShardedCache is for inference: dropout is 0; got 0.1",
     "view": "ValueError: no rank has all tokens of a ShardedCache, so there is no view of them; `local` has [",
     "rolling mask": "ValueError: a rolling ShardedCache takes a further window() or causal() alone, for what",

@@ -66,6 +66,15 @@ def test_parts_of_the_keys_give_what_all_give(name: str, dtype: torch.dtype) -> 
         torch.testing.assert_close(ours, want, atol=2e-5, rtol=1e-5)
 
 
+def test_sinks_learn_from_rows_that_attend_something_and_from_all_their_digits() -> None:
+    """Whatever comes back for a row that attends nothing; and a sum of many rows is rounded once."""
+    lse, of_lse = torch.zeros(67), torch.tensor([1e8, *[1.0] * 63, -1e8, torch.nan, 3.0])
+    lse[65:] = -torch.inf
+    whole, rows = Partial(torch.zeros(1, 1, 67, 2), lse.view(1, 1, 67), None), torch.full((1, 1, 67, 2), 2.0)
+    grad = sink_gradient(torch.zeros(1), whole, rows, of_lse.view(1, 1, 67))
+    assert grad.tolist() == [63.0]
+
+
 @pytest.mark.parametrize("cuts", [((0, 6),), ((0, 2), (2, 6))])
 def test_parts_of_a_row_may_come_with_different_heads(cuts: tuple[tuple[int, int], ...]) -> None:
     """All heads in one message, or a few in each, as their bytes go: one stretch of the keys unlike the next."""

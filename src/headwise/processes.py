@@ -1,6 +1,6 @@
 """Several processes that do one work, those that torchrun started or those of a process group: each knows its share.
 
-Imports nothing of headwise: every room whose work can be shared may import it.
+Imports nothing of headwise but what torchrun says: every room whose work can be shared may import it.
 
 Attention over ranks has messages of its own (`headwise.ops.comm`), on which this does not stand: there all ranks know
 all sizes before, wait half a minute, and a group that has failed is of no use; here one process gathers messages of any
@@ -21,6 +21,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from . import torchrun
 
 T = TypeVar("T")
 
@@ -58,13 +60,7 @@ class Processes:
         Raises:
             ValueError: the environment has a WORLD_SIZE or a RANK that is none, or a RANK not below WORLD_SIZE.
         """
-        if dist.is_available() and not dist.is_initialized() and (size := _told("WORLD_SIZE", 1)) > 1:
-            rank = _told("RANK", 0)
-            if rank >= size and "RANK" in os.environ:  # without one, torch says what it misses
-                raise ValueError(
-                    f"RANK is less than WORLD_SIZE, for processes are numbered from 0; got RANK = {rank}, WORLD_SIZE = "
-                    f"{size}; start them with torchrun, or unset both"
-                )
+        if dist.is_available() and not dist.is_initialized() and torchrun.place()[1] > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         if dist.is_available() and dist.is_initialized():
             return cls.of(dist.group.WORLD)
@@ -95,12 +91,14 @@ class Processes:
         return rows[self.rank :: self.size]
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each gradient becomes the sum of all processes'."""
-        if self.size > 1:
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=self.group)
+        """Each gradient becomes the sum of all processes'; one that no process has stays None."""
+        some = list(parameters)
+        if self.size > 1 and some:
+            there = torch.tensor([p.grad is not None for p in some], dtype=torch.int64, device=some[0].device)
+            for parameter, count in zip(some, self.add(there).tolist(), strict=True):
+                if count:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(parameter.grad, group=self.group)
 
     def add(self, number: Tensor) -> Tensor:
         """The sum of all processes' numbers."""
@@ -248,16 +246,6 @@ def _as_bytes(error: Exception) -> bytes:
     kind = next((kind for kind, one in _KINDS.items() if isinstance(error, one)), b"r")
     plain = any(isinstance(error, one) for one in _KINDS.values()) and str(error)
     return kind + (str(error) if plain else f"{type(error).__name__}: {error}").encode(errors="surrogatepass")
-
-
-def _told(name: str, least: int) -> int:
-    """A number that torchrun sets in the environment; 1 where there is none."""
-    said = os.environ.get(name, "1")
-    if not (said.isascii() and said.isdecimal() and len(said) < 10 and int(said) >= least):
-        raise ValueError(
-            f"{name} is a whole number of at least {least}, as torchrun sets it; got {said[:40]!r}; unset it"
-        )
-    return int(said)
 
 
 # --- a command that torchrun started several times -------------------------------------------------------------------

@@ -10,34 +10,28 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from .. import torchrun
+
 if TYPE_CHECKING:
     from headwise.processes import Processes
 
 
 def started() -> int:
     """How many processes of this command there are; one where the number is none, which `check` refuses."""
-    said = os.environ.get("WORLD_SIZE", "1")
-    return int(said) if _is_number(said) else 1
+    try:
+        return torchrun.number("WORLD_SIZE")
+    except ValueError:
+        return 1
 
 
 def check() -> None:
     """Raises where what torchrun says of this process is no number, or of a process more than there are."""
-    for name, least in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
-        said = os.environ.get(name, "1")
-        if not _is_number(said) or int(said) < least:
-            raise typer.BadParameter(
-                f"{name} is a whole number of at least {least}, as torchrun sets it; got {said[:40]!r}; unset it"
-            )
-    rank = os.environ.get("RANK", "0")
-    if 1 < started() <= int(rank):
-        raise typer.BadParameter(
-            f"RANK is less than WORLD_SIZE, for processes are numbered from 0; got RANK = {rank}, WORLD_SIZE = "
-            f"{started()}; start them with torchrun, or unset both"
-        )
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
+    try:
+        for name in torchrun.NUMBERS:
+            torchrun.number(name)
+        torchrun.place()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def speaks() -> bool:

@@ -14,7 +14,7 @@ from ..ops.masks.compose import as_mask
 from ..ops.scores import lowered
 from ..ops.spread import drawn
 from ..plan.places import TokenOrder
-from ..shapes import check_attention, check_gate, check_options, check_query_key, check_sinks, compute_dtype
+from ..shapes import check_attention, check_gate, check_options, check_query_key, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown
 from .gather import GATHER
 from .job import Expansion, Job, Numbers, leaves_of
@@ -152,8 +152,6 @@ class _Arguments:
         )
         self.scale, self.softcap = scale, softcap
         B, self.heads, T, D = query.shape
-        if self.sinks is not None:
-            check_sinks(self.sinks, self.heads, query.device)
         gate = options.get("gate")
         self.gate = None if gate is None else check_gate(gate, (B, self.heads, T, self.value_dim), query.device)
         self.mask = as_mask(mask).sized(B, self.heads)

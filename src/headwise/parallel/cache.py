@@ -23,7 +23,7 @@ from ..ops.masks.make import window
 from ..ops.masks.rules import Band
 from ..ops.spread import Share
 from ..ops.storage.paged import PAGE
-from ..shapes import check_gate, check_options, check_sinks, compute_dtype
+from ..shapes import check_gate, check_options, compute_dtype
 from ..shapes.kinds import check_counts, check_flags, shown, whole_numbers
 from .deal import Deal, owned, picked, picks
 from .options import digest, mask_text
@@ -164,6 +164,7 @@ class ShardedCache(KVCache):
         """
         self._told = self.own_heads is None and type(self.local) is not PagedCache
         try:
+            _check_learns(key, value)
             return super().append(key, value, lengths=lengths, side=side)
         except Exception as error:
             if not self._told:  # the others wait for this rank's keys
@@ -265,17 +266,13 @@ class ShardedCache(KVCache):
         if options.get("dropout"):
             raise ValueError(f"a ShardedCache is for inference: dropout is 0; got {shown(options['dropout'])}")
         T = self.check_query(query)
-        if torch.is_grad_enabled() and query.requires_grad:
-            raise ValueError("a ShardedCache has no gradient: attend it under torch.no_grad()")
         H = query.shape[1]
         check_flags(return_lse=options.get("return_lse", False))
-        sinks = options.get("sinks")
+        sinks, mask = options.get("sinks"), as_mask(mask)
+        _check_learns(query, sinks, options.get("gate"), mask)
         scale, softcap, _ = check_options(query, options.get("scale"), options.get("softcap"), sinks, 0.0)
-        if sinks is not None:
-            check_sinks(sinks, H, query.device)
         if options.get("gate") is not None:
             check_gate(options["gate"], (self.batch, H, T, self.value_dim), query.device)
-        mask = as_mask(mask)
         if self.window is not None and not all(isinstance(rule, Band) and not rule.kept for rule in mask.parts):
             raise ValueError(
                 f"a rolling ShardedCache takes a further window() or causal() alone, for what else counts places among "
@@ -374,6 +371,12 @@ class ShardedCache(KVCache):
         new = copy(self)
         new.local = self.local.fork()
         return new
+
+
+def _check_learns(*what: Any) -> None:
+    """Raise for what is to get a gradient, of which there is none here."""
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) or getattr(x, "learns", False) for x in what):
+        raise ValueError("a ShardedCache has no gradient: append and attend under torch.no_grad()")
 
 
 def _corner(rules: Mask, T: int, S: int) -> tuple[Tensor | None, Tensor | None]:

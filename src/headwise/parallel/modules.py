@@ -15,7 +15,7 @@ from ..nn.sharded import Make, entered
 from ..ops.comm import Comm, eager
 from ..ops.spread import as_dtensor
 from ..plan.places import TokenOrder
-from ..shapes.kinds import check_counts
+from ..shapes.kinds import check_counts, check_tensor
 from .attention import LayoutOption, context_parallel
 from .job import Expansion
 from .order import check_order, held_places, positions
@@ -114,41 +114,61 @@ def sum_gradients(
 ) -> None:
     """Adds up, in place, what each rank found of the gradients of parameters that all ranks have.
 
-    One whose gradient is None counts as 0. All ranks get the same bits. Of a DTensor (heads dealt out as well) the part
-    that is here is summed, over the ranks of this group.
+    Call it once a step, after the last backward: what has been summed would be summed again. A gradient that is None
+    counts as 0; one that is None on all ranks stays None, as in one process, so that optimizers leave the parameter
+    alone. All ranks get the same bits. Of a DTensor (heads dealt out as well) the part that is here is summed, over the
+    ranks of this group.
 
     Args:
         parameters: a module, or tensors in the same order on every rank.
         group: process group, or `DeviceMesh` of one dimension; all processes by default.
 
     Raises:
-        TypeError: one tensor, of which nobody can say whether its rows are meant.
-        RankMismatch: the parameters of some ranks have other shapes or dtypes, or come in another order.
+        TypeError: one tensor, of which nobody can say whether its rows are meant; what is no tensor; a sparse gradient.
+        RankMismatch: the parameters of some ranks have other shapes or dtypes, come in another order, or others of them
+            learn.
     """
     comm = Comm.of(group)
     with comm.before("sum_gradients"):
         if isinstance(parameters, Tensor):
             raise TypeError("sum_gradients takes a module or a list of tensors, got one tensor; pass [x]")
         tensors = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-        pairs = [(x, _found(x)) for x in tensors if x.requires_grad]
+        for n, x in enumerate(tensors):
+            check_tensor(f"parameters[{n}]", x)
+        pairs = [(x, _found(n, x)) for n, x in enumerate(tensors) if x.requires_grad]
     sizes = f"{len(pairs)} parameters of {sum(grad.numel() for _, grad in pairs)} numbers"
     dtypes = sorted({str(grad.dtype) for _, grad in pairs})
     shapes = zlib.crc32(str([(tuple(grad.shape), str(grad.dtype)) for _, grad in pairs]).encode())
+    learn = zlib.crc32(str([x.requires_grad for x in tensors]).encode())
     facts = {"parameters": sizes, "dtypes": dtypes, "shapes, in their order (a checksum)": f"{shapes:08x}"}
-    comm.agree("sum_gradients", facts)
+    comm.agree("sum_gradients", facts | {"choice of those that learn (a checksum)": f"{learn:08x}"})
     for step, dtype in enumerate(sorted({grad.dtype for _, grad in pairs}, key=str)):
         some = [(x, grad) for x, grad in pairs if grad.dtype == dtype]
-        total = comm.all_reduce("gradients", torch.cat([grad.reshape(-1) for _, grad in some]), step=step)
-        for (x, grad), part in zip(some, total.split([grad.numel() for _, grad in some]), strict=True):
-            if as_dtensor(x) is None:
-                x.grad = part.view_as(grad).clone()
-            else:
-                grad.copy_(part.view_as(grad))
+        there = torch.tensor([x.grad is not None for x, _ in some], dtype=dtype, device=some[0][1].device)
+        total = comm.all_reduce("gradients", torch.cat([*(grad.reshape(-1) for _, grad in some), there]), step=step)
+        *parts, ranks = total.split([*(grad.numel() for _, grad in some), len(some)])
+        for (x, grad), part, count in zip(some, parts, ranks.tolist(), strict=True):
+            if count:  # of ranks that have one
+                _put(x, part.view_as(grad))
 
 
-def _found(x: Tensor) -> Tensor:
-    """A parameter's gradient; of a DTensor what of it is here."""
+def _found(n: int, x: Tensor) -> Tensor:
+    """A parameter's gradient, 0 for none; of a DTensor what of it is here."""
+    grad = torch.zeros_like(x) if x.grad is None else x.grad
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"sum_gradients adds dense gradients; that of parameters[{n}], of shape {tuple(x.shape)}, has the layout "
+            f"{grad.layout}; make its torch.nn.Embedding with sparse=False"
+        )
+    spread = as_dtensor(grad)
+    return grad if spread is None else spread.to_local()
+
+
+def _put(x: Tensor, total: Tensor) -> None:
+    """The sum as a parameter's gradient."""
+    if as_dtensor(x) is None:
+        x.grad = total.clone()
+        return
     if x.grad is None:
         x.grad = torch.zeros_like(x)
-    spread = as_dtensor(x.grad)
-    return x.grad if spread is None else spread.to_local()
+    as_dtensor(x.grad).to_local().copy_(total)

@@ -159,13 +159,13 @@ class _Join(torch.autograd.Function):
             for a, b in own:
                 whole[a:b] = part[at : at + b - a]
                 at += b - a
-        ctx.comm, ctx.stretches = comm, stretches
+        ctx.comm, ctx.stretches, ctx.name = comm, stretches, f"join_sequence, operation {comm.count}"
         return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         comm: Comm = ctx.comm
-        comm.agree("backward of join_sequence", {})
+        comm.agree(f"backward of {ctx.name}", {})
         parts = [torch.cat([grad[a:b] for a, b in own]) for own in ctx.stretches]
         return None, None, comm.reduce_scatter("join backward", parts)

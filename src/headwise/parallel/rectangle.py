@@ -62,7 +62,7 @@ class Gradient(NamedTuple):
 
 def is_native(query: Tensor, mask: Mask) -> bool:
     """Whether the native kernel serves calls under this mask."""
-    serves = query.device.type == "cpu" and query.dtype != torch.float64 and type(query) is Tensor
+    serves = query.device.type == "cpu" and query.dtype != torch.float64 and type(query) is Tensor and len(query) > 0
     return serves and trouble() is None and trouble_with(mask) is None
 
 

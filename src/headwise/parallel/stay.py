@@ -8,6 +8,7 @@ what is on its way, and of their gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,7 @@ class Stay(torch.autograd.Function):
             here = job.with_leaves(query, [x.detach() for x in rest[:n]])
             logits = None if sinks is None else sinks.detach()
             whole = layout.forward(here, query, [key] if value is None else [key, value], logits)
-        ctx.job, ctx.layout, ctx.n = job, layout, n
+        ctx.job, ctx.layout, ctx.n, ctx.casting = job, layout, n, _casting(query.device.type)
         ctx.save_for_backward(query, key, value, sinks, *whole, *rest)
         ctx.set_materialize_grads(False)
         return whole.out, whole.lse
@@ -78,7 +79,7 @@ class Stay(torch.autograd.Function):
         """The gradients of what `forward` took."""
         query, key, value, sinks, out, lse, ends, *rest = ctx.saved_tensors
         job: Job = ctx.job
-        with job.comm.telling():
+        with job.comm.telling(), ctx.casting():
             job.comm.agree(f"backward of {job.name}", {})
             grad_out = torch.zeros_like(out) if grad_out is None else grad_out
             sums = GradientSums(
@@ -88,6 +89,12 @@ class Stay(torch.autograd.Function):
             dk, dv = [*(x.to(key.dtype) for x in grads), None][:2]
             of_sinks = None if sinks is None else sink_gradient(sinks, sums.whole, grad_out, grad_lse)
         return None, None, sums.query.to(query.dtype), dk, dv, of_sinks, None, *sums.of_tensors()
+
+
+def _casting(device: str) -> Callable[[], torch.autocast]:
+    """The autocast that is on, for the backward, which runs outside of it and attends, or expands, anew."""
+    on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return partial(torch.autocast, device, dtype, on, cache_enabled=torch.is_autocast_cache_enabled())
 
 
 def met(job: Job, span_of: Callable[[Stretch], Stretch | None]) -> list[Met]:

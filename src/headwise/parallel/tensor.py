@@ -36,6 +36,8 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
     gradient clipping and `torch.distributed.checkpoint` know what they are: a checkpoint saved from N processes loads
     into any other number, and into one. Their numbers are those of the mesh's first process. On the meta device nothing
     is sent and nothing filled in: `headwise.parallel.load_slices` then reads each process's part of a checkpoint.
+    Since the parameters are new ones, make the optimizer and register hooks afterwards. Parameters that parts of the
+    module share stay shared; what it shares with other modules is to be tied anew.
 
     Args:
         module: a `headwise.MultiHeadAttention` or `headwise.LatentAttention` of plain `torch.nn.Linear` projections.
@@ -47,8 +49,8 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
 
     Raises:
         TypeError: another kind of module, or projections that are no plain linear layers.
-        ValueError: heads that do not divide over the processes, a mesh of several dimensions, or a module that is dealt
-            out already.
+        ValueError: heads that do not divide over the processes, a mesh of several dimensions, a module that is dealt
+            out already, hooks that would be lost, or an o_proj whose parameters are those of another part as well.
 
     Example:
         >>> import headwise
@@ -73,11 +75,16 @@ def tensor_parallel(module: Attention, mesh: DeviceMesh) -> Attention:
     K = module.num_heads if isinstance(module, LatentAttention) else module.num_kv_heads
     share = Share(module.num_heads, K, group.size, group.rank)
     _check_parts(module)
+    tied = _tied(module)
     if isinstance(module, LatentAttention):
         _deal_latent(module, group)
     else:
         _deal_heads(module, group, share)
     _deal_inner(module.inner, group)
+    for first, *others in tied:
+        for name in others:
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, module.get_parameter(first))
     return module
 
 
@@ -95,6 +102,34 @@ def _check_parts(module: nn.Module) -> None:
                 f"the inner part {type(part).__name__} has parameters of its own, and which belong to which head is "
                 "not known; tensor_parallel knows those of headwise.nn.InnerAttention"
             )
+        replaced = name.endswith(("_proj", "_proj_with_mqa", "_layernorm"))
+        if (replaced and any(getattr(part, hooks) for hooks in _HOOKS)) or any(map(_has_hooks, part.parameters())):
+            raise ValueError(
+                f"{name} or a parameter of it has hooks, which would be lost: parts and parameters are replaced; "
+                "register hooks after the module is split, and undo old-style weight_norm, spectral_norm or pruning"
+            )
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _has_hooks(parameter: Any) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """The names of parameters that are one, of each such."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [some for some in names.values() if len(some) > 1]
+    for some in tied:
+        if len({name.startswith("o_proj.") for name in some}) > 1:
+            raise ValueError(
+                f"{' and '.join(some)} are one parameter; o_proj is cut by columns and the others by rows, so they "
+                "cannot stay one; untie them first"
+            )
+    return tied
 
 
 def _deal_heads(mha: MultiHeadAttention, group: Group, share: Share) -> None:
