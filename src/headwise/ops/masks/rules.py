@@ -362,5 +362,5 @@ class Bias(_Dense):
 
     @override
     def computed_in(self, dtype: torch.dtype) -> Bias:
-        finer = self.tensor.dtype == torch.float64 and dtype != torch.float64
-        return Bias(self.tensor.to(dtype)) if finer else self
+        differ = self.tensor.dtype != dtype and torch.float64 in (self.tensor.dtype, dtype)
+        return Bias(self.tensor.to(dtype)) if differ else self  # what is not float64 is widened where it is added
