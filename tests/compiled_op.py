@@ -3,6 +3,7 @@ checker, whose wrappers the compiler cannot trace."""
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -249,6 +250,30 @@ def test_export(name: str) -> None:
     exported = torch.export.export(Layer(name), qkv)
     ours, plain = exported.module()(*qkv), BUILT[name](*qkv)
     torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-6)
+
+
+class Masked(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: headwise.Mask) -> Tensor:
+        return headwise.attention(q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("name", ["causal & lengths", "all kinds", "causal | prefix"])
+def test_a_saved_export_takes_the_masks_that_the_export_takes(name: str) -> None:
+    """JSON, as which torch saves what is no tensor, has lists for tuples."""
+    qkv, mask, saved = make_qkv(*SHORT), MASKS[name](SHORT).mask, io.BytesIO()
+    torch.export.save(torch.export.export(Masked(), (*qkv, mask)), saved)
+    saved.seek(0)
+    loaded = torch.export.load(saved).module()
+    torch.testing.assert_close(loaded(*qkv, mask), Masked()(*qkv, mask), rtol=2e-5, atol=2e-6)
+
+
+def test_strict_export_with_sizes_left_open() -> None:
+    """Where dynamo traces, a size is an int to Python: a check of its upper end would be a guard."""
+    B, T = torch.export.Dim("B"), torch.export.Dim("T")
+    mha = headwise.MultiHeadAttention(12, 3, rotary=headwise.nn.Rotary(4))
+    exported = torch.export.export(mha, (torch.randn(2, 5, 12),), dynamic_shapes={"x": {0: B, 1: T}}, strict=True)
+    other = torch.randn(3, 11, 12)
+    torch.testing.assert_close(exported.module()(other), mha(other), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.sweep

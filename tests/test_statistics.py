@@ -116,6 +116,15 @@ def test_a_sink_that_takes_all() -> None:
     assert result.pooled_rows.eq(0).all()
 
 
+@pytest.mark.parametrize("sink", [80.0, 90.0, 95.0, 103.0])
+def test_a_sink_that_takes_nearly_all(sink: float) -> None:
+    """What it leaves is a normal number of float32, or one below those, whose inverse is infinite: then it is none."""
+    result = statistics(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), sinks=torch.tensor([sink]))
+    some = sink < 87
+    assert result.pooled.tolist() == [[[[0.5, 0.5]] * 2]] if some else result.pooled.eq(0).all()
+    assert result.pooled_rows.eq(some).all() and result.distance.eq(0.5 if some else 0).all()
+
+
 def test_a_sink_that_takes_nothing() -> None:
     query, key = inputs(SQUARE)
     without, result = statistics(query, key), statistics(query, key, sinks=torch.full((SQUARE.H,), -math.inf))
