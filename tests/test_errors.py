@@ -203,6 +203,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "flash": ({"window_size": (3, 0)}, TypeError, ["no option 'window_size'", "window(left + 1, right)"]),
     "no such option": ({"sofcap": 3.0}, TypeError, ["no option 'sofcap'", "softcap, sinks, dropout, gate"]),
     "one slope": ({"mask": headwise.alibi(torch.ones(1))}, ValueError, ["one slope a query head", "H = 6", "(1,)"]),
+    "five slopes": ({"mask": headwise.alibi(torch.ones(5))}, ValueError, ["H = 6, slopes (5,); alibi_slopes(6) has"]),
 }
 
 

@@ -18,7 +18,7 @@ from statistics_cases import OFFSETS, TOLERANCE, check, everything, expected, ex
 import headwise
 from headwise.ops import scores
 from headwise.ops.reference import reference_weights
-from headwise.ops.statistics import HeadStatistics, statistics
+from headwise.ops.statistics import HeadStatistics, attention_statistics, row_statistics, statistics
 from headwise.ops.statistics import native as statistics_native
 from headwise.testing import assert_same_bits, poison
 
@@ -255,6 +255,14 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
 def test_errors(options: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         statistics(Q, KEY, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.unchecked
+def test_an_option_that_there_is_not() -> None:
+    for function, tensors in ((attention_statistics, (Q, KEY, KEY)), (row_statistics, (Q, KEY))):
+        text = rf"^{function.__name__} has no option 'dropout'; it has mask, scale, .* targets and pool$"
+        with pytest.raises(TypeError, match=text):
+            function(*tensors, dropout=0.1)  # type: ignore[operator]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

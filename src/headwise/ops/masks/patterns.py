@@ -127,9 +127,12 @@ class Alibi(Rule):
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
-        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
         if self.slopes.shape[-1] != H:
-            raise ValueError(f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}")
+            raise ValueError(
+                f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}; alibi_slopes({H}) has "
+                "those of the paper"
+            )
+        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
         if isinstance(self.offset, Tensor):
             check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
 
