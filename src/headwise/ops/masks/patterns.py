@@ -129,8 +129,8 @@ class Alibi(Rule):
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
         if self.slopes.shape[-1] != H:
             raise ValueError(
-                f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}; alibi_slopes({H}) has "
-                "those of the paper"
+                f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}; alibi_slopes({H}) "
+                "has those of the paper"
             )
         check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
         if isinstance(self.offset, Tensor):
