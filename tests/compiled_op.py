@@ -120,6 +120,29 @@ def test_weights() -> None:
     same(results(whole(run), qkv), results(run, qkv))
 
 
+def _tangent(attend: Callable[[Tensor], Tensor], q: Tensor) -> Any:
+    return torch.func.jvp(attend, (q,), (torch.ones_like(q),))[1]
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda attend, q: torch.func.grad(lambda x: attend(x).square().sum())(q),
+    "vjp": lambda attend, q: torch.func.vjp(attend, q)[1](q.new_ones(2, 6, 5, 13))[0],
+    "jvp": _tangent,
+    "vmap": lambda attend, q: torch.func.vmap(attend)(torch.stack([q, 2 * q])),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_func_within_a_graph(name: str) -> None:
+    """The kernel has no rule for them: what it gave there was a constant, whose gradient is 0."""
+    q, k, v = make_qkv(*SHORT)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return TRANSFORMS[name](lambda x: headwise.attention(x, k, v, mask=headwise.causal()), q)
+
+    torch.testing.assert_close(whole(run)(q, k, v), run(q, k, v), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_one_graph_for_every_length(name: str) -> None:
