@@ -112,6 +112,28 @@ def test_backends_with_dynamic_shapes(backend: str, dropout: float) -> None:
         same(compiled, plain)
 
 
+CONSTANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a bool tensor": lambda: {"mask": torch.ones(2, 1, 5, 7, dtype=torch.bool)},
+    "lengths": lambda: {"mask": headwise.lengths(torch.tensor([3, 7]))},
+    "segments": lambda: {"mask": headwise.segments(torch.arange(5) // 2, torch.arange(7) // 2)},
+    "offsets": lambda: {"mask": headwise.causal(offset=torch.tensor([1, 2]))},
+    "slopes": lambda: {"mask": headwise.alibi(headwise.alibi_slopes(6))},
+    "gate": lambda: {"gate": torch.ones(2, 6, 5)},
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_tensors_of_known_size_with_dynamic_shapes(name: str) -> None:
+    """There a size is a symbol, and a tensor that is made inside has numbers for sizes: they fit nonetheless."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headwise.attention(q, k, v, **CONSTANTS[name]())
+
+    qkv = make_qkv(*SHORT)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(*qkv), run(*qkv), rtol=2e-5, atol=2e-6)
+
+
 def test_weights() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return headwise.weights(q, k, rows=[0, -1], mask=headwise.causal()) @ v.repeat_interleave(2, 1)

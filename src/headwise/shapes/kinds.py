@@ -102,6 +102,19 @@ def _as_int(count: Any) -> str:
     return f" of type {type(count).__name__}; convert with int()" if whole else ""
 
 
+def fits(n: int, to: int) -> bool:
+    """Whether an axis of n broadcasts to one of so many.
+
+    Not by `in`: torch.compile takes a number and a symbol to differ there.
+    """
+    return n == 1 or n == to
+
+
+def is_one_of(shape: Sequence[int], forms: Iterable[Sequence[int]]) -> bool:
+    """Whether a shape is one of these, size by size, for the same reason."""
+    return any(len(shape) == len(form) and all(n == m for n, m in zip(shape, form, strict=True)) for form in forms)
+
+
 def check_span(name: str, span: Any, size: int) -> tuple[int, int]:
     """(start, stop) with 0 <= start <= stop <= size."""
     numbers = list(span) if isinstance(span, tuple | list) else []

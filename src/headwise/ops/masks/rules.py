@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...shapes import check_index_tensor, check_mask_tensor, describe
+from ...shapes.kinds import fits
 from ..symbols import statically_true
 from .places import Region, RowIndex, index, per_batch, rank4, saturated
 from .pytrees import register
@@ -291,7 +292,7 @@ class _Dense(Rule):
 
     def _of_size(self, T: int, S: int) -> Tensor:
         full = self.full
-        if full.shape[2] not in (1, T) or full.shape[3] not in (1, S):
+        if not fits(full.shape[2], T) or not fits(full.shape[3], S):
             raise ValueError(
                 f"a mask tensor broadcasts to (B, H, T, S) = (B, H, {T}, {S}); got {describe(self.tensor)}"
             )
