@@ -357,7 +357,7 @@ class LatentAttention(nn.Module):
             return positions
         return positions_of(cache.lengths, x.shape[1], x.device)
 
-    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: RowLengths) -> Tensor:
+    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Any) -> Tensor:
         """Weighted sums of latents (B, H, T, C) over the cache, with the new ones appended; options in use go along."""
         options = {name: option for name, option in self._inner_options().items() if option is not None}
         if options.get("dropout") == 0:
