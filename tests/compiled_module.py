@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise
+from headwise.cache import StaticCache
 from headwise.nn import InnerAttention, LatentAttention, MultiHeadAttention, Rotary, yarn_frequencies
 
 pytestmark = [
@@ -54,6 +55,19 @@ def test_the_module_compiles_without_a_graph_break(mask: headwise.Mask | None) -
         compiled(x, mask=mask, positions=torch.arange(T) * 2, gate=gate),
         mha(x, mask=mask, positions=torch.arange(T) * 2, gate=gate),
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_module_decodes_with_a_cache(fullgraph: bool) -> None:
+    """It was an internal error of the compiler; a length is compiled anew, as a cache is a Python object."""
+    mha = full().eval()
+    ours, theirs = (StaticCache(B, K, D, V, capacity=9) for _ in range(2))
+    compiled = torch.compile(mha, fullgraph=fullgraph, backend="aot_eager")
+    for T in (3, 1, 1):
+        x = torch.randn(B, T, M)
+        assert like(compiled(x, cache=ours)[0], mha(x, cache=theirs)[0])
+    assert ours.lengths == theirs.lengths == [5] * B
 
 
 def test_a_compiled_module_trains() -> None:

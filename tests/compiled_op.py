@@ -3,6 +3,7 @@ checker, whose wrappers the compiler cannot trace."""
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,12 +112,57 @@ def test_backends_with_dynamic_shapes(backend: str, dropout: float) -> None:
         same(compiled, plain)
 
 
+CONSTANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a bool tensor": lambda: {"mask": torch.ones(2, 1, 5, 7, dtype=torch.bool)},
+    "lengths": lambda: {"mask": headwise.lengths(torch.tensor([3, 7]))},
+    "segments": lambda: {"mask": headwise.segments(torch.arange(5) // 2, torch.arange(7) // 2)},
+    "offsets": lambda: {"mask": headwise.causal(offset=torch.tensor([1, 2]))},
+    "slopes": lambda: {"mask": headwise.alibi(headwise.alibi_slopes(6))},
+    "gate": lambda: {"gate": torch.ones(2, 6, 5)},
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_tensors_of_known_size_with_dynamic_shapes(name: str) -> None:
+    """There a size is a symbol, and a tensor that is made inside has numbers for sizes: they fit nonetheless."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headwise.attention(q, k, v, **CONSTANTS[name]())
+
+    qkv = make_qkv(*SHORT)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="eager")
+    torch.testing.assert_close(compiled(*qkv), run(*qkv), rtol=2e-5, atol=2e-6)
+
+
 def test_weights() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return headwise.weights(q, k, rows=[0, -1], mask=headwise.causal()) @ v.repeat_interleave(2, 1)
 
     qkv = make_qkv(*SHORT)
     same(results(whole(run), qkv), results(run, qkv))
+
+
+def _tangent(attend: Callable[[Tensor], Tensor], q: Tensor) -> Any:
+    return torch.func.jvp(attend, (q,), (torch.ones_like(q),))[1]
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "grad": lambda attend, q: torch.func.grad(lambda x: attend(x).square().sum())(q),
+    "vjp": lambda attend, q: torch.func.vjp(attend, q)[1](q.new_ones(2, 6, 5, 13))[0],
+    "jvp": _tangent,
+    "vmap": lambda attend, q: torch.func.vmap(attend)(torch.stack([q, 2 * q])),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_torch_func_within_a_graph(name: str) -> None:
+    """The kernel has no rule for them: what it gave there was a constant, whose gradient is 0."""
+    q, k, v = make_qkv(*SHORT)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return TRANSFORMS[name](lambda x: headwise.attention(x, k, v, mask=headwise.causal()), q)
+
+    torch.testing.assert_close(whole(run)(q, k, v), run(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sweep
@@ -249,6 +295,30 @@ def test_export(name: str) -> None:
     exported = torch.export.export(Layer(name), qkv)
     ours, plain = exported.module()(*qkv), BUILT[name](*qkv)
     torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-6)
+
+
+class Masked(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: headwise.Mask) -> Tensor:
+        return headwise.attention(q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("name", ["causal & lengths", "all kinds", "causal | prefix"])
+def test_a_saved_export_takes_the_masks_that_the_export_takes(name: str) -> None:
+    """JSON, as which torch saves what is no tensor, has lists for tuples."""
+    qkv, mask, saved = make_qkv(*SHORT), MASKS[name](SHORT).mask, io.BytesIO()
+    torch.export.save(torch.export.export(Masked(), (*qkv, mask)), saved)
+    saved.seek(0)
+    loaded = torch.export.load(saved).module()
+    torch.testing.assert_close(loaded(*qkv, mask), Masked()(*qkv, mask), rtol=2e-5, atol=2e-6)
+
+
+def test_strict_export_with_sizes_left_open() -> None:
+    """Where dynamo traces, a size is an int to Python: a check of its upper end would be a guard."""
+    B, T = torch.export.Dim("B"), torch.export.Dim("T")
+    mha = headwise.MultiHeadAttention(12, 3, rotary=headwise.nn.Rotary(4))
+    exported = torch.export.export(mha, (torch.randn(2, 5, 12),), dynamic_shapes={"x": {0: B, 1: T}}, strict=True)
+    other = torch.randn(3, 11, 12)
+    torch.testing.assert_close(exported.module()(other), mha(other), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.sweep

@@ -232,6 +232,18 @@ def test_slopes_of_float32_are_exact_in_float64(backend: str) -> None:
     assert not torch.equal(rough, headwise.attention(q, k, v, mask=exact))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference", "blocks", "the rest"])
+def test_biases_of_float32_are_added_in_float64(backend: str) -> None:
+    """A sum of two that is rounded to float32 first is off by up to 1e-7."""
+    q, k, v = make_qkv(1, 2, 1, 3, 31, 8, 8, dtype=torch.float64)
+    one, other = torch.randn(2, 3, 31), torch.randn(31).bfloat16()
+    exact = headwise.bias(one.double() + other.double())
+    for x, y in zip(
+        *(results(backend, q, k, v, mask) for mask in (headwise.bias(one) & headwise.bias(other), exact)), strict=True
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.unchecked
 @everywhere
 def test_a_bias_finer_than_the_scores_is_rounded_to_their_precision(backend: str) -> None:

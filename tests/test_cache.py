@@ -116,6 +116,12 @@ def test_a_cache_that_is_dropped_gives_its_pages_back() -> None:
     theirs = twin.pool
     del twin
     assert theirs.free == 6
+    key, value = tokens(129)
+    learning = PagedCache(PagePool(6, K, D, V), 2).append(key.requires_grad_(), value)
+    with pytest.raises(RuntimeError, match="graph leaves"):  # torch's; what is left of the copy gives nothing back
+        copy.deepcopy(learning)
+    gc.collect()
+    assert learning.pool.free == 2
 
 
 def test_a_full_page_is_never_copied() -> None:

@@ -195,7 +195,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["offset of the mask", "(2,)", "(3,)"],
     ),
-    "slopes of key-value heads": ({"mask": headwise.alibi(torch.ones(3))}, ValueError, ["(2, 6, 5, 7)", "3"]),
+    "slopes of key-value heads": ({"mask": headwise.alibi(torch.ones(3))}, ValueError, ["H = 6", "(3,)"]),
     # what other libraries call it
     "is_causal": ({"is_causal": True}, TypeError, ["no option 'is_causal'", "causal()", "causal_top_left()"]),
     "attn_mask": ({"attn_mask": None}, TypeError, ["no option 'attn_mask'", "mask= takes it", "True = attend"]),
@@ -203,6 +203,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "flash": ({"window_size": (3, 0)}, TypeError, ["no option 'window_size'", "window(left + 1, right)"]),
     "no such option": ({"sofcap": 3.0}, TypeError, ["no option 'sofcap'", "softcap, sinks, dropout, gate"]),
     "one slope": ({"mask": headwise.alibi(torch.ones(1))}, ValueError, ["one slope a query head", "H = 6", "(1,)"]),
+    "five slopes": ({"mask": headwise.alibi(torch.ones(5))}, ValueError, ["slopes (5,); alibi_slopes(6) has"]),
 }
 
 

@@ -77,6 +77,48 @@ def test_double_backward_of_float32() -> None:
         assert "not implemented" in str(refusal)
 
 
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
+@pytest.mark.parametrize("name", ["one tensor", "values are columns of the keys", "keys and a bias of the query"])
+def test_double_backward_of_what_is_made_of_one_another(name: str, backend: str) -> None:
+    """The key may be the query, or made of it: each path counts once."""
+
+    def grads(create_graph: bool) -> list[Tensor]:
+        q, k, _ = make_qkv(1, 2, 1, 5, 5, 7, 7, requires_grad=True)
+        mask = headwise.causal()
+        if name == "one tensor":
+            out = attend(backend, q, q, q, mask=mask)
+        elif name == "values are columns of the keys":
+            out = attend(backend, q, k, k[..., :3], mask=mask)
+        else:
+            out = attend(backend, q, k + q[:, :1].sin(), k, mask=mask & headwise.bias(q[..., :5].cos()))
+        return list(torch.autograd.grad(out.square().sum(), [q, k], create_graph=create_graph, materialize_grads=True))
+
+    for again, once in zip(grads(True), grads(False), strict=True):
+        torch.testing.assert_close(again, once, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vmap", "is_grads_batched"])
+@pytest.mark.parametrize("backend", [*MUST, *BEST])
+def test_many_gradients_at_once_are_the_loop(backend: str, name: str) -> None:
+    """As `torch.autograd.functional.jacobian(vectorize=True)` asks for them."""
+    q, k, v = make_qkv(*SHORT, requires_grad=True)
+    bias = torch.randn(SHORT.T, SHORT.S, requires_grad=True)
+    for mask, leaves in ((headwise.causal(), [q, v]), (headwise.causal() & headwise.bias(bias), [k, bias])):
+        out, lse = attend(backend, q, k, v, mask=mask, return_lse=True)
+        ups = [torch.randn(3, *x.shape) for x in (out, lse)]
+
+        def back(*up: Tensor, outputs: Any = (out, lse), leaves: Any = leaves, **batched: bool) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(outputs, leaves, up, retain_graph=True, **batched)
+
+        at_once = torch.func.vmap(back)(*ups) if name == "vmap" else back(*ups, is_grads_batched=True)
+        for ours, theirs in zip(at_once, zip(*(back(*up) for up in zip(*ups, strict=True)), strict=True), strict=True):
+            assert not ours.requires_grad
+            torch.testing.assert_close(ours, torch.stack(theirs), rtol=1e-4, atol=1e-5)
+    plain = attend(backend, q, k, v)
+    [ours] = torch.autograd.grad(plain, q, torch.stack([plain, 2 * plain]).detach(), is_grads_batched=True)
+    torch.testing.assert_close(ours[1], 2 * ours[0])
+
+
 @forward_mode
 @pytest.mark.parametrize("name", HIGHER)
 def test_jvp_is_the_directional_derivative(name: str) -> None:

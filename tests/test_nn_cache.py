@@ -212,6 +212,10 @@ def test_what_a_cache_may_leave_out() -> None:
     keys: Any = Keys()
     assert traits_of(least) == Traits(True, None, False, None)
     assert traits_of(keys).has_keys
+    least.keys = torch.zeros(1)
+    assert traits_of(least).has_keys
+    least.keys = None
+    assert not traits_of(least).has_keys
     assert not traits_of(StaticCache(B, K, D, capacity=7, causal=False)).causal
 
 

@@ -58,6 +58,7 @@ def test_wrong_sizes_are_named_and_the_plan_says_the_same(case: str) -> None:
         ({"memory_dim": 0}, ValueError, "memory_dim is at least 1; got 0"),
         ({"memory_dim": (3, None)}, ValueError, "memory_dim is one width, or a pair (of the keys, of the values)"),
         ({"memory_dim": (3, 4, 5)}, ValueError, "got (3, 4, 5)"),
+        ({"qk_norm": torch.nn.RMSNorm(6)}, TypeError, "got a RMSNorm that is made already; pass the class, or lambda"),
         (
             {"inner": 3},
             TypeError,

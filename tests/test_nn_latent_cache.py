@@ -10,7 +10,7 @@ from torch import Tensor
 
 import headwise
 from headwise import LatentAttention
-from headwise.cache import StaticCache
+from headwise.cache import RollingCache, StaticCache
 from headwise.nn import InnerAttention
 from headwise.nn.inner import InnerFunction
 from headwise.testing import assert_same_bits
@@ -119,6 +119,17 @@ def test_a_cache_that_hides_its_keys_is_attended_to_absorbed() -> None:
         with pytest.raises(ValueError, match=r'Sealed has no keys to read; form="absorbed" leaves that'):
             mla(x, cache=sealed, form="expanded")
         assert sealed.lengths == lengths  # an error leaves the cache as it was
+
+
+@torch.no_grad()
+def test_a_prompt_longer_than_a_cache_takes_at_once_goes_in_piece_by_piece() -> None:
+    mla, x = make(), torch.randn(B, T, M)
+    cache = RollingCache(B, 1, C + R, C, window=5, chunk=4, shared=True)
+    out = torch.cat([mla(x[:, :1], cache=cache)[0], mla(x[:, 1:], cache=cache, lengths=[T - 1, 6])[0]], dim=1)
+    whole = mla(x, mask=headwise.window(5))
+    torch.testing.assert_close(out[0], whole[0], rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(out[1, :7], whole[1, :7], rtol=2e-5, atol=2e-6)
+    assert cache.lengths == [T, 7]
 
 
 def test_a_prompt_is_attended_to_as_it_is_before_a_cache_rounds_it() -> None:

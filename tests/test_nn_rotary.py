@@ -182,5 +182,7 @@ def test_what_torch_jit_trace_makes_of_it() -> None:
     longer = torch.randn(3, 2, 11, 8), torch.randn(3, 2, 11, 8)
     for got, want in zip(traced(*longer), Rotary(8)(*longer), strict=True):
         assert_same_bits(got, want)
-    with pytest.raises(TypeError, match=r"torch\.jit\.trace and .* have tensors for sizes: use torch\.export,"):
-        torch.jit.trace(lambda x: headwise.attention(x, x, x, backend="reference"), (query,))
+    headwise.attention(query, query, query)  # the native kernel is there, if there is one
+    for options in ({"backend": "reference"}, {}, {"mask": headwise.causal()}, {"mask": headwise.window(2)}):
+        with pytest.raises(TypeError, match=r"torch\.jit\.trace and .* have tensors for sizes: use torch\.export,"):
+            torch.jit.trace(lambda q, k, o=options: headwise.attention(q, k, k, **o), (query, key))

@@ -18,7 +18,7 @@ from statistics_cases import OFFSETS, TOLERANCE, check, everything, expected, ex
 import headwise
 from headwise.ops import scores
 from headwise.ops.reference import reference_weights
-from headwise.ops.statistics import HeadStatistics, statistics
+from headwise.ops.statistics import HeadStatistics, attention_statistics, row_statistics, statistics
 from headwise.ops.statistics import native as statistics_native
 from headwise.testing import assert_same_bits, poison
 
@@ -114,6 +114,15 @@ def test_a_sink_that_takes_all() -> None:
     assert result.sink.eq(1).all() and result.largest.eq(0).all() and result.entropy.eq(0).all()
     assert result.pooled.eq(0).all() and result.distance.eq(0).all() and result.rows.eq(2).all()
     assert result.pooled_rows.eq(0).all()
+
+
+@pytest.mark.parametrize("sink", [80.0, 90.0, 95.0, 103.0])
+def test_a_sink_that_takes_nearly_all(sink: float) -> None:
+    """What it leaves is a normal number of float32, or one below those, whose inverse is infinite: then it is none."""
+    result = statistics(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), sinks=torch.tensor([sink]))
+    some = sink < 87
+    assert result.pooled.tolist() == [[[[0.5, 0.5]] * 2]] if some else result.pooled.eq(0).all()
+    assert result.pooled_rows.eq(some).all() and result.distance.eq(0.5 if some else 0).all()
 
 
 def test_a_sink_that_takes_nothing() -> None:
@@ -246,6 +255,14 @@ Q, KEY = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 5, 4)
 def test_errors(options: dict[str, object], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         statistics(Q, KEY, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.unchecked
+def test_an_option_that_there_is_not() -> None:
+    for function, tensors in ((attention_statistics, (Q, KEY, KEY)), (row_statistics, (Q, KEY))):
+        text = rf"^{function.__name__} has no option 'dropout'; it has mask, scale, .* targets and pool$"
+        with pytest.raises(TypeError, match=text):
+            function(*tensors, dropout=0.1)  # type: ignore[operator]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -181,7 +181,8 @@ class _Pages:
         return _Pages(self.pool.clone(), [list(table) for table in self.tables])
 
     def __del__(self) -> None:
-        self.give()
+        if "tables" in vars(self):  # not in a copy that failed half-way, as that of keys with a gradient
+            self.give()
 
 
 class PagedCache(KVCache):

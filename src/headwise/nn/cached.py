@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import getattr_static
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -52,9 +51,14 @@ def traits_of(cache: ModuleCache) -> Traits:
     return Traits(
         causal=getattr(cache, "causal", True),
         chunk=getattr(cache, "chunk", None),
-        has_keys=getattr_static(cache, "keys", None) is not None,
+        has_keys=_has_keys(cache),
         value_dim=getattr(cache, "value_dim", None),
     )
+
+
+def _has_keys(cache: object) -> bool:
+    own = getattr(cache, "__dict__", {})
+    return (own["keys"] if "keys" in own else getattr(type(cache), "keys", None)) is not None
 
 
 def positions_of(lengths: Sequence[int], T: int, device: torch.device) -> Tensor:

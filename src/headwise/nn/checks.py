@@ -45,6 +45,16 @@ def check_part(name: str, part: Any, what: str) -> None:
         raise TypeError(f"{name} is {what}, or None; got {shown(part)}")
 
 
+def check_norm(factory: Any) -> None:
+    """What makes the norms of queries and keys: to call with the size of a head, so no module that is made already."""
+    check_part("qk_norm", factory, "a factory head_dim -> module, such as torch.nn.RMSNorm")
+    if isinstance(factory, nn.Module):
+        raise TypeError(
+            f"qk_norm is a factory head_dim -> module, which makes a norm for queries and one for keys; got a "
+            f"{type(factory).__name__} that is made already; pass the class, or lambda head_dim: ..."
+        )
+
+
 def check_input(x: Tensor, d_model: int, projection: nn.Module) -> None:
     """The input of a module: (B, T, M), as its first projection takes it."""
     check_tensor("x", x, "a tensor (B, T, d_model)")

@@ -14,7 +14,7 @@ from ..ops.masks.compose import Mask, as_mask
 from ..ops.masks.make import causal, keep
 from ..shapes import check_options
 from ..shapes.kinds import check_counts, check_flags, check_span, whole_numbers
-from .cached import ModuleCache, positions_of, traits_of
+from .cached import ModuleCache, positions_of, step, traits_of
 from .checks import check_input, check_latent_call, check_latent_values, check_part, check_taken, check_vectors
 from .dealt import Dealt, dealt
 from .inner import Inner, InnerAttention
@@ -336,9 +336,11 @@ class LatentAttention(nn.Module):
         stored = list(cache.lengths)
         if (self.form(new, stored) if form == "auto" else form) == "absorbed":
             return True
-        why = ""
-        if not traits_of(cache).has_keys:
+        why, traits = "", traits_of(cache)
+        if not traits.has_keys:
             why = f"{type(cache).__name__} has no keys to read"
+        elif traits.chunk is not None and new > traits.chunk:
+            why = f"{type(cache).__name__} takes {traits.chunk} tokens at a time"
         elif mask is not None and any(stored) and (lengths is not None or len(set(stored)) > 1):
             why = f"a mask has its place in every row alike, while the rows hold {stored} and then lengths = {lengths}"
         if why and form == "expanded":
@@ -355,7 +357,7 @@ class LatentAttention(nn.Module):
             return positions
         return positions_of(cache.lengths, x.shape[1], x.device)
 
-    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: RowLengths) -> Tensor:
+    def _attend(self, cache: LatentCache, query: Tensor, new: Tensor, mask: Any, lengths: Any) -> Tensor:
         """Weighted sums of latents (B, H, T, C) over the cache, with the new ones appended; options in use go along."""
         options = {name: option for name, option in self._inner_options().items() if option is not None}
         if options.get("dropout") == 0:
@@ -363,8 +365,10 @@ class LatentAttention(nn.Module):
         if (here := self.dealt) is not None and "sinks" in options:
             options["sinks"] = here.parameter(options["sinks"])
         check_latent_values(traits_of(cache).value_dim, self.kv_lora_rank)
-        cache.append(new, lengths=lengths)
-        mixed: Tensor = cache.attend(query, mask=mask, **options)
+        mixed = step(
+            lambda part, held, _, *, mask: held.attend(part, mask=mask, **options),
+            cache, query, new, None, lengths=lengths, mask=mask,
+        )  # fmt: skip
         check_latent_values(mixed.shape[-1], self.kv_lora_rank)
         return mixed
 

@@ -14,6 +14,7 @@ from .checks import (
     check_cache,
     check_input,
     check_memory,
+    check_norm,
     check_part,
     check_sizes,
     check_taken,
@@ -104,7 +105,7 @@ class MultiHeadAttention(nn.Module):
         self.k_proj = nn.Linear(key_width, self.num_kv_heads * self.head_dim, bias=bool(bias))
         self.v_proj = nn.Linear(value_width, self.num_kv_heads * self.value_dim, bias=bool(bias))
         self.o_proj = nn.Linear(num_heads * self.value_dim, d_model, bias=bias is True)
-        check_part("qk_norm", qk_norm, "a factory head_dim -> module, such as torch.nn.RMSNorm")
+        check_norm(qk_norm)
         check_part("rotary", rotary, "a part (query, key, positions) -> (query, key), such as headwise.nn.Rotary")
         self.q_norm = None if qk_norm is None else qk_norm(self.head_dim)
         self.k_norm = None if qk_norm is None else qk_norm(self.head_dim)

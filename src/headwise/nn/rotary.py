@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from ..ops.native.step import Turn
 from ..shapes import DTYPES, INTEGERS, describe
-from ..shapes.kinds import check_counts, check_dtype, check_flags, check_numbers, check_tensor, real_numbers
+from ..shapes.kinds import (
+    check_counts,
+    check_dtype,
+    check_flags,
+    check_numbers,
+    check_tensor,
+    fits,
+    is_one_of,
+    real_numbers,
+)
 
 Positions = Tensor | tuple[Tensor, Tensor] | None
 
@@ -74,7 +83,7 @@ def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> int:
 
 
 def _broadcasts(sizes: Sequence[int], to: Sequence[int]) -> bool:
-    return len(sizes) <= len(to) and all(n in (1, m) for n, m in zip(reversed(sizes), reversed(to), strict=False))
+    return len(sizes) <= len(to) and all(fits(n, m) for n, m in zip(reversed(sizes), reversed(to), strict=False))
 
 
 def _made(
@@ -220,7 +229,7 @@ class Rotary(nn.Module):
         check_tensor("positions", positions, "a tensor (T,) or (B, T), or a pair of them")
         if positions.device != x.device:
             raise ValueError(f"positions live on the {name}'s device {x.device}; got {describe(positions)}")
-        if positions.shape not in ((x.shape[2],), (x.shape[0], x.shape[2]), (1, x.shape[2])):
+        if not is_one_of(positions.shape, ((x.shape[2],), (x.shape[0], x.shape[2]), (1, x.shape[2]))):
             raise ValueError(
                 f"positions are (T,) or (B, T), one for each {name}: (B, T) = {(x.shape[0], x.shape[2])}; "
                 f"got {tuple(positions.shape)}; keys of another length take positions=(query_positions, key_positions)"

@@ -70,9 +70,13 @@ class Call:
     @property
     def is_transformed(self) -> bool:
         """Inside torch.func (vmap, grad, jvp) or forward-mode AD: only plain differentiable torch ops serve."""
-        if torch.compiler.is_compiling():
-            return False
-        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        return _is_transformed()
+
+
+@torch.compiler.assume_constant_result
+def _is_transformed() -> bool:
+    """A constant to torch.compile, which opens the transforms of a function while it traces it."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 Result: TypeAlias = tuple[Tensor, Tensor | None]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .kinds import DTYPES as DTYPES
-from .kinds import FAR, check_dense, check_tensor, shown
+from .kinds import FAR, check_dense, check_tensor, fits, is_one_of, shown
 from .kinds import INTEGERS as INTEGERS
 from .kinds import describe as describe
 
@@ -199,7 +199,7 @@ def check_gate(gate: Tensor, out_shape: Sequence[int], device: torch.device) -> 
     form = {1: (H,), 2: (B, H), 3: (B, H, T), 4: (B, H, T, V)}.get(gate.ndim)
     if form is None or gate.dtype not in DTYPES:
         raise ValueError(f"{rule}; got {describe(gate)}")
-    if any(g not in (1, f) for g, f in zip(gate.shape, form, strict=True)):
+    if any(not fits(g, f) for g, f in zip(gate.shape, form, strict=True)):
         raise ValueError(f"{rule} (1 broadcasts); got {describe(gate)}")
     if gate.device != device:
         raise ValueError(f"gate lives on the query's device {device}; got {describe(gate)}; move with .to(device)")
@@ -213,7 +213,7 @@ def check_index_tensor(name: str, tensor: Tensor, forms: list[tuple[int, ...]], 
     check_tensor(name, tensor, "an integer tensor")
     if tensor.dtype not in INTEGERS:
         raise ValueError(f"{name}: an integer tensor; got {describe(tensor)}; convert with .long()")
-    if tuple(tensor.shape) not in forms:
+    if not is_one_of(tensor.shape, forms):
         wanted = " or ".join(str(form) for form in forms)
         raise ValueError(f"{name}: shape {wanted} for this call; got {describe(tensor)}")
     if tensor.device != device:
@@ -225,7 +225,7 @@ def check_mask_tensor(tensor: Tensor, full: tuple[int, int, int, int], device: t
     check_dense("the mask's tensor", tensor)
     sizes = tuple(tensor.shape)
     wanted = full[4 - len(sizes) :]
-    if any(size not in (1, want) for size, want in zip(sizes, wanted, strict=True)):
+    if any(not fits(size, want) for size, want in zip(sizes, wanted, strict=True)):
         raise ValueError(
             f"a mask tensor broadcasts to (B, H, T, S) = {full} from the right; got {sizes}; "
             f"(B, S) becomes that by mask[:, None, None, :], (B, T, S) by mask[:, None]"

@@ -91,7 +91,8 @@ def check_counts(least: int = 0, most: int = MOST, /, **counts: Any) -> None:
             raise TypeError(f"{name} is an int; got {shown(count)}{_as_int(count)}")
         if count < least:
             raise ValueError(f"{name} is at least {least}; got {shown(count)}")
-        if isinstance(count, int) and count > most:  # a size in a graph keeps its range: torch.export wants it whole
+        # A size in a graph keeps its range: torch.export wants it whole. To dynamo (strict=True) it is an int.
+        if isinstance(count, int) and not torch.compiler.is_dynamo_compiling() and count > most:
             raise ValueError(f"{name} is at most {most}; got {shown(count)}")
 
 
@@ -99,6 +100,19 @@ def _as_int(count: Any) -> str:
     """What to do with a whole number that is no int, as numpy's: it may overflow where an int does not."""
     whole = isinstance(count, Integral) and not isinstance(count, bool)
     return f" of type {type(count).__name__}; convert with int()" if whole else ""
+
+
+def fits(n: int, to: int) -> bool:
+    """Whether an axis of n broadcasts to one of so many.
+
+    Not by `in`: torch.compile takes a number and a symbol to differ there.
+    """
+    return n == 1 or n == to
+
+
+def is_one_of(shape: Sequence[int], forms: Iterable[Sequence[int]]) -> bool:
+    """Whether a shape is one of these, size by size, for the same reason."""
+    return any(len(shape) == len(form) and all(n == m for n, m in zip(shape, form, strict=True)) for form in forms)
 
 
 def check_span(name: str, span: Any, size: int) -> tuple[int, int]:

@@ -296,7 +296,7 @@ class Mask:
             part.check(B, H, T, S, device)
 
     def computed_in(self, dtype: torch.dtype) -> Mask:
-        """The mask as a computation in float32 or float64 takes it: no bias finer, ALiBi's slopes of that dtype."""
+        """The mask as a computation in float32 or float64 takes it: no bias finer, slopes of that dtype."""
         check_dtype(dtype, (torch.float32, torch.float64))
         parts = tuple(part.computed_in(dtype) for part in self.parts)
         return self if all(map(is_, parts, self.parts)) else Mask(parts)

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...shapes import MASK_RULE, check_index_tensor, check_mask_tensor, describe
+from ...shapes.kinds import fits
 from .places import Region, per_batch, rank4, saturated, wide
 from .pytrees import register
 from .rules import Rule, Segments
@@ -127,9 +128,12 @@ class Alibi(Rule):
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
-        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
         if self.slopes.shape[-1] != H:
-            raise ValueError(f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}")
+            raise ValueError(
+                f"alibi needs one slope a query head: H = {H}, slopes {tuple(self.slopes.shape)}; alibi_slopes({H}) "
+                "has those of the paper"
+            )
+        check_mask_tensor(self.slopes[..., None, None], (B, H, T, S), device)
         if isinstance(self.offset, Tensor):
             check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
 
@@ -208,7 +212,7 @@ class Function(Rule):
                 f"j; got {got}; compare, or join by & and | instead of `and` and `or`"
             )
         full = torch.broadcast_shapes(b.shape, h.shape, rank4(i).shape, rank4(j).shape)
-        if seen.ndim > 4 or any(n not in (1, m) for n, m in zip(reversed(seen.shape), reversed(full), strict=False)):
+        if seen.ndim > 4 or any(not fits(n, m) for n, m in zip(reversed(seen.shape), reversed(full), strict=False)):
             raise ValueError(
                 f"{MASK_RULE}: the function of rule() gives a tensor that broadcasts to those of b, h, i, j together, "
                 f"{tuple(full)}; got {describe(seen)}"

@@ -30,11 +30,16 @@ def register(cls: C) -> C:
     def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
         return cls(**dict(zip(context[0], leaves, strict=True)), **dict(context[1]))
 
+    def loaded(context: Any) -> tuple[Any, ...]:  # torch.export saves it as JSON, which has no tuples
+        return tuple(context[0]), tuple((name, value) for name, value in context[1])
+
     pytree.register_pytree_node(
         cls,
         flatten,
         unflatten,
         serialized_type_name=f"headwise.{cls.__name__}",
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=loaded,
         flatten_with_keys_fn=flatten_with_keys,
     )
     return cls

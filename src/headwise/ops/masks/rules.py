@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...shapes import check_index_tensor, check_mask_tensor, describe
+from ...shapes.kinds import fits
 from ..symbols import statically_true
 from .places import Region, RowIndex, index, per_batch, rank4, saturated
 from .pytrees import register
@@ -291,7 +292,7 @@ class _Dense(Rule):
 
     def _of_size(self, T: int, S: int) -> Tensor:
         full = self.full
-        if full.shape[2] not in (1, T) or full.shape[3] not in (1, S):
+        if not fits(full.shape[2], T) or not fits(full.shape[3], S):
             raise ValueError(
                 f"a mask tensor broadcasts to (B, H, T, S) = (B, H, {T}, {S}); got {describe(self.tensor)}"
             )
@@ -362,5 +363,5 @@ class Bias(_Dense):
 
     @override
     def computed_in(self, dtype: torch.dtype) -> Bias:
-        finer = self.tensor.dtype == torch.float64 and dtype != torch.float64
-        return Bias(self.tensor.to(dtype)) if finer else self
+        differ = self.tensor.dtype != dtype and torch.float64 in (self.tensor.dtype, dtype)
+        return Bias(self.tensor.to(dtype)) if differ else self  # what is not float64 is widened where it is added

@@ -107,6 +107,8 @@ def at_once(
         (_, _, T, D), S, _ = query.shape, key.shape[2], value.shape[3]
     except (ValueError, IndexError, RuntimeError):  # other axes than four; a nested tensor has no shape
         return None
+    if type(T) is not int:  # torch.jit.trace has tensors for sizes, of which it would keep the numbers
+        return None
     if layout is not None:
         if type(layout.length) is not int or not all(
             x is None or (isinstance(x, Tensor) and x.is_cpu) for x in layout[:3]

@@ -1,7 +1,8 @@
 """The call of the native kernel as autograd keeps it, and the gradient of its gradient.
 
-The gradient itself is the library's own (csrc/kernels/backward.h). Where that is to be differentiated again, the
-definition takes its place: `by_definition` is differentiable as often as one likes, and builds the T x S matrix.
+The gradient itself is the library's own (csrc/kernels/backward.h). Where that is to be differentiated again, or many
+gradients come as one, the definition takes its place: `by_definition` is differentiable as often as one likes, and
+builds the T x S matrix.
 """
 
 from __future__ import annotations
@@ -94,9 +95,11 @@ def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tens
     """The gradients of `leaves_of` the call as functions of them and of `grad_out` and `grad_lse`."""
     (B, H, T, _), S = call.query.shape, call.key.shape[2]
     kept = torch.ops.headwise.dropout_keep(call.seed, call.dropout, B, H, 0, T, S) if call.dropout > 0 else None
-    # Leaves of which the graph holds nothing yet: a leaf that needs no gradient must be one for a moment.
-    leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in leaves_of(call, biases)]
-    call = with_leaves(call, biases, leaves)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # One of its own each: the key may be the query, or made of it, and would get the gradient of both.
+        leaves = [x.view_as(x) if x.requires_grad else x for x in leaves_of(call, biases)]
+    call, learning = with_leaves(call, biases, leaves), [x for x in leaves if x.requires_grad]
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         out, lse = reference(
             call.query,
@@ -111,5 +114,6 @@ def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tens
         )
         results = [out] if grad_lse is None else [out, lse]
         grads = [grad_out] if grad_lse is None else [grad_out, grad_lse]
-        wanted = torch.autograd.grad(results, leaves, grads, create_graph=True, allow_unused=True)
+        found = iter(torch.autograd.grad(results, learning, grads, create_graph=again, allow_unused=True))
+    wanted = [next(found) if x.requires_grad else None for x in leaves]
     return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(wanted, leaves, strict=True)]

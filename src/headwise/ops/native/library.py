@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .gradient import Training, by_definition, leaves_of
 from .lowering import Rules
@@ -181,7 +182,7 @@ class _AttendBand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, ends = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of the gradient will be asked
+        if _is_transformed(grad_out):
             grads = by_definition(Training.of(query, key, value, *ctx.numbers), False, grad_out, None)
         else:
             grads = attend_backward(_readable(grad_out), None, out, ends, False, query, key, value, *ctx.numbers)
@@ -207,7 +208,7 @@ class _Attend(torch.autograd.Function):
         call, fixed = _joined(numbers, tensors), numbers.segments + numbers.maps
         biases = any(ctx.needs_input_grad[1 + len(_SINGLE) + fixed :])
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        if torch.is_grad_enabled():  # a gradient of the gradient will be asked
+        if _is_transformed(grad_out, grad_lse):
             grads = iter(by_definition(call, biases, grad_out, grad_lse))
         else:
             grads = iter(attend_backward(_readable(grad_out), grad_lse, out, ends, biases, *call.arguments))
@@ -221,6 +222,16 @@ class _Attend(torch.autograd.Function):
             *(next(grads) if biases and n % 2 == 0 else None for n in range(len(rules.alibi or ()))),
             *(next(grads) if biases else None for _ in rules.relative or ()),
         )
+
+
+def _is_transformed(*grads: Tensor | None) -> bool:
+    """A gradient of the gradient will be asked, or many gradients come as one (vmap, `is_grads_batched`)."""
+    return (
+        torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in grads)
+    )
 
 
 def _readable(grad_out: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...shapes import check_attention
 from ..attention import attention
 from ..masks.compose import Mask
+from ..others import refuse
 from ..scores import of_one_dtype
 from ..scoring import ScoringOptions
 from . import blocks, native
@@ -156,6 +157,11 @@ class StatisticsOptions(ScoringOptions, Tallies, total=False):
     """The keywords of `statistics`."""
 
 
+def _check_names(caller: str, options: Mapping[str, Any]) -> None:
+    names = "mask, scale, softcap, sinks, offsets, features, targets and pool"
+    refuse(caller, {name: None for name in options if name not in StatisticsOptions.__optional_keys__}, {}, names)
+
+
 def attention_statistics(
     query: Float[Tensor, "B H T D"],
     key: Float[Tensor, "B K S D"],
@@ -183,6 +189,7 @@ def attention_statistics(
         >>> out.flatten().tolist(), rows.largest.flatten().tolist()
         ([2.0, 3.0], [1.0, 0.5])
     """
+    _check_names("attention_statistics", options)
     query, key, value = of_one_dtype(query, key, value)
     check_attention(query, key, value)
     request = checked(query, key, **options)
@@ -206,4 +213,5 @@ def row_statistics(
     query: Float[Tensor, "B H T D"], key: Float[Tensor, "B K S D"], **options: Unpack[StatisticsOptions]
 ) -> RowStatistics:
     """`statistics`, with the same keywords, without `received`, which saves the second pass."""
+    _check_names("row_statistics", options)
     return RowStatistics(**_measured(checked(query, key, **options))[1])

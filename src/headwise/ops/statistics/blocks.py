@@ -68,6 +68,8 @@ class _Sums:
         if block.allowed_BHRC is not None:
             p_BHRC.masked_fill_(~block.allowed_BHRC, 0.0)  # a NaN row is NaN only where it may attend
         mass, sink = on_keys / total, escaped / total
+        # What a sink leaves below the normal numbers counts as none, as in the kernel: 1 / mass would be infinite.
+        mass.masked_fill_(mass < torch.finfo(mass.dtype).tiny, 0.0)
         entropy = total.log() - z_BHRC.mul_(p_BHRC).sum(-1)
         if logit is not None:
             entropy = entropy - sink * (logit - top).clamp(min=-1e30)
