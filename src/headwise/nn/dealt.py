@@ -55,7 +55,7 @@ class SumOfHeads(nn.Linear):
         """(B, T, d_model) from this process's heads (B, T, n * size)."""
         spread: Any = self.weight
         out = self.group.summed(nn.functional.linear(heads, spread.to_local()))
-        return out if self.bias is None else out + here_of(self.bias)
+        return out if self.bias is None else out + here_of(self.bias).to(out.dtype)
 
 
 class ReplicatedLinear(nn.Linear):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..shapes import check_head_counts
 
@@ -29,6 +30,10 @@ class Group:
 
     mesh: Any
     dim: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without connections, which are no part of a copy: it asks for them anew."""
+        return {"mesh": self.mesh, "dim": self.dim}
 
     @cached_property
     def processes(self) -> Any:
@@ -107,6 +112,7 @@ class _Shared(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.group.sum_of(grad), None
 
@@ -117,6 +123,7 @@ class _Summed(torch.autograd.Function):
         return group.sum_of(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -128,6 +135,7 @@ class _Gathered(torch.autograd.Function):
         return group.all_of(x, axis)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.group.part_of(grad, ctx.axis), None, None
 
@@ -139,6 +147,7 @@ class _Parted(torch.autograd.Function):
         return group.part_of(x, axis).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.group.all_of(grad, ctx.axis), None, None
 
