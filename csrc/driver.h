@@ -25,6 +25,9 @@ struct Floats {
   float* data;
 };
 
+// In the place of what the CPU says: for the fuzzer, on any CPU.
+void prefetch_into_l2(bool is);
+
 // A rough estimate, in nanoseconds on one thread, of a call with the bounds low and high alone.
 double estimate(const Problem& p);
 
