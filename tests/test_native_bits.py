@@ -336,13 +336,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("backend", BEST)
 def test_a_forked_child_does_not_hang(backend: str, tmp_path: Path) -> None:
-    """Nor one of a parent that has not called yet, a child's child, those of a pool: one parent has them all in turn."""
+    """Nor one whose parent has not called yet, a child's child, those of a pool: one parent has them all in turn."""
     # Errors go to a file: a child that hangs would hold a pipe open. Its session of its own lets all of it be killed.
     errors = tmp_path / "errors"
     with errors.open("w") as file:
-        parent = subprocess.Popen(
-            [sys.executable, "-c", FIRST + EARLY + FORK + CHILD + GRANDCHILD + POOL], stderr=file, start_new_session=True
-        )
+        script = FIRST + EARLY + FORK + CHILD + GRANDCHILD + POOL
+        parent = subprocess.Popen([sys.executable, "-c", script], stderr=file, start_new_session=True)
         try:
             code = parent.wait(timeout=120)
         finally:

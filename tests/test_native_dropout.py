@@ -229,7 +229,8 @@ def seeds(first: int) -> list[Tensor]:
     The greatest numbers that fit a word are crossed; 0 heads are the call's own number.
     """
     word = 1 << 32
-    places = [[], [13, 5, 3, first], [13, word - 2, word - 2, 4 * word - 6 + first], [1 << 30, 1 << 40, 9, 2], [0, 3, 1, first]]
+    places = [[], [13, 5, 3, first], [13, word - 2, word - 2, 4 * word - 6 + first], [1 << 30, 1 << 40, 9, 2]]
+    places.append([0, 3, 1, first])
     return [torch.tensor([0x7766554433221100, *place]) for place in places]
 
 
