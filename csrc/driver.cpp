@@ -11,6 +11,10 @@
 #include <pthread.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__)  // of g++
+#include <sanitizer/asan_interface.h>
+#endif
+
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -142,13 +146,17 @@ std::atomic<bool> forked{false};
 [[maybe_unused]] const int watches_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
 
-constexpr double kMinParallel = 15000.0;  // nanoseconds: less does not pay for waking threads
+std::atomic<double> least_parallel{15000.0};  // nanoseconds: less does not pay for waking threads
 
 }  // namespace
 
 const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
 
-int64_t workers_for(double nanoseconds) { return forked || nanoseconds < kMinParallel ? 1 : thread_count(); }
+int64_t workers_for(double nanoseconds) {
+  return forked || nanoseconds < least_parallel.load(std::memory_order_relaxed) ? 1 : thread_count();
+}
+
+void run_parallel_from(double nanoseconds) { least_parallel = nanoseconds; }
 
 char* scratch_of(int64_t bytes) {
   thread_local std::unique_ptr<char[]> buffer;
@@ -160,7 +168,15 @@ char* scratch_of(int64_t bytes) {
     size = bytes;
   }
   const auto address = reinterpret_cast<uintptr_t>(buffer.get());
-  return reinterpret_cast<char*>((address + 63) / 64 * 64);
+  char* start = reinterpret_cast<char*>((address + 63) / 64 * 64);
+#if defined(__SANITIZE_ADDRESS__)  // sees what is read behind the bytes asked for; what nobody has written is NaN
+  if (size == 0) return start;
+  char* end = buffer.get() + size + 64;
+  ASAN_UNPOISON_MEMORY_REGION(start, static_cast<size_t>(end - start));
+  std::memset(start, 0xff, static_cast<size_t>(bytes));
+  ASAN_POISON_MEMORY_REGION(start + bytes, static_cast<size_t>(end - start - bytes));
+#endif
+  return start;
 }
 
 double estimate(const Problem& p) {

@@ -25,8 +25,9 @@ struct Floats {
   float* data;
 };
 
-// In the place of what the CPU says: for the fuzzer, on any CPU.
+// For the fuzzer: in the place of what the CPU says, and the least work that wakes threads.
 void prefetch_into_l2(bool is);
+void run_parallel_from(double nanoseconds);
 
 // A rough estimate, in nanoseconds on one thread, of a call with the bounds low and high alone.
 double estimate(const Problem& p);

@@ -224,10 +224,10 @@ def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
     n = Sizes(1, 2, 2, 4099, 19, 13, 11)
     q, *packed = make_qkv(*n, dtype=dtype)
 
-    def apart(x: Tensor) -> Tensor:
-        """Key after key at the distance of 101 heads, with NaN between them."""
-        room = torch.full((n.B, n.S, 101, x.shape[3]), torch.nan, dtype=dtype)
-        return room[:, :, 3 : 3 + n.K].copy_(x.transpose(1, 2)).transpose(1, 2)
+    def apart(x: Tensor, step: int = 1) -> Tensor:
+        """Key after key at the distance of 101 heads, with NaN between them, and `step` from column to column."""
+        room = torch.full((n.B, n.S, 101, step * x.shape[3]), torch.nan, dtype=dtype)
+        return room[:, :, 3 : 3 + n.K, ::step].copy_(x.transpose(1, 2)).transpose(1, 2)
 
     def call(mask: Mask | None, k: Tensor, v: Tensor) -> list[Tensor]:
         with instructions(backend):
@@ -242,6 +242,8 @@ def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
 
     with collected() as attempt:
         attempt("all", compare_bits, "all", None)
+        one, other = (attend(backend, q, *(apart(x, step) for x in packed)) for step in (1, 2))
+        attempt("every other column", assert_same_bits, one, other)
         packed[1][0, 0, 11, 2], packed[0][0, 1, 17, 3] = torch.nan, torch.inf
         attempt("bad keys", compare_bits, "bad keys", headwise.causal(offset=-4000))
 

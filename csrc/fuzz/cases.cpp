@@ -308,10 +308,11 @@ void draw_overflow(Draw& draw, Case& k) {
   }
 }
 
-// In memory of the order (B, S, K, width), 2 KiB or more from key to key.
+// In memory of the order (B, S, K, width), 2 KiB or more from key to key; sometimes its rows are not contiguous.
 void lay_far_apart(Draw& draw, DrawnTensor& t) {
   const int64_t width = t.sizes[3], step = t.sizes[1] * width + 2048 / code_size(t.dtype) + draw.below(9);
-  t.strides = {t.sizes[2] * step, width, step, 1};
+  const int64_t column = draw.once_in(5) ? 2 : 1;
+  t.strides = {column * t.sizes[2] * step, column * width, column * step, column};
 }
 
 Case draw_case(uint64_t seed, double most) {
@@ -322,6 +323,7 @@ Case draw_case(uint64_t seed, double most) {
   k.far_apart = draw.once_in(40);
   k.far_apart ? draw_many_rows(draw, c) : draw_sizes(draw, c, most);
   draw_band(draw, k);
+  if (k.far_apart) c.low = -(int64_t{1} << 40), c.high = draw.once_in(2) ? c.S : draw.between(1 - c.T, c.S);
   const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
   // Queries and keys far from 1 whose products are not; values far from 1.
@@ -330,7 +332,7 @@ Case draw_case(uint64_t seed, double most) {
                high = draw.one_of<double>({1, 1, 1, power, 1 / power});
   const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
   k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, [&] { return number() * far; });
-  k.bytes = !k.plain && draw.once_in(4);
+  k.bytes = !k.plain && !k.far_apart && draw.once_in(4);
   k.paged = !k.plain && draw.once_in(3);
   if (k.bytes) {
     const auto byte = [&] { return static_cast<double>(draw.between(-128, 127)); };

@@ -219,6 +219,7 @@ int many(double seconds, uint64_t first) {
 int main(int argc, char** argv) {
   if (argc == 2 && strcmp(argv[1], "shares") == 0) return fuzz::check_shares();
   if (argc > 2 && strcmp(argv[1], "threads") == 0) fuzz::team = 64, --argc, ++argv;
+  headwise::run_parallel_from(0.0);  // small cases, too
   if (argc == 3 && strcmp(argv[1], "case") == 0) return fuzz::one_case(strtoull(argv[2], nullptr, 10)) ? 0 : 1;
   const double seconds = argc > 1 ? atof(argv[1]) : 600;
   return fuzz::many(seconds, argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
