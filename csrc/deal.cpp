@@ -303,7 +303,8 @@ BackwardDeal deal_backward(const Problem& p, const BackwardPlan& plan, int64_t w
     const Order order = whole.order(workers);
     if (workers <= 1 || order.share <= kEvenShare) {
       BackwardDeal deal = {plan, whole.in(order), order.alike};
-      deal.plan.has_partial = false, deal.plan.scratch_bytes += plan.whole_bytes;
+      deal.plan.has_partial = false;
+      deal.plan.scratch_bytes += plan.whole_bytes + 64;  // sums of keys may end in a line, those of values begin one
       return deal;
     }
   }

@@ -11,6 +11,10 @@
 #include <pthread.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__)  // of g++
+#include <sanitizer/asan_interface.h>
+#endif
+
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -78,17 +82,21 @@ bool arm_has_bf16_and_i8mm() {
 // On AMD's Zen 4 (family 19h; Zen 3 has no set that asks) a prefetch into the L1 cache holds one of the few buffers of
 // its misses until memory answers, and products wait for one; a prefetch into the L2 cache has buffers of its own. Zen
 // 5 loses a tenth that way.
-bool lines_go_into_l2() {
+static std::atomic<bool>& into_l2() {
+  static std::atomic<bool> is = [] {
 #if defined(__x86_64__)
-  static const bool is = [] {
     __builtin_cpu_init();
     return __builtin_cpu_is("amdfam19h") != 0;
+#else
+    return false;
+#endif
   }();
   return is;
-#else
-  return false;
-#endif
 }
+
+bool lines_go_into_l2() { return into_l2().load(std::memory_order_relaxed); }
+
+void prefetch_into_l2(bool is) { into_l2() = is; }
 
 namespace {
 
@@ -132,24 +140,23 @@ std::atomic<const Kernels*>& current() {
 
 std::atomic<bool> forked{false};
 
-// A forked child has no thread pool: a parallel region would wait for it for ever.
-void watch_forks() {
+// A forked child has no thread pool: a parallel region would wait for it for ever. From when the library is loaded on,
+// for a parent that has not called it may have started the pool all the same.
 #if defined(__unix__) || defined(__APPLE__)
-  static const int once = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  (void)once;
+[[maybe_unused]] const int watches_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
-}
 
-constexpr double kMinParallel = 15000.0;  // nanoseconds: less does not pay for waking threads
+std::atomic<double> least_parallel{15000.0};  // nanoseconds: less does not pay for waking threads
 
 }  // namespace
 
 const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
 
 int64_t workers_for(double nanoseconds) {
-  watch_forks();
-  return forked || nanoseconds < kMinParallel ? 1 : thread_count();
+  return forked || nanoseconds < least_parallel.load(std::memory_order_relaxed) ? 1 : thread_count();
 }
+
+void run_parallel_from(double nanoseconds) { least_parallel = nanoseconds; }
 
 char* scratch_of(int64_t bytes) {
   thread_local std::unique_ptr<char[]> buffer;
@@ -161,7 +168,15 @@ char* scratch_of(int64_t bytes) {
     size = bytes;
   }
   const auto address = reinterpret_cast<uintptr_t>(buffer.get());
-  return reinterpret_cast<char*>((address + 63) / 64 * 64);
+  char* start = reinterpret_cast<char*>((address + 63) / 64 * 64);
+#if defined(__SANITIZE_ADDRESS__)  // sees what is read behind the bytes asked for; what nobody has written is NaN
+  if (size == 0) return start;
+  char* end = buffer.get() + size + 64;
+  ASAN_UNPOISON_MEMORY_REGION(start, static_cast<size_t>(end - start));
+  std::memset(start, 0xff, static_cast<size_t>(bytes));
+  ASAN_POISON_MEMORY_REGION(start + bytes, static_cast<size_t>(end - start - bytes));
+#endif
+  return start;
 }
 
 double estimate(const Problem& p) {
@@ -213,8 +228,9 @@ void attend(const Problem& call) {
 void dropout_keep(bool* keep, int64_t B, int64_t H, int64_t first, int64_t rows, int64_t S, float dropout,
                   const DropoutSeed& seed) {
   const uint32_t threshold = dropout_threshold(dropout);
+  const int64_t heads = seed.heads == 0 ? H : seed.heads;
   for (int64_t n = 0; n < B * H; ++n) {
-    const int64_t plane = seed.heads == 0 ? n : n / H * seed.heads + seed.head + n % H;
+    const int64_t plane = n / H * heads + seed.head + n % H;
     for (int64_t i = seed.query + first; i < seed.query + first + rows; ++i) {
       Philox words = {};
       for (int64_t j = 0; j < S; ++j) {

@@ -25,6 +25,10 @@ struct Floats {
   float* data;
 };
 
+// For the fuzzer: in the place of what the CPU says, and the least work that wakes threads.
+void prefetch_into_l2(bool is);
+void run_parallel_from(double nanoseconds);
+
 // A rough estimate, in nanoseconds on one thread, of a call with the bounds low and high alone.
 double estimate(const Problem& p);
 

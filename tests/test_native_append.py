@@ -226,6 +226,11 @@ REFUSED: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
         {"key_data": lambda x: SHARED[: x.numel()].view_as(x), "value_data": lambda x: SHARED[: x.numel()].view_as(x)},
         "value_data and key_data share memory",
     ),
+    "one byte in common": (
+        {"key_data": lambda x: SHARED[: x.numel()].view_as(x),
+         "value_data": lambda x: SHARED[ROWS * K * PLACES * D - 1 :][: x.numel()].view_as(x)},
+        "value_data and key_data share memory",
+    ),
     "itself": (
         {"value": lambda x: SHARED[: 4 * x.numel()].view(torch.float32).view_as(x),
          "key_data": lambda x: SHARED[: x.numel()].view_as(x)}, "key_data and value share memory",

@@ -224,10 +224,10 @@ def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
     n = Sizes(1, 2, 2, 4099, 19, 13, 11)
     q, *packed = make_qkv(*n, dtype=dtype)
 
-    def apart(x: Tensor) -> Tensor:
-        """Key after key at the distance of 101 heads, with NaN between them."""
-        room = torch.full((n.B, n.S, 101, x.shape[3]), torch.nan, dtype=dtype)
-        return room[:, :, 3 : 3 + n.K].copy_(x.transpose(1, 2)).transpose(1, 2)
+    def apart(x: Tensor, step: int = 1) -> Tensor:
+        """Key after key at the distance of 101 heads, with NaN between them, and `step` from column to column."""
+        room = torch.full((n.B, n.S, 101, step * x.shape[3]), torch.nan, dtype=dtype)
+        return room[:, :, 3 : 3 + n.K, ::step].copy_(x.transpose(1, 2)).transpose(1, 2)
 
     def call(mask: Mask | None, k: Tensor, v: Tensor) -> list[Tensor]:
         with instructions(backend):
@@ -242,6 +242,8 @@ def test_keys_that_lie_far_apart(backend: str, dtype: torch.dtype) -> None:
 
     with collected() as attempt:
         attempt("all", compare_bits, "all", None)
+        one, other = (attend(backend, q, *(apart(x, step) for x in packed)) for step in (1, 2))
+        attempt("every other column", assert_same_bits, one, other)
         packed[1][0, 0, 11, 2], packed[0][0, 1, 17, 3] = torch.nan, torch.inf
         attempt("bad keys", compare_bits, "bad keys", headwise.causal(offset=-4000))
 
@@ -272,7 +274,7 @@ def test_sets_that_differ_in_bfloat16_alone_are_the_same_code(dtype: torch.dtype
 
 # -- forks, in a process of their own ----------------------------------------------------------------------------------
 
-FORK = """
+FIRST = """
 import os, signal, sys, warnings
 warnings.simplefilter("ignore")
 import torch, headwise
@@ -282,6 +284,20 @@ sizes = [(2, 8, 2, 1, 4200, 64, 64), (2, 6, 2, 211, 307, 40, 24)]
 given = [make_qkv(*n) for n in sizes]
 call = lambda: [headwise.attention(*qkv, mask=headwise.causal(), backend="native") for qkv in given]
 bits = lambda outs: [x.numpy().tobytes() for x in outs]     # torch.equal, parallel, would hang in the child
+"""
+EARLY = """
+from headwise.ops.native.library import trouble
+assert trouble() is None                      # loads the library, and calls nothing of it
+torch.randn(1 << 20).exp()                    # starts torch's threads
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    call()
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+assert status == 0, f"a child of a parent that had not called ended with {status}"
+"""
+FORK = """
 wanted = bits(call())                         # in the parent, on its threads
 same = lambda ours: bits(ours) == wanted
 torch.randn(600, 600) @ torch.randn(600, 600)
@@ -322,13 +338,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("backend", BEST)
 def test_a_forked_child_does_not_hang(backend: str, tmp_path: Path) -> None:
-    """Nor a child's child, nor those of a pool: one parent has them all, one after the other."""
+    """Nor one whose parent has not called yet, a child's child, those of a pool: one parent has them all in turn."""
     # Errors go to a file: a child that hangs would hold a pipe open. Its session of its own lets all of it be killed.
     errors = tmp_path / "errors"
     with errors.open("w") as file:
-        parent = subprocess.Popen(
-            [sys.executable, "-c", FORK + CHILD + GRANDCHILD + POOL], stderr=file, start_new_session=True
-        )
+        script = FIRST + EARLY + FORK + CHILD + GRANDCHILD + POOL
+        parent = subprocess.Popen([sys.executable, "-c", script], stderr=file, start_new_session=True)
         try:
             code = parent.wait(timeout=120)
         finally:

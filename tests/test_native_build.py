@@ -197,7 +197,8 @@ def test_drawn_cases_under_sanitizers(tmp_path: Path) -> None:
     chosen = ";".join(draw.drawn([name for name in sets if name != "baseline"]))
     options = ("-DHEADWISE_SANITIZE=ON", "-DHEADWISE_SANITIZE_FLAGS=-O0 -g1", f"-DHEADWISE_SETS={chosen}")
     fuzzer = configure("sanitized", *options, f"-DHEADWISE_SANITIZERS={today}") / "headwise_fuzz"
-    for seed in draw.drawn(range(1, 25), "seeds", share=min(draw.SHARE, 3)):
+    # 27: all chunks of a head in one item, whose sums of keys end within a cache line.
+    for seed in [*draw.drawn(range(1, 25), "seeds", share=min(draw.SHARE, 3)), 27]:
         ok(fuzzer, "case", str(seed), UBSAN_OPTIONS="print_stacktrace=1")
 
 

@@ -226,10 +226,11 @@ FIRST = (*range(9), 31, 33, 63, 126, 127, 128, 129, 131)  # keys at which window
 def seeds(first: int) -> list[Tensor]:
     """A seed, and the same of calls that are parts of larger ones: heads of it, first head, query and key.
 
-    The greatest numbers that fit a word are crossed.
+    The greatest numbers that fit a word are crossed; 0 heads are the call's own number.
     """
     word = 1 << 32
     places = [[], [13, 5, 3, first], [13, word - 2, word - 2, 4 * word - 6 + first], [1 << 30, 1 << 40, 9, 2]]
+    places.append([0, 3, 1, first])
     return [torch.tensor([0x7766554433221100, *place]) for place in places]
 
 
@@ -302,6 +303,15 @@ def test_the_gradient_under_windows_that_begin_anywhere(backend: str, T: int, G:
                     # a constant: a dropped weight moves a gradient by a hundredth and more
                     attempt(f"{first}, seed {number}, {what}", torch.testing.assert_close, x.double(), y,
                             rtol=1e-5, atol=2e-5)  # fmt: skip
+
+
+@needs_native
+def test_heads_that_cannot_be_counted_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"more elements than 2\*\*63"):
+        torch.ops.headwise.dropout_keep(torch.tensor([1, 1 << 40, 0, 0, 0]), 0.5, 1 << 23, 1, 0, 1, 1)
+    q, k, v = (x.expand(1 << 23, 1, 1, 1) for x in make_qkv(1, 1, 1, 1, 1, 1, 1))
+    with pytest.raises(RuntimeError, match=r"more elements than 2\*\*63"):
+        attend_full("native-baseline", q, k, v, -FAR, FAR, 0.5, torch.tensor([1, 1 << 40, 0, 0, 0]))
 
 
 @natives

@@ -70,6 +70,29 @@ def test_relative_biases_over_several_chunks(backend: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
+@native
+def test_the_gradient_of_relative_biases_of_each_batch_row_and_head(backend: str) -> None:
+    """Of the operator, which takes both: that of the same bias as a tensor, along its diagonals."""
+    B, H, T, S, far = 2, 4, 37, 70, 1 << 40
+    q, k, v = make_qkv(B, H, 2, T, S, 16, 16)
+    relative_BHL = torch.randn(B, H, T + S - 1, requires_grad=True)
+    diagonal = T - 1 + torch.arange(S) - torch.arange(T)[:, None]
+    grad_out = torch.linspace(-1, 1, B * H * T * 16).view(B, H, T, 16)
+
+    def gradient(dense: list[Tensor] | None, biases: list[Tensor] | None) -> Tensor:
+        rules = (0.3, 0.0, None, -far, far, None, None, dense, None, None, biases, 0.0, None)
+        with instructions(backend):
+            out, _, ends = torch.ops.headwise.attend_kept(q, k, v, *rules)
+            *_, grad = torch.ops.headwise.attend_backward(grad_out, None, out, ends, True, q, k, v, *rules)
+        result: Tensor = grad
+        return result
+
+    as_tensor = relative_BHL[..., diagonal]
+    (expected,) = torch.autograd.grad(as_tensor, relative_BHL, gradient([as_tensor.detach()], None))
+    ours = gradient(None, [relative_BHL.detach()])
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)  # sums of up to 37 numbers in another order
+
+
 @best
 def test_the_operator_refuses_maps_that_do_not_fit(backend: str) -> None:
     q, k, v = make_qkv(1, 2, 2, 70, 130, 8, 8)

@@ -241,3 +241,19 @@ def test_these_tests_can_fail() -> None:
         wrong = answer_of(right.qkv, mask=headwise.window(41, 5))
         with pytest.raises(AssertionError):
             check("reference", replace(right, options=wrong.options))
+
+
+@natives
+def test_parts_of_the_keys_of_which_few_are_reached(backend: str) -> None:
+    """Few rows cut the keys into parts of 1,024, of which those that no row reaches are left out."""
+    with collected() as attempt:
+        for T in (3, 12):
+            for what, mask, S in (
+                ("the first keys alone, none of the window", headwise.window(40, first=1100), 3000),
+                ("one key of the last row", headwise.causal(), 1025),
+                ("one key of the first row", headwise.window(40), 1023 + 39 + T),
+            ):
+                q, k, v = make_qkv(1, 2, 1, T, S, 16, 16)
+                ours, theirs = (attend(name, q, k, v, mask=mask) for name in (backend, "reference"))
+                # a constant: one key of 1,025 moves a result by a thousandth
+                attempt(f"{what}, T = {T}", torch.testing.assert_close, ours, theirs, rtol=0, atol=1e-5)

@@ -254,6 +254,19 @@ def test_a_slot_that_is_none(slots: list[int]) -> None:
     refused("attend_statistics", calls()["attend_statistics"] | {"slots": torch.tensor(slots)})
 
 
+def test_numbers_of_statistics_and_slopes_that_may_not_be() -> None:
+    statistics, full = calls()["attend_statistics"], calls()["attend_full"]
+    with collected() as attempt:
+        for changes in ({"bins": S + 1}, {"bins": -1}, {"query_bins": 0}, {"query_bins": T + 1}, {"sums": -1}):
+            attempt(changes, refused, "attend_statistics", statistics | changes)
+        slots = statistics["slots"]
+        apart = torch.zeros(len(slots), 2, dtype=torch.int64)[:, 0].copy_(slots)
+        attempt("slots apart", refused, "attend_statistics", statistics | {"slots": apart})
+        for offset in (-FAR - 1, FAR + 1):
+            alibi = [torch.rand(H), torch.tensor([offset])]
+            attempt(offset, refused, "attend_full", full | {"alibi": alibi})
+
+
 def test_a_width_no_scratch_has_room_for() -> None:
     """Tensors of stride 0 may be as wide as they like; what is kept for each column may not."""
     wide, one, far = (1 << 20) + 1, torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)

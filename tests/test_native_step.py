@@ -186,9 +186,33 @@ def test_numbers_that_may_not_be() -> None:
         for table in (paged["table"] + 1, paged["table"] - 1, paged["table"] + (1 << 62), paged["table"][:, :1]):
             attempt(table.tolist(), refused_untouched, paged | {"table": table})
         attempt("place", refused_untouched, paged | {"places": [0, 0, 256]})
+        same = torch.tensor([[4, 2], [0, 2], [1, 3]])
+        attempt("one place of two rows", refused_untouched, paged | {"table": same, "places": [130, 130, 0]})
+    step(paged | {"table": same, "places": [130, 129, 0]})  # a page that both read
     step(arguments | none | {"turned": -7, "first": huge})  # not read where nothing turns
     step(arguments | {"places": [5], "bounds": None})
     step(arguments | {"value": None, "values": None, "value_dim": D - 1})
+
+
+def refused_for(why: str, arguments: dict[str, Any]) -> None:
+    try:
+        step(arguments)
+    except RuntimeError as error:
+        assert why in str(error)
+    else:
+        raise AssertionError("taken")
+
+
+def test_a_cache_whose_elements_overlap_is_not_written_to() -> None:
+    """Two threads would write to one place."""
+    with collected() as attempt:
+        for small in (False, True):
+            arguments = call(small=small)
+            for name in WRITTEN if small else WRITTEN[:2]:
+                x = arguments[name]
+                for how, axis in (("rows", 0), ("heads", 1), ("places", 2)):
+                    spoilt = arguments | {name: x.narrow(axis, 0, 1).expand_as(x)}
+                    attempt((name, how, small), refused_for, f"headwise: {name}: elements overlap", spoilt)
 
 
 def test_any_layout_is_read() -> None:

@@ -33,8 +33,9 @@ struct Drawn {
 
   explicit Drawn(uint64_t seed) {
     Draw draw(seed * 2 + 1);
-    const int64_t B = draw.between(1, 3), K = draw.between(1, 3), T = draw.between(1, 70);
-    const int64_t rows = draw.between(1, 4), places = draw.between(1, 150);
+    const int64_t B = draw.between(1, 3), K = draw.between(1, 3);
+    const int64_t T = draw.once_in(3) ? draw.between(65, 140) : draw.between(1, 70);  // an item has 64
+    const int64_t rows = draw.between(1, 4), places = draw.once_in(3) ? draw.between(130, 300) : draw.between(1, 150);
     const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf, kDouble});
     const int sides = draw.once_in(4) ? 1 : 2;
     for (int side = 0; side < sides; ++side) {

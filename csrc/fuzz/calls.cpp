@@ -53,8 +53,10 @@ Tensors::Tensors(const Case& k, bool dirty) {
     }
   };
   negate(segments), negate(dense), negate(alibi), negate(maps), negate(relative);
-  seed = fake::make(kLong, {1}, {1}, 0, 0);
+  seed = fake::make(kLong, {static_cast<int64_t>(k.places.size()) + 1}, {1}, 0, 0);
   write(*seed, 0, static_cast<double>(k.seed));
+  for (size_t n = 0; n < k.places.size(); ++n)
+    write(*seed, static_cast<int64_t>(n) + 1, static_cast<double>(k.places[n]));
   if (dirty) poison(k);
 }
 
@@ -207,7 +209,7 @@ naive::Rounding rounding(int32_t dtype) {
   return {0x1p-24, 0, 0x1p-21, 0x1p-126};
 }
 
-Back run_backward(const Case& k, const Tensors& t, bool corrupt) {
+Back run_backward(const Case& k, const Tensors& t, bool corrupt, bool part) {
   using namespace fake;
   const naive::Call& c = k.call;
   const auto low = static_cast<StableIValue>(c.low), high = static_cast<StableIValue>(c.high);
@@ -235,7 +237,7 @@ Back run_backward(const Case& k, const Tensors& t, bool corrupt) {
   stack = {give(t.grad_out), give_optional(t.grad_lse), give(out), give(ends), static_cast<StableIValue>(k.biases)};
   rules(stack);
   stack.insert(stack.end(), {give_number(c.dropout), give_optional(t.seed)});
-  result.error = call("attend_backward", stack, 1);
+  result.error = call(part ? "attend_part_backward" : "attend_backward", stack, 1);
   if (!result.error.empty()) return result;
   for (const fake::Tensor& grad : take_list(stack[0])) result.grads.push_back(numbers(grad));
   return result;

@@ -51,7 +51,8 @@ struct Back {
   std::vector<std::vector<double>> grads;
 };
 
-Back run_backward(const Case& k, const Tensors& t, bool corrupt);
+// With `part` by `attend_part_backward`, here of all keys.
+Back run_backward(const Case& k, const Tensors& t, bool corrupt, bool part = false);
 // As `check` in fuzz.cpp for the forward, on the instruction set in use.
 std::string check_backward(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa);
 std::string check_statistics(const Case& k, const Tensors& dirty, const Tensors& clean, const std::string& isa);

@@ -48,6 +48,15 @@ int64_t draw_length(Draw& draw, int64_t most) {
   return std::clamp<int64_t>(n, 1, most);
 }
 
+// Many rows that read few keys.
+void draw_many_rows(Draw& draw, naive::Call& c) {
+  const int64_t G = draw.one_of<int64_t>({8, 16});
+  c.B = draw.between(1, 2), c.K = draw.between(1, 2), c.H = c.K * G;
+  c.T = 4096 / G + draw.between(0, 40), c.S = draw.between(1, 12);
+  c.D = draw.between(1, 20), c.V = draw.once_in(2) ? c.D : draw.between(1, 20);
+  if (draw.once_in(4)) c.B = c.K = 1, c.H = G, c.S = 1, c.D = draw.one_of<int64_t>({256, 512});
+}
+
 void draw_sizes(Draw& draw, naive::Call& c, double most) {
   const int64_t width = draw.one_of<int64_t>({1, 7, 8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 192, 320});
   c.B = draw.between(1, 3), c.K = draw.between(1, 3);
@@ -123,6 +132,15 @@ void draw_segments(Draw& draw, Case& k) {
   }
 }
 
+// A bias that is NaN, Inf or very large must reach the rows that may attend its key, and no other ones.
+void draw_special(Draw& draw, Case& k, DrawnTensor& bias) {
+  if (!draw.once_in(8) || bias.aliased()) return;
+  k.special = true;
+  const double large = bias.dtype == kHalf ? 0x1p15 : 0x1p99;
+  bias.x[static_cast<size_t>(draw.below(static_cast<int64_t>(bias.x.size())))] =
+      draw.one_of<double>({kInf, large, -large});
+}
+
 void draw_dense(Draw& draw, Case& k) {
   naive::Call& c = k.call;
   const int masks = draw.once_in(3) ? static_cast<int>(draw.between(1, 3)) : draw.once_in(30) ? 8 : 0;
@@ -140,6 +158,7 @@ void draw_dense(Draw& draw, Case& k) {
       const bool on = draw.unit() < density;
       return boolean ? (on ? 1.0 : 0.0) : on || density < 0.5 ? draw.normal() * size : -kInf;
     }));
+    if (!boolean) draw_special(draw, k, k.dense.back());
     c.dense.push_back({boolean, spread(k.dense.back(), full)});
   }
 }
@@ -183,6 +202,7 @@ void draw_relative(Draw& draw, Case& k) {
     const int64_t width = c.T + c.S - 1;
     k.relative.push_back(draw_tensor(draw, kFloat, {draw.once_in(2) ? 1 : c.B, draw.once_in(2) ? 1 : c.H, width}, true,
                                      [&] { return draw.unit() < forbidden ? -kInf : draw.normal(); }));
+    draw_special(draw, k, k.relative.back());
     const std::vector<double> all = spread(k.relative.back(), {c.B, c.H, width});
     naive::Dense rule = {false, std::vector<double>(static_cast<size_t>(c.B * c.H * c.T * c.S))};
     for (size_t at = 0; at < rule.x.size(); ++at) {
@@ -225,13 +245,19 @@ void draw_extras(Draw& draw, Case& k) {
     c.gate = k.gate.x;
   }
   if (draw.once_in(6)) c.dropout = static_cast<float>(draw.one_of<double>({0.1, 0.5, 0.9, 1.0}));
+  if (c.dropout > 0 && draw.once_in(2)) {
+    const int64_t heads = draw.once_in(3) ? 0 : c.H + draw.below(4);
+    k.places = {heads, heads == 0 ? draw.below(3) : draw.below(heads - c.H + 1), draw.below(500), draw.below(500)};
+    if (draw.once_in(4)) k.places[3] += int64_t{1} << draw.one_of<int64_t>({31, 34, 39});
+  }
 }
 
 // The upstream gradient; for some rows 0, NaN or Inf.
 void draw_upstream(Draw& draw, Case& k, int32_t dtype) {
   const naive::Call& c = k.call;
   const double size = draw.one_of<double>({1, 1, 0.01, 8});
-  const int64_t quiet = draw.one_of<int64_t>({5, 1000000}), width = c.V;
+  // A score that a bias makes Inf has a weight of NaN even where nothing depends on the row.
+  const int64_t quiet = k.special ? int64_t{1} << 40 : draw.one_of<int64_t>({5, 1000000}), width = c.V;
   int64_t at = 0;
   bool silent = false;
   k.grad_out = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.V}, true, [&] {
@@ -282,13 +308,22 @@ void draw_overflow(Draw& draw, Case& k) {
   }
 }
 
+// In memory of the order (B, S, K, width), 2 KiB or more from key to key; sometimes its rows are not contiguous.
+void lay_far_apart(Draw& draw, DrawnTensor& t) {
+  const int64_t width = t.sizes[3], step = t.sizes[1] * width + 2048 / code_size(t.dtype) + draw.below(9);
+  const int64_t column = draw.once_in(5) ? 2 : 1;
+  t.strides = {column * t.sizes[2] * step, column * width, column * step, column};
+}
+
 Case draw_case(uint64_t seed, double most) {
   Draw draw(seed * 0x2545f4914f6cdd1du + 1);
   Case k;
   k.seed = seed, k.plain = draw.once_in(3);
   naive::Call& c = k.call;
-  draw_sizes(draw, c, most);
+  k.far_apart = draw.once_in(40);
+  k.far_apart ? draw_many_rows(draw, c) : draw_sizes(draw, c, most);
   draw_band(draw, k);
+  if (k.far_apart) c.low = -(int64_t{1} << 40), c.high = draw.once_in(2) ? c.S : draw.between(1 - c.T, c.S);
   const int32_t dtype = draw.one_of<int32_t>({kFloat, kBfloat, kHalf});
   const double size = draw.one_of<double>({1, 1, 1, 0.01, 8});
   // Queries and keys far from 1 whose products are not; values far from 1.
@@ -297,7 +332,7 @@ Case draw_case(uint64_t seed, double most) {
                high = draw.one_of<double>({1, 1, 1, power, 1 / power});
   const auto number = [&] { return draw.once_in(50) ? 0.0 : draw.normal() * size; };
   k.query = draw_tensor(draw, dtype, {c.B, c.H, c.T, c.D}, true, [&] { return number() * far; });
-  k.bytes = !k.plain && draw.once_in(4);
+  k.bytes = !k.plain && !k.far_apart && draw.once_in(4);
   k.paged = !k.plain && draw.once_in(3);
   if (k.bytes) {
     const auto byte = [&] { return static_cast<double>(draw.between(-128, 127)); };
@@ -311,6 +346,7 @@ Case draw_case(uint64_t seed, double most) {
     k.key = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.D}, true, [&] { return number() / far; });
     k.value = draw_tensor(draw, dtype, {c.B, c.K, c.S, c.V}, true, [&] { return number() * high; });
   }
+  if (k.far_apart) lay_far_apart(draw, k.key), lay_far_apart(draw, k.value);
   DrawnTensor* const odd[] = {&k.query, k.bytes ? &k.key_scale : &k.key, k.bytes ? &k.value_scale : &k.value};
   for (DrawnTensor* t : odd) {  // a NaN or Inf that is attended must reach the result
     if (!draw.once_in(25) || t->aliased()) continue;
@@ -339,12 +375,12 @@ std::string Case::describe() const {
       text, sizeof text,
       "case %llu: dtype %d B=%lld H=%lld K=%lld T=%lld S=%lld D=%lld V=%lld scale=%g softcap=%g low=%lld high=%lld "
       "bounds=%d segments=%zu dense=%zu maps=%zu relative=%zu alibi=%zu sinks=%d gate=%d dropout=%g plain=%d bytes=%d "
-      "paged=%d lost=%d",
+      "paged=%d lost=%d far=%d",
       static_cast<unsigned long long>(seed), query.dtype, static_cast<long long>(c.B), static_cast<long long>(c.H),
       static_cast<long long>(c.K), static_cast<long long>(c.T), static_cast<long long>(c.S),
       static_cast<long long>(c.D), static_cast<long long>(c.V), c.scale, c.softcap, static_cast<long long>(c.low),
       static_cast<long long>(c.high), bounds.present, c.segments.size(), dense.size(), maps.size(), relative.size(),
-      c.alibi.size(), sinks.present, gate.present, c.dropout, plain, bytes, paged, overflows);
+      c.alibi.size(), sinks.present, gate.present, c.dropout, plain, bytes, paged, overflows, far_apart);
   return text;
 }
 

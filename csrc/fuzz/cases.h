@@ -69,8 +69,12 @@ struct Case {
   bool bytes = false;      // int8 keys and values with their scales: `attend_held`
   bool paged = false;      // run again with keys and values in pages, for the same bits
   bool overflows = false;  // some scores are -inf in float32
+  bool special = false;    // a bias has an element that is Inf or very large
   bool biases = false;     // with gradients of biases and slopes
   bool unchecked = false;  // outside the range of the definition: it must not crash
+  bool far_apart = false;  // keys and values that many rows read lie so far apart that the kernel copies them
+  // Where dropout draws in a larger call: its number of heads, or 0; this call's first head, query and key. Or empty.
+  std::vector<int64_t> places;
   uint64_t seed = 0;
   std::string describe() const;
 };

@@ -2,12 +2,27 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <exception>
 #include <map>
+#include <new>
 #include <thread>
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#endif
 
 namespace {
 
@@ -26,13 +41,55 @@ AtenTensorHandle new_handle(const AtenTensorOpaque& tensor) {
   return new AtenTensorOpaque(tensor);
 }
 
-struct Block {  // frees a storage when its last tensor goes
+std::atomic<uint64_t> storages{0};
+std::atomic<int64_t> allocations_left{-1};
+
+// A storage, freed when its last tensor goes: pages between two that may not be touched, flush with the one behind it
+// or with the one before it. AddressSanitizer sees the rest of the pages, too.
+class Block {
+ public:
   char* bytes;
-  explicit Block(int64_t size) : bytes(static_cast<char*>(malloc(static_cast<size_t>(size)))) {}
-  ~Block() { free(bytes); }
+
+  explicit Block(int64_t size) {
+    const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), used = static_cast<size_t>(size);
+    const size_t inner = (used + page - 1) / page * page;
+    length_ = inner + 2 * page;
+    void* all = mmap(nullptr, length_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED) abort();
+    pages_ = static_cast<char*>(all);
+    char* first = pages_ + page;
+    if (inner > 0 && mprotect(first, inner, PROT_READ | PROT_WRITE) != 0) abort();
+    const uint64_t number = storages++ * 0x9e3779b97f4a7c15u;
+    bytes = number >> 62 == 0 ? first : first + inner - used;  // behind is where most reads go too far
+    ASAN_POISON_MEMORY_REGION(first, static_cast<size_t>(bytes - first));
+    ASAN_POISON_MEMORY_REGION(bytes + used, inner - used - static_cast<size_t>(bytes - first));
+  }
+  ~Block() {
+    ASAN_UNPOISON_MEMORY_REGION(pages_, length_);
+    munmap(pages_, length_);
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+ private:
+  char* pages_;
+  size_t length_;
 };
 
 }  // namespace
+
+// Scratch and partial results are arrays of numbers, the only ones here.
+void* operator new[](size_t size) {
+  void* memory = allocations_left >= 0 && allocations_left-- == 0 ? nullptr : malloc(size > 0 ? size : 1);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void* operator new[](size_t size, const std::nothrow_t&) noexcept {
+  return allocations_left >= 0 && allocations_left-- == 0 ? nullptr : malloc(size > 0 ? size : 1);
+}
+void operator delete[](void* memory) noexcept { free(memory); }
+void operator delete[](void* memory, size_t) noexcept { free(memory); }
+void operator delete[](void* memory, const std::nothrow_t&) noexcept { free(memory); }
 
 struct StableListOpaque {
   std::vector<StableIValue> items;
@@ -148,6 +205,10 @@ std::vector<Tensor> take_list(StableIValue value) {
 int64_t live() { return live_handles; }
 
 void set_threads(int count) { threads = static_cast<uint32_t>(count); }
+
+void place_storages(uint64_t seed) { storages = seed; }
+
+void fail_allocation(int64_t n) { allocations_left = n; }
 
 }  // namespace fake
 

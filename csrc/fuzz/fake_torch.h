@@ -1,5 +1,5 @@
-// torch's side of the stable ABI for the fuzzer: tensors that are exact heap blocks, so that AddressSanitizer sees one
-// byte too far, a pool of real threads, and the boxed operators by name.
+// torch's side of the stable ABI for the fuzzer: tensors flush with memory that may not be touched, so that every build
+// sees one byte too far, a pool of real threads, and the boxed operators by name.
 #pragma once
 
 #include <stdint.h>
@@ -54,5 +54,9 @@ std::vector<Tensor> take_list(StableIValue value);
 
 int64_t live();  // handles not yet deleted
 void set_threads(int count);
+// Which storages have the forbidden memory before them, and which behind, is drawn from here on; as is their alignment.
+void place_storages(uint64_t seed);
+// The n-th `new[]` from now on fails, for scratch and partial results; none where n < 0.
+void fail_allocation(int64_t n);
 
 }  // namespace fake

@@ -9,14 +9,16 @@
 // Each case is compared with the definition in double, within an error bound from its own numbers (naive.cpp,
 // naive_backward.cpp). Its bits must not depend on the number of threads, nor on the contents of gaps, of memory behind
 // a tensor's end, and of keys that may not be attended. Then its arguments are corrupted: no call may crash, and no
-// handle may leak. Buffers have no spare bytes, so that AddressSanitizer finds a read of one byte too many.
+// handle may leak. Storages have no spare bytes, and memory that may not be touched on one side or the other.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include <chrono>
+#include <thread>
 
+#include "driver.h"
 #include "fuzz/calls.h"
 #include "fuzz/shares.h"
 
@@ -59,6 +61,25 @@ std::vector<char> keep_of(const Case& k, const Tensors& t) {
   return {x.begin(), x.end()};
 }
 
+// Two threads call at once; then a call has no memory for its scratch or its partial results: it must say so.
+std::string check_together(const Case& k, const Tensors& t, const Output& one) {
+  const auto other = [&](const Output& x) { return !same_bits(one.out, x.out) || !same_bits(one.lse, x.lse); };
+  if (k.seed % 4 == 0) {
+    Output outs[2];
+    std::thread beside([&] { outs[0] = run(k, t); });
+    outs[1] = run(k, t);
+    beside.join();
+    if (other(outs[0]) || other(outs[1])) return ": other bits beside another call";
+  }
+  for (int64_t n = 0; n < 3 && k.seed % 4 == 1; ++n) {
+    fake::fail_allocation(n);
+    const Output without = run(k, t);
+    fake::fail_allocation(-1);
+    if (without.error.empty() && other(without)) return ": other bits where an allocation failed";
+  }
+  return k.seed % 4 == 1 && other(run(k, t)) ? ": other bits after an allocation had failed" : "";
+}
+
 std::string check(Case& k) {
   const Tensors dirty(k, true), clean(k, false);
   Tensors paged(k, true);
@@ -70,7 +91,9 @@ std::string check(Case& k) {
     fake::set_threads(1);
     const Output one = run(k, dirty), other = run(k, clean);
     fake::set_threads(threads_of(k));
+    headwise::prefetch_into_l2(true);
     const Output many = run(k, dirty);
+    headwise::prefetch_into_l2(false);
     if (!one.error.empty()) return isa + " refuses: " + one.error;
     if (!same_bits(one.out, many.out) || !same_bits(one.lse, many.lse)) return isa + ": other bits on more threads";
     if (!same_bits(one.out, other.out) || !same_bits(one.lse, other.lse))
@@ -80,6 +103,7 @@ std::string check(Case& k) {
       if (!pages.error.empty()) return isa + " refuses pages: " + pages.error;
       if (!same_bits(one.out, pages.out) || !same_bits(one.lse, pages.lse)) return isa + ": other bits from pages";
     }
+    if (const std::string wrong = check_together(k, dirty, one); !wrong.empty()) return isa + wrong;
     if (k.unchecked) continue;
     std::string wrong = compare("out", one.out, expected.out, expected.out_error, k, isa);
     if (wrong.empty() && !k.plain) wrong = compare("lse", one.lse, expected.lse, expected.lse_error, k, isa);
@@ -156,6 +180,7 @@ std::string check_corrupt(Case& k) {
 
 bool one_case(uint64_t seed) {
   constexpr double kLarge = 2.5e6;  // multiply-adds: threads are woken from 1.5e6 on
+  fake::place_storages(seed);
   Case k = draw_case(seed, team > 0 ? kLarge : 0);
   k.unchecked |= team > 0;
   std::string wrong = check(k);
@@ -194,6 +219,7 @@ int many(double seconds, uint64_t first) {
 int main(int argc, char** argv) {
   if (argc == 2 && strcmp(argv[1], "shares") == 0) return fuzz::check_shares();
   if (argc > 2 && strcmp(argv[1], "threads") == 0) fuzz::team = 64, --argc, ++argv;
+  headwise::run_parallel_from(0.0);  // small cases, too
   if (argc == 3 && strcmp(argv[1], "case") == 0) return fuzz::one_case(strtoull(argv[2], nullptr, 10)) ? 0 : 1;
   const double seconds = argc > 1 ? atof(argv[1]) : 600;
   return fuzz::many(seconds, argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);

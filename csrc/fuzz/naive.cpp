@@ -64,7 +64,7 @@ Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   return s;
 }
 
-double error_of_weight(double error) { return std::min(expm1(error), 0x1p1000); }
+double error_of_weight(double error) { return std::min(expm1(error), 0x1p400); }
 
 bool may_attend(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   int64_t low = c.low, high = c.high;

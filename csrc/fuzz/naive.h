@@ -46,7 +46,7 @@ struct Score {
 
 Score score_of(const Call& c, int64_t b, int64_t h, int64_t i, int64_t j);
 
-// The relative error of a weight whose score has this error. Never infinite: a weight of 0 has none.
+// The relative error of a weight whose score has this error. Products of two such are finite: a weight of 0 has none.
 double error_of_weight(double error);
 
 // Unit roundoffs of a kernel: of the output, of the weights before they are multiplied by values, of the exponential.

@@ -304,6 +304,7 @@ void take_dropout(Problem& p, float dropout, const Handle& seed) {
   if (dropout <= 0.0f) return;
   if (!seed) fail("dropout needs a seed");
   p.seed = read_seed(seed);
+  multiply(p.B, p.seed.heads);
 }
 
 float read_dropout(StableIValue value) {

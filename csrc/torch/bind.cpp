@@ -62,8 +62,10 @@ void dropout_keep_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t strides[4] = {multiply(n[1], plane), plane, n[4], 1};
   void* data = nullptr;
   Handle keep = empty(4, sizes, strides, aoti_torch_dtype_bool(), &data);
+  const DropoutSeed places = read_seed(seed);
+  multiply(n[0], places.heads);
   if (multiply(n[0], strides[0]) > 0) {
-    dropout_keep(static_cast<bool*>(data), n[0], n[1], n[2], n[3], n[4], dropout, read_seed(seed));
+    dropout_keep(static_cast<bool*>(data), n[0], n[1], n[2], n[3], n[4], dropout, places);
   }
   stack[0] = keep.release();
 }

@@ -36,8 +36,6 @@ struct Range {
   const char* name = "";
 };
 
-bool is_empty(const View& view) { return *std::min_element(view.sizes, view.sizes + view.axes) < 1; }
-
 Range range_of(const Tensor4& x, const View& view, const char* name) {
   const int64_t size = x.dtype == Dtype::f32 ? 4 : x.dtype == Dtype::f64 ? 8 : x.dtype == Dtype::i8 ? 1 : 2;
   if (is_empty(view)) return {};  // nothing is known of its strides
@@ -45,20 +43,6 @@ Range range_of(const Tensor4& x, const View& view, const char* name) {
   for (int axis = 0; axis < view.axes; ++axis) last += (view.sizes[axis] - 1) * view.strides[axis];
   const auto first = reinterpret_cast<uintptr_t>(x.data);
   return {first, first + static_cast<uintptr_t>((last + 1) * size), name};
-}
-
-// Refuses two elements at one address. An axis may interleave with another one: that is refused too.
-void require_own_places(const View& view, const char* name) {
-  std::vector<int> axes;
-  for (int axis = 0; axis < view.axes && !is_empty(view); ++axis) {
-    if (view.sizes[axis] > 1) axes.push_back(axis);
-  }
-  std::sort(axes.begin(), axes.end(), [&](int a, int b) { return view.strides[a] < view.strides[b]; });
-  int64_t reach = 0;  // of the axes so far
-  for (const int axis : axes) {
-    if (view.strides[axis] <= reach) fail(std::string(name) + ": elements overlap, and cannot be written");
-    reach += (view.sizes[axis] - 1) * view.strides[axis];
-  }
 }
 
 // Reads one of keys and values: `from` (B, K, T, width), and where it goes.

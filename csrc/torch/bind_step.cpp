@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "problem.h"
@@ -119,6 +120,25 @@ void require_rows(const Tensor4& x, int64_t width, const char* name) {
   if (x.stride[3] != 1 && width > 1) fail(std::string(name) + ": its rows must be contiguous");
 }
 
+// Threads write to the cache: no two of its elements may lie at one address, nor two new keys in one place of a page.
+void require_own_cache(const Problem& p, const Arguments& call, const std::vector<int64_t>& places) {
+  const auto require = [](const Handle& tensor, const char* name) {
+    if (tensor) require_own_places(read_view(tensor, name, true), name);
+  };
+  require(call.keys, "keys"), require(call.key_scale, "key_scale");
+  require(call.values, "values"), require(call.value_scale, "value_scale");
+  if (p.table == nullptr || p.B == 1) return;
+  std::vector<std::pair<int64_t, int64_t>> own;
+  for (int64_t b = 0; b < p.B; ++b) {
+    const int64_t place = places[static_cast<size_t>(b)];
+    own.emplace_back(p.table[b * p.table_stride + place / p.page], place % p.page);
+  }
+  std::sort(own.begin(), own.end());
+  const auto twice = std::adjacent_find(own.begin(), own.end());
+  if (twice == own.end()) return;
+  fail("two rows write place " + std::to_string(twice->second) + " of page " + std::to_string(twice->first));
+}
+
 void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Arguments call(stack);
   const View query = read_view(call.query, "query");
@@ -147,6 +167,7 @@ void decode_step_boxed(StableIValue* stack, uint64_t, uint64_t) {
   }
   take_turn(step.turn, call, B, p.D, query.torch_dtype);
   require_rows(p.key, p.D, "keys"), require_rows(p.value, p.V, "values");
+  require_own_cache(p, call, places);
   p.key.data = written(call.keys), p.value.data = call.values ? written(call.values) : p.key.data;
   if (p.bytes()) {
     p.key_scale.data = written(call.key_scale);

@@ -201,6 +201,21 @@ void require_int64(const View& view, const char* name) {
   if (!view.int64) fail(std::string(name) + " must be int64");
 }
 
+bool is_empty(const View& view) { return view.axes > 0 && *std::min_element(view.sizes, view.sizes + view.axes) < 1; }
+
+void require_own_places(const View& view, const char* name) {
+  std::vector<int> axes;
+  for (int axis = 0; axis < view.axes && !is_empty(view); ++axis) {
+    if (view.sizes[axis] > 1) axes.push_back(axis);
+  }
+  std::sort(axes.begin(), axes.end(), [&](int a, int b) { return view.strides[a] < view.strides[b]; });
+  int64_t reach = 0;  // of the axes so far
+  for (const int axis : axes) {
+    if (view.strides[axis] <= reach) fail(std::string(name) + ": elements overlap, and cannot be written");
+    reach += (view.sizes[axis] - 1) * view.strides[axis];
+  }
+}
+
 Tensor4 tensor4(const View& view) {
   Tensor4 result;
   result.data = const_cast<void*>(view.data);

@@ -77,6 +77,9 @@ std::string shape(const View& view);
 void require_axes(const View& view, const char* name, int axes);
 void require_dtype(const View& view, const char* name, Dtype dtype);
 void require_int64(const View& view, const char* name);
+bool is_empty(const View& view);  // it has no element
+// Refuses two elements at one address. An axis may interleave with another one: that is refused too.
+void require_own_places(const View& view, const char* name);
 Tensor4 tensor4(const View& view);
 Tensor4 broadcast4(const View& view, const char* name, int64_t a, int64_t b, int64_t c, int64_t d);
 View rows(View view, const char* name, int64_t batch, int64_t size);  // (size), (1, size) or (batch, size), as two axes
