@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,28 @@ def tied(cases: list[tuple[str, int]]) -> dict[str, Any]:
         if max(far.values()) > 1e-4 or numbers[0] != numbers[1]:
             wrong[f"{tie} {K}"] = far, numbers
     return wrong
+
+
+def split_uses() -> dict[str, Any]:
+    """Of a split module: a gradient of its gradient, its copies after a call, and dtypes under autocast."""
+    one = build()
+    split: Any = tensor_parallel(build(), mesh())
+    x = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def twice() -> None:
+        (grad,) = torch.autograd.grad(split(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+
+    here = split(x)
+    copied = copy.deepcopy(split)
+    averaged = torch.optim.swa_utils.AveragedModel(split)
+    with torch.autocast("cpu", torch.bfloat16):
+        dtypes = one(x).dtype, split(x).dtype
+    return {
+        "twice": words(twice),
+        "copies": [off(again(x), here) for again in (copied, averaged)],
+        "dtypes": dtypes,
+    }
 
 
 class Scaled(nn.Linear):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import context_training
 import pytest
 import ranks
+import torch
 
 pytestmark = pytest.mark.unchecked
 
@@ -41,6 +42,13 @@ def test_parameters_that_parts_of_a_split_module_share_stay_shared(world: int) -
     """Heads on one process each, and on several: whole key projections."""
     cases = [("key is value", 6), ("key is value", 1), ("query is key", 6), ("norms", 2), ("", 2)]
     assert ranks.pool(world).run(context_training.tied, cases) == [{}] * world
+
+
+def test_split_modules_are_copied_keep_the_dtype_and_refuse_a_gradient_of_a_gradient() -> None:
+    for said in ranks.pool(2).run(context_training.split_uses):
+        assert said["twice"].startswith("RuntimeError: trying to differentiate twice a function that was marked")
+        assert said["copies"] == [0.0, 0.0]
+        assert said["dtypes"] == (torch.bfloat16, torch.bfloat16)
 
 
 def test_what_is_frozen_stays_frozen() -> None:
