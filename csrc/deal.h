@@ -32,7 +32,8 @@ struct Deal {
   bool alike = true;           // no item costs more than twice the mean
 
   explicit Deal(const Plan& cut) : plan(cut) {}
-  // group * splits + split of the item that is dealt as number i, of so many.
+  // The item that is dealt as number i, of so many: group * splits + split. Groups are counted from the last one, which
+  // has the most keys under a causal mask; the splits of a group keep their order.
   int64_t item(int64_t i, int64_t items) const {
     const int64_t place = order.empty() ? i : order[static_cast<size_t>(i)];
     return items - plan.splits - place / plan.splits * plan.splits + place % plan.splits;

@@ -184,6 +184,7 @@ double estimate(const Problem& p) {
   if (p.bounds == nullptr && p.high - p.low < keys) keys = p.high - p.low;
   const double pairs = static_cast<double>(p.B * p.H * p.T) * static_cast<double>(keys);
   const double read = static_cast<double>(p.B * p.K * keys) * static_cast<double>(p.D + p.V);
+  // A nanosecond is 100 multiply-adds, or 10 elements read.
   return pairs * static_cast<double>(p.D + p.V) / 100.0 + read / 10.0;
 }
 

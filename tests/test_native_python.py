@@ -343,7 +343,7 @@ def test_the_short_way_serves_what_the_kernel_can(dtype: torch.dtype) -> None:
             if arguments["dropout"]:  # needs a seed
                 continue
             calls += 1
-            if native.at_once(*make_qkv(*n, dtype=dtype), **arguments) is None:
+            if native.fast_path(*make_qkv(*n, dtype=dtype), **arguments) is None:
                 fallen.append((name, n, extra))
     assert not fallen and calls > len(cases)
 

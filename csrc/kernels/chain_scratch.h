@@ -17,8 +17,8 @@ constexpr int kChainTiles = 4;                 // of kTile keys, packed at a tim
 constexpr int64_t kChainWidth = 256;           // of a query and a value
 constexpr int kChainVisits = kChainBlocks * kChainTiles * (kTile / kChainKeys);
 
-// Whether prefill computes a call in this way: not where head dims do not fill tiles, or sums not the L1 cache, where
-// rows fill half a block, and with dropout.
+// Whether prefill computes a call in this way. Not where head dims do not fill tiles, where sums do not fit into the L1
+// cache, where the rows fill at most half a block, or with dropout.
 HW_INLINE bool by_chains(const Problem& p) {
   const bool fits = p.D % kTileStep == 0 && p.V % kTileStep == 0 && p.D + p.V <= kChainWidth;
   return kHasAmx && p.dtype() == Dtype::bf16 && fits && p.T * (p.H / p.K) > W && p.dropout == 0.0f;

@@ -61,7 +61,7 @@ struct Number {
 
 // Steps of the depth in a turn of a loop. Intel's CPUs do not foresee the end of so long a loop with 1; with the narrow
 // vectors of AVX2 more are slower.
-constexpr int kSteps = W >= 16 ? 8 : 1;
+constexpr int kDepthUnroll = W >= 16 ? 8 : 1;
 
 // acc[u][lane] = sum over d of lanes[d][lane] * k[u][d], for U rows k and NV vectors of lanes, `pitch` apart.
 template <class N, int NV, int U>
@@ -80,10 +80,10 @@ HW_INLINE void multiply(F acc[U][NV], const typename N::Query* HW_RESTRICT lanes
       for (int v = 0; v < NV; ++v) acc[u][v] = N::times(acc[u][v], lanes + d * pitch + v * W, b);
     }
   };
-  const int64_t whole = depth / kSteps * kSteps;
-  for (int64_t d = 0; d < whole; d += kSteps) {
+  const int64_t whole = depth / kDepthUnroll * kDepthUnroll;
+  for (int64_t d = 0; d < whole; d += kDepthUnroll) {
     HW_UNROLL
-    for (int i = 0; i < kSteps; ++i) step(d + i);
+    for (int i = 0; i < kDepthUnroll; ++i) step(d + i);
   }
   for (int64_t d = whole; d < depth; ++d) step(d);
 }

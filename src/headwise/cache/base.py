@@ -23,8 +23,8 @@ from .quantize import check_learns_nothing
 
 Side: TypeAlias = Literal["right", "left"]
 CacheT = TypeVar("CacheT", bound="KVCache")
-IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"
-SERVED = {torch.float32, torch.bfloat16, torch.float16}
+NO_GRADIENT_IN_INT8 = "decode within torch.no_grad(), append .detach(), or train with a cache of a float dtype"
+STEP_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 """What queries of a step may be."""
 Stored: TypeAlias = Tensor | Quantized | Paged
 """Keys or values (B, K, S, n) in the form that a cache stores them in."""
@@ -231,7 +231,7 @@ class KVCache(ABC):
         mask = EVERYTHING if mask is None else mask
         if not ((checked or self.takes_steps(mask)) and self._fits(query, key, value, scores.sinks)):
             return None
-        storage = self._held()
+        storage = self._reserve_step()
         out = decode_step(query, key, value, turn, storage, scores, self._in_sight(storage.places, mask))
         if out is not None:
             self.lengths = [n + 1 for n in self.lengths]
@@ -247,7 +247,7 @@ class KVCache(ABC):
         return (
             runs_plain()
             and self.causal
-            and "_held" in vars(type(self))
+            and "_reserve_step" in vars(type(self))
             and self.device.type == "cpu"
             and not (ragged and ((mask is not None and mask.parts) or self._sight()[1]))
             and self._has_room()
@@ -267,13 +267,13 @@ class KVCache(ABC):
             and H % K == 0
             and key.shape == (B, K, 1, self.head_dim)
             and (value is None or value.shape == (B, K, 1, self.value_dim))
-            and dtype in SERVED
+            and dtype in STEP_DTYPES
             and self.dtype in (dtype, torch.int8)
             and (sinks is None or (sinks.is_cpu and sinks.shape == (H,) and sinks.is_floating_point()))
         )
 
-    def _held(self) -> Held:
-        """Where one token more of each row goes, with its room made."""
+    def _reserve_step(self) -> Held:
+        """Makes room for one token more of each row, and tells where it goes."""
         raise NotImplementedError
 
     def _has_room(self) -> bool:
@@ -387,7 +387,7 @@ def _check_append(
                 f"this cache lies on {cache.device}; got a {name} {describe(x)}; move it with .to(cache.device)"
             )
         if cache.dtype == torch.int8:
-            check_learns_nothing(f"a {name}", x, IN_INT8)
+            check_learns_nothing(f"a {name}", x, NO_GRADIENT_IN_INT8)
     if not isinstance(side, str) or side not in ("right", "left"):
         raise ValueError(f'side is "right" or "left", where the padding lies; got {shown(side)}')
     if lengths is None:

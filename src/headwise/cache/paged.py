@@ -308,7 +308,7 @@ class PagedCache(KVCache):
         return sum(self._lacking(b, 1) for b in range(self.batch)) <= self.pool.free
 
     @override
-    def _held(self) -> Held:
+    def _reserve_step(self) -> Held:
         for b in range(self.batch):
             self._prepare(b, 1)
         columns = self.columns

@@ -126,7 +126,7 @@ class StaticCache(KVCache):
         return max(self.lengths) < self.capacity
 
     @override
-    def _held(self) -> Held:
+    def _reserve_step(self) -> Held:
         longest = max(self.lengths)
         self._widen(longest + 1)
         places = [longest] if min(self.lengths) == longest else self.lengths

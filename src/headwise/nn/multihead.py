@@ -22,9 +22,9 @@ from .checks import (
     check_width,
 )
 from .dealt import Dealt, dealt
+from .foreign_options import refuse_inputs, refuse_options
 from .heads import Head, check_heads, fill_heads, rows_of
 from .inner import as_inner
-from .others import refuse_inputs, refuse_options
 from .rotary import Positions
 from .sharded import check_splits, placed
 from .steps import multihead_step, projected

@@ -1,4 +1,4 @@
-"""Models at rest while they are read: dropout off, no gradients, and afterwards as they were."""
+"""Models in eval mode (no dropout), without gradients, while they are read; afterwards they are as they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever watches a module watches what one thread calls; in other threads the module runs as if nobody did."""
+"""Hooks that see what one thread calls and not what others call; a block in which compiled models run uncompiled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Opener:
 
 
 def in_this_thread(hook: Callable[..., Returned]) -> Callable[..., Returned | None]:
-    """The hook, for what the thread calls that asks now; what other threads call passes it by."""
+    """The hook, for what the present thread calls; where other threads call it, it does nothing."""
     opener = Opener()
 
     @wraps(hook)

@@ -13,9 +13,9 @@ from ..shapes.kinds import check_flags, shown
 from .backends import blocks, flex, sdpa
 from .call import Call, Limit, Result, Run, refusal
 from .dtensors import any_dtensor, attend_parts
+from .foreign_options import refuse_others
 from .masks.compose import Mask
 from .native import backend as native
-from .others import refuse_others
 from .reference import reference
 from .scores import lowered, without_autocast
 from .scoring import CallOptions, Options, Scoring
@@ -100,8 +100,8 @@ def attention(
         options = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout, "gate": gate}
         return _of_cache(key).attend(query, return_lse=return_lse, backend=backend, **options)
     k, v, layout = parts_of(key, value)
-    if type(backend) is str and backend in _AT_ONCE and not torch.compiler.is_compiling():
-        result = _AT_ONCE[backend](query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
+    if type(backend) is str and backend in ("auto", "native") and not torch.compiler.is_compiling():
+        result = native.fast_path(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
         if result is not None:
             return result
     if any_dtensor(query, k, v):
@@ -209,7 +209,9 @@ def explain(
     query, k, v = lowered(query, k, v)
     call = _checked(query, k, v, return_lse=return_lse, layout=layout, **options)
     chosen, why = _choose(call, backend)
-    others = {name: refusal(other.limits, call) or other.aside for name, other in _BACKENDS.items() if name != chosen}
+    others = {
+        name: refusal(other.limits, call) or other.not_chosen for name, other in _BACKENDS.items() if name != chosen
+    }
     if layout is not None and _BACKENDS[chosen].copies:
         why += "; keys and values are copied, dequantised as a whole, first"
     return Explanation(chosen, why, others)
@@ -218,7 +220,7 @@ def explain(
 class _Backend(NamedTuple):
     run: Run
     limits: tuple[Limit, ...]
-    aside: str  # what `explain` says where it could serve and is not chosen
+    not_chosen: str  # what `explain` says where it could serve and another is chosen
     copies: bool = True  # keys and values that are int8 or lie in pages
 
 
@@ -250,8 +252,6 @@ _BACKENDS = {
     ),
     "reference": _Backend(dense_keys(gated(aligned(_run_reference))), (), "able, but it builds the whole T x S matrix"),
 }
-# By these names a call is tried without the full path's questions first.
-_AT_ONCE = {"auto": native.at_once, "native": native.at_once}
 
 
 class _Preference(NamedTuple):

@@ -1,10 +1,11 @@
-"""What may not be attended cannot influence; what may be attended is honest.
+"""Keeps NaN, Inf and huge numbers out of kernels that do not, and makes the rows NaN that may attend one.
 
-Inside a fused kernel 0 * NaN is NaN, so a NaN in a key that is masked leaks; and a row whose scores are all NaN
-is taken for an empty one and comes out 0 (both measured on torch 2.13, CPU). So NaN and Inf never enter a kernel:
-they are taken out before it, and the rows that may attend one are made NaN after it. Huge numbers become NaN and Inf
-inside, where a product overflows: so what no row may attend goes in as 0, as do rows that may attend nothing. What is
-left is a key that some rows may attend, and so huge that its product with the query of a row that may not overflows.
+The rule: what may not be attended cannot influence; what may be attended is honest. Inside a fused kernel 0 * NaN is
+NaN, so a NaN in a key that is masked leaks; and a row whose scores are all NaN is taken for an empty one and comes
+out 0 (both measured on torch 2.13, CPU). So NaN and Inf are taken out before the kernel, and the rows that may attend
+one are made NaN after it. Huge numbers become NaN and Inf inside, where a product overflows: so what no row may
+attend goes in as 0, as do rows that may attend nothing. What is left is a key that some rows may attend, and so huge
+that its product with the query of a row that may not overflows.
 """
 
 from __future__ import annotations

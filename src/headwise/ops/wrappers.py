@@ -1,4 +1,4 @@
-"""What stands around a kernel, so that each backend keeps the one meaning: each takes a `run` and gives a `run`.
+"""Wrappers around a backend's kernel, so that all backends have one meaning: each takes a `run` and gives a `run`.
 
 The table in `attention` composes them: `dense_keys(gated(aligned(fenced(sdpa.run))))`.
 """

@@ -41,8 +41,8 @@ class _Joined(Rule):
             rule.check(B, H, T, S, device)
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Rule:
-        return type(self)(tuple(rule.part(part, T, S) for rule in self.rules))
+    def part(self, region: Region, T: int, S: int) -> Rule:
+        return type(self)(tuple(rule.part(region, T, S) for rule in self.rules))
 
     @override
     def placed(self, offset: int | Tensor) -> Rule:
@@ -74,8 +74,8 @@ class AllOf(_Joined):
         return max(k0 for k0, _ in ends), min(k1 for _, k1 in ends)
 
     @override
-    def meets(self, part: Region, T: int, S: int) -> bool:
-        return all(rule.meets(part, T, S) for rule in self.rules)
+    def meets(self, region: Region, T: int, S: int) -> bool:
+        return all(rule.meets(region, T, S) for rule in self.rules)
 
 
 @register
@@ -93,8 +93,8 @@ class AnyOf(_Joined):
         return min(k0 for k0, _ in ends), max(k1 for _, k1 in ends)
 
     @override
-    def meets(self, part: Region, T: int, S: int) -> bool:
-        return any(rule.meets(part, T, S) for rule in self.rules)
+    def meets(self, region: Region, T: int, S: int) -> bool:
+        return any(rule.meets(region, T, S) for rule in self.rules)
 
 
 @register

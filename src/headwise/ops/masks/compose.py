@@ -60,10 +60,10 @@ class Mask:
         return Mask(both(self.parts + other.parts)) if self.parts else other
 
     def __or__(self, other: Mask) -> Mask:
-        return Mask(either(_places("|", self), _places("|", _operand("|", other))))
+        return Mask(either(_rules_to_join("|", self), _rules_to_join("|", _operand("|", other))))
 
     def __invert__(self) -> Mask:
-        return Mask(neither(_places("~", self)))
+        return Mask(neither(_rules_to_join("~", self)))
 
     def __rand__(self, other: object) -> Mask:
         return self & _operand("&", other)  # raises: a mask on the left has its own `&`
@@ -267,17 +267,17 @@ class Mask:
         """
         check_counts(T=T, S=S)
         some = None if heads is None else check_span("heads", heads, MOST)
-        part = Region(check_span("rows", rows, T), check_span("cols", cols, S), some)
-        return Mask(tuple(rule.part(part, T, S) for rule in self.parts))
+        region = Region(check_span("rows", rows, T), check_span("cols", cols, S), some)
+        return Mask(tuple(rule.part(region, T, S) for rule in self.parts))
 
     def meets(self, rows: tuple[int, int], cols: tuple[int, int], T: int, S: int) -> bool:
         """Whether some of these queries may attend some of these keys; True where the rules do not plainly tell."""
         check_counts(T=T, S=S)
         rows, cols = check_span("rows", rows, T), check_span("cols", cols, S)
-        part = Region(rows, cols)
+        region = Region(rows, cols)
         if rows[0] >= rows[1] or cols[0] >= cols[1]:
             return False
-        return all(rule.meets(part, T, S) for rule in self.parts if rule.restricts)
+        return all(rule.meets(region, T, S) for rule in self.parts if rule.restricts)
 
     def forbids(self) -> Mask:
         """What the mask forbids to every head, its biases left out."""
@@ -315,7 +315,7 @@ def _operand(sign: str, other: object) -> Mask:
     raise TypeError(f"{MASK_RULE}: `{sign}` joins masks; got {type(other).__name__}; wrap a bool tensor in keep()")
 
 
-def _places(sign: str, mask: Mask) -> tuple[Rule, ...]:
+def _rules_to_join(sign: str, mask: Mask) -> tuple[Rule, ...]:
     """The rules of a mask that may stand beside `|` and `~`: all, if none is a bias."""
     biases = [type(rule).__name__ for rule in mask.parts if rule.biases]
     if biases:

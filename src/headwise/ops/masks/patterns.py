@@ -28,9 +28,9 @@ class _Placed(Rule):
         return i + (S - T if self.offset is None else per_batch(saturated(self.offset)))
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Rule:
+    def part(self, region: Region, T: int, S: int) -> Rule:
         offset = S - T if self.offset is None else saturated(self.offset)
-        return replace(self, offset=offset + part.shift)
+        return replace(self, offset=offset + region.shift)
 
     @override
     def placed(self, offset: int | Tensor) -> Rule:
@@ -73,10 +73,10 @@ class Blocks(_Placed):
         return floor_divide(pos, self.size), floor_divide(torch.arange(S, device=device), self.size)
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Segments:
+    def part(self, region: Region, T: int, S: int) -> Segments:
         device = self.offset.device if isinstance(self.offset, Tensor) else None
         query_ids, key_ids = self.ids(T, S, device)
-        return Segments(query_ids[..., slice(*part.rows)], key_ids[slice(*part.cols)])
+        return Segments(query_ids[..., slice(*region.rows)], key_ids[slice(*region.cols)])
 
     @override
     def reach(self, first: int, last: int, T: int, S: int) -> tuple[int, int]:
@@ -114,9 +114,9 @@ class Alibi(Rule):
         return self.slopes.requires_grad
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Alibi:
+    def part(self, region: Region, T: int, S: int) -> Alibi:
         offset = S - T if self.offset is None else saturated(self.offset)
-        return Alibi(part.of_heads(self.slopes, -1), offset + part.shift)
+        return Alibi(region.of_heads(self.slopes, -1), offset + region.shift)
 
     @override
     def placed(self, offset: int | Tensor) -> Alibi:
@@ -161,9 +161,9 @@ class Relative(_Placed):
         return wide(self.table)[head, apart]
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Relative:
+    def part(self, region: Region, T: int, S: int) -> Relative:
         offset = S - T if self.offset is None else saturated(self.offset)
-        return Relative(part.of_heads(self.table, 0), offset=offset + part.shift)
+        return Relative(region.of_heads(self.table, 0), offset=offset + region.shift)
 
     @override
     def check(self, B: int, H: int, T: int, S: int, device: torch.device) -> None:
@@ -220,9 +220,9 @@ class Function(Rule):
         return rank4(seen)
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Function:
-        first, last = part.heads or (0, self.heads)
-        return Function(_Elsewhere(self.function, first, part.rows[0], part.cols[0]), self.batch, last - first)
+    def part(self, region: Region, T: int, S: int) -> Function:
+        first, last = region.heads or (0, self.heads)
+        return Function(_Elsewhere(self.function, first, region.rows[0], region.cols[0]), self.batch, last - first)
 
     @override
     def sized(self, B: int, H: int) -> Rule:

@@ -64,14 +64,14 @@ class Rule:
         """The rule with query 0 at `offset` among the keys, where it leaves that to the lengths."""
         return self
 
-    def part(self, part: Region, T: int, S: int) -> Rule:
+    def part(self, region: Region, T: int, S: int) -> Rule:
         """The rule as a call of these queries, keys and heads alone takes it: the same pairs, counted from there."""
         raise NotImplementedError
 
-    def meets(self, part: Region, T: int, S: int) -> bool:
+    def meets(self, region: Region, T: int, S: int) -> bool:
         """Whether some of these queries may attend some of these keys; True where that is not plain to see."""
-        low, high = self.reach(*part.rows, T, S)
-        return low < part.cols[1] and high > part.cols[0]
+        low, high = self.reach(*region.rows, T, S)
+        return low < region.cols[1] and high > region.cols[0]
 
     def sized(self, B: int, H: int) -> Rule:
         """The rule for B rows of H heads, where it must know how many there are."""
@@ -145,8 +145,8 @@ class Band(Rule):
         return k0, S if self.right is None else last + shift + self.right
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Band:
-        return Band(self.left, self.right, self.shift(T, S) + part.shift, max(0, self.first - part.cols[0]))
+    def part(self, region: Region, T: int, S: int) -> Band:
+        return Band(self.left, self.right, self.shift(T, S) + region.shift, max(0, self.first - region.cols[0]))
 
     @override
     def placed(self, offset: int | Tensor) -> Band:
@@ -212,16 +212,16 @@ class Lengths(Rule):
         return 0, S if isinstance(self.stop, Tensor) else self.stop
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Lengths:
-        stop, start = (None if end is None else _from(end, part.cols[0]) for end in (self.stop, self.start))
+    def part(self, region: Region, T: int, S: int) -> Lengths:
+        stop, start = (None if end is None else _from(end, region.cols[0]) for end in (self.stop, self.start))
         assert stop is not None and not isinstance(start, int)
         return Lengths(stop, start)
 
     @override
-    def meets(self, part: Region, T: int, S: int) -> bool:
+    def meets(self, region: Region, T: int, S: int) -> bool:
         longest = self.stop if isinstance(self.stop, int) else int(self.stop.max())
         least = 0 if self.start is None else int(self.start.min())
-        return longest > part.cols[0] and least < part.cols[1]
+        return longest > region.cols[0] and least < region.cols[1]
 
     @property
     @override
@@ -256,12 +256,13 @@ class Segments(Rule):
         return _pick(self.query_ids, i) == _pick(self.key_ids, j)
 
     @override
-    def part(self, part: Region, T: int, S: int) -> Segments:
-        return Segments(self.query_ids[..., slice(*part.rows)], self.key_ids[..., slice(*part.cols)])
+    def part(self, region: Region, T: int, S: int) -> Segments:
+        return Segments(self.query_ids[..., slice(*region.rows)], self.key_ids[..., slice(*region.cols)])
 
     @override
-    def meets(self, part: Region, T: int, S: int) -> bool:
-        ids = [x[..., slice(*ends)].reshape(-1) for x, ends in ((self.query_ids, part.rows), (self.key_ids, part.cols))]
+    def meets(self, region: Region, T: int, S: int) -> bool:
+        sides = ((self.query_ids, region.rows), (self.key_ids, region.cols))
+        ids = [x[..., slice(*ends)].reshape(-1) for x, ends in sides]
         if not all(x.numel() for x in ids):
             return False
         (low, high), (first, last) = (torch.stack(x.aminmax()).tolist() for x in ids)
@@ -320,14 +321,14 @@ class _Dense(Rule):
         check_mask_tensor(self.tensor, (B, H, T, S), device)
 
     @override
-    def part(self, part: Region, T: int, S: int) -> _Dense:
-        x = part.of_heads(self.full, 1)
-        x = x[:, :, slice(*part.rows)] if x.shape[2] > 1 else x
-        return type(self)(x[..., slice(*part.cols)] if x.shape[3] > 1 else x)
+    def part(self, region: Region, T: int, S: int) -> _Dense:
+        x = region.of_heads(self.full, 1)
+        x = x[:, :, slice(*region.rows)] if x.shape[2] > 1 else x
+        return type(self)(x[..., slice(*region.cols)] if x.shape[3] > 1 else x)
 
     @override
-    def meets(self, part: Region, T: int, S: int) -> bool:
-        seen = self.part(part, T, S).tensor
+    def meets(self, region: Region, T: int, S: int) -> bool:
+        seen = self.part(region, T, S).tensor
         return bool((seen != -torch.inf if self.biases else seen).any())
 
     @override

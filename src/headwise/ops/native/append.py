@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import library as native_library
-from .library import trouble
+from .library import raise_unless_refused, trouble
 
 
 class Span(NamedTuple):
@@ -51,7 +51,6 @@ def append_int8(
         with torch.no_grad():
             native_library.append_int8(key, value, *storage, numbers)
     except RuntimeError as error:  # it refuses before it writes: memory that lies oddly, a subclass of tensors
-        if isinstance(error, NotImplementedError) or str(error).startswith("headwise: "):
-            return False
-        raise
+        raise_unless_refused(error)
+        return False
     return True

@@ -22,7 +22,7 @@ from ..scoring import Scoring
 from ..storage.layout import StorageLayout
 from ..wrappers import gated
 from . import library as native_library
-from .library import trouble
+from .library import raise_unless_refused, trouble
 from .lowering import NoForm, lowered, trouble_with
 
 LIMITS = (
@@ -74,7 +74,7 @@ def _without_gradient(call: Call) -> Result:
     return torch.ops.headwise.attend_held(call.query, call.key, key_scale, call.value, value_scale, *pages, *rules)
 
 
-def at_once(
+def fast_path(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -87,10 +87,11 @@ def at_once(
     return_lse: bool,
     layout: StorageLayout | None = None,
 ) -> Any:
-    """The call without the full path's questions, which cost more than decoding a token; None where they must be asked.
+    """The fast path: the call without the checks of `attention`, which cost more than decoding a token.
 
-    Here is asked only what the operator cannot know: whether anything but plain tensors and plain numbers is at work.
-    Sizes, dtypes and ranges of numbers it checks itself. Where it refuses, the full path says why, or runs another.
+    None where the full path must be taken. Checked is only what the operator cannot know: whether anything but plain
+    tensors and plain numbers is at work. Sizes, dtypes and ranges of numbers it checks itself; where it refuses, the
+    full path says why, or runs another backend.
     """
     if (
         native_library.attend is None
@@ -128,19 +129,14 @@ def at_once(
                     return native_library.attend_band(query, key, value, scale, *ends)
                 return native_library.attend(query, key, value, scale, *ends)
             except RuntimeError as error:
-                return refused(error)
+                raise_unless_refused(error)
+                return None
     if learning:
         return None
     return _with_rules(query, key, value, as_mask(mask), scale, softcap, sinks, gate, return_lse, S, layout)
 
 
 _NO_BAND = (None, None, False)
-
-
-def refused(error: RuntimeError) -> None:
-    """None, where the operator or torch's dispatcher has refused the arguments; any other error goes on."""
-    if not (isinstance(error, NotImplementedError) or str(error).startswith("headwise: ")):
-        raise error
 
 
 def _with_rules(
@@ -156,7 +152,7 @@ def _with_rules(
     S: int,
     layout: StorageLayout | None,
 ) -> Any:
-    """`at_once` with a mask of any kind and further options."""
+    """`fast_path` with a mask of any kind and further options."""
     if (
         not (softcap is None or (type(softcap) is float and softcap > 0.0))  # 0 would be none to the operator
         or not (return_lse is False or return_lse is True)
@@ -184,5 +180,6 @@ def _with_rules(
             key_scale, value_scale, *pages = layout
             out, lse = native_library.attend_held(query, key, key_scale, value, value_scale, *pages, *rules)
     except RuntimeError as error:
-        return refused(error)
+        raise_unless_refused(error)
+        return None
     return (out, lse) if return_lse else out

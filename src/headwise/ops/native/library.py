@@ -69,6 +69,12 @@ def trouble() -> str | None:
     return _trouble
 
 
+def raise_unless_refused(error: RuntimeError) -> None:
+    """Raises what an operator raised, unless it or torch's dispatcher has refused the arguments."""
+    if not (isinstance(error, NotImplementedError) or str(error).startswith("headwise: ")):
+        raise error
+
+
 def isas() -> tuple[str, ...]:
     """The instruction sets that this CPU can run, best first; none where there is no native kernel."""
     return () if trouble() else tuple(torch.ops.headwise.isas().split(","))

@@ -17,7 +17,7 @@ from ...shapes.kinds import FAR
 from ..masks.compose import Mask
 from ..scoring import Scoring
 from . import library as native_library
-from .backend import refused
+from .library import raise_unless_refused
 from .lowering import NoForm, lowered
 
 
@@ -109,7 +109,7 @@ def decode_step(
     try:
         out: Tensor = native_library.decode_step(query, key, value, *turned, *storage, *rules)
     except RuntimeError as error:
-        refused(error)
+        raise_unless_refused(error)
         return None
     increment_version([x for x in storage[:4] if x is not None])
     return out

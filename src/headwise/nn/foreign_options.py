@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..ops.others import refuse
+from ..ops.foreign_options import refuse
 
 OPTIONS = {
     "add_bias_kv": "no learned key is added; inner=headwise.nn.InnerAttention(sinks=...) comes closest",
