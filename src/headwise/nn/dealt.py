@@ -17,7 +17,7 @@ from ..ops.shares import mapped, share_of_mask
 from ..ops.spread import Group, Share, as_dtensor, pick_heads
 from ..shapes import describe
 from ..shapes.kinds import check_tensor
-from .sharded import Some, having
+from .sharded import LocalHeads, within_heads
 
 
 class OwnHeads(nn.Linear):
@@ -136,13 +136,13 @@ class Dealt:
     def call(self, part: nn.Module, *args: Any, **options: Any) -> Any:
         """What a part of the module (a norm, what attends) gives with its parameters for the heads here."""
         mine = {name: self.parameter(x) for name, x in part.named_parameters()}
-        with having(self.some):
+        with within_heads(self.some):
             return torch.func.functional_call(part, mine, args, options) if mine else part(*args, **options)
 
     @property
-    def some(self) -> Some:
+    def some(self) -> LocalHeads:
         """The heads here, among all."""
-        return Some(self.share.num_heads, self.share.heads.start, self.group)
+        return LocalHeads(self.share.num_heads, self.share.heads.start, self.group)
 
     def parameter(self, x: Tensor) -> Tensor:
         """A parameter as the heads here use it: cut where it has one number a head, the same for all otherwise."""

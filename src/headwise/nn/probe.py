@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.attention import attention
+from ..ops.autocast import autocasts
 from ..ops.masks.compose import Mask, as_mask
-from ..ops.scores import autocasts
 from ..ops.scoring import ScoringOptions
 from ..shapes import describe
 from ..shapes.kinds import check_dense, shown

@@ -89,7 +89,7 @@ def check_splits(inner: nn.Module) -> None:
         )
 
 
-class Some(NamedTuple):
+class LocalHeads(NamedTuple):
     """Some of a module's heads: those that this process has.
 
     Attributes:
@@ -111,11 +111,11 @@ class Some(NamedTuple):
         return seed_of_part(self.seed(), self.total, self.first)
 
 
-_some: list[Some] = []
+_some: list[LocalHeads] = []
 
 
 @contextmanager
-def having(some: Some) -> Iterator[None]:
+def within_heads(some: LocalHeads) -> Iterator[None]:
     """Within, inner parts attend some heads of a module."""
     _some.append(some)
     try:
@@ -124,6 +124,6 @@ def having(some: Some) -> Iterator[None]:
         _some.pop()
 
 
-def heads_here() -> Some | None:
+def heads_here() -> LocalHeads | None:
     """The heads that an inner part attends; None for all of its module's."""
     return _some[-1] if _some else None

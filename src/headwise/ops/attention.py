@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..shapes import check_attention, check_gate, check_options
 from ..shapes.kinds import check_flags, shown
+from .autocast import in_autocast_dtype, without_autocast
 from .backends import blocks, flex, sdpa
 from .call import Call, Limit, Result, Run, refusal
 from .dtensors import any_dtensor, attend_parts
@@ -17,7 +18,6 @@ from .foreign_options import refuse_others
 from .masks.compose import Mask
 from .native import backend as native
 from .reference import reference
-from .scores import lowered, without_autocast
 from .scoring import CallOptions, Options, Scoring
 from .storage.int8 import Quantized
 from .storage.layout import Cache, StorageLayout, parts_of
@@ -107,7 +107,7 @@ def attention(
     if any_dtensor(query, k, v):
         rest = {"scale": scale, "softcap": softcap, "dropout": dropout, "return_lse": return_lse, "backend": backend}
         return attend_parts(attention_of_part, (query, k, v), mask, sinks, gate, **rest)
-    query, k, v = lowered(query, k, v)
+    query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, mask, scale, softcap, sinks, dropout, gate, return_lse, layout)
     with without_autocast(call.device_type):
         out, lse = _BACKENDS[_choose(call, backend)[0]].run(call)
@@ -133,7 +133,7 @@ def attention_of_part(query: Tensor, key: Any, value: Any, *, seed: Tensor | Non
     if value is None:
         raise ValueError(f"{BY_PLACE}; a cache is not drawn for; pass dropout=0")
     k, v, layout = parts_of(key, value)
-    query, k, v = lowered(query, k, v)
+    query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, return_lse=with_lse, layout=layout, **options)
     why_not = refusal(native.LIMITS, call) if backend in ("auto", "native") else f"backend {shown(backend)} does not"
     if why_not is not None:
@@ -206,7 +206,7 @@ def explain(
     """
     refuse_others({name: None for name in options if name not in CallOptions.__optional_keys__})
     k, v, layout = parts_of(key, value)
-    query, k, v = lowered(query, k, v)
+    query, k, v = in_autocast_dtype(query, k, v)
     call = _checked(query, k, v, return_lse=return_lse, layout=layout, **options)
     chosen, why = _choose(call, backend)
     others = {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,35 +16,6 @@ from .symbols import is_symbol
 # Elements of one head's R x S block of scores: 1 MiB of float32, about one core's L2 cache.
 BLOCK_ELEMENTS = 1 << 18
 MIN_ROWS = 16
-
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """What is computed in float32 here is not autocast's to lower."""
-    return torch.autocast(device, enabled=False) if autocasts(device) else nullcontext()
-
-
-def autocasts(device: str) -> bool:
-    """Whether torch.autocast is on for this type of device."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def lowered(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast tensors in its lower precision, as torch's own SDPA takes them; what else there is, as it is."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not autocasts(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in tensors
-    )
-
-
-def of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast tensors of several dtypes in its lower one, as attention takes them; others as they are."""
-    if not all(isinstance(x, Tensor) for x in tensors) or len({x.dtype for x in tensors}) == 1:
-        return tensors
-    return lowered(*tensors)
 
 
 def strips(T: int, rows: int) -> Iterator[slice]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..nn.sharded import Some
+from ..nn.sharded import LocalHeads
+from ..ops.autocast import in_autocast_dtype
 from ..ops.comm import Comm, eager
 from ..ops.masks.compose import as_mask
-from ..ops.scores import lowered
 from ..ops.spread import drawn
 from ..plan.places import TokenOrder
 from ..shapes import check_attention, check_gate, check_options, check_query_key, compute_dtype
@@ -80,7 +80,7 @@ def context_parallel(
         return_lse: also return lse.
         options: `scale`, `softcap`, `sinks`, `dropout`, `gate` of `headwise.attention`. A gate is this rank's where
             it has an axis of queries. Dropout keeps the weights that one process keeps: its seed is rank 0's. `some`:
-            where these are some of a module's heads, `headwise.nn.sharded.Some`, for the dropout of all.
+            where these are some of a module's heads, `headwise.nn.sharded.LocalHeads`, for the dropout of all.
 
     Returns:
         (B, H, T_r, V); with `return_lse` the pair with (B, H, T_r).
@@ -111,7 +111,7 @@ def context_parallel(
 def _agreed(comm: Comm, query: Tensor, key: Tensor, value: Tensor | None, *rest: Any) -> tuple[_Arguments, Any]:
     """This rank's arguments, checked, and what each rank says of its own; where one's are wrong, all raise."""
     with comm.before("context_parallel"):
-        call = _Arguments(*lowered(query, key, value), *rest)
+        call = _Arguments(*in_autocast_dtype(query, key, value), *rest)
     return call, comm.agree("context_parallel", call.same, call.own)
 
 
@@ -173,7 +173,7 @@ class _Arguments:
             "gradients": [one and torch.is_grad_enabled() for one in learns],
             "width of an expansion": None if expansion is None else expansion.width,
         }
-        self.some: Some | None = options.get("some")
+        self.some: LocalHeads | None = options.get("some")
         seed = 0
         if self.dropout:
             seed = drawn() if self.some is None else self.some.seed()

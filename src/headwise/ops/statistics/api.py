@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ...shapes import check_attention
 from ..attention import attention
+from ..autocast import of_one_dtype
+from ..foreign_options import refuse
 from ..masks.compose import Mask
-from ..others import refuse
-from ..scores import of_one_dtype
 from ..scoring import ScoringOptions
 from . import blocks, native
 from .request import Request, Tallies, checked

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...shapes import compute_dtype
-from ..scores import ScoreBlock, row_blocks, score_block, without_autocast
+from ..autocast import without_autocast
+from ..scores import ScoreBlock, row_blocks, score_block
 from .request import Request
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...shapes import DTYPES, INTEGERS, check_query_key, describe
 from ...shapes.kinds import check_counts, check_dense, shown, whole_numbers
+from ..autocast import of_one_dtype
 from ..masks.compose import Mask
-from ..scores import of_one_dtype
 from ..scoring import Scoring
 from ..symbols import without_numbers
 

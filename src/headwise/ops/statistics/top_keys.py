@@ -9,17 +9,9 @@ from torch import Tensor
 
 from ...shapes import check_query_key
 from ...shapes.kinds import check_counts
+from ..autocast import of_one_dtype, without_autocast
 from ..masks.compose import Mask
-from ..scores import (
-    BLOCK_ELEMENTS,
-    mask_scores,
-    of_one_dtype,
-    score_rows,
-    softcapped,
-    softmax_rows,
-    strips,
-    without_autocast,
-)
+from ..scores import BLOCK_ELEMENTS, mask_scores, score_rows, softcapped, softmax_rows, strips
 from ..scoring import Scoring
 from .weights import chosen, mask_of_rows
 

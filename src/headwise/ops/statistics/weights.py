@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...shapes import INTEGERS, check_query_key, describe
 from ...shapes.kinds import check_dense, shown
+from ..autocast import of_one_dtype, without_autocast
 from ..fence import fence_pairs, show, surely_tame
 from ..masks.compose import Mask
-from ..scores import mask_scores, of_one_dtype, score_rows, softcapped, softmax_rows, without_autocast
+from ..scores import mask_scores, score_rows, softcapped, softmax_rows
 from ..scoring import Scoring
 from ..symbols import without_numbers
 
