@@ -242,6 +242,16 @@ def test_a_row_that_lost_all_its_scores_is_no_empty_one(backend: str, masked: bo
     assert bool((result.keys[0, 0, ::2] == 131).all())
 
 
+@natives
+def test_a_target_whose_own_score_is_nan_shows(backend: str) -> None:
+    """A bias makes it NaN: the row may attend it, so the mean of its mass is NaN; a forbidden one is left out."""
+    query, key, bias = torch.randn(1, 1, 3, 5), torch.randn(1, 1, 7, 5), torch.zeros(3, 7)
+    bias[1, 2] = math.nan
+    with instructions(backend):
+        result = row_statistics(query, key, mask=headwise.bias(bias), targets={"two": torch.full((3, 1), 2)})
+    assert result.targets["two"].isnan().all()
+
+
 @native_dtypes
 def test_scores_that_overflow_are_honest(backend: str, dtype: torch.dtype) -> None:
     """An infinite score makes its row NaN, one of -inf has no weight, and other rows are as ever."""

@@ -138,7 +138,7 @@ void draw_special(Draw& draw, Case& k, DrawnTensor& bias) {
   k.special = true;
   const double large = bias.dtype == kHalf ? 0x1p15 : 0x1p99;
   bias.x[static_cast<size_t>(draw.below(static_cast<int64_t>(bias.x.size())))] =
-      draw.one_of<double>({kInf, large, -large});
+      draw.one_of<double>({NAN, kInf, large, -large});
 }
 
 void draw_dense(Draw& draw, Case& k) {
