@@ -144,7 +144,7 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def held() -> tuple[int, int]:
+def parameter_bytes() -> tuple[int, int]:
     """Bytes of memory of the parameters that are here, and of their numbers."""
     parts = [p.to_local() for p in tensor_parallel(build(), mesh()).parameters()]  # type: ignore[attr-defined]
     return sum(x.untyped_storage().nbytes() for x in parts), sum(x.nbytes for x in parts)

@@ -129,8 +129,8 @@ def test_an_end_that_was_ordered_and_an_interrupt_stay_what_they_are(monkeypatch
     made = RuntimeError("Error calling __set_name__")
     made.__cause__ = KeyboardInterrupt()
     cases = [(SystemExit(143), "", 143, ""), (made, "1", 130, "headwise: interrupted\n")]
-    for error, asked, code, text in cases:
-        monkeypatch.setenv("HEADWISE_DEBUG", asked)
+    for error, debug, code, text in cases:
+        monkeypatch.setenv("HEADWISE_DEBUG", debug)
 
         def fail(*_: Any, error: BaseException = error) -> None:
             raise error

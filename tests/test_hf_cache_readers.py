@@ -237,12 +237,12 @@ def test_a_decoder_alone_that_reads_an_encoders_memory(name: str) -> None:
         model = BlipTextLMHeadModel(transformers.BlipTextConfig(**sizes, encoder_hidden_size=24)).eval()
         stir(model)
         model.set_attn_implementation("headwise")
-    ids, given = token_ids(9), dict(encoder_hidden_states=torch.randn(B, 5, 24))
+    ids, memory = token_ids(9), dict(encoder_hidden_states=torch.randn(B, 5, 24))
     with torch.no_grad():
         expected = model(ids, **given, use_cache=False).logits
         for how in EXACT:
             cache = make_cache(model, **how, max_length=20)
-            pieces = [model(piece, **given, past_key_values=cache).logits for piece in ids.split([6, 1, 2], 1)]
+            pieces = [model(piece, **memory, past_key_values=cache).logits for piece in ids.split([6, 1, 2], 1)]
             assert close(torch.cat(pieces, 1), expected), how
             assert cache.get_seq_length() == 9
     assert not isinstance(make_cache(BY_NAME["GPT-2"].build()), transformers.EncoderDecoderCache)

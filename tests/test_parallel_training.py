@@ -72,7 +72,7 @@ def test_hooks_that_a_split_would_lose_are_refused() -> None:
 
 
 def test_a_process_holds_no_memory_of_others() -> None:
-    for memory, numbers in ranks.pool(2).run(context_training.held):
+    for memory, numbers in ranks.pool(2).run(context_training.parameter_bytes):
         assert memory == numbers
 
 

@@ -114,6 +114,6 @@ def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tens
         )
         results = [out] if grad_lse is None else [out, lse]
         grads = [grad_out] if grad_lse is None else [grad_out, grad_lse]
-        found = iter(torch.autograd.grad(results, learning, grads, create_graph=again, allow_unused=True))
-    wanted = [next(found) if x.requires_grad else None for x in leaves]
+        gradients = iter(torch.autograd.grad(results, learning, grads, create_graph=again, allow_unused=True))
+    wanted = [next(gradients) if x.requires_grad else None for x in leaves]
     return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(wanted, leaves, strict=True)]
