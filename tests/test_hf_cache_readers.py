@@ -239,7 +239,7 @@ def test_a_decoder_alone_that_reads_an_encoders_memory(name: str) -> None:
         model.set_attn_implementation("headwise")
     ids, memory = token_ids(9), dict(encoder_hidden_states=torch.randn(B, 5, 24))
     with torch.no_grad():
-        expected = model(ids, **given, use_cache=False).logits
+        expected = model(ids, **memory, use_cache=False).logits
         for how in EXACT:
             cache = make_cache(model, **how, max_length=20)
             pieces = [model(piece, **memory, past_key_values=cache).logits for piece in ids.split([6, 1, 2], 1)]
