@@ -234,6 +234,15 @@ def _others() -> list[Case]:
     return cases
 
 
+def _short() -> list[Case]:
+    """Batches of short sequences, forward and in training."""
+    marks = (Mark("torch", 1.0, 1.3),)
+    return [
+        Case("train" if backward else "batch", B, 8, 8, N, N, 64, dtype, backward=backward, marks=marks, without=PEERS)
+        for dtype, (B, N), backward in product(("float32", "bfloat16"), ((128, 16), (32, 64)), (False, True))
+    ]
+
+
 def _training() -> list[Case]:
     """Forward and backward."""
     fused = (Mark("torch", 1.5, 2.0),)
@@ -261,7 +270,7 @@ def _held_to_avx2() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-CASES = (*_prefill(), *_masked(), *_decode(), *_others(), *_training())
+CASES = (*_prefill(), *_masked(), *_decode(), *_others(), *_short(), *_training())
 AVX2 = _held_to_avx2()
 FOLD = tuple(
     Case("fold", 1, 4 * G, 4, T, S, 64, without=("flex", *PEERS))
