@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -33,6 +34,10 @@ import checker
 import draw
 import pytest
 import torch
+
+# A shell without job control starts background jobs deaf to Ctrl-C, and so would be what tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests make much that lives for a moment: Python's own threshold, 700 objects, took a tenth of their time.
 gc.set_threshold(100_000, 10, 10)
