@@ -1,6 +1,6 @@
 # headwise. Two commands matter: `make look` and `make test`. Each makes what it needs, once, in .venv.
 #   make look            run `headwise look` on the packaged model; writes headwise-report.html
-#   make test            lint, types, docs, ten drawn mutants and all tests; of the widest sweeps a share, drawn by the day
+#   make test            lint, types, docs, ten drawn mutants and all tests; of the widest sweeps a share, the same on every day
 #   make test-all        the same with the sweeps whole
 #   make check           lint, types and the tests that matter most, in a minute: for the loop while editing
 #   make bench           the benchmarks; rows land in benchmarks/results
@@ -59,7 +59,7 @@ types: $(VENV)/.test
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Drawn by git's HEAD, so that a commit always draws the same. `make mutants MUTANTS_ARGS="--only cache"` runs a room.
+# The same ten for the same ledger (--seed draws others). `make mutants MUTANTS_ARGS="--only cache"` runs a room.
 MUTANTS_ARGS ?=
 mutants-sample: $(VENV)/.test
 	$(BIN)/python scripts/mutants.py --sample 10
@@ -78,9 +78,9 @@ bench: $(VENV)/.test
 native: $(VENV)/.package
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hatch_build.py
 
-# FUZZ_SEED=... begins at that case; one alone: build/asan/headwise_fuzz case SEED
+# FUZZ_SEED=... begins at that case (`FUZZ_SEED=$$(date +%s)000` at new ones); one alone: build/asan/headwise_fuzz case SEED
 FUZZ_SECONDS ?= 600
-FUZZ_SEED    ?= $$(date +%s)000
+FUZZ_SEED    ?= 1
 fuzz:
 	@cmake -S . -B build/asan -DHEADWISE_SANITIZE=ON -DHEADWISE_FUZZ=ON >/dev/null
 	@cmake --build build/asan --target headwise_fuzz --parallel

@@ -1,15 +1,16 @@
-"""The widest sweeps: `make test` runs a share of each, drawn by the day; `make test-all` runs all of it.
+"""The widest sweeps: `make test` runs a fixed share of each; `make test-all` runs all of it.
 
 A sweep is many cases of the same code: lengths, head dims, masks, layouts, each on every instruction set and in every
 dtype. `drawn(cases)` is the share of a loop; a test marked `sweep` runs a share of its parameters. Drawn are cases, not
 backends, instruction sets or dtypes: each case that is drawn runs on all of them, so that no way through the code is
 left out.
-What is drawn follows from the seed and the test's name: the same in every process, and again when the seed is named.
+What is drawn follows from the seed and the test's name alone, never from the date: a tree that is green today is green
+tomorrow. A test that asserts a rate over its cases takes all of them, or asserts the rate only where nothing is drawn.
 
 A sweep over families of models, whose code differs more, is marked `sweep(4)`: at least one case of four runs.
 
     HEADWISE_DRAW=3                     one case of three; 1, or no such variable: all of them
-    HEADWISE_DRAW_SEED=2026-11-22       another day's share; today's date if there is no such variable
+    HEADWISE_DRAW_SEED=anything         another share of the same size; 0 if there is no such variable
 """
 
 from __future__ import annotations
@@ -19,13 +20,11 @@ import random
 import re
 import zlib
 from collections.abc import Sequence
-from datetime import date
 from typing import Any, TypeVar
 
 Case = TypeVar("Case")
 SHARE = int(os.environ.get("HEADWISE_DRAW", "1"))
-# Written down for the processes that this one starts: they must not see another day.
-SEED = os.environ.setdefault("HEADWISE_DRAW_SEED", date.today().isoformat())
+SEED = os.environ.get("HEADWISE_DRAW_SEED", "0")
 WHOLE = ("backend", "dtype", "form")  # parameters that are not drawn: each is a way of its own through the code
 
 
@@ -35,7 +34,7 @@ def drawn(cases: Sequence[Case], key: str = "", share: int = SHARE) -> list[Case
 
 
 def is_drawn(name: str, share: int = SHARE) -> bool:
-    """Whether the thing of that name is one of the day's: one of so many, each by itself."""
+    """Return whether the thing of that name is in the share: one of so many, each decided by itself."""
     return zlib.crc32(f"{SEED} {name}".encode()) % share == 0
 
 

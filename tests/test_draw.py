@@ -69,35 +69,42 @@ def test_of_a_marked_sweep_at_least_one_case_of_so_many_runs() -> None:
     assert draw.split(every, 1)[0] == every
 
 
-def test_a_name_is_drawn_on_some_days(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_drawn_by_some_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draw.is_drawn("anything", share=1)
     drawn = []
-    for day in range(400):
-        monkeypatch.setattr(draw, "SEED", f"day {day}")
+    for seed in range(400):
+        monkeypatch.setattr(draw, "SEED", f"{seed}")
         drawn.append(draw.is_drawn("a test", share=8))
     assert 20 < sum(drawn) < 100
 
 
-def test_at_least_one_case_is_drawn_and_days_and_keys_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_least_one_case_is_drawn_and_seeds_and_keys_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draw.drawn(["one"], share=9) == ["one"] and len(draw.drawn(range(9), share=10)) == 1
     assert draw.drawn([], share=9) == []
     assert len({tuple(draw.drawn(range(99), key, share=9)) for key in "abcdef"}) == 6
     seen = set()
-    for day in range(60):
-        monkeypatch.setattr(draw, "SEED", f"day {day}")
+    for seed in range(60):
+        monkeypatch.setattr(draw, "SEED", f"{seed}")
         seen |= {*draw.drawn(range(20), share=4)}
-    assert seen == {*range(20)}, "every case has its day"
+    assert seen == {*range(20)}, "some seed draws every case"
 
 
-def test_every_process_draws_the_same() -> None:
-    code = "import draw; print(draw.drawn(range(99), 'a key', share=9))"
+def test_the_share_is_the_same_on_every_day_and_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code below moves the clock a year ahead before it draws."""
+    code = """
+import datetime, time
+class Later(datetime.date):
+    today = classmethod(lambda cls: cls(2027, 11, 27))
+datetime.date, now = Later, time.time
+time.time = lambda: now() + 366 * 86400
+import draw
+print(draw.drawn(range(99), 'a key', share=9), draw.is_drawn('a name', share=2))
+"""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
     path = os.pathsep.join([str(Path(draw.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    there = os.environ | {"PYTHONPATH": path, "HEADWISE_DRAW_SEED": draw.SEED}
-    there.pop("PYTEST_CURRENT_TEST")
-    output = subprocess.run([sys.executable, "-c", code], env=there, capture_output=True, text=True, check=True).stdout
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PYTEST_CURRENT_TEST")
-        assert output.strip() == str(draw.drawn(range(99), "a key", share=9))
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == f"{draw.drawn(range(99), 'a key', share=9)} {draw.is_drawn('a name', share=2)}"
 
 
 def test_the_first_line_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:

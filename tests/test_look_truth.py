@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from draw import drawn
 
 from headwise import look
 from headwise.look import Look, Passage, Repeats, Vocabulary
@@ -135,14 +134,13 @@ def test_a_mark_that_hardly_a_query_sees_makes_no_role(after: int) -> None:
 def test_random_models_play_hardly_a_role() -> None:
     """Of the roles of all heads of 200 models at most 1 % are false: a broad head is one, random or not."""
     played = heads = 0
-    seeds = drawn(range(200))
-    for seed in seeds:
+    for seed in range(200):  # all of them: a rate among 13 of them is past its limit on one day in six
         model = random_model(seed)
         ids = torch.randint(3, 50, (41,), generator=torch.Generator().manual_seed(seed))
         seen = look.at(model, ids, full_maps=False, map_size=1, repeats=Repeats(sequences=4, length=50))
         heads += len(seen.heads)
         played += sum(any(score.name != "broad" for score in head.roles) for head in seen.heads)
-    assert heads > 5 * len(seeds) and played <= 0.01 * heads
+    assert heads > 5 * 200 and played <= 0.01 * heads
 
 
 def test_needles() -> None:
