@@ -1,4 +1,4 @@
-"""The call of the native kernel as autograd keeps it, and the gradient of its gradient.
+"""The call of the native kernel as autograd keeps it, the gradient of its gradient, and operators without the kernel.
 
 The gradient itself is the library's own (csrc/kernels/backward.h). Where that is to be differentiated again, or many
 gradients come as one, the definition takes its place: `by_definition` is differentiable as often as one likes, and
@@ -18,6 +18,7 @@ from ..masks.patterns import Alibi
 from ..masks.rules import Band, Bias, Keep, Lengths, Rule, Segments
 from ..masks.tiles import TileMap, unpacked
 from ..reference import reference
+from ..storage.layout import StorageLayout
 from .lowering import Rules
 
 
@@ -117,3 +118,38 @@ def by_definition(call: Training, biases: bool, grad_out: Tensor, grad_lse: Tens
         gradients = iter(torch.autograd.grad(results, learning, grads, create_graph=again, allow_unused=True))
     wanted = [next(gradients) if x.requires_grad else None for x in leaves]
     return [torch.zeros_like(x) if grad is None else grad for grad, x in zip(wanted, leaves, strict=True)]
+
+
+# The operators where there is no library. A saved program that holds them then runs, on the definition.
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, low: int, high: int) -> Tensor:
+    """Compute the operator of this name from the reference."""
+    return attend_train(query, key, value, scale, 0.0, None, low, high, *[None] * 6, 0.0, None)[0]
+
+
+def attend_train(*args: Any) -> tuple[Tensor, Tensor]:
+    """Compute the operator of this name from the reference."""
+    call = Training.of(*args)
+    scale, softcap, sinks = call.rules[:3]
+    return reference(
+        call.query, call.key, call.value,
+        mask=call.mask, scale=scale, softcap=softcap or None, sinks=sinks, dropout=call.dropout,
+    )  # fmt: skip
+
+
+def attend_full(*args: Any) -> tuple[Tensor, Tensor]:
+    """Compute the operator of this name from the reference."""
+    *rest, gate, dropout, seed = args
+    out, lse = attend_train(*rest, dropout, seed)
+    return out if gate is None else out * gate, lse
+
+
+def attend_held(
+    query: Tensor, key: Tensor, key_scale: Tensor | None, value: Tensor, value_scale: Tensor | None,
+    table: Tensor | None, length: int, *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the operator of this name from the reference, on keys and values in one piece and of floats."""
+    layout = StorageLayout(key_scale, value_scale, table, length)
+    key, value = (x.to(query.dtype) for x in layout.plain(key, value, torch.float32))
+    return attend_full(query, key, value, *rest)

@@ -1,0 +1,218 @@
+"""The operators `torch.ops.headwise.*`, registered as soon as headwise and torch are both imported.
+
+A saved program (`torch.export`, AOTInductor) names operators, and a process that loads it may call nothing of headwise
+before. So `import headwise` registers them; it does not import torch for that, but waits for it. And because nothing is
+registered later, the first call of a process takes the same path as every other.
+
+The library (csrc/torch/bind*.cpp) defines all operators but `attend_train`, which is `attend_kept` with
+`attend_backward` as its gradient. Where there is no library, those that an exported program may hold are defined by the
+reference.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIBRARY = Path(__file__).parents[2] / "_native.so"
+OWN = (
+    "attend", "attend_full", "attend_held", "attend_kept", "attend_backward", "attend_part_backward",
+    "attend_statistics", "attend_received", "append_int8", "decode_step", "dropout_keep", "isa", "isas", "use_isa",
+)  # fmt: skip
+RULES = (
+    "float scale, float softcap, Tensor? sinks, SymInt low, SymInt high, Tensor? bounds, Tensor[]? segments, "
+    "Tensor[]? dense, Tensor[]? alibi, Tensor[]? maps, Tensor[]? relative"
+)
+TRAIN = (
+    f"attend_train(Tensor query, Tensor key, Tensor value, {RULES}, float dropout, Tensor? seed) -> (Tensor, Tensor)"
+)
+EXPORTED = {  # what an exported program may hold, beside `attend_train`
+    "attend": "(Tensor query, Tensor key, Tensor value, float scale, SymInt low, SymInt high) -> Tensor",
+    "attend_full": f"(Tensor query, Tensor key, Tensor value, {RULES}, Tensor? gate, float dropout, Tensor? seed) "
+    "-> (Tensor, Tensor)",
+    "attend_held": "(Tensor query, Tensor key, Tensor? key_scale, Tensor value, Tensor? value_scale, Tensor? table, "
+    f"SymInt length, {RULES}, Tensor? gate, float dropout, Tensor? seed) -> (Tensor, Tensor)",
+}
+DEFINITIONS = "headwise.ops.native.gradient"  # has functions of these names
+
+_lock = Lock()
+_registered: list[str | None] = []  # empty, or the problem of the library, None where it has none
+_fragment: Any = None  # keeps our operators registered
+
+
+def register() -> str | None:
+    """Register the operators, once. Return why there is no native kernel, in one line; None where there is one."""
+    with _lock:
+        if not _registered:
+            problem = _load()
+            _define(problem is None)
+            _registered.append(problem)
+        return _registered[0]
+
+
+def register_with_torch() -> None:
+    """Register the operators now, or as soon as torch is imported."""
+    if "torch" in sys.modules:
+        register()
+    else:
+        sys.meta_path.insert(0, _WaitForTorch())
+
+
+class _WaitForTorch(MetaPathFinder):
+    """Finds nothing itself: it lets the other finders find torch and adds our registration to the end of its import."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+class _ThenRegister(Loader):
+    """The loader of a module, followed by `register`."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        register()
+
+
+def _load() -> str | None:
+    import torch
+
+    if os.environ.get("HEADWISE_NATIVE", "1") == "0":
+        return "the native library is switched off by HEADWISE_NATIVE=0"
+    if not hasattr(torch.ops.headwise, "attend"):  # else the user has loaded another build: a sanitizer's, say
+        if not LIBRARY.exists():
+            return "the native library is not there: reinstall headwise where there is a C++ compiler"
+        try:
+            torch.ops.load_library(LIBRARY)
+        except (OSError, RuntimeError) as error:
+            return f"the native library does not load: {str(error).splitlines()[0]}"
+    missing = [name for name in OWN if not hasattr(torch.ops.headwise, name)]
+    if missing:
+        return f"the native library is another version's, without {', '.join(missing)}: reinstall headwise"
+    forced, sets = os.environ.get("HEADWISE_ISA"), torch.ops.headwise.isas().replace(",", ", ")
+    if forced and forced not in sets.split(", "):
+        runs = f"the native kernel runs {torch.ops.headwise.isa()}; this CPU and build have {sets}"
+        warnings.warn(f"HEADWISE_ISA={forced} names no instruction set that can run here: {runs}", stacklevel=2)
+    return None
+
+
+def _define(native: bool) -> None:
+    """Tell torch what the library does not: the operator with a gradient, and results without data (fake tensors)."""
+    global _fragment
+    import torch
+
+    _fragment = torch.library.Library("headwise", "FRAGMENT")
+    _fragment.define(TRAIN)
+    if not native:
+        for name, schema in EXPORTED.items():
+            if not hasattr(torch.ops.headwise, name):  # an older library may have it
+                _fragment.define(name + schema)
+                _fragment.impl(name, _late(DEFINITIONS, name), "CompositeImplicitAutograd")
+        _fragment.impl("attend_train", _late(DEFINITIONS, "attend_train"), "CompositeImplicitAutograd")
+        return
+    attend_train = _late("headwise.ops.native.library", "attend_train")
+    _fragment.impl("attend_train", attend_train, "CPU")
+    _fragment.impl("attend_train", attend_train, "Autograd")
+    fakes: dict[str, Callable[..., Any]] = {
+        "attend": lambda *args: _empty_pair(*args)[0],
+        "attend_full": _empty_pair,
+        "attend_held": lambda query, key, key_scale, value, *_: _empty_pair(query, key, value),
+        "attend_kept": _empty_kept,
+        "attend_train": _empty_pair,
+        "attend_backward": _empty_gradients,
+        "attend_part_backward": _empty_gradients,
+        "attend_statistics": _empty_statistics,
+        "attend_received": _empty_received,
+        "append_int8": _nothing,
+        "dropout_keep": lambda seed, dropout, B, H, first, rows, S: seed.new_empty((B, H, rows, S), dtype=torch.bool),
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"headwise::{name}", fake, lib=_fragment)
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of another module, which is imported when it is called: `import headwise` stays light."""
+    return lambda *args: getattr(import_module(module), name)(*args)
+
+
+def _empty_pair(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """out (B, H, T, V) in the memory order (B, T, H, V), and lse (B, H, T)."""
+    import torch
+
+    B, H, T, _D = query.shape
+    out = query.new_empty(B, T, H, value.shape[3]).transpose(1, 2)
+    return out, query.new_empty((B, H, T), dtype=torch.float32)
+
+
+def _empty_kept(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and `ends`: each row's greatest score and largest weight, of which the gradient makes its weights."""
+    out, lse = _empty_pair(query, key, value)
+    return out, lse, lse.new_empty((2, *lse.shape))
+
+
+def _empty_statistics(query: Tensor, key: Tensor, value: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    import torch
+
+    B, H, T, _D = query.shape
+    *_, sums, features, bins, query_bins = args
+    columns = 0 if features is None else features.shape[-1]
+    out = query.new_empty(B, T, H, 0 if value is None else value.shape[3]).transpose(1, 2)
+    lse, numbers = (query.new_empty(shape, dtype=torch.float32) for shape in ((B, H, T), (6, B, H, T)))
+    totals = (
+        query.new_empty((B, H, *shape), dtype=torch.float64)
+        for shape in ((2 * sums + columns,), (query_bins, bins + 1))
+    )
+    return out, lse, numbers, query.new_empty((2, B, H, T), dtype=torch.int64), *totals
+
+
+def _empty_received(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    import torch
+
+    (B, H), S = query.shape[:2], key.shape[2]
+    return query.new_empty((B, H, S), dtype=torch.float64), query.new_empty((B, H, S), dtype=torch.int64)
+
+
+def _nothing(*args: Any) -> None:
+    """Of an operator that writes: refuses a real tensor beside one without data, which would be left as it was."""
+    devices = {x.device.type for x in args if hasattr(x, "device")}
+    if len(devices) > 1:
+        raise RuntimeError(f"headwise: append_int8 takes tensors of one device, got {', '.join(sorted(devices))}")
+
+
+def _empty_gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, ends: Tensor, biases: bool, *args: Any
+) -> list[Tensor]:
+    from .gradient import Training, leaves_of
+
+    leaves = leaves_of(Training.of(*args), biases)
+    qkv = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in leaves[:3]]
+    return qkv + [x.new_empty(x.shape) for x in leaves[3:]]
