@@ -1,7 +1,7 @@
 """What a rule reads when it is evaluated, so that a result of it is used again only where it would be the same.
 
-A rule's tensors change in place (`lengths += 1`, a buffer that `load_state_dict` fills, memory shared with NumPy), and a
-function reads tensors and numbers through closures, globals and attributes. Versions of tensors do not tell of all
+A rule's tensors change in place (`lengths += 1`, a buffer that `load_state_dict` fills, memory shared with NumPy), and
+a function reads tensors and numbers through closures, globals and attributes. Versions of tensors do not tell of all
 that, so the numbers themselves are compared.
 """
 

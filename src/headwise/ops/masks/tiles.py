@@ -50,9 +50,7 @@ def tile_map(rule: Rule, T: int, S: int) -> TileMap:
         before, made = reads.copied(), _built(rule, T, S)
     maps.pop((T, S), None)
     again = reads_of(rule, T, S)
-    if again.is_at(reads) and again.equals(
-        before
-    ):  # else the rule makes what it reads, and nothing tells if it changes
+    if again.is_at(reads) and again.equals(before):  # else the rule makes what it reads, and no one sees it change
         maps[T, S] = before, made
     for old in list(maps)[:-KEPT]:  # which another thread may have dropped
         maps.pop(old, None)
