@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
 import torch
@@ -22,7 +23,7 @@ Cell = Callable[[int, int, int, int], bool]
 Added = Callable[[int, int, int, int], float]
 
 
-@dataclass
+@dataclass(eq=False)
 class Expression:
     """A mask, what it means, and how it is written."""
 
@@ -31,6 +32,7 @@ class Expression:
     text: str
     adds: list[Added] = field(default_factory=list)
 
+    @cache  # noqa: B019  # as long as the test
     def dense(self, n: Sizes) -> Tensor:
         """bool (B, H, T, S), by the meaning alone."""
         cells = [self.sees(*cell) for cell in product(range(n.B), range(n.H), range(n.T), range(n.S))]
@@ -40,6 +42,12 @@ class Expression:
         """float64 (B, H, T, S): the biases, -inf where nothing may be attended."""
         cells = [sum(f(*cell) for f in self.adds) for cell in product(range(n.B), range(n.H), range(n.T), range(n.S))]
         return torch.tensor(cells, dtype=torch.float64).view(n.B, n.H, n.T, n.S).masked_fill(~self.dense(n), -torch.inf)
+
+
+LEAVES = (
+    *("window", "window", "window", "keep", "keep", "none", "none"),
+    *("causal", "prefix", "lengths", "segments", "dilated", "blocks", "rule", "all"),
+)
 
 
 class Drawn:
@@ -65,11 +73,11 @@ class Drawn:
         return shifts, lambda b: int(values[b]), f"offset={values}"
 
     def leaf(self) -> Expression:
-        name = self.make.choice([
-            "causal", "window", "window", "window", "prefix", "lengths", "segments", "dilated", "blocks", "keep",
-            "keep", "rule", "all", "none",
-        ])  # fmt: skip
+        """One rule, or what is left out by one."""
+        name = self.make.choice(LEAVES)
         built: Expression = getattr(self, f"_{name}")()
+        if self.make.random() < 0.25:
+            return Expression(~built.mask, lambda *cell: not built.sees(*cell), f"~{built.text}")
         return built
 
     def _causal(self) -> Expression:
@@ -79,7 +87,7 @@ class Drawn:
     def _window(self) -> Expression:
         offset, shift, text = self.offset()
         left = self.make.choice([None, 1, 2, 3, 5])
-        right = self.make.choice([None, 0, 0, 1, 3])
+        right = self.make.choice([None, None, 0, 0, 1, 3])
         first = self.make.choice([0, 0, 1, 3])
         mask = headwise.window(left, right, offset=offset, first=first)
 
@@ -129,10 +137,8 @@ class Drawn:
         """Rows that are all True, all False or mixed, on any of the axes."""
         n = self.n
         sizes = [self.make.choice([1, size]) for size in (n.B, n.H, n.T, n.S)]
-        x = torch.tensor([
-            [self.make.choice(row) for _ in range(sizes[3])]
-            for row in (self.make.choice([(True,), (False,), (True, False)]) for _ in range(torch.Size(sizes[:3]).numel()))
-        ]).view(sizes)  # fmt: skip
+        rows = [self.make.choice([(True,), (False,), (True, False)]) for _ in range(torch.Size(sizes[:3]).numel())]
+        x = torch.tensor([[self.make.choice(row) for _ in range(sizes[3])] for row in rows]).view(sizes)
         cells = x.expand(n.B, n.H, n.T, n.S).tolist()
         return Expression(headwise.keep(x), lambda b, h, i, j: bool(cells[b][h][i][j]), f"keep({tuple(sizes)})")
 
@@ -164,7 +170,7 @@ class Drawn:
 
     def biased(self, depth: int) -> Expression:
         """The same, often with biases beside them."""
-        whole = self.restricting(depth)
+        whole = self.restricting(self.make.randint(0, depth))
         for name in ("bias", "alibi", "relative"):
             if self.make.random() < 0.2:
                 mask, sees, adds = getattr(self, f"_with_{name}")()

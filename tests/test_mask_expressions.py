@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-from backends import BEST, attend
-from draw import drawn
+from backends import attend
 from loops import inside
 from mask_cases import Sizes
 from mask_expressions import Drawn, Expression
@@ -27,7 +26,7 @@ SHAPES = (
     Sizes(2, 6, 1, 2, 5, 8, 8),
     Sizes(2, 2, 1, 4, 4, 8, 8),
 )
-SEEDS = range(60)
+SEEDS = range(160)
 
 
 def _dense(mask: Mask, n: Sizes) -> Tensor:
@@ -35,12 +34,12 @@ def _dense(mask: Mask, n: Sizes) -> Tensor:
     return torch.ones(n.B, n.H, n.T, n.S, dtype=torch.bool) if allowed is None else allowed.expand(n.B, n.H, n.T, n.S)
 
 
-def _check_questions(drawn: Expression, n: Sizes, seed: int) -> None:
+def _check_questions(asked: Expression, n: Sizes, seed: int) -> None:
     """What a mask answers about itself."""
-    mask, wanted, make = drawn.mask.sized(n.B, n.H), drawn.dense(n), random.Random(seed)
+    mask, wanted, make = asked.mask.sized(n.B, n.H), asked.dense(n), random.Random(seed)
     assert torch.equal(_dense(mask, n), wanted), "allowed"
     b, h = make.randrange(n.B), make.randrange(n.H)
-    if not drawn.adds:
+    if not asked.adds:
         picture = "\n".join(" ".join("■" if cell else "·" for cell in row) for row in wanted[b, h].tolist())
         assert mask.draw(n.T, n.S, batch=b, head=h) == picture, "draw"
     assert torch.equal(_dense(mask.trimmed(n.T, n.S), n), wanted), "trimmed"
@@ -66,9 +65,9 @@ def _check_questions(drawn: Expression, n: Sizes, seed: int) -> None:
             assert torch.equal(alone, _dense(Mask((part,)), n)), "map"
 
 
-def _check_parts(drawn: Expression, n: Sizes, seed: int) -> None:
+def _check_parts(asked: Expression, n: Sizes, seed: int) -> None:
     """What a mask says of some of its queries, keys, heads and rows of the batch."""
-    mask, wanted, make = drawn.mask.sized(n.B, n.H), drawn.dense(n), random.Random(seed)
+    mask, wanted, make = asked.mask.sized(n.B, n.H), asked.dense(n), random.Random(seed)
     rows, cols, heads, batch = (
         sorted(make.sample(range(size + 1), 2)) if size else [0, 0] for size in (n.T, n.S, n.H, n.B)
     )
@@ -90,17 +89,17 @@ def _check_parts(drawn: Expression, n: Sizes, seed: int) -> None:
     assert hidden is None or not (wanted.any(1) & ~hidden.expand(wanted.shape).any(1)).any(), "forbids"
 
 
-def _check_attention(backend: str, drawn: Expression, n: Sizes) -> None:
+def _check_attention(backend: str, asked: Expression, n: Sizes) -> None:
     """The weights that a kernel gives, by values that are the unit vectors of the keys; few rows and many."""
     query, key, _ = make_qkv(n.B, n.H, n.K, n.T, n.S, n.D, n.V)
     value = torch.eye(n.S).expand(n.B, n.K, n.S, n.S)
-    scores = query.double() @ key.double().repeat_interleave(n.H // n.K, 1).mT * n.D**-0.5 + drawn.added(n)
+    scores = query.double() @ key.double().repeat_interleave(n.H // n.K, 1).mT * n.D**-0.5 + asked.added(n)
     weights = scores.softmax(-1).nan_to_num(0.0)
-    for mask in (drawn.mask, keep(drawn.dense(n)) & drawn.mask):
+    for mask in (asked.mask, keep(asked.dense(n)) & asked.mask):
         out = attend(backend, query, key, value, mask=mask) if backend else attention(query, key, value, mask=mask)
         torch.testing.assert_close(out.double(), weights, rtol=0, atol=2e-6)
-    statistics = headwise.statistics(query, key, mask=drawn.mask)
-    assert torch.equal(statistics.keys, drawn.dense(n).sum(-1)), "keys"
+    statistics = headwise.statistics(query, key, mask=asked.mask)
+    assert torch.equal(statistics.keys, asked.dense(n).sum(-1)), "keys"
     torch.testing.assert_close(statistics.largest.double(), weights.amax(-1), rtol=0, atol=2e-6)
 
 
