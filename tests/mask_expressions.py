@@ -54,7 +54,7 @@ class Drawn:
     """Expressions for one shape, from a seed."""
 
     def __init__(self, seed: int, n: Sizes) -> None:
-        self.make, self.n = random.Random(seed), n
+        self.make, self.n = random.Random(f"{seed} {n}"), n
 
     def numbers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.tensor([self.make.randint(low, high) for _ in range(torch.Size(shape).numel())]).view(shape)
@@ -87,7 +87,7 @@ class Drawn:
     def _window(self) -> Expression:
         offset, shift, text = self.offset()
         left = self.make.choice([None, 1, 2, 3, 5])
-        right = self.make.choice([None, None, 0, 0, 1, 3])
+        right = self.make.choice([None, None, None, 0, 0, 1, 3])
         first = self.make.choice([0, 0, 1, 3])
         mask = headwise.window(left, right, offset=offset, first=first)
 
@@ -156,13 +156,13 @@ class Drawn:
     def restricting(self, depth: int) -> Expression:
         """Rules joined by &, | and ~."""
         what = self.make.random()
-        if depth == 0 or what < 0.2:
+        if depth == 0 or what < 0.1:
             return self.leaf()
         one = self.restricting(depth - 1)
-        if what < 0.35:
+        if what < 0.25:
             return Expression(~one.mask, lambda *cell: not one.sees(*cell), f"~{one.text}")
-        other = self.restricting(depth - 1)
-        if what < 0.7:
+        other = self._none() if self.make.random() < 0.15 else self.restricting(depth - 1)
+        if what < 0.6:
             both = one.mask & other.mask
             return Expression(both, lambda *cell: one.sees(*cell) and other.sees(*cell), f"({one.text} & {other.text})")
         either = one.mask | other.mask
