@@ -32,8 +32,7 @@ def install() -> None:
     """Fills the memory of all caches that this process makes from here on."""
     from headwise.cache import store
 
-    if store.reserve.__name__ != _reserve.__name__:
-        store.reserve = _reserve
+    vars(store)["reserve"] = _reserve
 
 
 def _reserve(*arguments: Any) -> Tensor:

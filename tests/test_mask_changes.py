@@ -67,24 +67,24 @@ class Held(nn.Module):
         self.x: Tensor
 
 
-def _by_item(held: Held, new: Tensor) -> None:
+def _by_item(module: Held, new: Tensor) -> None:
     for n in range(len(new)):
-        held.x[n] = new[n]
+        module.x[n] = new[n]
 
 
-def _shared(held: Held, new: Tensor) -> None:
-    np.copyto(held.x.numpy(), new.numpy())
+def _shared(module: Held, new: Tensor) -> None:
+    np.copyto(module.x.numpy(), new.numpy())
 
 
-def _other_memory(held: Held, new: Tensor) -> None:
-    held.x.data = new.clone()
+def _other_memory(module: Held, new: Tensor) -> None:
+    module.x.data = new.clone()
 
 
 CHANGES: dict[str, Callable[[Held, Tensor], Any]] = {
-    "copy_": lambda held, new: held.x.copy_(new),
+    "copy_": lambda module, new: module.x.copy_(new),
     "index assignment": _by_item,
-    "load_state_dict": lambda held, new: held.load_state_dict({"x": new}),
-    "data": lambda held, new: held.x.data.copy_(new),
+    "load_state_dict": lambda module, new: module.load_state_dict({"x": new}),
+    "data": lambda module, new: module.x.data.copy_(new),
     "NumPy": _shared,
     "other memory": _other_memory,
 }
@@ -124,10 +124,10 @@ def test_a_mask_used_again_means_what_its_tensors_hold(kind: str, met: tuple[str
     if way == "other memory" and "segments" in kind:
         return  # the mask has a view of the memory that was there
     first, later, make = KINDS[kind]
-    held, run = Held(first), PATHS[path]
-    mask = make(held.x)
+    module, run = Held(first), PATHS[path]
+    mask = make(module.x)
     before = run(mask)
-    CHANGES[way](held, later)
+    CHANGES[way](module, later)
     after = run(mask)
     _same(after, run(make(later.clone())))
     with pytest.raises(AssertionError):
@@ -196,7 +196,7 @@ def test_a_function_used_again_means_what_it_reads(reader: str, change: Callable
 
 
 def test_what_is_unchanged_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where tensors were written with what they held; not where a function makes what it reads."""
+    """Also where tensors were written with what they already contained; not where a function makes what it reads."""
     built: list[int] = []
     monkeypatch.setattr(tiles, "_built", lambda *args: built.append(1) or original(*args))
     config = Config(_ids(60))
@@ -216,15 +216,15 @@ def test_what_is_unchanged_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_to_be_kept_is_evaluated_once() -> None:
-    config, asked = Config(_ids(60)), []
-    mask = rule(lambda b, h, i, j: asked.append(1) or config.ids[i] == config.ids[j], keep=True)
+    config, calls = Config(_ids(60)), []
+    mask = rule(lambda b, h, i, j: calls.append(1) or config.ids[i] == config.ids[j], keep=True)
     before = attention(Q, KEY, V, mask=mask)
     config.ids.copy_(_ids(25))
     _same(attention(Q, KEY, V, mask=mask), before)
-    assert asked == [1]
+    assert calls == [1]
     part = mask.part((0, T), (0, S), T, S)
     _same(attention(Q, KEY, V, mask=part), attention(Q, KEY, V, mask=part))
-    assert asked == [1, 1]
+    assert calls == [1, 1]
     with pytest.raises(TypeError, match="keep"):
         rule(lambda b, h, i, j: i >= j, keep="yes")  # type: ignore[arg-type]
 

@@ -34,12 +34,12 @@ def _dense(mask: Mask, n: Sizes) -> Tensor:
     return torch.ones(n.B, n.H, n.T, n.S, dtype=torch.bool) if allowed is None else allowed.expand(n.B, n.H, n.T, n.S)
 
 
-def _check_questions(asked: Expression, n: Sizes, seed: int) -> None:
+def _check_questions(made: Expression, n: Sizes, seed: int) -> None:
     """What a mask answers about itself."""
-    mask, wanted, make = asked.mask.sized(n.B, n.H), asked.dense(n), random.Random(seed)
+    mask, wanted, make = made.mask.sized(n.B, n.H), made.dense(n), random.Random(seed)
     assert torch.equal(_dense(mask, n), wanted), "allowed"
     b, h = make.randrange(n.B), make.randrange(n.H)
-    if not asked.adds:
+    if not made.adds:
         picture = "\n".join(" ".join("■" if cell else "·" for cell in row) for row in wanted[b, h].tolist())
         assert mask.draw(n.T, n.S, batch=b, head=h) == picture, "draw"
     assert torch.equal(_dense(mask.trimmed(n.T, n.S), n), wanted), "trimmed"
@@ -65,9 +65,9 @@ def _check_questions(asked: Expression, n: Sizes, seed: int) -> None:
             assert torch.equal(alone, _dense(Mask((part,)), n)), "map"
 
 
-def _check_parts(asked: Expression, n: Sizes, seed: int) -> None:
+def _check_parts(made: Expression, n: Sizes, seed: int) -> None:
     """What a mask says of some of its queries, keys, heads and rows of the batch."""
-    mask, wanted, make = asked.mask.sized(n.B, n.H), asked.dense(n), random.Random(seed)
+    mask, wanted, make = made.mask.sized(n.B, n.H), made.dense(n), random.Random(seed)
     rows, cols, heads, batch = (
         sorted(make.sample(range(size + 1), 2)) if size else [0, 0] for size in (n.T, n.S, n.H, n.B)
     )
@@ -89,17 +89,17 @@ def _check_parts(asked: Expression, n: Sizes, seed: int) -> None:
     assert hidden is None or not (wanted.any(1) & ~hidden.expand(wanted.shape).any(1)).any(), "forbids"
 
 
-def _check_attention(backend: str, asked: Expression, n: Sizes) -> None:
+def _check_attention(backend: str, made: Expression, n: Sizes) -> None:
     """The weights that a kernel gives, by values that are the unit vectors of the keys; few rows and many."""
     query, key, _ = make_qkv(n.B, n.H, n.K, n.T, n.S, n.D, n.V)
     value = torch.eye(n.S).expand(n.B, n.K, n.S, n.S)
-    scores = query.double() @ key.double().repeat_interleave(n.H // n.K, 1).mT * n.D**-0.5 + asked.added(n)
+    scores = query.double() @ key.double().repeat_interleave(n.H // n.K, 1).mT * n.D**-0.5 + made.added(n)
     weights = scores.softmax(-1).nan_to_num(0.0)
-    for mask in (asked.mask, keep(asked.dense(n)) & asked.mask):
+    for mask in (made.mask, keep(made.dense(n)) & made.mask):
         out = attend(backend, query, key, value, mask=mask) if backend else attention(query, key, value, mask=mask)
         torch.testing.assert_close(out.double(), weights, rtol=0, atol=2e-6)
-    statistics = headwise.statistics(query, key, mask=asked.mask)
-    assert torch.equal(statistics.keys, asked.dense(n).sum(-1)), "keys"
+    statistics = headwise.statistics(query, key, mask=made.mask)
+    assert torch.equal(statistics.keys, made.dense(n).sum(-1)), "keys"
     torch.testing.assert_close(statistics.largest.double(), weights.amax(-1), rtol=0, atol=2e-6)
 
 

@@ -53,7 +53,7 @@ class _Joined(Rule):
         if all(a is b for a, b in zip(rules, self.rules, strict=True)):
             return self
         known = self.__dict__.setdefault("_sized", {})  # one for all calls of a size, for its map of tiles
-        return known.setdefault((B, H), type(self)(rules))  # type: ignore[no-any-return]
+        return known.setdefault((B, H), type(self)(rules))
 
     @property
     @override

@@ -40,7 +40,7 @@ def tile_map(rule: Rule, T: int, S: int) -> TileMap:
     tensor([[2, 3, 0],
             [1, 4, 5]])
     """
-    if not T or not S:
+    if 0 in (T, S):
         return _built(rule, T, S)
     maps: dict[tuple[int, int], tuple[Reads, TileMap]] = rule.__dict__.setdefault("_maps", {})
     reads, kept = reads_of(rule, T, S), maps.get((T, S))
