@@ -31,6 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and subp
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait would take the other test process's core
 
 import checker
+import dirty_memory
 import draw
 import pytest
 import torch
@@ -77,6 +78,12 @@ seed_all = torch.manual_seed if torch.cuda.is_available() else torch.default_gen
 def seed() -> None:
     """Every test starts from the same random state, whatever ran before it and in whichever process."""
     seed_all(20)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def memory_of_caches() -> None:
+    """No cache gets memory of zeros by luck."""
+    dirty_memory.install()
 
 
 @pytest.fixture

@@ -129,9 +129,11 @@ def renew() -> None:
 def _serve(rank: int, world: int, store: str, timeout: float, pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    import dirty_memory
     import torch
     import torch.distributed as dist
 
+    dirty_memory.install()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)

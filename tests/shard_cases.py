@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any, NamedTuple
 
+import dirty_memory
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -127,6 +128,37 @@ def run(case: Case, sharded: bool) -> list[Tensor]:
             cache.truncate([make.randint(n // 2, n) for n in cache.lengths])
     step(1, None, "right")
     return outs
+
+
+def ragged(kind: type[KVCache], dtype: torch.dtype, sharded: bool) -> list[Tensor]:
+    """What rows of unlike lengths give beside columns that were never written: many queries, then one."""
+    make = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(2, 2, 129, 8, generator=make) for _ in range(3))
+    options: dict[str, Any] = {"dtype": dtype}
+    sizes: tuple[Any, ...] = (2, 2, 8)
+    if kind is PagedCache:
+        options, sizes = {}, (PagePool(40, 2, 8, dtype=dtype), 2)
+    elif kind is RollingCache:
+        options["window"] = 2
+    else:
+        options["capacity"] = 150
+    cache = ShardedCache(kind, *sizes, block=3, **options) if sharded else kind(*sizes, **options)
+    query, key, value = (x.to(dtype if dtype.is_floating_point else torch.float32) for x in (query, key, value))
+    outs = []
+    with torch.no_grad():
+        for part, lengths in ((slice(0, 128), [117, 4]), (slice(128, 129), None)):
+            cache.append(key[:, :, part], value[:, :, part], lengths=lengths)
+            outs += headwise.attention(query[:, :, part], cache, return_lse=True)
+    return outs
+
+
+def reads_what_was_never_written(kind: type[KVCache], dtype: torch.dtype, sharded: bool = True) -> bool:
+    """Whether results depend on what a cache's memory held before it was the cache's."""
+    with dirty_memory.clean():
+        expected = ragged(kind, dtype, sharded)
+    return not all(map(torch.equal, ragged(kind, dtype, sharded), expected)) or any(
+        bool(x.isnan().any()) for x in expected
+    )
 
 
 def drawn_options(make: random.Random, case: Case, H: int) -> tuple[Any, dict[str, Any]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import headwise
 from headwise.ops.masks import tiles
+from headwise.ops.masks.reads import Reads
 from headwise.ops.masks.rules import Band
 from headwise.ops.masks.tiles import ALL, BITS, SIDE, TileMap, tile_map, unpacked
 
@@ -55,18 +56,20 @@ def test_what_is_full_or_empty_needs_no_bits(monkeypatch: pytest.MonkeyPatch) ->
     assert BITS not in tile_map(all_of_it, T, S).index
 
 
-def test_a_map_is_made_once_for_a_size() -> None:
-    calls = []
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_map_is_made_once_for_a_size(keep: bool) -> None:
+    pairs = []
 
     def every_third(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        calls.append(1)
+        pairs.append(i.numel() * j.numel())
         return (i + j) % 3 == 0
 
-    mask = headwise.rule(every_third)
+    mask = headwise.rule(every_third, keep=keep)
     for _ in range(3):
         [rule] = mask.sized(2, 3).parts
         tile_map(rule, 70, 80)
-    assert len(calls) == 1
+    assert [n for n in pairs if n > 1] == [70 * 80], "evaluated once"
+    assert len(pairs) == (1 if keep else 5), "asked about one pair a call, and twice when the map is made"
     for S in range(80, 90):
         tile_map(rule, 70, S)
     assert len(rule.__dict__["_maps"]) == tiles.KEPT
@@ -85,10 +88,10 @@ def test_a_map_that_was_made_in_inference_mode_serves_training() -> None:
 
 
 def test_a_map_that_another_thread_drops_at_once_is_still_given() -> None:
-    class Dropped(dict[tuple[int, int], TileMap]):
+    class Dropped(dict[tuple[int, int], tuple[Reads, TileMap]]):
         """Other sizes of the rule, asked for elsewhere, push out what was kept just now."""
 
-        def __setitem__(self, size: tuple[int, int], made: TileMap) -> None:
+        def __setitem__(self, size: tuple[int, int], made: tuple[Reads, TileMap]) -> None:
             super().__setitem__(size, made)
             self.clear()
 

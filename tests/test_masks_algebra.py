@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import headwise
 from headwise import Mask, bias, causal, keep, look, prefix, rule, segments, statistics, weights, window
 from headwise.cache import StaticCache
 from headwise.ops.masks import Band, Rule
+from headwise.parallel.options import mask_text
 from headwise.testing import assert_close_like_torch, assert_same_bits, make_qkv, naive, oracle
 
 ALL, NONE = Mask(()), ~Mask(())
@@ -131,6 +133,51 @@ OWN = {
     "a function": rule(_random),
     "documents and a prefix": (causal() & rule(lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j])) | prefix(5),
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Every(Rule):
+    """Query i sees the keys j with i + j divisible by a number."""
+
+    step: Tensor
+
+    def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
+        return (i + j) % self.step == 0
+
+
+class _Module(torch.nn.Module):
+    def forward(self, x: Tensor, mask: Mask) -> Tensor:
+        return headwise.attention(x, x, x, mask=mask)
+
+
+@pytest.mark.unchecked
+def test_every_function_takes_a_rule_of_ones_own() -> None:
+    """Those of the mask, of its joins, and those that look into its tensors."""
+    own = Mask((Every(torch.tensor(3)),))
+    plain = keep((torch.arange(7)[:, None] + torch.arange(7)) % 3 == 0)
+    q = torch.randn(2, 2, 7, 8)
+    for ours, theirs in (
+        (own, plain),
+        (own & headwise.lengths(torch.tensor([5, 7])), plain & headwise.lengths(torch.tensor([5, 7]))),
+        (~own | causal(), ~plain | causal()),
+    ):
+        assert ours.draw(7, 7, batch=1) == theirs.draw(7, 7, batch=1)
+        assert torch.equal(ours.dense(7, 7), theirs.dense(7, 7))
+        assert torch.equal(ours.tiles(7, 7, tile_q=2, tile_k=3), theirs.tiles(7, 7, tile_q=2, tile_k=3))
+        assert ours.reach(0, 3, 7, 7) == (0, 7) or not ours.parts[1:]
+        assert ours.trimmed(7, 7).meets((0, 7), (0, 7), 7, 7)
+        assert {x.device.type for x in pytree.tree_leaves(ours.to("meta"))} == {"meta"}
+        expected = headwise.attention(q, q, q, mask=theirs)
+        assert_same_bits(headwise.attention(q, q, q, mask=ours), expected)
+        assert torch.equal(headwise.weights(q, q, mask=ours), headwise.weights(q, q, mask=theirs))
+        assert torch.equal(headwise.top_keys(q, q, 2, mask=ours).keys, headwise.top_keys(q, q, 2, mask=theirs).keys)
+        assert_same_bits(headwise.statistics(q, q, mask=ours).entropy, headwise.statistics(q, q, mask=theirs).entropy)
+        assert headwise.explain(q, q, q, mask=ours).backend == headwise.explain(q, q, q, mask=theirs).backend
+        assert mask_text(ours) != mask_text(~ours) and mask_text(ours) == mask_text(ours.to("cpu"))
+    exported = torch.export.export(_Module(), (q, own)).module()
+    torch.testing.assert_close(exported(q, own), headwise.attention(q, q, q, mask=plain), rtol=0, atol=1e-6)
+    more = Mask((Every(torch.tensor(2)),))
+    torch.testing.assert_close(exported(q, more), headwise.attention(q, q, q, mask=more), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OWN)

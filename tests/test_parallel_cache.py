@@ -9,6 +9,7 @@ import shard_cases
 import torch
 from shard_cases import Case
 
+from headwise.cache import KVCache
 from headwise.parallel.deal import Deal
 
 pytestmark = pytest.mark.unchecked
@@ -36,6 +37,14 @@ def test_drawn_schedules_give_what_one_cache_gives(world: int, own: bool) -> Non
                     wrong.append((case, rank, far))
                     break
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("kind", shard_cases.KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_memory_that_was_never_written_is_not_read(kind: type[KVCache], dtype: torch.dtype) -> None:
+    """Rows of unlike lengths leave columns without a token: masked, whatever lies there."""
+    assert not shard_cases.reads_what_was_never_written(kind, dtype, sharded=False)
+    assert ranks.pool(2).run(shard_cases.reads_what_was_never_written, kind, dtype) == [False, False]
 
 
 @pytest.mark.parametrize(("ranks_", "block"), [(1, 1), (2, 1), (3, 5), (4, 128)])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import mask_cases
 import pytest
 import torch
 
@@ -363,3 +364,19 @@ def test_messages_one_after_another() -> None:
         assert links.messages(call, "gather", ranks) == gather
         assert links.messages(call, "ulysses", ranks) == there and links.messages(call, "pass_q", ranks) == back
         assert links.messages(halo, "ring", ranks) == min(ranks - 1, 2 if ranks == 8 else 1)
+
+
+@pytest.mark.parametrize("name", mask_cases.MASKS)
+def test_every_mask_has_a_price(name: str) -> None:
+    """Also where a tensor places each row of the batch: then it is that of a mask that contains it."""
+    for n in (mask_cases.SHORT, mask_cases.SQUARE):
+        query, key = (torch.empty(n.B, heads, length, n.D, device="meta") for heads, length in ((n.H, n.T), (n.K, n.S)))
+        assert explain(query, key, key, ranks=2, mask=mask_cases.MASKS[name](n).mask).costs
+
+
+def test_offsets_at_the_end_cost_what_none_cost() -> None:
+    query = torch.empty(2, 4, 64, 8, device="meta")
+    for make in (lambda at: window(4, offset=at), lambda at: causal() & blocks(8, offset=at)):
+        offsets = (None, torch.tensor([0, 0]), torch.tensor([3, 5]), torch.tensor([0, 0], device="meta"))
+        whole, same, apart, unknown = (explain(query, query, query, ranks=2, mask=make(x)).costs for x in offsets)
+        assert same == whole and unknown == apart and min(x.bytes for x in apart) > min(x.bytes for x in whole)

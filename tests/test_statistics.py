@@ -304,3 +304,35 @@ def test_the_memory_test_sees_a_matrix() -> None:
     runs = [bench.peak_bytes(lambda q, k: torch.softmax(q @ k.mT, -1), n) for n in lengths]
     assert bench.slope(lengths, [peak for peak, _ in runs]) > 1.9
     assert all(largest >= n * n * 4 for n, (_, largest) in zip(lengths, runs, strict=True))
+
+
+@inside("learning", ["query", "key", "value", "sinks", "bias", "all"])
+def test_the_output_has_the_gradient_of_attention(learning: str) -> None:
+    """The statistics have none, and are those that are measured without one."""
+    n = SQUARE
+    query, key = inputs(n)
+    tensors = {
+        "query": query,
+        "key": key,
+        "value": torch.randn(n.B, n.K, n.S, n.V),
+        "sinks": torch.randn(n.H),
+        "bias": torch.randn(n.H, n.T, n.S),
+    }
+    leaves = {name: x.clone().requires_grad_(learning in (name, "all")) for name, x in tensors.items()}
+    q, k, v = leaves["query"], leaves["key"], leaves["value"]
+    scoring = {"mask": headwise.causal() & headwise.bias(leaves["bias"]), "sinks": leaves["sinks"], "softcap": 3.0}
+    out, rows = attention_statistics(q, k, v, offsets=OFFSETS, **scoring)  # type: ignore[arg-type]
+    wanted = headwise.attention(q, k, v, **scoring)  # type: ignore[arg-type]
+    assert_same_bits(out, wanted)
+    learned = [x for x in leaves.values() if x.requires_grad]
+    weight = torch.randn(out.shape)
+    for ours, theirs in zip(*(torch.autograd.grad(x, learned, weight) for x in (out, wanted)), strict=True):
+        assert_same_bits(ours, theirs)
+    with torch.no_grad():
+        expected = attention_statistics(q, k, v, offsets=OFFSETS, **scoring)  # type: ignore[arg-type]
+    assert not expected[0].requires_grad
+    torch.testing.assert_close(out.detach(), expected[0], rtol=0, atol=2e-6)
+    for name, x in vars(rows).items():
+        if isinstance(x, torch.Tensor):
+            assert not x.requires_grad
+            torch.testing.assert_close(x, vars(expected[1])[name], rtol=0, atol=2e-6, equal_nan=True)

@@ -65,8 +65,9 @@ void Tensors::poison(const Case& k) {
   const naive::Call& c = k.call;
   for (int64_t row = 0; row < c.B * c.K * c.S && k.bytes; ++row) {
     if (attended_by_any(c, row)) continue;
-    if (!k.key_scale.aliased()) write(*key_scale, row, row % 2 == 0 ? NAN : HUGE_VAL);
-    if (!k.value_scale.aliased()) write(*value_scale, row, row % 2 == 0 ? -HUGE_VAL : NAN);
+    const double bad[] = {NAN, HUGE_VAL, 3e38, -HUGE_VAL};  // 3e38 is finite, its product with an int8 is not
+    if (!k.key_scale.aliased()) write(*key_scale, row, bad[row % 4]);
+    if (!k.value_scale.aliased()) write(*value_scale, row, bad[(row + 3) % 4]);
     for (int64_t d = 0; d < c.D && !k.key.aliased(); ++d) write(*key, row * c.D + d, -128);
     for (int64_t d = 0; d < c.V && !k.value.aliased(); ++d) write(*value, row * c.V + d, 127);
   }

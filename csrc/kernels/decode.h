@@ -64,7 +64,11 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     const Following::Place next = here.j < reach.to ? here : following.first(call, {b, kv_head, j0});
     const Problem& then = next_pages.tile(next.b, next.j);
     [[maybe_unused]] const typename Ahead<Read>::Tile next_tile(then.key, next.b, next.kv_head, next.j, p.D);
-    if constexpr (Read::kScaled) load_key_scales(p.key_scale, b, kv_head, j0, n, bad.from(0), scales);
+    if constexpr (Read::kScaled) {
+      load_key_scales(p.key_scale, b, kv_head, j0, n, bad.from(0), scales);
+      finite = careful || scales_are_tame(scales, n);
+      if (!finite) return;
+    }
     const int64_t padded_n = round_up(n, W);
     const Cells cells = {padded_n, R, Read::kTile};
     tile_scores<ScoreLayout<Read::kTile, 1>>(p, b, *s.rows, span, bad.from(0), s.scores, cells, nullptr, [&] {
@@ -82,6 +86,8 @@ static inline bool decode_pass(const Problem& call, int64_t b, int64_t kv_head, 
     if (p.dropout > 0.0f) drop_tile<Read::kTile, 1>(p, b, *s.rows, j0, n, s.scores);
     if constexpr (Read::kScaled) {
       load_key_scales(p.value_scale, b, kv_head, j0, n, bad.from(0), scales);
+      finite = careful || scales_are_tame(scales, n);
+      if (!finite) return;
       scale_keys<R, Read::kTile>(s.scores, scales, n);
     }
     const KeyRows value = decode_rows(p.value, b, kv_head, j0, n, p.V, bad, s.value_copy, Read::kStep);

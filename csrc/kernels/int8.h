@@ -13,6 +13,36 @@ HW_INLINE float scale_at(const Tensor4& scale, int64_t b, int64_t kv_head, int64
 
 HW_INLINE bool is_number(float x) { return x - x == 0.0f; }
 
+// No int8 times a scale of at most this size overflows. A NaN is beyond it, too.
+constexpr float kTameScale = 0x1.fffffep+127f / 128.0f;
+
+HW_INLINE bool is_tame(float scale) { return -kTameScale <= scale && scale <= kTameScale; }
+
+// Whether all elements of the token j are finite: data times scale, `width` of them.
+static inline bool token_is_finite(const Tensor4& data, const Tensor4& scale, int64_t b, int64_t kv_head, int64_t j,
+                                   int64_t width) {
+  const float factor = scale_at(scale, b, kv_head, j);
+  if (is_tame(factor)) return true;
+  const auto* row = reinterpret_cast<const int8_t*>(at(data, b, kv_head, j));
+  int peak = 0;
+  for (int64_t i = 0; i < width; ++i) {
+    const int x = row[i * data.stride[3]], size = x < 0 ? -x : x;
+    peak = size > peak ? size : peak;
+  }
+  return is_number(static_cast<float>(peak) * factor);
+}
+
+// Whether the scales of n keys, as `load_key_scales` wrote them, leave every element finite.
+static inline bool scales_are_tame(const float* scales, int n) {
+  F peak = zero(), sum = zero();  // a NaN shows in the sum, which a maximum may hide
+  for (int j = 0; j < n; j += W) {
+    const F x = abs(load(scales + j));
+    peak = max(peak, x), sum = add(sum, x);
+  }
+  const float total = reduce_add(sum);
+  return is_tame(reduce_max(peak)) && total == total;
+}
+
 // Multiplies the rows of n keys by their scales. A scale that is NaN or Inf counts as 0. Rows are padded to vectors.
 static inline void scale_rows(float* copy, int64_t pitch, const Tensor4& scale, int64_t b, int64_t kv_head, int64_t j0,
                               int n, int64_t width) {

@@ -58,11 +58,11 @@ struct BadKeys {
 
   // For the keys j0 <= j < j0 + n.
   void find(const Problem& p, int64_t b, int64_t kv_head, int64_t j0, int n) {
-    if (p.bytes()) {  // an int8 is finite; a scale need not be
+    if (p.bytes()) {  // an int8 is finite; its product with a scale need not be
       any = false;
       for (int j = 0; j < n; ++j) {
-        is[j] = !is_number(scale_at(p.key_scale, b, kv_head, j0 + j)) ||
-                !is_number(scale_at(p.value_scale, b, kv_head, j0 + j));
+        is[j] = !token_is_finite(p.key, p.key_scale, b, kv_head, j0 + j, p.D) ||
+                !token_is_finite(p.value, p.value_scale, b, kv_head, j0 + j, p.V);
         any |= is[j];
       }
       return;

@@ -31,7 +31,8 @@ def function_mask(function: MaskFunction, frame: Frame, *, use_vmap: bool = Fals
     ■ ■ · · ·
     ■ ■ ■ · ·
     """
-    mask = rule(_in_frame(_of_pairs(function) if use_vmap else function, frame)).sized(frame.B, 1)
+    # The mask lives as long as one forward: transformers' own is evaluated once for all its layers, too.
+    mask = rule(_in_frame(_of_pairs(function) if use_vmap else function, frame), keep=True).sized(frame.B, 1)
     reason = _why_not(mask, frame)
     if reason is None:
         return mask

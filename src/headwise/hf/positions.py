@@ -19,7 +19,6 @@ from typing_extensions import override
 from ..ops.masks.compose import Mask
 from ..ops.masks.make import relative
 from ..ops.masks.places import RowIndex, index, rank4
-from ..ops.masks.pytrees import register
 from ..ops.masks.rules import Rule
 from ..ops.symbols import without_numbers
 from ..shapes import describe
@@ -28,7 +27,6 @@ from .running import attentions_asked_for
 from .scores import Added
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class ByContent(Rule):
     """Adds by_query[b, h, i, column] + by_key[b, h, j, column]: the column is that of the distance i - j.

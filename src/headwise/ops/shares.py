@@ -43,7 +43,9 @@ _AXES: dict[type[Rule], dict[str, tuple[int | None, int | None]]] = {
 
 
 def share_of_mask(mask: Mask, rows: slice, heads: slice) -> Mask:
-    """The mask for some rows of the batch and some of the heads. It is made once, unless it is to learn.
+    """The mask for some rows of the batch and some of the heads, with views of the tensors of the whole.
+
+    It is made once for as long as these tensors stay in their places, unless it is to learn.
 
     Raises:
         TypeError: a rule with tensors of which it is not known which axis is which.
@@ -55,11 +57,12 @@ def share_of_mask(mask: Mask, rows: slice, heads: slice) -> Mask:
     """
     if mask.learns:
         return Mask(tuple(_share(rule, rows, heads) for rule in mask.parts))
-    known, which = mask.__dict__.setdefault("_shares", {}), (rows.start, rows.stop, heads.start, heads.stop)
-    if which not in known:  # kept, for a mask keeps in turn what a kernel has worked out of it
-        known[which] = Mask(tuple(_share(rule, rows, heads) for rule in mask.parts))
-    share: Mask = known[which]
-    return share
+    which = (rows.start, rows.stop, heads.start, heads.stop)
+    places = [(x.data_ptr(), x.shape, x.stride()) for x in pytree.tree_leaves(mask)]  # a tensor may get other memory
+    known: dict[Any, tuple[Any, Mask]] = mask.__dict__.setdefault("_shares", {})
+    if which not in known or known[which][0] != places:  # kept, for a mask keeps in turn its maps of tiles
+        known[which] = places, Mask(tuple(_share(rule, rows, heads) for rule in mask.parts))
+    return known[which][1]
 
 
 def mapped(mask: Mask, function: Callable[[Tensor], Tensor]) -> Mask:
@@ -79,7 +82,7 @@ def _share(rule: Rule, rows: slice, heads: slice) -> Rule:
     if isinstance(rule, AllOf | AnyOf | Not):
         return type(rule)(tuple(_share(part, rows, heads) for part in rule.rules))
     if isinstance(rule, Function):
-        return Function(_From((rule.of or rule).function, rows.start or 0, heads.start or 0))
+        return Function(_From((rule.of or rule).function, rows.start or 0, heads.start or 0), keep=rule.keep)
     axes = _AXES.get(type(rule))
     if axes is None and any(isinstance(getattr(rule, field.name), Tensor) for field in fields(rule)):
         raise TypeError(

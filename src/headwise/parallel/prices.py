@@ -21,10 +21,10 @@ def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
     rights: list[int] = []
     chunk = None
     for rule in mask.parts:
-        if isinstance(rule, Band) and not rule.kept and rule.offset in (None, S - T):
+        if isinstance(rule, Band) and not rule.kept and _is_at_the_end(rule.offset, T, S):
             lefts += [] if rule.left is None else [rule.left - 1]
             rights += [] if rule.right is None else [rule.right]
-        elif isinstance(rule, Blocks) and rule.offset in (None, S - T):
+        elif isinstance(rule, Blocks) and _is_at_the_end(rule.offset, T, S):
             chunk = rule.size
     left, right = min(lefts, default=None), min(rights, default=None)
     left = max(1, left) if left is not None else None
@@ -35,6 +35,13 @@ def call_of(mask: Mask, T: int, S: int, **sizes: int | None) -> MeshCall:
     if right not in (0, left):
         left = right = None if right is None or left is None else max(left, right)
     return MeshCall(T, S, left=left, right=right, chunk=chunk, **sizes)  # type: ignore[arg-type]
+
+
+def _is_at_the_end(offset: int | Tensor | None, T: int, S: int) -> bool:
+    """Whether the last query stands at the last key, in every row of the batch."""
+    if isinstance(offset, Tensor):
+        return not offset.is_meta and bool((offset == S - T).all())
+    return offset in (None, S - T)
 
 
 def cheapest(job: Job, query: Tensor) -> str:

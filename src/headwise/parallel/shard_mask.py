@@ -11,14 +11,12 @@ from typing_extensions import override
 from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias, keep, lengths
 from ..ops.masks.places import rank4
-from ..ops.masks.pytrees import register
 from ..ops.masks.rules import Bounds, Rule
 from .deal import Deal
 
 CPU = torch.device("cpu")
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Between(Rule):
     """Query i of row b sees the keys low[b, i] <= j < high[b, i]; (B|1, T) each."""

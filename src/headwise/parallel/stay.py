@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from ..plan.places import Stretch
 from ..shapes import compute_dtype
@@ -69,7 +70,10 @@ class Stay(torch.autograd.Function):
             logits = None if sinks is None else sinks.detach()
             whole = layout.forward(here, query, [key] if value is None else [key, value], logits)
         ctx.job, ctx.layout, ctx.n, ctx.casting = job, layout, n, _casting(query.device.type)
-        ctx.save_for_backward(query, key, value, sinks, *whole, *rest)
+        # The backward asks the mask again: those of its tensors that changed in between are refused by autograd.
+        again = [x for x in pytree.tree_leaves(job.mask) if not x.is_inference()]
+        ctx.again = len(again)
+        ctx.save_for_backward(*again, query, key, value, sinks, *whole, *rest)
         ctx.set_materialize_grads(False)
         return whole.out, whole.lse
 
@@ -77,7 +81,7 @@ class Stay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         """The gradients of what `forward` took."""
-        query, key, value, sinks, out, lse, ends, *rest = ctx.saved_tensors
+        query, key, value, sinks, out, lse, ends, *rest = ctx.saved_tensors[ctx.again :]
         job: Job = ctx.job
         with job.comm.telling(), ctx.casting():
             job.comm.agree(f"backward of {job.name}", {})

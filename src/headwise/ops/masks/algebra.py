@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from .places import Region, RowIndex
-from .pytrees import register
 from .rules import Band, Lengths, Rule
 
 NOTHING = Lengths(0)
@@ -51,7 +50,10 @@ class _Joined(Rule):
     @override
     def sized(self, B: int, H: int) -> Rule:
         rules = tuple(rule.sized(B, H) for rule in self.rules)
-        return self if all(a is b for a, b in zip(rules, self.rules, strict=True)) else type(self)(rules)
+        if all(a is b for a, b in zip(rules, self.rules, strict=True)):
+            return self
+        known = self.__dict__.setdefault("_sized", {})  # one for all calls of a size, for its map of tiles
+        return known.setdefault((B, H), type(self)(rules))
 
     @property
     @override
@@ -59,7 +61,6 @@ class _Joined(Rule):
         return all(rule.is_same_for_rows for rule in self.rules)
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class AllOf(_Joined):
     """A key that every rule lets through."""
@@ -78,7 +79,6 @@ class AllOf(_Joined):
         return all(rule.meets(region, T, S) for rule in self.rules)
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class AnyOf(_Joined):
     """A key that some rule lets through."""
@@ -97,7 +97,6 @@ class AnyOf(_Joined):
         return any(rule.meets(region, T, S) for rule in self.rules)
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Not(_Joined):
     """A key that the one rule does not let through."""

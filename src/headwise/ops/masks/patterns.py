@@ -13,7 +13,6 @@ from typing_extensions import override
 from ...shapes import MASK_RULE, check_index_tensor, check_mask_tensor, describe
 from ...shapes.kinds import fits
 from .places import Region, per_batch, rank4, saturated, wide
-from .pytrees import register
 from .rules import Rule, Segments
 
 
@@ -42,7 +41,6 @@ class _Placed(Rule):
             check_index_tensor("offset of the mask", self.offset, [(B,), (1,)], device)
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Dilated(_Placed):
     """Query at pos sees the keys j with (pos - j) divisible by `step`."""
@@ -54,7 +52,6 @@ class Dilated(_Placed):
         return (self.pos(i, T, S) - j) % self.step == 0
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Blocks(_Placed):
     """Query at pos sees the keys of its own block of `size`: pos // size == j // size, rounded down."""
@@ -91,7 +88,6 @@ def floor_divide(x: Tensor, size: int) -> Tensor:
     return torch.div(x, size, rounding_mode="floor")
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Alibi(Rule):
     """Adds -slope * |pos - j|, pos = i + offset (Press et al. 2021, arXiv 2108.12409)."""
@@ -138,7 +134,6 @@ class Alibi(Rule):
             check_index_tensor("offset of alibi", self.offset, [(B,), (1,)], device)
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Relative(_Placed):
     """Adds table[h, R + clamp(j - pos, -R, R)] for a table (H, 2 R + 1)."""
@@ -189,7 +184,6 @@ class Relative(_Placed):
         return self if self.table.dtype == dtype else replace(self, table=self.table.to(dtype))
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Function(Rule):
     """What `function(b, h, i, j)` says, called with index tensors that broadcast to (B, H, R, C)."""
@@ -199,6 +193,8 @@ class Function(Rule):
     heads: int = 1
     of: Function | None = field(default=None, repr=False)
     """The rule as it was made; this one knows batch and heads."""
+    keep: bool = False
+    """It says the same as long as it lives, whatever changes."""
 
     @override
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
@@ -222,7 +218,8 @@ class Function(Rule):
     @override
     def part(self, region: Region, T: int, S: int) -> Function:
         first, last = region.heads or (0, self.heads)
-        return Function(_Elsewhere(self.function, first, region.rows[0], region.cols[0]), self.batch, last - first)
+        function = _Elsewhere(self.function, first, region.rows[0], region.cols[0])
+        return Function(function, self.batch, last - first, keep=self.keep)
 
     @override
     def sized(self, B: int, H: int) -> Rule:

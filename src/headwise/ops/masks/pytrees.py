@@ -12,7 +12,12 @@ C = TypeVar("C", bound=type)
 
 
 def register(cls: C) -> C:
-    """Make a frozen dataclass a pytree: tensors (and tuples of rules) are leaves, the rest is its shape."""
+    """Make a class that is, or becomes, a frozen dataclass a pytree.
+
+    Tensors (and tuples of rules) are leaves, the rest is its shape.
+    """
+
+    ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def split(rule: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
         values = {f.name: getattr(rule, f.name) for f in fields(cls)}
@@ -37,7 +42,7 @@ def register(cls: C) -> C:
         cls,
         flatten,
         unflatten,
-        serialized_type_name=f"headwise.{cls.__name__}",
+        serialized_type_name=f"headwise.{cls.__name__}" if ours else f"{cls.__module__}.{cls.__qualname__}",
         to_dumpable_context=lambda context: context,
         from_dumpable_context=loaded,
         flatten_with_keys_fn=flatten_with_keys,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,11 +23,16 @@ Bounds: TypeAlias = tuple["Tensor | None", "Tensor | None"]
 class Rule:
     """One rule: a frozen dataclass that answers all that is asked of it. Only `at` must be written for a new one.
 
-    `restricts`: it can forbid keys; `biases`: it adds to the scores.
+    `restricts`: it can forbid keys; `biases`: it adds to the scores. Fields that are tensors move with `Mask.to`.
     """
 
     restricts: ClassVar[bool] = True
     biases: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Make every kind of rule a pytree."""
+        super().__init_subclass__(**options)
+        register(cls)
 
     def at(self, i: Tensor, j: Tensor, T: int, S: int) -> Tensor:
         """The rule at gathered places: i, j integer tensors that broadcast to (B, H, R, C)."""
@@ -92,7 +97,6 @@ class Rule:
         return False
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Band(Rule):
     """Query i stands at pos = i + offset and sees the keys pos - left < j <= pos + right.
@@ -189,7 +193,6 @@ class Band(Rule):
         return 0 if self.left is None else self.first
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Lengths(Rule):
     """Row b of the batch may attend the keys start[b] <= j < stop[b]."""
@@ -240,7 +243,6 @@ def _from(end: Tensor | int, first: int) -> Tensor | int:
     return (end.long() - first).clamp(min=0) if isinstance(end, Tensor) else max(0, end - first)
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Segments(Rule):
     """A query attends the keys that carry its own id: packed documents, chunks."""
@@ -349,13 +351,11 @@ class _Dense(Rule):
         return self.full.shape[2] == 1
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Keep(_Dense):
     """A boolean tensor, True = attend, that broadcasts to (B, H, T, S) from the right."""
 
 
-@register
 @dataclass(frozen=True, eq=False)
 class Bias(_Dense):
     """A float tensor added to the scores; -inf forbids."""

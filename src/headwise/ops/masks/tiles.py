@@ -1,7 +1,8 @@
-"""What a rule says of tiles of 64 x 64 pairs: none, all, or which; built once, a row of tiles at a time.
+"""What a rule says of tiles of 64 x 64 pairs: none, all, or which; built a row of tiles at a time.
 
 So a kernel can honour any rule: it skips what is empty, asks nothing where all may be attended, and reads the packed
-bits of the rest. Memory: eight bytes a tile, 512 a mixed one.
+bits of the rest. Memory: eight bytes a tile, 512 a mixed one. A map is kept with its rule and used again while what
+the rule reads is unchanged.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .places import count, rank4
+from .reads import Reads, reads_of
 from .rules import Rule
 
 SIDE = 64
@@ -31,20 +33,27 @@ class TileMap(NamedTuple):
 
 
 def tile_map(rule: Rule, T: int, S: int) -> TileMap:
-    """The map of a rule that restricts, on the CPU; kept with the rule, which says the same as long as it lives.
+    """The map of a rule that restricts, on the CPU. One that was kept is used only if the rule reads the same now.
 
     >>> from .rules import Band
     >>> tile_map(Band(None, 0), 100, 130).index[0, 0]  # causal: the first 64 queries see 31 keys more than their own
     tensor([[2, 3, 0],
             [1, 4, 5]])
     """
-    maps: dict[tuple[int, int], TileMap] = rule.__dict__.setdefault("_maps", {})
-    made = maps.get((T, S))
-    if made is None:
-        with torch.inference_mode(False):  # kept for calls with a gradient, too
-            made = maps[T, S] = _built(rule, T, S)
-        for old in list(maps)[:-KEPT]:  # which another thread may have dropped
-            maps.pop(old, None)
+    if 0 in (T, S):
+        return _built(rule, T, S)
+    maps: dict[tuple[int, int], tuple[Reads, TileMap]] = rule.__dict__.setdefault("_maps", {})
+    reads, kept = reads_of(rule, T, S), maps.get((T, S))
+    if kept is not None and reads.equals(kept[0]):
+        return kept[1]
+    with torch.inference_mode(False):  # kept for calls with a gradient, too
+        before, made = reads.copied(), _built(rule, T, S)
+    maps.pop((T, S), None)
+    again = reads_of(rule, T, S)
+    if again.is_at(reads) and again.equals(before):  # else the rule makes what it reads, and no one sees it change
+        maps[T, S] = before, made
+    for old in list(maps)[:-KEPT]:  # which another thread may have dropped
+        maps.pop(old, None)
     return made
 
 

@@ -175,8 +175,9 @@ def attention_statistics(
         options: mask, scale, softcap, sinks, offsets, features, targets and pool, as for `statistics`.
 
     Returns:
-        out (B, H, T, V) in the query's dtype, and what `statistics` gives, but for `received`, which takes a pass of
-        its own. Neither is differentiable.
+        out (B, H, T, V) in the query's dtype, differentiable as that of `attention`, and what `statistics` gives, but
+        for `received`, which takes a pass of its own. The statistics are detached: no gradient goes through them.
+        Where one is wanted of the output, these are a pass of their own, too.
 
     Raises:
         TypeError, ValueError: as `attention` and `statistics` raise them.
@@ -193,19 +194,19 @@ def attention_statistics(
     query, key, value = of_one_dtype(query, key, value)
     check_attention(query, key, value)
     request = checked(query, key, **options)
-    out, fields = _measured(request, value)
-    if out is None:
-        scoring = request.scoring
-        with torch.no_grad():
-            out = attention(
-                query,
-                key,
-                value,
-                mask=scoring.mask,
-                scale=scoring.scale,
-                softcap=scoring.softcap,
-                sinks=scoring.sinks,
-            )
+    scoring = request.scoring
+    learns = scoring.learns or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
+    out, fields = _measured(request, None if learns else value)
+    if learns or out is None:
+        out = attention(
+            query,
+            key,
+            value,
+            mask=scoring.mask,
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+        )
     return out, RowStatistics(**fields)
 
 
