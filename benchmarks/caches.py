@@ -20,6 +20,7 @@ from transformers.cache_utils import Fp8QuantizedLayer
 
 import headwise.hf
 import headwise.plan
+from headwise.hf.architectures import CACHE
 
 try:
     from benchmarks import clock, hf_end_to_end, table
@@ -92,7 +93,7 @@ def decoding(model: LlamaForCausalLM, cached: int, rounds: int) -> dict[str, Any
     def step_of(way: str) -> Callable[[], Tensor]:
         def step() -> Tensor:
             model.config._attn_implementation = attention_of(way)
-            out = model(ids, past_key_values=caches[way]).logits
+            out = model(ids, **{CACHE: caches[way]}).logits
             if not way.startswith("fp8"):  # transformers' fp8 layer has no crop: it grows a little
                 for layer in caches[way].layers:
                     layer.crop(-1)
@@ -127,7 +128,7 @@ def generating(model: LlamaForCausalLM, prompt: int, new: int, rounds: int) -> d
             cache = cache_of(way, model, prompt + new)
             model.config._attn_implementation = attention_of(way)
             how: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-            return model.generate(ids, past_key_values=cache, pad_token_id=0, **how)
+            return model.generate(ids, **{CACHE: cache}, pad_token_id=0, **how)
 
         return run
 

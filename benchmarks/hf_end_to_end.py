@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import headwise.hf  # noqa: F401  registers attn_implementation="headwise"
+from headwise.hf.architectures import CACHE
 
 try:
     from benchmarks import clock, table
@@ -83,7 +84,7 @@ def decode_run(model: LlamaForCausalLM, cached: int, static: bool) -> Callable[[
     ids = torch.randint(config.vocab_size, (1, 1), generator=source)
 
     def run() -> Tensor:
-        out = model(ids, past_key_values=cache).logits
+        out = model(ids, **{CACHE: cache}).logits
         for layer in cache.layers:
             if static:
                 layer.cumulative_length.fill_(cached)

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from headwise.hf import make_cache
+from headwise.hf.architectures import CACHE
 
 try:
     from benchmarks import clock, table
@@ -74,10 +75,10 @@ def step_of(model: PreTrainedModel, ours: bool, tokens: int) -> Callable[[], Ten
     """One token more, which is taken back."""
     cache = make_cache(model, max_length=tokens + 8) if ours else DynamicCache(config=model.config)
     ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
-    model(ids[:, :-1], past_key_values=cache, use_cache=True)
+    model(ids[:, :-1], **{CACHE: cache}, use_cache=True)
 
     def run() -> Tensor:
-        logits: Tensor = model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
+        logits: Tensor = model(ids[:, -1:], **{CACHE: cache}, use_cache=True).logits
         for layer in cache.layers:
             layer.crop(-1)
         return logits

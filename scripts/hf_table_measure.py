@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import headwise.hf.attention as bridge
+from headwise.hf.architectures import CACHE
 from headwise.hf.errors import ModelError
 from headwise.hf.interface import attention_modules, unseen_modules
 
@@ -90,10 +91,10 @@ def steps(model: PreTrainedModel, arguments: Arguments) -> Outputs:
     more = torch.randint(3, 90, (len(ids), sum(STEPS)), generator=torch.Generator().manual_seed(5))
     output, outputs = run(model, arguments, use_cache=True)
     whole = {f"0.{k}": x for k, x in outputs.items()}
-    past = output.past_key_values
+    past = output[CACHE]
     at = 0
     for n, length in enumerate(STEPS, 1):
-        step: Arguments = {text: more[:, at : at + length], "past_key_values": past}
+        step: Arguments = {text: more[:, at : at + length], CACHE: past}
         at += length
         if text == "decoder_input_ids" and "encoder_outputs" in inspect.signature(model.forward).parameters:
             step["encoder_outputs"] = (output.encoder_last_hidden_state,)
@@ -105,7 +106,7 @@ def steps(model: PreTrainedModel, arguments: Arguments) -> Outputs:
             )
         next_output, outputs = run(model, step, use_cache=True)
         whole |= {f"{n}.{k}": x for k, x in outputs.items() if not k.startswith("encoder")}
-        past = next_output.past_key_values
+        past = next_output[CACHE]
     return whole
 
 
@@ -146,12 +147,12 @@ def ways(model: PreTrainedModel, arguments: Arguments) -> dict[str, Way]:
     parameters = inspect.signature(model.forward).parameters
     several: dict[str, Way] = {"plain": lambda m: run(m, arguments)[1]}
     text = "input_ids" in arguments and "attention_mask" in parameters
-    causal = "input_ids" in arguments and "past_key_values" in parameters and "decoder_input_ids" not in arguments
+    causal = "input_ids" in arguments and CACHE in parameters and "decoder_input_ids" not in arguments
     if text:
         several["right"] = lambda m: run(m, padded(m, arguments, "right"))[1]
     if text and causal:
         several["left"] = lambda m: run(m, padded(m, arguments, "left"))[1]
-    if "past_key_values" in parameters and ("input_ids" in arguments or "decoder_input_ids" in arguments):
+    if CACHE in parameters and ("input_ids" in arguments or "decoder_input_ids" in arguments):
         first = padded(model, arguments, "left") if text and causal else arguments
         several["cached"] = lambda m: steps(m, first)
     last = padded(model, arguments, "left" if causal else "right") if text else arguments

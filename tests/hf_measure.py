@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 import headwise.hf.attention as bridge
+from headwise.hf.architectures import CACHE
 
 # -- the yardstick: attention written out, its softmax in float64 -----------------------------------------------------
 
@@ -92,7 +93,7 @@ def steps(model: PreTrainedModel, cache: str, side: str, plan: tuple[int, ...]) 
             arguments: dict[str, Any] = dict(input_ids=ids[:, piece], attention_mask=real[:, : piece.stop])
             if "position_ids" in model.forward.__code__.co_varnames:
                 arguments["position_ids"] = positions[:, piece]
-            out = model(**arguments, past_key_values=past, use_cache=True)
+            out = model(**arguments, **{CACHE: past}, use_cache=True)
             logits.append(out.logits)
             at += length
     return torch.cat(logits, 1)

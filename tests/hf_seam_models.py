@@ -15,6 +15,8 @@ from hf_models import padding as padding_of
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headwise.hf.architectures import CACHE
+
 IDS: dict[str, Any] = dict(vocab_size=VOCAB, pad_token_id=PAD, bos_token_id=1, eos_token_id=None)
 BERT: dict[str, Any] = dict(
     hidden_size=35, num_hidden_layers=2, num_attention_heads=5, intermediate_size=17, max_position_embeddings=61
@@ -162,6 +164,6 @@ def fed(model: PreTrainedModel, cache: Any, side: str = "left", plan: tuple[int,
             inputs: dict[str, Any] = dict(input_ids=ids[:, piece], attention_mask=real[:, : piece.stop])
             if "position_ids" in model.forward.__code__.co_varnames:
                 inputs["position_ids"] = positions[:, piece]
-            logits.append(model(**inputs, past_key_values=cache, use_cache=True).logits)
+            logits.append(model(**inputs, **{CACHE: cache}, use_cache=True).logits)
             at += length
     return torch.cat(logits, 1)[real.bool()]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from headwise.cache.base import KVCache
 from headwise.hf import make_cache
+from headwise.hf.architectures import CACHE
 
 
 def decoded(model: PreTrainedModel, cache: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
@@ -19,13 +20,13 @@ def decoded(model: PreTrainedModel, cache: Any, input_ids: torch.Tensor, attenti
     tokens = [input_ids[:, :n], *input_ids[:, n:].split(1, dim=1)]
     masks = [attention_mask[:, : n + t] for t in range(4)]
     pairs = zip(tokens, masks, strict=True)
-    return [model(ids, attention_mask=mask, past_key_values=cache).logits for ids, mask in pairs]
+    return [model(ids, attention_mask=mask, **{CACHE: cache}).logits for ids, mask in pairs]
 
 
 def generated(model: PreTrainedModel, cache: Any, **text: Any) -> Any:
     """Three tokens, and the logits of each."""
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options, **text)
+    out = model.generate(**{CACHE: cache}, output_logits=True, return_dict_in_generate=True, **options, **text)
     return out.sequences, *out.logits
 
 

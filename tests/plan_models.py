@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headwise.hf.architectures import CACHE
 from headwise.plan import costs
 from headwise.plan.fields import architectures
 from headwise.plan.model import Model, model_of
@@ -319,14 +320,14 @@ def dynamic_cache_bytes(name: str, config: Any, model: Any, tokens: int) -> int:
                 "encoder_outputs": (first.encoder_last_hidden_state,),
                 "decoder_input_ids": inputs["decoder_input_ids"],
             }
-        return bytes_held(model(**inputs, past_key_values=first.past_key_values, use_cache=True).past_key_values)
+        return bytes_held(model(**inputs, **{CACHE: first[CACHE]}, use_cache=True)[CACHE])
 
 
 def static_cache_bytes(name: str, config: Any, model: Any, tokens: int) -> int:
     """What transformers' fixed cache sets aside for `tokens`."""
     cache = transformers.StaticCache(config=config, max_cache_len=tokens)
     with torch.no_grad():
-        model(**inputs_of(name, config, 3), past_key_values=cache, use_cache=True)
+        model(**inputs_of(name, config, 3), **{CACHE: cache}, use_cache=True)
     return bytes_held(cache)
 
 
@@ -371,7 +372,7 @@ def compared_decode(name: str, ours: Model, config: Any, real: Any) -> tuple[int
         memory = (first.encoder_last_hidden_state,)
         inputs = {"encoder_outputs": memory, "decoder_input_ids": inputs["decoder_input_ids"]}
     with counted(real if ours.states else None) as seen:
-        real(**inputs, past_key_values=first.past_key_values, use_cache=True)
+        real(**inputs, **{CACHE: first[CACHE]}, use_cache=True)
     cost = costs.decode(
         as_run(name, ours, config) if "moe" in architectures()[name] else ours, TOKENS, batch=BATCH, absorbed=False
     )

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headwise.hf
 import headwise.plan
+from headwise.hf.architectures import CACHE
 
 TOKENS = 300
 
@@ -19,11 +20,11 @@ def test_bytes_as_planned(kv_heads: int, head_dim: int) -> None:
     model = LlamaForCausalLM._from_config(config, attn_implementation="headwise", dtype=torch.bfloat16).eval()
     cache = headwise.hf.make_cache(model, max_length=TOKENS)
     with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+        model(torch.zeros(1, 1, dtype=torch.long), **{CACHE: cache})
     planned = headwise.plan.of(config.to_dict(), context=[TOKENS])
     assert cache.nbytes == planned.bytes_per_token * TOKENS == planned.contexts[0].cache_bytes
     small = headwise.hf.make_cache(model, max_length=TOKENS, dtype=torch.int8)
     with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=small)
+        model(torch.zeros(1, 1, dtype=torch.long), **{CACHE: small})
     planned = headwise.plan.of(config.to_dict(), context=[TOKENS], kv_dtype="int8")
     assert small.nbytes == planned.bytes_per_token * TOKENS == planned.contexts[0].cache_bytes

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import headwise
 import headwise.hf as hf
 from headwise.hf import running, steps
+from headwise.hf.architectures import CACHE
 from headwise.hf.interface import attention_modules
 from headwise.hf.lazy import LazyKeys
 from headwise.testing import assert_close_like_torch, largest_tensor
@@ -89,9 +90,7 @@ def test_tokens_are_those_of_transformers(row: SeamRow) -> None:
     how = dict(max_new_tokens=7, min_new_tokens=7, do_sample=False, use_cache=True)
     theirs, model = truth_of(row).generate(**arguments("left"), **how), model_of(row)
     for cache in (None, hf.make_cache(model, "paged", max_length=T + 7)):
-        assert torch.equal(model.generate(**arguments("left"), past_key_values=cache, **how), theirs), (
-            f"{row.name} {cache}"
-        )
+        assert torch.equal(model.generate(**arguments("left"), **{CACHE: cache}, **how), theirs), f"{row.name} {cache}"
 
 
 def test_an_int8_cache_is_read_in_place() -> None:
@@ -246,7 +245,7 @@ def test_plain_decoders_give_the_tokens_of_eager(family: str) -> None:
     theirs = model.generate(**inputs, **how)
     model.set_attn_implementation("headwise")
     for cache in (None, hf.make_cache(model, "paged", max_length=T + 7)):
-        assert torch.equal(model.generate(**inputs, past_key_values=cache, **how), theirs)
+        assert torch.equal(model.generate(**inputs, **{CACHE: cache}, **how), theirs)
 
 
 FAULTS = {

@@ -11,6 +11,8 @@ from hf_models import BY_NAME, DECODERS, PAD, ROWS, B, Row, inputs, padding, tok
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
+from headwise.hf.architectures import CACHE
+
 MODELS: dict[str, PreTrainedModel] = {}
 SEQ2SEQ = tuple(row for row in ROWS if row.kind in ("seq2seq", "speech"))
 
@@ -89,7 +91,7 @@ def test_the_unused_room_of_a_static_cache_is_not_attended() -> None:
                     if layer.is_initialized:
                         at = int(layer.get_seq_length())
                         layer.keys[:, :, at:] = layer.values[:, :, at:] = poison
-                logits.append(model(input_ids=piece, past_key_values=cache, use_cache=True).logits)
+                logits.append(model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits)
         outs.append(torch.cat(logits, 1))
     model.set_attn_implementation("eager")
     assert outs[1].isfinite().all()

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.blip.modeling_blip_text import BlipTextLMHeadModel
 
 from headwise.hf import ModelError, make_cache
+from headwise.hf.architectures import CACHE
 from headwise.hf.lazy import Lazy
 from headwise.ops.storage.paged import PAGE
 
@@ -35,7 +36,7 @@ def built(model: str, config: Any) -> PreTrainedModel:
 
 def greedy(model: PreTrainedModel, arguments: dict[str, Tensor], cache: Any, **how: Any) -> Any:
     how = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=PAD) | how
-    return model.generate(**arguments, past_key_values=cache, **how)
+    return model.generate(**arguments, **{CACHE: cache}, **how)
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
@@ -53,10 +54,10 @@ def test_generation_that_returns_what_is_held() -> None:
         ours = greedy(model, arguments, make_cache(model, **how), return_dict_in_generate=True)
         if "dtype" not in how:
             assert torch.equal(ours.sequences, theirs.sequences)
-            for mine, other in zip(ours.past_key_values, theirs.past_key_values, strict=True):
+            for mine, other in zip(ours[CACHE], theirs[CACHE], strict=True):
                 for x, y in zip(mine, other, strict=True):
                     assert (x is None) == (y is None) and (not isinstance(x, Tensor) or close(x, y))
-        layer = ours.past_key_values.self_attention_cache.layers[0]
+        layer = ours[CACHE].self_attention_cache.layers[0]
         assert isinstance(layer.keys, Tensor) and layer.keys.shape[0] == B and layer.keys.dtype == torch.float32
 
 
@@ -66,11 +67,11 @@ def test_keys_and_values_are_read_and_not_replaced() -> None:
     model = BY_NAME["Llama GQA"].build()
     model.set_attn_implementation("headwise")
     theirs = DynamicCache(config=model.config)
-    model(token_ids(5), past_key_values=theirs)
+    model(token_ids(5), **{CACHE: theirs})
     for how in KINDS:
         cache = make_cache(model, **how)
         assert cache.layers[0].keys is cache.layers[0].values is None
-        model(token_ids(5), past_key_values=cache)
+        model(token_ids(5), **{CACHE: cache})
         for mine, other in zip(cache.layers, theirs.layers, strict=True):
             assert mine.keys.shape == other.keys.shape and mine.values.shape == other.values.shape
             for ours, exact in ((mine.keys, other.keys), (mine.values, other.values)):
@@ -97,8 +98,8 @@ def test_a_model_that_attends_a_cached_image_again() -> None:
 
     def steps(cache: Any) -> Tensor:
         with torch.no_grad():
-            first = model(ids[:, :5], cross_attention_states=image, past_key_values=cache, use_cache=True).logits
-            return torch.cat([first, *(model(i, past_key_values=cache).logits for i in ids[:, 5:].split(2, 1))], 1)
+            first = model(ids[:, :5], cross_attention_states=image, **{CACHE: cache}, use_cache=True).logits
+            return torch.cat([first, *(model(i, **{CACHE: cache}).logits for i in ids[:, 5:].split(2, 1))], 1)
 
     model.set_attn_implementation("eager")
     theirs = steps(DynamicCache(config=config))
@@ -130,7 +131,7 @@ def test_a_window_that_only_the_cache_knows(plan: tuple[int, ...]) -> None:
 
     def steps(cache: Any) -> Tensor:
         with torch.no_grad():
-            return torch.cat([model(i, past_key_values=cache, use_cache=True).logits for i in ids.split(plan, 1)], 1)
+            return torch.cat([model(i, **{CACHE: cache}, use_cache=True).logits for i in ids.split(plan, 1)], 1)
 
     theirs = steps(DynamicCache(config=model.config))
     with torch.no_grad():
@@ -198,9 +199,9 @@ def test_past_recording_that_begins_before_the_first_token() -> None:
         cache.activate_past_recording()
         with torch.no_grad():
             for piece in ids[:, :-3].split(48, 1):
-                model(piece, past_key_values=cache, use_cache=True)
+                model(piece, **{CACHE: cache}, use_cache=True)
             cache.crop(-PAGE)
-            logits.append(model(ids[:, -3:], past_key_values=cache, use_cache=True).logits)
+            logits.append(model(ids[:, -3:], **{CACHE: cache}, use_cache=True).logits)
     assert close(*logits)
 
 
@@ -214,11 +215,11 @@ def test_a_reset_cache_serves_another_dtype(kind: str) -> None:
     model = switched(BY_NAME["Llama GQA"].build())
     cache = make_cache(model, kind, max_length=20)
     with torch.no_grad():
-        model(token_ids(9), past_key_values=cache)
+        model(token_ids(9), **{CACHE: cache})
         cache.reset()
         half = model.to(torch.bfloat16)
-        again = half(token_ids(9), past_key_values=cache).logits
-        fresh = half(token_ids(9), past_key_values=make_cache(model, kind, max_length=20)).logits
+        again = half(token_ids(9), **{CACHE: cache}).logits
+        fresh = half(token_ids(9), **{CACHE: make_cache(model, kind, max_length=20)}).logits
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert torch.equal(again, fresh)
 
@@ -242,7 +243,7 @@ def test_a_decoder_alone_that_reads_an_encoders_memory(name: str) -> None:
         expected = model(ids, **memory, use_cache=False).logits
         for how in EXACT:
             cache = make_cache(model, **how, max_length=20)
-            pieces = [model(piece, **memory, past_key_values=cache).logits for piece in ids.split([6, 1, 2], 1)]
+            pieces = [model(piece, **memory, **{CACHE: cache}).logits for piece in ids.split([6, 1, 2], 1)]
             assert close(torch.cat(pieces, 1), expected), how
             assert cache.get_seq_length() == 9
     assert not isinstance(make_cache(BY_NAME["GPT-2"].build()), transformers.EncoderDecoderCache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import linecache
 from types import FunctionType
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 import headwise.hf
 from headwise.hf import decoding, make_cache, syntax
+from headwise.hf.architectures import CACHE
 from headwise.ops.native.library import trouble
 
 pytestmark = needs_native
@@ -128,7 +130,7 @@ def test_the_decoder_beside_an_encoder(name: str, layers: int, monkeypatch: pyte
 
     def run(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
         parts = ids[:, :4], *ids[:, 4:].split(1, dim=1)
-        return [model(encoder_outputs=encoded, decoder_input_ids=x, past_key_values=cache).logits for x in parts]
+        return [model(encoder_outputs=encoded, decoder_input_ids=x, **{CACHE: cache}).logits for x in parts]
 
     assert steps(monkeypatch, model, {"ids": sample["decoder_input_ids"]}, run) == layers * 3
 
@@ -164,10 +166,10 @@ def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
             theirs = file.apply_rotary_pos_emb
             patch.setattr(file, "apply_rotary_pos_emb", lambda *args, **kwargs: theirs(*args, **kwargs))
             assert steps(monkeypatch, model, text) == 0
-        out = model(**text, past_key_values=(cache := make_cache(model)))
-        more = model(torch.tensor([[5]]), past_key_values=cache, output_attentions=True)
+        out = model(**text, **{CACHE: (cache := make_cache(model))})
+        more = model(torch.tensor([[5]]), **{CACHE: cache}, output_attentions=True)
         assert more.attentions[0].shape == (1, 4, 1, 13) and out.logits.shape[1] == 12
-    with_gradient = model(torch.tensor([[5]]), past_key_values=make_cache(model))
+    with_gradient = model(torch.tensor([[5]]), **{CACHE: make_cache(model)})
     assert with_gradient.logits.requires_grad
 
 
@@ -198,7 +200,7 @@ def changed(*passages: tuple[str, str]) -> Any:
     ("old", "new"),
     [
         ("update(key_states, value_states", "update(value_states, key_states"),
-        ("past_key_values.update(", "past_key_values.append("),
+        (f"{CACHE}.update(", f"{CACHE}.append("),
         (_INTERFACE, "        query_states = 2 * query_states\n" + _INTERFACE),
         (_OUT, _OUT + "        attn_output = attn_output + key_states.mean()\n"),
         (_INTERFACE, "        if key_states.ndim > 9:\n            value_states = 2 * value_states\n" + _INTERFACE),
@@ -254,20 +256,20 @@ def test_a_layer_that_does_not_cache_takes_no_step() -> None:
         seen.append(args[3])
         return torch.zeros(1, 1, 4, 6)
 
-    condition = "past_key_values is not None:\n            key"
+    condition = f"{CACHE} is not None:\n            key"
     forward = changed((condition, condition.replace("None:", "None and self.layer_idx > 0:")))
     core = syntax.core_of(syntax.syntax_of(forward))
     assert core is not None
     made, cache = syntax.with_steps(forward, core, True, step), object()
     for layer in a_model("Llama GQA").model.layers:
-        made(layer.self_attn, torch.randn(1, 1, 28), (None, None), None, past_key_values=cache)
+        made(layer.self_attn, torch.randn(1, 1, 28), (None, None), None, **{CACHE: cache})
     assert seen == [None, cache]
 
 
 def test_attention_in_the_other_way_of_an_if() -> None:
     """GPT-2's: there is no step where the first way is taken, and what its test reads is written down before."""
     forward: Any = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Attention.forward
-    forward = getattr(forward, "__wrapped__", forward)  # before it was prepared
+    forward = inspect.unwrap(forward)  # before it was prepared, and without transformers' decorators
     core = syntax.core_of(syntax.syntax_of(forward))
     assert core is not None
     assert "using_eager and self.reorder_and_upcast_attn" in map(ast.unparse, core.unless)

@@ -18,6 +18,7 @@ from transformers import masking_utils as theirs
 
 import headwise
 import headwise.hf.attention as bridge
+from headwise.hf.architectures import CACHE
 from headwise.hf.closures import Frame
 from headwise.hf.functions import function_mask
 from headwise.hf.masks import headwise_mask
@@ -94,7 +95,7 @@ def pieces(model: PreTrainedModel, kinds: Tensor, side: str, plan: tuple[int, ..
         piece = slice(at, at := at + length)
         arguments = dict(input_ids=ids[:, piece], attention_mask=real[:, :at], token_type_ids=kinds[:, :at])
         with torch.no_grad():
-            outs.append(model(**arguments, past_key_values=cache, use_cache=cache is not None).logits)
+            outs.append(model(**arguments, **{CACHE: cache}, use_cache=cache is not None).logits)
     return torch.cat(outs, 1)
 
 

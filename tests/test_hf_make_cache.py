@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.cache import quantize
 from headwise.hf import ModelError, make_cache, probe
+from headwise.hf.architectures import CACHE
 from headwise.ops.storage.paged import PAGE
 
 MODELS: dict[str, PreTrainedModel] = {}
@@ -38,7 +39,7 @@ def model_of(row: Row, implementation: str = "headwise") -> PreTrainedModel:
 def generated(model: PreTrainedModel, arguments: dict[str, Tensor], cache: Any = None, **how: Any) -> Tensor:
     torch.manual_seed(1)
     how = dict(max_new_tokens=8, min_new_tokens=8, pad_token_id=PAD) | how
-    return model.generate(**arguments, past_key_values=cache, **how)
+    return model.generate(**arguments, **{CACHE: cache}, **how)
 
 
 def fed(model: PreTrainedModel, cache: Any, plan: tuple[int, ...], side: str = "none") -> Tensor:
@@ -52,7 +53,7 @@ def fed(model: PreTrainedModel, cache: Any, plan: tuple[int, ...], side: str = "
             arguments: dict[str, Any] = dict(input_ids=ids[:, piece], attention_mask=real[:, : piece.stop])
             if "position_ids" in model.forward.__code__.co_varnames:
                 arguments["position_ids"] = positions[:, piece]
-            logits.append(model(**arguments, past_key_values=cache, use_cache=True).logits)
+            logits.append(model(**arguments, **{CACHE: cache}, use_cache=True).logits)
             at += length
     return torch.cat(logits, 1)
 
@@ -209,7 +210,7 @@ def change(cache: Any, model: PreTrainedModel, name: str) -> Tensor:
     rows = {"repeat": 3 * B, "select": 2, "select by mask": 2}.get(name, B)
     ids = token_ids(12, seed=17).repeat(3, 1)[:rows]
     with torch.no_grad():
-        return torch.cat([model(piece, past_key_values=cache, use_cache=True).logits for piece in ids.split(4, 1)], 1)
+        return torch.cat([model(piece, **{CACHE: cache}, use_cache=True).logits for piece in ids.split(4, 1)], 1)
 
 
 @pytest.mark.parametrize("name", ["crop", "repeat", "select", "select by mask", "reorder"])
@@ -253,7 +254,7 @@ def test_a_probe_and_attentions_see_what_is_held() -> None:
         cache = make_cache(model, kind, max_length=20, dtype=dtype)
         fed(model, cache, (6,))
         with probe(model) as seen, torch.no_grad():
-            out = model(token_ids(6)[:, :1], past_key_values=cache, output_attentions=True)
+            out = model(token_ids(6)[:, :1], **{CACHE: cache}, output_attentions=True)
         for call, weights in zip(seen.calls, out.attentions, strict=True):
             assert call.key.shape == call.value.shape == (B, 2, 7, 6)
             assert weights.shape == (B, 4, 1, 7)
@@ -265,18 +266,18 @@ def test_autocast_and_inference_mode_do_not_stop_it_nor_gradients_that_are_kept(
     model, ids = model_of(BY_NAME["Qwen2"]), token_ids(9)
     for kind in KINDS:
         with torch.inference_mode():
-            plain = model(ids, past_key_values=make_cache(model, kind, max_length=20, dtype=dtype)).logits
+            plain = model(ids, **{CACHE: make_cache(model, kind, max_length=20, dtype=dtype)}).logits
         cache = make_cache(model, kind, max_length=20, dtype=dtype)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             for piece in ids.split([5, 4], 1):
-                half = model(piece, past_key_values=cache).logits
+                half = model(piece, **{CACHE: cache}).logits
         assert (half - plain[:, 5:]).abs().max() < 0.1 * plain.abs().max()  # bfloat16: 2 ** -8, through two layers
         cache = make_cache(model, kind, max_length=20, dtype=dtype)
         if dtype is None:
-            assert close(model(ids, past_key_values=cache).logits, plain)
+            assert close(model(ids, **{CACHE: cache}).logits, plain)
             continue
         with pytest.raises(ValueError, match=r"int8 keys .* carry no gradient; .* within torch\.no_grad\(\)"):
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("name", ["Llama GQA", "Mistral window"])
@@ -289,7 +290,7 @@ def test_a_prompt_in_inference_mode_and_steps_outside_of_it(name: str) -> None:
             cache, pieces = make_cache(model, kind, max_length=20), []
             for at, piece in enumerate(ids.split([6, 2, 1], 1)):
                 with torch.inference_mode(first is (at % 2 == 0)), torch.no_grad():
-                    pieces.append(model(piece, past_key_values=cache).logits)
+                    pieces.append(model(piece, **{CACHE: cache}).logits)
             assert close(torch.cat([x.clone() for x in pieces], 1), expected), f"{kind}, first {first}"
 
 

@@ -15,6 +15,7 @@ from transformers import StaticCache
 from transformers import masking_utils as theirs
 
 from headwise.hf import StructuralMask, closures
+from headwise.hf.architectures import CACHE
 from headwise.hf.closures import Frame, read_mask, read_padding
 from headwise.hf.masks import headwise_mask
 from headwise.ops.masks import Mask
@@ -365,7 +366,7 @@ def test_a_static_cache_survives_a_prefill_in_one_call() -> None:
     ids = token_ids(T)
     cache = StaticCache(config=model.config, max_cache_len=17)
     with torch.no_grad(), counted() as calls:
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        out = model(input_ids=ids, **{CACHE: cache}, use_cache=True).logits
     torch.testing.assert_close(out, logits(model, dict(input_ids=ids, use_cache=False)), atol=1e-5, rtol=1e-5)
     assert len(calls) == 2
 

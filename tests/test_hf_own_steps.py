@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import headwise.hf
 from headwise.hf import make_cache, own_steps
+from headwise.hf.architectures import CACHE
 from headwise.hf.running import Seam
 
 pytestmark = needs_native
@@ -67,10 +68,10 @@ def test_generation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_a_step_runs_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model("Bloom")
-    model(torch.randint(1, VOCAB, (1, 5)), past_key_values=(cache := make_cache(model, max_length=9)))
+    model(torch.randint(1, VOCAB, (1, 5)), **{CACHE: (cache := make_cache(model, max_length=9))})
     with monkeypatch.context() as patch:
         patch.setattr(Seam, "run", lambda *args, **kwargs: pytest.fail("a seam"))
-        model(torch.tensor([[5]]), past_key_values=cache)
+        model(torch.tensor([[5]]), **{CACHE: cache})
 
 
 def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +91,11 @@ def test_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
         hook = attention.register_forward_hook(lambda *_: None)
         assert steps(monkeypatch, model, text) == 3  # of the other layer
         hook.remove()
-        model(**text, past_key_values=(cache := make_cache(model)))
-        more = model(torch.tensor([[5], [6]]), past_key_values=cache, output_attentions=True)
+        model(**text, **{CACHE: (cache := make_cache(model))})
+        more = model(torch.tensor([[5], [6]]), **{CACHE: cache}, output_attentions=True)
         assert more.attentions[0].shape == (2, 5, 1, 13)
         assert steps(monkeypatch, model.train(), text) == 0
-    with_gradient = model.eval()(torch.tensor([[5]]), past_key_values=make_cache(model))
+    with_gradient = model.eval()(torch.tensor([[5]]), **{CACHE: make_cache(model)})
     assert with_gradient.logits.requires_grad
 
 

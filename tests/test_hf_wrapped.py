@@ -14,6 +14,7 @@ from wrappers import Adapted
 
 import headwise.hf as hf
 import headwise.nn as hw_nn
+from headwise.hf.architectures import CACHE
 from headwise.hf.attention import headwise_attention
 from headwise.nn import split_over
 
@@ -50,7 +51,7 @@ def test_a_cache_for_what_is_wrapped(wrap: Any) -> None:
     model.set_attn_implementation("headwise")
     how = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=PAD)
     exact = model.generate(token_ids(7), **how)
-    assert torch.equal(model.generate(token_ids(7), past_key_values=hf.make_cache(wrap(model)), **how), exact)
+    assert torch.equal(model.generate(token_ids(7), **{CACHE: hf.make_cache(wrap(model))}, **how), exact)
 
 
 @pytest.mark.unchecked

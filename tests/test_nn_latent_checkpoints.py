@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 import headwise
 from headwise import LatentAttention
+from headwise.hf.architectures import CACHE
 from headwise.nn import Rotary, yarn_frequencies, yarn_scale
 
 B, T, M, H = 2, 37, 24, 4
@@ -62,7 +63,7 @@ class Theirs:
         hide = torch.ones(new, past + new, dtype=torch.bool).tril(past).logical_not()
         mask = torch.zeros(1, 1, new, past + new).masked_fill(hide, -torch.inf)
         angles = self.rotary(x, torch.arange(past, past + new)[None])
-        return self.attention(hidden_states=x, position_embeddings=angles, attention_mask=mask, past_key_values=cache)[
+        return self.attention(hidden_states=x, position_embeddings=angles, attention_mask=mask, **{CACHE: cache})[
             0
         ].detach()
 

@@ -26,6 +26,7 @@ from plan_models import (
     random_config,
 )
 
+from headwise.hf.architectures import CACHE
 from headwise.plan import costs
 from headwise.plan.fields import architectures
 from headwise.plan.layer import AttentionLayer
@@ -119,7 +120,7 @@ def next_token(name: str, config: Any, real: Any, tokens: int, source: int) -> t
     if "decoder_input_ids" in inputs:
         memory = (first.encoder_last_hidden_state,)
         inputs = {"encoder_outputs": memory, "decoder_input_ids": inputs["decoder_input_ids"]}
-    return inputs, first.past_key_values
+    return inputs, first[CACHE]
 
 
 @pytest.mark.sweep(4)
@@ -133,7 +134,7 @@ def test_what_a_token_passes_is_what_is_called(name: str) -> None:
         return
     inputs, cache = next_token(name, config, real, TOKENS, SOURCE)
     taken = sum(p.active for layer in ours.states for p in layer.parts() if p.name == "conv")  # not by its module
-    called = parameters_called(real, inputs, past_key_values=cache, use_cache=True)
+    called = parameters_called(real, inputs, **{CACHE: cache}, use_cache=True)
     assert ours.active_parameters() == called + taken
 
 
@@ -149,7 +150,7 @@ def test_one_more_token_takes_the_bytes_a_cache_grows_by(name: str) -> None:
     inputs, cache = next_token(name, config, real, 2, SOURCE)
     before = bytes_held(cache)
     with torch.no_grad():
-        after = bytes_held(real(**inputs, past_key_values=cache, use_cache=True).past_key_values)
+        after = bytes_held(real(**inputs, **{CACHE: cache}, use_cache=True)[CACHE])
     assert costs.bytes_per_token(as_run(name, ours, config), FLOAT32) == after - before > 0
 
 

@@ -225,7 +225,7 @@ def test_parameters_and_cache_are_as_planned(family: str, checkpoint: object, tm
     assert facts["plan"][1]["parameters"] == sum(weight.numel() for weight in model.parameters())
     if FAMILIES[family].kind != "decoder":
         return
-    cache = model(torch.ones(1, 13, dtype=torch.long), use_cache=True).past_key_values
+    cache = model(torch.ones(1, 13, dtype=torch.long), use_cache=True)[CACHE]
     size = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     text = model.config.get_text_config()
     windows = any("sliding" in str(kind) for kind in getattr(text, "layer_types", None) or ())

@@ -16,6 +16,7 @@ from tp_refusals import said
 
 import headwise
 import headwise.hf as hf
+from headwise.hf.architectures import CACHE
 from headwise.hf.tensor import own_part
 from headwise.nn.dealt import Dealt
 from headwise.ops.spread import Group, Share
@@ -56,7 +57,7 @@ def differences(one: Any, split: Any) -> dict[str, float]:
 
 
 def generated(model: Any, **cache: Any) -> Tensor:
-    made = {"past_key_values": hf.make_cache(model, **cache)} if cache else {}
+    made = {CACHE: hf.make_cache(model, **cache)} if cache else {}
     length = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     out: Tensor = model.generate(ids(), attention_mask=torch.ones(2, 9).long(), **length, **made)
     return out

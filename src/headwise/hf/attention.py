@@ -17,6 +17,7 @@ from ..ops.masks.rules import Band, Segments
 from ..ops.statistics.weights import weights
 from ..ops.storage.layout import in_one_piece
 from .architectures import CROSS_ATTENTION
+from .architectures import CACHE
 from .errors import ModelError
 from .lazy import LazyKeys, from_model
 from .masks import StructuralMask
@@ -26,6 +27,7 @@ from .whole import WholeBatch, whole_batch
 
 HARMLESS = frozenset(
     {
+        CACHE,  # key and value already hold what is cached
         "cache_position",
         "deterministic",  # asks flash attention for a reproducible backward pass
         "encoder_attention_mask",  # for the cross-attention beside this call, which gets it as its attention_mask
@@ -38,7 +40,6 @@ HARMLESS = frozenset(
         "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
-        "past_key_values",  # key and value already hold what is cached
         "pixel_values",
         "position_ids",  # query and key are rotated already
         "return_dict",

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from ..nn.unwrap import unwrap
 from ..ops.attention import attention
@@ -85,7 +87,23 @@ def serving(model: nn.Module) -> Iterator[nn.Module]:
         for config in configs(served):
             undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
             config._attn_implementation_internal = NAME
+        # Since transformers 5.24 layers hand their keys to the cache before they attend, and before that attention does.
+        undo.callback(served.register_forward_pre_hook(_leave_caching_to_attention, with_kwargs=True).remove)
         yield served
+
+
+def _leave_caching_to_attention(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Have the cache of a batch pass on new keys and values as they are, and itself beside them."""
+    cache = kwargs.get("cache")
+    if isinstance(cache, PagedAttentionCache):
+        cache.update = partial(_passed_on, cache)
+
+
+def _passed_on(
+    cache: PagedAttentionCache, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    kwargs["cache"] = cache
+    return key_states, value_states
 
 
 def _require_served(model: object) -> None:
@@ -191,7 +209,7 @@ class _Keys:
                 old.view(-1, *old.shape[2:]).index_copy_(0, write, new[0].transpose(0, 1))
             self.key, self.value = (x.transpose(1, 2) for x in pages)
         else:
-            self.key, self.value = cache.update(key, value, layer, kwargs)
+            self.key, self.value = PagedAttentionCache.update(cache, key, value, layer, kwargs)
 
     def of_rows(self, requests: Tensor) -> tuple[Tensor | Paged, Tensor | Paged, Mask]:
         """Of several requests, each a row of the batch; each has a single query, which sees all there is."""

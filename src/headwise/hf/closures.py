@@ -251,11 +251,11 @@ def _samples() -> dict[str, tuple[ClosureReader, Callable[[], list[MaskFunction]
 
     def joined() -> list[MaskFunction]:
         chunks = theirs.chunked_causal_mask_function(3, starts)
-        renumber = getattr(theirs, "packed_sequence_compatibility_function", None)  # not yet there in 5.20
-        packed = (
-            [] if renumber is None else [renumber(chunks, positions, theirs.find_packed_sequence_indices(positions))]
-        )
-        return [chunks, *packed]
+        renumber = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not yet there in 5.20
+        if renumber is None:
+            return [chunks]
+        packed = theirs.packed_sequence_mask_function(theirs.find_packed_sequence_indices(positions))
+        return [chunks, theirs.and_masks(renumber(chunks, positions), packed)]
 
     return {
         "causal_mask_function": (_causal, lambda: [theirs.causal_mask_function]),

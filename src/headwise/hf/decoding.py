@@ -9,23 +9,26 @@ so is every other call. The numbers are the same, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import warnings
 from functools import lru_cache, partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from ..nn.sharded import current
 from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias
 from ..ops.native.step import Scores, Turn, runs_plain
+from .architectures import CROSS_ATTENTION, UNSTEPPED
 from .attention import HARMLESS, attentions_are_collected, headwise_attention
 from .masks import StructuralMask
 from .sessions import watched
-from .syntax import core_of, fingerprint, syntax_of, with_steps
+from .syntax import core_of, fingerprint, syntax_of, unlike, with_steps, without_renaming
 from .tensor import heads_here
 from .whole import whole_batch
 
@@ -72,10 +75,17 @@ ROTATIONS: dict[str, Rotation] = {
 
 
 class Form(NamedTuple):
-    """How a class takes its steps: `rotation` is None where its own code turns; `functions` are those that turn."""
+    """How a class takes its steps.
+
+    Attributes:
+        rotation: None where its own code turns.
+        functions: those that turn.
+        renamed: names of arguments that transformers' decorators around the `forward` give others.
+    """
 
     rotation: Rotation | None
     functions: dict[str, FunctionType]
+    renamed: frozenset[str]
 
 
 def prepare(model: nn.Module) -> None:
@@ -91,20 +101,46 @@ def _prepare(owner: type[nn.Module]) -> None:
     theirs = vars(owner)["forward"]
     form, ours = stepping(theirs)
     if form is None or ours is None:
-        return
-    names, functions = theirs.__globals__, form.functions
+        return _report(owner, theirs)
+    names, functions, renamed = ours.__globals__, form.functions, form.renamed
 
     @wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if runs_plain() and all(names.get(name) is function for name, function in functions.items()):
+        same = all(names.get(name) is function for name, function in functions.items())
+        if runs_plain() and same and renamed.isdisjoint(kwargs):
             return ours(self, *args, **kwargs)
         return theirs(self, *args, **kwargs)
 
     owner.forward = forward
 
 
-def stepping(forward: Any) -> tuple[Form | None, Callable[..., Any] | None]:
+def _report(owner: type[nn.Module], theirs: Any) -> None:
+    """Warn of a class that may have taken steps in another version of transformers, and takes none in this one."""
+    name = owner.__name__
+    if name in UNSTEPPED or CROSS_ATTENTION.search(name) or getattr(theirs, "__globals__", None) is globals():
+        return
+    inner, _ = without_renaming(theirs)
+    try:
+        missing = unlike(syntax_of(inspect.unwrap(inner)))
+    except (OSError, TypeError, SyntaxError):  # no text to read
+        return
+    if missing:
+        warn_of_no_steps(name, "its forward is decorated or replaced" if hasattr(inner, "__wrapped__") else missing)
+
+
+def warn_of_no_steps(name: str, missing: str) -> None:
+    """Tell that a class of attention decodes by its own code, as its code is not the one that headwise knows."""
+    warnings.warn(
+        f"{name} decodes a token by its own code and not in one call of the kernel, with the same result, but slower: "
+        f"in transformers {transformers.__version__}, {missing}; other versions that headwise knows are "
+        "`pip install 'headwise[hf]'`",
+        stacklevel=2,
+    )
+
+
+def stepping(forward: Any) -> tuple[Form | None, FunctionType | None]:
     """How a `forward` takes steps, and one that does; None twice where its code is not known."""
+    forward, renamed = without_renaming(forward)
     if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or forward.__closure__:
         return None, None
     try:
@@ -115,7 +151,7 @@ def stepping(forward: Any) -> tuple[Form | None, Callable[..., Any] | None]:
     except (OSError, TypeError, SyntaxError):  # no text to read
         return None, None
     step = partial(_step, rotation or Rotation())
-    return Form(rotation, functions), with_steps(forward, core, rotation is not None, step)
+    return Form(rotation, functions, renamed), with_steps(forward, core, rotation is not None, step)
 
 
 def _rotation_of(name: str | None, names: dict[str, Any]) -> tuple[Rotation | None, dict[str, FunctionType]]:

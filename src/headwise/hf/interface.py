@@ -14,12 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import CROSS_ATTENTION, OUTSIDE, SPARSE, SUPPORTED_EXAMPLES
 from .errors import ModelError
-from .seams import family_of, is_seam, is_switched
+from .seams import MARK, family_of, is_seam, is_switched
 
 NAME = "headwise"
 """The name under which `headwise.hf` registers: `attn_implementation="headwise"`."""
 
-_MARK = "ALL_ATTENTION_FUNCTIONS"
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 _OWN = "its attention is code of its own"
 
@@ -58,7 +57,7 @@ def _consults(module: str) -> bool:
         source = "" if file is None else inspect.getsource(file)
     except (OSError, TypeError):
         return True
-    return _ATTENTION_CLASS.search(source) is None or _MARK in source
+    return _ATTENTION_CLASS.search(source) is None or MARK in source
 
 
 def title(model: PreTrainedModel) -> str:
@@ -91,7 +90,7 @@ def dispatches(cls: type[nn.Module]) -> bool:
             source = inspect.getsource(base)
         except (OSError, TypeError):  # made at run time: no text to read
             return False
-        if _MARK in source:
+        if MARK in source:
             return True
         if "super().forward" not in source:
             return False

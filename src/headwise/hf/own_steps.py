@@ -21,13 +21,14 @@ from ..nn.steps import is_itself
 from ..ops.masks.compose import EVERYTHING, Mask
 from ..ops.masks.make import bias, keep
 from ..ops.native.step import Scores, runs_plain
+from .architectures import CACHE
 from .attention import without_lowest
-from .decoding import Rotation, mask_of_step, nobody_takes_part, turned_step
+from .decoding import Rotation, mask_of_step, nobody_takes_part, turned_step, warn_of_no_steps
 from .masks import Hidden
 from .running import weights_are_wanted
-from .syntax import compiled, fingerprint, fingerprint_of, parted, syntax_of
+from .syntax import compiled, fingerprint, fingerprint_of, parted, syntax_of, without_renaming
 
-CACHES = "layer_past", "past_key_values"
+CACHES = "layer_past", CACHE
 """What modules call their cache."""
 
 
@@ -39,12 +40,14 @@ class OwnCode(NamedTuple):
     """What stands in the place of statements of a `forward`.
 
     Attributes:
+        of: the class.
         instead: statements; `_headwise_step(cache, layer, self, query, key, value, mask, ...)` is `_step`.
         calls: the methods of the class, and functions of its file, that say what the old ones did, each with the
             fingerprint of its code.
         rotation: what queries and keys turn by.
     """
 
+    of: str
     instead: str
     calls: Mapping[str, str] = MappingProxyType({})
     rotation: Rotation = Rotation()
@@ -59,9 +62,34 @@ attn_weights = None
 """
 _PAIRS = Rotation(interleaved=True, angles="pair", back=True)
 
+
+def _mpt(cache: str) -> OwnCode:
+    instead = f"""
+attn_weights = None
+context_states = _headwise_step(
+    {cache}, self.layer_idx, self, query_states, key_states, value_states, attention_mask,
+    scale=self.softmax_scale, added=position_bias,
+)
+"""
+    return OwnCode("MptAttention", instead)
+
+
+def _xglm(cache: str) -> OwnCode:
+    instead = f"""
+attn_weights_reshaped = None
+attn_output = _headwise_step(
+    None if is_cross_attention else {cache}, self.layer_idx, self,
+    query_states.view(bsz, tgt_len, self.num_heads, self.head_dim).transpose(1, 2), key_states, value_states,
+    attention_mask, scale=1.0,
+)
+"""
+    return OwnCode("XGLMAttention", instead)
+
+
 OWN_CODE: dict[tuple[int, str], OwnCode] = {
     # GPT-J reads its table of angles for all places, copied for each row; here for one place.
-    (9, "4cb6b9c109c4c7c5"): OwnCode(  # GPT-J
+    (9, "4cb6b9c109c4c7c5"): OwnCode(
+        "GPTJAttention",
         "sin, cos = self.embed_positions[position_ids].to(key.dtype).chunk(2, dim=-1)" + _IN_PARTS,
         {
             "_attn": "09ba172dbdf48da6",
@@ -71,7 +99,8 @@ OWN_CODE: dict[tuple[int, str], OwnCode] = {
         },
         _PAIRS,
     ),
-    (5, "51ffa74d0983752c"): OwnCode(  # CodeGen
+    (5, "51ffa74d0983752c"): OwnCode(
+        "CodeGenAttention",
         _IN_PARTS,
         {
             "_attn": "6e5252c88c9be568",
@@ -80,7 +109,8 @@ OWN_CODE: dict[tuple[int, str], OwnCode] = {
         },
         _PAIRS,
     ),
-    (2, "feaa53f6ed2cee81"): OwnCode(  # GPT-Neo
+    (2, "feaa53f6ed2cee81"): OwnCode(
+        "GPTNeoSelfAttention",
         """
 attn_output = _headwise_step(
     layer_past, self.layer_id, self, query, key, value, attention_mask,
@@ -90,17 +120,19 @@ attn_weights = None
 """,
         {"_attn": "c8032c8f73c063a5"},
     ),
-    (11, "c1f3ae892e0d5fab"): OwnCode(  # Bloom
+    (11, "c1f3ae892e0d5fab"): OwnCode(
+        "BloomAttention",
         """
 attention_probs = None
 context_layer = _headwise_step(
     layer_past, self.layer_idx, self, query_layer, key_layer, value_layer, attention_mask,
     scale=self.inv_norm_factor, added=alibi, beta=self.beta,
 ).flatten(0, 1)
-"""
+""",
     ),
     # What ALiBi adds is in Falcon's mask.
-    (4, "5473da7080e130b4"): OwnCode(  # Falcon
+    (4, "5473da7080e130b4"): OwnCode(
+        "FalconAttention",
         """
 attn_output = _headwise_step(
     layer_past, self.layer_idx, self, query_layer, key_layer, value_layer, attention_mask,
@@ -111,25 +143,11 @@ return self.dense(attn_output), None
 """,
         {"apply_rotary_pos_emb": "6624cf83ff11cb45", "rotate_half": "3f33ea54d4fc5890"},
     ),
-    (8, "fd3846e5091aa95e"): OwnCode(  # MPT
-        """
-attn_weights = None
-context_states = _headwise_step(
-    past_key_values, self.layer_idx, self, query_states, key_states, value_states, attention_mask,
-    scale=self.softmax_scale, added=position_bias,
-)
-"""
-    ),
-    (18, "5f72c553578c6f7e"): OwnCode(  # XGLM
-        """
-attn_weights_reshaped = None
-attn_output = _headwise_step(
-    None if is_cross_attention else curr_past_key_values, self.layer_idx, self,
-    query_states.view(bsz, tgt_len, self.num_heads, self.head_dim).transpose(1, 2), key_states, value_states,
-    attention_mask, scale=1.0,
-)
-"""
-    ),
+    (8, "fd3846e5091aa95e"): _mpt("past_key_values"),
+    (18, "5f72c553578c6f7e"): _xglm("curr_past_key_values"),
+    # Since transformers 5.24:
+    (8, "e9d487116f93de38"): _mpt("cache"),
+    (18, "ea31fc95d698e776"): _xglm("curr_cache"),
 }
 """The number of statements and their fingerprint -> what stands in their place in a step."""
 
@@ -166,8 +184,10 @@ def _called(owner: type[nn.Module], names: dict[str, Any], name: str) -> Any:
 @lru_cache(maxsize=256)
 def _stepping(owner: type[nn.Module], forward: Any) -> tuple[Any, tuple[tuple[str, Any], ...]]:
     """A `forward` of steps, and the functions of whose code that is true, by their names."""
+    forward, _ = without_renaming(forward)
     if type(forward) is not FunctionType or hasattr(forward, "__wrapped__") or forward.__closure__:
         return None, ()
+    missing = "its statements are not those that headwise knows"
     try:
         function = syntax_of(forward)
         body = function.body = [part for statement in function.body for part in parted(statement)]
@@ -177,11 +197,14 @@ def _stepping(owner: type[nn.Module], forward: Any) -> tuple[Any, tuple[tuple[st
                 continue
             calls = _calls_of(owner, forward.__globals__, known)
             if calls is None:
-                return None, ()
+                missing = f"one of {', '.join(known.calls)} is not as headwise knows it"
+                break
             function.body[first : first + count] = _at(body[first], ast.parse(known.instead).body)
             return compiled(function, forward, partial(_step, known.rotation)), calls
-    except (OSError, TypeError, SyntaxError):  # no text to read
-        pass
+    except (OSError, TypeError, SyntaxError):
+        missing = "its code cannot be read"
+    if owner.__name__ in {known.of for known in OWN_CODE.values()}:
+        warn_of_no_steps(owner.__name__, missing)
     return None, ()
 
 

@@ -205,10 +205,16 @@ def _cache_bytes(model: Any, inputs: dict[str, Any]) -> int | None:
     """Bytes of the cache after one text of that length, in float32; None for a model that keeps none."""
     if not _decodes(model):
         return None
-    cache = model(inputs["input_ids"][:1], use_cache=True).past_key_values
+    cache = next(iter(_cache_of(model(inputs["input_ids"][:1], use_cache=True)).values()))
     if cache is None:  # an encoder's layers under a head for the next word
         return None
     return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def _cache_of(out: Any) -> dict[str, Any]:
+    """The cache that a model gives, as an argument for its next call: since transformers 5.24 it is called `cache`."""
+    name = "cache" if "cache" in out else "past_key_values"
+    return {name: out.get(name)}
 
 
 def _loss(model: Any, request: dict[str, Any]) -> float | None:
@@ -260,7 +266,7 @@ def _write(model: Any, out: Any) -> None:
     """A few more tokens behind those that were read."""
     for _ in range(WRITTEN):
         last = out.logits[:, -1:].argmax(-1)
-        out = model(last, past_key_values=out.past_key_values, use_cache=True)
+        out = model(last, **_cache_of(out), use_cache=True)
 
 
 def _times(models: list[Any], prepare: Any, run: Any) -> list[float]:

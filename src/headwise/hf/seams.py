@@ -11,6 +11,9 @@ from torch import nn
 
 from .architectures import SEAMS
 
+MARK = "ALL_ATTENTION_FUNCTIONS"
+"""The name by which a class calls transformers' attention interface."""
+
 
 class Switched(str):
     """The name, as it stands in the config of a model whose modules of attention are prepared for it."""
@@ -30,11 +33,12 @@ def _family(module: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def _is_as_known(family: str, folder: str) -> bool:
-    """Whether the installed transformers has the classes and the methods of a row."""
+    """Whether the installed transformers has the classes and the methods of a row, and not on its interface."""
     file = importlib.import_module(f"transformers.models.{folder}.modeling_{family}")
+    classes = {getattr(file, name, None): methods for name, methods in SEAMS[family].items()}
     return all(
-        inspect.isclass(getattr(file, name, None)) and all(hasattr(getattr(file, name), method) for method in methods)
-        for name, methods in SEAMS[family].items()
+        inspect.isclass(cls) and MARK not in inspect.getsource(cls) and all(hasattr(cls, method) for method in methods)
+        for cls, methods in classes.items()
     )
 
 

@@ -15,13 +15,15 @@ from hashlib import blake2b
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
+from transformers.utils import deprecation
+
 STEP, TURN, _TEST = "_headwise_step", "_headwise_turn", "_headwise_test"
 
 # Names in capitals stand for a name each, those of `_EXPRESSIONS` for any expression.
 _EXPRESSIONS = frozenset({"TEST", "WHEN", "SIZE", "LAYER", "ANGLES", "OTHER"})
 _LOOKED_UP = "ATTEND = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, OTHER)"
-_KEPT = "K, V = CACHE.update(K, V, LAYER)"
-_CACHED = f"if WHEN:\n    {_KEPT}"
+_KEPT = "K, V = CACHE.update(K, V, LAYER)", "K, V = CACHE.update(K, V, LAYER, kwargs=kwargs)"  # since 5.24
+_CACHED = tuple(f"if WHEN:\n    {kept}" for kept in _KEPT)
 _ATTENDED = "OUT, WEIGHTS = ATTEND(self, Q, K, V)"
 _ROTATIONS = (
     ("Q, K = ROTATE(Q, K, COS, SIN)",),
@@ -96,6 +98,18 @@ def fingerprint_of(syntax: ast.AST | list[ast.stmt]) -> str:
     return blake2b(repr(_plain(syntax)).encode(), digest_size=8).hexdigest()
 
 
+def without_renaming(forward: Any) -> tuple[Any, frozenset[str]]:
+    """A function without transformers' decorators that rename an argument, and the names that they accept still.
+
+    Since 5.24 they stand around each `forward` whose cache was called `past_key_values`.
+    """
+    renamed = set[str]()
+    while getattr(forward, "__globals__", None) is vars(deprecation) and hasattr(forward, "__wrapped__"):
+        renamed.add(inspect.getclosurevars(forward).nonlocals["old_name"])
+        forward = forward.__wrapped__
+    return forward, frozenset(renamed)
+
+
 def syntax_of(function: Callable[..., Any]) -> ast.FunctionDef:
     """The syntax of a function, at its lines of its file. Raises OSError, TypeError or SyntaxError where there is none.
 
@@ -162,6 +176,18 @@ def core_of(function: ast.FunctionDef) -> Core | None:
     return Core(first, at, last, call, noted, bound, unless, function)
 
 
+def unlike(function: ast.FunctionDef) -> str:
+    """What a `forward` without a core lacks; "" where it has no cache, or calls no attention function."""
+    if not {"update", "get_interface"} <= {x.attr for x in ast.walk(function) if isinstance(x, ast.Attribute)}:
+        return ""
+    body = [_assignment(part) for statement in function.body for part in parted(statement)]
+    if all(_attended(statement) is None for statement in body):
+        return f"no statement reads `{_ATTENDED}`"
+    if not any(_is_cached(statement, {}) for statement in body):
+        return f"no statement reads `{' '.join(_CACHED[-1].split())}`"
+    return "between cache and attention, or with its keys after them, it does more than headwise knows"
+
+
 def _may_come_first(body: list[ast.stmt], first: int, last: int, noted: list[int]) -> bool:
     """Whether what some statements write down is the same in front of the others, and the others do not read it."""
     others = [body[n] for n in range(first, last) if n not in noted]
@@ -187,7 +213,7 @@ def parted(statement: ast.stmt) -> list[ast.stmt]:
             parts = [ast.If(test, body, before)]
             parts += [ast.If(ast.BoolOp(ast.And(), [x.test, ast.UnaryOp(ast.Not(), test)]), x.body, []) for x in rest]
     else:
-        at = next((n for n, x in enumerate(body) if _matches(_KEPT, x, {}) or _is_cached(x, {})), len(body))
+        at = next((n for n, x in enumerate(body) if _is_kept(x) or _is_cached(x, {})), len(body))
         if at == len(body):
             return [statement]
         parts += [ast.If(test, body[:at], [])] if at else []
@@ -204,13 +230,19 @@ def _written(statement: ast.stmt) -> set[str]:
     return {x.id for x in ast.walk(statement) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
 
 
+def _is_kept(statement: ast.stmt) -> bool:
+    """Whether it hands keys and values to the cache, whatever goes before."""
+    return any(_matches(text, statement, {}) for text in _KEPT)
+
+
 def _is_cached(statement: ast.stmt, bound: dict[str, ast.expr]) -> bool:
     """Whether it hands keys and values to the cache; `bound` learns then what its capitals are."""
-    more = dict(bound)
-    if not _matches(_CACHED, statement, more):
-        return False
-    bound.update(more)
-    return True
+    for text in _CACHED:
+        more = dict(bound)
+        if _matches(text, statement, more):
+            bound.update(more)
+            return True
+    return False
 
 
 def _is_plain(test: ast.expr, without: set[str]) -> bool:
