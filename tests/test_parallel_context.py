@@ -1,6 +1,6 @@
 """Attention over ranks is attention in one process: every mask, layout and option, forward and backward."""
 
-import context_cases
+import context_changes
 import draw
 import pytest
 import ranks
@@ -86,5 +86,5 @@ def test_the_example_has_the_curve_of_one_process() -> None:
 @pytest.mark.parametrize("layout", ["ring", "gather", "ulysses"])
 def test_a_mask_that_changes_before_the_backward_is_refused(layout: str) -> None:
     """Or, where its map went along with the forward, it is that of the forward."""
-    for text in ranks.pool(2).run(context_cases.changed_before_backward, layout):
+    for text in ranks.pool(2).run(context_changes.changed_before_backward, layout):
         assert "modified by an inplace operation" in text or (layout == "ulysses" and not text)
